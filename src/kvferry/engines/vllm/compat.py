@@ -1,0 +1,149 @@
+"""What depends on vLLM's version: every import and attribute that moves between releases.
+
+Written against vLLM 0.32; a contract test introspects the installed one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    RSWASpec,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import RequestStatus
+
+from kvferry.geometry import GroupKind
+
+__all__ = [
+    "PEER_HITS",
+    "KVCacheConfig",
+    "KVConnectorBase_V1",
+    "KVConnectorHandshakeMetadata",
+    "KVConnectorMetadata",
+    "KVConnectorRole",
+    "KVConnectorTransferResults",
+    "KVConnectorWorkerMetadata",
+    "SupportsHMA",
+    "VllmConfig",
+    "attention_layer",
+    "device_type",
+    "finished_whole",
+    "kind_of",
+    "ranks",
+    "reach_of",
+    "spec_of_layer",
+    "state_position",
+    "trim_prompt",
+]
+
+PEER_HITS = CacheHitSource.EXTERNAL_P2P
+"""How vLLM's own counters label tokens that came from a peer."""
+
+_UNKNOWN = (RSWASpec, SinkFullAttentionSpec, CrossAttentionSpec, EncoderOnlyAttentionSpec, SlidingWindowMLASpec)
+
+
+def _first(spec: KVCacheSpec) -> KVCacheSpec:
+    return spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def kind_of(spec: KVCacheSpec) -> GroupKind | None:
+    """The kind of a group, None for a spec that is not known."""
+    spec = _first(spec)
+    if isinstance(spec, _UNKNOWN) or spec.tokens_per_state not in (1, -1):
+        return None
+    kinds: list[tuple[type[KVCacheSpec], GroupKind]] = [
+        (MLAAttentionSpec, GroupKind.MLA),
+        (SlidingWindowSpec, GroupKind.SLIDING),
+        (ChunkedLocalAttentionSpec, GroupKind.CHUNKED),
+        (FullAttentionSpec, GroupKind.FULL),
+        (MambaSpec, GroupKind.STATE),
+    ]
+    return next((kind for of, kind in kinds if isinstance(spec, of)), None)
+
+
+def reach_of(spec: KVCacheSpec) -> int:
+    """Window or chunk in tokens, 0 for other kinds."""
+    spec = _first(spec)
+    if isinstance(spec, SlidingWindowSpec):
+        return int(spec.sliding_window) + int(spec.extra_retained_tokens)
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return int(spec.attention_chunk_size)
+    return 0
+
+
+def spec_of_layer(spec: KVCacheSpec, name: str) -> Any:
+    """The layer's own spec; a group's may wrap one per layer."""
+    return spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def state_position(spec: KVCacheSpec, tokens: int) -> int:
+    """Where in a state group's block table the snapshot after `tokens` tokens stands.
+
+    Without prefix caching the table is one running state (and speculative scratch behind it); with it, entries stand for
+    positions, and the state after a token is kept in the block of that token.
+    """
+    spec = _first(spec)
+    assert isinstance(spec, MambaSpec)
+    return 0 if spec.mamba_cache_mode == "none" else (tokens - 1) // spec.block_size
+
+
+def ranks() -> tuple[int, int]:
+    """This worker's (tp_rank, pp_rank)."""
+    return int(get_tp_group().rank_in_group), int(get_pp_group().rank_in_group)
+
+
+def device_type() -> str:
+    """The engine's device: "cpu", "cuda", ..."""
+    return str(current_platform.device_type)
+
+
+def attention_layer(vllm_config: VllmConfig, name: str) -> Any:
+    """The engine's layer object of that name."""
+    return vllm_config.compilation_config.static_forward_context[name]
+
+
+def finished_whole(request: Any) -> bool:
+    """The request ended by itself: everything it was to compute has been computed."""
+    return request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+def trim_prompt(request: Any, hash_block_tokens: int | None) -> bool:
+    """Drop the last prompt token of a request that computes a prompt for another engine; mutates `request`.
+
+    The consumer always computes the last token itself, to sample from it, and recurrent state that has seen it already
+    could not be used. False if there is only one token, or the prompt is not made of token ids.
+    """
+    if request.num_prompt_tokens < 2 or request.prompt_token_ids is None or request.prompt_embeds is not None:
+        return False
+    del request.prompt_token_ids[-1:]
+    del request._all_token_ids[-1:]
+    request.num_prompt_tokens -= 1
+    request.max_tokens = 1
+    if hash_block_tokens:
+        del request.block_hashes[request.num_prompt_tokens // hash_block_tokens :]
+    return True

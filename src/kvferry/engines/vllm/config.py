@@ -1,0 +1,78 @@
+"""The connector's settings: one JSON object, validated strictly."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from kvferry.errors import ConfigError
+
+
+class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``kv_connector_extra_config`` of a `KVFerryConnector`.
+
+    Attributes:
+        host: address that the control channel listens on.
+        port: its port; 0 for any free one.
+        advertise_host: address that peers are told; `host` if not set.
+        secret_file: file with a secret that both engines share; encrypts and authenticates the control channel.
+        allow_insecure: listen beyond loopback without a secret.
+        lease_seconds: how long blocks are kept for a consumer that no longer gives a sign of life.
+        load_timeout_seconds: when a load that has not delivered is given up.
+        handshake_seconds: when a peer that does not answer is given up.
+        attempts: loads tried for one request before it is computed here.
+        late_blocks: share of the block pool that reads past their deadline may hold before a peer is refused.
+        transfer_log: file that gets one JSON line per finished load.
+        host_buffer: move through host memory with the engine's copy operation; by default only where the engine was
+            told to (``kv_buffer_device``).
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise_host: str | None = None
+    secret_file: str | None = None
+    allow_insecure: bool = False
+    lease_seconds: float = 30.0
+    load_timeout_seconds: float = 30.0
+    handshake_seconds: float = 5.0
+    attempts: int = 2
+    late_blocks: float = 0.25
+    transfer_log: str | None = None
+    host_buffer: bool | None = None
+
+
+def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:
+    """Settings from what the engine was given.
+
+    Raises:
+        ConfigError: an unknown key (with the nearest known one), a wrong type, a value out of range.
+    """
+    known = [field.name for field in msgspec.structs.fields(ConnectorConfig)]
+    for key in extra:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1, 0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+            raise ConfigError(f"kv_connector_extra_config has no key {key!r}; {hint}")
+    try:
+        config = msgspec.convert(dict(extra), ConnectorConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"kv_connector_extra_config: {error}") from error
+    _check_ranges(config)
+    return config
+
+
+def _check_ranges(config: ConnectorConfig) -> None:
+    for name in ("lease_seconds", "load_timeout_seconds", "handshake_seconds"):
+        if not 0 < getattr(config, name) < 86_400:
+            raise ConfigError(f"{name} is {getattr(config, name)}, it must be above 0 and below a day")
+    if not 0 <= config.port < 65_536:
+        raise ConfigError(f"port is {config.port}, it must be 0 to 65535")
+    if not 1 <= config.attempts <= 16:
+        raise ConfigError(f"attempts is {config.attempts}, it must be 1 to 16")
+    if not 0 < config.late_blocks <= 1:
+        raise ConfigError(f"late_blocks is {config.late_blocks}, it must be above 0 and at most 1")
+    if config.host in ("0.0.0.0", "::", "*") and not config.advertise_host:
+        raise ConfigError(f"host {config.host} listens everywhere, so advertise_host must say where peers find it")

@@ -1,0 +1,140 @@
+"""`KVFerryConnector`: kvferry as vLLM's KV connector.
+
+    vllm serve MODEL --kv-transfer-config "$(kvferry config --role both)"
+
+This class only maps vLLM's hooks to the two halves; see `scheduler` and `worker`.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.compat import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from kvferry.engines.vllm.config import parse_config
+from kvferry.engines.vllm.meta import SchedulerMeta, WorkerCard, WorkerMeta
+from kvferry.engines.vllm.scheduler import SchedulerHalf, sorted_cards
+from kvferry.engines.vllm.worker import WorkerHalf
+from kvferry.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Moves KV cache between engines; one instance in the scheduler, one per worker."""
+
+    _cache_hit_source = compat.PEER_HITS
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        """Validate the settings and make the half that `role` asks for.
+
+        Raises:
+            ConfigError: a setting, or the model's cache, cannot be used; says why and what to do.
+        """
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        config = parse_config(transfer.kv_connector_extra_config)
+        if transfer.kv_load_failure_policy != "recompute":
+            raise ConfigError(
+                f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, it must be 'recompute': "
+                "a request whose load fails is computed here, not failed"
+            )
+        host_buffer = config.host_buffer
+        if host_buffer is None:
+            host_buffer = transfer.kv_buffer_device == "cpu" and compat.device_type() != "cpu"
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, config, host_buffer)
+        else:
+            self._worker = WorkerHalf(vllm_config, kv_cache_config, host_buffer)
+
+    # -- scheduler half -----------------------------------------------------------------------------------
+
+    @property
+    def scheduler_half(self) -> SchedulerHalf:
+        """This instance's, which was made for the scheduler."""
+        assert self._scheduler is not None
+        return self._scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:  # noqa: D102 - vLLM's hook
+        self.scheduler_half.bind_pool(gpu_block_pool)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:  # noqa: D102
+        self.scheduler_half.start(sorted_cards(metadata))
+
+    def on_new_request(self, request: Any) -> None:  # noqa: D102
+        self.scheduler_half.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:  # noqa: D102
+        tokens = self.scheduler_half.consumer.matched(request, num_computed_tokens)
+        return tokens, bool(tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:  # noqa: D102
+        return tuple(self._kv_cache_config.transfer_group_ids)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:  # noqa: D102
+        self.scheduler_half.consumer.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> SchedulerMeta:  # noqa: D102
+        return self.scheduler_half.build_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:  # noqa: D102
+        self.scheduler_half.take_output(connector_output)
+
+    def request_finished_all_groups(  # noqa: D102
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.scheduler_half.finished(request, block_ids)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: D102
+        return self.scheduler_half.finished(request, (block_ids,))
+
+    # -- worker half --------------------------------------------------------------------------------------
+
+    @property
+    def worker_half(self) -> WorkerHalf:
+        """This instance's, which was made for a worker."""
+        assert self._worker is not None
+        return self._worker
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:  # noqa: D102
+        self.worker_half.register(kv_caches)
+
+    def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:  # noqa: D102
+        self.worker_half.set_copy(copy_operation)
+
+    def get_handshake_metadata(self) -> WorkerCard | None:  # noqa: D102
+        return self.worker_half.card()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: D102
+        self.worker_half.begin(self._step_meta())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: a request is only scheduled once its blocks are there."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing is saved by layer: consumers read the finished blocks."""
+
+    def wait_for_save(self) -> None:  # noqa: D102
+        self.worker_half.save(self._step_meta())
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> compat.KVConnectorTransferResults:  # noqa: D102
+        return self.worker_half.results()
+
+    def build_connector_worker_meta(self) -> WorkerMeta | None:  # noqa: D102
+        return self.worker_half.take_meta()
+
+    # -- both ---------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:  # noqa: D102
+        if self._scheduler is not None:
+            self._scheduler.shutdown()
+        if self._worker is not None:
+            self._worker.shutdown()
+
+    def _step_meta(self) -> SchedulerMeta:
+        meta = self._get_connector_metadata()
+        assert isinstance(meta, SchedulerMeta)
+        return meta

@@ -1,0 +1,135 @@
+"""What the two halves say to each other, once per engine step.
+
+The engine carries these within itself (pickled between its own processes); nothing here comes from a peer unchecked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvferry.engines.vllm.compat import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+from kvferry.planning.select import Span
+from kvferry.transport.lease import Ticket
+from kvferry.transport.messages import RankCard
+
+BlockIds = tuple[list[int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCard(KVConnectorHandshakeMetadata):
+    """What a worker tells its scheduler at start: what peers will need to read from it."""
+
+    card: RankCard
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOrder:
+    """One load, for every worker.
+
+    Attributes:
+        key: names this attempt.
+        request_id: vLLM's.
+        peer: name of the peer, connected before.
+        span: how much of the prompt.
+        src_tables, dst_tables: block ids by position per group of each side.
+        ticket: the producer's promise.
+        timeout_seconds: when to give up, counted from when the worker takes the order.
+    """
+
+    key: str
+    request_id: str
+    peer: str
+    span: Span
+    src_tables: BlockIds
+    dst_tables: BlockIds
+    ticket: Ticket
+    timeout_seconds: float
+
+
+@dataclass(slots=True)
+class SchedulerMeta(KVConnectorMetadata):
+    """Scheduler half to worker halves.
+
+    Attributes:
+        connects: peer name to the cards of its ranks, before the first order for it.
+        orders: loads to begin.
+        ended: request to lease slot; raise the word, then report the request as sent.
+        saves: (block ids by position per group, tokens) of prompts this step completes, to be copied to the host buffer.
+    """
+
+    connects: dict[str, tuple[RankCard, ...]] = field(default_factory=dict)
+    orders: list[LoadOrder] = field(default_factory=list)
+    ended: dict[str, int] = field(default_factory=dict)
+    saves: list[tuple[BlockIds, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How a load ended on one worker, or on all of them together.
+
+    Attributes:
+        failure: None if it succeeded.
+        late: reported at its deadline; its memory is not free yet.
+        bytes_by_group: useful bytes per group.
+        pages, descriptors, run_bytes: prepared descriptors, what is left of them merged, the largest run.
+        plan_seconds, transfer_seconds, check_seconds: the slowest worker's.
+    """
+
+    failure: str | None
+    late: bool = False
+    bytes_by_group: tuple[int, ...] = ()
+    pages: int = 0
+    descriptors: int = 0
+    run_bytes: int = 0
+    plan_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+    check_seconds: float = 0.0
+
+    def with_other(self, other: Report) -> Report:
+        """Two workers' reports of one load as one."""
+        longer = self.bytes_by_group or (0,) * len(other.bytes_by_group)
+        others = other.bytes_by_group or (0,) * len(longer)
+        return Report(
+            self.failure or other.failure,
+            self.late or other.late,
+            tuple(a + b for a, b in zip(longer, others, strict=True)),
+            self.pages + other.pages,
+            self.descriptors + other.descriptors,
+            max(self.run_bytes, other.run_bytes),
+            max(self.plan_seconds, other.plan_seconds),
+            max(self.transfer_seconds, other.transfer_seconds),
+            max(self.check_seconds, other.check_seconds),
+        )
+
+
+@dataclass(slots=True)
+class WorkerMeta(KVConnectorWorkerMetadata):
+    """Worker halves to scheduler half.
+
+    Attributes:
+        reports: load to its report; every worker reports every load once.
+        released: load to how many workers have nothing of it in flight any more.
+        reported: load to how many workers' reports are merged in `reports`.
+    """
+
+    reports: dict[str, Report] = field(default_factory=dict)
+    reported: dict[str, int] = field(default_factory=dict)
+    released: dict[str, int] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Merge another worker's into this one."""
+        assert isinstance(other, WorkerMeta)
+        for key, report in other.reports.items():
+            self.reports[key] = self.reports[key].with_other(report) if key in self.reports else report
+        for mine, theirs in ((self.reported, other.reported), (self.released, other.released)):
+            for key, count in theirs.items():
+                mine[key] = mine.get(key, 0) + count
+        return self
+
+    def __bool__(self) -> bool:
+        """There is something to say."""
+        return bool(self.reports or self.released)

@@ -1,0 +1,88 @@
+"""What travels with a request: ``kv_transfer_params``.
+
+The keys that vLLM's NixlConnector uses mean the same here, so routers made for it work unchanged. Three are added:
+``remote_num_tokens`` (how much is offered), ``remote_lease`` (the ticket), ``remote_digest`` (of which tokens).
+A router copies the object as it is; what comes back may be anything, so it is read against a schema.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from kvferry.errors import ProtocolError
+from kvferry.transport.lease import Ticket
+
+_Port = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Word = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+_BlockId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """A `Ticket` as JSON."""
+
+    slot: _Count
+    generation: _Word
+    incarnation: _Word
+
+    def ticket(self) -> Ticket:
+        """As the transport wants it."""
+        return Ticket(self.slot, self.generation, self.incarnation)
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """Blocks of one prompt that a producer keeps for a consumer.
+
+    Attributes:
+        remote_engine_id, remote_request_id: who keeps them, under which name.
+        remote_host, remote_port: its control channel.
+        remote_block_ids: block ids by position per group; 0 where it no longer holds any; for a state group the
+            one block with the snapshot.
+        remote_num_tokens: tokens offered, from the start of the prompt.
+        remote_lease: the promise.
+        remote_digest: `keys.prompt_digest` of these tokens.
+        tp_size, pp_size: of the producer, for routers.
+    """
+
+    remote_engine_id: str
+    remote_request_id: str
+    remote_host: str
+    remote_port: _Port
+    remote_block_ids: list[list[_BlockId]]
+    remote_num_tokens: _Count
+    remote_lease: Lease
+    remote_digest: str
+    tp_size: int = 1
+    pp_size: int = 1
+
+
+def wants_prefill(params: Any) -> bool:
+    """The request asks this engine to compute a prompt for another."""
+    return isinstance(params, dict) and params.get("do_remote_decode") is True
+
+
+def read_offer(params: Any) -> Offer | None:
+    """The offer that came with a request; None if none did.
+
+    Raises:
+        ProtocolError: it says there is one, and it cannot be used.
+    """
+    if params is None or (isinstance(params, dict) and not params.get("do_remote_prefill")):
+        return None
+    try:
+        return msgspec.convert(params, Offer)
+    except msgspec.ValidationError as error:
+        raise ProtocolError(f"kv_transfer_params: {error}") from error
+
+
+def write_offer(offer: Offer) -> dict[str, Any]:
+    """An offer as ``kv_transfer_params`` of the response."""
+    params: dict[str, Any] = msgspec.to_builtins(offer)
+    return {"do_remote_prefill": True, "do_remote_decode": False, **params}
+
+
+def write_nothing() -> dict[str, Any]:
+    """What to answer when there is nothing to hand over: the decode engine computes by itself."""
+    return {"do_remote_prefill": False, "do_remote_decode": False, "remote_num_tokens": 0}

@@ -1,0 +1,122 @@
+"""The scheduler half of an engine that computes prompts for others.
+
+A finished prompt's blocks stay where they are, under a lease, until the consumer releases it or stays silent for too
+long. Ending a lease goes through the workers: each raises the lease word, then says that the request is sent, and
+only then does the engine give the blocks back.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.config import ConnectorConfig
+from kvferry.engines.vllm.meta import BlockIds, SchedulerMeta
+from kvferry.engines.vllm.offer import Lease, Offer, wants_prefill, write_nothing, write_offer
+from kvferry.engines.vllm.prompt import digest_of
+from kvferry.errors import TransferError
+from kvferry.geometry import GroupKind
+from kvferry.transport.lease import LeaseBook
+from kvferry.transport.messages import Heartbeat, Release
+
+logger = logging.getLogger(__name__)
+
+LEASE_SLOTS = 8192
+
+
+class Producer:
+    """Grants leases for finished prompts, and ends them."""
+
+    def __init__(
+        self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig, kinds: tuple[GroupKind, ...], incarnation: int
+    ) -> None:
+        self._parallel = vllm_config.parallel_config
+        self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
+        self._groups = kv_cache_config.kv_cache_groups
+        self._hash_block_tokens = kv_cache_config.hash_block_size
+        self._kinds = kinds
+        self._book = LeaseBook(incarnation, LEASE_SLOTS, config.lease_seconds, time.monotonic)
+        self._host = config.advertise_host or config.host
+        self._prompts: dict[str, Any] = {}
+        self.port = 0
+
+    def on_new_request(self, request: Any) -> None:
+        """Stop short of the last prompt token, which the consumer computes; mutates `request`."""
+        if wants_prefill(request.kv_transfer_params) and compat.trim_prompt(request, self._hash_block_tokens):
+            self._prompts[request.request_id] = request
+
+    def completed_by(self, scheduled: Mapping[str, int]) -> list[Any]:
+        """Requests to be offered whose prompt the coming step completes.
+
+        Args:
+            scheduled: tokens per request in that step.
+        """
+        return [
+            request
+            for name, request in self._prompts.items()
+            if name in scheduled
+            and 0 < request.num_prompt_tokens - request.num_computed_tokens <= scheduled[name]
+        ]
+
+    def finished(self, request: Any, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended: whether its blocks are kept, and what to tell the consumer.
+
+        Args:
+            request: vLLM's.
+            block_ids: by position per group, up to what was computed.
+        """
+        if not wants_prefill(request.kv_transfer_params):
+            return False, None
+        if self._prompts.pop(request.request_id, None) is None or not compat.finished_whole(request):
+            return False, write_nothing()
+        tokens = request.num_prompt_tokens
+        try:
+            ticket = self._book.grant(request.request_id)
+        except TransferError as error:
+            logger.warning("request %s: not offered: %s", request.request_id, error)
+            return False, write_nothing()
+        offer = Offer(
+            remote_engine_id=self._engine_id,
+            remote_request_id=request.request_id,
+            remote_host=self._host,
+            remote_port=self.port,
+            remote_block_ids=self.tables(block_ids, tokens),
+            remote_num_tokens=tokens,
+            remote_lease=Lease(ticket.slot, ticket.generation, ticket.incarnation),
+            remote_digest=digest_of(request, tokens),
+            tp_size=self._parallel.tensor_parallel_size,
+            pp_size=self._parallel.pipeline_parallel_size,
+        )
+        return True, write_offer(offer)
+
+    def tables(self, block_ids: BlockIds, tokens: int) -> list[list[int]]:
+        """Block tables as they are offered: by position, a state group's only the snapshot after `tokens` tokens."""
+        return [
+            [ids[compat.state_position(group.kv_cache_spec, tokens)]] if kind is GroupKind.STATE else list(ids)
+            for kind, group, ids in zip(self._kinds, self._groups, block_ids, strict=True)
+        ]
+
+    def take_events(self, events: deque[Heartbeat | Release], meta: SchedulerMeta) -> None:
+        """Hear what consumers said; what ends now goes to the workers with `meta`."""
+        while events:
+            event = events.popleft()
+            if isinstance(event, Heartbeat):
+                self._book.extend(event.leases)
+            else:
+                meta.ended.update(self._book.end(event.leases))
+        expired = self._book.end_expired()
+        for name in expired:
+            logger.warning(
+                "request %s: no sign of life from its consumer for %g s (lease_seconds), its blocks are given back",
+                name, self._book.seconds,
+            )  # fmt: skip
+        meta.ended.update(expired)
+
+    def sent(self, request_ids: set[str]) -> None:
+        """All workers have raised the words of these."""
+        for name in request_ids:
+            self._book.ended(name)

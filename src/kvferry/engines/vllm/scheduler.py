@@ -1,0 +1,145 @@
+"""The scheduler half: what is decided in the engine's scheduler process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+from kvferry.engines.vllm.config import ConnectorConfig
+from kvferry.engines.vllm.consumer import Consumer
+from kvferry.engines.vllm.geometry import kind_of
+from kvferry.engines.vllm.identity import facts_of
+from kvferry.engines.vllm.meta import BlockIds, SchedulerMeta, WorkerCard, WorkerMeta
+from kvferry.engines.vllm.producer import Producer
+from kvferry.engines.vllm.transfer_log import TransferLog
+from kvferry.geometry import GroupKind, RankGeometry
+from kvferry.planning.template import build_templates
+from kvferry.transport import security
+from kvferry.transport.control_client import ControlClient
+from kvferry.transport.control_server import Card, ControlServer
+from kvferry.transport.lease import new_incarnation
+from kvferry.transport.messages import RankCard
+
+
+class SchedulerHalf:
+    """Producer and consumer of one engine, and its two ends of the control channel."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig, host_buffer: bool) -> None:
+        self._config = config
+        self._kv_cache_config = kv_cache_config
+        self._host_buffer = host_buffer
+        self._keys = security.read_keys(config.secret_file)
+        security.check_host(config.host, self._keys, config.allow_insecure)
+        incarnation = new_incarnation()
+        self._kinds = tuple(kind_of(group) for group in kv_cache_config.kv_cache_groups)
+        self._facts = facts_of(vllm_config, incarnation)
+        self._producer = Producer(vllm_config, kv_cache_config, config, self._kinds, incarnation)
+        self._pool: Any = None
+        self._server: ControlServer | None = None
+        self._client: ControlClient | None = None
+        self._consumer: Consumer | None = None
+
+    def bind_pool(self, pool: Any) -> None:
+        """The engine's block pool."""
+        self._pool = pool
+
+    def start(self, cards: tuple[RankCard, ...]) -> None:
+        """All workers are up: listen, and be ready to ask.
+
+        Raises:
+            ConfigError: the control channel cannot listen where it should.
+        """
+        config = self._config
+        self._server = ControlServer(config.host, config.port, Card(self._facts, cards), self._keys)
+        self._producer.port = self._server.port
+        self._client = ControlClient(
+            self._facts,
+            lambda theirs: _check_all(theirs, cards),
+            self._keys,
+            config.handshake_seconds,
+            config.lease_seconds / 4,
+        )
+        geometries = [card.geometry for card in cards]
+        labels = [group.label for group in geometries[0].groups]
+        log = TransferLog(config.transfer_log, labels, full_attention_bytes_per_token(geometries))
+        self._consumer = Consumer(
+            self._kv_cache_config, config, self._kinds, self._client, len(cards), log
+        )  # fmt: skip
+        self._consumer.bind_pool(self._pool)
+
+    @property
+    def consumer(self) -> Consumer:
+        """Set once the workers are up, which is before the first request."""
+        assert self._consumer is not None
+        return self._consumer
+
+    def on_new_request(self, request: Any) -> None:
+        """A request has come in."""
+        self._producer.on_new_request(request)
+        self.consumer.on_new_request(request)
+
+    def finished(self, request: Any, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended; see `Producer.finished`."""
+        self.consumer.finished(request.request_id)
+        return self._producer.finished(request, block_ids)
+
+    def build_meta(self, scheduler_output: Any) -> SchedulerMeta:
+        """What the workers are to do in the coming step."""
+        meta = SchedulerMeta()
+        if self._server is not None:
+            self._producer.take_events(self._server.events, meta)
+            self.consumer.hand_over(meta)
+            if self._host_buffer:
+                self._save_completed(scheduler_output, meta)
+        return meta
+
+    def take_output(self, output: Any) -> None:
+        """What the workers did in the last step."""
+        if isinstance(output.kv_connector_worker_meta, WorkerMeta):
+            self.consumer.take_reports(output.kv_connector_worker_meta)
+        if output.finished_sending:
+            self._producer.sent(output.finished_sending)
+
+    def shutdown(self) -> None:
+        """End both threads."""
+        if self._client is not None:
+            self._client.close()
+        if self._server is not None:
+            self._server.close()
+        self._client = self._server = None
+
+    def _save_completed(self, scheduler_output: Any, meta: SchedulerMeta) -> None:
+        """Prompts that the coming step completes go to the host buffer in that step, before they are offered."""
+        state = scheduler_output.kv_connector_block_state
+        for request in self._producer.completed_by(scheduler_output.num_scheduled_tokens):
+            tokens = request.num_prompt_tokens
+            tables = self._producer.tables(state.resolve_block_ids(request.request_id), tokens)
+            meta.saves.append((tuple(tables), tokens))
+
+
+def sorted_cards(metadata: dict[tuple[int, int], Any]) -> tuple[RankCard, ...]:
+    """Workers' cards by (pp_rank, tp_rank)."""
+    cards = [metadata[place] for place in sorted(metadata)]
+    assert all(isinstance(card, WorkerCard) for card in cards)
+    return tuple(card.card for card in cards)
+
+
+def _check_all(theirs: tuple[RankCard, ...], ours: tuple[RankCard, ...]) -> None:
+    """Raise Incompatible unless each of our ranks can read what it needs."""
+    for card in ours:
+        build_templates([their.geometry for their in theirs], card.geometry)
+
+
+def full_attention_bytes_per_token(ranks: list[RankGeometry]) -> float:
+    """Bytes per token if every layer were full attention of the widest kind that the model has."""
+    per_layer = [
+        (layer.page.content_bytes / layer.page.block_tokens, group.kind)
+        for rank in ranks
+        for group in rank.groups
+        for layer in group.layers
+        if group.kind is not GroupKind.STATE
+    ]
+    layers = sum(len(group.layers) for rank in ranks for group in rank.groups)
+    return max((size for size, _ in per_layer), default=0.0) * layers
+
+

@@ -1,0 +1,68 @@
+"""One JSON line per finished load, for people and scripts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from kvferry.engines.vllm.meta import Report
+from kvferry.errors import ConfigError
+from kvferry.planning.select import Span
+
+logger = logging.getLogger(__name__)
+
+
+class TransferLog:
+    """Appends to a file, or does nothing without one. A full disk stops the log, not the engine."""
+
+    def __init__(self, path: str | None, labels: Sequence[str], full_bytes_per_token: float) -> None:
+        """Args:
+            path: the file, None for no log.
+            labels: name per group.
+            full_bytes_per_token: bytes per token if all layers were full attention.
+
+        Raises:
+            ConfigError: the file cannot be opened for appending.
+        """
+        self._labels = [f"{number} {label}" for number, label in enumerate(labels)]
+        self._full_bytes_per_token = full_bytes_per_token
+        self._file: TextIO | None = None
+        if path is not None:
+            try:
+                self._file = Path(path).open("a", buffering=1, encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(
+                    f"transfer_log {path}: {os.strerror(error.errno or 0)}; name a file that can be written"
+                ) from error
+
+    def write(self, request_id: str, peer: str, span: Span, report: Report, seconds: float) -> None:
+        """Log one load."""
+        if self._file is None:
+            return
+        outcome = "ready" if report.failure is None else "expired" if report.late else "failed"
+        line = {
+            "request_id": request_id,
+            "outcome": outcome,
+            "reason": report.failure,
+            "peer": peer,
+            "tokens": span.total - span.have,
+            "bytes": sum(report.bytes_by_group),
+            "bytes_by_group": dict(zip(self._labels, report.bytes_by_group, strict=False)),
+            "full_attention_bytes": round(self._full_bytes_per_token * (span.total - span.have)),
+            "descriptors": report.descriptors,
+            "pages": report.pages,
+            "run_bytes": report.run_bytes,
+            "plan_seconds": report.plan_seconds,
+            "transfer_seconds": report.transfer_seconds,
+            "check_seconds": report.check_seconds,
+            "total_seconds": seconds,
+        }
+        try:
+            self._file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            logger.warning("transfer_log: %s; no more lines are written", os.strerror(error.errno or 0))
+            self._file = None

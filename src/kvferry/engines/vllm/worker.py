@@ -1,0 +1,162 @@
+"""The worker half: what happens on each rank, inside the engine's hooks.
+
+Hooks exchange values with the transfer thread and return; they never wait and never call NIXL.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from kvferry.cache.loads import Loads
+from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.geometry import describe_cache
+from kvferry.engines.vllm.host_buffer import CopyBlocks, HostBuffer
+from kvferry.engines.vllm.meta import BlockIds, LoadOrder, Report, SchedulerMeta, WorkerCard, WorkerMeta
+from kvferry.engines.vllm.producer import LEASE_SLOTS
+from kvferry.geometry import RankGeometry
+from kvferry.planning.retile import Int64s
+from kvferry.planning.select import Span, blocks_needed
+from kvferry.transport.lease import LeaseWords, new_incarnation
+from kvferry.transport.messages import RankCard
+from kvferry.transport.peer import ReadOrder
+from kvferry.transport.thread import ReadResult, TransferThread
+
+
+class WorkerHalf:
+    """One rank's cache, its transfer thread, and its loads."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, host_buffer: bool) -> None:
+        self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
+        self._host_buffer_wanted = host_buffer
+        self._host: HostBuffer | None = None
+        self._geometry: RankGeometry | None = None
+        self._thread: TransferThread | None = None
+        self._loads = Loads(time.monotonic)
+        self._orders: dict[str, LoadOrder] = {}
+        self._results: dict[str, ReadResult] = {}
+        self._sent: set[str] = set()
+        self._meta = WorkerMeta()
+
+    def register(self, caches: dict[str, Any]) -> None:
+        """Describe and register the cache, start the transfer thread.
+
+        Raises:
+            ConfigError: the cache cannot be moved, or NIXL cannot be used.
+        """
+        if self._host_buffer_wanted:
+            self._host = HostBuffer(caches, self._kv_cache_config.num_blocks)
+            described = self._host.caches
+        else:
+            described = caches
+        tp_rank, pp_rank = compat.ranks()
+        self._geometry = describe_cache(self._vllm_config, self._kv_cache_config, described, tp_rank, pp_rank)
+        words = LeaseWords(new_incarnation(), LEASE_SLOTS)
+        engine_id = self._vllm_config.kv_transfer_config.engine_id
+        self._thread = TransferThread(f"{engine_id}/{pp_rank}.{tp_rank}/{words.incarnation:x}", self._geometry, words)
+
+    def set_copy(self, copy: CopyBlocks) -> None:
+        """The engine's copy operation."""
+        if self._host is not None:
+            self._host.set_copy(copy)
+
+    def card(self) -> WorkerCard:
+        """What peers will need to read from this rank."""
+        thread, geometry = self._running()
+        words = thread.words
+        return WorkerCard(
+            RankCard(geometry, thread.metadata, words.address, len(words.array), words.incarnation)
+        )  # fmt: skip
+
+    def begin(self, meta: SchedulerMeta) -> None:
+        """Take this step's orders."""
+        thread, _ = self._running()
+        for peer, cards in meta.connects.items():
+            thread.connect(peer, cards)
+        if meta.ended:
+            thread.words.end(meta.ended.values())
+            self._sent.update(meta.ended)
+        for order in meta.orders:
+            self._loads.begin(order.key, order.timeout_seconds)
+            self._orders[order.key] = order
+            thread.submit(
+                ReadOrder(
+                    order.key, order.peer, order.span, _arrays(order.src_tables), _arrays(order.dst_tables), order.ticket
+                )
+            )
+
+    def save(self, meta: SchedulerMeta) -> None:
+        """Copy prompts that this step completed to the host buffer, if there is one."""
+        for tables, tokens in meta.saves:
+            if self._host is not None:
+                span = Span(0, tokens, tokens + 1)
+                self._host.save(self._running()[1].groups, self._needed(span, tables))
+
+    def results(self) -> compat.KVConnectorTransferResults:
+        """What has come to an end, for the engine; details go to the scheduler half with `take_meta`."""
+        thread, _ = self._running()
+        for result in thread.results():
+            self._results[result.key] = result
+            self._loads.landed(result.key, result.failure)
+        settled = self._loads.settle()
+        received, failed = set(), set()
+        for key, failure in settled.reported.items():
+            order = self._orders[key]
+            if failure is None and self._host is not None:
+                self._host.load(self._running()[1].groups, self._needed(order.span, order.dst_tables))
+            received.add(order.request_id)
+            if failure is not None:
+                failed.add(order.request_id)
+            self._meta.reports[key] = _report(failure, key not in settled.released, self._results.get(key))
+            self._meta.reported[key] = 1
+        for key in settled.released:
+            self._meta.released[key] = 1
+            self._orders.pop(key, None)
+            self._results.pop(key, None)
+        sent, self._sent = self._sent, set()
+        return compat.KVConnectorTransferResults(sent, received, failed)
+
+    def take_meta(self) -> WorkerMeta | None:
+        """What the scheduler half is to know of this step."""
+        meta, self._meta = self._meta, WorkerMeta()
+        return meta or None
+
+    def shutdown(self) -> None:
+        """End the transfer thread."""
+        if self._thread is not None:
+            self._thread.close()
+            self._thread = None
+
+    def _running(self) -> tuple[TransferThread, RankGeometry]:
+        assert self._thread is not None and self._geometry is not None, "register_kv_caches comes first"
+        return self._thread, self._geometry
+
+    def _needed(self, span: Span, tables: BlockIds) -> list[Int64s]:
+        groups = self._running()[1].groups
+        return [
+            blocks_needed(group.kind, group.reach, group.block_tokens, span, table)
+            for group, table in zip(groups, _arrays(tables), strict=True)
+        ]
+
+
+def _arrays(tables: BlockIds) -> tuple[Int64s, ...]:
+    return tuple(np.array(table, np.int64) for table in tables)
+
+
+def _report(failure: str | None, late: bool, result: ReadResult | None) -> Report:
+    if result is None or result.plan is None:
+        return Report(failure, late)
+    plan = result.plan
+    return Report(
+        failure,
+        late,
+        plan.bytes_by_group,
+        plan.tally.pages,
+        plan.tally.descriptors,
+        plan.tally.largest_run,
+        plan.seconds,
+        result.transfer_seconds,
+        result.check_seconds,
+    )

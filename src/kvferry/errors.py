@@ -1,0 +1,45 @@
+"""What kvferry raises.
+
+KVFerryError
+├── ConfigError            a setting that cannot be used; the message says which, why, and what to set
+├── GeometryError          memory that cannot be described, or a description that contradicts itself
+├── Incompatible           two descriptions between which bytes cannot be moved; one sentence per difference
+├── ProtocolError          a message of a peer that cannot be understood or is out of bounds
+└── TransferError          bytes that could not be moved, or that cannot be trusted after they were
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class KVFerryError(Exception):
+    """Root of everything kvferry raises on purpose."""
+
+
+class ConfigError(KVFerryError):
+    """A setting that cannot be used."""
+
+
+class GeometryError(KVFerryError):
+    """Memory that cannot be described, or a description that contradicts itself."""
+
+
+class Incompatible(KVFerryError):
+    """Two descriptions between which bytes cannot be moved.
+
+    Attributes:
+        differences: one sentence each, all of them, not only the first.
+    """
+
+    def __init__(self, differences: Sequence[str]) -> None:
+        super().__init__("; ".join(differences))
+        self.differences = tuple(differences)
+
+
+class ProtocolError(KVFerryError):
+    """A message of a peer that cannot be understood or is out of bounds."""
+
+
+class TransferError(KVFerryError):
+    """Bytes that could not be moved, or that cannot be trusted after they were."""

@@ -1,0 +1,181 @@
+"""What the bytes of one page mean.
+
+A *page* is the bytes of one block in one layer. A `PageFormat` names its *fields* (`k`, `v`, `latent`,
+`ssm`, ...); a `Field` is a logical tensor with named axes, and an `Axis` says where its elements lie
+(byte strides) and which part of the whole model's axis they are (the global range). Two engines agree on
+a field when they agree on names and totals; strides, order of axes and ranges may all differ, and
+`planning.retile` bridges them.
+
+The axis called ``token`` is special in one way only: it is cut by the block size, so a field that has it can
+move between engines of different block sizes. A field without it (recurrent state, opaque bytes) is one
+snapshot per block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import GeometryError
+
+TOKEN = "token"
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One named axis of a field, as one rank holds it inside one page.
+
+    Index ``i`` of the axis is a mixed-radix number over `loops`, outermost first, so an axis may be cut in
+    two places (a manager block made of kernel blocks has two token loops).
+
+    >>> Axis("token", ((2, 4096), (16, 4))).offsets()[[0, 1, 15, 16]].tolist()
+    [0, 4, 60, 4096]
+
+    Attributes:
+        name: what both sides call it.
+        loops: (count, stride in bytes), outermost first; the product of counts is `count`.
+        start: global index of the first element held.
+        total: length of the axis over all ranks; 0 means `count` (nothing is sharded).
+    """
+
+    name: str
+    loops: tuple[tuple[int, int], ...]
+    start: int = 0
+    total: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.loops or any(count < 1 for count, _ in self.loops):
+            raise GeometryError(f"axis {self.name!r}: loops {self.loops} must have counts of at least 1")
+        if not self.total:
+            object.__setattr__(self, "total", self.start + self.count)
+        if self.start < 0 or self.start + self.count > self.total:
+            raise GeometryError(
+                f"axis {self.name!r}: holds [{self.start}, {self.start + self.count}) "
+                f"of a total of {self.total}"
+            )
+
+    @property
+    def count(self) -> int:
+        """Number of elements held."""
+        return prod(count for count, _ in self.loops)
+
+    @property
+    def stop(self) -> int:
+        """Global index after the last element held."""
+        return self.start + self.count
+
+    def offsets(self) -> npt.NDArray[np.int64]:
+        """Byte offset of every element held: int64 of shape (count,)."""
+        out = np.zeros(1, np.int64)
+        for count, stride in self.loops:
+            out = (out[:, None] + np.arange(count, dtype=np.int64) * stride).reshape(-1)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One logical tensor inside a page.
+
+    Attributes:
+        name: what both sides call it.
+        item_bytes: bytes of one element; never split.
+        offset: byte offset of the first element held, from the start of the page.
+        axes: its named axes; the order carries no meaning.
+    """
+
+    name: str
+    item_bytes: int
+    offset: int
+    axes: tuple[Axis, ...]
+
+    def __post_init__(self) -> None:
+        names = [axis.name for axis in self.axes]
+        if len(set(names)) != len(names):
+            raise GeometryError(f"field {self.name!r}: axis names {names} must differ")
+        sharded = [axis.name for axis in self.axes if axis.count != axis.total]
+        if len(sharded) > 1:
+            raise GeometryError(f"field {self.name!r}: axes {sharded} are sharded, at most one can be")
+
+    def axis(self, name: str) -> Axis | None:
+        """The axis of that name, or None."""
+        return next((axis for axis in self.axes if axis.name == name), None)
+
+    @property
+    def elements(self) -> int:
+        """Number of elements held."""
+        return prod(axis.count for axis in self.axes)
+
+    @property
+    def held(self) -> tuple[tuple[str, int, int], ...]:
+        """(axis, start, stop) of every sharded axis: which part of the whole field this rank has."""
+        return tuple((a.name, a.start, a.stop) for a in self.axes if a.count != a.total)
+
+    def extent(self) -> tuple[int, int]:
+        """First and one-past-last byte touched, from the start of the page."""
+        low = high = self.offset
+        for axis in self.axes:
+            for count, stride in axis.loops:
+                reach = (count - 1) * stride
+                low, high = low + min(reach, 0), high + max(reach, 0)
+        return low, high + self.item_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PageFormat:
+    """What one page holds.
+
+    Attributes:
+        content: id of the content adapter that says so (backend, instruction set, KV dtype). Fields of the
+            same name in pages of different content ids mean the same; opaque pages only match themselves.
+        block_tokens: tokens of a block of this page, 0 for a page that is a snapshot (recurrent state).
+        page_bytes: bytes of a page that carry content; the stride between blocks may be larger.
+        fields: the logical tensors in it.
+    """
+
+    content: str
+    block_tokens: int
+    page_bytes: int
+    fields: tuple[Field, ...]
+
+    def __post_init__(self) -> None:
+        if not self.fields:
+            raise GeometryError(f"page {self.content!r} has no fields")
+        for field in self.fields:
+            low, high = field.extent()
+            if low < 0 or high > self.page_bytes:
+                raise GeometryError(
+                    f"page {self.content!r}: field {field.name!r} reaches bytes [{low}, {high}) "
+                    f"of a page of {self.page_bytes}"
+                )
+            token = field.axis(TOKEN)
+            if token is not None and token.count != self.block_tokens:
+                raise GeometryError(
+                    f"page {self.content!r}: field {field.name!r} has {token.count} tokens, "
+                    f"the block has {self.block_tokens}"
+                )
+
+    @property
+    def content_bytes(self) -> int:
+        """Bytes of all elements of all fields."""
+        return sum(field.elements * field.item_bytes for field in self.fields)
+
+
+def opaque_page(content: str, block_tokens: int, page_bytes: int, rank: int, ranks: int) -> PageFormat:
+    """A page whose interior is not known: it moves whole, and only to the same rank of as many.
+
+    The interior is one element as long as the page, and *whose* it is is a sharded axis of length `ranks`.
+    It has no token axis, so it cannot be cut to another block size.
+
+    Args:
+        content: what both sides must agree on for the bytes to mean the same.
+        block_tokens: tokens of a block, 0 for a snapshot.
+        page_bytes: bytes of a page.
+        rank: which shard this is.
+        ranks: number of shards, 1 when all ranks hold the same bytes.
+    """
+    shard = Axis("shard", ((1, 0),), rank, ranks)
+    field = Field(f"opaque {content}", page_bytes, 0, (shard,))
+    return PageFormat(content, block_tokens, page_bytes, (field,))

@@ -1,0 +1,161 @@
+"""Where the pages of one worker lie.
+
+A `RankGeometry` describes one worker's KV cache once, at registration: its groups, and for every layer
+the address of block 0, the stride between blocks and the `PageFormat`. It is plain data: it is sent to
+the other engine in the handshake, and everything that is planned is planned from two of these.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvferry.errors import GeometryError
+from kvferry.geometry.page import TOKEN, Field, PageFormat
+
+
+class GroupKind(StrEnum):
+    """What a continuation needs of the tokens behind it."""
+
+    FULL = "full_attention"
+    SLIDING = "sliding_window"
+    CHUNKED = "chunked_local"
+    MLA = "mla"
+    STATE = "state"
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Memory registered with the transport.
+
+    Attributes:
+        address: first byte.
+        length: bytes.
+        memory: "DRAM" or "VRAM".
+        device: device index, 0 for host memory.
+    """
+
+    address: int
+    length: int
+    memory: str = "DRAM"
+    device: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The pages of one layer on one rank.
+
+    Attributes:
+        name: the layer's name, the same on every rank and engine of a model.
+        address: address of block 0's page.
+        block_stride: bytes from one block's page to the next.
+        page: what a page holds.
+    """
+
+    name: str
+    address: int
+    block_stride: int
+    page: PageFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers that share one block table.
+
+    Attributes:
+        kind: what a continuation needs of it.
+        block_tokens: tokens per (manager) block.
+        reach: window in tokens for SLIDING, chunk in tokens for CHUNKED, 0 otherwise.
+        layers: this rank's layers of the group; empty on a pipeline rank that has none.
+    """
+
+    kind: GroupKind
+    block_tokens: int
+    reach: int
+    layers: tuple[Layer, ...]
+
+    def __post_init__(self) -> None:
+        if self.block_tokens < 1:
+            raise GeometryError(f"group {self.kind}: block of {self.block_tokens} tokens")
+        if (self.kind in (GroupKind.SLIDING, GroupKind.CHUNKED)) != (self.reach > 0):
+            raise GeometryError(f"group {self.kind}: reach of {self.reach} tokens")
+
+    @property
+    def label(self) -> str:
+        """Name for people and metrics, e.g. ``sliding_window(64)``."""
+        return f"{self.kind}({self.reach})" if self.reach else str(self.kind)
+
+
+@dataclass(frozen=True, slots=True)
+class RankGeometry:
+    """One worker's KV cache.
+
+    Attributes:
+        tp_rank, tp_size, pp_rank, pp_size: which worker of how many.
+        num_blocks: blocks in the pool; block 0 is the null block and never moves.
+        groups: in the engine's order; all ranks of an engine have the same number of groups.
+        regions: registered memory; every page lies in one of them.
+    """
+
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    num_blocks: int
+    groups: tuple[Group, ...]
+    regions: tuple[Region, ...]
+
+    def check(self) -> None:
+        """Raise GeometryError unless every page lies in one registered region, alone, and indices make sense.
+
+        Called on what a peer sent as well as on our own: an address outside its regions would fail in the
+        transport, or worse, read something else.
+        """
+        if not (0 <= self.tp_rank < self.tp_size and 0 <= self.pp_rank < self.pp_size):
+            raise GeometryError(
+                f"rank ({self.pp_rank}, {self.tp_rank}) of ({self.pp_size}, {self.tp_size}) does not exist"
+            )
+        if self.num_blocks < 1:
+            raise GeometryError(f"a pool of {self.num_blocks} blocks")
+        names = Counter(layer.name for group in self.groups for layer in group.layers)
+        if twice := [name for name, times in names.items() if times > 1]:
+            raise GeometryError(f"layers {twice} are described twice")
+        for group in self.groups:
+            for layer in group.layers:
+                self._check_layer(group, layer)
+
+    def _check_layer(self, group: Group, layer: Layer) -> None:
+        page = layer.page
+        if page.block_tokens not in (0, group.block_tokens):
+            raise GeometryError(
+                f"layer {layer.name!r}: a page of {page.block_tokens} tokens "
+                f"in blocks of {group.block_tokens}"
+            )
+        if (page.block_tokens == 0) != (group.kind is GroupKind.STATE):
+            raise GeometryError(f"layer {layer.name!r}: snapshots belong to state groups, not {group.kind}")
+        if page.block_tokens == 0 and any(field.axis(TOKEN) for field in page.fields):
+            raise GeometryError(f"layer {layer.name!r}: a snapshot has no token axis")
+        for field in page.fields:
+            if layer.block_stride < 1 or _overlaps(field, self.num_blocks, layer.block_stride):
+                raise GeometryError(
+                    f"layer {layer.name!r}: pages of {page.page_bytes} bytes every {layer.block_stride} "
+                    f"overlap in field {field.name!r}"
+                )
+        stop = layer.address + (self.num_blocks - 1) * layer.block_stride + page.page_bytes
+        if not any(r.address <= layer.address and stop <= r.address + r.length for r in self.regions):
+            raise GeometryError(f"layer {layer.name!r}: its pages reach outside the registered regions")
+
+
+def _overlaps(field: Field, blocks: int, block_stride: int) -> bool:
+    """Whether two elements of a field, of the same block or of two, share a byte.
+
+    Loops that nest do not: each stride clears everything that the smaller ones reach.
+    """
+    loops = [(blocks, block_stride), *(loop for axis in field.axes for loop in axis.loops)]
+    reach = field.item_bytes
+    for stride, count in sorted((abs(stride), count) for count, stride in loops if count > 1):
+        if stride < reach:
+            return True
+        reach += (count - 1) * stride
+    return False

@@ -1,0 +1,30 @@
+"""A digest of the prompt that KV was computed from.
+
+A router can pair the wrong halves of two requests, and two engines can apply different chat templates to the
+same text. The producer states which tokens its blocks hold; a consumer with other tokens computes by itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def prompt_digest(tokens: Sequence[int], extras: Sequence[str] = ()) -> str:
+    """Hex digest (128 bits, BLAKE2b) of token ids and whatever else decides the content.
+
+    Args:
+        tokens: token ids whose content is meant, in order.
+        extras: what else decides it, in a fixed order: LoRA adapter, multimodal hashes, cache salt.
+
+    >>> prompt_digest([1, 2, 3]) == prompt_digest((1, 2, 3)), prompt_digest([1, 2]) == prompt_digest([1, 2, 3])
+    (True, False)
+    """
+    digest = hashlib.blake2b(digest_size=16, person=b"kvferry-prompt")
+    digest.update(np.asarray(tokens, dtype="<i8").tobytes())
+    for extra in extras:
+        data = extra.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()

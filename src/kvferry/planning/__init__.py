@@ -1,0 +1,9 @@
+"""Which bytes go from where to where, as pure array arithmetic.
+
+- `retile`: two page formats to the *pieces* of one cell (offsets on both sides, length): what a layout
+  change, a resharding or a block size change comes down to.
+- `template`: one rank's geometry against all ranks of a peer: the pieces each peer rank supplies, as
+  lists a transport can prepare at handshake.
+- `select`: which tokens, hence which blocks, a request needs of each group.
+- `request`: template and block tables to the descriptors of one request, without a Python loop over them.
+"""

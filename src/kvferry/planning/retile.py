@@ -1,0 +1,188 @@
+"""Two page formats to the pieces that move between them.
+
+Intersect what each field holds, cut tokens at the common divisor of the two block sizes (a *cell*), and
+list for every cell the stretches that are contiguous on both sides. This is resharding, changing layout and
+changing block size at once; none of them has code of its own.
+
+The result is small (it is per page, not per block) and is computed once per pair of formats at handshake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import gcd, lcm
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import Incompatible
+from kvferry.geometry.page import TOKEN, Axis, Field, PageFormat
+
+Int64s: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """Stretches contiguous on both sides, relative to the start of a page on each.
+
+    Attributes:
+        src, dst: byte offsets, int64 of shape (n,).
+        length: bytes, int64 of shape (n,).
+    """
+
+    src: Int64s
+    dst: Int64s
+    length: Int64s
+
+    def __len__(self) -> int:
+        return len(self.src)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all pieces."""
+        return int(self.length.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Retiled:
+    """How pages of one format become pages of another.
+
+    Cell ``c`` of a sequence (tokens ``[c·cell_tokens, (c+1)·cell_tokens)``) lies in source block
+    ``c // src_cells`` and destination block ``c // dst_cells``, and moves by
+    ``phases[c % len(phases)]``. A snapshot is one cell, its own block on both sides.
+
+    Attributes:
+        cell_tokens: tokens of a cell, 0 for a snapshot.
+        src_cells, dst_cells: cells per block on each side.
+        phases: the pieces of a cell, by its index modulo the number of phases.
+    """
+
+    cell_tokens: int
+    src_cells: int
+    dst_cells: int
+    phases: tuple[Pieces, ...]
+
+
+def differences(src: PageFormat, dst: PageFormat) -> list[str]:
+    """Why pages of `src` cannot become pages of `dst`, a sentence each; empty if they can.
+
+    Ranges do not count: that one rank holds only a part is what resharding is for.
+    """
+    if bool(src.block_tokens) != bool(dst.block_tokens):
+        return [f"{src.content} holds tokens on one side and a snapshot on the other ({dst.content})"]
+    ours, theirs = ({f.name: f for f in page.fields} for page in (dst, src))
+    if ours.keys() != theirs.keys():
+        here, there = _listed(ours), _listed(theirs)
+        return [f"the peer's pages hold {there} ({src.content}), ours hold {here} ({dst.content})"]
+    found = []
+    for name, field in ours.items():
+        other = theirs[name]
+        if field.item_bytes != other.item_bytes:
+            found.append(
+                f"field {name!r}: elements of {other.item_bytes} bytes there, {field.item_bytes} here"
+            )
+        here, there = (_listed(a.name for a in f.axes) for f in (field, other))
+        if here != there:
+            found.append(f"field {name!r}: axes {there} there, {here} here")
+            continue
+        if field.axis(TOKEN) is None and src.block_tokens != dst.block_tokens:
+            found.append(
+                f"field {name!r}: one value per block, which has {src.block_tokens} tokens there, "
+                f"{dst.block_tokens} here"
+            )
+        for axis in field.axes:
+            match = other.axis(axis.name)
+            if axis.name != TOKEN and match is not None and match.total != axis.total:
+                found.append(f"field {name!r}: axis {axis.name!r} is {match.total} there, {axis.total} here")
+    return found
+
+
+def retile(src: PageFormat, dst: PageFormat, fields: frozenset[str] | None = None) -> Retiled:
+    """The pieces of every cell that a page of `dst` can take from a page of `src`.
+
+    Args:
+        src: format of the pages read.
+        dst: format of the pages written.
+        fields: names of the fields to move; None moves all. Fields whose held ranges do not meet give
+            no pieces.
+
+    Returns:
+        Pieces sorted by destination, neighbours on both sides merged.
+
+    Raises:
+        Incompatible: the formats do not hold the same fields.
+    """
+    if found := differences(src, dst):
+        raise Incompatible(found)
+    pairs = [(src_f, f) for f in dst.fields for src_f in src.fields if src_f.name == f.name]
+    if fields is not None:
+        pairs = [(a, b) for a, b in pairs if b.name in fields]
+    if not dst.block_tokens:
+        return Retiled(0, 1, 1, (join([_field_pieces(a, b, None) for a, b in pairs]),))
+    cell = gcd(src.block_tokens, dst.block_tokens)
+    src_cells, dst_cells = src.block_tokens // cell, dst.block_tokens // cell
+    phases = []
+    for c in range(lcm(src_cells, dst_cells)):
+        at = (c % src_cells * cell, c % dst_cells * cell, cell)
+        phases.append(join([_field_pieces(a, b, at) for a, b in pairs]))
+    return Retiled(cell, src_cells, dst_cells, tuple(phases))
+
+
+def _field_pieces(src: Field, dst: Field, cell: tuple[int, int, int] | None) -> Pieces:
+    """One element per piece: every element both sides hold, of the tokens of one cell."""
+    src_offsets = np.array([src.offset], np.int64)
+    dst_offsets = np.array([dst.offset], np.int64)
+    src_axes = {axis.name: axis for axis in src.axes}
+    for axis in dst.axes:
+        src_axis, dst_axis = _common(src_axes[axis.name], axis, cell)
+        src_offsets = (src_offsets[:, None] + src_axis).reshape(-1)
+        dst_offsets = (dst_offsets[:, None] + dst_axis).reshape(-1)
+    return Pieces(src_offsets, dst_offsets, np.full(len(src_offsets), dst.item_bytes, np.int64))
+
+
+def _common(src: Axis, dst: Axis, cell: tuple[int, int, int] | None) -> tuple[Int64s, Int64s]:
+    """Offsets on both sides of the indices that both hold, in the same order."""
+    if dst.name == TOKEN and cell is not None:
+        src_first, dst_first, count = cell
+        return src.offsets()[src_first : src_first + count], dst.offsets()[dst_first : dst_first + count]
+    low, high = max(src.start, dst.start), min(src.stop, dst.stop)
+    high = max(low, high)
+    return src.offsets()[low - src.start : high - src.start], dst.offsets()[
+        low - dst.start : high - dst.start
+    ]
+
+
+def join(parts: Sequence[Pieces]) -> Pieces:
+    """All parts as one, sorted by destination, neighbours on both sides merged."""
+    whole = concatenate(parts)
+    order = np.argsort(whole.dst, kind="stable")
+    return merge(whole.src[order], whole.dst[order], whole.length[order])
+
+
+def concatenate(parts: Sequence[Pieces]) -> Pieces:
+    """All parts as one, in their order."""
+    empty = np.zeros(0, np.int64)
+    return Pieces(
+        np.concatenate([empty, *(p.src for p in parts)]),
+        np.concatenate([empty, *(p.dst for p in parts)]),
+        np.concatenate([empty, *(p.length for p in parts)]),
+    )
+
+
+def merge(src: Int64s, dst: Int64s, length: Int64s) -> Pieces:
+    """Merge each piece into the one before it where it continues it on both sides.
+
+    Args:
+        src, dst, length: int64 of shape (n,), in the order in which neighbours are looked for.
+    """
+    if len(src) == 0:
+        return Pieces(src, dst, length)
+    continues = (src[1:] == src[:-1] + length[:-1]) & (dst[1:] == dst[:-1] + length[:-1])
+    first = np.concatenate([[0], np.flatnonzero(~continues) + 1])
+    return Pieces(src[first], dst[first], np.add.reduceat(length, first))
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))

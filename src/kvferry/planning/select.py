@@ -1,0 +1,149 @@
+"""Which tokens a request needs of a group, hence which cells of which blocks.
+
+Block tables are lists of block ids by position: entry ``i`` holds tokens ``[i·block, (i+1)·block)``. Id 0
+is the null block: the engine keeps nothing there. The table of a state group is the one block that holds
+the snapshot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.errors import TransferError
+from kvferry.geometry import GroupKind
+from kvferry.planning.retile import Int64s
+from kvferry.planning.template import Route
+
+NULL_BLOCK = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """How much of a prompt is moved.
+
+    Attributes:
+        have: tokens whose content the destination already has, from the start.
+        total: tokens that the source offers; content is at hand for ``[0, total)``.
+        prompt: tokens of the whole prompt.
+    """
+
+    have: int
+    total: int
+    prompt: int
+
+    @property
+    def next_token(self) -> int:
+        """Position of the first token the destination will compute.
+
+        The engine always computes the last prompt token itself, to sample from it, even when the cache
+        holds it; so its window, not that of the token after it, decides what is needed.
+        """
+        return min(self.total, self.prompt - 1)
+
+
+def needed(kind: GroupKind, reach: int, span: Span) -> tuple[int, int]:
+    """Tokens ``[low, high)`` whose content a continuation needs and the destination lacks.
+
+    >>> needed(GroupKind.SLIDING, 24, Span(have=0, total=64, prompt=64))   # next: 63, sees 40..63
+    (40, 64)
+    >>> needed(GroupKind.FULL, 0, Span(have=16, total=64, prompt=64))
+    (16, 64)
+
+    For a state group, ``high`` is where the snapshot stands; it is needed whenever anything is.
+    """
+    low = span.have
+    if kind is GroupKind.SLIDING:
+        low = max(low, span.next_token - reach + 1)
+    elif kind is GroupKind.CHUNKED:
+        low = max(low, span.next_token // reach * reach)
+    return min(low, span.total), span.total
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cells:
+    """The cells of one route that a request moves, in ascending order.
+
+    Attributes:
+        src_block, dst_block: block ids, int64 of shape (n,).
+        phase: phase of the route, int64 of shape (n,).
+    """
+
+    src_block: Int64s
+    dst_block: Int64s
+    phase: Int64s
+
+    def __len__(self) -> int:
+        return len(self.src_block)
+
+
+def select_cells(
+    route: Route, kind: GroupKind, reach: int, span: Span, src_table: Int64s, dst_table: Int64s
+) -> Cells:
+    """The cells of `route` that a request moves.
+
+    Whole cells move, so the last one carries tokens past `span.total` that nobody looks at.
+
+    Args:
+        route: which layers, retiled how.
+        kind, reach: of the destination's group.
+        span: how much is moved.
+        src_table, dst_table: block ids by position, int64.
+
+    Raises:
+        TransferError: a needed block is missing, null or not in the pool on either side, or the
+            destination's prefix ends inside a cell (writing the rest would overwrite what others read).
+    """
+    low, high = needed(kind, reach, span)
+    if low >= high:
+        empty = np.zeros(0, np.int64)
+        return Cells(empty, empty, empty)
+    if route.cell_tokens == 0:
+        if len(src_table) != 1 or len(dst_table) != 1:
+            raise TransferError(
+                f"a state group moves one block, the tables name {len(src_table)} and {len(dst_table)}"
+            )
+        return _cells(route, src_table, dst_table, np.zeros(1, np.int64))
+    first = low // route.cell_tokens
+    if first * route.cell_tokens < span.have:
+        raise TransferError(
+            f"the local prefix ends at token {span.have}, inside the cell of {route.cell_tokens} tokens from "
+            f"{first * route.cell_tokens}; it must end on one"
+        )
+    cells = np.arange(first, -(-high // route.cell_tokens), dtype=np.int64)
+    src_at, dst_at = cells // route.src_cells, cells // route.dst_cells
+    for table, at, side in ((src_table, src_at, "source"), (dst_table, dst_at, "destination")):
+        if at[-1] >= len(table):
+            raise TransferError(
+                f"tokens [{low}, {high}) need block {at[-1]} of the {side}'s table, which has {len(table)}"
+            )
+    return _cells(route, src_table[src_at], dst_table[dst_at], cells % len(route.phases))
+
+
+def _cells(route: Route, src: Int64s, dst: Int64s, phase: Int64s) -> Cells:
+    """Cells of blocks that exist. An id past the pool would index another row: silently, other bytes."""
+    for ids, blocks, side in ((src, route.src_blocks, "source"), (dst, route.dst_blocks, "destination")):
+        if (ids == NULL_BLOCK).any():
+            raise TransferError(f"the {side} no longer holds a block that the request needs (null block)")
+        if ids.min() < 0 or ids.max() >= blocks:
+            raise TransferError(
+                f"the {side}'s table names blocks {ids.min()} to {ids.max()}, its pool has {blocks}"
+            )
+    return Cells(src, dst, phase)
+
+
+def blocks_needed(kind: GroupKind, reach: int, block_tokens: int, span: Span, table: Int64s) -> Int64s:
+    """Ids of the blocks of `table` that `needed` tokens lie in; int64, ascending by position.
+
+    Args:
+        kind, reach, block_tokens: of the group.
+        span: how much.
+        table: block ids by position; of a state group, the one block with the snapshot.
+    """
+    low, high = needed(kind, reach, span)
+    if low >= high:
+        return table[:0]
+    if kind is GroupKind.STATE:
+        return table
+    return table[low // block_tokens : -(-high // block_tokens)]

@@ -1,0 +1,228 @@
+"""One rank's geometry against all ranks of a peer: what it reads from each, computed once at handshake.
+
+A `Route` is a set of layers that share a source group, a destination group and the way their pages are
+retiled. A `Template` is all routes from one source rank. Which source rank supplies a field is decided here:
+every part of it is taken exactly once, however many ranks hold a copy, and copies are spread over readers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvferry.errors import Incompatible
+from kvferry.geometry import Field, GroupKind, Layer, PageFormat, RankGeometry
+from kvferry.planning.retile import Pieces, concatenate, differences, join, retile
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Layers whose pages move alike from one source rank.
+
+    A *row* is a piece of one cell of one block, at its absolute address for block 0; block ``b`` has it
+    ``b * stride`` further on. Rows of all layers are one list, merged where they touch on both sides, so a
+    cross-layer cache that stores a block's layers side by side has one row.
+
+    Attributes:
+        src_group, dst_group: index of the group on each side, whose block tables apply.
+        layers: names of the layers.
+        cell_tokens: tokens of a cell, 0 for a snapshot.
+        src_cells, dst_cells: cells per block.
+        src_stride, dst_stride: bytes between blocks.
+        src_blocks, dst_blocks: blocks in each pool.
+        phases: rows of a cell by its index modulo the number of phases; offsets are absolute addresses.
+    """
+
+    src_group: int
+    dst_group: int
+    layers: tuple[str, ...]
+    cell_tokens: int
+    src_cells: int
+    dst_cells: int
+    src_stride: int
+    dst_stride: int
+    src_blocks: int
+    dst_blocks: int
+    phases: tuple[Pieces, ...]
+
+    @property
+    def rows(self) -> Pieces:
+        """Rows of all phases, one after the other; offsets are absolute addresses for block 0."""
+        return concatenate(self.phases)
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """Everything one rank reads from one rank of the peer.
+
+    Attributes:
+        src_rank: (pp_rank, tp_rank) of the peer's rank.
+        routes: may be empty: nothing is read from that rank.
+    """
+
+    src_rank: tuple[int, int]
+    routes: tuple[Route, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _RouteKey:
+    """What layers must share to be one route."""
+
+    src_group: int
+    dst_group: int
+    src_page: PageFormat
+    dst_page: PageFormat
+    src_stride: int
+    dst_stride: int
+    fields: frozenset[str]
+
+
+def build_templates(srcs: Sequence[RankGeometry], dst: RankGeometry) -> tuple[Template, ...]:
+    """What `dst` reads from every rank of a peer.
+
+    Args:
+        srcs: all ranks of the peer.
+        dst: our rank.
+
+    Returns:
+        One template per source rank, in the order of `srcs`.
+
+    Raises:
+        Incompatible: some layer or part of a field cannot be had from the peer; all differences named.
+    """
+    found: dict[str, list[str]] = defaultdict(list)
+    holders_of = _holders(srcs)
+    routes: list[dict[_RouteKey, list[tuple[Layer, Layer]]]] = [defaultdict(list) for _ in srcs]
+    for dst_group, group in enumerate(dst.groups):
+        for layer in group.layers:
+            try:
+                chosen = _choose(holders_of[layer.name], group.kind, layer, dst.tp_rank)
+            except Incompatible as here:
+                for text in here.differences:
+                    found[text].append(layer.name)
+                continue
+            for holder, fields in chosen:
+                theirs = holder.layer
+                key = _RouteKey(
+                    holder.group,
+                    dst_group,
+                    theirs.page,
+                    layer.page,
+                    theirs.block_stride,
+                    layer.block_stride,
+                    fields,
+                )
+                routes[holder.index][key].append((theirs, layer))
+    if found:
+        raise Incompatible([f"{_named_layers(names)}: {text}" for text, names in found.items()])
+    return tuple(
+        Template(
+            (src.pp_rank, src.tp_rank),
+            tuple(_route(key, layers, src, dst) for key, layers in routes[i].items()),
+        )
+        for i, src in enumerate(srcs)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Holder:
+    """A layer as one source rank has it."""
+
+    index: int
+    group: int
+    kind: GroupKind
+    layer: Layer
+
+
+def _holders(srcs: Sequence[RankGeometry]) -> dict[str, list[_Holder]]:
+    """Layer name to the source ranks that hold it; an empty list for a name that none does."""
+    found: dict[str, list[_Holder]] = defaultdict(list)
+    for index, src in enumerate(srcs):
+        for number, group in enumerate(src.groups):
+            for layer in group.layers:
+                found[layer.name].append(_Holder(index, number, group.kind, layer))
+    return found
+
+
+def _choose(
+    holders: Sequence[_Holder], kind: GroupKind, layer: Layer, reader: int
+) -> list[tuple[_Holder, frozenset[str]]]:
+    """Which holder supplies which fields, so that every part of every field comes from exactly one."""
+    if not holders:
+        raise Incompatible(["not in the peer's cache"])
+    # A snapshot and a token cache cannot stand for each other; other kinds only clip differently.
+    if GroupKind.STATE in (kind, holders[0].kind) and kind is not holders[0].kind:
+        raise Incompatible([f"{holders[0].kind} there, {kind} here"])
+    pages = dict.fromkeys(holder.layer.page for holder in holders)
+    if found := dict.fromkeys(text for page in pages for text in differences(page, layer.page)):
+        raise Incompatible(list(found))
+    takes: dict[int, set[str]] = defaultdict(set)
+    by_index = {holder.index: holder for holder in holders}
+    for field in layer.page.fields:
+        for index in _cover(holders, field, reader):
+            takes[index].add(field.name)
+    return [(by_index[index], frozenset(fields)) for index, fields in sorted(takes.items())]
+
+
+def _cover(holders: Sequence[_Holder], field: Field, reader: int) -> list[int]:
+    """Source ranks whose held ranges meet `field`'s, each part once; copies are spread by `reader`."""
+    others = {h.index: next(f for f in h.layer.page.fields if f.name == field.name) for h in holders}
+    sharded = {name for f in (field, *others.values()) for name, _, _ in f.held}
+    if len(sharded) > 1:
+        raise Incompatible(
+            [f"field {field.name!r}: sharded along {' and '.join(sorted(sharded))}, not one axis"]
+        )
+    along = sharded.pop() if sharded else ""
+    ranges: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for index, other in others.items():
+        ranges[_range(other, along)].append(index)
+    reached, high = _range(field, along)
+    chosen: list[int] = []
+    for (start, stop), copies in sorted(ranges.items()):
+        if stop <= reached or start >= high:
+            continue
+        if start > reached:
+            break
+        if start < reached and chosen:
+            raise Incompatible([f"field {field.name!r}: the peer's ranks hold overlapping parts"])
+        chosen.append(copies[reader % len(copies)])
+        reached = stop
+    if reached < high:
+        raise Incompatible([f"field {field.name!r}: no rank of the peer holds {along} [{reached}, {high})"])
+    return chosen
+
+
+def _range(field: Field, along: str) -> tuple[int, int]:
+    """What a field holds of an axis; everything, if it is not the one that is sharded."""
+    axis = field.axis(along)
+    return (axis.start, axis.stop) if axis else (0, 1)
+
+
+def _route(key: _RouteKey, layers: list[tuple[Layer, Layer]], src: RankGeometry, dst: RankGeometry) -> Route:
+    retiled = retile(key.src_page, key.dst_page, key.fields)
+    return Route(
+        key.src_group,
+        key.dst_group,
+        tuple(layer.name for _, layer in layers),
+        retiled.cell_tokens,
+        retiled.src_cells,
+        retiled.dst_cells,
+        key.src_stride,
+        key.dst_stride,
+        src.num_blocks,
+        dst.num_blocks,
+        tuple(_rows(pieces, layers) for pieces in retiled.phases),
+    )
+
+
+def _rows(pieces: Pieces, layers: list[tuple[Layer, Layer]]) -> Pieces:
+    """The pieces of every layer at absolute addresses, merged across layers."""
+    moved = [Pieces(pieces.src + a.address, pieces.dst + b.address, pieces.length) for a, b in layers]
+    return join(moved)
+
+
+def _named_layers(names: Sequence[str]) -> str:
+    """Differences repeat per layer: the first is named, the others are counted."""
+    more = len(names) - 1
+    return f"layer {names[0]!r}" + (f" and {more} more" if more else "")

@@ -1,0 +1,5 @@
+"""Engines started together, and the router in front of them.
+
+- `launch`: `Fleet`, the processes; `specs`: which ones; `kv_config`: what makes them exchange KV.
+- `router`: one OpenAI endpoint over prefill and decode engines, wherever they were started.
+"""

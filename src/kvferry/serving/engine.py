@@ -1,0 +1,165 @@
+"""One engine of a fleet: what is to be started, and the process once it is."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from kvferry.serving.kv_config import Role, kv_transfer_json
+
+_HEALTH_TIMEOUT_SECONDS = 2.0
+_GUARD_MARGIN_SECONDS = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """An engine that is to be started.
+
+    Attributes:
+        name: unique in its fleet, as in ``prefill-0``; names the log file.
+        role: PREFILL or DECODE; BOTH for an engine that serves alone.
+        model: path or id that vLLM can load.
+        port: of its OpenAI endpoint.
+        host: that it listens on.
+        tensor_parallel: number of ranks.
+        kv_transfer: value of ``--kv-transfer-config``; None for an engine that exchanges no KV.
+        arguments: further arguments of vLLM's API server.
+        environment: variables to set on top of this process's own.
+    """
+
+    name: str
+    role: Role
+    model: str
+    port: int
+    host: str = "127.0.0.1"
+    tensor_parallel: int = 1
+    kv_transfer: Mapping[str, Any] | None = None
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        """Base of its endpoint, without a trailing slash."""
+        return f"http://{self.host}:{self.port}"
+
+    def command(self) -> list[str]:
+        """The command line that starts it."""
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--model", self.model, "--host", self.host, "--port", str(self.port)]
+        command += ["--tensor-parallel-size", str(self.tensor_parallel)]
+        if self.kv_transfer is not None:
+            command += ["--kv-transfer-config", kv_transfer_json(self.kv_transfer)]
+        return [*command, *self.arguments]
+
+
+class EngineState(StrEnum):
+    """STARTING → READY → DEAD; a start that fails goes straight to DEAD. There is no way back."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DEAD = "dead"
+
+
+class Engine:
+    """A started engine: its guard (see `kvferry.serving.guard`), and under that everything vLLM starts.
+
+    The guard ends the engine when the lifeline, a pipe whose other end only this process holds, closes: by
+    `stop`, or by this process ending in whatever way.
+
+    Attributes:
+        spec: what was started.
+        log_path: where its standard output and error go.
+        state: as of the last `poll`.
+    """
+
+    def __init__(self, spec: EngineSpec, log_path: Path, grace_seconds: float) -> None:
+        self.spec = spec
+        self.log_path = log_path
+        self.state = EngineState.STARTING
+        self._grace_seconds = grace_seconds
+        self._started = time.monotonic()
+        read_end, self._lifeline = os.pipe()
+        guard = [sys.executable, "-m", "kvferry.serving.guard", str(read_end), str(grace_seconds)]
+        try:
+            with log_path.open("wb") as log:
+                self._guard = subprocess.Popen(
+                    [*guard, *spec.command()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **spec.environment},
+                    pass_fds=(read_end,),
+                    start_new_session=True,
+                )
+        except BaseException:
+            os.close(self._lifeline)
+            raise
+        finally:
+            os.close(read_end)
+
+    @property
+    def seconds(self) -> float:
+        """Since it was started."""
+        return time.monotonic() - self._started
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of the engine's main process; negative for a signal, None while it runs."""
+        code = self._guard.poll()
+        return code if code is None or code < 128 else 128 - code
+
+    def poll(self) -> EngineState:
+        """See how it is: asks the process, and while it starts also ``/health``."""
+        if self._guard.poll() is not None:
+            self.state = EngineState.DEAD
+        elif self.state is EngineState.STARTING and self.healthy():
+            self.state = EngineState.READY
+        return self.state
+
+    def healthy(self) -> bool:
+        """Whether ``/health`` answers 200 now."""
+        connection = http.client.HTTPConnection(
+            self.spec.host, self.spec.port, timeout=_HEALTH_TIMEOUT_SECONDS
+        )
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def begin_stop(self) -> None:
+        """Let go of the lifeline: the engine is asked to end, and made to after the grace. Returns at once."""
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
+
+    def kill(self) -> None:
+        """End everything of this engine without asking it."""
+        if self._lifeline >= 0:
+            try:
+                os.write(self._lifeline, b"k")
+            except BrokenPipeError:
+                pass
+            self.begin_stop()
+        elif self._guard.poll() is None:
+            self._guard.send_signal(signal.SIGUSR1)
+
+    def finish_stop(self) -> None:
+        """Wait until nothing of this engine is left; `begin_stop` or `kill` came before."""
+        try:
+            self._guard.wait(self._grace_seconds + _GUARD_MARGIN_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._guard.pid, signal.SIGKILL)
+            self._guard.wait()
+        self.state = EngineState.DEAD

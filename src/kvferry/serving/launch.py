@@ -1,0 +1,152 @@
+"""Engines started and stopped together.
+
+    with Fleet(specs, log_dir) as fleet:
+        fleet.wait_ready()
+        ... requests to fleet.prefill_urls, fleet.decode_urls ...
+
+Leaving the block, by whatever exception, ends every process of every engine. If this process is killed, the
+guards of the engines see that and do the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kvferry.errors import KVFerryError
+from kvferry.serving.engine import Engine, EngineSpec, EngineState
+from kvferry.serving.kv_config import Role
+from kvferry.serving.log_tail import telling_line
+from kvferry.serving.specs import fleet_specs
+
+__all__ = ["Engine", "EngineSpec", "EngineState", "Fleet", "LaunchError", "Role", "fleet_specs"]
+
+_POLL_SECONDS = 0.2
+
+Progress = Callable[[Sequence[Engine]], None]
+
+
+class LaunchError(KVFerryError):
+    """An engine that did not start; one sentence with its own last error and its log's path."""
+
+
+class Fleet:
+    """The engines of these specs, as a context manager; started on entry.
+
+    Attributes:
+        engines: in the order of the specs; empty before `start`.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[EngineSpec],
+        log_dir: Path,
+        *,
+        startup_timeout_seconds: float = 600.0,
+        grace_seconds: float = 10.0,
+    ) -> None:
+        """Describe the fleet; nothing is started yet.
+
+        Args:
+            specs: of the engines.
+            log_dir: gets one file per engine, ``<name>.log``; made if it is not there.
+            startup_timeout_seconds: from `start` until every engine must be ready.
+            grace_seconds: how long an engine may take to end by itself before it is killed.
+        """
+        self._specs = tuple(specs)
+        self._log_dir = log_dir
+        self._startup_timeout_seconds = startup_timeout_seconds
+        self._grace_seconds = grace_seconds
+        self.engines: tuple[Engine, ...] = ()
+
+    def start(self) -> None:
+        """Start every engine; returns before they are ready."""
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        for spec in self._specs:
+            log_path = self._log_dir / f"{spec.name}.log"
+            self.engines = (*self.engines, Engine(spec, log_path, self._grace_seconds))
+
+    def wait_ready(self, on_progress: Progress = lambda _: None) -> None:
+        """Wait until every engine answers.
+
+        Args:
+            on_progress: called some five times a second with `engines`, their states up to date.
+
+        Raises:
+            LaunchError: an engine died, or was not ready in time. The others still run: leave the block.
+        """
+        while True:
+            states = [engine.poll() for engine in self.engines]
+            on_progress(self.engines)
+            if all(state is EngineState.READY for state in states):
+                return
+            for engine in self.engines:
+                if engine.state is EngineState.DEAD:
+                    raise LaunchError(death_notice(engine))
+                late = engine.seconds > self._startup_timeout_seconds
+                if late and engine.state is EngineState.STARTING:
+                    raise LaunchError(self._late_notice(engine))
+            time.sleep(_POLL_SECONDS)
+
+    @property
+    def prefill_urls(self) -> list[str]:
+        """Endpoints of the engines that prefill."""
+        return [engine.spec.url for engine in self.engines if engine.spec.role is Role.PREFILL]
+
+    @property
+    def decode_urls(self) -> list[str]:
+        """Endpoints of the engines that decode."""
+        return [engine.spec.url for engine in self.engines if engine.spec.role is Role.DECODE]
+
+    def stop(self) -> None:
+        """End every engine and wait until nothing of them is left.
+
+        A KeyboardInterrupt while it waits kills what is left at once, and is raised when that is done.
+        """
+        for engine in self.engines:
+            engine.begin_stop()
+        try:
+            for engine in self.engines:
+                engine.finish_stop()
+        except KeyboardInterrupt:
+            self.kill()
+            raise
+
+    def kill(self) -> None:
+        """End every engine without asking it, and wait until nothing of them is left."""
+        for engine in self.engines:
+            engine.kill()
+        for engine in self.engines:
+            engine.finish_stop()
+
+    def __enter__(self) -> Self:
+        """Start; what was started is ended if one of them cannot be."""
+        try:
+            self.start()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _late_notice(self, engine: Engine) -> str:
+        return (
+            f"{engine.spec.name} is not ready after {self._startup_timeout_seconds:g} s; raise "
+            f"the startup timeout, or see {engine.log_path}"
+        )
+
+
+def death_notice(engine: Engine) -> str:
+    """One sentence about an engine that has ended: its own last error, and where the log is."""
+    code = engine.exit_code
+    how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+    said = telling_line(engine.log_path)
+    why = f": {said}" if said else ""
+    return f"{engine.spec.name} ended with {how}{why} (log: {engine.log_path})"

@@ -1,0 +1,60 @@
+"""The line of an engine's log that says why it ended."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_TAIL_BYTES = 256 << 10
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+# "(EngineCore pid=7) ERROR 09-30 12:00:00 [core.py:7] ", each part optional, before what was said.
+_PREFIX = re.compile(r"^(?:\([^)]*pid=\d+\) ?)?(?:[A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?")
+_EXCEPTION = re.compile(r"^(?:\w+\.)*(\w*(?:Error|Exception|Incompatible|Exit)): *(.*)$")
+_USAGE_ERROR = re.compile(r"^\S+: error: (.*)$")
+# Said by a process about another one: the cause stands further up.
+_ECHOES = ("See root cause above", "initialization failed", "Failed core proc", "EngineDeadError", "cancelled")
+_MAX_CHARS = 500
+
+
+def telling_line(log_path: Path) -> str | None:
+    """The last error that is not merely an echo of another process's; None if the log names no error."""
+    lines = [_PREFIX.sub("", _ANSI.sub("", line)).rstrip() for line in _tail(log_path)]
+    echo = None
+    for index in range(len(lines) - 1, -1, -1):
+        said = _said(lines, index)
+        if said and not any(mark in said for mark in _ECHOES):
+            return said[:_MAX_CHARS]
+        echo = echo or said
+    return echo[:_MAX_CHARS] if echo else None
+
+
+def last_line(log_path: Path) -> str:
+    """What the log says last, without its prefix; empty for an empty log."""
+    for line in reversed(_tail(log_path)):
+        if text := _PREFIX.sub("", _ANSI.sub("", line)).strip():
+            return text
+    return ""
+
+
+def _said(lines: list[str], index: int) -> str | None:
+    if usage := _USAGE_ERROR.match(lines[index]):
+        return usage[1]
+    if not (match := _EXCEPTION.match(lines[index])):
+        return None
+    name, text = match[1], match[2]
+    # pydantic puts the number of errors on this line, and the first of them two or fewer lines below.
+    if "validation error" in text:
+        below = [line.strip() for line in lines[index + 1 : index + 3]]
+        text = next((line for line in below if line.startswith(("Value error", "Assertion"))), text)
+        text = text.split(" [type=")[0]
+    return f"{name}: {text}" if text else None
+
+
+def _tail(log_path: Path) -> list[str]:
+    try:
+        with log_path.open("rb") as log:
+            log.seek(0, 2)
+            log.seek(max(0, log.tell() - _TAIL_BYTES))
+            return log.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,40 @@
+"""TCP ports of this machine."""
+
+from __future__ import annotations
+
+import socket
+
+from kvferry.errors import ConfigError
+
+_BACKLOG = 2048
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Distinct ports that nobody listens on now; nothing keeps others from taking them before you do."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for sock in sockets:
+            sock.bind((host, 0))
+        return [sock.getsockname()[1] for sock in sockets]
+    finally:
+        for sock in sockets:
+            sock.close()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there; port 0 for any free one.
+
+    Raises:
+        ConfigError: the address cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        sock.close()
+        reason = error.strerror or str(error)
+        raise ConfigError(f"cannot listen on {host}:{port}: {reason}; choose another --host or --port") from error
+    return sock

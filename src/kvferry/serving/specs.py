@@ -1,0 +1,73 @@
+"""Which engines a fleet has: names, ports, devices and connector settings for N prefill and M decode engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvferry.errors import ConfigError
+from kvferry.serving.devices import Machine, engine_environments, memory_arguments, this_machine
+from kvferry.serving.engine import EngineSpec
+from kvferry.serving.kv_config import Role, kv_transfer_config
+from kvferry.serving.ports import free_ports
+
+
+def fleet_specs(
+    model: str,
+    *,
+    prefill: int = 1,
+    decode: int = 1,
+    prefill_tensor_parallel: int = 1,
+    decode_tensor_parallel: int = 1,
+    prefill_settings: Mapping[str, Any] | None = None,
+    decode_settings: Mapping[str, Any] | None = None,
+    arguments: Sequence[str] = (),
+    machine: Machine | None = None,
+) -> tuple[EngineSpec, ...]:
+    """Specs of a fleet on this machine, prefill engines first.
+
+    Args:
+        model: path or id that vLLM can load.
+        prefill: how many engines prefill.
+        decode: how many engines decode.
+        prefill_tensor_parallel: ranks of each prefill engine.
+        decode_tensor_parallel: ranks of each decode engine.
+        prefill_settings: keys of `ConnectorConfig` for the prefill engines.
+        decode_settings: keys of `ConnectorConfig` for the decode engines.
+        arguments: further arguments of vLLM's API server, for every engine.
+        machine: whose devices are shared out; by default this one's.
+
+    Raises:
+        ConfigError: no engine of a role, no rank, or a connector setting that cannot be used.
+    """
+    for name, count in (
+        ("prefill", prefill),
+        ("decode", decode),
+        ("prefill-tp", prefill_tensor_parallel),
+        ("decode-tp", decode_tensor_parallel),
+    ):
+        if count < 1:
+            raise ConfigError(f"{name} is {count}, it must be at least 1")
+    machine = machine or this_machine()
+    ranks = [prefill_tensor_parallel] * prefill + [decode_tensor_parallel] * decode
+    names = [f"prefill-{i}" for i in range(prefill)] + [f"decode-{i}" for i in range(decode)]
+    roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode
+    settings = {Role.PREFILL: prefill_settings, Role.DECODE: decode_settings}
+    environments = engine_environments(machine, ranks)
+    ports = free_ports(len(names))
+    shared = (*memory_arguments(machine, ranks, arguments), *arguments)
+    return tuple(
+        EngineSpec(
+            name=name,
+            role=role,
+            model=model,
+            port=port,
+            tensor_parallel=count,
+            kv_transfer=kv_transfer_config(role, settings[role]),
+            arguments=shared,
+            environment=environment,
+        )
+        for name, role, port, count, environment in zip(
+            names, roles, ports, ranks, environments, strict=True
+        )
+    )

@@ -1,0 +1,14 @@
+"""Tiny random checkpoints of real architectures: real engines run them in seconds on a CPU.
+
+`families` says which architectures there are and what their engine needs, `tokenizer` trains the one tokenizer
+they share, `checkpoint` writes them. The weights are random but large enough that what a model says depends on
+all of its KV cache: a wrong byte moved shows in the tokens.
+"""
+
+from __future__ import annotations
+
+from kvferry.serving.tiny.checkpoint import cache_directory, tiny_checkpoint
+from kvferry.serving.tiny.families import FAMILIES, Family, family
+from kvferry.serving.tiny.tokenizer import trained_tokenizer
+
+__all__ = ["FAMILIES", "Family", "cache_directory", "family", "tiny_checkpoint", "trained_tokenizer"]

@@ -1,0 +1,91 @@
+"""Writes a tiny random checkpoint of one family, the same one every time."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from kvferry.serving.tiny.families import Family, family
+from kvferry.serving.tiny.publish import digest, publish
+from kvferry.serving.tiny.tokenizer import SPECIAL_IDS, VOCABULARY, trained_tokenizer
+
+_SEED = 20_260_101
+_SHARED: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 4096,
+    **SPECIAL_IDS,
+}
+
+
+def cache_directory() -> Path:
+    """Where checkpoints and tokenizer are kept between runs: `kvferry/tiny` in the user's cache folder."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "kvferry" / "tiny"
+
+
+def tiny_checkpoint(name: str, directory: Path, tokenizer_dir: Path | None = None) -> Path:
+    """The checkpoint folder of the family called `name` under `directory`; writes it (seconds) if it is not there.
+
+    The folder's name carries a digest of everything that decides its content, so a changed recipe, another
+    transformers or another tokenizer make another folder. Safe against concurrent callers.
+
+    Args:
+        name: one of `FAMILIES`.
+        directory: made if missing.
+        tokenizer_dir: a folder with tokenizer files of at most `VOCABULARY` entries; by default the trained one.
+
+    Raises:
+        ConfigError: no such family.
+    """
+    chosen = family(name)
+    tokenizer = tokenizer_dir or trained_tokenizer(directory)
+    weights = (chosen.config, chosen.settings, chosen.engine_reads, chosen.scale)
+    recipe = digest(weights, _SHARED, _SEED, tokenizer.resolve().name, version("transformers"))
+    return publish(directory, f"{name}-{recipe}", lambda folder: _write(chosen, tokenizer, folder))
+
+
+def _write(chosen: Family, tokenizer: Path, folder: Path) -> None:
+    # bfloat16 on disk is exact in every dtype an engine may compute in, and half the size.
+    import torch
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEED)
+        model = _random_model(chosen)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    if chosen.engine_reads:
+        path = folder / "config.json"
+        config = json.loads(path.read_text())
+        path.write_text(json.dumps({**config, **chosen.engine_reads}, indent=2, sort_keys=True))
+    for file in tokenizer.iterdir():
+        shutil.copy(file, folder)
+
+
+def _random_model(chosen: Family) -> Any:
+    import torch
+    import transformers
+
+    config_class = getattr(transformers, chosen.config)
+    config = config_class(**{**_SHARED, "initializer_range": chosen.scale, **chosen.settings})
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if _is_matrix(name, weight.ndim):
+                weight.normal_(0.0, chosen.scale)
+    return model
+
+
+def _is_matrix(name: str, dimensions: int) -> bool:
+    """Whether a weight is drawn anew: architectures scale some of theirs down by depth, which quiets the cache.
+
+    Norms, biases, decay rates, convolutions and embeddings keep what the architecture itself draws.
+    """
+    return dimensions > 1 and not any(part in name for part in ("A_log", "conv", "embed"))

@@ -1,0 +1,213 @@
+"""Which architectures there are as tiny checkpoints, and what an engine on a CPU needs to run each.
+
+The dimensions are the smallest that keep what matters for the KV cache: more than one KV head, grouped queries,
+windows shorter than a prompt, latents of the real width, several state layers beside at least one attention layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from kvferry.errors import ConfigError
+
+_ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+_LATENT = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_NO_PREFIX_CACHE = {"enable_prefix_caching": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One architecture as a tiny checkpoint.
+
+    Attributes:
+        name: what the command line and the tests call it.
+        groups: the KV cache groups an engine makes of it, in words.
+        config: name of the configuration class in transformers.
+        settings: what that class is called with, besides what all families share.
+        engine_reads: fields the engine reads from config.json that the class does not write.
+        scale: standard deviation of the weight matrices; embeddings keep the architecture's own.
+        dtype: what the engine computes in; float32 unless the architecture has no such kernel on a CPU.
+        engine: options of the engine, under the names of vLLM's own arguments.
+    """
+
+    name: str
+    groups: str
+    config: str
+    settings: Mapping[str, Any]
+    engine_reads: Mapping[str, Any] = field(default_factory=dict)
+    scale: float = 0.08
+    dtype: str = "float32"
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+    def engine_options(self) -> dict[str, Any]:
+        """Keyword arguments of `vllm.LLM` that this family needs on a CPU, dtype included."""
+        return {"dtype": self.dtype, **self.engine}
+
+
+_ALL = (
+    Family(
+        name="qwen3",
+        groups="full attention",
+        config="Qwen3Config",
+        settings={**_ATTENTION, "tie_word_embeddings": True},
+    ),
+    Family(name="llama", groups="full attention", config="LlamaConfig", settings=_ATTENTION),
+    Family(
+        name="gemma3",
+        groups="5 sliding window, 1 full attention",
+        config="Gemma3TextConfig",
+        settings={
+            **_ATTENTION,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+            "sliding_window": 64,
+            "query_pre_attn_scalar": 32,
+        },
+        scale=0.15,
+    ),
+    Family(
+        name="gptoss",
+        groups="sliding window, full attention",
+        config="GptOssConfig",
+        settings={
+            **_ATTENTION,
+            "head_dim": 64,
+            "intermediate_size": 128,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 64,
+        },
+    ),
+    Family(
+        name="dsv2",
+        groups="MLA",
+        config="DeepseekV2Config",
+        settings={
+            **_LATENT,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 32,
+            "first_k_dense_replace": 1,
+            "topk_method": "greedy",
+        },
+        engine=_NO_PREFIX_CACHE,
+    ),
+    Family(
+        name="dsv3",
+        groups="MLA",
+        config="DeepseekV3Config",
+        # 16 heads: with 4, decode and prefill of vLLM's CPU kernel differ by several times as much.
+        settings={
+            **_LATENT,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "q_lora_rank": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "first_k_dense_replace": 3,
+        },
+        engine=_NO_PREFIX_CACHE,
+    ),
+    Family(
+        name="qwen3next",
+        groups="3 gated delta net, 1 full attention",
+        config="Qwen3NextConfig",
+        settings={
+            **_ATTENTION,
+            "head_dim": 64,
+            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+            "mlp_only_layers": [],
+        },
+        dtype="bfloat16",
+    ),
+    Family(
+        name="nemotronh",
+        groups="Mamba2, 1 full attention",
+        config="NemotronHConfig",
+        settings={
+            **_ATTENTION,
+            "num_hidden_layers": 6,
+            "layers_block_type": ["mamba", "mlp", "mamba", "full_attention", "mamba", "mlp"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 32,
+            "n_groups": 2,
+            "ssm_state_size": 32,
+        },
+        engine_reads={"hybrid_override_pattern": "M-M*M-"},
+        engine=_NO_PREFIX_CACHE,
+    ),
+    Family(
+        name="falconh1",
+        groups="Mamba2, full attention",
+        config="FalconH1Config",
+        settings={
+            **_ATTENTION,
+            "num_hidden_layers": 3,
+            "mamba_d_ssm": 256,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 32,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 32,
+        },
+        engine=_NO_PREFIX_CACHE,
+    ),
+    Family(
+        name="mamba2",
+        groups="Mamba2",
+        config="Mamba2Config",
+        settings={"num_hidden_layers": 3, "num_heads": 8, "head_dim": 32, "n_groups": 1, "state_size": 32},
+        engine=_NO_PREFIX_CACHE,
+    ),
+    Family(
+        name="lfm2",
+        groups="3 short convolution, 1 full attention",
+        config="Lfm2Config",
+        settings={
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "block_auto_adjust_ff_dim": False,
+        },
+        engine_reads={"conv_dim": 128, "block_dim": 128, "block_ff_dim": 256},
+    ),
+)
+
+FAMILIES: Mapping[str, Family] = MappingProxyType({each.name: each for each in _ALL})
+
+
+def family(name: str) -> Family:
+    """The family called `name`.
+
+    Raises:
+        ConfigError: there is none; the message lists those there are.
+    """
+    try:
+        return FAMILIES[name]
+    except KeyError:
+        message = f"no tiny checkpoint is called {name!r}; there are: {', '.join(FAMILIES)}"
+        raise ConfigError(message) from None

@@ -1,0 +1,41 @@
+"""Folders that appear complete or not at all, named by what went into them."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+
+def digest(*parts: object) -> str:
+    """Ten hex digits over the text of `parts`: equal parts, equal name."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:10]
+
+
+def publish(directory: Path, name: str, fill: Callable[[Path], None]) -> Path:
+    """`directory/name`, made by `fill` if it is not there.
+
+    `fill` writes into a private folder, which is then renamed. Of several callers at once the first to finish
+    wins and the work of the others is dropped; nobody ever sees a folder that is half written.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
+    final = directory / name
+    if final.is_dir():
+        return final
+    directory.mkdir(parents=True, exist_ok=True)
+    private = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=directory))
+    try:
+        fill(private)
+        private.chmod(0o755)
+        try:
+            private.rename(final)
+        except OSError:
+            if not final.is_dir():
+                raise
+    finally:
+        shutil.rmtree(private, ignore_errors=True)
+    return final

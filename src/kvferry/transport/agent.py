@@ -1,0 +1,127 @@
+"""NIXL behind the few verbs that are used.
+
+Only the transfer thread calls these (`transport.thread`): a post may run the whole READ inside the call. NIXL
+cannot cancel: bytes of a READ in flight still land after its handle was released, so `release` is for handles that
+are finished, and whoever owns the memory keeps it until then.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import ConfigError, TransferError
+from kvferry.geometry import Region
+
+
+class ReadState(Enum):
+    """Where a READ stands."""
+
+    IN_FLIGHT = "PROC"
+    DONE = "DONE"
+    FAILED = "ERR"
+
+
+_LOCAL = "NIXL_INIT_AGENT"
+
+
+class Agent:
+    """One NIXL agent: registered memory, prepared lists, READs."""
+
+    def __init__(self, name: str, backends: Sequence[str] = ("UCX",)) -> None:
+        """Start an agent.
+
+        Args:
+            name: unique among all agents that ever talk to each other.
+            backends: NIXL plugins to use, first choice first.
+
+        Raises:
+            ConfigError: NIXL is missing, or has none of the backends.
+        """
+        os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+        try:
+            from nixl._api import nixl_agent, nixl_agent_config
+        except ImportError as error:
+            raise ConfigError(f"NIXL cannot be imported ({error}); install the package nixl") from error
+        self.name = name
+        self._nixl: Any = nixl_agent(name, nixl_agent_config(backends=list(backends)))
+        if not self._nixl.backends:
+            raise ConfigError(
+                f"NIXL has none of the backends {list(backends)}, it offers {self._nixl.plugin_list}"
+            )
+        self._registered: list[Any] = []
+
+    def register(self, regions: Sequence[Region]) -> None:
+        """Register memory, so that it can be read from and into."""
+        for memory in sorted({region.memory for region in regions}):
+            rows = [(r.address, r.length, r.device, "") for r in regions if r.memory == memory]
+            self._registered.append(self._nixl.register_memory(rows, memory))
+
+    def metadata(self) -> bytes:
+        """What another agent needs to read our registered memory. Hand it to authenticated peers only."""
+        return bytes(self._nixl.get_agent_metadata())
+
+    def add_peer(self, metadata: bytes) -> str:
+        """Make another agent known; returns its name.
+
+        Raises:
+            TransferError: the metadata is not NIXL's, or no backend reaches the peer.
+        """
+        try:
+            name = self._nixl.add_remote_agent(metadata)
+        except Exception as error:
+            raise TransferError(f"NIXL cannot use the peer's metadata: {error}") from error
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    def drop_peer(self, name: str) -> None:
+        """Forget a peer of which nothing is in flight."""
+        self._nixl.remove_remote_agent(name)
+
+    def prepare(self, owner: str | None, region: Region, rows: npt.NDArray[np.int64]) -> Any:
+        """Prepare a list of descriptors, each row standing for as many as it repeats.
+
+        Args:
+            owner: name of the peer whose memory it is, None for our own.
+            region: a region of that memory; says its kind and device.
+            rows: (address, length, stride, count) per row, int64 of shape (n, 4); row ``i``'s descriptors follow
+                those of row ``i - 1``.
+
+        Returns:
+            A handle for `read`.
+        """
+        table = np.empty((len(rows), 5), np.uint64)
+        table[:, :2], table[:, 2], table[:, 3:] = rows[:, :2], region.device, rows[:, 2:]
+        return self._nixl.prep_xfer_dlist(owner or _LOCAL, table, region.memory)
+
+    def read(
+        self, local: Any, local_indices: npt.NDArray[np.int32], remote: Any, remote_indices: npt.NDArray[np.int32]
+    ) -> Any:
+        """Make a READ of paired prepared descriptors; `post` starts it."""
+        return self._nixl.make_prepped_xfer("READ", local, local_indices, remote, remote_indices)
+
+    def post(self, handle: Any) -> ReadState:
+        """Start a READ. May take as long as the READ itself."""
+        return ReadState(self._nixl.transfer(handle))
+
+    def state(self, handle: Any) -> ReadState:
+        """Where a READ stands."""
+        return ReadState(self._nixl.check_xfer_state(handle))
+
+    def release(self, handle: Any) -> None:
+        """Give a finished READ back. Never one in flight."""
+        self._nixl.release_xfer_handle(handle)
+
+    def release_list(self, handle: Any) -> None:
+        """Give a prepared list back."""
+        self._nixl.release_dlist_handle(handle)
+
+    def close(self) -> None:
+        """Deregister all memory. Nothing may be in flight."""
+        for descriptors in self._registered:
+            self._nixl.deregister_memory(descriptors)
+        self._registered.clear()

@@ -1,0 +1,255 @@
+"""The consumer's end of the control channel: one thread for all peers.
+
+The engine's thread asks `look_up` on every step it wants to know, and gets an answer at once: a handshake that is
+under way is an answer too. Many peers shake hands at the same time; each has its own deadline.
+
+    (unknown) ─look_up→ LOOKING ─ranks arrive→ KNOWN
+                            └─refused, silent or malformed→ REFUSED ─after a while→ (unknown)
+
+Leases that a request holds are kept alive from here, so they live while the request waits in the engine's queue.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import zmq
+
+from kvferry.errors import Incompatible, ProtocolError
+from kvferry.transport import security
+from kvferry.transport.messages import (
+    MAX_MESSAGE_BYTES,
+    PROTOCOL,
+    Accepted,
+    AskRanks,
+    Facts,
+    Heartbeat,
+    Hello,
+    RankCard,
+    Ranks,
+    Refused,
+    Release,
+    Reply,
+    Request,
+    compare,
+    decode_reply,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+REFUSAL_SECONDS = 30.0
+"""How long a refusal stands before the peer is asked again."""
+
+Address: TypeAlias = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Looking:
+    """The handshake is under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The peer can be read from."""
+
+    facts: Facts
+    ranks: tuple[RankCard, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NotUsable:
+    """It cannot; why, in words."""
+
+    reason: str
+
+
+Answer: TypeAlias = Looking | Known | NotUsable
+
+
+@dataclass(slots=True)
+class _Peer:
+    """The thread's account of one address."""
+
+    socket: zmq.Socket[Any]
+    deadline: float
+    facts: Facts | None = None
+    leases: set[str] = field(default_factory=set)
+
+
+class ControlClient:
+    """Handshakes with peers, and keeps leases alive."""
+
+    def __init__(
+        self,
+        facts: Facts,
+        check: Callable[[tuple[RankCard, ...]], None],
+        keys: security.Keys | None = None,
+        handshake_seconds: float = 5.0,
+        heartbeat_seconds: float = 5.0,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            facts: who we are.
+            check: raises Incompatible for ranks from which we cannot read; called in the thread.
+            keys: CURVE keys; None for a plain channel.
+            handshake_seconds: when a silent peer is given up.
+            heartbeat_seconds: time between heartbeats.
+        """
+        self._facts, self._check, self._keys = facts, check, keys
+        self._handshake_seconds, self._heartbeat_seconds = handshake_seconds, heartbeat_seconds
+        self._answers: dict[Address, Answer] = {}
+        self._refused_at: dict[Address, float] = {}
+        self._commands: deque[tuple[str, Address, str]] = deque()
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._peers: dict[Address, _Peer] = {}
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._stop = False
+        self._thread = threading.Thread(target=self._run, name="kvferry-control-client", daemon=True)
+        self._thread.start()
+
+    # -- the engine's thread ------------------------------------------------------------------------------
+
+    def look_up(self, address: Address, incarnation: int) -> Answer:
+        """What is known of the peer at `address`, whose tickets say `incarnation`; starts a handshake if nothing.
+
+        A peer known by another incarnation has been restarted: it is asked anew.
+        """
+        answer = self._answers.get(address)
+        if isinstance(answer, NotUsable) and time.monotonic() - self._refused_at[address] > REFUSAL_SECONDS:
+            answer = None
+        if isinstance(answer, Known) and answer.facts.incarnation != incarnation:
+            answer = None
+        if answer is None:
+            answer = self._answers[address] = Looking()
+            self._command("hello", address, "")
+        return answer
+
+    def forget(self, address: Address) -> None:
+        """Ask this peer anew next time: it did not deliver."""
+        self._answers.pop(address, None)
+
+    def hold(self, address: Address, lease: str) -> None:
+        """Keep a lease alive until it is released."""
+        self._command("hold", address, lease)
+
+    def release(self, address: Address, lease: str) -> None:
+        """Tell the producer that a lease is no longer needed."""
+        self._command("release", address, lease)
+
+    def close(self) -> None:
+        """Send what is queued and end the thread."""
+        self._stop = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        os.close(self._wake)
+
+    def _command(self, verb: str, address: Address, lease: str) -> None:
+        self._commands.append((verb, address, lease))
+        os.eventfd_write(self._wake, 1)
+
+    # -- the thread ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake, zmq.POLLIN)
+        beat = time.monotonic() + self._heartbeat_seconds
+        while True:
+            for source, _ in poller.poll(self._wait_ms(beat)):
+                if source == self._wake:
+                    os.eventfd_read(self._wake)
+                else:
+                    self._receive(next(a for a, p in self._peers.items() if p.socket is source))
+            while self._commands:
+                self._obey(poller, *self._commands.popleft())
+            now = time.monotonic()
+            if now >= beat:
+                beat = now + self._heartbeat_seconds
+                for peer in self._peers.values():
+                    if peer.leases:
+                        self._send(peer, Heartbeat(sorted(peer.leases)))
+            self._give_up_on_silent(now)
+            if self._stop:
+                break
+        for peer in self._peers.values():
+            peer.socket.close(linger=500)
+        self._context.term()
+
+    def _wait_ms(self, beat: float) -> int:
+        until = [beat, *(self._peers[a].deadline for a in self._looking())]
+        return max(0, int((min(until) - time.monotonic()) * 1000) + 1)
+
+    def _looking(self) -> list[Address]:
+        return [a for a in list(self._peers) if isinstance(self._answers.get(a), Looking)]
+
+    def _obey(self, poller: zmq.Poller, verb: str, address: Address, lease: str) -> None:
+        peer = self._peers.get(address)
+        if peer is None:
+            peer = self._peers[address] = _Peer(self._connect(address), 0.0)
+            poller.register(peer.socket, zmq.POLLIN)
+        if verb == "hello":
+            peer.facts, peer.deadline = None, time.monotonic() + self._handshake_seconds
+            self._send(peer, Hello(PROTOCOL, self._facts))
+        elif verb == "hold":
+            peer.leases.add(lease)
+        else:
+            peer.leases.discard(lease)
+            self._send(peer, Release([lease]))
+
+    def _connect(self, address: Address) -> zmq.Socket[Any]:
+        socket = self._context.socket(zmq.DEALER)
+        socket.maxmsgsize = MAX_MESSAGE_BYTES
+        socket.linger = 0
+        security.as_client(socket, self._keys)
+        socket.connect(f"tcp://{address[0]}:{address[1]}")
+        return socket
+
+    def _send(self, peer: _Peer, message: Request) -> None:
+        try:
+            peer.socket.send(encode(message), zmq.DONTWAIT)
+        except zmq.Again:
+            logger.debug("control channel: a peer takes no more messages, dropped %s", type(message).__name__)
+
+    def _receive(self, address: Address) -> None:
+        peer = self._peers[address]
+        try:
+            frames = peer.socket.recv_multipart()
+            self._take(address, peer, decode_reply(frames[-1]))
+        except (ProtocolError, Incompatible) as error:
+            self._refuse(address, str(error))
+
+    def _take(self, address: Address, peer: _Peer, reply: Reply) -> None:
+        if isinstance(reply, Refused):
+            self._refuse(address, "; ".join(reply.differences) or "it gave no reason")
+        elif isinstance(reply, Accepted):
+            if found := compare(reply.facts.must_agree, self._facts.must_agree):
+                raise Incompatible(found)
+            peer.facts = reply.facts
+            self._send(peer, AskRanks())
+        elif isinstance(reply, Ranks):
+            if peer.facts is None or not reply.ranks:
+                raise ProtocolError("ranks came before the peer was accepted, or there are none")
+            ranks = tuple(reply.ranks)
+            self._check(ranks)
+            self._answers[address] = Known(peer.facts, ranks)
+            logger.info(
+                "peer %s (%s) at %s:%d: %d rank(s) known", peer.facts.engine_id, peer.facts.software, *address, len(ranks)
+            )
+
+    def _refuse(self, address: Address, reason: str) -> None:
+        logger.warning("peer at %s:%d cannot be used: %s", *address, reason)
+        self._refused_at[address] = time.monotonic()
+        self._answers[address] = NotUsable(reason)
+
+    def _give_up_on_silent(self, now: float) -> None:
+        for address in self._looking():
+            if now >= self._peers[address].deadline > 0:
+                self._refuse(address, f"no answer within {self._handshake_seconds:g} s; is it up, and reachable?")

@@ -1,0 +1,136 @@
+"""The producer's end of the control channel: one thread, one ROUTER socket.
+
+It answers handshakes from data that does not change, and hands heartbeats and releases over as events: leases
+belong to the engine's thread. A message it cannot understand is counted and dropped; its sender gets nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from kvferry.errors import ConfigError, ProtocolError
+from kvferry.transport import security
+from kvferry.transport.messages import (
+    MAX_MESSAGE_BYTES,
+    PROTOCOL,
+    Accepted,
+    AskRanks,
+    Facts,
+    Heartbeat,
+    Hello,
+    RankCard,
+    Ranks,
+    Refused,
+    Release,
+    Reply,
+    Request,
+    compare,
+    decode_request,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+_POLL_MS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What a producer tells whoever asks."""
+
+    facts: Facts
+    ranks: tuple[RankCard, ...]
+
+    def answer(self, message: Request) -> Reply | None:
+        """The reply to a message, None where none is due."""
+        if isinstance(message, Hello):
+            if message.protocol != PROTOCOL:
+                return Refused([f"protocol {message.protocol} there, {PROTOCOL} here; use the same kvferry"])
+            # Sentences are for the consumer to print: "there" is the producer, who speaks.
+            found = compare(self.facts.must_agree, message.facts.must_agree)
+            return Refused(found) if found else Accepted(self.facts)
+        if isinstance(message, AskRanks):
+            return Ranks(list(self.ranks))
+        return None
+
+
+class ControlServer:
+    """Listens until closed.
+
+    Attributes:
+        port: port listened on.
+        events: heartbeats and releases not yet taken, oldest first; appended by the thread, taken by the engine.
+        rejected: messages that could not be understood.
+    """
+
+    def __init__(self, host: str, port: int, card: Card, keys: security.Keys | None = None) -> None:
+        """Bind and start.
+
+        Args:
+            host: address to bind, port 0 for any free one.
+            card: what to answer with.
+            keys: CURVE keys; None for a plain channel.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        self.events: deque[Heartbeat | Release] = deque()
+        self.rejected = 0
+        self._card = card
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._guard = security.guard(self._context, keys) if keys else None
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.maxmsgsize = MAX_MESSAGE_BYTES
+        security.as_server(self._socket, keys)
+        try:
+            self._socket.bind(f"tcp://{host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self._end_context()
+            raise ConfigError(
+                f"control channel: cannot listen on {host} port {port}: {error.strerror}; "
+                "set another port, or 0 for any free one"
+            ) from error
+        self.port = int(self._socket.last_endpoint.rsplit(b":", 1)[1])
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvferry-control-server", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening; returns when the thread has ended."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        while not self._stop.is_set():
+            if poller.poll(_POLL_MS):
+                self._serve(self._socket.recv_multipart())
+        self._end_context()
+
+    def _serve(self, frames: list[bytes]) -> None:
+        try:
+            if len(frames) != 2:
+                raise ProtocolError(f"{len(frames)} frames, expected a sender and one message")
+            message = decode_request(frames[1])
+        except ProtocolError as error:
+            self.rejected += 1
+            level = logging.WARNING if self.rejected == 1 else logging.DEBUG
+            logger.log(level, "control channel: dropped a message: %s", error)
+            return
+        if isinstance(message, Heartbeat | Release):
+            self.events.append(message)
+        elif reply := self._card.answer(message):
+            self._socket.send_multipart([frames[0], encode(reply)])
+
+    def _end_context(self) -> None:
+        if self._guard:
+            self._guard.stop()
+        self._socket.close()
+        self._context.term()

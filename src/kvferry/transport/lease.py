@@ -1,0 +1,145 @@
+"""A producer's promise to keep blocks, and the word that changes before it is broken.
+
+A lease has a slot. Every worker of the producer keeps one 8-byte word per slot in registered memory: the worker's
+incarnation in the high half, the slot's generation in the low half. A *ticket* names the slot and the generation that it
+has now. Taking a lease writes nothing, so a ticket is good from the moment it is granted; ending it makes every
+worker raise the generation *before* it says that the blocks may be given back. A consumer reads the word in
+a second READ posted after its data is there: if it is still the ticket's, no block had been given back
+when the data was read.
+
+    FREE ─grant→ HELD ─release or expiry→ ENDING ─all workers have raised the word→ FREE
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import TransferError
+
+_GENERATIONS = 1 << 32
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What a consumer needs to use and to check a lease.
+
+    Attributes:
+        slot: index of the lease word on every worker.
+        generation: low half of every worker's word while the lease holds.
+        incarnation: which run of the producer granted it.
+    """
+
+    slot: int
+    generation: int
+    incarnation: int
+
+    def word(self, worker: int) -> int:
+        """The word of a worker of that incarnation while the lease holds."""
+        return worker << 32 | self.generation
+
+
+def new_incarnation() -> int:
+    """A number that no other run of an engine or worker has; 1 to 2³² - 1."""
+    return secrets.randbelow(_GENERATIONS - 1) + 1
+
+
+class LeaseWords:
+    """A worker's words, as an array that is registered with the transport.
+
+    Attributes:
+        incarnation: high half of every word.
+        array: uint64 of shape (slots,).
+    """
+
+    def __init__(self, incarnation: int, slots: int) -> None:
+        self.incarnation = incarnation
+        self.array: npt.NDArray[np.uint64] = np.full(slots, incarnation << 32, np.uint64)
+
+    @property
+    def address(self) -> int:
+        """Address of slot 0."""
+        return int(self.array.ctypes.data)
+
+    def end(self, slots: Iterable[int]) -> None:
+        """Raise the words of these slots: from here on no READ under their tickets is good."""
+        for slot in slots:
+            word = int(self.array[slot])
+            self.array[slot] = (word & ~(_GENERATIONS - 1)) | ((word + 1) % _GENERATIONS)
+
+
+@dataclass(slots=True)
+class _Held:
+    slot: int
+    expires: float
+
+
+class LeaseBook:
+    """The producer's scheduler's account of its leases; it alone decides when one ends.
+
+    Not thread-safe: one thread (the engine's) calls it, with what others said handed over by queue.
+    """
+
+    def __init__(self, incarnation: int, slots: int, seconds: float, clock: Callable[[], float]) -> None:
+        self.seconds = seconds
+        self.expired = 0
+        self._clock = clock
+        self._incarnation = incarnation
+        self._generations = [0] * slots
+        self._free = list(range(slots - 1, -1, -1))
+        self._held: dict[str, _Held] = {}
+        self._ending: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        """Leases held or ending."""
+        return len(self._held) + len(self._ending)
+
+    def grant(self, name: str) -> Ticket:
+        """Take a lease for the blocks of request `name`.
+
+        Raises:
+            TransferError: all slots are in use; the blocks are then not offered.
+        """
+        if not self._free:
+            raise TransferError(
+                f"all {len(self._generations)} lease slots are in use; consumers release too slowly, or lease_seconds "
+                f"({self.seconds:g}) is too long"
+            )
+        slot = self._free.pop()
+        self._held[name] = _Held(slot, self._clock() + self.seconds)
+        return Ticket(slot, self._generations[slot], self._incarnation)
+
+    def extend(self, names: Iterable[str]) -> None:
+        """A consumer is still there: these leases run from now again. Unknown names are ignored."""
+        for name in names:
+            if held := self._held.get(name):
+                held.expires = self._clock() + self.seconds
+
+    def end(self, names: Iterable[str]) -> dict[str, int]:
+        """End leases that are held: released by their consumer.
+
+        Returns:
+            Request to slot of those that now end; all workers must raise these words.
+        """
+        ending = {name: self._held.pop(name).slot for name in names if name in self._held}
+        self._ending.update(ending)
+        return ending
+
+    def end_expired(self) -> dict[str, int]:
+        """End leases whose time is up; like `end`."""
+        now = self._clock()
+        late = [name for name, held in self._held.items() if held.expires <= now]
+        self.expired += len(late)
+        return self.end(late)
+
+    def ended(self, name: str) -> None:
+        """All workers have raised the word of this lease: its slot is free again."""
+        slot = self._ending.pop(name, None)
+        if slot is None:
+            return
+        self._generations[slot] = (self._generations[slot] + 1) % _GENERATIONS
+        self._free.append(slot)

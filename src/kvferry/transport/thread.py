@@ -1,0 +1,280 @@
+"""The one thread of a worker that owns NIXL.
+
+The engine's thread hands over orders and takes results; it never waits for this one, and never calls NIXL. A post
+may take as long as its READ, planning a long prompt takes milliseconds, preparing a peer takes more: all of it happens
+here.
+
+    ordered ─plan, post─▶ DATA ─all done─▶ WORDS ─equal─▶ ready
+                 │          └─error─┐        └─changed─┐
+                 └──────────────────┴───────────────────┴─▶ failed
+
+Every order gets exactly one result, and gets it when nothing of it is in flight any more: until then the memory belongs to
+the transfer.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvferry.errors import KVFerryError
+from kvferry.geometry import RankGeometry, Region
+from kvferry.transport.agent import Agent, ReadState
+from kvferry.transport.lease import LeaseWords
+from kvferry.transport.messages import RankCard
+from kvferry.transport.peer import MAX_SOURCES, Peer, ReadOrder, ReadPlan
+
+logger = logging.getLogger(__name__)
+
+MAX_IN_FLIGHT = 256
+_SHORTEST_NAP, _LONGEST_NAP = 20e-6, 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class ReadResult:
+    """How one order ended; nothing of it is in flight.
+
+    Attributes:
+        key: the order's.
+        failure: None if the bytes are there and can be trusted, else why not.
+        plan: what was read, None if it did not come to that.
+        transfer_seconds: from the first post to the last byte.
+        check_seconds: what reading the lease words took.
+    """
+
+    key: str
+    failure: str | None
+    plan: ReadPlan | None
+    transfer_seconds: float
+    check_seconds: float
+
+
+@dataclass(slots=True)
+class _Read:
+    """An order being carried out."""
+
+    order: ReadOrder
+    landing: int
+    plan: ReadPlan
+    handles: list[Any] = field(default_factory=list)
+    words: bool = False
+    failure: str | None = None
+    started: float = 0.0
+    data_done: float = 0.0
+
+
+class TransferThread:
+    """Owns the agent; see the module.
+
+    Attributes:
+        metadata: what a peer needs to read from us.
+        words: our lease words.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        geometry: RankGeometry,
+        words: LeaseWords,
+        make_agent: Callable[[str], Agent] = Agent,
+        in_flight: int = MAX_IN_FLIGHT,
+    ) -> None:
+        """Start the thread, register the memory; returns when that is done.
+
+        Args:
+            name: the agent's name, unique among all engines' ranks.
+            geometry: our rank.
+            words: our lease words.
+            make_agent: called in the thread.
+            in_flight: how many reads may be in flight; more wait their turn.
+
+        Raises:
+            ConfigError: NIXL cannot be used, or the memory cannot be registered.
+        """
+        self.words = words
+        self.metadata = b""
+        self._geometry = geometry
+        self._landing = np.zeros(in_flight * MAX_SOURCES, np.uint64)
+        self._landing_region = Region(int(self._landing.ctypes.data), self._landing.nbytes)
+        self._free_landings = list(range(0, in_flight * MAX_SOURCES, MAX_SOURCES))
+        self._orders: deque[ReadOrder] = deque()
+        self._connects: deque[tuple[str, tuple[RankCard, ...]]] = deque()
+        self._results: deque[ReadResult] = deque()
+        self._peers: dict[str, Peer | str] = {}
+        self._reads: list[_Read] = []
+        self._wake = threading.Event()
+        self._stop = False
+        ready = threading.Event()
+        self._fault: BaseException | None = None
+        self._thread = threading.Thread(
+            target=self._run, args=(name, make_agent, ready), name=f"kvferry-transfer {name}", daemon=True
+        )
+        self._thread.start()
+        ready.wait()
+        if self._fault is not None:
+            raise self._fault
+
+    # -- the engine's thread ------------------------------------------------------------------------------
+
+    def connect(self, peer: str, cards: Sequence[RankCard]) -> None:
+        """Prepare a peer; orders for it may follow at once."""
+        self._connects.append((peer, tuple(cards)))
+        self._wake.set()
+
+    def submit(self, order: ReadOrder) -> None:
+        """Have an order carried out."""
+        self._orders.append(order)
+        self._wake.set()
+
+    def results(self) -> list[ReadResult]:
+        """Take the results that have come in since the last call."""
+        taken = []
+        while self._results:
+            taken.append(self._results.popleft())
+        return taken
+
+    def close(self, patience_seconds: float = 2.0) -> None:
+        """End the thread once nothing is in flight, or leave it behind if that takes too long."""
+        self._stop = True
+        self._wake.set()
+        self._thread.join(patience_seconds)
+        if self._thread.is_alive():
+            logger.warning("transfer thread: reads are still in flight after %g s, left behind", patience_seconds)
+
+    # -- the thread ---------------------------------------------------------------------------------------
+
+    def _run(self, name: str, make_agent: Callable[[str], Agent], ready: threading.Event) -> None:
+        try:
+            agent = make_agent(name)
+            words = Region(self.words.address, self.words.array.nbytes)
+            agent.register([*self._geometry.regions, words, self._landing_region])
+            self.metadata = agent.metadata()
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
+            self._fault = error
+            return
+        finally:
+            ready.set()
+        nap = _SHORTEST_NAP
+        while not (self._stop and not self._reads):
+            busy = self._take_orders(agent)
+            busy |= self._progress(agent)
+            if busy:
+                nap = _SHORTEST_NAP
+            elif self._reads:
+                time.sleep(nap)
+                nap = min(nap * 2, _LONGEST_NAP)
+            else:
+                self._wake.wait()
+                self._wake.clear()
+        self._shut(agent)
+
+    def _take_orders(self, agent: Agent) -> bool:
+        busy = False
+        while self._connects:
+            busy = True
+            self._connect(agent, *self._connects.popleft())
+        while self._orders and self._free_landings:
+            busy = True
+            self._start(agent, self._orders.popleft())
+        return busy
+
+    def _connect(self, agent: Agent, name: str, cards: tuple[RankCard, ...]) -> None:
+        if isinstance(self._peers.get(name), Peer):
+            return
+        try:
+            self._peers[name] = Peer(agent, self._geometry, cards, self._landing_region)
+        except Exception as error:  # noqa: BLE001 - a bad peer costs that peer, nothing else
+            _log_unexpected(error)
+            self._peers[name] = f"peer {name} cannot be read from: {error}"
+
+    def _start(self, agent: Agent, order: ReadOrder) -> None:
+        peer = self._peers.get(order.peer, f"peer {order.peer} was never connected")
+        if isinstance(peer, str):
+            self._results.append(ReadResult(order.key, peer, None, 0.0, 0.0))
+            return
+        try:
+            plan = peer.plan(order)
+        except Exception as error:  # noqa: BLE001 - a request fails alone
+            _log_unexpected(error)
+            self._results.append(ReadResult(order.key, str(error), None, 0.0, 0.0))
+            return
+        read = _Read(order, self._free_landings.pop(), plan, started=time.perf_counter())
+        self._reads.append(read)
+        for rank in plan.ranks:
+            self._post(agent, read, rank.source.local, rank.indices.dst, rank.source.remote, rank.indices.src)
+
+    def _post(self, agent: Agent, read: _Read, local: Any, here: Any, remote: Any, there: Any) -> None:
+        if read.failure is not None:
+            return
+        try:
+            handle = agent.read(local, here, remote, there)
+            read.handles.append(handle)
+            agent.post(handle)
+        except Exception as error:  # noqa: BLE001 - the transport's own exceptions
+            read.failure = f"the transport refused the read: {error}"
+
+    def _progress(self, agent: Agent) -> bool:
+        """Move every read on; True if any moved."""
+        moved = False
+        for read in list(self._reads):
+            states = [self._state(agent, handle) for handle in read.handles]
+            if ReadState.IN_FLIGHT in states:
+                continue
+            moved = True
+            if ReadState.FAILED in states:
+                read.failure = read.failure or "the transport failed while reading"
+            for handle in read.handles:
+                agent.release(handle)
+            read.handles.clear()
+            if read.failure is None and not read.words:
+                self._read_words(agent, read)
+            else:
+                self._end(read)
+        return moved
+
+    @staticmethod
+    def _state(agent: Agent, handle: Any) -> ReadState:
+        try:
+            return agent.state(handle)
+        except Exception as error:  # noqa: BLE001 - the transport's own exceptions end the handle
+            logger.debug("transport error while polling: %s", error)
+            return ReadState.FAILED
+
+    def _read_words(self, agent: Agent, read: _Read) -> None:
+        """Ask every rank that was read from for its lease word, now that the data is there."""
+        read.words, read.data_done = True, time.perf_counter()
+        there = np.array([read.order.ticket.slot], np.int32)
+        for number, rank in enumerate(read.plan.ranks):
+            here = np.array([read.landing + number], np.int32)
+            self._landing[here] = ~np.uint64(read.order.ticket.word(rank.source.incarnation))
+            self._post(agent, read, rank.source.local_words, here, rank.source.remote_words, there)
+
+    def _end(self, read: _Read) -> None:
+        now = time.perf_counter()
+        words = [read.order.ticket.word(rank.source.incarnation) for rank in read.plan.ranks]
+        if read.failure is None and self._landing[read.landing : read.landing + len(words)].tolist() != words:
+            read.failure = "the producer gave the blocks back before they were read (lease word changed)"
+        self._reads.remove(read)
+        self._free_landings.append(read.landing)
+        done = read.data_done or now
+        self._results.append(
+            ReadResult(read.order.key, read.failure, read.plan, done - read.started, now - done)
+        )
+
+    def _shut(self, agent: Agent) -> None:
+        for peer in self._peers.values():
+            if isinstance(peer, Peer):
+                peer.close()
+        agent.close()
+
+
+def _log_unexpected(error: Exception) -> None:
+    if not isinstance(error, KVFerryError):
+        logger.exception("transfer thread")
