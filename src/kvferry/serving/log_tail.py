@@ -12,7 +12,13 @@ _PREFIX = re.compile(r"^(?:\([^)]*pid=\d+\) ?)?(?:[A-Z]+ \d\d-\d\d [\d:]+ \[[^\]
 _EXCEPTION = re.compile(r"^(?:\w+\.)*(\w*(?:Error|Exception|Incompatible|Exit)): *(.*)$")
 _USAGE_ERROR = re.compile(r"^\S+: error: (.*)$")
 # Said by a process about another one: the cause stands further up.
-_ECHOES = ("See root cause above", "initialization failed", "Failed core proc", "EngineDeadError", "cancelled")
+_ECHOES = (
+    "See root cause above",
+    "initialization failed",
+    "Failed core proc",
+    "EngineDeadError",
+    "cancelled",
+)
 _MAX_CHARS = 500
 
 

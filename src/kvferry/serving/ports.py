@@ -36,5 +36,7 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         sock.close()
         reason = error.strerror or str(error)
-        raise ConfigError(f"cannot listen on {host}:{port}: {reason}; choose another --host or --port") from error
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {reason}; choose another --host or --port"
+        ) from error
     return sock

@@ -67,7 +67,5 @@ def fleet_specs(
             arguments=shared,
             environment=environment,
         )
-        for name, role, port, count, environment in zip(
-            names, roles, ports, ranks, environments, strict=True
-        )
+        for name, role, port, count, environment in zip(names, roles, ports, ranks, environments, strict=True)
     )

@@ -61,7 +61,7 @@ __all__ = [
     "trim_prompt",
 ]
 
-PEER_HITS = CacheHitSource.EXTERNAL_P2P
+PEER_HITS = CacheHitSource.P2P
 """How vLLM's own counters label tokens that came from a peer."""
 
 _UNKNOWN = (RSWASpec, SinkFullAttentionSpec, CrossAttentionSpec, EncoderOnlyAttentionSpec, SlidingWindowMLASpec)

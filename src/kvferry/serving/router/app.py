@@ -1,0 +1,176 @@
+"""The router as an ASGI application."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import anyio
+import httpx
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from kvferry.serving.router.backends import Backend, Pool
+from kvferry.serving.router.bodies import parse_body
+from kvferry.serving.router.flow import Completion, Flow
+from kvferry.serving.router.probe import probe_all, watch_down
+from kvferry.serving.router.replies import Headers, bad_request, unavailable
+from kvferry.serving.router.settings import RouterSettings
+from kvferry.serving.router.upstream import open_client, opened, read_whole, relayed, says
+
+_COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
+_PASSED_THROUGH = (("GET", "/v1/models"), ("GET", "/version"), ("POST", "/tokenize"), ("POST", "/detokenize"))
+_PASS_SECONDS = 30.0
+_REQUEST_ID = b"x-request-id"
+
+
+def router_app(settings: RouterSettings) -> Starlette:
+    """The application; it reaches its engines between the start and the end of its lifespan."""
+    router = _Router(settings)
+    routes = [Route(path, _Endpoint(router.complete, settings), methods=["POST"]) for path in _COMPLETIONS]
+    routes += [
+        Route(path, _Endpoint(router.pass_through, settings), methods=[method])
+        for method, path in _PASSED_THROUGH
+    ]
+    routes.append(Route("/health", router.health, methods=["GET"]))
+    return Starlette(routes=routes, lifespan=router.lifespan, exception_handlers={HTTPException: _http_error})
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A request that was read to its end.
+
+    Attributes:
+        headers: for the engine: the caller's, with an x-request-id.
+        echoed: the x-request-id, for the answer.
+    """
+
+    method: str
+    path: str
+    headers: Headers
+    echoed: Headers
+    body: bytes
+
+
+class _Endpoint:
+    """Reads a request, and runs its handler for as long as the client is there."""
+
+    def __init__(self, handler: Callable[[_Call, Send], Awaitable[None]], settings: RouterSettings) -> None:
+        self._handler = handler
+        self._max_body_bytes = settings.max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = dict(scope["headers"]).get(_REQUEST_ID) or uuid.uuid4().hex.encode()
+        echoed = ((_REQUEST_ID, given),)
+        try:
+            body = await _read_body(receive, self._max_body_bytes)
+        except ValueError as error:
+            await bad_request(str(error), "request_too_large", 413).send(send, echoed)
+            return
+        if body is None:
+            return
+        headers = relayed(scope["headers"]) + echoed
+        call = _Call(scope["method"], scope["path"], headers, echoed, body)
+        async with anyio.create_task_group() as group:
+            group.start_soon(_cancel_on_disconnect, receive, group.cancel_scope)
+            await self._handler(call, send)
+            group.cancel_scope.cancel()
+
+
+class _Router:
+    """The handlers, and what they share while the application runs."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self._settings = settings
+        self._prefill = Pool("prefill", settings.prefill)
+        self._decode = Pool("decode", settings.decode)
+        self._client: httpx.AsyncClient
+        self._flow: Flow
+
+    @asynccontextmanager
+    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        """Holds the client and looks after engines that are down."""
+        backends = (*self._prefill.backends, *self._decode.backends)
+        async with open_client(self._settings) as self._client, anyio.create_task_group() as group:
+            self._flow = Flow(self._settings, self._prefill, self._decode, self._client)
+            group.start_soon(watch_down, self._client, backends, self._settings.probe_seconds)
+            yield
+            group.cancel_scope.cancel()
+
+    async def complete(self, call: _Call, send: Send) -> None:
+        """A completion, over both kinds of engines."""
+        try:
+            body = parse_body(call.body)
+        except ValueError as error:
+            await bad_request(str(error), "invalid_json").send(send, call.echoed)
+            return
+        completion = Completion(call.path, call.body, body, call.headers, call.echoed)
+        await self._flow.complete(completion, send)
+
+    async def pass_through(self, call: _Call, send: Send) -> None:
+        """A request that any decode engine can answer."""
+        reply = unavailable("no decode engine can be reached")
+        tried: list[Backend] = []
+        while backend := self._decode.next(tried, even_down=True):
+            tried.append(backend)
+            try:
+                with anyio.fail_after(_PASS_SECONDS):
+                    url = backend.url + call.path
+                    async with opened(self._client, call.method, url, call.headers, call.body) as response:
+                        reply = await read_whole(response)
+                    break
+            except httpx.TransportError as error:
+                backend.mark_down(says(error))
+            except TimeoutError:
+                reply = unavailable(f"no answer from {backend.url} in {_PASS_SECONDS:g} s", "timeout", 504)
+        await reply.send(send, call.echoed)
+
+    async def health(self, _: Request) -> Response:
+        """Which engines are up, asked now; 503 if requests cannot be served."""
+        pools = {"prefill": self._prefill.backends, "decode": self._decode.backends}
+        await probe_all(self._client, [backend for backends in pools.values() for backend in backends])
+        up = {role: any(backend.up for backend in backends) for role, backends in pools.items()}
+        status = "ok" if all(up.values()) else "degraded" if up["decode"] else "unavailable"
+        engines = {
+            role: [{"url": backend.url, "up": backend.up, "reason": backend.reason} for backend in backends]
+            for role, backends in pools.items()
+        }
+        return JSONResponse({"status": status, **engines}, 200 if up["decode"] else 503)
+
+
+async def _read_body(receive: Receive, max_bytes: int) -> bytes | None:
+    """The body; None if the client left before its end.
+
+    Raises:
+        ValueError: it is larger than `max_bytes`.
+    """
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        body += message.get("body", b"")
+        if len(body) > max_bytes:
+            raise ValueError(f"the request body is larger than the {max_bytes} bytes that are allowed")
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+async def _cancel_on_disconnect(receive: Receive, scope: anyio.CancelScope) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    scope.cancel()
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path}"
+    code = "method_not_allowed" if error.status_code == 405 else "not_found"
+    reply = bad_request(f"this router has no {what}", code, error.status_code)
+    return Response(reply.body, reply.status, error.headers, "application/json")

@@ -1,0 +1,85 @@
+"""The engines behind a router, which of them are up, and which one is next."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+_log = logging.getLogger("kvferry.router")
+
+
+class Backend:
+    """One engine.
+
+    Attributes:
+        role: ``prefill`` or ``decode``.
+        url: base of its endpoint, without a trailing slash.
+        up: whether it is asked; begins as True, the first failure shows otherwise.
+        reason: why it is not up; None while it is.
+        outstanding: requests that it works on for this router.
+    """
+
+    def __init__(self, role: str, url: str) -> None:
+        self.role = role
+        self.url = url.rstrip("/")
+        self.up = True
+        self.reason: str | None = None
+        self.outstanding = 0
+        self.last_turn = 0
+        self._hands_over = True
+
+    def mark_down(self, reason: str) -> None:
+        """Ask it no more until it is marked up."""
+        if self.up:
+            _log.warning("%s engine %s is down: %s", self.role, self.url, reason)
+        self.up, self.reason = False, reason
+
+    def mark_up(self) -> None:
+        """Ask it again."""
+        if not self.up:
+            _log.warning("%s engine %s is up again", self.role, self.url)
+        self.up, self.reason = True, None
+
+    def note_hand_over(self, *, done: bool) -> None:
+        """A prefill ended with KV to be fetched, or without."""
+        if done != self._hands_over:
+            if done:
+                _log.warning("prefill engine %s hands over KV again", self.url)
+            else:
+                _log.warning(
+                    "prefill engine %s answered without kv_transfer_params; is it started with a "
+                    "--kv-transfer-config (see kvferry config)?",
+                    self.url,
+                )
+        self._hands_over = done
+
+
+class Pool:
+    """The engines of one role."""
+
+    def __init__(self, role: str, urls: Sequence[str]) -> None:
+        self.backends = tuple(Backend(role, url) for url in urls)
+        self._turn = 0
+
+    def next(self, tried: Sequence[Backend], *, even_down: bool = False) -> Backend | None:
+        """The engine to ask: least outstanding, then least recently chosen.
+
+        Args:
+            tried: not these.
+            even_down: rather one that is down than none.
+        """
+        left = [backend for backend in self.backends if backend not in tried]
+        choice = [backend for backend in left if backend.up] or (left if even_down else [])
+        return min(choice, key=lambda backend: (backend.outstanding, backend.last_turn), default=None)
+
+    @contextmanager
+    def turn(self, backend: Backend) -> Iterator[None]:
+        """Count a request on this engine while it runs."""
+        self._turn += 1
+        backend.last_turn = self._turn
+        backend.outstanding += 1
+        try:
+            yield
+        finally:
+            backend.outstanding -= 1

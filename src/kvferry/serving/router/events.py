@@ -1,0 +1,62 @@
+"""A stream of server-sent events that is relayed byte for byte and never ends silently."""
+
+from __future__ import annotations
+
+import httpx
+from starlette.types import Send
+
+from kvferry.serving.router.replies import Headers, error_event
+from kvferry.serving.router.upstream import relayed, says
+
+_ENDS = (b"\n\n", b"\r\n\r\n")
+_DONE = b"data: [DONE]"
+
+
+class BrokenBeforeFirst(Exception):
+    """The stream ended before any event was passed on: another engine can still serve the request."""
+
+
+def is_events(response: httpx.Response) -> bool:
+    """Whether this answer is a stream of events."""
+    kind = response.headers.get("content-type", "")
+    return response.status_code == 200 and kind.startswith("text/event-stream")
+
+
+async def relay_events(response: httpx.Response, send: Send, extra: Headers) -> str | None:
+    """Pass events on as they come, whole ones only: an engine that dies inside one must not leave its half behind.
+
+    Returns:
+        None, or what went wrong in words: the client then got an error event as the last one.
+
+    Raises:
+        BrokenBeforeFirst: nothing was sent.
+    """
+    held, begun, done, fault = b"", False, False, None
+    try:
+        async for chunk in response.aiter_raw():
+            ready, held = _split(held + chunk)
+            if not ready:
+                continue
+            if not begun:
+                headers = [*relayed(response.headers.raw), *extra]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                begun = True
+            done = done or _DONE in ready
+            await send({"type": "http.response.body", "body": ready, "more_body": True})
+        if not done:
+            fault = "the stream ended without its last event"
+    except httpx.TransportError as error:
+        fault = None if done else says(error)
+    if not begun:
+        raise BrokenBeforeFirst(fault)
+    last = (
+        held if done else error_event(f"the decode engine failed while answering: {fault}", "engine_failed")
+    )
+    await send({"type": "http.response.body", "body": last})
+    return fault
+
+
+def _split(data: bytes) -> tuple[bytes, bytes]:
+    """All whole events, and the beginning of the next."""
+    cut = max(at + len(end) if (at := data.rfind(end)) >= 0 else 0 for end in _ENDS)
+    return data[:cut], data[cut:]

@@ -1,0 +1,43 @@
+"""Whether engines are well: asked in the background about those that are down, and on demand about all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import anyio
+import httpx
+
+from kvferry.serving.router.backends import Backend
+from kvferry.serving.router.upstream import says
+
+_HEALTH_SECONDS = 3.0
+
+
+async def probe(client: httpx.AsyncClient, backend: Backend) -> None:
+    """Ask ``/health``, and mark the engine by what it says."""
+    try:
+        with anyio.fail_after(_HEALTH_SECONDS):
+            response = await client.get(f"{backend.url}/health")
+    except httpx.TransportError as error:
+        backend.mark_down(says(error))
+    except TimeoutError:
+        backend.mark_down(f"/health does not answer in {_HEALTH_SECONDS:g} s")
+    else:
+        if response.status_code == 200:
+            backend.mark_up()
+        else:
+            backend.mark_down(f"/health answers with status {response.status_code}")
+
+
+async def probe_all(client: httpx.AsyncClient, backends: Sequence[Backend]) -> None:
+    """Ask all of these at once."""
+    async with anyio.create_task_group() as group:
+        for backend in backends:
+            group.start_soon(probe, client, backend)
+
+
+async def watch_down(client: httpx.AsyncClient, backends: Sequence[Backend], seconds: float) -> None:
+    """For ever: ask those that are down whether they are back."""
+    while True:
+        await anyio.sleep(seconds)
+        await probe_all(client, [backend for backend in backends if not backend.up])

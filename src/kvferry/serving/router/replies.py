@@ -1,0 +1,54 @@
+"""Whole answers, and errors in the form that OpenAI clients read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from starlette.types import Send
+
+Headers = tuple[tuple[bytes, bytes], ...]
+JSON_TYPE = (b"content-type", b"application/json")
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A complete answer.
+
+    Attributes:
+        status: HTTP status.
+        headers: without content-length.
+        body: all of it.
+    """
+
+    status: int
+    headers: Headers
+    body: bytes
+
+    async def send(self, send: Send, extra: Headers = ()) -> None:
+        """Give it to the client, with these headers on top."""
+        length = (b"content-length", str(len(self.body)).encode())
+        headers = [*self.headers, *extra, length]
+        await send({"type": "http.response.start", "status": self.status, "headers": headers})
+        await send({"type": "http.response.body", "body": self.body})
+
+
+def error_body(message: str, kind: str, code: str, param: str | None = None) -> bytes:
+    """An error object as JSON."""
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    return json.dumps({"error": error}).encode()
+
+
+def bad_request(message: str, code: str = "invalid_request", status: int = 400) -> Reply:
+    """The caller's fault."""
+    return Reply(status, (JSON_TYPE,), error_body(message, "invalid_request_error", code))
+
+
+def unavailable(message: str, code: str = "engine_unavailable", status: int = 503) -> Reply:
+    """The engines' fault."""
+    return Reply(status, (JSON_TYPE,), error_body(message, "server_error", code))
+
+
+def error_event(message: str, code: str) -> bytes:
+    """An error as the last event of a stream that has begun."""
+    return b"data: " + error_body(message, "server_error", code) + b"\n\n"

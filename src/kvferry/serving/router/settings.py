@@ -1,0 +1,45 @@
+"""What a router is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from kvferry.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings:
+    """Engines and limits of a router.
+
+    Attributes:
+        prefill: base URLs of the prefill engines, at least one.
+        decode: base URLs of the decode engines, at least one.
+        connect_seconds: when an engine that does not accept a connection counts as dead.
+        prefill_seconds: when a prefill that has not answered is given up.
+        decode_idle_seconds: when a decode engine that sends nothing is given up.
+        probe_seconds: between two looks at an engine that is down.
+        max_body_bytes: of a request.
+    """
+
+    prefill: tuple[str, ...]
+    decode: tuple[str, ...]
+    connect_seconds: float = 3.0
+    prefill_seconds: float = 120.0
+    decode_idle_seconds: float = 600.0
+    probe_seconds: float = 1.0
+    max_body_bytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        """Check what a router cannot work with.
+
+        Raises:
+            ConfigError: a role without an engine, or what is no URL.
+        """
+        for role, urls in (("prefill", self.prefill), ("decode", self.decode)):
+            if not urls:
+                raise ConfigError(f"the router has no {role} engine; give at least one --{role} URL")
+            for url in urls:
+                parts = urlsplit(url)
+                if parts.scheme not in ("http", "https") or not parts.hostname:
+                    raise ConfigError(f"--{role} {url} is no URL; it must look like http://host:port")

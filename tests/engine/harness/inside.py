@@ -1,0 +1,212 @@
+"""What runs inside an engine's process: every function takes the engine first."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import Any
+
+import numpy as np
+
+PREFILL_PARAMS = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+def start(settings: dict[str, Any]) -> Any:
+    """Start an engine; installs the witness if it has a connector."""
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    defaults: dict[str, Any] = {
+        "kv_cache_memory_bytes": 64 << 20,
+        "max_model_len": 1024,
+        "enforce_eager": True,
+        "seed": 0,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 1024,
+        "disable_log_stats": True,
+        "dtype": "float32",
+    }
+    settings = {**defaults, **settings}
+    transfer = settings.pop("kv_transfer_config", None)
+    if transfer is not None:
+        settings["kv_transfer_config"] = KVTransferConfig(**transfer)
+    engine = LLM(**settings)
+    worker = _worker_half(engine)
+    if worker is not None:
+        engine.witness = Witness(worker)
+    return engine
+
+
+def stop(engine: Any) -> None:
+    """Shut the connector and the engine down."""
+    engine.llm_engine.engine_core.shutdown()
+
+
+def about(engine: Any) -> dict[str, Any]:
+    """What the engine decided."""
+    config = engine.llm_engine.vllm_config
+    core = engine.llm_engine.engine_core.engine_core
+    groups = core.scheduler.kv_cache_config.kv_cache_groups
+    return {
+        "block_size": config.cache_config.block_size,
+        "prefix_caching": config.cache_config.enable_prefix_caching,
+        "hybrid": not config.scheduler_config.disable_hybrid_kv_cache_manager,
+        "groups": [(type(g.kv_cache_spec).__name__, g.kv_cache_spec.block_size, len(g.layer_names)) for g in groups],
+        "num_blocks": core.scheduler.kv_cache_config.num_blocks,
+    }
+
+
+def generate(
+    engine: Any, prompts: list[list[int]], params: list[dict[str, Any] | None] | None = None, tokens: int = 8
+) -> list[dict[str, Any]]:
+    """Greedy continuations with logprobs, all prompts at once."""
+    from vllm import SamplingParams
+
+    params = params or [None] * len(prompts)
+    sampling = [
+        SamplingParams(
+            max_tokens=tokens,
+            temperature=0,
+            ignore_eos=True,
+            logprobs=5,
+            extra_args={"kv_transfer_params": dict(p)} if p else None,
+        )
+        for p in params
+    ]
+    outputs = engine.generate([{"prompt_token_ids": list(p)} for p in prompts], sampling, use_tqdm=False)
+    return [
+        {
+            "request_id": o.request_id,
+            "tokens": list(o.outputs[0].token_ids),
+            "logprobs": [{t: lp.logprob for t, lp in step.items()} for step in o.outputs[0].logprobs],
+            "finish": o.outputs[0].finish_reason,
+            "cached": o.num_cached_tokens,
+            "params": o.kv_transfer_params,
+        }
+        for o in outputs
+    ]
+
+
+def prefill(engine: Any, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """Compute prompts for another engine."""
+    return generate(engine, prompts, [PREFILL_PARAMS] * len(prompts), tokens=1)
+
+
+def reset_prefix_cache(engine: Any) -> bool:
+    """Forget all cached prefixes."""
+    return bool(engine.reset_prefix_cache())
+
+
+def step(engine: Any, seconds: float) -> None:
+    """Keep the engine stepping, as a server with something left to do would."""
+    until = time.monotonic() + seconds
+    core = engine.llm_engine.engine_core.engine_core
+    while time.monotonic() < until and core.scheduler.has_requests():
+        engine.llm_engine.step()
+        time.sleep(0.002)
+
+
+def requests_left(engine: Any) -> int:
+    """Requests the scheduler still knows, finished ones whose blocks are kept included."""
+    return len(_scheduler(engine).requests)
+
+
+def free_blocks(engine: Any) -> int:
+    """Blocks free in the pool."""
+    return int(_scheduler(engine).kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+def digests(engine: Any, tables: list[list[int]], tokens: int, have: int = 0) -> dict[str, list[str]]:
+    """Digest of every page that holds what a continuation after `tokens` tokens needs, per layer."""
+    from kvferry.planning.select import Span, blocks_needed
+
+    worker = _worker_half(engine)
+    result = {}
+    for group, table in zip(worker._geometry.groups, tables, strict=True):
+        ids = blocks_needed(
+            group.kind, group.reach, group.block_tokens, Span(have, tokens, tokens + 1), np.array(table, np.int64)
+        )
+        for layer in group.layers:
+            result[layer.name] = [_digest(_page(worker, layer, int(b))) for b in ids]
+    return result
+
+
+class Witness:
+    """Sees every load of a decode engine at the moment its bytes are believed: looks at them, or spoils them."""
+
+    def __init__(self, worker: Any) -> None:
+        self.loaded: dict[str, dict[str, list[str]]] = {}
+        self.spoil_group: int | None = None
+        self._worker = worker
+        self._results = worker.results
+        worker.results = self._watched
+
+    def _watched(self) -> Any:
+        orders = dict(self._worker._orders)
+        results = self._results()
+        for order in orders.values():
+            if order.request_id in results.finished_recving - results.failed_recving:
+                self._believed(order)
+        return results
+
+    def _believed(self, order: Any) -> None:
+        tables = self._worker._needed(order.span, order.dst_tables)
+        pages: dict[str, list[str]] = {}
+        for number, (group, ids) in enumerate(zip(self._worker._geometry.groups, tables, strict=True)):
+            for layer in group.layers:
+                pages[layer.name] = [_digest(_page(self._worker, layer, int(b))) for b in ids]
+                if self.spoil_group == number and len(ids):
+                    page = _page(self._worker, layer, int(ids[-1]))
+                    page[:] = np.roll(page, 64)
+        self.loaded[order.request_id] = pages
+
+
+def loaded(engine: Any) -> dict[str, dict[str, list[str]]]:
+    """Digests of what was loaded, by request and layer, since the last call."""
+    seen, engine.witness.loaded = engine.witness.loaded, {}
+    return dict(seen)
+
+
+def spoil(engine: Any, group: int | None) -> None:
+    """Spoil the last block of this group in every load to come; None stops it."""
+    engine.witness.spoil_group = group
+
+
+def counters(engine: Any) -> dict[str, Any]:
+    """Inner counts of the connector."""
+    half = _scheduler(engine).connector.scheduler_half
+    return {
+        "leases": len(half._producer._book),
+        "expired": half._producer._book.expired,
+        "pins": len(half.consumer._pins),
+        "pulls": len(half.consumer._pulls),
+    }
+
+
+def _scheduler(engine: Any) -> Any:
+    return engine.llm_engine.engine_core.engine_core.scheduler
+
+
+def _worker_half(engine: Any) -> Any:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    return getattr(get_kv_transfer_group(), "worker_half", None) if has_kv_transfer_group() else None
+
+
+def _page(worker: Any, layer: Any, block: int) -> np.ndarray:
+    """The bytes of a page, writable."""
+    import ctypes
+
+    address = layer.address + block * layer.block_stride
+    return np.ctypeslib.as_array((ctypes.c_uint8 * layer.page.page_bytes).from_address(address))
+
+
+def _digest(page: np.ndarray) -> str:
+    return hashlib.blake2b(page.tobytes(), digest_size=8).hexdigest()

@@ -1,0 +1,135 @@
+"""A real vLLM engine in a process of its own, driven by calls.
+
+The engine lives in that process itself (no further processes for one rank), so that a test can look at, and spoil, its
+cache. `Engine.call(name, ...)` runs the function of that name in `inside`, with the engine.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import traceback
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "OMP_NUM_THREADS": "1",
+    "UCX_LOG_LEVEL": "error",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+
+
+class EngineError(RuntimeError):
+    """What went wrong inside the engine's process."""
+
+
+class Engine:
+    """One engine process."""
+
+    def __init__(self, log: Path, environment: dict[str, str] | None = None, **settings: Any) -> None:
+        """Start it; `ready` waits for it.
+
+        Args:
+            log: file for what it prints.
+            environment: on top of `ENVIRONMENT`.
+            settings: of `vllm.LLM`.
+        """
+        self.log = log
+        context = mp.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(theirs, str(log), {**ENVIRONMENT, **(environment or {})}, settings)
+        )
+        self._process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def ready(self, timeout: float = 240.0) -> dict[str, Any]:
+        """Wait until the engine is up; what it says of itself."""
+        return self._answer(timeout)
+
+    def call(self, name: str, *args: Any, timeout: float = 180.0, **kwargs: Any) -> Any:
+        """Run a function of `inside` with the engine."""
+        self.begin(name, *args, **kwargs)
+        return self._answer(timeout)
+
+    def begin(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """Like `call`, without waiting."""
+        self._pipe.send((name, args, kwargs))
+
+    def end(self, timeout: float = 180.0) -> Any:
+        """The answer to what `begin` began."""
+        return self._answer(timeout)
+
+    def close(self) -> None:
+        """Stop the engine and its process group."""
+        try:
+            self._pipe.send(None)
+            self._process.join(15)
+        except (BrokenPipeError, OSError):
+            pass
+        if self._process.is_alive():
+            self.kill()
+        self._process.join(5)
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash would."""
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            self._process.kill()
+        self._process.join(5)
+
+    def signal(self, number: int) -> None:
+        """Send a signal, SIGSTOP say."""
+        os.kill(self.pid, number)
+
+    def _answer(self, timeout: float) -> Any:
+        try:
+            if not self._pipe.poll(timeout):
+                raise EngineError(f"no answer within {timeout} s; see {self.log}")
+            kind, value = self._pipe.recv()
+        except EOFError:
+            raise EngineError(f"the engine's process ended; see {self.log}:\n{_tail(self.log)}") from None
+        if kind == "error":
+            raise EngineError(f"{value}\nsee {self.log}")
+        return value
+
+
+def _tail(log: Path, lines: int = 15) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _serve(pipe: Any, log: str, environment: dict[str, str], settings: dict[str, Any]) -> None:
+    os.setsid()
+    os.environ.update(environment)
+    out = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    try:
+        from tests.engine.harness import inside
+
+        engine = inside.start(settings)
+        pipe.send(("ready", inside.about(engine)))
+    except BaseException as error:
+        traceback.print_exc()
+        pipe.send(("error", f"{type(error).__name__}: {error}"))
+        os._exit(1)
+    while (message := pipe.recv()) is not None:
+        name, args, kwargs = message
+        try:
+            pipe.send(("value", getattr(inside, name)(engine, *args, **kwargs)))
+        except BaseException as error:
+            traceback.print_exc()
+            pipe.send(("error", f"{type(error).__name__}: {error}"))
+    inside.stop(engine)
+    os._exit(0)

@@ -1,0 +1,107 @@
+"""The planner against a brute-force mover, over any two engines that can be described."""
+
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import event, given
+
+from kvferry.geometry import RankGeometry
+from kvferry.planning.request import as_addresses, as_indices, tally
+from kvferry.planning.retile import Pieces, merge
+from kvferry.planning.select import Cells, select_cells
+from kvferry.planning.template import Route, Template, build_templates
+from support.engines import ranks
+from support.oracle import Memory, copy, expect, fill
+from support.strategies import Transfer, transfers
+
+
+@given(transfers())
+def test_every_destination_byte_is_the_right_one_or_untouched(transfer: Transfer):
+    sources, destinations = engines(transfer)
+    memories = [Memory.of(rank, seed) for seed, rank in enumerate(sources)]
+    for rank, memory in zip(sources, memories, strict=True):
+        fill(rank, transfer.src_tables, memory)
+    for rank in destinations:
+        memory = Memory.of(rank, 1000)
+        expected = expect(rank, sources, transfer.spans, transfer.dst_tables, memory.bytes.copy())
+        writes = np.zeros(len(memory.bytes), np.int64)
+        for source, template in enumerate(build_templates(sources, rank)):
+            for route in template.routes:
+                copy(as_addresses(route, cells_of(transfer, route)), memories[source], memory, writes)
+        expected.check(memory.bytes)
+        assert writes.max(initial=0) <= 1, "a byte was read from two places"
+        event("moves something" if writes.any() else "moves nothing")
+
+
+@given(transfers())
+def test_indices_into_prepared_lists_are_the_same_descriptors(transfer: Transfer):
+    for template in templates(transfer):
+        src_list, dst_list, bases = prepared(template)
+        for route, (src_base, dst_base) in zip(template.routes, bases, strict=True):
+            cells = cells_of(transfer, route)
+            spelled = as_addresses(route, cells)
+            indices = as_indices(route, cells, src_base, dst_base)
+            assert src_list[indices.src].tolist() == np.stack([spelled.src, spelled.length], 1).tolist()
+            assert dst_list[indices.dst].tolist() == np.stack([spelled.dst, spelled.length], 1).tolist()
+
+
+@given(transfers())
+def test_a_tally_is_what_merging_the_descriptors_of_each_phase_leaves(transfer: Transfer):
+    for template in templates(transfer):
+        for route in template.routes:
+            cells = cells_of(transfer, route)
+            spelled = as_addresses(route, cells)
+            merged = [
+                merge(phase.src, phase.dst, phase.length)
+                for phase in (as_addresses(route, of_phase(cells, p)) for p in range(len(route.phases)))
+            ]
+            counted = tally(route, cells)
+            assert counted.bytes == spelled.total_bytes
+            assert counted.pages == len(spelled)
+            assert counted.descriptors == sum(len(pieces) for pieces in merged)
+            assert counted.largest_run == max((int(p.length.max(initial=0)) for p in merged), default=0)
+
+
+@given(transfers())
+def test_made_up_engines_describe_themselves_soundly(transfer: Transfer):
+    for rank in (*engines(transfer)[0], *engines(transfer)[1]):
+        rank.check()
+
+
+def engines(transfer: Transfer) -> tuple[list[RankGeometry], list[RankGeometry]]:
+    return ranks(transfer.src, transfer.families), ranks(transfer.dst, transfer.families)
+
+
+def templates(transfer: Transfer) -> list[Template]:
+    sources, destinations = engines(transfer)
+    return [template for rank in destinations for template in build_templates(sources, rank)]
+
+
+def cells_of(transfer: Transfer, route: Route) -> Cells:
+    group = transfer.dst.groups[route.dst_group]
+    return select_cells(
+        route, group.kind, group.reach, transfer.spans[route.dst_group],
+        transfer.src_tables[route.src_group], transfer.dst_tables[route.dst_group],
+    )  # fmt: skip
+
+
+def of_phase(cells: Cells, phase: int) -> Cells:
+    mine = cells.phase == phase
+    return replace(cells, src_block=cells.src_block[mine], dst_block=cells.dst_block[mine], phase=cells.phase[mine])
+
+
+def prepared(template: Template) -> tuple[np.ndarray, np.ndarray, list[tuple[int, int]]]:
+    """(address, length) of every row in every block, route after route, and where each route begins."""
+    src, dst = [np.zeros((7, 2), np.int64)], [np.zeros((3, 2), np.int64)]
+    bases = []
+    for route in template.routes:
+        bases.append((sum(map(len, src)), sum(map(len, dst))))
+        rows: Pieces = route.rows
+        src.append(_every_block(rows.src, rows.length, route.src_stride, route.src_blocks))
+        dst.append(_every_block(rows.dst, rows.length, route.dst_stride, route.dst_blocks))
+    return np.concatenate(src), np.concatenate(dst), bases
+
+
+def _every_block(first: np.ndarray, length: np.ndarray, stride: int, blocks: int) -> np.ndarray:
+    entries = [(a + b * stride, n) for a, n in zip(first, length, strict=True) for b in range(blocks)]
+    return np.array(entries, np.int64).reshape(-1, 2)
