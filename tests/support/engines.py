@@ -189,9 +189,7 @@ class _Place:
         for stored in family.fields:
             transposed = stored.name in self.interior.transposed
             if self.interior.planes:
-                token, scale = (
-                    (stored.item_bytes, self.tokens) if transposed else (stored.run, 1)
-                )
+                token, scale = (stored.item_bytes, self.tokens) if transposed else (stored.run, 1)
                 at, offset = offset, offset + self.tokens * stored.run
             else:
                 token, scale = self.token_stride, 1
@@ -247,9 +245,7 @@ def _contiguous(spec: EngineSpec, family: Family, group: GroupSpec, tp_rank: int
     outside = spec.layout.index("N") < spec.layout.index("H")
     head, token = (run, heads * run) if outside else (tokens * run, run)
     interior = replace(spec.interior, planes=spec.interior.planes and not outside)
-    place = _Place(
-        interior, tp_rank, spec.tp, group.kernels, tokens, heads * tokens * run, head, token
-    )
+    place = _Place(interior, tp_rank, spec.tp, group.kernels, tokens, heads * tokens * run, head, token)
     return place.page(family)
 
 

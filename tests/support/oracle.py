@@ -41,7 +41,9 @@ class Memory:
         """Where a stretch of addresses is in `bytes`; AssertionError if it leaves them."""
         start = address - self.address
         assert start >= 0, f"reaches {-start} bytes before the region"
-        assert start + length <= len(self.bytes), f"reaches {start + length - len(self.bytes)} bytes past the region"
+        assert start + length <= len(self.bytes), (
+            f"reaches {start + length - len(self.bytes)} bytes past the region"
+        )
         return slice(start, start + length)
 
 
@@ -82,12 +84,18 @@ class Expected:
 
 
 def expect(
-    dst: RankGeometry, srcs: Sequence[RankGeometry], spans: Sequence[Span], tables: Sequence[Table], before: np.ndarray
+    dst: RankGeometry,
+    srcs: Sequence[RankGeometry],
+    spans: Sequence[Span],
+    tables: Sequence[Table],
+    before: np.ndarray,
 ) -> Expected:
     """What `dst` must hold; spans and tables by group of the destination."""
     (region,) = dst.regions
     value, must = before.copy(), np.zeros(len(before), bool)
-    block_tokens = {layer.name: layer.page.block_tokens for src in srcs for g in src.groups for layer in g.layers}
+    block_tokens = {
+        layer.name: layer.page.block_tokens for src in srcs for g in src.groups for layer in g.layers
+    }
     for group, span, table in zip(dst.groups, spans, tables, strict=True):
         needs = visible(group.kind, group.reach, span)
         for layer in group.layers:
@@ -169,7 +177,11 @@ def _elements(
     for name in sorted(coordinates):
         value = _hash(value, np.tile(coordinates[name], len(blocks)))
     inside = np.arange(field.item_bytes)
-    return where[:, None] + inside, (_hash(value[:, None], inside) >> np.uint64(40)).astype(np.uint8), sequence
+    return (
+        where[:, None] + inside,
+        (_hash(value[:, None], inside) >> np.uint64(40)).astype(np.uint8),
+        sequence,
+    )
 
 
 def _hash(state: np.ndarray, value: np.ndarray | int) -> np.ndarray:

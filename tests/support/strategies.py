@@ -125,7 +125,9 @@ def groupings(
             family = Family(GroupKind.FULL)  # noqa: PLW2901
         elif merged and not family.snapshot:
             continue
-        size = one_size if alike or draw(st.booleans()) else (draw(st.integers(1, 6)), draw(st.integers(1, 3)))
+        size = (
+            one_size if alike or draw(st.booleans()) else (draw(st.integers(1, 6)), draw(st.integers(1, 3)))
+        )
         if any(families[of_layer[n]].opaque_bytes for n in layers):
             size = (opaque_tokens, 1)
         groups.append(GroupSpec(family.kind, family.reach, layers, *size))
@@ -161,13 +163,20 @@ def transfers(draw: st.DrawFn) -> Transfer:
     for groups, needs, tokens in ((src_groups, src_needs, total), (dst_groups, dst_needs, prompt)):
         tables, blocks = _tables(groups, needs, tokens, spare, shuffle if scattered else None)
         if draw(st.booleans()):
-            tables = tuple(_forget(table, group, need) for table, group, need in zip(tables, groups, needs, strict=True))
+            tables = tuple(
+                _forget(table, group, need) for table, group, need in zip(tables, groups, needs, strict=True)
+            )
         sides.append((tables, blocks))
     (src_tables, src_blocks), (dst_tables, dst_blocks) = sides
 
     src_tp = draw(parallel(families))
     src = EngineSpec(
-        src_tp, draw(stages(len(of_layer))), src_groups, draw(st.sampled_from(layouts)), draw(interiors()), src_blocks
+        src_tp,
+        draw(stages(len(of_layer))),
+        src_groups,
+        draw(st.sampled_from(layouts)),
+        draw(interiors()),
+        src_blocks,
     )
     dst = EngineSpec(
         draw(parallel(families, src_tp)), draw(stages(len(of_layer))), dst_groups, draw(st.sampled_from(layouts)),
@@ -197,7 +206,11 @@ def _cells_per_group(
 
 
 def _tables(
-    groups: tuple[GroupSpec, ...], needs: list[set[int]], tokens: int, spare: int, shuffle: random.Random | None
+    groups: tuple[GroupSpec, ...],
+    needs: list[set[int]],
+    tokens: int,
+    spare: int,
+    shuffle: random.Random | None,
 ) -> tuple[tuple[np.ndarray, ...], int]:
     """Block tables that share one pool, no id twice; the null block is 0."""
     lengths = []

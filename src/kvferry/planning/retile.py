@@ -102,6 +102,16 @@ def differences(src: PageFormat, dst: PageFormat) -> list[str]:
 def retile(src: PageFormat, dst: PageFormat, fields: frozenset[str] | None = None) -> Retiled:
     """The pieces of every cell that a page of `dst` can take from a page of `src`.
 
+    Blocks of 4 tokens to blocks of 6, an element of 2 bytes per token: cells of 2 tokens, 6 phases of them.
+
+    >>> def page(tokens):
+    ...     return PageFormat("kv", tokens, 2 * tokens, (Field("kv", 2, 0, (Axis("token", ((tokens, 2),)),)),))
+    >>> moved = retile(page(4), page(6))
+    >>> moved.cell_tokens, moved.src_cells, moved.dst_cells
+    (2, 2, 3)
+    >>> [(p.src.item(), p.dst.item(), p.length.item()) for p in moved.phases]
+    [(0, 0, 4), (4, 4, 4), (0, 8, 4), (4, 0, 4), (0, 4, 4), (4, 8, 4)]
+
     Args:
         src: format of the pages read.
         dst: format of the pages written.
@@ -173,6 +183,10 @@ def concatenate(parts: Sequence[Pieces]) -> Pieces:
 
 def merge(src: Int64s, dst: Int64s, length: Int64s) -> Pieces:
     """Merge each piece into the one before it where it continues it on both sides.
+
+    >>> merged = merge(np.array([0, 8, 16]), np.array([0, 8, 32]), np.array([8, 8, 8]))
+    >>> merged.src.tolist(), merged.dst.tolist(), merged.length.tolist()
+    ([0, 16], [0, 32], [16, 8])
 
     Args:
         src, dst, length: int64 of shape (n,), in the order in which neighbours are looked for.

@@ -41,8 +41,9 @@ def engine_environments(machine: Machine, ranks: Sequence[int]) -> list[dict[str
         ranks: of each engine.
 
     Returns:
-        One mapping per engine. On GPUs: as many devices as it has ranks, others than its neighbours' while there are
-        enough. On a CPU: an equal share of the cores per rank, or no binding at all where ranks outnumber cores.
+        One mapping per engine. On GPUs: as many devices as it has ranks, others than its neighbours' while
+        there are enough. On a CPU: an equal share of the cores per rank, or no binding at all where ranks
+        outnumber cores.
     """
     if machine.gpus:
         return [
@@ -98,7 +99,7 @@ def _visible_gpus() -> tuple[str, ...]:
 
 
 def _vllm_is_for_cpu() -> bool:
-    """vLLM for CPUs is a distribution of its own, or one whose local version says so."""
+    """Builds for CPUs are a distribution of its own, or one whose local version says so."""
     try:
         return "cpu" in importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:

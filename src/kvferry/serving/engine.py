@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
 import signal
@@ -139,7 +140,7 @@ class Engine:
             connection.close()
 
     def begin_stop(self) -> None:
-        """Let go of the lifeline: the engine is asked to end, and made to after the grace. Returns at once."""
+        """Ask the engine to end; its guard makes it, after the grace. Returns at once."""
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
@@ -147,10 +148,8 @@ class Engine:
     def kill(self) -> None:
         """End everything of this engine without asking it."""
         if self._lifeline >= 0:
-            try:
+            with contextlib.suppress(BrokenPipeError):
                 os.write(self._lifeline, b"k")
-            except BrokenPipeError:
-                pass
             self.begin_stop()
         elif self._guard.poll() is None:
             self._guard.send_signal(signal.SIGUSR1)

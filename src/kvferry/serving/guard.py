@@ -1,7 +1,7 @@
 """A small process between a launcher and an engine: it ends the engine when the launcher is gone.
 
-An engine is a tree of processes, and killing its root leaves the others behind. The guard adopts orphans of the tree
-(as a "child subreaper"), so at the end it can name every process that is left. It ends the tree when
+An engine is a tree of processes, and killing its root leaves the others behind. The guard adopts orphans of
+the tree (as a "child subreaper"), so at the end it can name every process that is left. It ends the tree when
 
 - the lifeline, a pipe from the launcher, closes: asks the root to end, kills what is left after the grace;
 - a byte comes through the lifeline, or SIGUSR1 comes: kills at once;
@@ -12,7 +12,7 @@ processes that were killed.
 
     python -m kvferry.serving.guard LIFELINE_FD GRACE_SECONDS COMMAND...
 
-Exits with the root's code, 128 + n for a root that signal n ended. Standard library only: it starts in some 50 ms.
+Exits with the root's code, 128 + n for a root that signal n ended. Standard library only: it starts at once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _POLL_SECONDS = 0.02
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class _Killed(Exception):  # noqa: N818 - a signal that arrived, not an error
+class _Killed(Exception):
     """SIGUSR1 came."""
 
 

@@ -15,7 +15,7 @@ difference, not the first. Facts are compared by name; a fact that only one side
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -25,6 +25,12 @@ from kvferry.geometry import RankGeometry
 PROTOCOL = 1
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_LEASES = 65_536
+MAX_WORDS = 1 << 20
+
+# A list is prepared of as many words as a peer says it has, and addresses are computed with as int64.
+_Words = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORDS)]
+_Address = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_HalfWord = Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -78,9 +84,9 @@ class RankCard(msgspec.Struct, frozen=True):
 
     geometry: RankGeometry
     agent: bytes
-    words_address: int
-    words: int
-    incarnation: int
+    words_address: _Address
+    words: _Words
+    incarnation: _HalfWord
 
 
 class Ranks(msgspec.Struct, frozen=True, tag="ranks"):
@@ -108,6 +114,9 @@ _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)
 _replies = msgspec.msgpack.Decoder(Reply)
 
+_UNREADABLE = (msgspec.DecodeError, GeometryError, ValueError, OverflowError, RecursionError)
+"""What decoding hostile bytes raises: text that is not UTF-8 is a plain ValueError."""
+
 
 def encode(message: Request | Reply) -> bytes:
     """A message as bytes."""
@@ -122,7 +131,7 @@ def decode_request(data: bytes) -> Request:
     """
     try:
         message = _requests.decode(data)
-    except (msgspec.DecodeError, GeometryError) as error:
+    except _UNREADABLE as error:
         raise ProtocolError(f"not a request of protocol {PROTOCOL}: {error}") from error
     if isinstance(message, Heartbeat | Release) and len(message.leases) > MAX_LEASES:
         raise ProtocolError(f"{len(message.leases)} leases in one message, at most {MAX_LEASES}")
@@ -140,7 +149,7 @@ def decode_reply(data: bytes) -> Reply:
         if isinstance(message, Ranks):
             for card in message.ranks:
                 card.geometry.check()
-    except (msgspec.DecodeError, GeometryError) as error:
+    except _UNREADABLE as error:
         raise ProtocolError(f"not an answer of protocol {PROTOCOL}: {error}") from error
     return message
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -18,7 +18,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -51,7 +50,7 @@ __all__ = [
     "SupportsHMA",
     "VllmConfig",
     "attention_layer",
-    "device_type",
+    "current_config",
     "finished_whole",
     "kind_of",
     "ranks",
@@ -117,9 +116,9 @@ def ranks() -> tuple[int, int]:
     return int(get_tp_group().rank_in_group), int(get_pp_group().rank_in_group)
 
 
-def device_type() -> str:
-    """The engine's device: "cpu", "cuda", ..."""
-    return str(current_platform.device_type)
+def current_config() -> Any:
+    """The configuration of the engine that is being set up, None outside of that."""
+    return get_current_vllm_config_or_none()
 
 
 def attention_layer(vllm_config: VllmConfig, name: str) -> Any:

@@ -76,3 +76,22 @@ def _check_ranges(config: ConnectorConfig) -> None:
         raise ConfigError(f"late_blocks is {config.late_blocks}, it must be above 0 and at most 1")
     if config.host in ("0.0.0.0", "::", "*") and not config.advertise_host:
         raise ConfigError(f"host {config.host} listens everywhere, so advertise_host must say where peers find it")
+
+
+def read_settings(vllm_config: Any) -> ConnectorConfig:
+    """The connector's settings from vLLM's; `host_buffer` is decided here.
+
+    Raises:
+        ConfigError: see `parse_config`; or vLLM's own settings cannot be used.
+    """
+    transfer = vllm_config.kv_transfer_config
+    config = parse_config(transfer.kv_connector_extra_config)
+    if transfer.kv_load_failure_policy != "recompute":
+        raise ConfigError(
+            f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, it must be 'recompute': "
+            "a request whose load fails is computed here, not failed"
+        )
+    if config.host_buffer is None:
+        on_host = transfer.kv_buffer_device == "cpu" and vllm_config.device_config.device_type != "cpu"
+        config = msgspec.structs.replace(config, host_buffer=on_host)
+    return config

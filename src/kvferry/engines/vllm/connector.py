@@ -7,24 +7,26 @@ This class only maps vLLM's hooks to the two halves; see `scheduler` and `worker
 
 from __future__ import annotations
 
-import logging
-from typing import Any
+from typing import Any, ClassVar
 
 from kvferry.engines.vllm import compat
 from kvferry.engines.vllm.compat import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
-from kvferry.engines.vllm.config import parse_config
+from kvferry.engines.vllm.config import read_settings
 from kvferry.engines.vllm.meta import SchedulerMeta, WorkerCard, WorkerMeta
 from kvferry.engines.vllm.scheduler import SchedulerHalf, sorted_cards
 from kvferry.engines.vllm.worker import WorkerHalf
-from kvferry.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 
-class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Moves KV cache between engines; one instance in the scheduler, one per worker."""
+class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
+    """Moves KV cache between engines; one instance in the scheduler, one per worker.
+
+    vLLM keeps one worker instance per process, even if two engines live in it: the second engine's cache is registered with
+    the first one's. So a worker instance holds a half per engine, and every step's metadata says whose it is.
+    """
 
     _cache_hit_source = compat.PEER_HITS
+    _cache_configs: ClassVar[dict[str, Any]] = {}
+    """Engine id to the cache configuration that its scheduler instance in this process was made with."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Validate the settings and make the half that `role` asks for.
@@ -33,22 +35,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             ConfigError: a setting, or the model's cache, cannot be used; says why and what to do.
         """
         super().__init__(vllm_config, role, kv_cache_config)
-        transfer = vllm_config.kv_transfer_config
-        config = parse_config(transfer.kv_connector_extra_config)
-        if transfer.kv_load_failure_policy != "recompute":
-            raise ConfigError(
-                f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, it must be 'recompute': "
-                "a request whose load fails is computed here, not failed"
-            )
-        host_buffer = config.host_buffer
-        if host_buffer is None:
-            host_buffer = transfer.kv_buffer_device == "cpu" and compat.device_type() != "cpu"
+        config = read_settings(vllm_config)
         self._scheduler: SchedulerHalf | None = None
-        self._worker: WorkerHalf | None = None
+        self._halves: dict[str, WorkerHalf] = {}
+        self._current: WorkerHalf | None = None
+        self._arriving: WorkerHalf | None = None
+        self._cache_configs[vllm_config.kv_transfer_config.engine_id] = kv_cache_config
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, config, host_buffer)
-        else:
-            self._worker = WorkerHalf(vllm_config, kv_cache_config, host_buffer)
+            self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, config)
 
     # -- scheduler half -----------------------------------------------------------------------------------
 
@@ -95,18 +89,27 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def worker_half(self) -> WorkerHalf:
-        """This instance's, which was made for a worker."""
-        assert self._worker is not None
-        return self._worker
+        """The half of the engine whose step this is."""
+        assert self._current is not None
+        return self._current
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:  # noqa: D102
-        self.worker_half.register(kv_caches)
+        self._arriving = WorkerHalf(compat.current_config() or self._vllm_config, kv_caches)
 
     def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:  # noqa: D102
-        self.worker_half.set_copy(copy_operation)
+        assert self._arriving is not None
+        self._arriving.set_copy(copy_operation)
 
-    def get_handshake_metadata(self) -> WorkerCard | None:  # noqa: D102
-        return self.worker_half.card()
+    def get_handshake_metadata(self) -> WorkerCard | None:
+        """The engine's cache is registered, its scheduler made: start the half."""
+        half, self._arriving = self._arriving, None
+        assert half is not None
+        self._current = self._halves[half.engine_id] = half
+        return half.start(self._cache_configs[half.engine_id])
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:  # noqa: D102
+        super().bind_connector_metadata(connector_metadata)
+        self._current = self._halves[connector_metadata.engine_id]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: D102
         self.worker_half.begin(self._step_meta())
@@ -131,8 +134,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def shutdown(self) -> None:  # noqa: D102
         if self._scheduler is not None:
             self._scheduler.shutdown()
-        if self._worker is not None:
-            self._worker.shutdown()
+        for half in self._halves.values():
+            half.shutdown()
 
     def _step_meta(self) -> SchedulerMeta:
         meta = self._get_connector_metadata()

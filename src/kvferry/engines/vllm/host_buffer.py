@@ -28,15 +28,21 @@ class HostBuffer:
         caches: layer name to its mirror, of the same shape.
     """
 
-    def __init__(self, device: Mapping[str, torch.Tensor], num_blocks: int) -> None:
+    def __init__(self, device: Mapping[str, torch.Tensor], num_blocks: int, copy: CopyBlocks | None) -> None:
+        """Args:
+            device: layer name to its cache on the device.
+            num_blocks: manager blocks in it.
+            copy: the engine's copy operation.
+
+        Raises:
+            ConfigError: the engine has none.
+        """
+        if copy is None:
+            raise ConfigError("vLLM handed over no copy operation for the host buffer; set host_buffer to false")
         self._device = dict(device)
         self._blocks = num_blocks
-        self._copy: CopyBlocks | None = None
-        self.caches = {name: torch.zeros(t.shape, dtype=t.dtype, device="cpu") for name, t in device.items()}
-
-    def set_copy(self, copy: CopyBlocks) -> None:
-        """The engine's copy operation."""
         self._copy = copy
+        self.caches = {name: torch.zeros(t.shape, dtype=t.dtype, device="cpu") for name, t in device.items()}
 
     def save(self, groups: Sequence[Group], blocks: Sequence[Int64s]) -> None:
         """Copy blocks, given per group, from the device."""
@@ -47,8 +53,6 @@ class HostBuffer:
         self._each(groups, blocks, "h2d")
 
     def _each(self, groups: Sequence[Group], blocks: Sequence[Int64s], way: Literal["h2d", "d2h"]) -> None:
-        if self._copy is None:
-            raise ConfigError("vLLM handed over no copy operation for the host buffer; set host_buffer to false")
         for group, ids in zip(groups, blocks, strict=True):
             names = [layer.name for layer in group.layers]
             if not names or not len(ids):

@@ -55,12 +55,14 @@ class SchedulerMeta(KVConnectorMetadata):
     """Scheduler half to worker halves.
 
     Attributes:
+        engine_id: whose step this is.
         connects: peer name to the cards of its ranks, before the first order for it.
         orders: loads to begin.
         ended: request to lease slot; raise the word, then report the request as sent.
         saves: (block ids by position per group, tokens) of prompts this step completes, to be copied to the host buffer.
     """
 
+    engine_id: str
     connects: dict[str, tuple[RankCard, ...]] = field(default_factory=dict)
     orders: list[LoadOrder] = field(default_factory=list)
     ended: dict[str, int] = field(default_factory=dict)

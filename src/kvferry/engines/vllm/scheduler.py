@@ -24,14 +24,14 @@ from kvferry.transport.messages import RankCard
 class SchedulerHalf:
     """Producer and consumer of one engine, and its two ends of the control channel."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig, host_buffer: bool) -> None:
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
         self._config = config
         self._kv_cache_config = kv_cache_config
-        self._host_buffer = host_buffer
         self._keys = security.read_keys(config.secret_file)
         security.check_host(config.host, self._keys, config.allow_insecure)
         incarnation = new_incarnation()
         self._kinds = tuple(kind_of(group) for group in kv_cache_config.kv_cache_groups)
+        self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._facts = facts_of(vllm_config, incarnation)
         self._producer = Producer(vllm_config, kv_cache_config, config, self._kinds, incarnation)
         self._pool: Any = None
@@ -85,11 +85,11 @@ class SchedulerHalf:
 
     def build_meta(self, scheduler_output: Any) -> SchedulerMeta:
         """What the workers are to do in the coming step."""
-        meta = SchedulerMeta()
+        meta = SchedulerMeta(self._engine_id)
         if self._server is not None:
             self._producer.take_events(self._server.events, meta)
             self.consumer.hand_over(meta)
-            if self._host_buffer:
+            if self._config.host_buffer:
                 self._save_completed(scheduler_output, meta)
         return meta
 

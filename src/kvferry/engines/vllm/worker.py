@@ -12,6 +12,7 @@ import numpy as np
 
 from kvferry.cache.loads import Loads
 from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.config import read_settings
 from kvferry.engines.vllm.geometry import describe_cache
 from kvferry.engines.vllm.host_buffer import CopyBlocks, HostBuffer
 from kvferry.engines.vllm.meta import BlockIds, LoadOrder, Report, SchedulerMeta, WorkerCard, WorkerMeta
@@ -28,9 +29,16 @@ from kvferry.transport.thread import ReadResult, TransferThread
 class WorkerHalf:
     """One rank's cache, its transfer thread, and its loads."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, host_buffer: bool) -> None:
-        self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
-        self._host_buffer_wanted = host_buffer
+    def __init__(self, vllm_config: Any, caches: dict[str, Any]) -> None:
+        """The engine has allocated its cache.
+
+        Args:
+            vllm_config: the engine's configuration.
+            caches: layer name to its tensor.
+        """
+        self._vllm_config, self._caches = vllm_config, caches
+        self.engine_id = str(vllm_config.kv_transfer_config.engine_id)
+        self._copy: CopyBlocks | None = None
         self._host: HostBuffer | None = None
         self._geometry: RankGeometry | None = None
         self._thread: TransferThread | None = None
@@ -40,35 +48,33 @@ class WorkerHalf:
         self._sent: set[str] = set()
         self._meta = WorkerMeta()
 
-    def register(self, caches: dict[str, Any]) -> None:
+    def set_copy(self, copy: CopyBlocks) -> None:
+        """The engine's copy operation, for the host buffer."""
+        self._copy = copy
+
+    def start(self, kv_cache_config: Any) -> WorkerCard:
         """Describe and register the cache, start the transfer thread.
+
+        Returns:
+            What peers will need to read from this rank.
 
         Raises:
             ConfigError: the cache cannot be moved, or NIXL cannot be used.
         """
-        if self._host_buffer_wanted:
-            self._host = HostBuffer(caches, self._kv_cache_config.num_blocks)
-            described = self._host.caches
-        else:
-            described = caches
+        caches = self._caches
+        if read_settings(self._vllm_config).host_buffer:
+            self._host = HostBuffer(caches, kv_cache_config.num_blocks, self._copy)
+            caches = self._host.caches
         tp_rank, pp_rank = compat.ranks()
-        self._geometry = describe_cache(self._vllm_config, self._kv_cache_config, described, tp_rank, pp_rank)
+        self._geometry = describe_cache(self._vllm_config, kv_cache_config, caches, tp_rank, pp_rank)
         words = LeaseWords(new_incarnation(), LEASE_SLOTS)
-        engine_id = self._vllm_config.kv_transfer_config.engine_id
-        self._thread = TransferThread(f"{engine_id}/{pp_rank}.{tp_rank}/{words.incarnation:x}", self._geometry, words)
-
-    def set_copy(self, copy: CopyBlocks) -> None:
-        """The engine's copy operation."""
-        if self._host is not None:
-            self._host.set_copy(copy)
-
-    def card(self) -> WorkerCard:
-        """What peers will need to read from this rank."""
-        thread, geometry = self._running()
-        words = thread.words
+        name = f"{self.engine_id}/{pp_rank}.{tp_rank}/{words.incarnation:x}"
+        self._thread = TransferThread(name, self._geometry, words)
         return WorkerCard(
-            RankCard(geometry, thread.metadata, words.address, len(words.array), words.incarnation)
-        )  # fmt: skip
+            RankCard(
+                self._geometry, self._thread.metadata, words.address, len(words.array), words.incarnation
+            )
+        )
 
     def begin(self, meta: SchedulerMeta) -> None:
         """Take this step's orders."""
@@ -130,7 +136,7 @@ class WorkerHalf:
             self._thread = None
 
     def _running(self) -> tuple[TransferThread, RankGeometry]:
-        assert self._thread is not None and self._geometry is not None, "register_kv_caches comes first"
+        assert self._thread is not None and self._geometry is not None, "start comes first"
         return self._thread, self._geometry
 
     def _needed(self, span: Span, tables: BlockIds) -> list[Int64s]:

@@ -2,8 +2,8 @@
 
     app = router_app(RouterSettings(prefill=("http://a:8000",), decode=("http://b:8000",)))
 
-`bodies` says what each side is sent, `backends` which engine it goes to, `upstream` how it is sent, `flow` is the life
-of one completion, `app` the web application around it.
+`bodies` says what each side is sent, `backends` which engine it goes to, `upstream` how it is sent, `flow` is
+the life of one completion, `app` the web application around it.
 """
 
 from kvferry.serving.router.app import router_app

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-# What only the answer depends on. Whatever may change the prompt's tokens stays: messages, tools, tool_choice,
-# chat_template*, documents, truncate_prompt_tokens, response_format and everything not named here.
+# What only the answer depends on. Whatever may change the prompt's tokens stays: messages, tools,
+# tool_choice, chat_template*, documents, truncate_prompt_tokens, response_format and everything not named here.
 _ANSWER_ONLY = (
     "best_of",
     "echo",

@@ -22,6 +22,8 @@ _SHARED: dict[str, Any] = {
     "max_position_embeddings": 4096,
     **SPECIAL_IDS,
 }
+# Beside norms and biases: decay rates and convolutions are only stable near where the architecture starts them.
+_AS_THE_ARCHITECTURE_DRAWS_THEM = ("A_log", "conv")
 
 
 def cache_directory() -> Path:
@@ -46,7 +48,7 @@ def tiny_checkpoint(name: str, directory: Path, tokenizer_dir: Path | None = Non
     """
     chosen = family(name)
     tokenizer = tokenizer_dir or trained_tokenizer(directory)
-    weights = (chosen.config, chosen.settings, chosen.engine_reads, chosen.scale)
+    weights = (chosen.config, chosen.settings, chosen.engine_reads, chosen.scale, chosen.embedding_scale)
     recipe = digest(weights, _SHARED, _SEED, tokenizer.resolve().name, version("transformers"))
     return publish(directory, f"{name}-{recipe}", lambda folder: _write(chosen, tokenizer, folder))
 
@@ -78,14 +80,7 @@ def _random_model(chosen: Family) -> Any:
     model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if _is_matrix(name, weight.ndim):
-                weight.normal_(0.0, chosen.scale)
+            if weight.ndim < 2 or any(part in name for part in _AS_THE_ARCHITECTURE_DRAWS_THEM):
+                continue
+            weight.normal_(0.0, chosen.embedding_scale if "embed" in name else chosen.scale)
     return model
-
-
-def _is_matrix(name: str, dimensions: int) -> bool:
-    """Whether a weight is drawn anew: architectures scale some of theirs down by depth, which quiets the cache.
-
-    Norms, biases, decay rates, convolutions and embeddings keep what the architecture itself draws.
-    """
-    return dimensions > 1 and not any(part in name for part in ("A_log", "conv", "embed"))

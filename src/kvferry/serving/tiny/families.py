@@ -37,7 +37,9 @@ class Family:
         config: name of the configuration class in transformers.
         settings: what that class is called with, besides what all families share.
         engine_reads: fields the engine reads from config.json that the class does not write.
-        scale: standard deviation of the weight matrices; embeddings keep the architecture's own.
+        scale: standard deviation of the weight matrices.
+        embedding_scale: the same of the embedding. Smaller where the output layer is tied to it: else the last token
+            outweighs all that the cache says, and the model repeats itself.
         dtype: what the engine computes in; float32 unless the architecture has no such kernel on a CPU.
         engine: options of the engine, under the names of vLLM's own arguments.
     """
@@ -48,6 +50,7 @@ class Family:
     settings: Mapping[str, Any]
     engine_reads: Mapping[str, Any] = field(default_factory=dict)
     scale: float = 0.08
+    embedding_scale: float = 0.08
     dtype: str = "float32"
     engine: Mapping[str, Any] = field(default_factory=dict)
 
@@ -62,6 +65,8 @@ _ALL = (
         groups="full attention",
         config="Qwen3Config",
         settings={**_ATTENTION, "tie_word_embeddings": True},
+        scale=0.12,
+        embedding_scale=0.02,
     ),
     Family(name="llama", groups="full attention", config="LlamaConfig", settings=_ATTENTION),
     Family(
@@ -76,6 +81,7 @@ _ALL = (
             "query_pre_attn_scalar": 32,
         },
         scale=0.15,
+        embedding_scale=0.01,
     ),
     Family(
         name="gptoss",
@@ -106,6 +112,8 @@ _ALL = (
             "first_k_dense_replace": 1,
             "topk_method": "greedy",
         },
+        scale=0.05,
+        embedding_scale=1.0,
         engine=_NO_PREFIX_CACHE,
     ),
     Family(
@@ -123,6 +131,8 @@ _ALL = (
             "v_head_dim": 128,
             "first_k_dense_replace": 3,
         },
+        scale=0.05,
+        embedding_scale=2.0,
         engine=_NO_PREFIX_CACHE,
     ),
     Family(
@@ -193,6 +203,7 @@ _ALL = (
             "layer_types": ["conv", "conv", "full_attention", "conv"],
             "block_auto_adjust_ff_dim": False,
         },
+        embedding_scale=0.02,
         engine_reads={"conv_dim": 128, "block_dim": 128, "block_ff_dim": 256},
     ),
 )

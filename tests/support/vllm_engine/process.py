@@ -116,7 +116,7 @@ def _serve(pipe: Any, log: str, environment: dict[str, str], settings: dict[str,
     os.dup2(out, 1)
     os.dup2(out, 2)
     try:
-        from tests.engine.harness import inside
+        from support.vllm_engine import inside
 
         engine = inside.start(settings)
         pipe.send(("ready", inside.about(engine)))

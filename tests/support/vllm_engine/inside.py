@@ -40,7 +40,7 @@ def start(settings: dict[str, Any]) -> Any:
     engine = LLM(**settings)
     worker = _worker_half(engine)
     if worker is not None:
-        engine.witness = Witness(worker)
+        engine.witness = Witness(worker, _scheduler(engine).connector.scheduler_half.consumer)
     return engine
 
 
@@ -58,7 +58,9 @@ def about(engine: Any) -> dict[str, Any]:
         "block_size": config.cache_config.block_size,
         "prefix_caching": config.cache_config.enable_prefix_caching,
         "hybrid": not config.scheduler_config.disable_hybrid_kv_cache_manager,
-        "groups": [(type(g.kv_cache_spec).__name__, g.kv_cache_spec.block_size, len(g.layer_names)) for g in groups],
+        "groups": [
+            (type(g.kv_cache_spec).__name__, g.kv_cache_spec.block_size, len(g.layer_names)) for g in groups
+        ],
         "num_blocks": core.scheduler.kv_cache_config.num_blocks,
     }
 
@@ -99,6 +101,28 @@ def prefill(engine: Any, prompts: list[list[int]]) -> list[dict[str, Any]]:
     return generate(engine, prompts, [PREFILL_PARAMS] * len(prompts), tokens=1)
 
 
+def own_gap(engine: Any, prompts: list[list[int]], tokens: int = 6) -> float:
+    """How far this engine is from itself: largest difference of a logprob between decode and prefill.
+
+    Each continuation is decoded, then every step of it is computed again as the first token after a prefill.
+    """
+    gap = 0.0
+    for prompt in prompts:
+        engine.reset_prefix_cache()
+        decoded = generate(engine, [prompt], tokens=tokens)[0]
+        for n in range(1, tokens):
+            engine.reset_prefix_cache()
+            prefilled = generate(engine, [prompt + decoded["tokens"][:n]], tokens=1)[0]
+            gap = max(gap, difference(decoded["logprobs"][n], prefilled["logprobs"][0]))
+    return gap
+
+
+def difference(a: dict[int, float], b: dict[int, float]) -> float:
+    """Largest difference of two steps' logprobs over tokens that both rank; 10 if they share none."""
+    shared = a.keys() & b.keys()
+    return max((abs(a[t] - b[t]) for t in shared), default=10.0)
+
+
 def reset_prefix_cache(engine: Any) -> bool:
     """Forget all cached prefixes."""
     return bool(engine.reset_prefix_cache())
@@ -131,7 +155,11 @@ def digests(engine: Any, tables: list[list[int]], tokens: int, have: int = 0) ->
     result = {}
     for group, table in zip(worker._geometry.groups, tables, strict=True):
         ids = blocks_needed(
-            group.kind, group.reach, group.block_tokens, Span(have, tokens, tokens + 1), np.array(table, np.int64)
+            group.kind,
+            group.reach,
+            group.block_tokens,
+            Span(have, tokens, tokens + 1),
+            np.array(table, np.int64),
         )
         for layer in group.layers:
             result[layer.name] = [_digest(_page(worker, layer, int(b))) for b in ids]
@@ -141,12 +169,21 @@ def digests(engine: Any, tables: list[list[int]], tokens: int, have: int = 0) ->
 class Witness:
     """Sees every load of a decode engine at the moment its bytes are believed: looks at them, or spoils them."""
 
-    def __init__(self, worker: Any) -> None:
+    def __init__(self, worker: Any, consumer: Any) -> None:
         self.loaded: dict[str, dict[str, list[str]]] = {}
+        self.admitted: list[tuple[str, int, int | None]] = []
         self.spoil_group: int | None = None
         self._worker = worker
         self._results = worker.results
         worker.results = self._watched
+        self._matched = consumer.matched
+        consumer.matched = self._asked
+
+    def _asked(self, request: Any, have: int) -> int | None:
+        tokens = self._matched(request, have)
+        if tokens is not None:
+            self.admitted.append((request.request_id, have, tokens))
+        return tokens
 
     def _watched(self) -> Any:
         orders = dict(self._worker._orders)
@@ -163,8 +200,7 @@ class Witness:
             for layer in group.layers:
                 pages[layer.name] = [_digest(_page(self._worker, layer, int(b))) for b in ids]
                 if self.spoil_group == number and len(ids):
-                    page = _page(self._worker, layer, int(ids[-1]))
-                    page[:] = np.roll(page, 64)
+                    _negate(_page(self._worker, layer, int(ids[-1])), layer.page)
         self.loaded[order.request_id] = pages
 
 
@@ -172,6 +208,12 @@ def loaded(engine: Any) -> dict[str, dict[str, list[str]]]:
     """Digests of what was loaded, by request and layer, since the last call."""
     seen, engine.witness.loaded = engine.witness.loaded, {}
     return dict(seen)
+
+
+def admitted(engine: Any) -> list[tuple[str, int, int]]:
+    """(request, tokens found in the local prefix cache, tokens to be loaded) of admissions since the last call."""
+    seen, engine.witness.admitted = engine.witness.admitted, []
+    return list(seen)
 
 
 def spoil(engine: Any, group: int | None) -> None:
@@ -197,7 +239,9 @@ def _scheduler(engine: Any) -> Any:
 def _worker_half(engine: Any) -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    return getattr(get_kv_transfer_group(), "worker_half", None) if has_kv_transfer_group() else None
+    if not has_kv_transfer_group():
+        return None
+    return get_kv_transfer_group()._halves[engine.llm_engine.vllm_config.kv_transfer_config.engine_id]
 
 
 def _page(worker: Any, layer: Any, block: int) -> np.ndarray:
@@ -206,6 +250,12 @@ def _page(worker: Any, layer: Any, block: int) -> np.ndarray:
 
     address = layer.address + block * layer.block_stride
     return np.ctypeslib.as_array((ctypes.c_uint8 * layer.page.page_bytes).from_address(address))
+
+
+def _negate(page: np.ndarray, holds: Any) -> None:
+    """Flip the sign of every element of a page; of opaque ones, of every second byte's."""
+    item = max(2, holds.fields[0].item_bytes)
+    page[item - 1 :: item] ^= 0x80
 
 
 def _digest(page: np.ndarray) -> str:

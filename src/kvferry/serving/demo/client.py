@@ -1,0 +1,104 @@
+"""Asks an OpenAI endpoint for a completion and hears the answer as it comes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import msgspec
+
+from kvferry.errors import KVFerryError
+
+
+class AskError(KVFerryError):
+    """The endpoint refused, or broke off; the message is what it said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A completion at temperature 0.
+
+    Attributes:
+        prompt: the prompt's token ids.
+        tokens: the answer's token ids.
+        logprobs: per token of the answer, the log probability of the likeliest token ids there; empty if not asked.
+        first_token_seconds: from sending the request to the first token.
+    """
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[Mapping[int, float], ...]
+    first_token_seconds: float
+
+
+def ask(
+    client: httpx.Client,
+    url: str,
+    body: Mapping[str, Any],
+    *,
+    request_id: str,
+    on_text: Callable[[str], None] = lambda _: None,
+) -> Answer:
+    """Stream one completion.
+
+    Args:
+        client: what it is sent with.
+        url: base of the endpoint.
+        body: of the request, without what streaming, greedy and exact answers need: that is added.
+        request_id: sent as ``X-Request-Id``.
+        on_text: gets each piece of text.
+
+    Raises:
+        AskError: a status other than 200, an error event, a broken or an empty stream.
+    """
+    whole = {**body, "temperature": 0.0, "ignore_eos": True, "stream": True}
+    whole |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    prompt: list[int] = []
+    tokens: list[int] = []
+    logprobs: list[Mapping[int, float]] = []
+    started = time.monotonic()
+    first = 0.0
+    for choice in _choices(client, f"{url}/v1/completions", whole, request_id):
+        first = first or time.monotonic() - started
+        prompt += choice.get("prompt_token_ids") or ()
+        tokens += choice.get("token_ids") or ()
+        logprobs += _likeliest(choice)
+        on_text(choice.get("text") or "")
+    if not tokens:
+        raise AskError(f"{url} ended its answer to {request_id} without a token")
+    return Answer(tuple(prompt), tuple(tokens), tuple(logprobs), first)
+
+
+def _choices(
+    client: httpx.Client, url: str, body: Mapping[str, Any], request_id: str
+) -> Iterator[dict[str, Any]]:
+    try:
+        with client.stream("POST", url, json=body, headers={"X-Request-Id": request_id}) as response:
+            if response.status_code != httpx.codes.OK:
+                raise AskError(f"{url} answered {response.status_code}: {_error_text(response.read())}")
+            for line in response.iter_lines():
+                data = line.removeprefix("data: ")
+                if not line.startswith("data: ") or data == "[DONE]":
+                    continue
+                event = msgspec.json.decode(data)
+                if "error" in event:
+                    raise AskError(f"{url} broke off: {_error_text(data.encode())}")
+                yield from event.get("choices", ())
+    except httpx.HTTPError as error:
+        raise AskError(f"{url} cannot be reached: {error}") from error
+
+
+def _likeliest(choice: Mapping[str, Any]) -> Iterator[Mapping[int, float]]:
+    """Per token id, as vLLM names them under ``return_tokens_as_token_ids``: ``token_id:7``."""
+    for likeliest in (choice.get("logprobs") or {}).get("top_logprobs") or ():
+        yield {int(name.removeprefix("token_id:")): value for name, value in likeliest.items()}
+
+
+def _error_text(body: bytes) -> str:
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return body[:300].decode(errors="replace")

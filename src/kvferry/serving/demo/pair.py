@@ -1,0 +1,164 @@
+"""One model, served by a prefill and a decode engine, measured request by request, then asked of one engine alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from kvferry.errors import KVFerryError
+from kvferry.serving.demo.client import Answer, ask
+from kvferry.serving.demo.endpoint import routed
+from kvferry.serving.demo.report import Row, Screen
+from kvferry.serving.demo.text import prompts
+from kvferry.serving.demo.transfers import read_transfer
+from kvferry.serving.demo.verdict import Verdict, compare
+from kvferry.serving.devices import this_machine
+from kvferry.serving.launch import Fleet, fleet_specs
+from kvferry.serving.tiny import cache_directory, family, tiny_checkpoint
+
+_LIKELIEST = 5
+_REQUEST_SECONDS = 300.0
+_TINY_ARGUMENTS = (
+    "--enforce-eager",
+    "--max-model-len=2048",
+    "--max-num-seqs=4",
+    f"--kv-cache-memory-bytes={64 << 20}",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DemoModel:
+    """What is served.
+
+    Attributes:
+        title: what the reader is told it is.
+        path: path or id that vLLM can load.
+        arguments: of vLLM's API server.
+        environment: variables for its engines.
+    """
+
+    title: str
+    path: str
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def family_model(name: str, arguments: Sequence[str] = ()) -> DemoModel:
+    """A tiny checkpoint of that family; written if it is not there yet.
+
+    Raises:
+        ConfigError: no such family.
+    """
+    chosen = family(name)
+    options = chosen.engine_options()
+    if this_machine().gpus:
+        # float32 is what makes answers comparable on a CPU; most GPU kernels have none.
+        options["dtype"] = "bfloat16"
+    flags = [_flag(option, value) for option, value in options.items()]
+    return DemoModel(
+        title=f"{name}: {chosen.groups}",
+        path=str(tiny_checkpoint(name, cache_directory())),
+        arguments=(*_TINY_ARGUMENTS, *flags, *arguments),
+        environment={"HF_HUB_OFFLINE": "1"},
+    )
+
+
+def measure(
+    model: DemoModel, folder: Path, screen: Screen, *, count: int, answer_tokens: int
+) -> Sequence[Verdict]:
+    """Serve `model` with two engines, show `count` answers and what moved for each; the verdicts.
+
+    Nothing of the engines is left when this returns or raises.
+
+    Args:
+        model: what is served.
+        folder: for the engines' logs and the transfer log.
+        screen: where the reader sees it.
+        count: number of requests.
+        answer_tokens: length of each answer.
+
+    Raises:
+        LaunchError: an engine did not start.
+        AskError: a request failed.
+    """
+    log = folder / "transfers.jsonl"
+    specs = [
+        dataclasses.replace(spec, environment={**spec.environment, **model.environment})
+        for spec in fleet_specs(
+            model.path, decode_settings={"transfer_log": str(log)}, arguments=model.arguments
+        )
+    ]
+    screen.model(model.title)
+    with Fleet(specs, folder) as fleet:
+        with screen.starting() as on_progress:
+            fleet.wait_ready(on_progress)
+        single_url = fleet.prefill_urls[0]
+        with routed(fleet.prefill_urls, fleet.decode_urls) as url, _client() as client:
+            run = _Run(client, url, single_url, answer_tokens, log, screen)
+            rows = run.rows(count)
+    screen.table(rows)
+    return [row.verdict for row in rows]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    client: httpx.Client
+    url: str
+    single_url: str
+    answer_tokens: int
+    log: Path
+    screen: Screen
+
+    def rows(self, count: int) -> Sequence[Row]:
+        served = self.client.get(f"{self.url}/v1/models").raise_for_status().json()["data"][0]
+        texts = prompts(count + 1, served["max_model_len"] - self.answer_tokens)
+        first, texts = texts[0], texts[1:]
+        body = {"model": served["id"], "max_tokens": self.answer_tokens}
+        # The engines meet on the first request: it is shown, but is not one of those measured.
+        self.screen.handshake(self._ask(self.url, {**body, "prompt": first}).first_token_seconds)
+        measured = []
+        for number, text in enumerate(texts, 1):
+            request_id = f"demo-{uuid.uuid4().hex}"
+            with self.screen.answering(number, text) as on_text:
+                answer = ask(
+                    self.client, self.url, {**body, "prompt": text}, request_id=request_id, on_text=on_text
+                )
+            measured.append((answer, read_transfer(self.log, request_id)))
+        self.screen.note("Asking one engine alone ...")
+        return [
+            Row(len(answer.prompt), transfer, answer.first_token_seconds, self._judge(body, text, answer))
+            for text, (answer, transfer) in zip(texts, measured, strict=True)
+        ]
+
+    def _judge(self, body: Mapping[str, Any], text: str, answer: Answer) -> Verdict:
+        # A salt of its own keeps the single engine from finding what it computed for the pair.
+        alone = {**body, "logprobs": _LIKELIEST, "cache_salt": uuid.uuid4().hex}
+        single = self._ask(self.single_url, {**alone, "prompt": text})
+
+        def prefill(tokens: Sequence[int]) -> Mapping[int, float]:
+            return self._ask(self.single_url, {**alone, "prompt": tokens, "max_tokens": 1}).logprobs[0]
+
+        return compare(answer, single, prefill)
+
+    def _ask(self, url: str, body: Mapping[str, Any]) -> Answer:
+        return ask(self.client, url, body, request_id=f"demo-{uuid.uuid4().hex}")
+
+
+def _client() -> httpx.Client:
+    # trust_env: a proxy in the environment is not for this machine's own ports.
+    return httpx.Client(timeout=_REQUEST_SECONDS, trust_env=False)
+
+
+def _flag(option: str, value: object) -> str:
+    name = option.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    if not isinstance(value, (str, int)):
+        raise KVFerryError(f"engine option {option} is {value!r}, it must be a string, a number or a switch")
+    return f"--{name}={value}"

@@ -1,0 +1,48 @@
+"""Engines are expensive: a pair is started once for all tests that use it, and only one pair runs at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.vllm_engine.pair import Pair, Setup
+
+
+class _Running:
+    """The pair that runs now."""
+
+    def __init__(self, folder: Path, checkpoints: Path) -> None:
+        self._folder, self._checkpoints = folder, checkpoints
+        self._pair: Pair | None = None
+
+    def pair(self, setup: Setup) -> Pair:
+        if self._pair is None or self._pair.setup != setup:
+            self.close()
+            folder = self._folder / str(setup)
+            folder.mkdir(parents=True, exist_ok=True)
+            self._pair = Pair(setup, folder, self._checkpoints)
+        return self._pair
+
+    def close(self) -> None:
+        if self._pair is not None:
+            self._pair.close()
+            self._pair = None
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp() / "checkpoints"
+
+
+@pytest.fixture(scope="session")
+def running(tmp_path_factory: pytest.TempPathFactory, checkpoints: Path) -> Iterator[_Running]:
+    pairs = _Running(tmp_path_factory.mktemp("engines"), checkpoints)
+    yield pairs
+    pairs.close()
+
+
+@pytest.fixture(scope="module")
+def pair(request: pytest.FixtureRequest, running: _Running) -> Pair:
+    """The pair of this module's parameter, a `Setup`."""
+    return running.pair(request.param)

@@ -1,0 +1,122 @@
+"""Every family, prefilled by one engine and decoded by another: the bytes, the answers, and that they matter."""
+
+from __future__ import annotations
+
+import pytest
+from support.vllm_engine.pair import Pair, Setup, prompt
+
+NO_CACHE = {"enable_prefix_caching": False}
+SHORT_STEPS = {"max_num_batched_tokens": 256}
+REPRESENTATIVE = (
+    Setup("gemma3", options=SHORT_STEPS, exact=True),
+    Setup("nemotronh", options={**NO_CACHE, **SHORT_STEPS}),
+)
+ALL = (
+    Setup("qwen3", options=SHORT_STEPS, exact=True),
+    Setup("qwen3", "uncached", {**NO_CACHE, **SHORT_STEPS}, exact=True),
+    Setup("gemma3", "uncached", {**NO_CACHE, **SHORT_STEPS}, exact=True),
+    Setup("gemma3", "one-group", {**SHORT_STEPS, "disable_hybrid_kv_cache_manager": True}, exact=True),
+    Setup("gptoss", options=SHORT_STEPS),
+    Setup("gptoss", "uncached", {**NO_CACHE, **SHORT_STEPS}),
+    Setup("dsv2"),
+    Setup("dsv3"),
+    Setup("qwen3next", options=SHORT_STEPS),
+    Setup("qwen3next", "uncached", {**NO_CACHE, **SHORT_STEPS}),
+    Setup("nemotronh", "cached", {"enable_prefix_caching": True, "dtype": "bfloat16", "max_num_batched_tokens": 256}),
+    Setup("lfm2", options=SHORT_STEPS),
+    Setup("lfm2", "uncached", {**NO_CACHE, **SHORT_STEPS}),
+)
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.parametrize(
+        "pair",
+        [pytest.param(s, id=str(s)) for s in REPRESENTATIVE]
+        + [pytest.param(s, id=str(s), marks=pytest.mark.family) for s in ALL],
+        indirect=True,
+    ),
+]
+
+LENGTHS = (2, 40, 128, 129, 256, 300, 512, 700)
+"""Shorter than a block, whole blocks and one more, longer than the window (64), longer than a prefill step (256)."""
+
+
+def test_bytes_are_the_producers_and_the_answer_is_a_single_engines(pair: Pair) -> None:
+    for length in LENGTHS:
+        text = prompt(length, length)
+        answer = pair.through([text])[0]
+        assert answer["moved"], f"{length} tokens: nothing was loaded"
+        assert answer["offer"]["remote_num_tokens"] == length - 1
+        pair.agree(answer, pair.reference([text])[0])
+        pair.forget()
+
+
+def test_nothing_is_held_when_all_is_said(pair: Pair) -> None:
+    free = pair.prefill.call("free_blocks"), pair.decode.call("free_blocks")
+    pair.through([prompt(300, 1)])
+    assert pair.prefill.call("requests_left") == 0
+    assert pair.prefill.call("counters")["leases"] == 0
+    assert pair.decode.call("counters") == {"leases": 0, "expired": 0, "pins": 0, "pulls": 0}
+    assert (pair.prefill.call("free_blocks"), pair.decode.call("free_blocks")) == free
+    pair.forget()
+
+
+def test_one_token_has_nothing_to_hand_over(pair: Pair) -> None:
+    text = prompt(1, 5)
+    answer = pair.through([text])[0]
+    assert not answer["moved"]
+    assert answer["offer"]["remote_num_tokens"] == 0
+    pair.agree(answer, pair.reference([text])[0])
+
+
+def test_several_requests_at_once(pair: Pair) -> None:
+    texts = [prompt(n, 1000 + n) for n in (30, 130, 260, 333, 500)]
+    answers = pair.through(texts)
+    assert all(answer["moved"] for answer in answers)
+    for answer, reference in zip(answers, pair.reference(texts), strict=True):
+        pair.agree(answer, reference)
+    pair.forget()
+
+
+def test_a_second_turn_moves_what_the_first_left_out(pair: Pair) -> None:
+    first = prompt(290, 7)
+    said = pair.through([first])[0]
+    second = first + said["tokens"] + prompt(250, 8)
+    answer = pair.through([second])[0]
+    pages = sum(len(p) for p in answer["moved"].values())
+    pair.agree(answer, pair.reference([second])[0])
+    pair.forget()
+    whole = sum(len(p) for p in pair.through([second])[0]["moved"].values())
+    if pair.prefix_caching and pair.about["block_size"] <= 256:
+        assert 0 < pages < whole
+    else:
+        assert pages == whole
+    pair.forget()
+
+
+def test_a_prompt_that_is_all_here_moves_nothing_and_releases_the_producer(pair: Pair) -> None:
+    if not pair.prefix_caching:
+        pytest.skip("this setup caches no prefixes")
+    block = pair.about["block_size"]
+    text = prompt(2 * block + 1, 9)
+    pair.through([text])
+    pair.decode.call("admitted")
+    again = pair.through([text])[0]
+    assert not again["moved"]
+    assert [(have, load) for _, have, load in pair.decode.call("admitted")] == [(2 * block, 0)]
+    assert pair.prefill.call("requests_left") == 0
+    pair.agree(again, pair.reference([text])[0])
+    pair.forget()
+
+
+def test_a_spoiled_block_of_any_group_changes_the_answer(pair: Pair) -> None:
+    text = prompt(200, 11)
+    reference = pair.reference([text])[0]
+    for group in range(len(pair.about["groups"])):
+        pair.decode.call("spoil", group)
+        try:
+            spoiled = pair.through([text])[0]
+        finally:
+            pair.decode.call("spoil", None)
+        pair.forget()
+        change = pair.distance(spoiled, reference)
+        assert change > pair.tolerance(), f"group {group}: the answer does not depend on the bytes that were moved"

@@ -1,0 +1,147 @@
+"""A prefill engine and a decode engine, and what a test does with them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
+from support.vllm_engine.inside import difference
+from support.vllm_engine.process import Engine
+
+VOCABULARY = 1000
+
+
+def connector(**extra: Any) -> dict[str, Any]:
+    """``kv_transfer_config`` with these settings of the connector."""
+    return {
+        "kv_connector": "KVFerryConnector",
+        "kv_connector_module_path": "kvferry.engines.vllm.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    """A prompt of random tokens, the same for the same seed."""
+    rng = random.Random(seed)
+    return [rng.randrange(10, VOCABULARY) for _ in range(length)]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A pair to be started.
+
+    Attributes:
+        family: of `kvferry.serving.tiny`.
+        label: tells setups of one family apart.
+        options: of both engines, on top of the family's own.
+        exact: the engine agrees with itself to the last bit, so must the pair.
+        connector: settings of both connectors.
+        lengths: prompt lengths to try.
+    """
+
+    family: str
+    label: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    exact: bool = False
+    connector: dict[str, Any] = field(default_factory=dict)
+    decode_options: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.family}-{self.label}" if self.label else self.family
+
+
+class Pair:
+    """Two engines of one model, started together."""
+
+    def __init__(self, setup: Setup, folder: Path, checkpoints: Path) -> None:
+        self.setup = setup
+        model = str(tiny_checkpoint(setup.family, checkpoints))
+        options = {"model": model, **FAMILIES[setup.family].engine_options(), **setup.options}
+        options["kv_transfer_config"] = connector(**setup.connector)
+        self.prefill = Engine(folder / "prefill.log", setup.environment, **options)
+        self.decode = Engine(folder / "decode.log", setup.environment, **{**options, **setup.decode_options})
+        try:
+            self.about = self.prefill.ready()
+            self.decode.ready()
+        except BaseException:
+            self.close()
+            raise
+        self._gap: float | None = None
+
+    @property
+    def prefix_caching(self) -> bool:
+        return bool(self.about["prefix_caching"])
+
+    @property
+    def gap(self) -> float:
+        """How far a single engine is from itself, measured once."""
+        if self._gap is None:
+            self._gap = float(
+                self.prefill.call("own_gap", [prompt(90, 90), prompt(300, 91), prompt(513, 92)])
+            )
+        return self._gap
+
+    def tolerance(self) -> float:
+        """How far the pair may be from a single engine."""
+        return 0.0 if self.setup.exact else 1.5 * self.gap + 1e-5
+
+    def reference(self, prompts: list[list[int]], tokens: int = 8) -> list[dict[str, Any]]:
+        """What a single engine says, from nothing cached, one prompt at a time."""
+        answers = []
+        for each in prompts:
+            self.prefill.call("reset_prefix_cache")
+            answers += self.prefill.call("generate", [each], tokens=tokens)
+        self.prefill.call("reset_prefix_cache")
+        return answers
+
+    def through(self, prompts: list[list[int]], tokens: int = 8) -> list[dict[str, Any]]:
+        """The same through both engines; checks that what was loaded is what the producer has.
+
+        Returns:
+            The decode engine's answers, each with ``moved``: pages loaded, by layer.
+        """
+        offers = [answer["params"] for answer in self.prefill.call("prefill", prompts)]
+        answers = self.decode.call("generate", prompts, offers, tokens)
+        loaded = self.decode.call("loaded")
+        for answer, offer in zip(answers, offers, strict=True):
+            pages = next((p for name, p in loaded.items() if name.split("-")[0] == answer["request_id"]), {})
+            answer["moved"], answer["offer"] = pages, offer
+            if pages:
+                theirs = self.prefill.call("digests", offer["remote_block_ids"], offer["remote_num_tokens"])
+                for layer, digests in pages.items():
+                    assert digests == theirs[layer][len(theirs[layer]) - len(digests) :], layer
+        self.prefill.call("step", 1.0)
+        return answers
+
+    def distance(self, answer: dict[str, Any], reference: dict[str, Any]) -> float:
+        """Largest difference of a logprob, over the steps in which both continue the same text."""
+        largest = 0.0
+        for n, (step, expected) in enumerate(zip(answer["logprobs"], reference["logprobs"], strict=True)):
+            largest = max(largest, difference(step, expected))
+            if answer["tokens"][n] != reference["tokens"][n]:
+                break
+        return largest
+
+    def agree(self, answer: dict[str, Any], reference: dict[str, Any]) -> None:
+        """Assert that an answer is the single engine's, within that engine's own gap."""
+        assert answer["finish"] == "length"
+        if self.setup.exact:
+            assert answer["tokens"] == reference["tokens"]
+        assert self.distance(answer, reference) <= self.tolerance()
+
+    def forget(self) -> None:
+        """Both engines forget all prefixes."""
+        self.prefill.call("step", 1.0)
+        assert self.prefill.call("reset_prefix_cache")
+        assert self.decode.call("reset_prefix_cache")
+
+    def close(self) -> None:
+        """Stop both."""
+        self.prefill.close()
+        self.decode.close()

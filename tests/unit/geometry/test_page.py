@@ -1,0 +1,62 @@
+import pytest
+
+from kvferry.errors import GeometryError
+from kvferry.geometry import Axis, Field, PageFormat, opaque_page
+
+
+def test_an_axis_cut_in_two_counts_both_loops():
+    axis = Axis("token", ((2, 4096), (16, 4)))
+    assert (axis.count, axis.total, axis.stop) == (32, 32, 32)
+    assert axis.offsets()[[15, 16, 31]].tolist() == [60, 4096, 4156]
+
+
+@pytest.mark.parametrize(
+    "loops, start, total",
+    [((), 0, 0), (((0, 4),), 0, 0), (((4, 1),), 6, 8), (((4, 1),), -1, 8)],
+    ids=["no loops", "no elements", "past the total", "before the start"],
+)
+def test_an_axis_that_cannot_be_is_refused(loops, start, total):
+    with pytest.raises(GeometryError, match="axis 'head'"):
+        Axis("head", loops, start, total)
+
+
+def test_a_field_is_sharded_along_one_axis_at_most():
+    a, b = (Axis(name, ((2, 2),), 0, 4) for name in "ab")
+    with pytest.raises(GeometryError, match=r"\['a', 'b'\] are sharded"):
+        Field("kv", 2, 0, (a, b))
+
+
+def test_two_axes_of_a_field_have_different_names():
+    with pytest.raises(GeometryError, match="must differ"):
+        Field("kv", 2, 0, (Axis("a", ((2, 2),)), Axis("a", ((2, 4),))))
+
+
+def test_a_field_reaches_as_far_as_its_last_element_in_either_direction():
+    field = Field("kv", 2, 100, (Axis("a", ((3, -10),)), Axis("b", ((2, 4),))))
+    assert field.extent() == (80, 106)
+
+
+def test_a_field_says_which_part_of_a_sharded_axis_it_holds():
+    whole = Axis("content", ((8, 2),))
+    assert Field("kv", 2, 0, (Axis("head", ((2, 16),), 4, 8), whole)).held == (("head", 4, 6),)
+    assert Field("kv", 2, 0, (whole,)).held == ()
+
+
+def test_a_field_that_leaves_its_page_is_refused():
+    with pytest.raises(GeometryError, match=r"reaches bytes \[8, 16\) of a page of 15"):
+        PageFormat("kv", 0, 15, (Field("ssm", 8, 8, ()),))
+
+
+def test_a_field_has_as_many_tokens_as_its_block():
+    with pytest.raises(GeometryError, match="'k' has 8 tokens, the block has 16"):
+        PageFormat("kv", 16, 64, (Field("k", 2, 0, (Axis("token", ((8, 2),)),)),))
+
+
+def test_a_page_without_fields_is_refused():
+    with pytest.raises(GeometryError, match="no fields"):
+        PageFormat("kv", 16, 64, ())
+
+
+def test_an_opaque_page_is_one_element_of_one_shard():
+    (field,) = opaque_page("riddle", 16, 4096, 1, 4).fields
+    assert (field.item_bytes, field.elements, field.held) == (4096, 1, (("shard", 1, 2),))

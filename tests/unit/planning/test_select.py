@@ -1,0 +1,126 @@
+import numpy as np
+import pytest
+
+from kvferry.errors import TransferError
+from kvferry.geometry import GroupKind
+from kvferry.planning.select import Span, needed, select_cells
+from kvferry.planning.template import Route, build_templates
+from support.pages import kv_page, rank_of, state_page
+
+FULL, SLIDING, CHUNKED, STATE = GroupKind.FULL, GroupKind.SLIDING, GroupKind.CHUNKED, GroupKind.STATE
+
+
+def route(src_tokens: int = 16, dst_tokens: int = 16) -> Route:
+    (template,) = build_templates([rank_of(kv_page(src_tokens))], rank_of(kv_page(dst_tokens)))
+    return template.routes[0]
+
+
+def state_route() -> Route:
+    (template,) = build_templates([rank_of(state_page(), kind=STATE)], rank_of(state_page(), kind=STATE))
+    return template.routes[0]
+
+
+def table(*ids: int) -> np.ndarray:
+    return np.array(ids, np.int64)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "low", "blocks"),
+    [(64, 40, 2), (71, 47, 3), (72, 48, 2), (80, 56, 2), (87, 63, 3), (88, 64, 2)],
+)
+def test_a_window_of_24_needs_two_blocks_of_16_or_three_by_alignment(prompt, low, blocks):
+    span = Span(0, prompt, prompt)
+    assert needed(SLIDING, 24, span) == (low, prompt)
+    ids = np.arange(1, 7)
+    cells = select_cells(route(), SLIDING, 24, span, ids, ids)
+    assert len(cells) == blocks
+    assert cells.src_block[-1] == -(-prompt // 16)
+
+
+def test_the_last_prompt_token_is_computed_again_so_its_window_decides():
+    assert needed(SLIDING, 24, Span(0, 64, 64)) == (40, 64)
+    assert needed(SLIDING, 24, Span(0, 64, 65)) == (41, 64)
+    assert needed(SLIDING, 24, Span(0, 63, 64)) == (40, 63)
+
+
+def test_a_window_longer_than_the_prompt_needs_all_of_it():
+    assert needed(SLIDING, 100, Span(0, 64, 64)) == (0, 64)
+
+
+def test_a_window_does_not_reach_into_what_is_there_already():
+    assert needed(SLIDING, 24, Span(48, 64, 64)) == (48, 64)
+
+
+def test_chunked_attention_needs_the_current_chunk():
+    assert needed(CHUNKED, 32, Span(0, 80, 80)) == (64, 80)
+    assert needed(CHUNKED, 32, Span(0, 64, 64)) == (32, 64)
+    assert needed(CHUNKED, 32, Span(0, 64, 65)) == (64, 64)
+
+
+@pytest.mark.parametrize(("kind", "reach"), [(FULL, 0), (SLIDING, 24), (CHUNKED, 32)])
+def test_a_full_local_hit_moves_nothing(kind, reach):
+    assert (
+        len(select_cells(route(), kind, reach, Span(64, 64, 64), table(1, 2, 3, 4), table(4, 3, 2, 1))) == 0
+    )
+    assert len(select_cells(state_route(), STATE, 0, Span(64, 64, 64), table(1), table(2))) == 0
+
+
+def test_a_snapshot_is_needed_whenever_anything_is():
+    cells = select_cells(state_route(), STATE, 0, Span(16, 63, 64), table(5), table(6))
+    assert (cells.src_block.tolist(), cells.dst_block.tolist()) == ([5], [6])
+
+
+def test_a_local_prefix_is_skipped_and_the_partial_last_block_moves_whole():
+    cells = select_cells(route(), FULL, 0, Span(16, 40, 40), table(1, 2, 3), table(7, 6, 5))
+    assert (cells.src_block.tolist(), cells.dst_block.tolist()) == ([2, 3], [6, 5])
+
+
+def test_blocks_of_48_and_32_meet_in_cells_of_16():
+    cells = select_cells(route(48, 32), FULL, 0, Span(0, 96, 96), table(1, 2), table(3, 4, 5))
+    assert cells.src_block.tolist() == [1, 1, 1, 2, 2, 2]
+    assert cells.dst_block.tolist() == [3, 3, 4, 4, 5, 5]
+    assert cells.phase.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "side"),
+    [((1, 0, 3), (4, 5, 6), "source"), ((1, 2, 3), (4, 5, 0), "destination")],
+)
+def test_a_null_block_in_a_needed_place_is_an_error(src, dst, side):
+    with pytest.raises(TransferError, match=f"the {side} no longer holds"):
+        select_cells(route(), FULL, 0, Span(0, 48, 48), table(*src), table(*dst))
+
+
+def test_null_blocks_behind_the_window_do_not_matter():
+    cells = select_cells(route(), SLIDING, 16, Span(0, 64, 64), table(0, 0, 0, 3), table(0, 0, 0, 6))
+    assert cells.src_block.tolist() == [3]
+
+
+def test_a_null_snapshot_is_an_error():
+    with pytest.raises(TransferError, match="source no longer holds"):
+        select_cells(state_route(), STATE, 0, Span(0, 16, 16), table(0), table(1))
+
+
+@pytest.mark.parametrize("block", [8, -1])
+def test_a_block_that_is_not_in_the_pool_is_an_error(block):
+    with pytest.raises(TransferError, match="its pool has 8"):
+        select_cells(route(), FULL, 0, Span(0, 16, 16), table(block), table(1))
+
+
+@pytest.mark.parametrize(("src", "dst", "side"), [((1,), (1, 2), "source"), ((1, 2), (1,), "destination")])
+def test_a_table_that_is_too_short_is_an_error(src, dst, side):
+    with pytest.raises(TransferError, match=f"block 1 of the {side}'s table, which has 1"):
+        select_cells(route(), FULL, 0, Span(0, 17, 17), table(*src), table(*dst))
+
+
+def test_a_state_table_names_one_block():
+    with pytest.raises(TransferError, match="the tables name 2 and 1"):
+        select_cells(state_route(), STATE, 0, Span(0, 16, 16), table(1, 2), table(1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "reach"), [(FULL, 0), (SLIDING, 50)], ids=["at the prefix", "past the prefix"]
+)
+def test_a_cell_that_would_overwrite_the_local_prefix_is_an_error(kind, reach):
+    with pytest.raises(TransferError, match="prefix ends at token 8, inside the cell of 16 tokens from 0"):
+        select_cells(route(), kind, reach, Span(8, 60, 60), np.arange(1, 5), np.arange(1, 5))

@@ -1,0 +1,386 @@
+"""Both ends of the control channel over real ZeroMQ on loopback."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import msgspec
+import pytest
+import zmq
+
+from kvferry.errors import ConfigError, Incompatible
+from kvferry.transport import control_client, security
+from kvferry.transport.control_client import ControlClient, Known, Looking, NotUsable
+from kvferry.transport.control_server import Card, ControlServer
+from kvferry.transport.messages import Accepted, Hello, Ranks, Refused, encode
+from transport.cards import cards, facts
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture
+def ends():
+    """Start servers and clients that end with the test."""
+    with ExitStack() as stack:
+        yield Ends(stack)
+
+
+class Ends:
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+
+    def server(self, of=None, port=0, keys=None) -> ControlServer:
+        server = ControlServer(HOST, port, Card(of or facts(), cards()), keys)
+        self._stack.callback(server.close)
+        return server
+
+    def client(self, of=None, check=lambda ranks: None, keys=None, **seconds) -> ControlClient:
+        client = ControlClient(of or facts("D", 9), check, keys, **({"handshake_seconds": 5.0} | seconds))
+        self._stack.callback(client.close)
+        return client
+
+    def fake(self, *replies: bytes) -> int:
+        """A server that sends these, whatever it is asked; returns its port."""
+        context = zmq.Context()
+        router = context.socket(zmq.ROUTER)
+        router.linger = 0
+        port = router.bind_to_random_port(f"tcp://{HOST}")
+        stop = threading.Event()
+
+        def run() -> None:
+            while not stop.is_set():
+                if router.poll(20):
+                    sender, *_ = router.recv_multipart()
+                    for reply in replies:
+                        router.send_multipart([sender, reply])
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        self._stack.callback(context.term)
+        self._stack.callback(router.close)
+        self._stack.callback(thread.join)
+        self._stack.callback(stop.set)
+        return port
+
+    def raw(self, port: int) -> "zmq.Socket[bytes]":
+        """A socket that says what it likes."""
+        context = zmq.Context()
+        dealer = context.socket(zmq.DEALER)
+        dealer.linger = 1000
+        dealer.connect(f"tcp://{HOST}:{port}")
+        self._stack.callback(context.term)
+        self._stack.callback(dealer.close)
+        return dealer
+
+
+def settled(client: ControlClient, port: int, incarnation: int = 1, seconds: float = 5.0, host: str = HOST):
+    """What is known once nothing is under way."""
+    return until(
+        lambda: (
+            None if isinstance(answer := client.look_up((host, port), incarnation), Looking) else answer
+        ),
+        seconds,
+    )
+
+
+def until(there: Callable[[], object], seconds: float = 5.0):
+    """What `there` returns once it is something."""
+    deadline = time.monotonic() + seconds
+    while not (found := there()):
+        assert time.monotonic() < deadline, f"still nothing after {seconds} s"
+        time.sleep(0.002)
+    return found
+
+
+def test_a_handshake_ends_with_the_ranks_of_the_peer(ends):
+    server, client = ends.server(), ends.client()
+    assert isinstance(client.look_up((HOST, server.port), 1), Looking), "the first answer does not wait"
+    answer = settled(client, server.port)
+    assert answer == Known(facts(), cards())
+
+
+def test_the_ranks_are_checked_before_they_are_known(ends):
+    def check(ranks):
+        assert ranks == cards()
+        raise Incompatible(["first difference", "second difference"])
+
+    server = ends.server()
+    answer = settled(ends.client(check=check), server.port)
+    assert answer == NotUsable("first difference; second difference")
+
+
+def test_a_check_that_breaks_costs_that_peer_only(ends):
+    calls = []
+
+    def check(ranks):
+        calls.append(ranks)
+        if len(calls) == 1:
+            raise OverflowError("Python int too large to convert to C long")
+
+    client = ends.client(check=check)
+    assert "too large" in settled(client, ends.server().port).reason
+    assert isinstance(settled(client, ends.server().port), Known)
+
+
+def test_a_refusal_names_every_difference(ends):
+    server = ends.server(facts(weights="theirs", extra="1"))
+    answer = settled(ends.client(facts("D", 9, weights="ours", **{"model dtype": "bfloat16"})), server.port)
+    assert isinstance(answer, NotUsable)
+    assert "weights: theirs there, ours here" in answer.reason
+    assert "model dtype: float32 there, bfloat16 here" in answer.reason
+    assert "extra" not in answer.reason
+
+
+def test_a_peer_that_accepts_what_differs_is_refused_all_the_same(ends):
+    port = ends.fake(encode(Accepted(facts(weights="theirs"))), encode(Ranks(list(cards()))))
+    answer = settled(ends.client(facts("D", 9, weights="ours")), port)
+    assert isinstance(answer, NotUsable)
+    assert "weights: theirs there, ours here" in answer.reason
+
+
+def test_another_protocol_is_refused_in_words(ends):
+    server = ends.server()
+    raw = ends.raw(server.port)
+    raw.send(encode(Hello(99, facts("D"))))
+    assert raw.poll(5000)
+    refused = msgspec.msgpack.decode(raw.recv(), type=Refused)
+    assert refused.differences == ["protocol 99 there, 1 here; use the same kvferry"]
+
+
+def test_whoever_is_refused_does_not_see_transport_metadata(ends):
+    server = ends.server()
+    raw = ends.raw(server.port)
+    raw.send(encode(Hello(1, facts("D", weights="others"))))
+    assert raw.poll(5000)
+    assert b"metadata" not in raw.recv()
+
+
+def test_a_silent_peer_is_given_up_after_handshake_seconds(ends):
+    with socket.create_server((HOST, 0)) as silent:
+        client = ends.client(handshake_seconds=0.3)
+        began = time.monotonic()
+        answer = settled(client, silent.getsockname()[1])
+        assert 0.3 <= time.monotonic() - began < 2.0
+        assert answer == NotUsable("no answer within 0.3 s; is it up, and reachable?")
+
+
+def test_a_peer_nobody_listens_for_is_given_up_too(ends):
+    with socket.create_server((HOST, 0)) as gone:
+        port = gone.getsockname()[1]
+    assert isinstance(settled(ends.client(handshake_seconds=0.2), port), NotUsable)
+
+
+def test_a_refusal_stands_for_a_while_and_is_then_asked_anew(ends, monkeypatch):
+    with socket.create_server((HOST, 0)) as gone:
+        port = gone.getsockname()[1]
+    client = ends.client(handshake_seconds=0.2)
+    assert isinstance(settled(client, port), NotUsable)
+    ends.server(port=port)
+    assert isinstance(client.look_up((HOST, port), 1), NotUsable)
+    monkeypatch.setattr(control_client, "REFUSAL_SECONDS", 0.0)
+    assert isinstance(settled(client, port), Known)
+
+
+def test_a_peer_that_was_given_up_has_its_full_time_when_it_is_asked_anew(ends, monkeypatch):
+    obey = ControlClient._obey
+
+    def late(self, *command):
+        self._give_up_on_silent(time.monotonic())  # as the thread does between two steps of the asking thread
+        obey(self, *command)
+
+    with socket.create_server((HOST, 0)) as silent:
+        address = HOST, silent.getsockname()[1]
+        client = ends.client(handshake_seconds=0.3)
+        settled(client, address[1])
+        monkeypatch.setattr(ControlClient, "_obey", late)
+        client.forget(address)
+        began = time.monotonic()
+        settled(client, address[1])
+        assert time.monotonic() - began >= 0.3
+
+
+def test_a_restarted_peer_is_asked_anew(ends):
+    first = ends.server(facts(incarnation=1))
+    client = ends.client()
+    assert settled(client, first.port, 1).facts.incarnation == 1
+    first.close()
+    ends.server(facts(incarnation=2), port=first.port)
+    assert settled(client, first.port, 2).facts.incarnation == 2
+
+
+def test_a_ticket_of_a_run_that_is_over_is_answered_not_asked_for_ever(ends):
+    server = ends.server(facts(incarnation=2))
+    client = ends.client()
+    for incarnation in (2, 1, 3, 1, 2):
+        answer = settled(client, server.port, incarnation, seconds=2.0)
+        assert isinstance(answer, Known)
+        assert answer.facts.incarnation == 2, "the caller sees that this is another run"
+
+
+def test_what_is_forgotten_is_asked_anew(ends):
+    server, client = ends.server(), ends.client()
+    settled(client, server.port)
+    client.forget((HOST, server.port))
+    assert isinstance(client.look_up((HOST, server.port), 1), Looking)
+    assert isinstance(settled(client, server.port), Known)
+
+
+def test_garbage_costs_the_server_nothing_and_is_counted(ends):
+    server = ends.server()
+    raw = ends.raw(server.port)
+    junk = [b"", b"\x00", b"\xff" * 1000, b"\x81\xa4type\xa7unknown", encode(Hello(1, facts()))[:-3]]
+    junk.append(encode(Hello(1, facts("x"))).replace(b"\xa1x", b"\xa1\x80"))
+    for message in junk:
+        raw.send(message)
+    raw.send_multipart([b"too", b"many", b"frames"])
+    until(lambda: server.rejected == len(junk) + 1)
+    assert isinstance(settled(ends.client(), server.port), Known)
+    assert not server.events
+
+
+@pytest.mark.parametrize(
+    "replies",
+    [
+        [b""],
+        [b"\xff\xff\xff"],
+        [encode(Ranks(list(cards())))],
+        [encode(Accepted(facts())), encode(Ranks([]))],
+        [encode(Accepted(facts())), encode(Ranks(list(cards())))[:-1]],
+        [encode(Accepted(facts("x"))).replace(b"\xa1x", b"\xa1\x80")],
+        [encode(Hello(1, facts()))],
+    ],
+    ids=["empty", "random", "ranks first", "no ranks", "cut short", "not UTF-8", "a request"],
+)
+def test_a_garbled_answer_refuses_that_peer_only(ends, replies):
+    client = ends.client()
+    bad, good = ends.fake(*replies), ends.server().port
+    assert isinstance(settled(client, bad), NotUsable)
+    assert isinstance(settled(client, good), Known)
+
+
+def test_a_refusal_without_a_reason_is_a_refusal(ends):
+    assert settled(ends.client(), ends.fake(encode(Refused([])))) == NotUsable("it gave no reason")
+
+
+@pytest.mark.parametrize("host", ["no such host, this", "", "a b", "[", "\ud800", "nul\0byte", "x" * 3000, "*"])
+def test_an_address_that_is_none_refuses_that_peer_only(ends, host):
+    client = ends.client(handshake_seconds=0.3)
+    client.hold((host, 1234), "a lease")
+    assert isinstance(settled(client, 1234, host=host), NotUsable)
+    client.release((host, 1234), "a lease")
+    assert isinstance(settled(client, ends.server().port), Known)
+
+
+def test_a_lease_name_that_cannot_be_sent_costs_nothing(ends):
+    server = ends.server()
+    client = ends.client(heartbeat_seconds=0.05)
+    client.hold((HOST, server.port), "\ud800")
+    time.sleep(0.2)
+    client.hold((HOST, server.port), "good")
+    client.release((HOST, server.port), "\ud800")
+    until(lambda: any("good" in event.leases for event in list(server.events)))
+    assert isinstance(settled(client, server.port), Known)
+
+
+def test_many_peers_shake_hands_at_the_same_time(ends):
+    with socket.create_server((HOST, 0)) as silent:
+        client = ends.client(handshake_seconds=2.0)
+        client.look_up((HOST, silent.getsockname()[1]), 1)
+        ports = [ends.server(facts(f"P{n}", n)).port for n in range(20)]
+        began = time.monotonic()
+        for n, port in enumerate(ports):
+            client.look_up((HOST, port), n)
+        for n, port in enumerate(ports):
+            assert settled(client, port, n).facts.engine_id == f"P{n}"
+        assert time.monotonic() - began < 2.0, "nobody waits for the silent one"
+
+
+def test_one_server_answers_many_clients(ends):
+    server = ends.server()
+    clients = [ends.client(facts(f"D{n}", n)) for n in range(8)]
+    for client in clients:
+        client.look_up((HOST, server.port), 1)
+    assert all(isinstance(settled(client, server.port), Known) for client in clients)
+
+
+def test_heartbeats_come_while_a_lease_is_held_and_stop_with_its_release(ends):
+    server = ends.server()
+    client = ends.client(heartbeat_seconds=0.05)
+    client.hold((HOST, server.port), "a")
+    client.hold((HOST, server.port), "b")
+    until(lambda: sum(type(e).__name__ == "Heartbeat" and e.leases == ["a", "b"] for e in list(server.events)) >= 3)
+    client.release((HOST, server.port), "a")
+    until(lambda: any(type(e).__name__ == "Release" for e in list(server.events)))
+    events = list(server.events)
+    after = next(i for i, e in enumerate(events) if type(e).__name__ == "Release")
+    assert events[after].leases == ["a"]
+    server.events.clear()
+    until(lambda: len(server.events) >= 2)
+    assert all(e.leases == ["b"] for e in list(server.events)), "a released lease is not kept alive"
+    client.release((HOST, server.port), "b")
+    until(lambda: any(type(e).__name__ == "Release" for e in list(server.events)))
+    time.sleep(0.1)
+    server.events.clear()
+    time.sleep(0.2)
+    assert not server.events
+
+
+def test_a_release_right_before_the_end_still_goes_out(ends):
+    server = ends.server()
+    client = ControlClient(facts("D"), lambda ranks: None)
+    client.hold((HOST, server.port), "a")
+    client.release((HOST, server.port), "a")
+    client.close()
+    until(lambda: any(type(e).__name__ == "Release" for e in list(server.events)))
+
+
+def test_a_port_in_use_is_a_setting_to_change(ends):
+    with socket.create_server((HOST, 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(
+            ConfigError,
+            match=rf"cannot listen on {HOST} port {port}: Address already in use; set another port, or 0",
+        ):
+            ControlServer(HOST, port, Card(facts(), cards()))
+
+
+def test_a_port_is_free_again_after_the_server_was_closed(ends):
+    server = ends.server()
+    server.close()
+    ends.server(port=server.port)
+
+
+@pytest.fixture
+def keys(tmp_path):
+    def of(secret: str) -> security.Keys:
+        path = tmp_path / secret
+        path.write_text(secret)
+        return security.read_keys(str(path))
+
+    return of
+
+
+def test_who_has_the_secret_may_speak(ends, keys):
+    server = ends.server(keys=keys("the right secret"))
+    client = ends.client(keys=keys("the right secret"), heartbeat_seconds=0.05)
+    assert isinstance(settled(client, server.port), Known)
+    client.hold((HOST, server.port), "a")
+    until(lambda: server.events)
+
+
+@pytest.mark.parametrize("secret", ["a wrong secret indeed", None])
+def test_who_has_another_secret_or_none_gets_nothing(ends, keys, secret):
+    server = ends.server(keys=keys("the right secret"))
+    client = ends.client(keys=secret and keys(secret), heartbeat_seconds=0.05, handshake_seconds=0.5)
+    client.hold((HOST, server.port), "a")
+    assert isinstance(settled(client, server.port), NotUsable)
+    assert not server.events
+    assert server.rejected == 0, "it did not get as far as a message"
+
+
+def test_who_has_the_secret_does_not_speak_to_a_server_without(ends, keys):
+    server = ends.server()
+    client = ends.client(keys=keys("the right secret"), handshake_seconds=0.5)
+    assert isinstance(settled(client, server.port), NotUsable)

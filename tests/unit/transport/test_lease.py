@@ -1,0 +1,137 @@
+"""Leases: who may read which blocks until when."""
+
+import pytest
+
+from kvferry.errors import TransferError
+from kvferry.transport.lease import LeaseBook, LeaseWords, Ticket, new_incarnation
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def book(clock) -> LeaseBook:
+    return LeaseBook(incarnation=7, slots=2, seconds=30.0, clock=clock)
+
+
+def test_two_leases_have_two_slots(book):
+    first, second = book.grant("a"), book.grant("b")
+    assert {first.slot, second.slot} == {0, 1}
+    assert first.incarnation == second.incarnation == 7
+    assert len(book) == 2
+
+
+def test_no_slot_left_is_an_error_that_names_what_to_change(book):
+    book.grant("a")
+    book.grant("b")
+    with pytest.raises(TransferError, match=r"all 2 lease slots .* lease_seconds \(30\)"):
+        book.grant("c")
+
+
+def test_a_lease_that_ends_keeps_its_slot_until_all_workers_have_raised_the_word(book):
+    ticket = book.grant("a")
+    book.grant("b")
+    assert book.end(["a"]) == {"a": ticket.slot}
+    with pytest.raises(TransferError):
+        book.grant("c")
+    book.ended("a")
+    assert book.grant("c").slot == ticket.slot
+
+
+def test_a_slot_that_is_used_again_has_another_generation(book):
+    book.grant("keeps the other slot")
+    tickets = []
+    for name in ("a", "b", "c"):
+        tickets.append(book.grant(name))
+        book.end([name])
+        book.ended(name)
+    assert len({ticket.slot for ticket in tickets}) == 1
+    assert len({ticket.word(1) for ticket in tickets}) == 3
+
+
+def test_a_lease_runs_out_when_its_time_is_up_and_not_before(book, clock):
+    ticket = book.grant("a")
+    clock.now += 29.999
+    assert book.end_expired() == {}
+    clock.now += 0.001
+    assert book.end_expired() == {"a": ticket.slot}
+    assert book.expired == 1
+    assert book.end_expired() == {}, "a lease ends once"
+
+
+def test_a_heartbeat_makes_a_lease_run_from_now_again(book, clock):
+    book.grant("a")
+    book.grant("b")
+    clock.now += 20
+    book.extend(["a", "never heard of"])
+    clock.now += 20
+    assert book.end_expired().keys() == {"b"}
+    clock.now += 10
+    assert book.end_expired().keys() == {"a"}
+
+
+def test_releasing_twice_or_what_is_not_held_ends_nothing(book):
+    book.grant("a")
+    assert book.end(["a", "b"]).keys() == {"a"}
+    assert book.end(["a"]) == {}
+    book.ended("a")
+    book.ended("a")
+    assert len(book) == 0
+    assert {book.grant("c").slot, book.grant("d").slot} == {0, 1}, "a slot is not free twice"
+
+
+def test_a_heartbeat_does_not_bring_an_ending_lease_back(book, clock):
+    book.grant("a")
+    book.end(["a"])
+    book.extend(["a"])
+    clock.now += 100
+    assert book.end_expired() == {}
+
+
+def test_a_word_is_the_tickets_until_it_is_raised():
+    words, book = LeaseWords(9, 4), LeaseBook(7, 4, 30.0, Clock())
+    ticket, other = book.grant("a"), book.grant("b")
+    assert int(words.array[ticket.slot]) == ticket.word(9)
+    words.end([ticket.slot])
+    assert int(words.array[ticket.slot]) != ticket.word(9)
+    assert int(words.array[other.slot]) == other.word(9)
+
+
+def test_words_and_book_keep_in_step_over_many_leases():
+    words, book = LeaseWords(9, 1), LeaseBook(7, 1, 30.0, Clock())
+    for _ in range(5):
+        ticket = book.grant("a")
+        assert int(words.array[0]) == ticket.word(9)
+        words.end(book.end(["a"]).values())
+        book.ended("a")
+
+
+def test_a_generation_wraps_without_touching_the_incarnation():
+    words = LeaseWords(0xFFFF_FFFF, 1)
+    words.array[0] = 0xFFFF_FFFF_FFFF_FFFF
+    words.end([0])
+    assert int(words.array[0]) == 0xFFFF_FFFF_0000_0000
+
+
+def test_the_word_of_another_run_of_the_worker_is_another_word():
+    ticket = Ticket(slot=0, generation=3, incarnation=1)
+    assert ticket.word(1) != ticket.word(2)
+
+
+def test_the_address_of_the_words_is_that_of_slot_0():
+    words = LeaseWords(1, 8)
+    assert words.address == words.array.ctypes.data
+    assert words.array.itemsize == 8
+
+
+def test_incarnations_fit_half_a_word_and_are_never_0():
+    assert all(0 < new_incarnation() < 1 << 32 for _ in range(1000))

@@ -1,0 +1,187 @@
+"""Messages of the control channel: what is sent arrives, and whatever else arrives is a ProtocolError."""
+
+import copy
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from kvferry.errors import ProtocolError
+from kvferry.transport.messages import (
+    MAX_LEASES,
+    PROTOCOL,
+    Accepted,
+    AskRanks,
+    Heartbeat,
+    Hello,
+    Ranks,
+    Refused,
+    Release,
+    compare,
+    decode_reply,
+    decode_request,
+    encode,
+)
+from transport.cards import cards, facts
+
+QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=300)
+REQUESTS = [Hello(PROTOCOL, facts()), AskRanks(), Heartbeat(["a", "b"]), Release(["ü"])]
+REPLIES = [Accepted(facts()), Refused(["one", "two"]), Ranks(list(cards(2)))]
+
+
+@pytest.mark.parametrize("message", REQUESTS, ids=lambda m: type(m).__name__)
+def test_a_request_arrives_as_it_was_sent(message):
+    assert decode_request(encode(message)) == message
+
+
+@pytest.mark.parametrize("message", REPLIES, ids=lambda m: type(m).__name__)
+def test_a_reply_arrives_as_it_was_sent(message):
+    assert decode_reply(encode(message)) == message
+
+
+@pytest.mark.parametrize("message", REQUESTS, ids=lambda m: type(m).__name__)
+def test_a_request_cut_short_anywhere_is_refused(message):
+    data = encode(message)
+    for length in range(len(data)):
+        with pytest.raises(ProtocolError):
+            decode_request(data[:length])
+
+
+@pytest.mark.parametrize("message", REPLIES, ids=lambda m: type(m).__name__)
+def test_a_reply_cut_short_anywhere_is_refused(message):
+    data = encode(message)
+    for length in range(len(data)):
+        with pytest.raises(ProtocolError):
+            decode_reply(data[:length])
+
+
+def test_requests_and_replies_are_not_taken_for_each_other():
+    for message in REQUESTS:
+        with pytest.raises(ProtocolError):
+            decode_reply(encode(message))
+    for message in REPLIES:
+        with pytest.raises(ProtocolError):
+            decode_request(encode(message))
+
+
+@QUICK
+@given(st.binary(max_size=200))
+def test_random_bytes_are_a_message_or_a_protocol_error(data):
+    for decode in (decode_request, decode_reply):
+        try:
+            decode(data)
+        except ProtocolError:
+            continue
+
+
+@QUICK
+@given(st.sampled_from(REPLIES + REQUESTS), st.data())
+def test_a_message_with_a_few_bytes_changed_is_a_message_or_a_protocol_error(message, data):
+    spoiled = bytearray(encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        spoiled[data.draw(st.integers(0, len(spoiled) - 1))] = data.draw(st.integers(0, 255))
+    for decode in (decode_request, decode_reply):
+        try:
+            decode(bytes(spoiled))
+        except ProtocolError:
+            continue
+
+
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**63), 2**64 - 1),
+    st.sampled_from([0, -1, 1, 2**31, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1]),
+    st.floats(),
+    st.text(max_size=4),
+    st.binary(max_size=4),
+    st.lists(st.integers(0, 3), max_size=3),
+    st.dictionaries(st.text(max_size=2), st.integers(0, 3), max_size=2),
+)
+
+
+@QUICK
+@given(st.data())
+def test_ranks_with_any_value_replaced_by_any_other_are_sound_or_a_protocol_error(data):
+    message = msgspec.to_builtins(Ranks(list(cards())), builtin_types=(bytes,))
+    path = data.draw(st.sampled_from(list(paths(message))))
+    spoiled = replaced(message, path, data.draw(JUNK))
+    try:
+        answer = decode_reply(msgspec.msgpack.encode(spoiled))
+    except ProtocolError:
+        return
+    if isinstance(answer, Ranks):
+        for card in answer.ranks:
+            card.geometry.check()
+            assert 0 < card.incarnation < 1 << 32, "the high half of a word"
+            assert 0 < card.words <= 1 << 20, "a list of that many is prepared"
+            assert 0 <= card.words_address < 1 << 63
+
+
+def test_a_rank_whose_pages_lie_outside_its_regions_is_refused():
+    spoiled = msgspec.to_builtins(Ranks(list(cards())), builtin_types=(bytes,))
+    spoiled["ranks"][0]["geometry"]["regions"][0]["length"] -= 1
+    with pytest.raises(ProtocolError, match="outside the registered regions"):
+        decode_reply(msgspec.msgpack.encode(spoiled))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        (("ranks", 0, "words"), 0, "words"),
+        (("ranks", 0, "words"), 2**40, "words"),
+        (("ranks", 0, "words_address"), -8, "words_address"),
+        (("ranks", 0, "incarnation"), 2**32, "incarnation"),
+        (("ranks", 0, "incarnation"), -1, "incarnation"),
+        (("ranks", 0, "geometry", "num_blocks"), -3, "pool of -3"),
+        (("ranks", 0, "geometry", "num_blocks"), 2**40, "outside"),
+        (("ranks", 0, "geometry", "tp_rank"), 5, "does not exist"),
+        (("ranks", 0, "geometry", "groups", 0, "block_tokens"), -16, "block of -16"),
+        (("ranks", 0, "geometry", "groups", 0, "kind"), "telepathy", "telepathy"),
+        (("ranks", 0, "geometry", "groups", 0, "layers", 0, "block_stride"), -1, "overlap"),
+        (("ranks", 0, "geometry", "groups", 0, "layers", 0, "name"), "layers.1", "described twice"),
+    ],
+)
+def test_a_number_that_makes_no_sense_is_refused_in_words(path, value, says):
+    spoiled = replaced(msgspec.to_builtins(Ranks(list(cards())), builtin_types=(bytes,)), path, value)
+    with pytest.raises(ProtocolError, match=says):
+        decode_reply(msgspec.msgpack.encode(spoiled))
+
+
+@pytest.mark.parametrize("kind", [Heartbeat, Release])
+def test_no_more_leases_than_the_bound_in_one_message(kind):
+    assert decode_request(encode(kind([""] * MAX_LEASES)))
+    with pytest.raises(ProtocolError, match=f"{MAX_LEASES + 1} leases"):
+        decode_request(encode(kind([""] * (MAX_LEASES + 1))))
+
+
+def test_a_count_that_the_bytes_do_not_hold_is_refused():
+    # An array that says it has 2**32 - 1 elements and ends there.
+    with pytest.raises(ProtocolError):
+        decode_request(b"\x82\xa4type\xa9heartbeat\xa6leases\xdd\xff\xff\xff\xff")
+
+
+def test_every_fact_on_which_both_speak_is_compared():
+    theirs = {"weights": "a", "dtype": "bf16", "only there": "1"}
+    ours = {"weights": "b", "dtype": "f32", "only here": "2"}
+    assert compare(theirs, ours) == ["weights: a there, b here", "dtype: bf16 there, f32 here"]
+    assert compare(ours, ours) == []
+
+
+def paths(value: Any, here: tuple[Any, ...] = ()):
+    """Where in a nested value there is something."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, element in inside:
+        yield (*here, key)
+        yield from paths(element, (*here, key))
+
+
+def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    """A copy with another value at `path`."""
+    whole = copy.deepcopy(value)
+    inside = whole
+    for key in path[:-1]:
+        inside = inside[key]
+    inside[path[-1]] = new
+    return whole
