@@ -1,4 +1,4 @@
-"""Engines are expensive: a pair is started once for all tests that use it, and only one pair runs at a time."""
+"""Engines are expensive: a pair is started once for all its tests, and only one pair runs at a time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from support.vllm_engine.pair import Pair, Setup
 
 

@@ -1,8 +1,9 @@
-"""Every family, prefilled by one engine and decoded by another: the bytes, the answers, and that they matter."""
+"""Every family, prefilled by one engine, decoded by another: the bytes, the answers, and that they matter."""
 
 from __future__ import annotations
 
 import pytest
+
 from support.vllm_engine.pair import Pair, Setup, prompt
 
 NO_CACHE = {"enable_prefix_caching": False}
@@ -22,7 +23,11 @@ ALL = (
     Setup("dsv3"),
     Setup("qwen3next", options=SHORT_STEPS),
     Setup("qwen3next", "uncached", {**NO_CACHE, **SHORT_STEPS}),
-    Setup("nemotronh", "cached", {"enable_prefix_caching": True, "dtype": "bfloat16", "max_num_batched_tokens": 256}),
+    Setup(
+        "nemotronh",
+        "cached",
+        {"enable_prefix_caching": True, "dtype": "bfloat16", "max_num_batched_tokens": 256},
+    ),
     Setup("lfm2", options=SHORT_STEPS),
     Setup("lfm2", "uncached", {**NO_CACHE, **SHORT_STEPS}),
 )
@@ -119,4 +124,6 @@ def test_a_spoiled_block_of_any_group_changes_the_answer(pair: Pair) -> None:
             pair.decode.call("spoil", None)
         pair.forget()
         change = pair.distance(spoiled, reference)
-        assert change > pair.tolerance(), f"group {group}: the answer does not depend on the bytes that were moved"
+        assert change > pair.tolerance(), (
+            f"group {group}: the answer does not depend on the bytes that were moved"
+        )

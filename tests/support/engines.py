@@ -1,7 +1,8 @@
 """Made-up engines: what a model's layers store, and where every rank of an engine keeps it.
 
 A `Family` is what a layer stores, the same in every engine. An `EngineSpec` is everything in which engines
-may differ: parallel sizes, block sizes, memory layout, interior of the pages. `ranks` turns both into geometry.
+may differ: parallel sizes, block sizes, memory layout, interior of the pages. `ranks` turns both into
+geometry.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Family:
-    """What a layer stores. `opaque_bytes` > 0: a page of so many bytes that nobody can read, and no fields."""
+    """What a layer stores. `opaque_bytes` > 0: no fields, but a page of so many bytes nobody can read."""
 
     kind: GroupKind
     reach: int = 0
@@ -119,7 +120,7 @@ def shard(total: int, rank: int, ranks: int) -> tuple[int, int]:
 
 def ranks(spec: EngineSpec, families: Sequence[Family]) -> list[RankGeometry]:
     """Geometry of every rank, pipeline-major; `families[n]` is what layer n stores."""
-    found = []
+    found: list[RankGeometry] = []
     first = 0
     for stage, count in enumerate(spec.stages):
         on_stage = range(first, first + count)

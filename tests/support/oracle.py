@@ -1,9 +1,9 @@
 """The brute-force mover: what a transfer must do to memory, computed without the planner.
 
-Every element of the model's whole cache has logical coordinates: layer, field, position in the sequence, index
-along each axis. Its bytes are a hash of those, so a value in the wrong place is a wrong value. Sources are
-filled element by element from coordinates; what a destination must hold afterwards is computed the same way.
-Addresses are fake: a `Memory` maps them to its array.
+Every element of the model's whole cache has logical coordinates: layer, field, position in the sequence,
+index along each axis. Its bytes are a hash of those, so a value in the wrong place is a wrong value. Sources
+are filled element by element from coordinates; what a destination must hold afterwards is computed the same
+way. Addresses are fake: a `Memory` maps them to its array.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def visible(kind: GroupKind, reach: int, span: Span) -> set[int]:
 
 
 def cells_of(needs: set[int], src_tokens: int, dst_tokens: int) -> set[int]:
-    """Every token of the cells that hold a needed one; a cell is what whole blocks of both sides are made of."""
+    """Every token of the cells that hold a needed one; blocks of both sides are made of whole cells."""
     cell = gcd(src_tokens, dst_tokens)
     return {t // cell * cell + i for t in needs for i in range(cell)}
 
@@ -153,8 +153,8 @@ def _elements(
         blocks: their ids.
 
     Returns:
-        Addresses and bytes, of shape (b · elements, item_bytes), and the first token of each element's place in
-        the sequence, of shape (b · elements,).
+        Addresses and bytes, of shape (b · elements, item_bytes), and the first token of each element's place
+        in the sequence, of shape (b · elements,).
     """
     counts = [axis.count for axis in field.axes]
     index = np.indices(counts, np.int64).reshape(len(counts), -1)

@@ -34,7 +34,7 @@ class Transfer:
 
 @st.composite
 def attention_fields(draw: st.DrawFn) -> tuple[Stored, ...]:
-    """K and V, of different widths, in one head or more, in fp8 with scales or not; or a replicated latent."""
+    """K and V of different widths, some in fp8 with scales; or a latent that all ranks replicate."""
     width = st.integers(1, 3)
     item = draw(st.sampled_from((1, 2, 4)))
     if draw(st.integers(0, 3)) == 0:
@@ -169,19 +169,13 @@ def transfers(draw: st.DrawFn) -> Transfer:
         sides.append((tables, blocks))
     (src_tables, src_blocks), (dst_tables, dst_blocks) = sides
 
-    src_tp = draw(parallel(families))
-    src = EngineSpec(
-        src_tp,
-        draw(stages(len(of_layer))),
-        src_groups,
-        draw(st.sampled_from(layouts)),
-        draw(interiors()),
-        src_blocks,
-    )
+    layers, layout = len(of_layer), st.sampled_from(layouts)
+    tp = draw(parallel(families))
+    src = EngineSpec(tp, draw(stages(layers)), src_groups, draw(layout), draw(interiors()), src_blocks)
+    tp = draw(parallel(families, tp))
     dst = EngineSpec(
-        draw(parallel(families, src_tp)), draw(stages(len(of_layer))), dst_groups, draw(st.sampled_from(layouts)),
-        draw(interiors()), dst_blocks, 1 << 44,
-    )  # fmt: skip
+        tp, draw(stages(layers)), dst_groups, draw(layout), draw(interiors()), dst_blocks, 1 << 44
+    )
     return Transfer(tuple(families[f] for f in of_layer), src, dst, spans, src_tables, dst_tables)
 
 

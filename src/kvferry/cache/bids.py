@@ -1,7 +1,7 @@
 """Which source is asked, and which no longer is: strike out and bid again.
 
-A source that failed a request is struck out for that request; the request is admitted anew and the best bid that is
-left is taken, recompute at the latest. Attempts are capped, so that admission ends.
+A source that failed a request is struck out for that request; the request is admitted anew and the best
+bid that is left is taken, recompute at the latest. Attempts are capped, so that admission ends.
 
     (new) ─take─▶ LOADING ─succeeded─▶ SERVED
                      └─failed─▶ (source struck out) ─take─▶ … until no bid or no attempt is left: recompute

@@ -1,7 +1,7 @@
 """The life of a load on one worker: two clocks.
 
-The *request* has a deadline: when it passes, the load is reported as failed and the request goes on without. The
-*memory* belongs to the transfer until nothing of it is in flight, however long that takes.
+The *request* has a deadline: when it passes, the load is reported as failed and the request goes on
+without. The *memory* belongs to the transfer until nothing of it is in flight, however long that takes.
 
     LOADING ─landed─▶ READY or FAILED     (reported; memory free)
        └─deadline─▶ EXPIRED ─landed─▶ RELEASED

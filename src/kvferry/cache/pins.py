@@ -1,8 +1,8 @@
 """Who owns the destination of a load.
 
-Every block that a load may write is pinned from before it is posted until every worker says that nothing of it is in
-flight, whatever becomes of the request. A pin that outlives its request is *late*; late pins are counted per source, and
-a source that holds too many is refused until they drain.
+Every block that a load may write is pinned from before it is posted until every worker says that nothing
+of it is in flight, whatever becomes of the request. A pin that outlives its request is *late*; late pins
+are counted per source, and a source that holds too many is refused until they drain.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ class _Pin(Generic[BlockT]):
 
 
 class Pins(Generic[BlockT]):
-    """All pins of an engine. Blocks are the engine's own objects; it takes and gives the references itself."""
+    """All pins of an engine. Blocks are its own objects; it takes and gives the references itself."""
 
     def __init__(self, workers: int) -> None:
-        """Args:
-        workers: how many must say that a load has landed.
+        """No pins yet.
+
+        Args:
+            workers: how many must say that a load has landed.
         """
         self._workers = workers
         self._pins: dict[str, _Pin[BlockT]] = {}
@@ -59,7 +61,8 @@ class Pins(Generic[BlockT]):
         """`workers` more workers have nothing of this load in flight.
 
         Returns:
-            The blocks whose references the caller now gives back: all of them with the last worker, else none.
+            The blocks whose references the caller now gives back: all of them with the last worker, else
+                none.
         """
         pin = self._pins.get(key)
         if pin is None:

@@ -1,0 +1,1 @@
+"""Commands; each module adds its own to the application through `register`."""

@@ -19,7 +19,8 @@ def prompt_digest(tokens: Sequence[int], extras: Sequence[str] = ()) -> str:
         tokens: token ids whose content is meant, in order.
         extras: what else decides it, in a fixed order: LoRA adapter, multimodal hashes, cache salt.
 
-    >>> prompt_digest([1, 2, 3]) == prompt_digest((1, 2, 3)), prompt_digest([1, 2]) == prompt_digest([1, 2, 3])
+    >>> prompt_digest([1, 2, 3]) == prompt_digest((1, 2, 3)), prompt_digest([1, 2]) == prompt_digest([1, 2,
+    3])
     (True, False)
     """
     digest = hashlib.blake2b(digest_size=16, person=b"kvferry-prompt")

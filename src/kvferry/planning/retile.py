@@ -105,7 +105,8 @@ def retile(src: PageFormat, dst: PageFormat, fields: frozenset[str] | None = Non
     Blocks of 4 tokens to blocks of 6, an element of 2 bytes per token: cells of 2 tokens, 6 phases of them.
 
     >>> def page(tokens):
-    ...     return PageFormat("kv", tokens, 2 * tokens, (Field("kv", 2, 0, (Axis("token", ((tokens, 2),)),)),))
+    ...     field = Field("kv", 2, 0, (Axis("token", ((tokens, 2),)),))
+    ...     return PageFormat("kv", tokens, 2 * tokens, (field,))
     >>> moved = retile(page(4), page(6))
     >>> moved.cell_tokens, moved.src_cells, moved.dst_cells
     (2, 2, 3)

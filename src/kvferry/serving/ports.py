@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import socket
 
-from kvferry.errors import ConfigError
+from kvferry.errors import KVFerryError
 
 _BACKLOG = 2048
+
+
+class ListenError(KVFerryError):
+    """An address that cannot be listened on."""
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
@@ -25,7 +29,7 @@ def listen(host: str, port: int) -> socket.socket:
     """A socket that listens there; port 0 for any free one.
 
     Raises:
-        ConfigError: the address cannot be had.
+        ListenError: the address cannot be had.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family)
@@ -36,7 +40,13 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         sock.close()
         reason = error.strerror or str(error)
-        raise ConfigError(
+        raise ListenError(
             f"cannot listen on {host}:{port}: {reason}; choose another --host or --port"
         ) from error
     return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    """Where a socket listens, as a URL without a trailing slash."""
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if sock.family == socket.AF_INET6 else f"http://{host}:{port}"

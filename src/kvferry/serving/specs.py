@@ -1,4 +1,4 @@
-"""Which engines a fleet has: names, ports, devices and connector settings for N prefill and M decode engines."""
+"""Which engines a fleet has: their names, ports, devices and connector settings."""
 
 from __future__ import annotations
 
@@ -10,6 +10,16 @@ from kvferry.serving.devices import Machine, engine_environments, memory_argumen
 from kvferry.serving.engine import EngineSpec
 from kvferry.serving.kv_config import Role, kv_transfer_config
 from kvferry.serving.ports import free_ports
+
+# What differs from engine to engine, with what sets it for the fleet.
+_OURS = {
+    "--model": "MODEL",
+    "--host": "--host",
+    "--port": "--port",
+    "--tensor-parallel-size": "--prefill-tp and --decode-tp",
+    "-tp": "--prefill-tp and --decode-tp",
+    "--kv-transfer-config": "kvferry router with engines of your own",
+}
 
 
 def fleet_specs(
@@ -38,7 +48,8 @@ def fleet_specs(
         machine: whose devices are shared out; by default this one's.
 
     Raises:
-        ConfigError: no engine of a role, no rank, or a connector setting that cannot be used.
+        ConfigError: no engine of a role, no rank, or a connector setting or an argument that cannot
+            be used.
     """
     for name, count in (
         ("prefill", prefill),
@@ -48,6 +59,7 @@ def fleet_specs(
     ):
         if count < 1:
             raise ConfigError(f"{name} is {count}, it must be at least 1")
+    _check_arguments(arguments)
     machine = machine or this_machine()
     ranks = [prefill_tensor_parallel] * prefill + [decode_tensor_parallel] * decode
     names = [f"prefill-{i}" for i in range(prefill)] + [f"decode-{i}" for i in range(decode)]
@@ -69,3 +81,11 @@ def fleet_specs(
         )
         for name, role, port, count, environment in zip(names, roles, ports, ranks, environments, strict=True)
     )
+
+
+def _check_arguments(arguments: Sequence[str]) -> None:
+    for argument in arguments:
+        # vLLM reads --some_flag as --some-flag.
+        flag = argument.split("=")[0].replace("_", "-")
+        if flag in _OURS:
+            raise ConfigError(f"{argument} cannot be the same for every engine; use {_OURS[flag]}")

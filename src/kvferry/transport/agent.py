@@ -1,8 +1,8 @@
 """NIXL behind the few verbs that are used.
 
 Only the transfer thread calls these (`transport.thread`): a post may run the whole READ inside the call. NIXL
-cannot cancel: bytes of a READ in flight still land after its handle was released, so `release` is for handles that
-are finished, and whoever owns the memory keeps it until then.
+cannot cancel: bytes of a READ in flight still land after its handle was released, so `release` is for
+    handles that are finished, and whoever owns the memory keeps it until then.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Agent:
         """
         os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
         try:
-            from nixl._api import nixl_agent, nixl_agent_config
+            from nixl._api import nixl_agent, nixl_agent_config  # noqa: PLC0415 - heavy, and may be missing
         except ImportError as error:
             raise ConfigError(f"NIXL cannot be imported ({error}); install the package nixl") from error
         self.name = name
@@ -88,7 +88,8 @@ class Agent:
         Args:
             owner: name of the peer whose memory it is, None for our own.
             region: a region of that memory; says its kind and device.
-            rows: (address, length, stride, count) per row, int64 of shape (n, 4); row ``i``'s descriptors follow
+            rows: (address, length, stride, count) per row, int64 of shape (n, 4); row ``i``'s descriptors
+                follow
                 those of row ``i - 1``.
 
         Returns:
@@ -99,7 +100,11 @@ class Agent:
         return self._nixl.prep_xfer_dlist(owner or _LOCAL, table, region.memory)
 
     def read(
-        self, local: Any, local_indices: npt.NDArray[np.int32], remote: Any, remote_indices: npt.NDArray[np.int32]
+        self,
+        local: Any,
+        local_indices: npt.NDArray[np.int32],
+        remote: Any,
+        remote_indices: npt.NDArray[np.int32],
     ) -> Any:
         """Make a READ of paired prepared descriptors; `post` starts it."""
         return self._nixl.make_prepped_xfer("READ", local, local_indices, remote, remote_indices)

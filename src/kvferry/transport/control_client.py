@@ -1,12 +1,13 @@
 """The consumer's end of the control channel: one thread for all peers.
 
-The engine's thread asks `look_up` on every step it wants to know, and gets an answer at once: a handshake that is
-under way is an answer too. Many peers shake hands at the same time; each has its own deadline.
+The engine's thread asks `look_up` on every step it wants to know, and gets an answer at once: a handshake
+that is under way is an answer too. Many peers shake hands at the same time; each has its own deadline.
 
     (unknown) ─look_up→ LOOKING ─ranks arrive→ KNOWN
                             └─refused, silent or malformed→ REFUSED ─after a while→ (unknown)
 
-Leases that a request holds are kept alive from here, so they live while the request waits in the engine's queue.
+Leases that a request holds are kept alive from here, so they live while the request waits in the engine's
+queue.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any, TypeAlias
 
 import zmq
 
-from kvferry.errors import Incompatible, ProtocolError
+from kvferry.errors import Incompatible, KVFerryError, ProtocolError
 from kvferry.transport import security
 from kvferry.transport.messages import (
     MAX_MESSAGE_BYTES,
@@ -79,7 +80,7 @@ class _Peer:
     """The thread's account of one address."""
 
     socket: zmq.Socket[Any]
-    deadline: float
+    deadline: float | None = None  # of the handshake that is under way; None means that none is
     facts: Facts | None = None
     leases: set[str] = field(default_factory=set)
 
@@ -108,6 +109,7 @@ class ControlClient:
         self._handshake_seconds, self._heartbeat_seconds = handshake_seconds, heartbeat_seconds
         self._answers: dict[Address, Answer] = {}
         self._refused_at: dict[Address, float] = {}
+        self._other_runs: set[tuple[Address, int, int]] = set()
         self._commands: deque[tuple[str, Address, str]] = deque()
         self._context: zmq.Context[Any] = zmq.Context()
         self._peers: dict[Address, _Peer] = {}
@@ -119,15 +121,21 @@ class ControlClient:
     # -- the engine's thread ------------------------------------------------------------------------------
 
     def look_up(self, address: Address, incarnation: int) -> Answer:
-        """What is known of the peer at `address`, whose tickets say `incarnation`; starts a handshake if nothing.
+        """What is known of the peer at `address`, whose tickets say `incarnation`; starts a handshake if
+        nothing.
 
-        A peer known by another incarnation has been restarted: it is asked anew.
+        A peer known by another incarnation may have been restarted: it is asked anew, once. If the answer
+            is the same,
+        it is the ticket that is of another run, and the caller sees that from the facts.
         """
         answer = self._answers.get(address)
-        if isinstance(answer, NotUsable) and time.monotonic() - self._refused_at[address] > REFUSAL_SECONDS:
+        if isinstance(answer, NotUsable) and self._refusal_is_over(address):
             answer = None
         if isinstance(answer, Known) and answer.facts.incarnation != incarnation:
-            answer = None
+            mismatch = (address, answer.facts.incarnation, incarnation)
+            if mismatch not in self._other_runs:
+                self._other_runs.add(mismatch)
+                answer = None
         if answer is None:
             answer = self._answers[address] = Looking()
             self._command("hello", address, "")
@@ -152,6 +160,9 @@ class ControlClient:
         self._thread.join()
         os.close(self._wake)
 
+    def _refusal_is_over(self, address: Address) -> bool:
+        return time.monotonic() - self._refused_at.get(address, -REFUSAL_SECONDS) > REFUSAL_SECONDS
+
     def _command(self, verb: str, address: Address, lease: str) -> None:
         self._commands.append((verb, address, lease))
         os.eventfd_write(self._wake, 1)
@@ -173,9 +184,7 @@ class ControlClient:
             now = time.monotonic()
             if now >= beat:
                 beat = now + self._heartbeat_seconds
-                for peer in self._peers.values():
-                    if peer.leases:
-                        self._send(peer, Heartbeat(sorted(peer.leases)))
+                self._beat(poller)
             self._give_up_on_silent(now)
             if self._stop:
                 break
@@ -184,16 +193,36 @@ class ControlClient:
         self._context.term()
 
     def _wait_ms(self, beat: float) -> int:
-        until = [beat, *(self._peers[a].deadline for a in self._looking())]
-        return max(0, int((min(until) - time.monotonic()) * 1000) + 1)
+        deadlines = (peer.deadline for peer in self._peers.values() if peer.deadline is not None)
+        return max(0, int((min([beat, *deadlines]) - time.monotonic()) * 1000) + 1)
 
-    def _looking(self) -> list[Address]:
-        return [a for a in list(self._peers) if isinstance(self._answers.get(a), Looking)]
+    def _beat(self, poller: zmq.Poller) -> None:
+        """Keep leases alive, and forget who was refused: anyone can make addresses up."""
+        for address, peer in list(self._peers.items()):
+            if peer.leases:
+                self._send(peer, Heartbeat(sorted(peer.leases)))
+            elif isinstance(self._answers.get(address), NotUsable) and self._refusal_is_over(address):
+                poller.unregister(peer.socket)
+                peer.socket.close(linger=500)
+                del self._peers[address]
+                self._answers.pop(address, None)
+                self._refused_at.pop(address, None)
 
     def _obey(self, poller: zmq.Poller, verb: str, address: Address, lease: str) -> None:
+        try:
+            self._carry_out(poller, verb, address, lease)
+        except (zmq.ZMQError, ValueError) as error:
+            # An address that is none, a name that is not Unicode: they came with a request, and cost only it.
+            if verb == "hello":
+                self._refuse(address, f"it cannot be asked: {error}")
+            else:
+                logger.debug("control channel: %s for %a was dropped: %s", verb, address, error)
+
+    def _carry_out(self, poller: zmq.Poller, verb: str, address: Address, lease: str) -> None:
+        lease.encode()
         peer = self._peers.get(address)
         if peer is None:
-            peer = self._peers[address] = _Peer(self._connect(address), 0.0)
+            peer = self._peers[address] = _Peer(self._connect(address))
             poller.register(peer.socket, zmq.POLLIN)
         if verb == "hello":
             peer.facts, peer.deadline = None, time.monotonic() + self._handshake_seconds
@@ -209,7 +238,11 @@ class ControlClient:
         socket.maxmsgsize = MAX_MESSAGE_BYTES
         socket.linger = 0
         security.as_client(socket, self._keys)
-        socket.connect(f"tcp://{address[0]}:{address[1]}")
+        try:
+            socket.connect(f"tcp://{address[0]}:{address[1]}")
+        except (zmq.ZMQError, ValueError):
+            socket.close()
+            raise
         return socket
 
     def _send(self, peer: _Peer, message: Request) -> None:
@@ -220,11 +253,16 @@ class ControlClient:
 
     def _receive(self, address: Address) -> None:
         peer = self._peers[address]
+        frames = peer.socket.recv_multipart()
+        if peer.deadline is None:
+            return  # nothing was asked, or it came too late
         try:
-            frames = peer.socket.recv_multipart()
             self._take(address, peer, decode_reply(frames[-1]))
-        except (ProtocolError, Incompatible) as error:
+        except KVFerryError as error:
             self._refuse(address, str(error))
+        except Exception as error:  # a bad peer costs that peer, nothing else
+            logger.exception("control channel")
+            self._refuse(address, f"its answer cannot be used: {error}")
 
     def _take(self, address: Address, peer: _Peer, reply: Reply) -> None:
         if isinstance(reply, Refused):
@@ -239,17 +277,26 @@ class ControlClient:
                 raise ProtocolError("ranks came before the peer was accepted, or there are none")
             ranks = tuple(reply.ranks)
             self._check(ranks)
+            peer.deadline = None
             self._answers[address] = Known(peer.facts, ranks)
             logger.info(
-                "peer %s (%s) at %s:%d: %d rank(s) known", peer.facts.engine_id, peer.facts.software, *address, len(ranks)
+                "peer %s (%s) at %s:%d: %d rank(s) known",
+                peer.facts.engine_id,
+                peer.facts.software,
+                *address,
+                len(ranks),
             )
 
     def _refuse(self, address: Address, reason: str) -> None:
         logger.warning("peer at %s:%d cannot be used: %s", *address, reason)
+        if peer := self._peers.get(address):
+            peer.deadline = None
         self._refused_at[address] = time.monotonic()
         self._answers[address] = NotUsable(reason)
 
     def _give_up_on_silent(self, now: float) -> None:
-        for address in self._looking():
-            if now >= self._peers[address].deadline > 0:
-                self._refuse(address, f"no answer within {self._handshake_seconds:g} s; is it up, and reachable?")
+        for address, peer in self._peers.items():
+            if peer.deadline is not None and now >= peer.deadline:
+                self._refuse(
+                    address, f"no answer within {self._handshake_seconds:g} s; is it up, and reachable?"
+                )

@@ -64,7 +64,8 @@ class ControlServer:
 
     Attributes:
         port: port listened on.
-        events: heartbeats and releases not yet taken, oldest first; appended by the thread, taken by the engine.
+        events: heartbeats and releases not yet taken, oldest first; appended by the thread, taken by the
+            engine.
         rejected: messages that could not be understood.
     """
 
@@ -93,7 +94,7 @@ class ControlServer:
         except zmq.ZMQError as error:
             self._end_context()
             raise ConfigError(
-                f"control channel: cannot listen on {host} port {port}: {error.strerror}; "
+                f"control channel: cannot listen on {host} port {port}: {zmq.strerror(error.errno)}; "
                 "set another port, or 0 for any free one"
             ) from error
         self.port = int(self._socket.last_endpoint.rsplit(b":", 1)[1])

@@ -1,9 +1,9 @@
 """A producer's promise to keep blocks, and the word that changes before it is broken.
 
-A lease has a slot. Every worker of the producer keeps one 8-byte word per slot in registered memory: the worker's
-incarnation in the high half, the slot's generation in the low half. A *ticket* names the slot and the generation that it
-has now. Taking a lease writes nothing, so a ticket is good from the moment it is granted; ending it makes every
-worker raise the generation *before* it says that the blocks may be given back. A consumer reads the word in
+A lease has a slot. Every worker of the producer keeps one 8-byte word per slot in registered memory: the
+worker's incarnation in the high half, the slot's generation in the low half. A *ticket* names the slot and
+the generation that it has now. Taking a lease writes nothing, so a ticket is good from the moment it is
+granted; ending it makes every worker raise the generation *before* it says that the blocks may be given back. A consumer reads the word in
 a second READ posted after its data is there: if it is still the ticket's, no block had been given back
 when the data was read.
 
@@ -106,8 +106,8 @@ class LeaseBook:
         """
         if not self._free:
             raise TransferError(
-                f"all {len(self._generations)} lease slots are in use; consumers release too slowly, or lease_seconds "
-                f"({self.seconds:g}) is too long"
+                f"all {len(self._generations)} lease slots are in use; consumers release too slowly, or "
+                f"lease_seconds ({self.seconds:g}) is too long"
             )
         slot = self._free.pop()
         self._held[name] = _Held(slot, self._clock() + self.seconds)

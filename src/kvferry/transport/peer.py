@@ -1,7 +1,7 @@
 """What is prepared for one peer, and the descriptors of one read from it.
 
-At connect, every rank of the peer that supplies anything gets a pair of prepared lists, ours and its own, that pair
-entry by entry; a read is then two index arrays per rank. Its lease words are one more such pair.
+At connect, every rank of the peer that supplies anything gets a pair of prepared lists, ours and its own,
+that pair entry by entry; a read is then two index arrays per rank. Its lease words are one more such pair.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ class Peer:
         self._ours = ours
         templates = build_templates([card.geometry for card in cards], ours)
         self.sources = tuple(
-            _prepare(agent, ours, card, template, landing) for card, template in zip(cards, templates, strict=True)
+            _prepare(agent, ours, card, template, landing)
+            for card, template in zip(cards, templates, strict=True)
         )
         self.src_groups = len(cards[0].geometry.groups)
         self._agent = agent
@@ -192,7 +193,7 @@ def _prepare(
         dst_rows.append(_table(rows.dst, rows.length, route.dst_stride, route.dst_blocks))
     if max(src_at, dst_at) > np.iinfo(np.int32).max:
         raise TransferError(
-            f"{max(src_at, dst_at)} descriptors would have to be prepared, at most {np.iinfo(np.int32).max} can be"
+            f"{max(src_at, dst_at)} descriptors would be prepared, at most {np.iinfo(np.int32).max} can be"
         )
     return SourceRank(
         name,
@@ -219,7 +220,7 @@ def _word_rows(region: Region) -> Int64s:
 
 
 def _check_ids(ids: Int64s, blocks: int, side: str) -> None:
-    if len(ids) and not (0 <= ids.min() and ids.max() < blocks):
+    if len(ids) and not (ids.min() >= 0 and ids.max() < blocks):
         raise TransferError(f"block ids {ids.min()} to {ids.max()} of the {side}, whose pool has {blocks}")
 
 

@@ -1,7 +1,8 @@
 """Who may speak on the control channel.
 
-With a secret, both sides derive the same CURVE key pair from it: traffic is encrypted, and a server lets in only
-those whose public key is that one. Without a secret the channel is plain, and then only loopback may be
+With a secret, both sides derive the same CURVE key pair from it: traffic is encrypted, and a server lets
+    in only those whose public key is that one. Without a secret the channel is plain, and then only
+    loopback may be
 listened on, unless the operator says otherwise: transport metadata lets whoever has it read this memory.
 """
 
@@ -55,8 +56,8 @@ def check_host(host: str, keys: Keys | None, allow_insecure: bool) -> None:
     """Raise ConfigError for a host that would expose an unauthenticated channel."""
     if keys is None and not allow_insecure and not _is_loopback(host):
         raise ConfigError(
-            f"host {host} is not loopback and no secret_file is set: anyone who reaches it could read this engine's "
-            "memory; set secret_file on both engines, or allow_insecure on a network that is trusted"
+            f"host {host} is not loopback and no secret_file is set: anyone who reaches it could read "
+            "this engine's memory; set secret_file on both engines, or allow_insecure on a network that is trusted"
         )
 
 
@@ -75,7 +76,7 @@ class _OnlyOurs:
     def __init__(self, keys: Keys) -> None:
         self._public = keys.public
 
-    def callback(self, domain: str, key: bytes) -> bool:
+    def callback(self, domain: str, key: bytes) -> bool:  # noqa: ARG002 - pyzmq calls it so
         return key == self._public
 
 

@@ -1,15 +1,16 @@
 """The one thread of a worker that owns NIXL.
 
-The engine's thread hands over orders and takes results; it never waits for this one, and never calls NIXL. A post
-may take as long as its READ, planning a long prompt takes milliseconds, preparing a peer takes more: all of it happens
-here.
+The engine's thread hands over orders and takes results; it never waits for this one, and never calls NIXL.
+A post
+may take as long as its READ, planning a long prompt takes milliseconds, preparing a peer takes more: all
+    of it happens here.
 
     ordered ─plan, post─▶ DATA ─all done─▶ WORDS ─equal─▶ ready
                  │          └─error─┐        └─changed─┐
                  └──────────────────┴───────────────────┴─▶ failed
 
-Every order gets exactly one result, and gets it when nothing of it is in flight any more: until then the memory belongs to
-the transfer.
+Every order gets exactly one result, and gets it when nothing of it is in flight any more: until then the
+    memory belongs to the transfer.
 """
 
 from __future__ import annotations
@@ -146,7 +147,9 @@ class TransferThread:
         self._wake.set()
         self._thread.join(patience_seconds)
         if self._thread.is_alive():
-            logger.warning("transfer thread: reads are still in flight after %g s, left behind", patience_seconds)
+            logger.warning(
+                "transfer thread: reads are still in flight after %g s, left behind", patience_seconds
+            )
 
     # -- the thread ---------------------------------------------------------------------------------------
 
@@ -277,4 +280,4 @@ class TransferThread:
 
 def _log_unexpected(error: Exception) -> None:
     if not isinstance(error, KVFerryError):
-        logger.exception("transfer thread")
+        logger.error("transfer thread", exc_info=error)

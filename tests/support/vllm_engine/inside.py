@@ -34,6 +34,8 @@ def start(settings: dict[str, Any]) -> Any:
         "dtype": "float32",
     }
     settings = {**defaults, **settings}
+    if settings.pop("test_device", False):
+        _make_test_device()
     transfer = settings.pop("kv_transfer_config", None)
     if transfer is not None:
         settings["kv_transfer_config"] = KVTransferConfig(**transfer)
@@ -42,6 +44,28 @@ def start(settings: dict[str, Any]) -> Any:
     if worker is not None:
         engine.witness = Witness(worker, _scheduler(engine).connector.scheduler_half.consumer)
     return engine
+
+
+def _make_test_device() -> None:
+    """Let vLLM's block copy operation work on CPU, as if the cache were on a device that is not registered."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    def copy(cls: Any, source: Any, target: Any, source_ids: Any, target_ids: Any) -> None:
+        target[target_ids] = source[source_ids]
+
+    CpuPlatform.insert_blocks_to_device = classmethod(copy)
+    CpuPlatform.swap_out_blocks_to_host = classmethod(copy)
+
+
+def start_another(engine: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """Start a second engine in this process."""
+    engine.other = start(settings)
+    return about(engine.other)
+
+
+def other(engine: Any, name: str, *args: Any) -> Any:
+    """Run a function with the second engine of this process."""
+    return globals()[name](engine.other, *args)
 
 
 def stop(engine: Any) -> None:
@@ -121,6 +145,61 @@ def difference(a: dict[int, float], b: dict[int, float]) -> float:
     """Largest difference of two steps' logprobs over tokens that both rank; 10 if they share none."""
     shared = a.keys() & b.keys()
     return max((abs(a[t] - b[t]) for t in shared), default=10.0)
+
+
+def add(
+    engine: Any, prompts: list[list[int]], params: list[dict[str, Any] | None], tokens: int = 8
+) -> list[str]:
+    """Add requests without stepping; their ids."""
+    from vllm import SamplingParams
+
+    engine.count = getattr(engine, "count", 0)
+    names = []
+    for text, p in zip(prompts, params, strict=True):
+        engine.count += 1
+        names.append(f"added-{engine.count}")
+        sampling = SamplingParams(
+            max_tokens=tokens,
+            temperature=0,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": dict(p)} if p else None,
+        )
+        engine.llm_engine.add_request(names[-1], {"prompt_token_ids": list(text)}, sampling)
+    return names
+
+
+def steps(engine: Any, count: int) -> list[str]:
+    """Step the engine so many times; requests that finished."""
+    finished = []
+    for _ in range(count):
+        finished += [o.request_id for o in engine.llm_engine.step() if o.finished]
+        time.sleep(0.002)
+    return finished
+
+
+def abort(engine: Any, names: list[str]) -> None:
+    """Abort requests, as a client that went away would."""
+    engine.llm_engine.abort_request(names)
+
+
+def waiting_for_kv(engine: Any) -> int:
+    """Requests that wait for a load."""
+    return sum(r.status.name == "WAITING_FOR_REMOTE_KVS" for r in _scheduler(engine).requests.values())
+
+
+def preemptions(engine: Any) -> int:
+    """How often requests have been preempted so far; counts from the first call on."""
+    scheduler = _scheduler(engine)
+    if not hasattr(engine, "preempted"):
+        engine.preempted = 0
+        inner = scheduler._preempt_request
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            engine.preempted += 1
+            return inner(*args, **kwargs)
+
+        scheduler._preempt_request = counted
+    return int(engine.preempted)
 
 
 def reset_prefix_cache(engine: Any) -> bool:
@@ -244,11 +323,20 @@ def _worker_half(engine: Any) -> Any:
     return get_kv_transfer_group()._halves[engine.llm_engine.vllm_config.kv_transfer_config.engine_id]
 
 
+def registered_is_the_cache(engine: Any) -> bool:
+    """The memory that peers read and write is the engine's own cache, not a host buffer."""
+    worker = _worker_half(engine)
+    own = {t.untyped_storage().data_ptr() for t in worker._caches.values()}
+    return own == {region.address for region in worker._geometry.regions}
+
+
 def _page(worker: Any, layer: Any, block: int) -> np.ndarray:
-    """The bytes of a page, writable."""
+    """The bytes of a page in the engine's own cache, writable."""
     import ctypes
 
-    address = layer.address + block * layer.block_stride
+    cache = worker._caches[layer.name]
+    ratio = cache.shape[0] // worker._geometry.num_blocks
+    address = cache.data_ptr() + block * ratio * cache.stride(0) * cache.element_size()
     return np.ctypeslib.as_array((ctypes.c_uint8 * layer.page.page_bytes).from_address(address))
 
 

@@ -115,6 +115,8 @@ class Pair:
             if pages:
                 theirs = self.prefill.call("digests", offer["remote_block_ids"], offer["remote_num_tokens"])
                 for layer, digests in pages.items():
+                    # A prefix that was already there is missing from what was loaded, at its front.
+                    assert len(digests) <= len(theirs[layer]), layer
                     assert digests == theirs[layer][len(theirs[layer]) - len(digests) :], layer
         self.prefill.call("step", 1.0)
         return answers

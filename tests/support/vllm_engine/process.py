@@ -1,7 +1,7 @@
 """A real vLLM engine in a process of its own, driven by calls.
 
-The engine lives in that process itself (no further processes for one rank), so that a test can look at, and spoil, its
-cache. `Engine.call(name, ...)` runs the function of that name in `inside`, with the engine.
+The engine lives in that process itself (no further processes for one rank), so that a test can look at,
+and spoil, its cache. `Engine.call(name, ...)` runs the function of that name in `inside`, with the engine.
 """
 
 from __future__ import annotations

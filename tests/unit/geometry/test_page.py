@@ -11,7 +11,7 @@ def test_an_axis_cut_in_two_counts_both_loops():
 
 
 @pytest.mark.parametrize(
-    "loops, start, total",
+    ("loops", "start", "total"),
     [((), 0, 0), (((0, 4),), 0, 0), (((4, 1),), 6, 8), (((4, 1),), -1, 8)],
     ids=["no loops", "no elements", "past the total", "before the start"],
 )

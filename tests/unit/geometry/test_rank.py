@@ -82,14 +82,15 @@ def test_a_page_has_the_tokens_of_its_groups_blocks():
         replace(rank, groups=(replace(rank.groups[0], block_tokens=32),)).check()
 
 
-@pytest.mark.parametrize("page, kind", [(kv_page(), GroupKind.STATE), (state_page(), GroupKind.FULL)])
+@pytest.mark.parametrize(("page", "kind"), [(kv_page(), GroupKind.STATE), (state_page(), GroupKind.FULL)])
 def test_snapshots_belong_to_state_groups_and_nothing_else_does(page, kind):
     with pytest.raises(GeometryError, match="snapshots belong to state groups"):
         rank_of(page, kind=kind).check()
 
 
 @pytest.mark.parametrize(
-    "kind, reach", [(GroupKind.SLIDING, 0), (GroupKind.CHUNKED, 0), (GroupKind.FULL, 8), (GroupKind.STATE, 8)]
+    ("kind", "reach"),
+    [(GroupKind.SLIDING, 0), (GroupKind.CHUNKED, 0), (GroupKind.FULL, 8), (GroupKind.STATE, 8)],
 )
 def test_windows_and_chunks_have_a_reach_and_nothing_else_has(kind, reach):
     with pytest.raises(GeometryError, match="reach"):

@@ -346,6 +346,23 @@ def test_a_port_in_use_is_a_setting_to_change(ends):
             ControlServer(HOST, port, Card(facts(), cards()))
 
 
+def test_addresses_that_were_refused_are_forgotten_and_their_sockets_closed(ends, monkeypatch):
+    monkeypatch.setattr(control_client, "REFUSAL_SECONDS", 0.0)
+    client = ends.client(handshake_seconds=0.05, heartbeat_seconds=0.05)
+    for port in range(1, 9):
+        settled(client, port)
+    until(lambda: not client._peers)
+    assert not client._answers
+
+
+def test_ipv6_loopback_works_too(ends):
+    server = ControlServer("::1", 0, Card(facts(), cards()))
+    client = ends.client()
+    answer = settled(client, server.port, host="::1")
+    server.close()
+    assert isinstance(answer, Known)
+
+
 def test_a_port_is_free_again_after_the_server_was_closed(ends):
     server = ends.server()
     server.close()

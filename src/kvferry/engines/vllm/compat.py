@@ -63,7 +63,13 @@ __all__ = [
 PEER_HITS = CacheHitSource.P2P
 """How vLLM's own counters label tokens that came from a peer."""
 
-_UNKNOWN = (RSWASpec, SinkFullAttentionSpec, CrossAttentionSpec, EncoderOnlyAttentionSpec, SlidingWindowMLASpec)
+_UNKNOWN = (
+    RSWASpec,
+    SinkFullAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    SlidingWindowMLASpec,
+)
 
 
 def _first(spec: KVCacheSpec) -> KVCacheSpec:
@@ -103,7 +109,8 @@ def spec_of_layer(spec: KVCacheSpec, name: str) -> Any:
 def state_position(spec: KVCacheSpec, tokens: int) -> int:
     """Where in a state group's block table the snapshot after `tokens` tokens stands.
 
-    Without prefix caching the table is one running state (and speculative scratch behind it); with it, entries stand for
+    Without prefix caching the table is one running state (and speculative scratch behind it); with it,
+    entries stand for
     positions, and the state after a token is kept in the block of that token.
     """
     spec = _first(spec)
@@ -134,7 +141,8 @@ def finished_whole(request: Any) -> bool:
 def trim_prompt(request: Any, hash_block_tokens: int | None) -> bool:
     """Drop the last prompt token of a request that computes a prompt for another engine; mutates `request`.
 
-    The consumer always computes the last token itself, to sample from it, and recurrent state that has seen it already
+    The consumer always computes the last token itself, to sample from it, and recurrent state that has
+    seen it already
     could not be used. False if there is only one token, or the prompt is not made of token ids.
     """
     if request.num_prompt_tokens < 2 or request.prompt_token_ids is None or request.prompt_embeds is not None:

@@ -18,7 +18,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         host: address that the control channel listens on.
         port: its port; 0 for any free one.
         advertise_host: address that peers are told; `host` if not set.
-        secret_file: file with a secret that both engines share; encrypts and authenticates the control channel.
+        secret_file: file with a secret that both engines share; encrypts and authenticates the control
+            channel.
         allow_insecure: listen beyond loopback without a secret.
         lease_seconds: how long blocks are kept for a consumer that no longer gives a sign of life.
         load_timeout_seconds: when a load that has not delivered is given up.
@@ -26,7 +27,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         attempts: loads tried for one request before it is computed here.
         late_blocks: share of the block pool that reads past their deadline may hold before a peer is refused.
         transfer_log: file that gets one JSON line per finished load.
-        host_buffer: move through host memory with the engine's copy operation; by default only where the engine was
+        host_buffer: move through host memory with the engine's copy operation; by default only where the
+            engine was
             told to (``kv_buffer_device``).
     """
 
@@ -75,7 +77,9 @@ def _check_ranges(config: ConnectorConfig) -> None:
     if not 0 < config.late_blocks <= 1:
         raise ConfigError(f"late_blocks is {config.late_blocks}, it must be above 0 and at most 1")
     if config.host in ("0.0.0.0", "::", "*") and not config.advertise_host:
-        raise ConfigError(f"host {config.host} listens everywhere, so advertise_host must say where peers find it")
+        raise ConfigError(
+            f"host {config.host} listens everywhere, so advertise_host must say where peers find it"
+        )
 
 
 def read_settings(vllm_config: Any) -> ConnectorConfig:

@@ -20,7 +20,8 @@ from kvferry.engines.vllm.worker import WorkerHalf
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     """Moves KV cache between engines; one instance in the scheduler, one per worker.
 
-    vLLM keeps one worker instance per process, even if two engines live in it: the second engine's cache is registered with
+    vLLM keeps one worker instance per process, even if two engines live in it: the second engine's cache
+        is registered with
     the first one's. So a worker instance holds a half per engine, and every step's metadata says whose it is.
     """
 

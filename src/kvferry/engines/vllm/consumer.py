@@ -6,8 +6,8 @@ One `_Pull` per request that came with an offer:
        │                               └─failed or late─▶ (struck out) OFFERED ─▶ …
        └─nothing to load, refused, struck out, aborted─▶ SETTLED
 
-Settling releases the producer, once. Blocks being written are pinned in the engine's pool until every worker says that
-nothing is in flight, whatever became of the request meanwhile.
+Settling releases the producer, once. Blocks being written are pinned in the engine's pool until every
+worker says that nothing is in flight, whatever became of the request meanwhile.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class _Pull:
     def peer(self) -> str:
         """Name under which workers know the peer: this run of this engine."""
         incarnation = self.offer.remote_lease.ticket().incarnation
-        return f"{self.offer.remote_engine_id}@{self.offer.remote_host}:{self.offer.remote_port}#{incarnation:x}"
+        return (
+            f"{self.offer.remote_engine_id}@{self.offer.remote_host}:{self.offer.remote_port}#{incarnation:x}"
+        )
 
 
 class Consumer:
@@ -77,7 +79,13 @@ class Consumer:
     ) -> None:
         self._groups = kv_cache_config.kv_cache_groups
         self._blocks = kv_cache_config.num_blocks
-        self._kinds, self._config, self._client, self._workers, self._log = kinds, config, client, workers, log
+        self._kinds, self._config, self._client, self._workers, self._log = (
+            kinds,
+            config,
+            client,
+            workers,
+            log,
+        )
         self._pulls: dict[str, _Pull] = {}
         self._of_key: dict[str, str] = {}
         self._pins: Pins[Any] = Pins(workers)
@@ -222,8 +230,8 @@ class Consumer:
             return "the prompt is not made of token ids"
         if digest_of(request, offer.remote_num_tokens) != offer.remote_digest:
             return (
-                "the offered blocks hold other tokens than this prompt (remote_digest differs); do both engines "
-                "use the same tokenizer and chat template, and does the router pair the right halves?"
+                "the offered blocks hold other tokens than this prompt (remote_digest differs); do both "
+                "engines use the same tokenizer and chat template, and does the router pair the right halves?"
             )
         return None
 
@@ -250,7 +258,9 @@ class Consumer:
         held = [
             block
             for kind, group, of_group in zip(self._kinds, self._groups, blocks, strict=True)
-            for block in of_group[0 if kind is GroupKind.STATE else span.have // group.kv_cache_spec.block_size :]
+            for block in of_group[
+                0 if kind is GroupKind.STATE else span.have // group.kv_cache_spec.block_size :
+            ]
             if not block.is_null
         ]
         self._pool.touch(held)
@@ -259,13 +269,17 @@ class Consumer:
     def _tables(self, block_ids: BlockIds, span: Span) -> BlockIds:
         """Our block tables; a state group's only the block that will hold the snapshot."""
         return tuple(
-            [ids[compat.state_position(group.kv_cache_spec, span.total)]] if kind is GroupKind.STATE else list(ids)
+            [ids[compat.state_position(group.kv_cache_spec, span.total)]]
+            if kind is GroupKind.STATE
+            else list(ids)
             for kind, group, ids in zip(self._kinds, self._groups, block_ids, strict=True)
         )
 
     def _strike(self, request_id: str, pull: _Pull, reason: str) -> None:
         if pull.bidding.strike(pull.peer, reason):
-            logger.warning("request %s: %s does not serve it: %s; computed here", request_id, pull.peer, reason)
+            logger.warning(
+                "request %s: %s does not serve it: %s; computed here", request_id, pull.peer, reason
+            )
         self._settle(request_id)
 
     def _settle(self, request_id: str) -> None:

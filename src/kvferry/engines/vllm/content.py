@@ -1,10 +1,11 @@
 """Content adapters: what the bytes of a page mean for one attention backend.
 
-Where pages lie is read from tensors; what is in them cannot be. On CPU vLLM hands over ``(blocks, heads, tokens, 2·D)``
-and keeps, per head, K transposed (``[D][tokens]``) and then V (``[tokens][D]``). So each backend has an adapter that
-names fields, axes and strides, and an adapter is *proved* before it is believed: known values are written
-through the backend's own cache-write operation into scratch pages of the same strides, and every element must be found
-where the adapter says. What is not proved moves as opaque whole pages.
+Where pages lie is read from tensors; what is in them cannot be. On CPU vLLM hands over ``(blocks, heads,
+tokens, 2·D)`` and keeps, per head, K transposed (``[D][tokens]``) and then V (``[tokens][D]``). So each
+backend has an adapter that names fields, axes and strides, and an adapter is *proved* before it is
+believed: known values are written through the backend's own cache-write operation into scratch pages of
+    the same strides, and every element must be found where the adapter says. What is not proved moves as
+    opaque whole pages.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def packed_kv(s: Strides, shard: Shard) -> tuple[Field, ...]:
 
 
 def cpu_kv(s: Strides, shard: Shard) -> tuple[Field, ...]:
-    """Per head a K plane ``[D][tokens]``, then a V plane ``[tokens][D]``: CPU_ATTN, vector instruction sets."""
+    """Per head a K plane ``[D][tokens]``, then a V plane ``[tokens][D]``: CPU_ATTN, vector code."""
     heads = Axis("head", ((s.heads, s.head),), shard.start, shard.total)
     k_tokens = Axis("token", ((s.kernel_blocks, s.kernel), (s.tokens, s.item)))
     v_tokens = Axis("token", ((s.kernel_blocks, s.kernel), (s.tokens, s.v * s.item)))
@@ -130,7 +131,9 @@ def page_of_attention(
         shard: which heads this rank holds.
     """
     backend = layer.get_attn_backend().get_name()
-    content = ":".join([backend, str(getattr(layer, "isa", "")), str(tensor.dtype), str(layer.kv_cache_dtype)])
+    content = ":".join(
+        [backend, str(getattr(layer, "isa", "")), str(tensor.dtype), str(layer.kv_cache_dtype)]
+    )
     strides = strides_of(tensor, spec, num_blocks)
     adapter = _ADAPTERS.get(backend)
     why = "it has no content adapter"
@@ -142,9 +145,9 @@ def page_of_attention(
         if not why:
             return page
     elif adapter is not None:
-        why = f"its pages hold {strides.content} elements per head and token, K and V are {strides.k} + {strides.v}"
+        why = f"{strides.content} elements per head and token are not K and V of {strides.k} + {strides.v}"
     logger.warning(
-        "layer %s: content of %s pages is not known (%s); they move whole, between equal block sizes and ranks",
+        "layer %s: content of %s pages is not known (%s): they move whole, between equal blocks and ranks",
         name, content, why,
     )  # fmt: skip
     ranks = 1 if strides.v == 0 else shard.ranks
@@ -227,7 +230,7 @@ def _found(layer: Any, tensor: torch.Tensor, page: PageFormat, s: Strides, axis:
 def _coordinate(
     shape: tuple[int, int, int], axis: str, digit: int, offset: int, like: torch.Tensor
 ) -> torch.Tensor:
-    """A tensor (tokens, heads, content) whose elements say where along `axis` they are, one digit at a time."""
+    """A tensor (tokens, heads, content) whose elements say where along `axis` they are: one digit of it."""
     dim = ("token", "head", "content").index(axis)
     along = (torch.arange(shape[dim]) // _RADIX**digit + offset) % _RADIX
     view = [1, 1, 1]

@@ -20,7 +20,8 @@ def describe_cache(
 
     Args:
         vllm_config, kv_cache_config: vLLM's.
-        caches: layer name to its tensor: attention (kernel blocks, heads, tokens, content), state (blocks, 1, 1, bytes).
+        caches: layer name to its tensor: attention (kernel blocks, heads, tokens, content), state (blocks,
+            1, 1, bytes).
         tp_rank, pp_rank: which worker.
 
     Raises:
@@ -28,7 +29,9 @@ def describe_cache(
     """
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        raise ConfigError("context parallelism (DCP, PCP) splits tokens over ranks, which kvferry cannot move yet")
+        raise ConfigError(
+            "context parallelism (DCP, PCP) splits tokens over ranks, which kvferry cannot move yet"
+        )
     groups = tuple(
         Group(
             kind_of(group),
@@ -60,8 +63,8 @@ def kind_of(group: Any) -> GroupKind:
     kind = compat.kind_of(group.kv_cache_spec)
     if kind is None:
         raise ConfigError(
-            f"KV cache spec {type(group.kv_cache_spec).__name__} (layer {group.layer_names[0]}) is not one that kvferry "
-            "can move; serve this model without a KV connector"
+            f"KV cache spec {type(group.kv_cache_spec).__name__} (layer {group.layer_names[0]}) is not one "
+            "that kvferry can move; serve this model without a KV connector"
         )
     return kind
 
@@ -83,7 +86,9 @@ def _layer(
     blocks = kv_cache_config.num_blocks
     spec = compat.spec_of_layer(group.kv_cache_spec, name)
     if tensor.ndim != 4 or tensor.shape[0] % blocks:
-        raise ConfigError(f"layer {name}: a cache of shape {tuple(tensor.shape)} for {blocks} blocks is not known")
+        raise ConfigError(
+            f"layer {name}: a cache of shape {tuple(tensor.shape)} for {blocks} blocks is not known"
+        )
     stride = tensor.stride(0) * tensor.element_size() * (tensor.shape[0] // blocks)
     size = vllm_config.parallel_config.tensor_parallel_size
     if kind_of(group) is GroupKind.STATE:
@@ -113,5 +118,8 @@ def _regions(caches: Mapping[str, torch.Tensor]) -> Iterator[Region]:
         seen.add(storage.data_ptr())
         on_host = tensor.device.type == "cpu"
         yield Region(
-            storage.data_ptr(), storage.nbytes(), "DRAM" if on_host else "VRAM", 0 if on_host else tensor.device.index or 0
+            storage.data_ptr(),
+            storage.nbytes(),
+            "DRAM" if on_host else "VRAM",
+            0 if on_host else tensor.device.index or 0,
         )

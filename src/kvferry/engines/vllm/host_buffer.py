@@ -1,8 +1,8 @@
 """Host memory that stands in for a device's cache where the device cannot be registered with the transport.
 
-The buffer mirrors the cache block by block, so everything else sees a cache like any other. The producer copies a
-finished prompt's blocks out in the step that completes it, before anyone can know of them; the consumer copies
-blocks in when they have landed. The copying is done by the operation that vLLM hands over.
+The buffer mirrors the cache block by block, so everything else sees a cache like any other. The producer
+copies a finished prompt's blocks out in the step that completes it, before anyone can know of them; the
+consumer copies blocks in when they have landed. The copying is done by the operation that vLLM hands over.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class HostBuffer:
     """
 
     def __init__(self, device: Mapping[str, torch.Tensor], num_blocks: int, copy: CopyBlocks | None) -> None:
-        """Args:
+        """Allocate the mirror.
+
+        Args:
             device: layer name to its cache on the device.
             num_blocks: manager blocks in it.
             copy: the engine's copy operation.
@@ -38,7 +40,9 @@ class HostBuffer:
             ConfigError: the engine has none.
         """
         if copy is None:
-            raise ConfigError("vLLM handed over no copy operation for the host buffer; set host_buffer to false")
+            raise ConfigError(
+                "vLLM handed over no copy operation for the host buffer; set host_buffer to false"
+            )
         self._device = dict(device)
         self._blocks = num_blocks
         self._copy = copy

@@ -1,7 +1,7 @@
 """Whose bytes they are: what two engines must agree on, as facts by name.
 
-The weights count by content: headers and sizes are equal for different weights, and a model's name says nothing.
-Hashing is fast (BLAKE3, all cores) and remembered per file by inode, size and modification time.
+The weights count by content: headers and sizes are equal for different weights, and a model's name says
+    nothing. Hashing is fast (BLAKE3, all cores) and remembered per file by inode, size and modification time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ from kvferry.transport.messages import Facts
 logger = logging.getLogger(__name__)
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-_NOT_CONTENT = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures", "name_or_path"}
+_NOT_CONTENT = {
+    "_name_or_path",
+    "transformers_version",
+    "torch_dtype",
+    "dtype",
+    "architectures",
+    "name_or_path",
+}
 
 
 def facts_of(vllm_config: Any, incarnation: int) -> Facts:
@@ -74,10 +81,10 @@ def _weights(vllm_config: Any) -> str:
 
 
 def _checkpoint(name: str, revision: str | None) -> Path | None:
-    if os.path.isdir(name):
+    if Path(name).is_dir():
         return Path(name)
     try:
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import snapshot_download  # noqa: PLC0415 - only for names that are not folders
 
         return Path(snapshot_download(name, revision=revision, local_files_only=True))
     except Exception:  # noqa: BLE001 - any reason for not having it is the same to us
@@ -89,7 +96,8 @@ def digest_of_files(files: list[Path], memory: Path | None = None) -> str:
 
     Args:
         files: what to read.
-        memory: JSON file that remembers digests by inode, size and modification time; by default in the user's
+        memory: JSON file that remembers digests by inode, size and modification time; by default in the
+            user's
             cache directory. It is only ever a shortcut: unreadable or unwritable, the files are read.
 
     Raises:

@@ -1,6 +1,7 @@
 """What the two halves say to each other, once per engine step.
 
-The engine carries these within itself (pickled between its own processes); nothing here comes from a peer unchecked.
+The engine carries these within itself (pickled between its own processes); nothing here comes from a peer
+unchecked.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class SchedulerMeta(KVConnectorMetadata):
         connects: peer name to the cards of its ranks, before the first order for it.
         orders: loads to begin.
         ended: request to lease slot; raise the word, then report the request as sent.
-        saves: (block ids by position per group, tokens) of prompts this step completes, to be copied to the host buffer.
+        saves: (block ids by position per group, tokens) of prompts this step completes, to be copied to
+            the host buffer.
     """
 
     engine_id: str

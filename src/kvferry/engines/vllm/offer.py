@@ -1,8 +1,9 @@
 """What travels with a request: ``kv_transfer_params``.
 
-The keys that vLLM's NixlConnector uses mean the same here, so routers made for it work unchanged. Three are added:
-``remote_num_tokens`` (how much is offered), ``remote_lease`` (the ticket), ``remote_digest`` (of which tokens).
-A router copies the object as it is; what comes back may be anything, so it is read against a schema.
+The keys that vLLM's NixlConnector uses mean the same here, so routers made for it work unchanged. Three
+are added: ``remote_num_tokens`` (how much is offered), ``remote_lease`` (the ticket), ``remote_digest``
+    (of which tokens). A router copies the object as it is; what comes back may be anything, so it is read
+    against a schema.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Offer(msgspec.Struct, frozen=True):
     Attributes:
         remote_engine_id, remote_request_id: who keeps them, under which name.
         remote_host, remote_port: its control channel.
-        remote_block_ids: block ids by position per group; 0 where it no longer holds any; for a state group the
+        remote_block_ids: block ids by position per group; 0 where it no longer holds any; for a state
+            group the
             one block with the snapshot.
         remote_num_tokens: tokens offered, from the start of the prompt.
         remote_lease: the promise.

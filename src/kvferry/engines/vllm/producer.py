@@ -1,8 +1,8 @@
 """The scheduler half of an engine that computes prompts for others.
 
-A finished prompt's blocks stay where they are, under a lease, until the consumer releases it or stays silent for too
-long. Ending a lease goes through the workers: each raises the lease word, then says that the request is sent, and
-only then does the engine give the blocks back.
+A finished prompt's blocks stay where they are, under a lease, until the consumer releases it or stays
+silent for too long. Ending a lease goes through the workers: each raises the lease word, then says that
+the request is sent, and only then does the engine give the blocks back.
 """
 
 from __future__ import annotations
@@ -32,7 +32,12 @@ class Producer:
     """Grants leases for finished prompts, and ends them."""
 
     def __init__(
-        self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig, kinds: tuple[GroupKind, ...], incarnation: int
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        config: ConnectorConfig,
+        kinds: tuple[GroupKind, ...],
+        incarnation: int,
     ) -> None:
         self._parallel = vllm_config.parallel_config
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
@@ -94,9 +99,11 @@ class Producer:
         return True, write_offer(offer)
 
     def tables(self, block_ids: BlockIds, tokens: int) -> list[list[int]]:
-        """Block tables as they are offered: by position, a state group's only the snapshot after `tokens` tokens."""
+        """Block tables as they are offered: by position; of a state group the snapshot after `tokens` tokens."""
         return [
-            [ids[compat.state_position(group.kv_cache_spec, tokens)]] if kind is GroupKind.STATE else list(ids)
+            [ids[compat.state_position(group.kv_cache_spec, tokens)]]
+            if kind is GroupKind.STATE
+            else list(ids)
             for kind, group, ids in zip(self._kinds, self._groups, block_ids, strict=True)
         ]
 
@@ -111,7 +118,7 @@ class Producer:
         expired = self._book.end_expired()
         for name in expired:
             logger.warning(
-                "request %s: no sign of life from its consumer for %g s (lease_seconds), its blocks are given back",
+                "request %s: its consumer was silent for %g s (lease_seconds), its blocks are given back",
                 name, self._book.seconds,
             )  # fmt: skip
         meta.ended.update(expired)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-
 from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.consumer import Consumer
 from kvferry.engines.vllm.geometry import kind_of
@@ -109,7 +108,7 @@ class SchedulerHalf:
         self._client = self._server = None
 
     def _save_completed(self, scheduler_output: Any, meta: SchedulerMeta) -> None:
-        """Prompts that the coming step completes go to the host buffer in that step, before they are offered."""
+        """Prompts that the coming step completes go to the host buffer in it, before they are offered."""
         state = scheduler_output.kv_connector_block_state
         for request in self._producer.completed_by(scheduler_output.num_scheduled_tokens):
             tokens = request.num_prompt_tokens
@@ -141,5 +140,3 @@ def full_attention_bytes_per_token(ranks: list[RankGeometry]) -> float:
     ]
     layers = sum(len(group.layers) for rank in ranks for group in rank.groups)
     return max((size for size, _ in per_layer), default=0.0) * layers
-
-

@@ -20,7 +20,9 @@ class TransferLog:
     """Appends to a file, or does nothing without one. A full disk stops the log, not the engine."""
 
     def __init__(self, path: str | None, labels: Sequence[str], full_bytes_per_token: float) -> None:
-        """Args:
+        """Open the file.
+
+        Args:
             path: the file, None for no log.
             labels: name per group.
             full_bytes_per_token: bytes per token if all layers were full attention.
@@ -33,7 +35,7 @@ class TransferLog:
         self._file: TextIO | None = None
         if path is not None:
             try:
-                self._file = Path(path).open("a", buffering=1, encoding="utf-8")
+                self._file = Path(path).open("a", buffering=1, encoding="utf-8")  # noqa: SIM115 - stays open
             except OSError as error:
                 raise ConfigError(
                     f"transfer_log {path}: {os.strerror(error.errno or 0)}; name a file that can be written"

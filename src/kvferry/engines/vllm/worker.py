@@ -89,7 +89,12 @@ class WorkerHalf:
             self._orders[order.key] = order
             thread.submit(
                 ReadOrder(
-                    order.key, order.peer, order.span, _arrays(order.src_tables), _arrays(order.dst_tables), order.ticket
+                    order.key,
+                    order.peer,
+                    order.span,
+                    _arrays(order.src_tables),
+                    _arrays(order.dst_tables),
+                    order.ticket,
                 )
             )
 
@@ -136,7 +141,8 @@ class WorkerHalf:
             self._thread = None
 
     def _running(self) -> tuple[TransferThread, RankGeometry]:
-        assert self._thread is not None and self._geometry is not None, "start comes first"
+        assert self._thread is not None, "start comes first"
+        assert self._geometry is not None
         return self._thread, self._geometry
 
     def _needed(self, span: Span, tables: BlockIds) -> list[Int64s]:

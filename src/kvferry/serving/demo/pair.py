@@ -14,7 +14,8 @@ import httpx
 from kvferry.errors import KVFerryError
 from kvferry.serving.demo.client import Answer, ask
 from kvferry.serving.demo.endpoint import routed
-from kvferry.serving.demo.report import Row, Screen
+from kvferry.serving.demo.report import Row
+from kvferry.serving.demo.screen import Screen
 from kvferry.serving.demo.text import prompts
 from kvferry.serving.demo.transfers import read_transfer
 from kvferry.serving.demo.verdict import Verdict, compare
@@ -117,8 +118,7 @@ class _Run:
 
     def rows(self, count: int) -> Sequence[Row]:
         served = self.client.get(f"{self.url}/v1/models").raise_for_status().json()["data"][0]
-        texts = prompts(count + 1, served["max_model_len"] - self.answer_tokens)
-        first, texts = texts[0], texts[1:]
+        *texts, first = prompts(count + 1, served["max_model_len"] - self.answer_tokens)
         body = {"model": served["id"], "max_tokens": self.answer_tokens}
         # The engines meet on the first request: it is shown, but is not one of those measured.
         self.screen.handshake(self._ask(self.url, {**body, "prompt": first}).first_token_seconds)

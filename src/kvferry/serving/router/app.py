@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvferry.serving.router.backends import Backend, Pool
-from kvferry.serving.router.bodies import parse_body
+from kvferry.serving.router.bodies import MalformedBody, parse_body
 from kvferry.serving.router.flow import Completion, Flow
 from kvferry.serving.router.probe import probe_all, watch_down
 from kvferry.serving.router.replies import Headers, bad_request, unavailable
@@ -39,7 +39,11 @@ def router_app(settings: RouterSettings) -> Starlette:
         for method, path in _PASSED_THROUGH
     ]
     routes.append(Route("/health", router.health, methods=["GET"]))
-    return Starlette(routes=routes, lifespan=router.lifespan, exception_handlers={HTTPException: _http_error})
+    return Starlette(
+        routes=routes,
+        lifespan=router.lifespan,
+        exception_handlers={HTTPException: _http_error, Exception: _our_fault},
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,10 @@ class _Call:
     body: bytes
 
 
+class _TooLarge(Exception):
+    """A body beyond the bound."""
+
+
 class _Endpoint:
     """Reads a request, and runs its handler for as long as the client is there."""
 
@@ -70,7 +78,7 @@ class _Endpoint:
         echoed = ((_REQUEST_ID, given),)
         try:
             body = await _read_body(receive, self._max_body_bytes)
-        except ValueError as error:
+        except _TooLarge as error:
             await bad_request(str(error), "request_too_large", 413).send(send, echoed)
             return
         if body is None:
@@ -107,7 +115,7 @@ class _Router:
         """A completion, over both kinds of engines."""
         try:
             body = parse_body(call.body)
-        except ValueError as error:
+        except MalformedBody as error:
             await bad_request(str(error), "invalid_json").send(send, call.echoed)
             return
         completion = Completion(call.path, call.body, body, call.headers, call.echoed)
@@ -148,7 +156,7 @@ async def _read_body(receive: Receive, max_bytes: int) -> bytes | None:
     """The body; None if the client left before its end.
 
     Raises:
-        ValueError: it is larger than `max_bytes`.
+        _TooLarge: it is larger than `max_bytes`.
     """
     body = bytearray()
     while True:
@@ -157,7 +165,7 @@ async def _read_body(receive: Receive, max_bytes: int) -> bytes | None:
             return None
         body += message.get("body", b"")
         if len(body) > max_bytes:
-            raise ValueError(f"the request body is larger than the {max_bytes} bytes that are allowed")
+            raise _TooLarge(f"the request body is larger than the {max_bytes} bytes that are allowed")
         if not message.get("more_body", False):
             return bytes(body)
 
@@ -168,8 +176,15 @@ async def _cancel_on_disconnect(receive: Receive, scope: anyio.CancelScope) -> N
     scope.cancel()
 
 
+async def _our_fault(_: Request, error: Exception) -> Response:
+    # Starlette raises it again after this answer, so it is logged with its trace.
+    reply = unavailable(f"the router failed: {type(error).__name__}", "router_error", 500)
+    return Response(reply.body, reply.status, media_type="application/json")
+
+
 async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+    if not isinstance(error, HTTPException):
+        raise error
     what = f"{request.method} {request.url.path}"
     code = "method_not_allowed" if error.status_code == 405 else "not_found"
     reply = bad_request(f"this router has no {what}", code, error.status_code)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from kvferry.errors import KVFerryError
+
 # What only the answer depends on. Whatever may change the prompt's tokens stays: messages, tools,
-# tool_choice, chat_template*, documents, truncate_prompt_tokens, response_format and everything not named here.
+# tool_choice, chat_template*, documents, truncate_prompt_tokens, response_format, all that is not named here.
 _ANSWER_ONLY = (
     "best_of",
     "echo",
@@ -30,18 +32,22 @@ _ASK_FOR_KV = {
 }
 
 
+class MalformedBody(KVFerryError):
+    """A request that cannot be read; the message is for the caller."""
+
+
 def parse_body(raw: bytes) -> dict[str, Any]:
     """The JSON object of a request.
 
     Raises:
-        ValueError: it is no JSON, or no object; the message is for the caller.
+        MalformedBody: it is no JSON, or no object.
     """
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"the request body is not valid JSON: {error}") from error
+        raise MalformedBody(f"the request body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
-        raise ValueError(f"the request body is a JSON {type(body).__name__}, it must be an object")
+        raise MalformedBody(f"the request body is a JSON {type(body).__name__}, it must be an object")
     return body
 
 
@@ -80,9 +86,9 @@ def decodes_alone(body: dict[str, Any]) -> bool:
     """Whether another engine's KV is of no use, or of no sound use, for this request.
 
     - The caller brings KV of its own choice.
-    - Several prompts: an answer has room for one prompt's KV only, and the decode engine would give it to all.
+    - Several prompts: an answer has room for the KV of one, and the decode engine would use it for all.
     - Logprobs of the prompt: the engine computes the whole prompt for them.
-    - Beam search and embedded prompts: their requests inside the engine carry no such parameters, or no tokens.
+    - Beam search and embedded prompts: the requests inside the engine carry no parameters, or no tokens.
     - Nothing is to be generated.
     """
     prompt = body.get("prompt")

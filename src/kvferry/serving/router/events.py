@@ -23,7 +23,7 @@ def is_events(response: httpx.Response) -> bool:
 
 
 async def relay_events(response: httpx.Response, send: Send, extra: Headers) -> str | None:
-    """Pass events on as they come, whole ones only: an engine that dies inside one must not leave its half behind.
+    """Pass whole events on as they come: an engine that dies inside one must not leave its half behind.
 
     Returns:
         None, or what went wrong in words: the client then got an error event as the last one.

@@ -1,10 +1,10 @@
-"""The life of one completion: prefill on one engine, decode on another, and what happens when one of them fails.
+"""The life of one completion: prefill on one engine, decode on another, and what follows when one fails.
 
     prefill engine ── kv_transfer_params ──→ decode engine ──→ client
          │ dead, refuses, too slow, hands over nothing
          └→ the next prefill engine, or none: the decode engine computes the prompt itself
 
-Cancelling the task that runs `complete` closes the connection to whichever engine is at work, which makes it abort.
+Cancelling the task that runs `complete` closes the connection to the engine at work, which makes it abort.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Flow:
             await self._answer(completion, params, send)
 
     async def _kv_of_prompt(self, completion: Completion) -> dict[str, Any] | Reply | None:
-        """Where the prompt's KV is; an engine's word that the request is wrong; None if no engine computed it."""
+        """Where the prompt's KV is; or why the request is wrong; None if no engine computed it."""
         body = prefill_body(completion.body)
         tried: list[Backend] = []
         while backend := self._prefill.next(tried):

@@ -41,8 +41,8 @@ def relayed(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
 def open_client(settings: RouterSettings) -> httpx.AsyncClient:
     """The client for all engines.
 
-    A connection serves one request: an engine closes idle ones after a few seconds, and a request that is sent at that
-    moment fails as if the engine were dead. No limit on their number: the engines queue, not the router.
+    A connection serves one request: an engine closes idle ones after a few seconds, and a request sent at
+    that moment fails as if the engine were dead. No limit on their number: engines queue, not the router.
     """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     timeout = httpx.Timeout(settings.decode_idle_seconds, connect=settings.connect_seconds)

@@ -1,0 +1,48 @@
+"""`kvferry config`: what makes an engine exchange KV."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvferry.serving.kv_config import Role, kv_transfer_config, kv_transfer_json
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("config")(config)
+
+
+def config(
+    role: Annotated[Role, typer.Option(help="What the engine does.")] = Role.BOTH,
+    host: Annotated[str | None, typer.Option(help="Address the control channel listens on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Its port; any free one if not given.")] = None,
+    advertise_host: Annotated[str | None, typer.Option(help="Address that peers are told.")] = None,
+    secret_file: Annotated[str | None, typer.Option(help="File with a secret both engines share.")] = None,
+    allow_insecure: Annotated[
+        bool | None, typer.Option("--allow-insecure", help="Listen beyond loopback without a secret.")
+    ] = None,
+    lease_seconds: Annotated[float | None, typer.Option(help="How long blocks wait for a consumer.")] = None,
+    load_timeout_seconds: Annotated[float | None, typer.Option(help="When a load is given up.")] = None,
+    handshake_seconds: Annotated[float | None, typer.Option(help="When a silent peer is given up.")] = None,
+    attempts: Annotated[int | None, typer.Option(help="Loads tried before a prompt is computed.")] = None,
+    transfer_log: Annotated[str | None, typer.Option(help="File that gets a line per finished load.")] = None,
+) -> None:
+    """Print the JSON for vLLM's --kv-transfer-config, in one line.
+
+    vllm serve MODEL --kv-transfer-config "$(kvferry config --role decode)"
+    """
+    settings = {
+        "host": host,
+        "port": port,
+        "advertise_host": advertise_host,
+        "secret_file": secret_file,
+        "allow_insecure": allow_insecure,
+        "lease_seconds": lease_seconds,
+        "load_timeout_seconds": load_timeout_seconds,
+        "handshake_seconds": handshake_seconds,
+        "attempts": attempts,
+        "transfer_log": transfer_log,
+    }
+    print(kv_transfer_json(kv_transfer_config(role, settings)))

@@ -1,0 +1,42 @@
+"""The `kvferry` command."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+
+import typer
+
+from kvferry.errors import ConfigError, KVFerryError
+
+_FAILED = 1
+_USAGE = 2
+
+app = typer.Typer(
+    name="kvferry",
+    help="Moves the KV cache of hybrid language models between engines.",
+    no_args_is_help=True,
+    add_completion=False,
+    # Errors of usage as plain sentences, like ours.
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+for _name in ("serve", "router", "config", "demo", "bench"):
+    if find_spec(f"kvferry.cli.{_name}"):
+        import_module(f"kvferry.cli.{_name}").register(app)
+
+
+def main() -> None:
+    """Run a command; what kvferry raises becomes one sentence and an exit code."""
+    try:
+        app()
+    except ConfigError as error:
+        _end(error, _USAGE)
+    except KVFerryError as error:
+        _end(error, _FAILED)
+
+
+def _end(error: KVFerryError, code: int) -> None:
+    print(f"kvferry: {error}", file=sys.stderr)
+    sys.exit(code)

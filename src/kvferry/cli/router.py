@@ -1,0 +1,49 @@
+"""`kvferry router`: one endpoint over engines that were started elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Annotated
+
+import typer
+
+_MIB = 1 << 20
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("router")(router)
+
+
+def router(
+    prefill: Annotated[list[str] | None, typer.Option(help="URL of a prefill engine; repeatable.")] = None,
+    decode: Annotated[list[str] | None, typer.Option(help="URL of a decode engine; repeatable.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any.")] = 8000,
+    prefill_timeout_seconds: Annotated[
+        float, typer.Option(min=0.1, help="When a prefill that has not answered is given up.")
+    ] = 120.0,
+    decode_idle_seconds: Annotated[
+        float, typer.Option(min=0.1, help="When a decode engine that sends nothing is given up.")
+    ] = 600.0,
+    max_body_mib: Annotated[int, typer.Option(min=1, help="Largest request.")] = 64,
+) -> None:
+    """Serve one OpenAI endpoint over prefill and decode engines."""
+    from kvferry.serving.ports import listen, url_of
+    from kvferry.serving.router import RouterSettings, router_app
+    from kvferry.serving.run import run_app
+    from kvferry.serving.signals import StopSignals
+
+    settings = RouterSettings(
+        tuple(prefill or ()),
+        tuple(decode or ()),
+        prefill_seconds=prefill_timeout_seconds,
+        decode_idle_seconds=decode_idle_seconds,
+        max_body_bytes=max_body_mib * _MIB,
+    )
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    with StopSignals() as signals, listen(host, port) as sock:
+        print(f"kvferry: serving on {url_of(sock)}/v1", flush=True)
+        run_app(router_app(settings), sock, lambda: signals.received is None)
+    raise typer.Exit(signals.exit_code)

@@ -1,0 +1,62 @@
+"""`kvferry serve`: engines and router, started and stopped as one."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("serve")(serve)
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="Path or id of a model that vLLM can load.")],
+    vllm_args: Annotated[
+        list[str] | None, typer.Argument(metavar="-- VLLM_ARGS", help="Arguments for every engine.")
+    ] = None,
+    prefill: Annotated[int, typer.Option(help="Prefill engines.")] = 1,
+    decode: Annotated[int, typer.Option(help="Decode engines.")] = 1,
+    prefill_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of each prefill engine.")] = 1,
+    decode_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of each decode engine.")] = 1,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any.")] = 8000,
+    log_dir: Annotated[Path | None, typer.Option(help="Folder for the engines' logs.")] = None,
+    startup_timeout: Annotated[float, typer.Option(help="Seconds until every engine must be ready.")] = 600,
+) -> None:
+    """Start prefill and decode engines of MODEL on this machine and serve one OpenAI endpoint over them."""
+    from rich.console import Console
+
+    from kvferry.serving.launch import fleet_specs
+    from kvferry.serving.ports import listen
+    from kvferry.serving.serve import serve_fleet
+    from kvferry.serving.signals import StopSignals
+
+    specs = fleet_specs(
+        model,
+        prefill=prefill,
+        decode=decode,
+        prefill_tensor_parallel=prefill_tp,
+        decode_tensor_parallel=decode_tp,
+        arguments=vllm_args or (),
+    )
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    # The port first: engines take a while to start, and it may be in use.
+    with StopSignals() as signals, listen(host, port) as sock, contextlib.suppress(KeyboardInterrupt):
+        logs = log_dir or Path(tempfile.mkdtemp(prefix="kvferry-"))
+        console = Console(stderr=True)
+        serve_fleet(
+            specs, sock, logs, console, signals, announce=_announce, startup_timeout_seconds=startup_timeout
+        )
+    raise typer.Exit(signals.exit_code)
+
+
+def _announce(line: str) -> None:
+    print(line, flush=True)

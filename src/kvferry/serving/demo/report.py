@@ -1,0 +1,100 @@
+"""The table at the end: what moved for each request, and whether the answer is the right one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from kvferry.serving.demo.transfers import Transfer
+from kvferry.serving.demo.units import milliseconds, size
+from kvferry.serving.demo.verdict import Verdict
+
+_WIDE = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request.
+
+    Attributes:
+        prompt_tokens: of its prompt.
+        transfer: what moved for it; None if nothing did.
+        first_token_seconds: as its client saw it.
+        verdict: against a single engine.
+    """
+
+    prompt_tokens: int
+    transfer: Transfer | None
+    first_token_seconds: float
+    verdict: Verdict
+
+
+def table(rows: Sequence[Row], width: int) -> Table:
+    """The rows as a table that fits 80 columns; from 120 on with every group by itself and more times."""
+    wide = width >= _WIDE
+    shown = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+    columns = ["prompt\ntokens", "KV moved\nby group", "if all\nfull", "des-\ncript.", "run\nlength"]
+    columns += ["plan", "trans-\nfer", "load\nin all"] if wide else ["trans-\nfer"]
+    columns += ["first\ntoken", "iden-\ntical"]
+    for name in columns:
+        left = name.startswith(("KV", "iden"))
+        shown.add_column(name, justify="left" if left else "right", no_wrap=True)
+    for row in rows:
+        shown.add_row(*_cells(row, wide=wide), end_section=True)
+    return shown
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """One sentence over all rows."""
+    loads = [row.transfer for row in rows if row.transfer and row.transfer.outcome == "ready"]
+    moved, full = sum(load.bytes for load in loads), sum(load.full_attention_bytes for load in loads)
+    same = Counter(row.verdict for row in rows)
+    said = f"Moved {size(moved)} for {len(loads)} of {len(rows)} requests"
+    if moved < full:
+        said += f"; all layers as full attention would have been {size(full)}, {full / moved:.1f} times that"
+    said += f". Identical to a single engine: {same[Verdict.YES]} of {len(rows)}."
+    if same[Verdict.OWN_GAP]:
+        said += (
+            f" {same[Verdict.OWN_GAP]} differ where that engine, asked to prefill what it decoded, differs from itself"
+            " by as much (own gap)."
+        )
+    return said
+
+
+def _cells(row: Row, *, wide: bool) -> Iterator[str]:
+    load = row.transfer
+    yield str(row.prompt_tokens)
+    if load is None or load.outcome != "ready":
+        yield "nothing" if load is None else f"{load.outcome}: {load.reason}"
+        yield from ["-"] * (6 if wide else 4)
+    else:
+        yield "\n".join(_groups(load, wide=wide))
+        yield size(load.full_attention_bytes)
+        yield str(load.descriptors)
+        yield size(load.run_bytes)
+        if wide:
+            yield milliseconds(load.plan_seconds)
+        yield milliseconds(load.transfer_seconds)
+        if wide:
+            yield milliseconds(load.total_seconds)
+    yield milliseconds(row.first_token_seconds)
+    yield row.verdict.value
+
+
+def _groups(load: Transfer, *, wide: bool) -> Iterator[str]:
+    """One line per group, or per kind of group where there is less room: they come as "3 sliding_window(64)"."""
+    if wide:
+        for name, moved in load.bytes_by_group.items():
+            yield f"{name}  {size(moved)}"
+        return
+    kinds: dict[str, list[int]] = {}
+    for name, moved in load.bytes_by_group.items():
+        kinds.setdefault(name.partition(" ")[2], []).append(moved)
+    for kind, sizes in kinds.items():
+        yield f"{len(sizes)} {_SHORT.get(kind, kind).replace('_window', '')} {size(sum(sizes))}"
+
+
+_SHORT = {"full_attention": "full"}

@@ -1,0 +1,97 @@
+"""What a person sees while the demo runs, on a terminal or in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+
+from kvferry.serving.demo.report import Row, summary, table
+from kvferry.serving.demo.units import milliseconds
+from kvferry.serving.launch import Engine, EngineState
+
+_INDENT = "    "
+
+
+class Screen:
+    """Writes to one console; everything on it is shortened to its width."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def note(self, text: str) -> None:
+        """A line of its own."""
+        self._console.print(text, markup=False, highlight=False)
+
+    def model(self, title: str) -> None:
+        """What comes next is about this model."""
+        self._console.print()
+        self._console.rule(f"[bold]{title}", align="left")
+
+    @contextmanager
+    def starting(self) -> Iterator[Callable[[Sequence[Engine]], None]]:
+        """Progress of engines that start: a live line on a terminal, else a line per change."""
+        if self._console.is_terminal:
+            with self._console.status("Starting engines") as status:
+                yield lambda engines: status.update(_line(engines))
+        else:
+            yield _Changes(self.note)
+        self.note("Both engines are ready.")
+
+    def handshake(self, seconds: float) -> None:
+        """The first answer's time, in which the engines met."""
+        self.note(f"The engines met: the first request had its first token after {milliseconds(seconds)}.")
+
+    @contextmanager
+    def answering(self, number: int, prompt: str) -> Iterator[Callable[[str], None]]:
+        """An answer as it comes, on one line below the beginning of its prompt."""
+        begins = _printable(prompt)[: self._console.width - len(_INDENT) - 8]
+        self.note(f"\n{number:>3} {begins} ...")
+        room = self._console.width - len(_INDENT) - 8
+        self._piece(f"{_INDENT}-> ")
+
+        def on_text(text: str) -> None:
+            nonlocal room
+            if room > 0:
+                piece = _printable(text)[:room]
+                room -= len(piece)
+                self._piece(piece if room > 0 else f"{piece}...")
+
+        try:
+            yield on_text
+        finally:
+            self._console.print()
+
+    def table(self, rows: Sequence[Row]) -> None:
+        """The result."""
+        self._console.print()
+        self._console.print(table(rows, self._console.width))
+        self.note(f"\n{summary(rows)}")
+
+    def _piece(self, text: str) -> None:
+        self._console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+        self._console.file.flush()
+
+
+class _Changes:
+    """Says each engine's state when it changes."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._seen: dict[str, EngineState] = {}
+
+    def __call__(self, engines: Sequence[Engine]) -> None:
+        for engine in engines:
+            if self._seen.get(engine.spec.name) is not engine.state:
+                self._seen[engine.spec.name] = engine.state
+                self._say(f"{engine.spec.name}: {engine.state.value} ({engine.seconds:.0f} s)")
+
+
+def _line(engines: Sequence[Engine]) -> str:
+    return "   ".join(f"{engine.spec.name}: {engine.state.value} {engine.seconds:.0f} s" for engine in engines)
+
+
+def _printable(text: str) -> str:
+    """One line, without what a terminal would act on."""
+    return "".join(c if c.isprintable() else " " for c in text)

@@ -1,0 +1,46 @@
+"""The router's web server, in the foreground of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.applications import Starlette
+
+_TICK_SECONDS = 0.2
+# For answers that are under way when the server is told to end.
+_DRAIN_SECONDS = 2
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to whoever runs it."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def run_app(app: Starlette, sock: socket.socket, keep_on: Callable[[], bool]) -> None:
+    """Serve `app` on a listening socket.
+
+    Args:
+        app: is served until it is told to end.
+        sock: is closed at the end.
+        keep_on: asked five times a second; its False, or whatever it raises, ends the server.
+    """
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_DRAIN_SECONDS)
+    asyncio.run(_serve(_Server(config), sock, keep_on))
+
+
+async def _serve(server: _Server, sock: socket.socket, keep_on: Callable[[], bool]) -> None:
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    try:
+        # Polled: what it looks at, processes and signals, sets no event.
+        while not serving.done() and keep_on():  # noqa: ASYNC110
+            await asyncio.sleep(_TICK_SECONDS)
+    finally:
+        server.should_exit = True
+        await serving

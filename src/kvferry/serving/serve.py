@@ -1,0 +1,107 @@
+"""A fleet with its router in front, from the first process started to the last one ended."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from kvferry.errors import KVFerryError
+from kvferry.serving.engine import Engine, EngineSpec, EngineState
+from kvferry.serving.kv_config import Role
+from kvferry.serving.launch import Fleet, death_notice
+from kvferry.serving.ports import url_of
+from kvferry.serving.progress import startup_progress
+from kvferry.serving.router import RouterSettings, router_app
+from kvferry.serving.run import run_app
+from kvferry.serving.signals import StopRequested, StopSignals
+
+
+class FleetLost(KVFerryError):
+    """No decode engine is left."""
+
+
+def serve_fleet(
+    specs: Sequence[EngineSpec],
+    sock: socket.socket,
+    log_dir: Path,
+    console: Console,
+    signals: StopSignals,
+    *,
+    announce: Callable[[str], None],
+    startup_timeout_seconds: float,
+) -> None:
+    """Start the engines, serve them on `sock` and end them; returns when a signal asked for it.
+
+    Args:
+        specs: of the engines.
+        sock: listens already.
+        log_dir: for the engines' logs.
+        console: gets progress and news of engines.
+        signals: end everything; a second one kills the engines.
+        announce: gets the endpoint in one line, once requests can be served.
+        startup_timeout_seconds: until every engine must be ready.
+
+    Raises:
+        LaunchError: an engine did not start.
+        FleetLost: every decode engine ended.
+        KeyboardInterrupt: a second signal came.
+    """
+    with Fleet(specs, log_dir, startup_timeout_seconds=startup_timeout_seconds) as fleet:
+        try:
+            _wait_ready(fleet, console, signals)
+            settings = RouterSettings(tuple(fleet.prefill_urls), tuple(fleet.decode_urls))
+            announce(f"kvferry: serving on {url_of(sock)}/v1")
+            run_app(router_app(settings), sock, _Watch(fleet, console, signals))
+        except StopRequested:
+            pass
+        except KeyboardInterrupt:
+            fleet.kill()
+            raise
+        _say(console, "kvferry: stopping the engines; once more to kill them")
+
+
+def _wait_ready(fleet: Fleet, console: Console, signals: StopSignals) -> None:
+    with startup_progress(console) as show:
+
+        def on_progress(engines: Sequence[Engine]) -> None:
+            signals.check()
+            show(engines)
+
+        fleet.wait_ready(on_progress)
+
+
+class _Watch:
+    """Whether to go on serving; says which engines ended, once each."""
+
+    def __init__(self, fleet: Fleet, console: Console, signals: StopSignals) -> None:
+        self._fleet = fleet
+        self._console = console
+        self._signals = signals
+        self._dead: set[str] = set()
+
+    def __call__(self) -> bool:
+        if self._signals.received is not None:
+            return False
+        for engine in self._fleet.engines:
+            if engine.poll() is EngineState.DEAD and engine.spec.name not in self._dead:
+                self._dead.add(engine.spec.name)
+                self._announce(engine)
+        return True
+
+    def _announce(self, engine: Engine) -> None:
+        peers = [one for one in self._fleet.engines if one.spec.role is engine.spec.role]
+        left = sum(one.state is not EngineState.DEAD for one in peers)
+        notice = death_notice(engine)
+        if engine.spec.role is Role.DECODE and not left:
+            raise FleetLost(f"no decode engine is left: {notice}")
+        then = f"{left} of {len(peers)} {engine.spec.role} engines serve on"
+        if not left:
+            then = "decode engines now compute prompts themselves"
+        _say(self._console, f"kvferry: {notice}; {then}")
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,83 @@
+"""Two engines in one process, and a cache that only the engine's own copy operation reaches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
+from support.vllm_engine.pair import Pair, Setup, connector, prompt
+from support.vllm_engine.process import Engine
+
+pytestmark = pytest.mark.engine
+
+
+def test_two_engines_in_one_process_hand_over_to_each_other(
+    running: object, checkpoints: Path, tmp_path: Path
+) -> None:
+    running.close()
+    model = str(tiny_checkpoint("gemma3", checkpoints))
+    options = {"model": model, **FAMILIES["gemma3"].engine_options(), "kv_cache_memory_bytes": 32 << 20}
+    both = Engine(tmp_path / "both.log", **options, kv_transfer_config=connector())
+    try:
+        both.ready()
+        both.call("start_another", {**options, "kv_transfer_config": connector()})
+        for text in (prompt(300, 1), prompt(129, 2)):
+            reference = both.call("generate", [text])[0]
+            both.call("reset_prefix_cache")
+            offer = both.call("prefill", [text])[0]["params"]
+            answer = both.call("other", "generate", [text], [offer])[0]
+            loaded = both.call("other", "loaded")
+            theirs = both.call("digests", offer["remote_block_ids"], offer["remote_num_tokens"])
+            assert list(loaded.values()) == [theirs]
+            assert answer["tokens"] == reference["tokens"]
+            both.call("step", 1.0)
+            assert both.call("requests_left") == 0
+            both.call("other", "spoil", 5)
+            offer = both.call("prefill", [text])[0]["params"]
+            both.call("other", "reset_prefix_cache")
+            spoiled = both.call("other", "generate", [text], [offer])[0]
+            both.call("other", "spoil", None)
+            both.call("other", "loaded")
+            assert spoiled["logprobs"][0] != reference["logprobs"][0]
+            both.call("step", 1.0)
+            both.call("reset_prefix_cache")
+            both.call("other", "reset_prefix_cache")
+    finally:
+        both.close()
+
+
+HOST_BUFFER = [
+    Setup(
+        "gemma3",
+        "host-buffer",
+        {"test_device": True, "max_num_batched_tokens": 256},
+        True,
+        {"host_buffer": True},
+    ),
+    Setup(
+        "nemotronh",
+        "host-buffer",
+        {"test_device": True, "max_num_batched_tokens": 256, "enable_prefix_caching": False},
+        connector={"host_buffer": True},
+    ),
+]
+
+
+@pytest.mark.parametrize("pair", [pytest.param(s, id=str(s)) for s in HOST_BUFFER], indirect=True)
+def test_an_unregistered_cache_goes_through_host_memory(pair: Pair) -> None:
+    assert not pair.prefill.call("registered_is_the_cache")
+    assert not pair.decode.call("registered_is_the_cache")
+    for length in (40, 256, 600):
+        text = prompt(length, length)
+        answer = pair.through([text])[0]
+        assert answer["moved"]
+        reference = pair.reference([text])[0]
+        pair.agree(answer, reference)
+        pair.forget()
+    pair.decode.call("spoil", len(pair.about["groups"]) - 1)
+    spoiled = pair.through([text])[0]
+    pair.decode.call("spoil", None)
+    assert pair.distance(spoiled, reference) > pair.tolerance()
+    pair.forget()

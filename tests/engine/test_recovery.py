@@ -1,0 +1,199 @@
+"""Whatever goes wrong between two engines: no wrong token, no stuck request, no dead engine."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from support.vllm_engine.pair import Pair, Setup, prompt
+
+LEASE, DEADLINE = 3.0, 1.5
+OVER_TCP = Setup(
+    "gemma3",
+    "over-tcp",
+    {"max_num_batched_tokens": 256, "num_gpu_blocks_override": 120},
+    exact=True,
+    connector={"lease_seconds": LEASE, "load_timeout_seconds": DEADLINE, "handshake_seconds": 1.0},
+    environment={"UCX_TLS": "tcp,self"},
+)
+"""Over TCP a stopped producer really stops a read: nothing else could carry it out."""
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.parametrize("pair", [pytest.param(OVER_TCP, id=str(OVER_TCP))], indirect=True),
+]
+
+
+def offer_of(pair: Pair, text: list[int]) -> dict[str, Any]:
+    offer: dict[str, Any] = pair.prefill.call("prefill", [text])[0]["params"]
+    return offer
+
+
+def eventually(true: Callable[[], bool], seconds: float = 10.0) -> None:
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, "it did not come true"
+        time.sleep(0.05)
+
+
+def quiet(pair: Pair) -> bool:
+    pair.decode.call("step", 0.05)
+    counters = pair.decode.call("counters")
+    return bool(counters["pins"] == 0 and counters["pulls"] == 0)
+
+
+def computed_here(pair: Pair, text: list[int], offer: dict[str, Any]) -> None:
+    """The decode engine answers rightly without loading anything."""
+    answer = pair.decode.call("generate", [text], [offer])[0]
+    assert not pair.decode.call("loaded")
+    pair.decode.call("reset_prefix_cache")
+    pair.agree(answer, pair.decode.call("generate", [text])[0])
+    pair.decode.call("reset_prefix_cache")
+
+
+def test_the_pair_works_over_tcp(pair: Pair) -> None:
+    text = prompt(300, 1)
+    answer = pair.through([text])[0]
+    assert answer["moved"]
+    pair.agree(answer, pair.reference([text])[0])
+    pair.forget()
+
+
+def test_blocks_of_a_lease_that_ran_out_are_never_believed(pair: Pair) -> None:
+    text = prompt(300, 2)
+    offer = offer_of(pair, text)
+    pair.prefill.call("step", LEASE + 1.0)
+    assert pair.prefill.call("requests_left") == 0
+    pair.prefill.call("generate", [prompt(700, n) for n in (50, 51, 52)])
+    computed_here(pair, text, offer)
+
+
+def test_a_lease_lives_as_long_as_its_request_waits(pair: Pair) -> None:
+    text = prompt(300, 3)
+    offer = offer_of(pair, text)
+    name = pair.decode.call("add", [text], [offer])
+    pair.prefill.call("step", 2 * LEASE)
+    assert pair.prefill.call("requests_left") == 1
+    while name[0] not in pair.decode.call("steps", 5):
+        pass
+    assert pair.decode.call("loaded")
+    pair.prefill.call("step", 1.0)
+    assert pair.prefill.call("requests_left") == 0
+    pair.forget()
+
+
+def test_a_request_aborted_before_it_ran_releases_the_producer(pair: Pair) -> None:
+    text = prompt(300, 4)
+    name = pair.decode.call("add", [text], [offer_of(pair, text)])
+    pair.decode.call("abort", name)
+    pair.prefill.call("step", 1.0)
+    assert pair.prefill.call("requests_left") == 0
+    assert quiet(pair)
+
+
+def test_a_request_aborted_while_loading_gives_its_blocks_back_once_nothing_can_land(pair: Pair) -> None:
+    text = prompt(300, 5)
+    free = pair.decode.call("free_blocks")
+    offer = offer_of(pair, text)
+    pair.prefill.signal(signal.SIGSTOP)
+    try:
+        name = pair.decode.call("add", [text], [offer])
+        pair.decode.call("steps", 3)
+        assert pair.decode.call("waiting_for_kv") == 1
+        pair.decode.call("abort", name)
+        pair.decode.call("step", DEADLINE + 1.0)
+        assert pair.decode.call("requests_left") == 0
+        assert pair.decode.call("counters")["pins"] == 1
+        assert pair.decode.call("free_blocks") < free
+    finally:
+        pair.prefill.signal(signal.SIGCONT)
+    answer = pair.through([prompt(40, 6)])[0]
+    assert answer["moved"]
+    eventually(lambda: quiet(pair))
+    pair.forget()
+    assert pair.decode.call("free_blocks") == free
+
+
+def test_past_its_deadline_a_request_is_computed_here_and_late_bytes_hurt_nobody(pair: Pair) -> None:
+    texts = [prompt(n, 7 + n) for n in (300, 500)]
+    free = pair.decode.call("free_blocks")
+    offers = [answer["params"] for answer in pair.prefill.call("prefill", texts)]
+    pair.prefill.signal(signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        answers = pair.decode.call("generate", texts, offers)
+        assert time.monotonic() - began < DEADLINE + 8
+        assert not pair.decode.call("loaded")
+        assert pair.decode.call("counters")["pins"] == 2
+        others = [prompt(600, n) for n in (60, 61, 62)]
+        pair.decode.call("generate", others)
+    finally:
+        pair.prefill.signal(signal.SIGCONT)
+    for answer, reference in zip(answers, pair.reference(texts), strict=True):
+        pair.agree(answer, reference)
+    eventually(lambda: quiet(pair) or not pair.decode.call("generate", [prompt(10, 8)], tokens=1))
+    pair.forget()
+    assert pair.decode.call("free_blocks") == free
+
+
+def test_preempted_requests_on_either_side_end_rightly(pair: Pair) -> None:
+    texts = [prompt(n, n) for n in (380, 500, 620, 640, 700, 690)]
+    assert pair.decode.call("preemptions") == 0
+    answers = pair.through(texts, tokens=260)
+    assert pair.decode.call("preemptions") > 0, "the block pool was large enough: nothing was shown"
+    for answer, reference in zip(answers, pair.reference(texts, tokens=260), strict=True):
+        pair.agree(answer, reference)
+    pair.prefill.call("preemptions")
+    alone = pair.prefill.call("generate", texts, None, 260)
+    assert pair.prefill.call("preemptions") > 0
+    assert [a["tokens"] for a in alone] == [a["tokens"] for a in answers]
+    pair.forget()
+
+
+MALFORMED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "no lease": lambda p: {k: v for k, v in p.items() if k != "remote_lease"},
+    "a port that is text": lambda p: {**p, "remote_port": "http"},
+    "too few groups": lambda p: {**p, "remote_block_ids": p["remote_block_ids"][:1]},
+    "block ids that do not exist": lambda p: {
+        **p,
+        "remote_block_ids": [[10**6] * len(t) for t in p["remote_block_ids"]],
+    },
+    "null blocks": lambda p: {**p, "remote_block_ids": [[0] * len(t) for t in p["remote_block_ids"]]},
+    "tables that are too short": lambda p: {**p, "remote_block_ids": [t[:1] for t in p["remote_block_ids"]]},
+    "more tokens than the prompt has": lambda p: {**p, "remote_num_tokens": 10**6},
+    "another prompt's blocks": lambda p: {**p, "remote_digest": "0" * 32},
+    "a slot that does not exist": lambda p: {**p, "remote_lease": {**p["remote_lease"], "slot": 10**6}},
+    "another run of the engine": lambda p: {**p, "remote_lease": {**p["remote_lease"], "incarnation": 7}},
+    "another engine's name": lambda p: {**p, "remote_engine_id": "someone else"},
+    "nobody at the address": lambda p: {**p, "remote_port": 9},
+}
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+def test_a_malformed_offer_is_said_and_computed_here(pair: Pair, what: str) -> None:
+    text = prompt(300, 9)
+    offer = offer_of(pair, text)
+    said = len(pair.decode.log.read_text())
+    computed_here(pair, text, MALFORMED[what](offer))
+    assert "computed here" in pair.decode.log.read_text()[said:]
+    pair.prefill.call("step", LEASE + 1.0)
+    assert pair.prefill.call("requests_left") == 0
+    assert quiet(pair)
+    pair.prefill.call("reset_prefix_cache")
+
+
+def test_a_producer_that_died_costs_its_requests_a_recompute_and_nothing_else(pair: Pair) -> None:
+    """Last: the pair is not used after it."""
+    texts = [prompt(300, 10), prompt(310, 11)]
+    offers = [answer["params"] for answer in pair.prefill.call("prefill", texts)]
+    references = [pair.decode.call("generate", [text])[0] for text in texts]
+    pair.decode.call("reset_prefix_cache")
+    pair.prefill.kill()
+    for text, offer, reference in zip(texts, offers, references, strict=True):
+        answer = pair.decode.call("generate", [text], [offer])[0]
+        assert not pair.decode.call("loaded")
+        pair.agree(answer, reference)
