@@ -53,8 +53,8 @@ HOST_BUFFER = [
         "gemma3",
         "host-buffer",
         {"test_device": True, "max_num_batched_tokens": 256},
-        True,
-        {"host_buffer": True},
+        exact=True,
+        connector={"host_buffer": True},
     ),
     Setup(
         "nemotronh",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
-from kvferry.bench.producer import AskEnded, AskTicket, Listening, Trouble, produce
+from kvferry.bench.producer import AskEnded, AskTicket, Ended, Listening, Trouble, produce
 from kvferry.bench.shapes import Shape
 from kvferry.errors import TransferError
 from kvferry.transport.lease import Ticket
@@ -39,7 +39,10 @@ class Producer:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
-            target=produce, args=(theirs, shape, num_blocks, dict(settings)), name="bench-producer", daemon=True
+            target=produce,
+            args=(theirs, shape, num_blocks, dict(settings)),
+            name="bench-producer",
+            daemon=True,
         )
         self._process.start()
         theirs.close()
@@ -49,7 +52,7 @@ class Producer:
             self.close()
             raise
 
-    def __enter__(self) -> Producer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -70,7 +73,7 @@ class Producer:
     def wait_ended(self) -> None:
         """Return when it has heard every acknowledgement: no lease is held."""
         self._say(AskEnded())
-        self._answer(bool, ANSWER_SECONDS)
+        self._answer(Ended, ANSWER_SECONDS)
 
     def check(self) -> None:
         """Raise TransferError if it has died."""

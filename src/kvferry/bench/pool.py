@@ -49,7 +49,7 @@ class Pool:
         self._ends[...] = 0
 
     def check(self, src_table: Int64s, dst_table: Int64s) -> None:
-        """Raise TransferError unless our blocks `dst_table` carry the marks of a peer's blocks `src_table`."""
+        """Raise TransferError unless blocks `dst_table` carry the marks of a peer's `src_table`."""
         wrong = int((self._ends[:, dst_table] != self._marks(src_table)).any(axis=2).sum())
         if wrong:
             pages = self.shape.layers * len(dst_table)

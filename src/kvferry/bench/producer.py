@@ -1,7 +1,8 @@
 """The process that is read from: what a prefill engine has, without the engine.
 
-A pool of marked pages, a transfer thread that registered it, a control server, and a lease book. The reader asks for
-tickets through a pipe, as a request's parameters would carry them; everything else goes over the control channel.
+A pool of marked pages, a transfer thread that registered it, a control server, and a lease book. The reader
+asks for tickets through a pipe, as a request's parameters would carry them; everything else goes over the control
+channel.
 """
 
 from __future__ import annotations
@@ -48,7 +49,12 @@ class AskTicket:
 
 @dataclass(frozen=True, slots=True)
 class AskEnded:
-    """Asks to be told (True) when no lease is held any more."""
+    """Asks to be told when no lease is held any more; answered with Ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """No lease is held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +116,7 @@ class _Producer:
                 while len(self._book):
                     time.sleep(_TICK_SECONDS)
                     self._hear()
-                pipe.send(True)
+                pipe.send(Ended())
 
     def close(self) -> None:
         """End both threads."""

@@ -1,7 +1,7 @@
 """A model's KV cache as a geometry: dense attention, one layer's pages side by side (LBHNC).
 
-The interior of a page is heads, tokens, then K and V of one head and token packed together. A homogeneous transfer
-never looks inside: a page is one descriptor.
+The interior of a page is heads, tokens, then K and V of one head and token packed together. A homogeneous
+transfer never looks inside: a page is one descriptor.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Shape:
         sizes = (self.layers, self.kv_heads, self.head_dim, self.block_tokens, self.dtype_bytes)
         if min(sizes) < 1:
             raise ConfigError(
-                f"geometry {self.name}: layers, KV heads, head size, block size and element bytes are {sizes}; "
-                "each must be at least 1"
+                f"geometry {self.name}: layers, KV heads, head size, block size and element bytes are "
+                f"{sizes}; each must be at least 1"
             )
         if self.page_bytes % 16:
             raise ConfigError(
-                f"geometry {self.name}: a page has {self.page_bytes} bytes; the bench marks both ends of every page "
-                "with 8 bytes: choose sizes whose product with 2 is a multiple of 16"
+                f"geometry {self.name}: a page has {self.page_bytes} bytes; both ends of each are marked "
+                "with 8 bytes, so choose sizes that make it a multiple of 16"
             )
 
     @property
@@ -64,7 +64,7 @@ class Shape:
 
     def with_small_pages(self) -> Shape:
         """As many layers and tokens per block, in pages as small as can be marked."""
-        return replace(self, name=f"{self.name}, pages of {32 * self.block_tokens} B", kv_heads=1, head_dim=8)
+        return replace(self, name=f"{self.name}, small pages", kv_heads=1, head_dim=8)
 
     def geometry(self, address: int, num_blocks: int) -> RankGeometry:
         """One rank with `num_blocks` blocks from `address` on, layer after layer."""
@@ -87,10 +87,7 @@ class Shape:
         return PageFormat("bench", self.block_tokens, self.page_bytes, (Field("kv", item, 0, axes),))
 
 
-SHAPES = {
-    shape.name: shape
-    for shape in (Shape("llama-3.1-8b", 32, 8, 128), Shape("qwen3-0.6b", 28, 8, 128))
-}
+SHAPES = {shape.name: shape for shape in (Shape("llama-3.1-8b", 32, 8, 128), Shape("qwen3-0.6b", 28, 8, 128))}
 
 
 def block_table(blocks: int, order: str, seed: int) -> Int64s:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,23 +11,27 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, KVFerryError
 
 if TYPE_CHECKING:
     from kvferry.serving.demo import DemoModel, Screen
 
 _FAMILIES = "gemma3,nemotronh"
+_FAILED = 1
+_INTERRUPTED = 130
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command(context_settings={"allow_extra_args": True})(demo)
+    app.command("demo")(demo)
 
 
 def demo(
-    context: typer.Context,
     model: Annotated[
         str | None, typer.Argument(help="Path or id of any model that vLLM can load; by default tiny ones.")
+    ] = None,
+    vllm_args: Annotated[
+        list[str] | None, typer.Argument(metavar="-- VLLM_ARGS", help="Arguments for both engines.")
     ] = None,
     families: Annotated[str, typer.Option(help="Which tiny models, one after the other.")] = _FAMILIES,
     prompts: Annotated[int, typer.Option(min=1, max=64, help="Requests per model.")] = 4,
@@ -38,25 +43,35 @@ def demo(
     """Serve a model with a prefill and a decode engine, send it real text, and show what moved.
 
     Ends with a table: per request what moved for each KV cache group, how long it took, and whether the answer is
-    identical to a single engine's. Arguments after -- go to vLLM.
+    identical to a single engine's.
     """
     from rich.console import Console
 
     from kvferry.serving.demo import Screen, Verdict, measure
 
+    # SIGTERM ends a run like Ctrl-C: through the blocks that end engines, wherever it comes.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     screen = Screen(Console())
     folder = log_dir or Path(tempfile.mkdtemp(prefix="kvferry-demo-"))
-    verdicts = []
+    verdicts: list[Verdict] = []
     try:
-        for served in _models(model, families, context.args, screen):
-            logs = folder / served.title.partition(":")[0].replace("/", "_")
-            verdicts += measure(served, logs, screen, count=prompts, answer_tokens=answer_tokens)
+        for number, served in enumerate(_models(model, families, vllm_args or [], screen)):
+            verdicts += measure(
+                served, folder / str(number), screen, count=prompts, answer_tokens=answer_tokens
+            )
     except KeyboardInterrupt:
         _drop(folder, log_dir)
+        screen.note("\nkvferry: stopped; nothing of the demo is left running")
+        raise typer.Exit(_INTERRUPTED) from None
+    except ConfigError:
+        _drop(folder, log_dir)
+        raise
+    except KVFerryError:
+        screen.note(f"\nThe engines' logs are kept in {folder}.")
         raise
     if Verdict.NO in verdicts:
-        screen.note(f"Answers differ from a single engine's; the engines' logs are in {folder}.")
-        raise typer.Exit(1)
+        screen.note(f"\nAnswers differ from a single engine's. The engines' logs are kept in {folder}.")
+        raise typer.Exit(_FAILED)
     _drop(folder, log_dir)
 
 

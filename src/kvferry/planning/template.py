@@ -222,6 +222,24 @@ def _rows(pieces: Pieces, layers: list[tuple[Layer, Layer]]) -> Pieces:
     return join(moved)
 
 
+def kept_too_little(srcs: Sequence[RankGeometry], dst: RankGeometry) -> list[str]:
+    """Layers of which the peer keeps less than we need once a prompt is longer than its window, in words.
+
+    Happens when the hybrid cache manager is on there and off here: a windowed layer is full attention to us.
+    """
+    theirs = {layer.name: group for src in srcs for group in src.groups for layer in group.layers}
+    found: dict[str, list[str]] = defaultdict(list)
+    for group in dst.groups:
+        for layer in group.layers:
+            other = theirs.get(layer.name)
+            if other is None or not other.reach:
+                continue
+            if not group.reach or group.kind is not other.kind or group.reach > other.reach:
+                found[f"{other.label} there, {group.label} here"].append(layer.name)
+    hint = "run both with the same cache manager"
+    return [f"{_named_layers(names)}: {text}; {hint}" for text, names in found.items()]
+
+
 def _named_layers(names: Sequence[str]) -> str:
     """Differences repeat per layer: the first is named, the others are counted."""
     more = len(names) - 1

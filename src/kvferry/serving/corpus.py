@@ -16,7 +16,7 @@ from kvferry.errors import ConfigError
 
 @cache
 def corpus() -> str:
-    """All topics in the order of their names, one blank line between them; several hundred thousand characters."""
+    """All topics in the order of their names, a blank line between them: some 400,000 characters."""
     topics: dict[str, str] = pydoc_data.topics.topics
     return "\n\n".join(topics[name].strip() for name in sorted(topics))
 

@@ -25,6 +25,7 @@ import zmq
 
 from kvferry.errors import Incompatible, KVFerryError, ProtocolError
 from kvferry.transport import security
+from kvferry.transport.endpoint import endpoint
 from kvferry.transport.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL,
@@ -121,12 +122,10 @@ class ControlClient:
     # -- the engine's thread ------------------------------------------------------------------------------
 
     def look_up(self, address: Address, incarnation: int) -> Answer:
-        """What is known of the peer at `address`, whose tickets say `incarnation`; starts a handshake if
-        nothing.
+        """What is known of the peer at `address`, whose tickets say `incarnation`; asks it if nothing is.
 
         A peer known by another incarnation may have been restarted: it is asked anew, once. If the answer
-            is the same,
-        it is the ticket that is of another run, and the caller sees that from the facts.
+        is the same, it is the ticket that is of another run, and the caller sees that from the facts.
         """
         answer = self._answers.get(address)
         if isinstance(answer, NotUsable) and self._refusal_is_over(address):
@@ -234,12 +233,12 @@ class ControlClient:
             self._send(peer, Release([lease]))
 
     def _connect(self, address: Address) -> zmq.Socket[Any]:
-        socket = self._context.socket(zmq.DEALER)
+        socket: zmq.Socket[Any] = self._context.socket(zmq.DEALER)
         socket.maxmsgsize = MAX_MESSAGE_BYTES
         socket.linger = 0
         security.as_client(socket, self._keys)
         try:
-            socket.connect(f"tcp://{address[0]}:{address[1]}")
+            socket.connect(endpoint(socket, *address))
         except (zmq.ZMQError, ValueError):
             socket.close()
             raise

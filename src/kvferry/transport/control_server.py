@@ -16,6 +16,7 @@ import zmq
 
 from kvferry.errors import ConfigError, ProtocolError
 from kvferry.transport import security
+from kvferry.transport.endpoint import endpoint
 from kvferry.transport.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL,
@@ -90,14 +91,14 @@ class ControlServer:
         self._socket.maxmsgsize = MAX_MESSAGE_BYTES
         security.as_server(self._socket, keys)
         try:
-            self._socket.bind(f"tcp://{host}:{port or '*'}")
+            self._socket.bind(endpoint(self._socket, host, port or "*"))
         except zmq.ZMQError as error:
             self._end_context()
             raise ConfigError(
-                f"control channel: cannot listen on {host} port {port}: {zmq.strerror(error.errno)}; "
+                f"control channel: cannot listen on {host} port {port}: {error.strerror}; "
                 "set another port, or 0 for any free one"
             ) from error
-        self.port = int(self._socket.last_endpoint.rsplit(b":", 1)[1])
+        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-control-server", daemon=True)
         self._thread.start()

@@ -3,9 +3,9 @@
 A lease has a slot. Every worker of the producer keeps one 8-byte word per slot in registered memory: the
 worker's incarnation in the high half, the slot's generation in the low half. A *ticket* names the slot and
 the generation that it has now. Taking a lease writes nothing, so a ticket is good from the moment it is
-granted; ending it makes every worker raise the generation *before* it says that the blocks may be given back. A consumer reads the word in
-a second READ posted after its data is there: if it is still the ticket's, no block had been given back
-when the data was read.
+granted; ending it makes every worker raise the generation *before* it says that the blocks may be given
+back. A consumer reads the word in a second READ posted after its data is there: if it is still the
+ticket's, no block had been given back when the data was read.
 
     FREE ─grant→ HELD ─release or expiry→ ENDING ─all workers have raised the word→ FREE
 """

@@ -130,7 +130,7 @@ def decode_request(data: bytes) -> Request:
         ProtocolError: it is none, or is out of bounds.
     """
     try:
-        message = _requests.decode(data)
+        message: Request = _requests.decode(data)
     except _UNREADABLE as error:
         raise ProtocolError(f"not a request of protocol {PROTOCOL}: {error}") from error
     if isinstance(message, Heartbeat | Release) and len(message.leases) > MAX_LEASES:
@@ -145,7 +145,7 @@ def decode_reply(data: bytes) -> Reply:
         ProtocolError: it is none, or its geometry contradicts itself.
     """
     try:
-        message = _replies.decode(data)
+        message: Reply = _replies.decode(data)
         if isinstance(message, Ranks):
             for card in message.ranks:
                 card.geometry.check()

@@ -146,8 +146,6 @@ class Peer:
                     route, group.kind, group.reach, order.span,
                     order.src_tables[route.src_group], order.dst_tables[route.dst_group],
                 )  # fmt: skip
-                _check_ids(cells.src_block, route.src_blocks, "source")
-                _check_ids(cells.dst_block, route.dst_blocks, "destination")
                 counted = tally(route, cells)
                 by_group[route.dst_group] += counted.bytes
                 tallies.append(counted)
@@ -217,11 +215,6 @@ def _table(address: Int64s, length: Int64s, stride: int, count: int) -> Int64s:
 
 def _word_rows(region: Region) -> Int64s:
     return np.array([[region.address, WORD_BYTES, WORD_BYTES, region.length // WORD_BYTES]], np.int64)
-
-
-def _check_ids(ids: Int64s, blocks: int, side: str) -> None:
-    if len(ids) and not (ids.min() >= 0 and ids.max() < blocks):
-        raise TransferError(f"block ids {ids.min()} to {ids.max()} of the {side}, whose pool has {blocks}")
 
 
 def _joined(parts: Sequence[Indices]) -> Indices:

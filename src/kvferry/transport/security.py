@@ -57,7 +57,7 @@ def check_host(host: str, keys: Keys | None, allow_insecure: bool) -> None:
     if keys is None and not allow_insecure and not _is_loopback(host):
         raise ConfigError(
             f"host {host} is not loopback and no secret_file is set: anyone who reaches it could read "
-            "this engine's memory; set secret_file on both engines, or allow_insecure on a network that is trusted"
+            "this engine's memory; set secret_file on both engines, or allow_insecure on a trusted network"
         )
 
 

@@ -47,7 +47,7 @@ def start(settings: dict[str, Any]) -> Any:
 
 
 def _make_test_device() -> None:
-    """Let vLLM's block copy operation work on CPU, as if the cache were on a device that is not registered."""
+    """Let vLLM's block copy operation work on CPU, as if the cache were on an unregistered device."""
     from vllm.platforms.cpu import CpuPlatform
 
     def copy(cls: Any, source: Any, target: Any, source_ids: Any, target_ids: Any) -> None:
@@ -246,7 +246,7 @@ def digests(engine: Any, tables: list[list[int]], tokens: int, have: int = 0) ->
 
 
 class Witness:
-    """Sees every load of a decode engine at the moment its bytes are believed: looks at them, or spoils them."""
+    """Sees every load of an engine at the moment its bytes are believed: looks at them, or spoils them."""
 
     def __init__(self, worker: Any, consumer: Any) -> None:
         self.loaded: dict[str, dict[str, list[str]]] = {}
@@ -290,7 +290,7 @@ def loaded(engine: Any) -> dict[str, dict[str, list[str]]]:
 
 
 def admitted(engine: Any) -> list[tuple[str, int, int]]:
-    """(request, tokens found in the local prefix cache, tokens to be loaded) of admissions since the last call."""
+    """(request, tokens cached locally, tokens to be loaded) of every admission since the last call."""
     seen, engine.witness.admitted = engine.witness.admitted, []
     return list(seen)
 
@@ -342,7 +342,7 @@ def _page(worker: Any, layer: Any, block: int) -> np.ndarray:
 
 def _negate(page: np.ndarray, holds: Any) -> None:
     """Flip the sign of every element of a page; of opaque ones, of every second byte's."""
-    item = max(2, holds.fields[0].item_bytes)
+    item = 2 if holds.fields[0].name.startswith("opaque") else holds.fields[0].item_bytes
     page[item - 1 :: item] ^= 0x80
 
 

@@ -120,7 +120,7 @@ def _serve(pipe: Any, log: str, environment: dict[str, str], settings: dict[str,
 
         engine = inside.start(settings)
         pipe.send(("ready", inside.about(engine)))
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - told to the test
         traceback.print_exc()
         pipe.send(("error", f"{type(error).__name__}: {error}"))
         os._exit(1)
@@ -128,7 +128,7 @@ def _serve(pipe: Any, log: str, environment: dict[str, str], settings: dict[str,
         name, args, kwargs = message
         try:
             pipe.send(("value", getattr(inside, name)(engine, *args, **kwargs)))
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - told to the test
             traceback.print_exc()
             pipe.send(("error", f"{type(error).__name__}: {error}"))
     inside.stop(engine)

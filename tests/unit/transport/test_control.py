@@ -288,7 +288,7 @@ def test_many_peers_shake_hands_at_the_same_time(ends):
     with socket.create_server((HOST, 0)) as silent:
         client = ends.client(handshake_seconds=2.0)
         client.look_up((HOST, silent.getsockname()[1]), 1)
-        ports = [ends.server(facts(f"P{n}", n)).port for n in range(20)]
+        ports = [ends.server(facts(f"P{n}", n)).port for n in range(10)]
         began = time.monotonic()
         for n, port in enumerate(ports):
             client.look_up((HOST, port), n)
@@ -347,7 +347,7 @@ def test_a_port_in_use_is_a_setting_to_change(ends):
 
 
 def test_addresses_that_were_refused_are_forgotten_and_their_sockets_closed(ends, monkeypatch):
-    monkeypatch.setattr(control_client, "REFUSAL_SECONDS", 0.0)
+    monkeypatch.setattr(control_client, "REFUSAL_SECONDS", 0.3)
     client = ends.client(handshake_seconds=0.05, heartbeat_seconds=0.05)
     for port in range(1, 9):
         settled(client, port)
@@ -356,6 +356,10 @@ def test_addresses_that_were_refused_are_forgotten_and_their_sockets_closed(ends
 
 
 def test_ipv6_loopback_works_too(ends):
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
     server = ControlServer("::1", 0, Card(facts(), cards()))
     client = ends.client()
     answer = settled(client, server.port, host="::1")

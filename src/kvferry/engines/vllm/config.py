@@ -10,6 +10,8 @@ import msgspec
 
 from kvferry.errors import ConfigError
 
+_EVERYWHERE = ("0.0.0.0", "::", "*")  # noqa: S104 - names what is refused
+
 
 class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``kv_connector_extra_config`` of a `KVFerryConnector`.
@@ -76,7 +78,7 @@ def _check_ranges(config: ConnectorConfig) -> None:
         raise ConfigError(f"attempts is {config.attempts}, it must be 1 to 16")
     if not 0 < config.late_blocks <= 1:
         raise ConfigError(f"late_blocks is {config.late_blocks}, it must be above 0 and at most 1")
-    if config.host in ("0.0.0.0", "::", "*") and not config.advertise_host:
+    if config.host in _EVERYWHERE and not config.advertise_host:
         raise ConfigError(
             f"host {config.host} listens everywhere, so advertise_host must say where peers find it"
         )

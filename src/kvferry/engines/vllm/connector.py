@@ -53,37 +53,37 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._scheduler is not None
         return self._scheduler
 
-    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:  # noqa: D102 - vLLM's hook
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self.scheduler_half.bind_pool(gpu_block_pool)
 
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:  # noqa: D102
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         self.scheduler_half.start(sorted_cards(metadata))
 
-    def on_new_request(self, request: Any) -> None:  # noqa: D102
+    def on_new_request(self, request: Any) -> None:
         self.scheduler_half.on_new_request(request)
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:  # noqa: D102
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         tokens = self.scheduler_half.consumer.matched(request, num_computed_tokens)
         return tokens, bool(tokens)
 
-    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:  # noqa: D102
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         return tuple(self._kv_cache_config.transfer_group_ids)
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:  # noqa: D102
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self.scheduler_half.consumer.allocated(request, blocks, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> SchedulerMeta:  # noqa: D102
+    def build_connector_meta(self, scheduler_output: Any) -> SchedulerMeta:
         return self.scheduler_half.build_meta(scheduler_output)
 
-    def update_connector_output(self, connector_output: Any) -> None:  # noqa: D102
+    def update_connector_output(self, connector_output: Any) -> None:
         self.scheduler_half.take_output(connector_output)
 
-    def request_finished_all_groups(  # noqa: D102
+    def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.scheduler_half.finished(request, block_ids)
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: D102
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.scheduler_half.finished(request, (block_ids,))
 
     # -- worker half --------------------------------------------------------------------------------------
@@ -94,10 +94,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._current is not None
         return self._current
 
-    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:  # noqa: D102
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self._arriving = WorkerHalf(compat.current_config() or self._vllm_config, kv_caches)
 
-    def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:  # noqa: D102
+    def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
         assert self._arriving is not None
         self._arriving.set_copy(copy_operation)
 
@@ -108,11 +108,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._current = self._halves[half.engine_id] = half
         return half.start(self._cache_configs[half.engine_id])
 
-    def bind_connector_metadata(self, connector_metadata: Any) -> None:  # noqa: D102
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
         self._current = self._halves[connector_metadata.engine_id]
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: D102
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self.worker_half.begin(self._step_meta())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -121,18 +121,18 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing is saved by layer: consumers read the finished blocks."""
 
-    def wait_for_save(self) -> None:  # noqa: D102
+    def wait_for_save(self) -> None:
         self.worker_half.save(self._step_meta())
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> compat.KVConnectorTransferResults:  # noqa: D102
+    def get_transfer_results(self, finished_req_ids: set[str]) -> compat.KVConnectorTransferResults:
         return self.worker_half.results()
 
-    def build_connector_worker_meta(self) -> WorkerMeta | None:  # noqa: D102
+    def build_connector_worker_meta(self) -> WorkerMeta | None:
         return self.worker_half.take_meta()
 
     # -- both ---------------------------------------------------------------------------------------------
 
-    def shutdown(self) -> None:  # noqa: D102
+    def shutdown(self) -> None:
         if self._scheduler is not None:
             self._scheduler.shutdown()
         for half in self._halves.values():

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -57,6 +58,11 @@ class _Pull:
         return self.offer.remote_host, self.offer.remote_port
 
     @property
+    def lease(self) -> tuple[Address, str]:
+        """Whose lease, and its name there."""
+        return self.address, self.offer.remote_request_id
+
+    @property
     def peer(self) -> str:
         """Name under which workers know the peer: this run of this engine."""
         incarnation = self.offer.remote_lease.ticket().incarnation
@@ -87,6 +93,7 @@ class Consumer:
             log,
         )
         self._pulls: dict[str, _Pull] = {}
+        self._users: Counter[tuple[Address, str]] = Counter()
         self._of_key: dict[str, str] = {}
         self._pins: Pins[Any] = Pins(workers)
         self._pool: Any = None
@@ -112,7 +119,8 @@ class Consumer:
             return
         pull = _Pull(offer, Bidding(self._config.attempts))
         self._pulls[request.request_id] = pull
-        self._client.hold(pull.address, offer.remote_request_id)
+        self._users[pull.lease] += 1
+        self._client.hold(*pull.lease)
         if mismatch := self._mismatch(request, offer):
             self._strike(request.request_id, pull, mismatch)
 
@@ -283,8 +291,12 @@ class Consumer:
         self._settle(request_id)
 
     def _settle(self, request_id: str) -> None:
-        """Release the producer, once."""
+        """Release the producer, once nobody here needs the offer: parallel samples of a prompt share one."""
         pull = self._pulls[request_id]
-        if pull.state is not _State.SETTLED:
-            pull.state = _State.SETTLED
-            self._client.release(pull.address, pull.offer.remote_request_id)
+        if pull.state is _State.SETTLED:
+            return
+        pull.state = _State.SETTLED
+        self._users[pull.lease] -= 1
+        if not self._users[pull.lease]:
+            del self._users[pull.lease]
+            self._client.release(*pull.lease)

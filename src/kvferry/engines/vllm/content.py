@@ -13,11 +13,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
+from kvferry.errors import ConfigError
 from kvferry.geometry import Axis, Field, PageFormat, opaque_page
 
 logger = logging.getLogger(__name__)
@@ -67,9 +69,9 @@ def strides_of(tensor: torch.Tensor, spec: Any, num_blocks: int) -> Strides:
     item = tensor.element_size()
     ratio = tensor.shape[0] // num_blocks
     block, head, token, _ = (stride * item for stride in tensor.stride())
-    return Strides(
-        item, *tensor.shape[1:], ratio, block, head, token, spec.head_size, spec.head_size_v
-    )  # fmt: skip
+    heads, tokens, content = tensor.shape[1:]
+    k, v = spec.head_size, spec.head_size_v
+    return Strides(item, heads, tokens, content, ratio, block, head, token, k, v)
 
 
 Adapter = Callable[[Strides, Shard], tuple[Field, ...]]
@@ -170,11 +172,16 @@ def page_of_state(spec: Any, tensor: torch.Tensor, shard: Shard) -> PageFormat:
 
 
 def _dense_bytes(tensor: torch.Tensor, num_blocks: int) -> int:
-    """Bytes from the first to the last of a manager block's page."""
+    """Bytes of a manager block's page, which must be one stretch of memory."""
     ratio = tensor.shape[0] // num_blocks
-    strides = [s * tensor.element_size() for s in tensor.stride()]
     shape = (ratio, *tensor.shape[1:])
-    return sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + tensor.element_size()
+    reach = sum((n - 1) * s for n, s in zip(shape, tensor.stride(), strict=True)) + 1
+    if reach != prod(shape):
+        raise ConfigError(
+            f"pages of shape {shape} lie scattered and their content is not known, so they cannot move "
+            "whole; choose a layout that keeps a page together (VLLM_KV_CACHE_LAYOUT=LBHNC)"
+        )
+    return int(reach * tensor.element_size())
 
 
 # -- proof ------------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ class Producer:
         return True, write_offer(offer)
 
     def tables(self, block_ids: BlockIds, tokens: int) -> list[list[int]]:
-        """Block tables as they are offered: by position; of a state group the snapshot after `tokens` tokens."""
+        """Block tables as they are offered: by position; of a state group, the snapshot's block."""
         return [
             [ids[compat.state_position(group.kv_cache_spec, tokens)]]
             if kind is GroupKind.STATE

@@ -11,8 +11,9 @@ from kvferry.engines.vllm.identity import facts_of
 from kvferry.engines.vllm.meta import BlockIds, SchedulerMeta, WorkerCard, WorkerMeta
 from kvferry.engines.vllm.producer import Producer
 from kvferry.engines.vllm.transfer_log import TransferLog
+from kvferry.errors import Incompatible
 from kvferry.geometry import GroupKind, RankGeometry
-from kvferry.planning.template import build_templates
+from kvferry.planning.template import build_templates, kept_too_little
 from kvferry.transport import security
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import Card, ControlServer
@@ -125,8 +126,11 @@ def sorted_cards(metadata: dict[tuple[int, int], Any]) -> tuple[RankCard, ...]:
 
 def _check_all(theirs: tuple[RankCard, ...], ours: tuple[RankCard, ...]) -> None:
     """Raise Incompatible unless each of our ranks can read what it needs."""
+    peer = [card.geometry for card in theirs]
     for card in ours:
-        build_templates([their.geometry for their in theirs], card.geometry)
+        build_templates(peer, card.geometry)
+        if found := kept_too_little(peer, card.geometry):
+            raise Incompatible(found)
 
 
 def full_attention_bytes_per_token(ranks: list[RankGeometry]) -> float:

@@ -24,7 +24,7 @@ class Answer:
     Attributes:
         prompt: the prompt's token ids.
         tokens: the answer's token ids.
-        logprobs: per token of the answer, the log probability of the likeliest token ids there; empty if not asked.
+        logprobs: per token of the answer, the log probabilities of the likeliest there; empty if not asked.
         first_token_seconds: from sending the request to the first token.
     """
 

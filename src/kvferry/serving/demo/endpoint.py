@@ -6,12 +6,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import uvicorn
-
-from kvferry.serving.ports import listen
+from kvferry.serving.ports import listen, url_of
 from kvferry.serving.router import RouterSettings, router_app
-
-_HOST = "127.0.0.1"
+from kvferry.serving.run import run_app
 
 
 @contextmanager
@@ -22,14 +19,13 @@ def routed(prefill: Sequence[str], decode: Sequence[str]) -> Iterator[str]:
         ConfigError: no engine of a role.
     """
     app = router_app(RouterSettings(tuple(prefill), tuple(decode)))
-    config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
-    sock = listen(_HOST, 0)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="router", daemon=True)
+    sock = listen("127.0.0.1", 0)
+    url = url_of(sock)
+    ended = threading.Event()
+    thread = threading.Thread(target=run_app, args=(app, sock, lambda: not ended.is_set()), name="router")
     thread.start()
     try:
-        yield f"http://{_HOST}:{sock.getsockname()[1]}"
+        yield url
     finally:
-        server.should_exit = True
+        ended.set()
         thread.join()
-        sock.close()

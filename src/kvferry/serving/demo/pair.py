@@ -1,4 +1,4 @@
-"""One model, served by a prefill and a decode engine, measured request by request, then asked of one engine alone."""
+"""One model served by a prefill and a decode engine, request by request, then by one engine alone."""
 
 from __future__ import annotations
 

@@ -57,10 +57,8 @@ def summary(rows: Sequence[Row]) -> str:
         said += f"; all layers as full attention would have been {size(full)}, {full / moved:.1f} times that"
     said += f". Identical to a single engine: {same[Verdict.YES]} of {len(rows)}."
     if same[Verdict.OWN_GAP]:
-        said += (
-            f" {same[Verdict.OWN_GAP]} differ where that engine, asked to prefill what it decoded, differs from itself"
-            " by as much (own gap)."
-        )
+        said += f" {same[Verdict.OWN_GAP]} differ where that engine, asked to prefill what it decoded,"
+        said += " differs from itself by as much (own gap)."
     return said
 
 
@@ -85,7 +83,7 @@ def _cells(row: Row, *, wide: bool) -> Iterator[str]:
 
 
 def _groups(load: Transfer, *, wide: bool) -> Iterator[str]:
-    """One line per group, or per kind of group where there is less room: they come as "3 sliding_window(64)"."""
+    """One line per group, as in "3 sliding_window(64)", or per kind of group where there is less room."""
     if wide:
         for name, moved in load.bytes_by_group.items():
             yield f"{name}  {size(moved)}"

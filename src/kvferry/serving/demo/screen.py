@@ -9,7 +9,8 @@ from rich.console import Console
 
 from kvferry.serving.demo.report import Row, summary, table
 from kvferry.serving.demo.units import milliseconds
-from kvferry.serving.launch import Engine, EngineState
+from kvferry.serving.engine import Engine
+from kvferry.serving.progress import startup_progress
 
 _INDENT = "    "
 
@@ -31,12 +32,9 @@ class Screen:
 
     @contextmanager
     def starting(self) -> Iterator[Callable[[Sequence[Engine]], None]]:
-        """Progress of engines that start: a live line on a terminal, else a line per change."""
-        if self._console.is_terminal:
-            with self._console.status("Starting engines") as status:
-                yield lambda engines: status.update(_line(engines))
-        else:
-            yield _Changes(self.note)
+        """Yields what shows the progress of engines that start."""
+        with startup_progress(self._console) as show:
+            yield show
         self.note("Both engines are ready.")
 
     def handshake(self, seconds: float) -> None:
@@ -72,24 +70,6 @@ class Screen:
     def _piece(self, text: str) -> None:
         self._console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
         self._console.file.flush()
-
-
-class _Changes:
-    """Says each engine's state when it changes."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._seen: dict[str, EngineState] = {}
-
-    def __call__(self, engines: Sequence[Engine]) -> None:
-        for engine in engines:
-            if self._seen.get(engine.spec.name) is not engine.state:
-                self._seen[engine.spec.name] = engine.state
-                self._say(f"{engine.spec.name}: {engine.state.value} ({engine.seconds:.0f} s)")
-
-
-def _line(engines: Sequence[Engine]) -> str:
-    return "   ".join(f"{engine.spec.name}: {engine.state.value} {engine.seconds:.0f} s" for engine in engines)
 
 
 def _printable(text: str) -> str:

@@ -48,4 +48,4 @@ def read_transfer(log: Path, request_id: str) -> Transfer | None:
     lines = [line for line in log.read_bytes().splitlines() if request_id.encode() in line]
     loads = [msgspec.json.decode(line, type=Transfer) for line in lines]
     ready = [load for load in loads if load.outcome == "ready"]
-    return (ready or loads or [None])[-1]
+    return ready[-1] if ready else loads[-1] if loads else None

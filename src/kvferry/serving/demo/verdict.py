@@ -19,9 +19,7 @@ class Verdict(StrEnum):
     NO = "NO"
 
 
-def compare(
-    pair: Answer, single: Answer, prefill: Callable[[Sequence[int]], Mapping[int, float]]
-) -> Verdict:
+def compare(pair: Answer, single: Answer, prefill: Callable[[Sequence[int]], Mapping[int, float]]) -> Verdict:
     """Judge the answer of a prefill/decode pair by a single engine's.
 
     Where they first differ, the single engine is asked for that token once more, by prefilling what it had

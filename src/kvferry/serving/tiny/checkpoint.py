@@ -22,7 +22,7 @@ _SHARED: dict[str, Any] = {
     "max_position_embeddings": 4096,
     **SPECIAL_IDS,
 }
-# Beside norms and biases: decay rates and convolutions are only stable near where the architecture starts them.
+# Decay rates and convolutions are only stable near where the architecture starts them.
 _AS_THE_ARCHITECTURE_DRAWS_THEM = ("A_log", "conv")
 
 
@@ -33,7 +33,7 @@ def cache_directory() -> Path:
 
 
 def tiny_checkpoint(name: str, directory: Path, tokenizer_dir: Path | None = None) -> Path:
-    """The checkpoint folder of the family called `name` under `directory`; writes it (seconds) if it is not there.
+    """The checkpoint of the family called `name` under `directory`; writes it (seconds) if it is not there.
 
     The folder's name carries a digest of everything that decides its content, so a changed recipe, another
     transformers or another tokenizer make another folder. Safe against concurrent callers.
@@ -41,7 +41,7 @@ def tiny_checkpoint(name: str, directory: Path, tokenizer_dir: Path | None = Non
     Args:
         name: one of `FAMILIES`.
         directory: made if missing.
-        tokenizer_dir: a folder with tokenizer files of at most `VOCABULARY` entries; by default the trained one.
+        tokenizer_dir: with tokenizer files of at most `VOCABULARY` entries; by default the trained one.
 
     Raises:
         ConfigError: no such family.

@@ -1,0 +1,132 @@
+"""How long the hooks of an engine's step take while transfers run.
+
+A step comes about every millisecond. Requests are always under way: one that ends is followed by another on
+the same blocks, begun in the next step. Whatever holds up the hooks counts: the transfer thread works in the same
+process and now and then has the interpreter when a hook wants it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry.bench.reader import Reader
+from kvferry.bench.shapes import block_table
+from kvferry.bench.stats import percentile
+from kvferry.bench.steps import Wanted
+from kvferry.errors import TransferError
+
+IN_FLIGHT = 4
+STEPS = 1500
+STEP_SECONDS = 1e-3
+_ALL_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class HookTimes:
+    """Seconds inside the hooks of one step.
+
+    Attributes:
+        steps: how many, all with transfers under way.
+        loads: how many ended meanwhile.
+        in_flight, tokens: requests under way at a time, and tokens of each.
+        median, p99, longest: of all steps.
+    """
+
+    steps: int
+    loads: int
+    in_flight: int
+    tokens: int
+    median: float
+    p99: float
+    longest: float
+
+
+def measure(
+    reader: Reader, tokens: int, order: str, progress: Callable[[str], None], steps: int = STEPS
+) -> HookTimes:
+    """Time the hooks of `steps` steps.
+
+    Args:
+        reader: whose pool has one block more than `tokens` tokens need.
+        tokens: of all requests under way together.
+        order: how block tables lie, see `shapes.block_table`.
+        progress: told what is going on.
+        steps: how many.
+
+    Raises:
+        TransferError: a load failed, or none came to an end.
+    """
+    progress(f"timing the hooks of {steps} steps")
+    requests = _Requests(reader, tokens, order)
+    deadline = time.monotonic() + _ALL_SECONDS
+    times: list[float] = []
+    while len(times) < steps and time.monotonic() < deadline:
+        new = requests.refill()
+        started = time.perf_counter()
+        requests.step(new)
+        times.append(time.perf_counter() - started)
+        reader.producer.check()
+        time.sleep(STEP_SECONDS)
+    loads = requests.ended
+    while requests.under_way and time.monotonic() < deadline:
+        requests.step([])
+        reader.producer.check()
+        time.sleep(STEP_SECONDS)
+    if not loads or requests.under_way:
+        raise TransferError(f"{requests.under_way} transfers were still under way after {_ALL_SECONDS:g} s")
+    return HookTimes(
+        len(times), loads, requests.slots, requests.tokens,
+        percentile(times, 50), percentile(times, 99), max(times),
+    )  # fmt: skip
+
+
+class _Requests:
+    """Requests of equal size, each in a slot with blocks of its own.
+
+    Attributes:
+        slots: how many are under way at a time.
+        tokens: of each.
+        ended: how many have come to an end.
+    """
+
+    def __init__(self, reader: Reader, tokens: int, order: str) -> None:
+        shape = reader.pool.shape
+        blocks = shape.blocks(tokens)
+        each = max(1, blocks // IN_FLIGHT)
+        self._reader = reader
+        src, dst = block_table(blocks, order, 1), block_table(blocks, order, 2)
+        cuts = range(0, min(blocks, each * IN_FLIGHT), each)
+        self._tables = [(src[at : at + each], dst[at : at + each]) for at in cuts]
+        self._slot_of: dict[str, int] = {}
+        self.slots = len(self._tables)
+        self.tokens = each * shape.block_tokens
+        self.ended = 0
+
+    @property
+    def under_way(self) -> int:
+        """Requests that have begun and not ended."""
+        return len(self._slot_of)
+
+    def refill(self) -> list[Wanted]:
+        """Requests for the slots that are free, with their leases."""
+        new = []
+        for slot in sorted(set(range(self.slots)) - set(self._slot_of.values())):
+            wanted = self._reader.wanted(self.tokens, *self._tables[slot])
+            self._slot_of[wanted.key] = slot
+            new.append(wanted)
+        return new
+
+    def step(self, new: list[Wanted]) -> None:
+        """One step's hooks, acknowledgements included.
+
+        Raises:
+            TransferError: a load failed.
+        """
+        for key, failure in self._reader.steps.step(new).failures.items():
+            if failure is not None:
+                raise TransferError(f"kvferry could not read from the producer process: {failure}")
+            self._reader.acknowledge(key)
+            del self._slot_of[key]
+            self.ended += 1

@@ -1,0 +1,146 @@
+"""What was measured, for people and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from kvferry.bench.rounds import Comparison, Series
+from kvferry.bench.stats import Spread
+from kvferry.bench.transfer import Measured
+
+SAME_DESCRIPTORS = 1
+"""Which of `Comparison.others` reads the same descriptors."""
+TARGET_RATIO = 0.9
+TARGET_PLANNING_SECONDS = 5e-3
+
+
+def show(measured: Measured, console: Console) -> None:
+    """Print it; fits 80 columns."""
+    _show_job(measured, console)
+    _show_comparison(measured.comparison, console)
+    _show_planning(measured, console)
+    _show_hooks(measured, console)
+
+
+def as_json(measured: Measured) -> dict[str, Any]:
+    """Everything, in seconds and bytes, with what is derived beside it."""
+    comparison = measured.comparison
+    whole = asdict(measured)
+    whole["job"]["page_bytes"] = measured.job.shape.page_bytes
+    whole["gigabytes_per_second"] = {
+        series.name: asdict(series.gigabytes_per_second) for series in (comparison.ferry, *comparison.others)
+    }
+    whole["kvferry_as_multiple_of"] = {
+        series.name: asdict(comparison.ferry.times(series)) for series in comparison.others
+    }
+    return whole
+
+
+def _show_job(measured: Measured, console: Console) -> None:
+    job, machine, shape = measured.job, measured.machine, measured.job.shape
+    blocks = shape.blocks(job.tokens)
+    console.print(
+        f"[bold]{shape.name}[/]: {job.tokens:,} tokens in {blocks:,} {job.order} blocks x {shape.layers} "
+        f"layers = {blocks * shape.layers:,} pages of {_bytes(shape.page_bytes)}, "
+        f"{_bytes(blocks * shape.block_bytes)}",
+        highlight=False,
+    )
+    transports = "not set" if machine.transports is None else machine.transports
+    console.print(
+        f"{machine.cores} cores, {machine.cpu}, UCX_TLS {transports}; two processes; "
+        f"median and range of {job.repeats} interleaved rounds",
+        highlight=False,
+    )
+
+
+def _show_comparison(comparison: Comparison, console: Console) -> None:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("moved by", no_wrap=True)
+    for title in ("GB/s", "range", "ms", "kvferry/it", "range"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_row(*_series(comparison.ferry), "", "")
+    for series in comparison.others:
+        table.add_row(*_series(series), *_ratio(comparison.ferry.times(series)))
+    console.print(table)
+    reached = comparison.ferry.times(comparison.others[SAME_DESCRIPTORS]).median
+    planning, reading, check, rest = comparison.stages
+    console.print(
+        f"kvferry at {reached:.2f} of raw NIXL with the same descriptors "
+        f"(target {TARGET_RATIO}): {_verdict(reached >= TARGET_RATIO)}\n"
+        f"its time: planning {_ms(planning)}, reading {_ms(reading)}, lease check {_ms(check)}, "
+        f"hand-over and acknowledgement {_ms(rest)}\n",
+        highlight=False,
+    )
+
+
+def _show_planning(measured: Measured, console: Console) -> None:
+    plan = measured.planning
+    console.print(
+        f"[bold]Planning[/] {plan.tokens:,} tokens, {plan.blocks * plan.layers:,} pages, "
+        "both sides scattered",
+        highlight=False,
+    )
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    good = _verdict(plan.ours.median < TARGET_PLANNING_SECONDS)
+    table.add_row(
+        "our arithmetic", _spread_ms(plan.ours), f"target under {_ms(TARGET_PLANNING_SECONDS)}: {good}"
+    )
+    table.add_row("  block tables to arrays", _spread_ms(plan.tables), "in the hook")
+    table.add_row("  plan", _spread_ms(plan.plan), "in the transfer thread")
+    table.add_row("NIXL makes the transfer", _spread_ms(plan.nixl), "in the transfer thread")
+    console.print(table)
+
+
+def _show_hooks(measured: Measured, console: Console) -> None:
+    times = measured.hooks
+    console.print(
+        f"\n[bold]Inside hooks[/] per step, {times.in_flight} requests of {times.tokens:,} tokens under way, "
+        f"{times.steps:,} steps, {times.loads:,} loads:\n"
+        f"median {_us(times.median)}, p99 {_us(times.p99)}, longest {_us(times.longest)}",
+        highlight=False,
+    )
+
+
+def _series(series: Series) -> tuple[str, str, str, str]:
+    speed = series.gigabytes_per_second
+    return (
+        series.name,
+        f"{speed.median:.2f}",
+        f"{speed.low:.2f}-{speed.high:.2f}",
+        f"{Spread.of(series.seconds).median * 1e3:.1f}",
+    )
+
+
+def _ratio(spread: Spread) -> tuple[str, str]:
+    return f"{spread.median:.2f}", f"{spread.low:.2f}-{spread.high:.2f}"
+
+
+def _verdict(good: bool) -> str:
+    return "[green]reached[/]" if good else "[red]missed[/]"
+
+
+def _spread_ms(spread: Spread) -> str:
+    return f"{spread.median * 1e3:.2f} ms ({spread.low * 1e3:.2f}-{spread.high * 1e3:.2f})"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:,.0f} µs"
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:g} {unit}" if count % size == 0 else f"{count / size:.1f} {unit}"
+    return f"{count} B"

@@ -1,0 +1,85 @@
+"""What an engine's hooks do on every step of a rank that reads: the same calls, without an engine.
+
+An engine's scheduler hands over block tables as lists of numbers; the hooks make arrays of them, start the
+request's clock, hand the order to the transfer thread, take what has come to an end, and settle the clocks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvferry.cache.loads import Loads
+from kvferry.planning.retile import Int64s
+from kvferry.planning.select import Span
+from kvferry.transport.lease import Ticket
+from kvferry.transport.peer import ReadOrder
+from kvferry.transport.thread import ReadResult, TransferThread
+
+LOAD_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A request's load, as a scheduler hands it over.
+
+    Attributes:
+        key: names it; also the name of its lease.
+        peer: name under which the peer was connected.
+        span: how much of the prompt.
+        src_table, dst_table: block ids by position.
+        ticket: the producer's promise.
+    """
+
+    key: str
+    peer: str
+    span: Span
+    src_table: list[int]
+    dst_table: list[int]
+    ticket: Ticket
+
+
+@dataclass(slots=True)
+class Stepped:
+    """What one step brought.
+
+    Attributes:
+        failures: load to its failure, None if it succeeded, of those reported.
+        results: load to how it went, of those that landed.
+    """
+
+    failures: dict[str, str | None] = field(default_factory=dict)
+    results: dict[str, ReadResult] = field(default_factory=dict)
+
+
+class Steps:
+    """The loads of one rank, step by step."""
+
+    def __init__(self, thread: TransferThread) -> None:
+        self._thread = thread
+        self._loads = Loads(time.monotonic)
+
+    def step(self, wanted: Sequence[Wanted] = ()) -> Stepped:
+        """All hooks of one step.
+
+        Args:
+            wanted: loads to begin.
+        """
+        for load in wanted:
+            self._loads.begin(load.key, LOAD_SECONDS)
+            tables = (as_array(load.src_table),), (as_array(load.dst_table),)
+            self._thread.submit(ReadOrder(load.key, load.peer, load.span, *tables, load.ticket))
+        stepped = Stepped()
+        for result in self._thread.results():
+            stepped.results[result.key] = result
+            self._loads.landed(result.key, result.failure)
+        stepped.failures = self._loads.settle().reported
+        return stepped
+
+
+def as_array(table: list[int]) -> Int64s:
+    """A block table as planning takes it."""
+    return np.array(table, np.int64)

@@ -1,0 +1,176 @@
+"""This end of a pair of processes: a handle on the producer, and a reader in this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvferry.geometry import RankGeometry
+from kvferry.planning.select import Span
+from kvferry.transport.agent import Agent, ReadState
+from kvferry.transport.lease import LeaseWords, Ticket
+from kvferry.transport.messages import RankCard
+from kvferry.transport.peer import ReadOrder
+from kvferry.transport.thread import ReadResult, TransferThread
+from transport.memory import place
+from transport.producer import Produce
+
+TESTS = Path(__file__).parents[1]
+INCARNATION = 100
+
+
+class Producer:
+    """A process that holds an engine's blocks."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "transport.producer", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
+        )
+        theirs.close()
+        self._connection: Connection[Any, Any] = Connection(ours.detach())
+        self.cards: tuple[RankCard, ...] = ()
+
+    def become(self, order: Produce) -> Producer:
+        """Hold these blocks instead of what it held; its cards are the new ones."""
+        self._connection.send(order)
+        self.cards = tuple(self._answer())
+        return self
+
+    def tell(self, *order: Any) -> None:
+        """Have it do something; returns when it has."""
+        self._connection.send(order)
+        self._answer()
+
+    def _answer(self) -> Any:
+        assert self._connection.poll(60), "the producer says nothing"
+        return self._connection.recv()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Stop, continue or kill it; returns when a killed one is gone."""
+        self.process.send_signal(number)
+        if number == signal.SIGKILL:
+            self.process.wait(10)
+
+    def end(self) -> None:
+        """Whatever became of it."""
+        self._connection.close()
+        self.process.kill()
+        self.process.wait(10)
+
+
+class Watched(Agent):
+    """NIXL, counting what is held, and noting whether anything in flight is given back.
+
+    While `gate` is clear a finished READ is not seen to be finished.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.held: dict[str, int] = {"peers": 0, "lists": 0, "reads": 0, "regions": 0}
+        self.released_in_flight = 0
+        self.posted = 0
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def register(self, regions: Any) -> None:
+        super().register(regions)
+        self.held["regions"] += 1
+
+    def add_peer(self, metadata: bytes) -> str:
+        name = super().add_peer(metadata)
+        self.held["peers"] += 1
+        return name
+
+    def drop_peer(self, name: str) -> None:
+        super().drop_peer(name)
+        self.held["peers"] -= 1
+
+    def prepare(self, *arguments: Any) -> Any:
+        handle = super().prepare(*arguments)
+        self.held["lists"] += 1
+        return handle
+
+    def release_list(self, handle: Any) -> None:
+        super().release_list(handle)
+        self.held["lists"] -= 1
+
+    def read(self, *arguments: Any) -> Any:
+        handle = super().read(*arguments)
+        self.held["reads"] += 1
+        return handle
+
+    def post(self, handle: Any) -> ReadState:
+        self.posted += 1
+        return super().post(handle)
+
+    def state(self, handle: Any) -> ReadState:
+        found = super().state(handle)
+        return found if self.gate.is_set() else ReadState.IN_FLIGHT
+
+    def release(self, handle: Any) -> None:
+        try:
+            self.released_in_flight += super().state(handle) is ReadState.IN_FLIGHT
+        except Exception:  # noqa: BLE001, S110 - an errored READ may have no state
+            pass
+        super().release(handle)
+        self.held["reads"] -= 1
+
+    def close(self) -> None:
+        super().close()
+        self.held["regions"] = 0
+
+
+class Reader:
+    """One rank of the engine that reads, in this process."""
+
+    def __init__(self, made_up: RankGeometry, name: str, in_flight: int = 8) -> None:
+        self.rank, self.memory = place(made_up, 1000)
+        self.before = self.memory.bytes.copy()
+        self.agent: Watched
+        self.thread = TransferThread(name, self.rank, LeaseWords(1, 1), self._make_agent, in_flight)
+        self._results: dict[str, ReadResult] = {}
+
+    def _make_agent(self, name: str) -> Agent:
+        self.agent = Watched(name)
+        return self.agent
+
+    def submit(
+        self,
+        key: str,
+        peer: str,
+        span: Span,
+        src: Sequence[np.ndarray],
+        dst: Sequence[np.ndarray],
+        ticket: Ticket = Ticket(0, 0, 1),
+    ) -> None:
+        self.thread.submit(ReadOrder(key, peer, span, tuple(src), tuple(dst), ticket))
+
+    def result(self, key: str, seconds: float = 30.0) -> ReadResult | None:
+        """How an order ended; None if it has not, after so many seconds."""
+        deadline = time.monotonic() + seconds
+        while True:
+            for result in self.thread.results():
+                assert result.key not in self._results, f"{result.key} has two results"
+                self._results[result.key] = result
+            if key in self._results or time.monotonic() >= deadline:
+                return self._results.get(key)
+            time.sleep(0.001)
+
+    def end(self) -> None:
+        self.agent.gate.set()
+        self.thread.close(10.0)
+        assert self.agent.released_in_flight == 0, "a READ was given back in flight"

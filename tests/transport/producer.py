@@ -1,0 +1,86 @@
+"""The other process: all ranks of a made-up engine that others read from.
+
+Started with the number of an inherited socket. For every `Produce` it receives it becomes that engine and answers with
+its ranks' cards; in between it does what the methods of `Engine` do. It ends when the socket closes.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from kvferry.transport.lease import LeaseWords
+from kvferry.transport.messages import RankCard
+from kvferry.transport.thread import TransferThread
+from support.engines import EngineSpec, Family, ranks
+from support.oracle import fill
+from transport.memory import place
+
+SLOTS = 64
+
+
+@dataclass(frozen=True)
+class Produce:
+    """What to be: an engine whose memory holds the sequence in `tables`, or noise of seeds `seed`, `seed` + 1, ..."""
+
+    name: str
+    spec: EngineSpec
+    families: tuple[Family, ...]
+    tables: tuple[np.ndarray, ...] | None
+    seed: int
+    incarnation: int
+
+
+class Engine:
+    """All ranks of what was ordered."""
+
+    def __init__(self, order: Produce) -> None:
+        self._memories, self._threads = [], []
+        self.cards = []
+        for number, made_up in enumerate(ranks(order.spec, order.families)):
+            rank, memory = place(made_up, order.seed + number)
+            if order.tables is not None:
+                fill(rank, order.tables, memory)
+            words = LeaseWords(order.incarnation + number, SLOTS)
+            thread = TransferThread(f"{order.name}/{number}", rank, words)
+            self._memories.append(memory)
+            self._threads.append(thread)
+            self.cards.append(RankCard(rank, thread.metadata, words.address, SLOTS, words.incarnation))
+
+    def end(self, slots: list[int]) -> None:
+        for thread in self._threads:
+            thread.words.end(slots)
+
+    def zero(self) -> None:
+        for memory in self._memories:
+            memory.bytes[:] = 0
+
+    def close(self) -> None:
+        for thread in self._threads:
+            thread.close()
+
+
+def main(connection: Connection[Any, Any]) -> None:
+    engine: Engine | None = None
+    while True:
+        try:
+            order = connection.recv()
+        except EOFError:
+            return
+        if isinstance(order, Produce):
+            if engine is not None:
+                engine.close()
+            engine = Engine(order)
+            connection.send(engine.cards)
+        else:
+            verb, *arguments = order
+            getattr(engine, verb)(*arguments)
+            connection.send(verb)
+
+
+if __name__ == "__main__":
+    main(Connection(int(sys.argv[1])))

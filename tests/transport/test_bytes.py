@@ -1,0 +1,142 @@
+"""A sample of engines that differ, over NIXL between two processes: every byte of the reader's memory is right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from kvferry.geometry import GroupKind
+from kvferry.planning.select import Span
+from support.engines import EngineSpec, Family, GroupSpec, Interior, Stored, ranks
+from support.oracle import expect
+from transport.memory import scattered_tables
+
+FULL, SLIDING, STATE = GroupKind.FULL, GroupKind.SLIDING, GroupKind.STATE
+KV = (Stored("k", 2, 4, (("content", 8),)), Stored("v", 2, 4, (("content", 8),)))
+DENSE = (Family(FULL, fields=KV),) * 3
+LATENT = (Family(GroupKind.MLA, fields=(Stored("latent", 2, 0, (("content", 24),)),)),) * 3
+HYBRID = (
+    Family(FULL, fields=KV),
+    Family(SLIDING, 24, KV),
+    Family(STATE, fields=(Stored("ssm", 4, 4, (("row", 3),)), Stored("conv.x", 2, 4, (("width", 3),)))),
+)
+PACKED, PLANES = Interior(), Interior(planes=True, transposed=frozenset({"k"}))
+
+
+def dense(
+    tp: int = 1,
+    block: int = 16,
+    layout: str = "LBHNC",
+    interior: Interior = PACKED,
+    stages: tuple[int, ...] = (3,),
+    kernels: int = 1,
+    kind: GroupKind = FULL,
+) -> EngineSpec:
+    return EngineSpec(
+        tp, stages, (GroupSpec(kind, 0, (0, 1, 2), block // kernels, kernels),), layout, interior, 40
+    )
+
+
+def hybrid(tp: int = 1, block: int = 16, layout: str = "LBHNC") -> EngineSpec:
+    groups = (
+        GroupSpec(FULL, 0, (0,), block),
+        GroupSpec(SLIDING, 24, (1,), block),
+        GroupSpec(STATE, 0, (2,), block),
+    )
+    return EngineSpec(tp, (3,), groups, layout, PACKED, 60)
+
+
+@dataclass(frozen=True)
+class Case:
+    families: tuple[Family, ...]
+    src: EngineSpec
+    dst: EngineSpec
+    total: int = 200
+    have: int = 0
+
+
+CASES = {
+    "alike, scattered": Case(DENSE, dense(), dense()),
+    "alike, part of the prompt is there": Case(DENSE, dense(), dense(), have=64),
+    "alike, one token": Case(DENSE, dense(), dense(), total=1),
+    "alike, hybrid": Case(HYBRID, hybrid(), hybrid()),
+    "latent": Case(
+        LATENT, dense(2, kind=GroupKind.MLA), dense(1, kind=GroupKind.MLA)
+    ),
+    "TP 2 to 1": Case(DENSE, dense(2), dense(1)),
+    "TP 1 to 2": Case(DENSE, dense(1), dense(2)),
+    "TP 4 to 2, hybrid": Case(HYBRID, hybrid(4), hybrid(2)),
+    "TP 8 to 1, heads replicated": Case(DENSE, dense(8), dense(1)),
+    "PP 2 to 1": Case(DENSE, dense(stages=(1, 2)), dense()),
+    "block 32 to 16": Case(DENSE, dense(block=32), dense(block=16)),
+    "block 16 to 32": Case(DENSE, dense(block=16), dense(block=32)),
+    "block 24 to 16": Case(DENSE, dense(block=24), dense(block=16)),
+    "block 32 of two kernel blocks to 16": Case(DENSE, dense(block=32, kernels=2), dense(block=16)),
+    "layout LBHNC to BLHNC": Case(DENSE, dense(), dense(layout="BLHNC")),
+    "layout BHLNC to LBNHC": Case(DENSE, dense(layout="BHLNC"), dense(layout="LBNHC")),
+    "K transposed on one side": Case(DENSE, dense(), dense(interior=PLANES), total=40),
+    "everything differs": Case(
+        HYBRID, hybrid(4, 32, "BLHNC"), hybrid(1, 16, "LBNHC"), total=150
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_what_is_read_is_what_was_written(world, case):
+    span = Span(case.have, case.total, case.total)
+    src_tables = scattered_tables(case.src, case.total, 1)
+    dst_tables = scattered_tables(case.dst, case.total, 2)
+    producer = world.shared_producer(case.src, case.families, src_tables)
+    sources = ranks(case.src, case.families)
+    assert len(producer.cards) == len(sources)
+    for number, rank in enumerate(ranks(case.dst, case.families)):
+        reader = world.reader(rank)
+        reader.thread.connect("P", producer.cards)
+        reader.submit(f"load {number}", "P", span, src_tables, dst_tables)
+        result = reader.result(f"load {number}")
+        assert result is not None, "no result"
+        assert result.failure is None, result.failure
+        spans = [span] * len(case.dst.groups)
+        expect(reader.rank, sources, spans, dst_tables, reader.before).check(reader.memory.bytes)
+        assert sum(result.plan.bytes_by_group) == result.plan.tally.bytes > 0
+
+
+def test_several_reads_in_flight_do_not_disturb_each_other(world):
+    spec = EngineSpec(2, (3,), (GroupSpec(FULL, 0, (0, 1, 2), 16),), "LBHNC", PACKED, 90)
+    tables = scattered_tables(spec, 16 * 80, 1)
+    producer = world.shared_producer(spec, DENSE, tables)
+    (rank,) = ranks(dense(1), DENSE)
+    reader = world.reader(rank, in_flight=3)
+    reader.thread.connect("P", producer.cards)
+    (destination,) = scattered_tables(dense(1), 16 * 39, 2)
+    # Disjoint destinations, and the same source sequence read from its start each time.
+    parts = [destination[at : at + 3] for at in range(0, 39, 3)]
+    reader.agent.gate.clear()
+    for number, part in enumerate(parts):
+        reader.submit(f"load {number}", "P", Span(0, 48, 48), tables, (part,))
+    assert reader.result("load 0", 0.2) is None
+    assert reader.agent.posted == 3 * 2, "no more in flight than allowed"
+    reader.agent.gate.set()
+    expected = None
+    for number, part in enumerate(parts):
+        result = reader.result(f"load {number}")
+        assert result is not None
+        assert result.failure is None
+        before = reader.before if expected is None else expected
+        expected = expect(reader.rank, ranks(spec, DENSE), [Span(0, 48, 48)], (part,), before).value
+    assert (reader.memory.bytes == expected).all()
+
+
+def test_when_everything_is_there_nothing_is_read(world):
+    producer = world.shared_producer(dense(), DENSE, scattered_tables(dense(), 64, 1))
+    (rank,) = ranks(dense(), DENSE)
+    reader = world.reader(rank)
+    reader.thread.connect("P", producer.cards)
+    tables = scattered_tables(dense(), 64, 2)
+    reader.submit("load", "P", Span(64, 64, 65), tables, tables)
+    result = reader.result("load")
+    assert result is not None
+    assert result.failure is None
+    assert result.plan.tally.bytes == reader.agent.posted == 0
+    assert (reader.memory.bytes == reader.before).all()

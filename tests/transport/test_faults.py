@@ -1,0 +1,201 @@
+"""Peers that lie, die or stop: the read fails alone, its memory stays owned, everyone else is served."""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvferry.cache.loads import Loads
+from kvferry.geometry import Region
+from transport import large
+
+DEADLINE_SECONDS = 30.0
+
+
+def well(world, reader, name="well"):
+    """The reader's thread still serves another peer."""
+    producer = world.producer(large.SPEC, large.FAMILIES, seed=50)
+    reader.thread.connect(name, producer.cards)
+    reader.submit(f"{name}'s", name, large.span(2), large.FORWARD, large.BACKWARD)
+    result = reader.result(f"{name}'s")
+    assert result is not None, "the thread no longer serves"
+    assert result.failure is None, result.failure
+    found, wanted = large.pages(reader.memory.bytes), large.pages(50)
+    assert (found[large.BACKWARD[0][:2]] == wanted[1:3]).all()
+    return producer
+
+
+@pytest.fixture
+def reader(world):
+    return world.reader(large.RANK)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "says"),
+    [
+        ([1, large.BLOCKS + 1], [1, 2], rf"source's table names blocks 1 to {large.BLOCKS + 1}"),
+        ([1, 2], [2**40, 2], "destination's table names blocks 2 to"),
+        ([1, 0], [1, 2], "source no longer holds a block .* null block"),
+        ([1], [1, 2], "source's table, which has 1"),
+        ([1, -5], [1, 2], "source's table names blocks -5"),
+    ],
+)
+def test_blocks_that_do_not_exist_are_a_failure_in_words_and_nothing_is_read(world, reader, src, dst, says):
+    producer = world.shared_producer(large.SPEC, large.FAMILIES, None)
+    reader.thread.connect("P", producer.cards)
+    reader.submit("load", "P", large.span(2), [np.array(src)], [np.array(dst)])
+    failure = reader.result("load").failure
+    assert pytest.raises(AssertionError, match=says).__enter__ is not None
+    assert __import__("re").search(says, failure), failure
+    assert reader.agent.posted == 0
+    assert (reader.memory.bytes == reader.before).all()
+
+
+def test_tables_of_another_number_of_groups_are_a_failure(world, reader):
+    producer = world.shared_producer(large.SPEC, large.FAMILIES, None)
+    reader.thread.connect("P", producer.cards)
+    reader.submit("load", "P", large.span(1), large.FORWARD * 2, large.FORWARD)
+    assert "block tables for 2 and 1 groups, the engines have 1 and 1" in reader.result("load").failure
+
+
+def test_a_peer_that_was_never_connected_is_a_failure(reader):
+    reader.submit("load", "nobody", large.span(1), large.FORWARD, large.FORWARD)
+    assert reader.result("load").failure == "peer nobody was never connected"
+
+
+def test_metadata_that_is_not_nixls_costs_that_peer_only(world, reader):
+    producer = world.shared_producer(large.SPEC, large.FAMILIES, None)
+    (card,) = producer.cards
+    spoiled = {
+        "empty": b"",
+        "random": np.random.default_rng(1).bytes(500),
+        "cut short": card.agent[: len(card.agent) // 2],
+        "zeros": bytes(len(card.agent)),
+    }
+    for name, metadata in spoiled.items():
+        reader.thread.connect(name, [type(card)(card.geometry, metadata, card.words_address, card.words, 1)])
+        reader.submit(name, name, large.span(1), large.FORWARD, large.FORWARD)
+        assert f"peer {name} cannot be read from" in reader.result(name).failure
+    assert (reader.memory.bytes == reader.before).all()
+    well(world, reader)
+
+
+def test_pages_that_lie_outside_what_the_peer_registered_cost_that_peer_only(world, reader):
+    producer = world.shared_producer(large.SPEC, large.FAMILIES, None)
+    (card,) = producer.cards
+    groups = card.geometry.groups
+    layer = replace(groups[0].layers[0], address=8 * large.MIB)
+    elsewhere = replace(
+        card.geometry,
+        groups=(replace(groups[0], layers=(layer,)),),
+        regions=(Region(8 * large.MIB, 1000 * large.MIB),),
+    )
+    reader.thread.connect(
+        "liar", [type(card)(elsewhere, card.agent, card.words_address, card.words, card.incarnation)]
+    )
+    reader.submit("load", "liar", large.span(1), large.FORWARD, large.FORWARD)
+    assert reader.result("load").failure is not None
+    well(world, reader)
+
+
+def test_words_that_lie_elsewhere_cost_that_peer_only(world, reader):
+    producer = world.shared_producer(large.SPEC, large.FAMILIES, None)
+    (card,) = producer.cards
+    reader.thread.connect("liar", [type(card)(card.geometry, card.agent, 8, card.words, card.incarnation)])
+    reader.submit("load", "liar", large.span(1), large.FORWARD, large.FORWARD)
+    assert reader.result("load").failure is not None
+    well(world, reader)
+
+
+@pytest.mark.parametrize("transports", ["any", "tcp"])
+def test_a_producer_killed_before_a_read_is_a_failure(world, transports, request):
+    if transports == "tcp":
+        request.getfixturevalue("over_tcp")
+    reader = world.reader(large.RANK)
+    producer = well(world, reader, "P")
+    producer.signal(signal.SIGKILL)
+    reader.submit("load", "P", large.SPAN, large.FORWARD, large.FORWARD)
+    result = reader.result("load", DEADLINE_SECONDS)
+    assert result is not None, "a dead peer's read never ends"
+    assert result.failure is not None
+    well(world, reader)
+
+
+def test_a_producer_killed_in_the_middle_of_a_read_is_a_failure(over_tcp, world):
+    reader = world.reader(large.RANK)
+    producer = well(world, reader, "P")
+    producer.signal(signal.SIGSTOP)
+    reader.submit("load", "P", large.SPAN, large.FORWARD, large.FORWARD)
+    assert reader.result("load", 0.5) is None
+    producer.signal(signal.SIGKILL)
+    result = reader.result("load", DEADLINE_SECONDS)
+    assert result is not None, "a dead peer's read never ends"
+    assert result.failure is not None
+    well(world, reader)
+
+
+def test_while_a_producer_is_stopped_the_deadline_passes_and_the_memory_stays_owned(over_tcp, world):
+    now = 0.0
+    loads = Loads(lambda: now)
+    reader = world.reader(large.RANK)
+    producer = well(world, reader, "P")
+    reader.memory.bytes[:] = reader.before
+    producer.signal(signal.SIGSTOP)
+    loads.begin("load", 30.0)
+    reader.submit("load", "P", large.SPAN, large.FORWARD, large.FORWARD)
+    assert reader.result("load", 1.0) is None
+    now = 31.0
+    settled = loads.settle()
+    assert settled.reported == {"load": "its deadline passed"}
+    assert settled.released == set()
+    assert len(loads) == 1
+    assert reader.agent.held["reads"] == 1, "nothing in flight is given back"
+    landed = (large.pages(reader.memory.bytes) == large.pages(50)).all(axis=1)
+    assert not landed[1:].all(), "a peer that is stopped serves nothing"
+    well(world, reader, "another")
+
+    producer.signal(signal.SIGCONT)
+    result = reader.result("load", DEADLINE_SECONDS)
+    assert result is not None
+    assert result.failure is None
+    assert (large.pages(reader.memory.bytes)[1:] == large.pages(50)[1:]).all()
+    loads.landed("load", result.failure)
+    assert loads.settle().released == {"load"}
+    assert len(loads) == 0
+
+
+def test_a_result_comes_only_after_everything_has_landed(over_tcp, world):
+    reader = world.reader(large.RANK)
+    producer = world.producer(large.SPEC, large.FAMILIES, seed=50)
+    reader.thread.connect("P", producer.cards)
+    for attempt in range(3):
+        reader.memory.bytes[:] = 0
+        reader.submit(f"load {attempt}", "P", large.SPAN, large.BACKWARD, large.FORWARD)
+        result = reader.result(f"load {attempt}")
+        assert result.failure is None
+        assert (large.pages(reader.memory.bytes)[1:] == large.pages(50)[:0:-1]).all()
+
+
+def test_closing_frees_everything(world):
+    reader = world.reader(large.RANK)
+    well(world, reader)
+    assert reader.agent.held == {"peers": 1, "lists": 4, "reads": 0, "regions": 1}
+    reader.thread.close()
+    assert reader.agent.held == {"peers": 0, "lists": 0, "reads": 0, "regions": 0}
+
+
+def test_closing_waits_for_what_is_in_flight_and_then_leaves_it_behind(world, caplog):
+    reader = world.reader(large.RANK)
+    well(world, reader, "P")
+    reader.agent.gate.clear()
+    reader.submit("load", "P", large.span(1), large.FORWARD, large.FORWARD)
+    assert reader.result("load", 0.1) is None
+    began = time.monotonic()
+    reader.thread.close(0.3)
+    assert time.monotonic() - began >= 0.3
+    assert "still in flight after 0.3 s" in caplog.text
+    assert reader.agent.held["reads"] == 1

@@ -1,0 +1,100 @@
+"""The lease word: blocks that were given back are never taken for good."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.transport.lease import Ticket
+from kvferry.transport.thread import TransferThread
+from transport import large
+from transport.pair import INCARNATION
+from transport.producer import SLOTS
+
+GONE = "gave the blocks back before they were read"
+
+
+@pytest.fixture
+def producer(world):
+    return world.producer(large.SPEC, large.FAMILIES, seed=7)
+
+
+@pytest.fixture
+def reader(world, producer):
+    reader = world.reader(large.RANK)
+    reader.thread.connect("P", producer.cards)
+    return reader
+
+
+def test_a_word_that_was_raised_before_the_read_is_a_failure_and_only_for_its_slot(reader, producer):
+    producer.tell("end", [3])
+    reader.submit("late", "P", large.span(2), large.FORWARD, large.FORWARD, Ticket(3, 0, 1))
+    reader.submit("other slot", "P", large.span(2), large.FORWARD, large.FORWARD, Ticket(4, 0, 1))
+    reader.submit("same slot, next lease", "P", large.span(2), large.FORWARD, large.FORWARD, Ticket(3, 1, 1))
+    assert GONE in reader.result("late").failure
+    assert reader.result("other slot").failure is None
+    assert reader.result("same slot, next lease").failure is None
+
+
+def test_a_word_that_is_raised_after_the_data_was_read_and_before_it_is_known_is_a_failure(reader, producer):
+    reader.agent.gate.clear()
+    reader.submit("load", "P", large.span(2), large.FORWARD, large.FORWARD)
+    assert reader.result("load", 0.2) is None
+    assert reader.agent.posted == 1, "the word is asked for after the data, not with it"
+    producer.tell("end", [0])
+    producer.tell("zero")
+    reader.agent.gate.set()
+    assert GONE in reader.result("load").failure
+
+
+def test_blocks_reused_while_they_are_read_are_never_taken_for_good(over_tcp, world):
+    producer = world.producer(large.SPEC, large.FAMILIES, seed=7)
+    reader = world.reader(large.RANK)
+    reader.thread.connect("P", producer.cards)
+    wanted = large.pages(7)[1:]
+    for attempt in range(3):
+        key = f"load {attempt}"
+        reader.submit(key, "P", large.SPAN, large.FORWARD, large.FORWARD, Ticket(0, attempt, 1))
+        producer.tell("end", [0])
+        if attempt == 1:
+            producer.tell("zero")
+        result = reader.result(key)
+        if result.failure is None:
+            assert (large.pages(reader.memory.bytes)[1:] == wanted).all()
+        else:
+            assert GONE in result.failure
+
+
+def test_a_word_of_another_run_of_the_worker_is_a_failure(world, producer):
+    reader = world.reader(large.RANK)
+    (card,) = producer.cards
+    restarted = type(card)(card.geometry, card.agent, card.words_address, card.words, INCARNATION + 1)
+    reader.thread.connect("P", [restarted])
+    reader.submit("load", "P", large.span(1), large.FORWARD, large.FORWARD)
+    assert GONE in reader.result("load").failure
+
+
+@pytest.mark.parametrize("slot", [SLOTS, 2**40])
+def test_a_slot_that_does_not_exist_is_a_failure_and_nothing_is_read(reader, slot):
+    reader.submit("load", "P", large.span(1), large.FORWARD, large.FORWARD, Ticket(slot, 0, 1))
+    assert f"lease slot {slot} does not exist, the peer has {SLOTS}" in reader.result("load").failure
+    assert reader.agent.posted == 0
+
+
+def test_a_landing_place_is_not_trusted_from_one_read_to_the_next(world, producer):
+    reader = world.reader(large.RANK, in_flight=1)
+    reader.thread.connect("P", producer.cards)
+    reader.submit("good", "P", large.span(1), large.FORWARD, large.FORWARD)
+    assert reader.result("good").failure is None
+    (landing,) = reader.thread._free_landings
+    before = int(reader.thread._landing[landing])
+
+    def without_bytes(local, here, remote, there):
+        assert int(reader.thread._landing[landing]) != before, "what an earlier read left would pass"
+        return post(local, here, remote, there)
+
+    post, reader.agent.read = reader.agent.read, lambda *a: (
+        without_bytes(*a) if len(a[1]) == 1 and a[1][0] == landing and reader.agent.posted > 2 else post(*a)
+    )
+    reader.submit("again", "P", large.span(1), large.FORWARD, large.FORWARD)
+    assert reader.result("again").failure is None
+    assert isinstance(reader.thread, TransferThread)

@@ -1,0 +1,205 @@
+"""Engines that speak the OpenAI API from a script, and a router before them, all on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from kvferry.serving.ports import listen, url_of
+from kvferry.serving.router import RouterSettings, router_app
+
+KV = {"do_remote_prefill": True, "remote_engine_id": "p", "remote_block_ids": [[1, 2]]}
+TOKENS = ["The", " bytes", " are", " moved", "."]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Fail if the condition does not come true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def running(app: Starlette, port: int = 0) -> Iterator[str]:
+    """The application on a socket of its own; yields its URL."""
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=0))
+    sock = listen("127.0.0.1", port)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+    thread.start()
+    wait_for(lambda: server.started)
+    try:
+        yield url_of(sock)
+    finally:
+        server.should_exit = True
+        thread.join()
+        sock.close()
+
+
+@dataclass
+class FakeEngine:
+    """An engine that does what its attributes say.
+
+    Attributes:
+        status: of completions.
+        hands_over: kv_transfer_params of a whole answer.
+        delay_seconds: before it answers.
+        dies_after: number of events after which its connection breaks; None for a stream that ends well.
+        event_seconds: between two events.
+        chunks: bytes of a stream, instead of the usual events.
+        seen: bodies, raw; paths and headers beside.
+        aborted: requests whose client left before the end.
+    """
+
+    status: int = 200
+    hands_over: Any = None
+    delay_seconds: float = 0.0
+    dies_after: int | None = None
+    event_seconds: float = 0.0
+    chunks: list[bytes] | None = None
+    raw: list[bytes] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    aborted: int = 0
+    url: str = ""
+
+    @property
+    def bodies(self) -> list[dict[str, Any]]:
+        return [json.loads(raw) for raw in self.raw]
+
+    def app(self) -> Starlette:
+        routes = [
+            Route("/v1/completions", self.complete, methods=["POST"]),
+            Route("/v1/chat/completions", self.complete, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/health", self.health),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+        ]
+        return Starlette(routes=routes)
+
+    async def health(self, _: Request) -> Response:
+        return Response(status_code=200 if self.status < 500 else self.status)
+
+    async def models(self, _: Request) -> Response:
+        return JSONResponse({"data": [{"id": "m"}]}, self.status)
+
+    async def tokenize(self, request: Request) -> Response:
+        return JSONResponse({"tokens": [1, 2], "asked": await request.json()})
+
+    async def complete(self, request: Request) -> Response:
+        self.raw.append(await request.body())
+        self.headers.append(dict(request.headers))
+        body = json.loads(self.raw[-1])
+        try:
+            await asyncio.wait_for(_left(request), self.delay_seconds or 0.001)
+        except TimeoutError:
+            pass
+        else:
+            self.aborted += 1
+            return Response()
+        if self.status != 200:
+            error = {"message": "no such model", "type": "NotFoundError", "param": None, "code": self.status}
+            return JSONResponse({"error": error}, self.status)
+        if body.get("stream"):
+            return StreamingResponse(self.events(request), media_type="text/event-stream")
+        if self.dies_after is not None:
+            return StreamingResponse(_broken(), media_type="application/json")
+        answer = {"choices": [{"text": "".join(TOKENS)}], "usage": {"prompt_tokens": 7}}
+        return JSONResponse({**answer, "kv_transfer_params": self.hands_over})
+
+    async def events(self, request: Request):
+        whole = [b"data: " + json.dumps({"choices": [{"text": text}]}).encode() + b"\n\n" for text in TOKENS]
+        whole.append(b"data: [DONE]\n\n")
+        try:
+            for number, event in enumerate(self.chunks or whole):
+                if number == self.dies_after:
+                    # uvicorn cuts the connection when an application raises in its answer.
+                    raise ConnectionResetError
+                yield event
+                await asyncio.sleep(self.event_seconds)
+        except (asyncio.CancelledError, GeneratorExit):
+            self.aborted += 1
+            raise
+
+
+async def _left(request: Request) -> None:
+    while not await request.is_disconnected():
+        await asyncio.sleep(0.01)
+
+
+async def _broken():
+    yield b'{"choices": ['
+    raise ConnectionResetError
+
+
+@dataclass
+class Scene:
+    """A router, the engines behind it, and a client before it."""
+
+    prefill: list[FakeEngine]
+    decode: list[FakeEngine]
+    client: httpx.Client
+
+    def complete(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
+        return self.client.post(path, json={"model": "m", "prompt": "x", "max_tokens": 5, **body})
+
+
+@pytest.fixture
+def stage() -> Iterator[Callable[..., Scene]]:
+    """Sets up a scene from scripted engines, or from URLs where nobody listens."""
+    with contextlib.ExitStack() as stack:
+
+        def set_up(prefill: list[Any], decode: list[Any], **settings: Any) -> Scene:
+            for engine in (*prefill, *decode):
+                if isinstance(engine, FakeEngine) and not engine.url:
+                    engine.url = stack.enter_context(running(engine.app()))
+            urls = [
+                tuple(engine if isinstance(engine, str) else engine.url for engine in engines)
+                for engines in (prefill, decode)
+            ]
+            app = router_app(RouterSettings(*urls, **{"probe_seconds": 0.1, **settings}))
+            url = stack.enter_context(running(app))
+            client = stack.enter_context(httpx.Client(base_url=url, timeout=20, trust_env=False))
+            return Scene(prefill, decode, client)
+
+        yield set_up
+
+
+@pytest.fixture
+def fake() -> type[FakeEngine]:
+    return FakeEngine
+
+
+@pytest.fixture
+def kv() -> dict[str, Any]:
+    return KV
+
+
+@pytest.fixture
+def eventually() -> Callable[..., None]:
+    return wait_for
+
+
+@pytest.fixture
+def serve_app() -> Callable[..., Any]:
+    return running
+
+
+@pytest.fixture
+def nobody() -> str:
+    """A URL where nobody listens."""
+    with listen("127.0.0.1", 0) as sock:
+        return url_of(sock)

@@ -1,0 +1,166 @@
+"""What a caller gets when engines fail, and what engines see when callers leave."""
+
+import json
+import socket
+from urllib.parse import urlsplit
+
+import pytest
+
+STREAM = {"model": "m", "prompt": "x", "stream": True}
+
+
+def events(answer) -> list[bytes]:
+    return [event for event in answer.content.split(b"\n\n") if event]
+
+
+def test_a_dead_prefill_engine_is_routed_around_to_another(stage, fake, kv, nobody):
+    scene = stage([nobody, fake(hands_over=kv)], [fake()])
+    for _ in range(3):
+        assert scene.complete().status_code == 200
+    assert [body["kv_transfer_params"] for body in scene.decode[0].bodies] == [kv] * 3
+
+
+@pytest.mark.parametrize("status", [500, 503, 429])
+def test_a_prefill_engine_that_refuses_is_routed_around(stage, fake, kv, status):
+    scene = stage([fake(status=status), fake(hands_over=kv)], [fake()])
+    assert scene.complete().status_code == 200
+    assert scene.decode[0].bodies[0]["kv_transfer_params"] == kv
+
+
+def test_without_any_prefill_engine_decode_gets_the_callers_own_bytes(stage, fake, nobody):
+    scene = stage([nobody], [fake()])
+    raw = json.dumps(STREAM, indent=1).encode()
+    answer = scene.client.post("/v1/completions", content=raw)
+    assert events(answer)[-1] == b"data: [DONE]"
+    assert scene.decode[0].raw == [raw]
+
+
+def test_a_prefill_engine_that_hands_over_nothing_is_not_the_end(stage, fake, kv):
+    scene = stage([fake(), fake(hands_over=kv)], [fake()])
+    scene.complete()
+    assert scene.decode[0].bodies[0]["kv_transfer_params"] == kv
+    alone = stage([fake(hands_over={}), fake(hands_over="nonsense")], [fake()])
+    assert alone.complete().status_code == 200
+    assert "kv_transfer_params" not in alone.decode[0].bodies[0]
+
+
+def test_a_prefill_engine_that_takes_too_long_is_given_up_and_aborted(stage, fake, eventually):
+    scene = stage([fake(delay_seconds=60)], [fake()], prefill_seconds=0.2)
+    assert scene.complete().status_code == 200
+    eventually(lambda: scene.prefill[0].aborted == 1)
+
+
+@pytest.mark.parametrize("status", [400, 404, 422])
+def test_a_prefill_engines_word_that_the_request_is_wrong_is_the_answer(stage, fake, status):
+    scene = stage([fake(status=status), fake(status=status)], [fake()])
+    answer = scene.complete()
+    assert (answer.status_code, answer.json()["error"]["message"]) == (status, "no such model")
+    assert sum(len(engine.raw) for engine in scene.prefill) == 1
+    assert scene.decode[0].raw == []
+
+
+def test_a_prefill_engine_that_is_back_is_asked_again(stage, fake, kv, nobody, serve_app, eventually):
+    back = fake(hands_over=kv)
+    scene = stage([nobody], [fake()])
+    scene.complete()
+    with serve_app(back.app(), urlsplit(nobody).port):
+        eventually(lambda: scene.complete().status_code == 200 and back.raw)
+    assert "kv_transfer_params" in scene.decode[0].bodies[-1]
+
+
+def test_a_dead_decode_engine_is_routed_around_with_the_kv(stage, fake, kv, nobody):
+    scene = stage([fake(hands_over=kv)], [nobody, fake()])
+    assert scene.complete().status_code == 200
+    assert scene.decode[1].bodies[0]["kv_transfer_params"] == kv
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_decode_engine_that_dies_before_it_said_anything_is_replaced_without_the_kv(
+    stage, fake, kv, stream
+):
+    scene = stage([fake(hands_over=kv)], [fake(dies_after=0), fake()])
+    answer = scene.complete(stream=stream)
+    assert answer.status_code == 200
+    assert b"moved" in answer.content
+    assert b"error" not in answer.content
+    assert "kv_transfer_params" in scene.decode[0].bodies[0]
+    assert "kv_transfer_params" not in scene.decode[1].bodies[0]
+
+
+def test_without_any_decode_engine_the_answer_is_503_in_openais_form(stage, fake, kv, nobody):
+    scene = stage([fake(hands_over=kv)], [nobody])
+    for stream in (False, True):
+        answer = scene.complete(stream=stream)
+        assert answer.status_code == 503
+        assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
+        assert answer.json()["error"]["code"] == "engine_unavailable"
+    assert scene.client.get("/v1/models").status_code == 503
+
+
+def test_a_decode_engines_refusal_is_relayed_when_no_other_is_left(stage, fake, kv):
+    scene = stage([fake(hands_over=kv)], [fake(status=503)])
+    answer = scene.complete()
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, "no such model")
+
+
+def test_a_decode_engines_word_that_the_request_is_wrong_is_the_answer(stage, fake, kv):
+    scene = stage([fake(hands_over=kv)], [fake(status=400), fake()])
+    answer = scene.complete(stream=True)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "no such model")
+    assert scene.decode[1].raw == []
+
+
+def test_a_decode_engine_that_dies_in_the_middle_ends_the_stream_with_an_error(stage, fake, kv):
+    scene = stage([fake(hands_over=kv)], [fake(dies_after=2)])
+    answer = scene.complete(stream=True)
+    *before, last = events(answer)
+    assert len(before) == 2
+    error = json.loads(last.removeprefix(b"data: "))["error"]
+    assert error["code"] == "engine_failed"
+    assert error.keys() == {"message", "type", "param", "code"}
+
+
+def test_half_an_event_of_an_engine_that_died_is_not_passed_on(stage, fake, kv):
+    chunks = [b"data: 1\n\nda", b"ta", b"never"]
+    scene = stage([fake(hands_over=kv)], [fake(chunks=chunks, dies_after=2)])
+    first, last = events(scene.complete(stream=True))
+    assert first == b"data: 1"
+    assert last.startswith(b'data: {"error"')
+
+
+def test_a_stream_that_ends_without_its_last_event_ends_with_an_error(stage, fake, kv):
+    scene = stage([fake(hands_over=kv)], [fake(chunks=[b"data: 1\n\n"])])
+    assert b"last event" in events(scene.complete(stream=True))[-1]
+
+
+def leave_during(scene, body: dict, ready) -> None:
+    """Send a request, and close the connection when `ready` says so."""
+    raw = json.dumps(body).encode()
+    address = scene.client.base_url
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n".encode()
+    with socket.create_connection((address.host, address.port)) as sock:
+        sock.sendall(head + raw)
+        ready()
+
+
+def test_a_caller_who_leaves_while_the_prompt_is_computed_aborts_that(stage, fake, kv, eventually):
+    scene = stage([fake(hands_over=kv, delay_seconds=60)], [fake()])
+    leave_during(scene, STREAM, lambda: eventually(lambda: scene.prefill[0].raw))
+    eventually(lambda: scene.prefill[0].aborted == 1)
+    assert scene.decode[0].raw == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_caller_who_leaves_before_the_answer_begins_aborts_it(stage, fake, kv, eventually, stream):
+    scene = stage([fake(hands_over=kv)], [fake(delay_seconds=60)])
+    leave_during(scene, {**STREAM, "stream": stream}, lambda: eventually(lambda: scene.decode[0].raw))
+    eventually(lambda: scene.decode[0].aborted == 1)
+
+
+def test_a_caller_who_leaves_in_the_middle_of_a_stream_aborts_it(stage, fake, kv, eventually):
+    scene = stage([fake(hands_over=kv)], [fake(event_seconds=60)])
+    with scene.client.stream("POST", "/v1/completions", json=STREAM) as answer:
+        next(answer.iter_raw())
+    eventually(lambda: scene.decode[0].aborted == 1)
+    health = scene.client.get("/health").json()
+    assert health["decode"][0]["up"], "a caller who left is no fault of the engine"

@@ -1,0 +1,179 @@
+"""Which engine is asked what."""
+
+import json
+import logging
+
+import pytest
+
+KV_KEYS = {"do_remote_decode", "do_remote_prefill", "remote_engine_id", "remote_block_ids"}
+
+
+@pytest.fixture
+def pair(stage, fake, kv):
+    return stage([fake(hands_over=kv)], [fake()])
+
+
+def test_the_decode_engine_gets_the_callers_body_with_what_the_prefill_engine_handed_over(pair, kv):
+    answer = pair.complete(stop=["a"], logprobs=2, min_tokens=3)
+    assert answer.status_code == 200
+    assert answer.json()["usage"] == {"prompt_tokens": 7}
+    [seen] = pair.decode[0].bodies
+    expected = {"model": "m", "prompt": "x", "max_tokens": 5, "stop": ["a"], "logprobs": 2, "min_tokens": 3}
+    assert seen == {**expected, "kv_transfer_params": kv}
+
+
+def test_the_prefill_engine_computes_the_prompt_and_one_token(pair):
+    messages = [{"role": "user", "content": "hi"}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    pair.complete(
+        "/v1/chat/completions",
+        messages=messages,
+        tools=tools,
+        tool_choice="auto",
+        max_completion_tokens=9,
+        n=2,
+        stream=True,
+        stream_options={"include_usage": True},
+        logprobs=True,
+        top_logprobs=3,
+        min_tokens=4,
+        stop=["x"],
+    )
+    [seen] = pair.prefill[0].bodies
+    assert seen.pop("kv_transfer_params").keys() >= KV_KEYS
+    assert seen == {
+        "model": "m",
+        "prompt": "x",
+        "messages": messages,
+        "tools": tools,
+        "tool_choice": "auto",
+        "max_tokens": 1,
+        "max_completion_tokens": 1,
+        "stream": False,
+        "ignore_eos": True,
+    }
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"kv_transfer_params": {"do_remote_prefill": True}},
+        {"prompt": ["a", "b"]},
+        {"prompt": [[1, 2], [3]]},
+        {"prompt_logprobs": 1},
+        {"echo": True, "logprobs": 1},
+        {"use_beam_search": True, "n": 2},
+        {"max_tokens": 0, "echo": True},
+    ],
+    ids=lambda body: next(iter(body)),
+)
+def test_a_request_that_cannot_use_anothers_kv_goes_to_decode_alone_untouched(pair, body):
+    sent = json.dumps({"model": "m", "prompt": "x", **body}, indent=3).encode()
+    assert pair.client.post("/v1/completions", content=sent).status_code == 200
+    assert pair.prefill[0].raw == []
+    assert pair.decode[0].raw == [sent]
+
+
+@pytest.mark.parametrize("prompt", ["a", ["a"], [1, 2, 3], [[1, 2, 3]]], ids=str)
+def test_one_prompt_in_whatever_form_is_prefilled(pair, prompt):
+    pair.complete(prompt=prompt)
+    assert [body["prompt"] for body in pair.prefill[0].bodies] == [prompt]
+
+
+def test_events_come_byte_for_byte(stage, fake, kv):
+    chunks = [b": hello\n\nda", b'ta: {"a": "\xc3', b'\xa4"}\n', b"\nda", b"ta: [DONE]\n\n", b": bye"]
+    scene = stage([fake(hands_over=kv)], [fake(chunks=chunks)])
+    with scene.client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert b"".join(answer.iter_raw()) == b"".join(chunks)
+
+
+def test_events_come_when_they_are_made(stage, fake, kv):
+    scene = stage([fake(hands_over=kv)], [fake(event_seconds=60)])
+    with scene.client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
+        assert b"The" in next(answer.iter_raw())
+
+
+def test_both_engines_see_the_callers_request_id_and_key(pair):
+    headers = {"X-Request-Id": "abc", "Authorization": "Bearer k"}
+    answer = pair.client.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+    for engine in (pair.prefill[0], pair.decode[0]):
+        assert engine.headers[0]["x-request-id"] == "abc"
+        assert engine.headers[0]["authorization"] == "Bearer k"
+    assert answer.headers["x-request-id"] == "abc"
+
+
+def test_a_request_without_an_id_gets_one_for_both_engines(pair):
+    answer = pair.complete()
+    ids = {engine.headers[0]["x-request-id"] for engine in (pair.prefill[0], pair.decode[0])}
+    assert ids == {answer.headers["x-request-id"]}
+
+
+def test_requests_take_turns_among_engines_that_are_equally_busy(stage, fake, kv):
+    scene = stage([fake(hands_over=kv) for _ in range(3)], [fake(), fake()])
+    for _ in range(6):
+        scene.complete()
+    assert [len(engine.raw) for engine in scene.prefill] == [2, 2, 2]
+    assert [len(engine.raw) for engine in scene.decode] == [3, 3]
+
+
+def test_the_least_busy_engine_is_chosen(stage, fake, kv):
+    scene = stage([fake(hands_over=kv)], [fake(event_seconds=60), fake()])
+    with scene.client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
+        events = answer.iter_raw()
+        next(events)
+        for _ in range(3):
+            scene.complete()
+    assert [len(engine.raw) for engine in scene.decode] == [1, 3]
+
+
+def test_models_and_tokenize_are_a_decode_engines(pair):
+    assert pair.client.get("/v1/models").json() == {"data": [{"id": "m"}]}
+    assert pair.client.post("/tokenize", json={"prompt": "x"}).json()["asked"] == {"prompt": "x"}
+
+
+def test_an_unknown_path_and_a_wrong_method_are_errors_in_openais_form(pair):
+    missing = pair.client.post("/v1/nonsense", json={})
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+    wrong = pair.client.get("/v1/completions")
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert missing.json()["error"].keys() == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("raw", [b"{", b"[1]", b"\xff", b"[" * 100_000], ids=["cut", "list", "utf8", "deep"])
+def test_a_body_that_is_no_json_object_is_refused(pair, raw):
+    answer = pair.client.post("/v1/completions", content=raw)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+    assert pair.prefill[0].raw == pair.decode[0].raw == []
+
+
+def test_a_body_beyond_the_bound_is_refused(stage, fake):
+    scene = stage([fake()], [fake()], max_body_bytes=1000)
+    answer = scene.complete(prompt="x" * 1000)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+
+
+def test_health_says_which_engines_are_up(stage, fake, nobody):
+    scene = stage([fake(), nobody], [fake()])
+    health = scene.client.get("/health")
+    assert (health.status_code, health.json()["status"]) == (200, "ok")
+    assert [engine["up"] for engine in health.json()["prefill"]] == [True, False]
+    assert "connect" in health.json()["prefill"][1]["reason"].lower()
+
+
+def test_health_is_503_without_a_decode_engine(stage, fake, nobody):
+    health = stage([fake()], [nobody]).client.get("/health")
+    assert (health.status_code, health.json()["status"]) == (503, "unavailable")
+
+
+def test_health_is_degraded_without_a_prefill_engine(stage, fake, nobody):
+    health = stage([nobody], [fake()]).client.get("/health")
+    assert (health.status_code, health.json()["status"]) == (200, "degraded")
+
+
+def test_a_change_of_state_is_logged_once(stage, fake, nobody, caplog):
+    caplog.set_level(logging.WARNING, "kvferry.router")
+    scene = stage([nobody], [fake()])
+    for _ in range(3):
+        scene.complete()
+    assert len([record for record in caplog.records if "is down" in record.message]) == 1
