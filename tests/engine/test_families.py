@@ -45,6 +45,17 @@ LENGTHS = (2, 40, 128, 129, 256, 300, 512, 700)
 """Shorter than a block, whole blocks and one more, longer than the window (64) and than a step (256)."""
 
 
+def test_what_pages_hold_is_proved_or_not_claimed(pair: Pair) -> None:
+    right, wrong = ("latent", "packed_kv") if pair.setup.family.startswith("dsv") else ("cpu_kv", "packed_kv")
+    for kind, content, fields in pair.decode.call("contents"):
+        if kind == "state" or ":amx:" in content:
+            assert all(name.startswith("opaque") for name in fields)
+        else:
+            assert fields == (["latent"] if right == "latent" else ["k", "v"])
+    if right == "cpu_kv":
+        assert all(pair.decode.call("believed_if_it_were", wrong)), "the probe believes an adapter that is wrong"
+
+
 def test_bytes_are_the_producers_and_the_answer_is_a_single_engines(pair: Pair) -> None:
     for length in LENGTHS:
         text = prompt(length, length)

@@ -17,7 +17,7 @@ OVER_TCP = Setup(
     "over-tcp",
     {"max_num_batched_tokens": 256, "num_gpu_blocks_override": 120},
     exact=True,
-    connector={"lease_seconds": LEASE, "load_timeout_seconds": DEADLINE, "handshake_seconds": 1.0},
+    connector={"lease_seconds": LEASE, "load_timeout_seconds": DEADLINE, "handshake_seconds": 2.0},
     environment={"UCX_TLS": "tcp,self"},
 )
 """Over TCP a stopped producer really stops a read: nothing else could carry it out."""

@@ -28,6 +28,12 @@ from transport.producer import Produce
 
 TESTS = Path(__file__).parents[1]
 INCARNATION = 100
+_PROGRAM = """
+import sys
+from multiprocessing.connection import Connection
+from transport.producer import main
+main(Connection(int(sys.argv[1])))
+"""
 
 
 class Producer:
@@ -36,7 +42,7 @@ class Producer:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "transport.producer", str(theirs.fileno())],
+            [sys.executable, "-c", _PROGRAM, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
         )

@@ -1,12 +1,11 @@
 """The other process: all ranks of a made-up engine that others read from.
 
-Started with the number of an inherited socket. For every `Produce` it receives it becomes that engine and answers with
+`main` is given one end of a socket. For every `Produce` it receives it becomes that engine and answers with
 its ranks' cards; in between it does what the methods of `Engine` do. It ends when the socket closes.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -80,7 +79,3 @@ def main(connection: Connection[Any, Any]) -> None:
             verb, *arguments = order
             getattr(engine, verb)(*arguments)
             connection.send(verb)
-
-
-if __name__ == "__main__":
-    main(Connection(int(sys.argv[1])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from dataclasses import replace
@@ -49,8 +50,7 @@ def test_blocks_that_do_not_exist_are_a_failure_in_words_and_nothing_is_read(wor
     reader.thread.connect("P", producer.cards)
     reader.submit("load", "P", large.span(2), [np.array(src)], [np.array(dst)])
     failure = reader.result("load").failure
-    assert pytest.raises(AssertionError, match=says).__enter__ is not None
-    assert __import__("re").search(says, failure), failure
+    assert re.search(says, failure), failure
     assert reader.agent.posted == 0
     assert (reader.memory.bytes == reader.before).all()
 

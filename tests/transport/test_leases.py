@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from kvferry.transport.lease import Ticket
-from kvferry.transport.thread import TransferThread
 from transport import large
 from transport.pair import INCARNATION
 from transport.producer import SLOTS
@@ -80,21 +79,19 @@ def test_a_slot_that_does_not_exist_is_a_failure_and_nothing_is_read(reader, slo
     assert reader.agent.posted == 0
 
 
-def test_a_landing_place_is_not_trusted_from_one_read_to_the_next(world, producer):
+def test_what_an_earlier_read_left_in_a_landing_place_is_not_taken_for_an_answer(world, producer):
     reader = world.reader(large.RANK, in_flight=1)
     reader.thread.connect("P", producer.cards)
-    reader.submit("good", "P", large.span(1), large.FORWARD, large.FORWARD)
-    assert reader.result("good").failure is None
-    (landing,) = reader.thread._free_landings
-    before = int(reader.thread._landing[landing])
+    seen, read = [], reader.agent.read
 
-    def without_bytes(local, here, remote, there):
-        assert int(reader.thread._landing[landing]) != before, "what an earlier read left would pass"
-        return post(local, here, remote, there)
+    def looking(*arguments):
+        seen.append(int(reader.thread._landing[0]))
+        return read(*arguments)
 
-    post, reader.agent.read = reader.agent.read, lambda *a: (
-        without_bytes(*a) if len(a[1]) == 1 and a[1][0] == landing and reader.agent.posted > 2 else post(*a)
-    )
-    reader.submit("again", "P", large.span(1), large.FORWARD, large.FORWARD)
-    assert reader.result("again").failure is None
-    assert isinstance(reader.thread, TransferThread)
+    reader.agent.read = looking
+    for key in ("first", "second"):
+        reader.submit(key, "P", large.span(1), large.FORWARD, large.FORWARD)
+        assert reader.result(key).failure is None
+    _, before_first_word, left_by_first, before_second_word = seen
+    assert left_by_first == Ticket(0, 0, 1).word(INCARNATION)
+    assert left_by_first not in (before_first_word, before_second_word)

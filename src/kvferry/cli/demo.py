@@ -42,8 +42,8 @@ def demo(
 ) -> None:
     """Serve a model with a prefill and a decode engine, send it real text, and show what moved.
 
-    Ends with a table: per request what moved for each KV cache group, how long it took, and whether the answer is
-    identical to a single engine's.
+    Ends with a table: per request what moved for each KV cache group, how long it took, and whether the
+    answer is identical to a single engine's.
     """
     from rich.console import Console
 
@@ -78,6 +78,9 @@ def demo(
 def _models(model: str | None, families: str, arguments: list[str], screen: Screen) -> Iterator[DemoModel]:
     from kvferry.serving.demo import DemoModel, family_model
 
+    if model is not None and model.startswith("-"):
+        # `kvferry demo -- --flag`: there is no model, and what follows is all vLLM's.
+        arguments, model = [model, *arguments], None
     if model is not None:
         if families != _FAMILIES:
             raise ConfigError("both MODEL and --families are given; give one of them")

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvferry.errors import KVFerryError
+from kvferry.errors import ConfigError, KVFerryError
 from kvferry.serving.engine import Engine, EngineSpec, EngineState
 from kvferry.serving.kv_config import Role
 from kvferry.serving.log_tail import telling_line
@@ -25,6 +25,8 @@ from kvferry.serving.specs import fleet_specs
 __all__ = ["Engine", "EngineSpec", "EngineState", "Fleet", "LaunchError", "Role", "fleet_specs"]
 
 _POLL_SECONDS = 0.2
+# Exit code of argument parsers.
+_REFUSED_ARGUMENTS = 2
 
 Progress = Callable[[Sequence[Engine]], None]
 
@@ -77,6 +79,7 @@ class Fleet:
 
         Raises:
             LaunchError: an engine died, or was not ready in time. The others still run: leave the block.
+            ConfigError: the same, because of an argument that vLLM does not know.
         """
         while True:
             states = [engine.poll() for engine in self.engines]
@@ -85,7 +88,8 @@ class Fleet:
                 return
             for engine in self.engines:
                 if engine.state is EngineState.DEAD:
-                    raise LaunchError(death_notice(engine))
+                    refused = engine.exit_code == _REFUSED_ARGUMENTS
+                    raise (ConfigError if refused else LaunchError)(death_notice(engine))
                 late = engine.seconds > self._startup_timeout_seconds
                 if late and engine.state is EngineState.STARTING:
                     raise LaunchError(self._late_notice(engine))

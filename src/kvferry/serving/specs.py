@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from kvferry.errors import ConfigError
@@ -59,6 +60,7 @@ def fleet_specs(
     ):
         if count < 1:
             raise ConfigError(f"{name} is {count}, it must be at least 1")
+    _check_model(model)
     _check_arguments(arguments)
     machine = machine or this_machine()
     ranks = [prefill_tensor_parallel] * prefill + [decode_tensor_parallel] * decode
@@ -81,6 +83,11 @@ def fleet_specs(
         )
         for name, role, port, count, environment in zip(names, roles, ports, ranks, environments, strict=True)
     )
+
+
+def _check_model(model: str) -> None:
+    if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().exists():
+        raise ConfigError(f"there is no model at {model}; give a folder that exists, or the id of a model")
 
 
 def _check_arguments(arguments: Sequence[str]) -> None:

@@ -323,6 +323,35 @@ def _worker_half(engine: Any) -> Any:
     return get_kv_transfer_group()._halves[engine.llm_engine.vllm_config.kv_transfer_config.engine_id]
 
 
+def contents(engine: Any) -> list[tuple[str, str, list[str]]]:
+    """(kind, content id, field names) of every group's first layer."""
+    groups = _worker_half(engine)._geometry.groups
+    return [
+        (str(g.kind), g.layers[0].page.content, [f.name for f in g.layers[0].page.fields]) for g in groups
+    ]
+
+
+def believed_if_it_were(engine: Any, adapter: str) -> list[str]:
+    """Why each attention layer's pages would not be believed under another adapter; empty where they would."""
+    from kvferry.engines.vllm import compat, content
+    from kvferry.geometry import GroupKind, PageFormat
+
+    config = engine.llm_engine.vllm_config
+    cache = _scheduler(engine).kv_cache_config
+    worker = _worker_half(engine)
+    found = []
+    for group, described in zip(cache.kv_cache_groups, worker._geometry.groups, strict=True):
+        if described.kind is GroupKind.STATE:
+            continue
+        name = described.layers[0].name
+        spec, tensor = compat.spec_of_layer(group.kv_cache_spec, name), worker._caches[name]
+        strides = content.strides_of(tensor, spec, cache.num_blocks)
+        fields = getattr(content, adapter)(strides, content.Shard(0, 1, 0, strides.heads))
+        page = PageFormat("a guess", spec.block_size, max(f.extent()[1] for f in fields), fields)
+        found.append(content._disproof(compat.attention_layer(config, name), tensor, page, strides))
+    return found
+
+
 def registered_is_the_cache(engine: Any) -> bool:
     """The memory that peers read and write is the engine's own cache, not a host buffer."""
     worker = _worker_half(engine)

@@ -136,7 +136,7 @@ class FakeEngine:
 
 
 async def _left(request: Request) -> None:
-    while not await request.is_disconnected():
+    while not await request.is_disconnected():  # noqa: ASYNC110 - it is no event
         await asyncio.sleep(0.01)
 
 

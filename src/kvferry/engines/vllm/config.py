@@ -41,7 +41,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allow_insecure: bool = False
     lease_seconds: float = 30.0
     load_timeout_seconds: float = 30.0
-    handshake_seconds: float = 5.0
+    handshake_seconds: float = 10.0
     attempts: int = 2
     late_blocks: float = 0.25
     transfer_log: str | None = None

@@ -23,7 +23,7 @@ def compare(pair: Answer, single: Answer, prefill: Callable[[Sequence[int]], Map
     """Judge the answer of a prefill/decode pair by a single engine's.
 
     Where they first differ, the single engine is asked for that token once more, by prefilling what it had
-    decoded. It may disagree with itself there: then two tokens that lie closer than that gap are a coin's toss.
+    decoded. It may disagree with itself there: two tokens that lie closer than that gap are a toss-up.
 
     Args:
         pair: the pair's answer.

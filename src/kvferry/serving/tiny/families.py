@@ -1,7 +1,7 @@
 """Which architectures there are as tiny checkpoints, and what an engine on a CPU needs to run each.
 
-The dimensions are the smallest that keep what matters for the KV cache: more than one KV head, grouped queries,
-windows shorter than a prompt, latents of the real width, several state layers beside an attention layer.
+The dimensions are the smallest that keep what matters for the KV cache: more than one KV head, grouped
+queries, windows shorter than a prompt, latents of the real width, state layers beside an attention layer.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Family:
         settings: what that class is called with, besides what all families share.
         engine_reads: fields the engine reads from config.json that the class does not write.
         scale: standard deviation of the weight matrices.
-        embedding_scale: the same of the embedding; such that neither the last token outweighs all that the cache
-            says, nor the other way round: either way the model repeats itself.
+        embedding_scale: the same of the embedding. Too large, and the last token outweighs what the cache
+            says; too small, and it says nothing: either way the model repeats itself.
         dtype: what the engine computes in; float32 unless the architecture has no such kernel on a CPU.
         engine: options of the engine, under the names of vLLM's own arguments.
     """

@@ -1,0 +1,108 @@
+"""What is taken for granted of the installed vLLM: where it changes, this says so before an engine does."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+
+def parameters(function: object) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_every_hook_of_the_connector_is_one_of_vllms_with_the_same_arguments() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+
+    from kvferry.engines.vllm.connector import KVFerryConnector
+
+    assert not inspect.isabstract(KVFerryConnector)
+    for name, ours in vars(KVFerryConnector).items():
+        if name.startswith("_") or not inspect.isfunction(ours):
+            continue
+        theirs = getattr(KVConnectorBase_V1, name, None) or getattr(SupportsHMA, name, None)
+        assert theirs is not None, f"vLLM has no hook {name}"
+        assert len(parameters(ours)) == len(parameters(theirs)), name
+
+
+def test_requests_have_what_trimming_a_prompt_touches() -> None:
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    from kvferry.engines.vllm.compat import trim_prompt
+
+    request = Request("r", [1, 2, 3], SamplingParams(max_tokens=8), None)
+    assert trim_prompt(request, 1)
+    assert (request.prompt_token_ids, list(request.all_token_ids)) == ([1, 2], [1, 2])
+    assert (request.num_prompt_tokens, request.num_tokens, request.max_tokens) == (2, 2, 1)
+    alone = Request("s", [1], SamplingParams(max_tokens=8), None)
+    assert not trim_prompt(alone, 1)
+    assert (alone.num_prompt_tokens, alone.max_tokens) == (1, 8)
+
+
+def test_the_pool_counts_references_as_pins_need() -> None:
+    from vllm.v1.core.block_pool import BlockPool
+
+    pool = BlockPool(8, enable_caching=True, hash_block_size=16)
+    blocks = pool.get_new_blocks(3)
+    free = pool.get_num_free_blocks()
+    pool.touch(blocks)
+    pool.free_blocks(blocks)
+    assert pool.get_num_free_blocks() == free, "a pinned block went back to the pool"
+    pool.free_blocks(blocks)
+    assert pool.get_num_free_blocks() == free + 3
+    assert pool.null_block.block_id == 0
+
+
+def test_the_scheduler_still_does_what_the_design_leans_on() -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    failed = inspect.getsource(Scheduler._handle_failed_recving)
+    assert "num_computed_tokens = 0" in failed
+    finished = inspect.getsource(Scheduler._update_from_kv_xfer_finished)
+    assert finished.index("self.connector.update_connector_output(") < finished.index("_free_blocks("), (
+        "reports must be heard before blocks are given back"
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "reach"),
+    [
+        ("FullAttentionSpec", "full_attention", 0),
+        ("SlidingWindowSpec", "sliding_window", 64),
+        ("ChunkedLocalAttentionSpec", "chunked_local", 512),
+        ("MLAAttentionSpec", "mla", 0),
+        ("MambaSpec", "state", 0),
+        ("CrossAttentionSpec", None, 0),
+    ],
+)
+def test_specs_are_what_they_are_taken_for(spec: str, kind: str | None, reach: int) -> None:
+    import torch
+    from vllm.v1 import kv_cache_interface as interface
+
+    from kvferry.engines.vllm.compat import kind_of, reach_of
+
+    attention = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+    settings = {
+        "SlidingWindowSpec": {**attention, "sliding_window": 64},
+        "ChunkedLocalAttentionSpec": {**attention, "attention_chunk_size": 512},
+        "MambaSpec": {"block_size": 16, "shapes": ((2, 2),), "dtypes": (torch.float32,)},
+    }.get(spec, attention)
+    made = getattr(interface, spec)(**settings)
+    found = kind_of(made)
+    assert (str(found) if found else None) == kind
+    if kind:
+        assert reach_of(made) == reach
+
+
+def test_where_a_snapshot_stands() -> None:
+    import torch
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    from kvferry.engines.vllm.compat import state_position
+
+    for mode, places in (("none", [0, 0, 0]), ("align", [0, 0, 1])):
+        spec = MambaSpec(block_size=16, shapes=((2,),), dtypes=(torch.float32,), mamba_cache_mode=mode)
+        assert [state_position(spec, tokens) for tokens in (1, 16, 17)] == places

@@ -1,0 +1,71 @@
+"""The commands as processes: what they print and how they end."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+KVFERRY = [sys.executable, "-c", "from kvferry.cli.main import main; main()"]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*KVFERRY, *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_help_lists_the_commands():
+    done = run("--help")
+    assert done.returncode == 0
+    for command in ("serve", "router", "config", "demo"):
+        assert re.search(rf"^  {command} ", done.stdout, re.MULTILINE)
+
+
+def test_config_prints_one_line_of_json():
+    done = run("config", "--role", "decode", "--port", "7000", "--lease-seconds", "5")
+    assert done.stdout.count("\n") == 1
+    config = json.loads(done.stdout)
+    assert config["kv_role"] == "kv_consumer"
+    assert config["kv_connector_extra_config"] == {"port": 7000, "lease_seconds": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["config", "--lease-seconds", "-1"], "lease_seconds is -1.0"),
+        (["router", "--decode", "http://127.0.0.1:1"], "the router has no prefill engine"),
+        (["router", "--prefill", "http://127.0.0.1:1"], "the router has no decode engine"),
+        (["router", "--prefill", "x", "--decode", "y"], "--prefill x is no URL"),
+        (["serve", "/nowhere"], "there is no model at /nowhere"),
+        (["serve", "m", "--", "--port", "7"], "--port cannot be the same for every engine"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_used_is_one_sentence_and_exit_code_2(arguments, said):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"kvferry: {said}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_port_in_use_is_one_sentence_and_exit_code_1(stage, fake):
+    port = str(stage([fake()], [fake()]).client.base_url.port)
+    done = run("router", "--prefill", "http://a:1", "--decode", "http://b:1", "--port", port)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"kvferry: cannot listen on 127.0.0.1:{port}: Address already in use;")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_the_router_serves_until_a_signal(fake, serve_app, kv, number, code):
+    with serve_app(fake(hands_over=kv).app()) as prefill, serve_app(fake().app()) as decode:
+        command = [*KVFERRY, "router", "--prefill", prefill, "--decode", decode, "--port", "0"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            line = process.stdout.readline()
+            url = re.fullmatch(r"kvferry: serving on (http://127\.0\.0\.1:\d+)/v1\n", line)[1]
+            answer = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, trust_env=False)
+            process.send_signal(number)
+            assert process.wait(20) == code
+    assert answer.status_code == 200

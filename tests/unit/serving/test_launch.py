@@ -1,0 +1,207 @@
+"""Fleets of scripts in the place of engines: real processes, real guards."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvferry.errors import ConfigError
+from kvferry.serving.launch import Engine, EngineSpec, EngineState, Fleet, LaunchError, Role
+from kvferry.serving.ports import free_ports
+
+# A tree of processes like an engine's: a child that ignores SIGTERM, and a server in the root.
+ENGINE = """
+import http.server, json, os, signal, subprocess, sys
+name, port, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
+child = subprocess.Popen([sys.executable, "-c", stubborn])
+with open(f"{folder}/{name}.pids", "w") as file:
+    json.dump([os.getpid(), child.pid], file)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+FAILS = "import sys; print('ValueError: no room'); sys.exit(3)"
+REFUSES = "import sys; print('x.py: error: unrecognized arguments: --foo'); sys.exit(2)"
+SLEEPS = "import time; time.sleep(300)"
+DEAF = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("deaf", flush=True)
+time.sleep(300)
+"""
+
+
+@dataclass(frozen=True)
+class Script(EngineSpec):
+    """A Python script in the place of vLLM."""
+
+    code: str = ENGINE
+    folder: str = ""
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-c", self.code, self.name, str(self.port), self.folder]
+
+
+@pytest.fixture
+def script(tmp_path):
+    def make(name: str = "prefill-0", code: str = ENGINE, role: Role = Role.PREFILL) -> Script:
+        [port] = free_ports(1)
+        return Script(name, role, "m", port, code=code, folder=str(tmp_path))
+
+    return make
+
+
+@pytest.fixture
+def deaf(eventually):
+    """Waits until a DEAF script of this fleet is."""
+
+    def wait(fleet: Fleet) -> None:
+        eventually(lambda: "deaf" in fleet.engines[0].log_path.read_text(), 20)
+
+    return wait
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def pids_of(folder: Path, name: str) -> list[int]:
+    return json.loads((folder / f"{name}.pids").read_text())
+
+
+def test_a_fleet_is_ready_when_every_engine_answers_and_leaves_nothing(tmp_path, script):
+    specs = [script("prefill-0"), script("decode-0", role=Role.DECODE)]
+    with Fleet(specs, tmp_path / "logs") as fleet:
+        shown = []
+        fleet.wait_ready(lambda engines: shown.append([engine.state for engine in engines]))
+        assert shown[-1] == [EngineState.READY] * 2
+        assert fleet.prefill_urls == [specs[0].url]
+        assert fleet.decode_urls == [specs[1].url]
+        pids = pids_of(tmp_path, "prefill-0") + pids_of(tmp_path, "decode-0")
+        assert all(map(alive, pids))
+    assert not any(map(alive, pids))
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "said"),
+    [
+        (FAILS, LaunchError, "exit code 3: ValueError: no room"),
+        (REFUSES, ConfigError, "exit code 2: unrecognized arguments: --foo"),
+        ("import os; os.kill(os.getpid(), 9)", LaunchError, "signal 9"),
+    ],
+    ids=["fails", "refuses", "killed"],
+)
+def test_an_engine_that_dies_at_start_is_one_sentence_and_ends_the_others(
+    tmp_path, script, code, error, said
+):
+    specs = [script("prefill-0"), script("decode-0", code)]
+    with pytest.raises(error) as caught, Fleet(specs, tmp_path) as fleet:
+        fleet.wait_ready()
+    assert str(caught.value).startswith(f"decode-0 ended with {said}")
+    assert str(tmp_path / "decode-0.log") in str(caught.value)
+    assert all(engine.state is EngineState.DEAD for engine in fleet.engines)
+
+
+def test_an_engine_that_is_not_ready_in_time_is_given_up(tmp_path, script):
+    with (
+        pytest.raises(LaunchError, match=r"prefill-0 is not ready after 0\.3 s"),
+        Fleet([script(code=SLEEPS)], tmp_path, startup_timeout_seconds=0.3) as fleet,
+    ):
+        fleet.wait_ready()
+
+
+def test_an_engine_that_does_not_end_when_asked_is_killed_after_the_grace(tmp_path, script, deaf):
+    with Fleet([script(code=DEAF)], tmp_path, grace_seconds=0.5) as fleet:
+        deaf(fleet)
+        began = time.monotonic()
+    assert 0.5 < time.monotonic() - began < 8
+    assert fleet.engines[0].state is EngineState.DEAD
+
+
+def test_a_kill_does_not_wait_for_the_grace(tmp_path, script, deaf):
+    with Fleet([script(code=DEAF)], tmp_path, grace_seconds=60) as fleet:
+        deaf(fleet)
+        began = time.monotonic()
+        fleet.kill()
+    assert time.monotonic() - began < 8
+
+
+def test_an_interrupt_while_stopping_kills_and_is_raised(tmp_path, script, deaf, monkeypatch):
+    waits = iter([KeyboardInterrupt])
+    finish_stop = Engine.finish_stop
+
+    def interrupted(engine):
+        for error in waits:
+            raise error
+        finish_stop(engine)
+
+    fleet = Fleet([script(code=DEAF)], tmp_path, grace_seconds=60)
+    fleet.start()
+    deaf(fleet)
+    monkeypatch.setattr(Engine, "finish_stop", interrupted)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        fleet.stop()
+    assert time.monotonic() - began < 8
+    assert fleet.engines[0].state is EngineState.DEAD
+
+
+def test_an_engine_that_dies_later_is_seen_and_its_children_are_ended(tmp_path, script, eventually):
+    with Fleet([script()], tmp_path) as fleet:
+        fleet.wait_ready()
+        root, child = pids_of(tmp_path, "prefill-0")
+        os.kill(root, signal.SIGKILL)
+        eventually(lambda: fleet.engines[0].poll() is EngineState.DEAD, 10)
+        assert fleet.engines[0].exit_code == -9
+        assert not alive(child)
+
+
+def test_engines_end_when_the_launcher_is_killed(tmp_path, eventually):
+    launcher = f"""
+import sys, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+from test_launch import Script, Fleet, Role, free_ports
+folder = {str(tmp_path)!r}
+spec = Script("prefill-0", Role.PREFILL, "m", free_ports(1)[0], folder=folder)
+with Fleet([spec], Path(folder)) as fleet:
+    fleet.wait_ready()
+    print("ready", flush=True)
+    time.sleep(300)
+"""
+    with subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"ready\n"
+        pids = pids_of(tmp_path, "prefill-0")
+        assert all(map(alive, pids))
+        process.kill()
+    eventually(lambda: not any(map(alive, pids)), 10)
+
+
+def test_shared_memory_of_a_killed_engine_is_removed(tmp_path, script, eventually):
+    code = """
+import sys, time
+from multiprocessing.shared_memory import SharedMemory
+memory = SharedMemory(create=True, size=4096)
+open(sys.argv[3] + "/name", "w").write(memory.name)
+time.sleep(300)
+"""
+    with Fleet([script(code=code)], tmp_path) as fleet:
+        eventually(lambda: (tmp_path / "name").exists() and (tmp_path / "name").read_text(), 10)
+        segment = Path("/dev/shm") / (tmp_path / "name").read_text()
+        assert segment.exists()
+        fleet.kill()
+    assert not segment.exists()

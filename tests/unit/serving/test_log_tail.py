@@ -1,0 +1,40 @@
+"""Which line of an engine's log says why it ended."""
+
+import pytest
+
+from kvferry.serving.log_tail import last_line, telling_line
+
+CORE = "(EngineCore pid=7) ERROR 09-30 12:00:00 [core.py:1510] "
+ECHO = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([f"{CORE}ValueError: no room", "    raise RuntimeError(", ECHO], "ValueError: no room"),
+        ([ECHO], ECHO),
+        (["\x1b[31mOSError: no such model\x1b[0m"], "OSError: no such model"),
+        (["huggingface_hub.errors.RepoError: gone", "OSError: later", "shutting down"], "OSError: later"),
+        (["a.py: error: unrecognized arguments: --x"], "unrecognized arguments: --x"),
+        (["p.ValidationError: 1 validation error for C", "  Value error, bad len [type=x]"],
+         "ValidationError: Value error, bad len"),
+        (["kvferry.errors.ConfigError: port is 7"], "ConfigError: port is 7"),
+        (["all is well"], None),
+        ([], None),
+    ],
+)  # fmt: skip
+def test_the_telling_line_is_the_last_error_that_is_no_echo(tmp_path, lines, said):
+    log = tmp_path / "log"
+    log.write_text("\n".join(lines))
+    assert telling_line(log) == said
+
+
+def test_a_log_that_is_not_there_says_nothing(tmp_path):
+    assert telling_line(tmp_path / "none") is None
+    assert last_line(tmp_path / "none") == ""
+
+
+def test_the_last_line_comes_without_its_prefix(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("(Worker pid=7) INFO 09-30 12:00:00 [a.py:1] Loading weights\n\n")
+    assert last_line(log) == "Loading weights"

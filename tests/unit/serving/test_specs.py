@@ -1,0 +1,87 @@
+"""What each engine of a fleet is told."""
+
+import json
+
+import pytest
+
+from kvferry.errors import ConfigError
+from kvferry.serving.devices import Machine, engine_environments, memory_arguments
+from kvferry.serving.kv_config import Role, kv_transfer_config, kv_transfer_json
+from kvferry.serving.specs import fleet_specs
+
+CPU = Machine(gpus=(), cores=(0, 1, 4, 5))
+GPUS = Machine(gpus=("0", "1", "2"), cores=(0, 1))
+
+
+def bindings(machine, ranks):
+    return [env["VLLM_CPU_OMP_THREADS_BIND"] for env in engine_environments(machine, ranks)]
+
+
+def test_cores_are_shared_out_evenly_over_ranks():
+    assert bindings(CPU, [1, 1]) == ["0,1", "4,5"]
+    assert bindings(CPU, [1, 2]) == ["0", "1|4"]
+    assert engine_environments(CPU, [1, 1])[0]["OMP_NUM_THREADS"] == "2"
+
+
+def test_nothing_is_bound_where_ranks_outnumber_cores():
+    assert bindings(CPU, [2, 3]) == ["nobind", "nobind"]
+
+
+def test_gpus_are_shared_out_and_shared_where_there_are_too_few():
+    devices = [env["CUDA_VISIBLE_DEVICES"] for env in engine_environments(GPUS, [1, 2, 2])]
+    assert devices == ["0", "1,2", "0,1"]
+
+
+def test_memory_is_split_only_where_it_is_shared_and_not_sized_by_the_user():
+    assert memory_arguments(GPUS, [1, 2], ()) == ()
+    assert memory_arguments(GPUS, [2, 2], ()) == ("--gpu-memory-utilization", "0.450")
+    assert memory_arguments(CPU, [1, 1], ()) == ("--gpu-memory-utilization", "0.250")
+    assert memory_arguments(CPU, [1, 1], ("--kv-cache-memory-bytes=5",)) == ()
+
+
+def test_a_fleet_has_its_own_ports_names_and_roles():
+    specs = fleet_specs("m", prefill=2, decode=1, decode_tensor_parallel=2, machine=GPUS)
+    assert [spec.name for spec in specs] == ["prefill-0", "prefill-1", "decode-0"]
+    assert len({spec.port for spec in specs}) == 3
+    assert [spec.kv_transfer["kv_role"] for spec in specs] == ["kv_producer", "kv_producer", "kv_consumer"]
+    assert [spec.tensor_parallel for spec in specs] == [1, 1, 2]
+
+
+def test_an_engines_command_carries_its_connector_and_the_users_arguments_last():
+    *_, spec = fleet_specs(
+        "m", decode_settings={"attempts": 3}, arguments=["--dtype", "float32"], machine=GPUS
+    )
+    command = spec.command()
+    given = json.loads(command[command.index("--kv-transfer-config") + 1])
+    assert given["kv_connector_extra_config"] == {"attempts": 3}
+    assert command[-2:] == ["--dtype", "float32"]
+
+
+@pytest.mark.parametrize("argument", ["--port", "--port=3", "--tensor_parallel_size=2", "-tp"])
+def test_an_argument_that_cannot_be_the_same_for_all_is_refused(argument):
+    with pytest.raises(ConfigError, match="cannot be the same for every engine"):
+        fleet_specs("m", arguments=[argument], machine=GPUS)
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode", "prefill_tensor_parallel", "decode_tensor_parallel"])
+def test_a_fleet_without_an_engine_or_a_rank_is_refused(name):
+    with pytest.raises(ConfigError, match="it must be at least 1"):
+        fleet_specs("m", machine=GPUS, **{name: 0})
+
+
+def test_a_folder_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match=r"there is no model at \./nowhere"):
+        fleet_specs("./nowhere", machine=GPUS)
+
+
+def test_the_connector_config_holds_only_what_was_given():
+    config = kv_transfer_config(Role.BOTH, {"port": 5, "host": None})
+    assert config["kv_connector_extra_config"] == {"port": 5}
+    assert config["kv_load_failure_policy"] == "recompute"
+    assert "\n" not in kv_transfer_json(config)
+    assert json.loads(kv_transfer_json(config)) == config
+
+
+def test_an_unknown_connector_setting_is_refused_with_the_nearest_one():
+    with pytest.raises(ConfigError, match="lease_seconds"):
+        kv_transfer_config(Role.BOTH, {"lease_second": 5})

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import requires
+from pathlib import Path
+
+import pytest
+
+import kvferry
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "transformers", "vllm", "nixl")
+
+
+def pins(lock: str) -> dict[str, str]:
+    lines = (ROOT / "requirements" / lock).read_text().splitlines()
+    rows = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return {normal(name): version for name, version in rows}
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {normal(re.match(r"[\w.-]+", each)[0]) for each in requirements}
+
+
+def test_every_dependency_is_pinned_for_the_cpu() -> None:
+    assert names(project()["dependencies"]) <= pins("vllm-cpu.lock").keys()
+
+
+def test_every_tool_is_pinned() -> None:
+    assert names(project()["optional-dependencies"]["dev"]) <= pins("dev.lock").keys()
+
+
+def test_both_locks_agree_where_they_overlap() -> None:
+    engine, tools = pins("vllm-cpu.lock"), pins("dev.lock")
+    assert {name: tools[name] for name in engine.keys() & tools.keys()} == {
+        name: engine[name] for name in engine.keys() & tools.keys()
+    }
+
+
+def test_every_dependency_says_why_it_is_here() -> None:
+    said = (ROOT / "docs" / "dependencies.md").read_text()
+    asked = project()["dependencies"] + sum(project()["optional-dependencies"].values(), [])
+    assert not [name for name in names(asked) if f"`{name}`" not in said]
+
+
+def test_the_core_needs_no_engine() -> None:
+    plain = [each for each in requires("kvferry") if "extra ==" not in each]
+    assert not names(plain) & set(HEAVY)
+
+
+@pytest.mark.parametrize("module", ["kvferry.cli.main", "kvferry.serving.tiny", "kvferry.serving.demo"])
+def test_importing_is_light(module: str) -> None:
+    code = f"import sys, {module}; print(*(set(sys.modules) & {set(HEAVY)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_the_wheel_has_the_package_its_marker_and_its_licence(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        "--wheel",
+        "--outdir",
+        str(tmp_path),
+        str(ROOT),
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    [wheel] = tmp_path.iterdir()
+    assert wheel.name == f"kvferry-{kvferry.__version__}-py3-none-any.whl"
+    inside = zipfile.ZipFile(wheel).namelist()
+    assert "kvferry/py.typed" in inside
+    assert any(name.endswith("licenses/LICENSE") for name in inside)
+    sources = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")}
+    assert sources <= set(inside)
