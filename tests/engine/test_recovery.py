@@ -11,12 +11,13 @@ import pytest
 
 from support.vllm_engine.pair import Pair, Setup, prompt
 
-LEASE, DEADLINE = 3.0, 1.5
+LEASE, DEADLINE = 4.0, 3.0
 OVER_TCP = Setup(
     "gemma3",
     "over-tcp",
     {"max_num_batched_tokens": 256, "num_gpu_blocks_override": 120},
     exact=True,
+    decode_options={"num_gpu_blocks_override": 80},
     connector={"lease_seconds": LEASE, "load_timeout_seconds": DEADLINE, "handshake_seconds": 2.0},
     environment={"UCX_TLS": "tcp,self"},
 )
@@ -31,6 +32,12 @@ pytestmark = [
 def offer_of(pair: Pair, text: list[int]) -> dict[str, Any]:
     offer: dict[str, Any] = pair.prefill.call("prefill", [text])[0]["params"]
     return offer
+
+
+def acquaint(pair: Pair) -> None:
+    """One transfer, so that the handshake is behind them."""
+    assert pair.through([prompt(40, 12)])[0]["moved"]
+    pair.forget()
 
 
 def eventually(true: Callable[[], bool], seconds: float = 10.0) -> None:
@@ -96,6 +103,7 @@ def test_a_request_aborted_before_it_ran_releases_the_producer(pair: Pair) -> No
 
 
 def test_a_request_aborted_while_loading_gives_its_blocks_back_once_nothing_can_land(pair: Pair) -> None:
+    acquaint(pair)
     text = prompt(300, 5)
     free = pair.decode.call("free_blocks")
     offer = offer_of(pair, text)
@@ -119,6 +127,7 @@ def test_a_request_aborted_while_loading_gives_its_blocks_back_once_nothing_can_
 
 
 def test_past_its_deadline_a_request_is_computed_here_and_late_bytes_hurt_nobody(pair: Pair) -> None:
+    acquaint(pair)
     texts = [prompt(n, 7 + n) for n in (300, 500)]
     free = pair.decode.call("free_blocks")
     offers = [answer["params"] for answer in pair.prefill.call("prefill", texts)]
@@ -140,17 +149,29 @@ def test_past_its_deadline_a_request_is_computed_here_and_late_bytes_hurt_nobody
     assert pair.decode.call("free_blocks") == free
 
 
-def test_preempted_requests_on_either_side_end_rightly(pair: Pair) -> None:
-    texts = [prompt(n, n) for n in (380, 500, 620, 640, 700, 690)]
+def test_a_decode_engine_that_preempts_answers_rightly(pair: Pair) -> None:
+    texts = [prompt(n, n) for n in (380, 500, 620, 640, 660, 670)]
     assert pair.decode.call("preemptions") == 0
     answers = pair.through(texts, tokens=260)
     assert pair.decode.call("preemptions") > 0, "the block pool was large enough: nothing was shown"
+    assert all(answer["moved"] for answer in answers)
     for answer, reference in zip(answers, pair.reference(texts, tokens=260), strict=True):
         pair.agree(answer, reference)
-    pair.prefill.call("preemptions")
-    alone = pair.prefill.call("generate", texts, None, 260)
-    assert pair.prefill.call("preemptions") > 0
-    assert [a["tokens"] for a in alone] == [a["tokens"] for a in answers]
+    assert quiet(pair)
+    pair.forget()
+
+
+def test_a_prefill_engine_that_preempts_hands_over_the_right_bytes(pair: Pair) -> None:
+    assert pair.prefill.call("preemptions") == 0
+    others = pair.prefill.call("add", [prompt(600, n) for n in range(70, 76)], [None] * 6, 300)
+    pair.prefill.call("steps", 40)
+    texts = [prompt(n, n) for n in (390, 510)]
+    answers = pair.through(texts)
+    assert pair.prefill.call("preemptions") > 0, "the block pool was large enough: nothing was shown"
+    assert all(answer["moved"] for answer in answers)
+    pair.prefill.call("abort", others)
+    for answer, reference in zip(answers, pair.reference(texts), strict=True):
+        pair.agree(answer, reference)
     pair.forget()
 
 

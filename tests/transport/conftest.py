@@ -37,9 +37,11 @@ class World:
         self._stack.callback(producer.end)
         return producer.become(_order(spec, families, tables, seed))
 
-    def shared_producer(self, spec: EngineSpec, families: tuple[Family, ...], tables) -> Producer:
-        """The process that all tests share which do it no harm; holds this now."""
-        return self._shared.become(_order(spec, families, tables, 0))
+    def shared_producer(
+        self, spec: EngineSpec, families: tuple[Family, ...], tables=None, seed: int = 0
+    ) -> Producer:
+        """The process that all tests share which do it no harm; holds this now, and nothing else."""
+        return self._shared.become(_order(spec, families, tables, seed))
 
     def reader(self, rank: RankGeometry, **options: int) -> Reader:
         reader = Reader(rank, f"D{next(_numbers)}.{os.getpid()}", **options)

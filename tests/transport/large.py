@@ -9,9 +9,9 @@ from kvferry.planning.select import Span
 from support.engines import EngineSpec, Family, GroupSpec, Interior, ranks
 from support.oracle import Memory
 
-MIB = 1 << 20
+PAGE = 1 << 18
 BLOCKS = 128
-FAMILIES = (Family(GroupKind.FULL, opaque_bytes=MIB),)
+FAMILIES = (Family(GroupKind.FULL, opaque_bytes=PAGE),)
 SPEC = EngineSpec(
     1, (1,), (GroupSpec(GroupKind.FULL, 0, (0,), 16),), "LBHNC", Interior(), BLOCKS + 1
 )
@@ -27,8 +27,8 @@ def span(blocks: int) -> Span:
 
 
 def pages(seed_or_bytes: int | np.ndarray) -> np.ndarray:
-    """Pages by block id, uint8 of shape (blocks, MIB): of a memory, or of a producer made with that seed."""
+    """Pages by block id, uint8 of shape (blocks, PAGE): of a memory, or of a producer made with that seed."""
     found = (
         Memory.of(RANK, seed_or_bytes).bytes if isinstance(seed_or_bytes, int) else seed_or_bytes
     )
-    return found.reshape(BLOCKS + 1, MIB)
+    return found.reshape(BLOCKS + 1, PAGE)

@@ -14,7 +14,7 @@ GONE = "gave the blocks back before they were read"
 
 @pytest.fixture
 def producer(world):
-    return world.producer(large.SPEC, large.FAMILIES, seed=7)
+    return world.shared_producer(large.SPEC, large.FAMILIES, seed=7)
 
 
 @pytest.fixture

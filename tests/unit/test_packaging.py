@@ -6,6 +6,7 @@ import sys
 import tomllib
 import zipfile
 from importlib.metadata import requires
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def test_both_locks_agree_where_they_overlap() -> None:
 
 def test_every_dependency_says_why_it_is_here() -> None:
     said = (ROOT / "docs" / "dependencies.md").read_text()
-    asked = project()["dependencies"] + sum(project()["optional-dependencies"].values(), [])
+    asked = [*project()["dependencies"], *chain.from_iterable(project()["optional-dependencies"].values())]
     assert not [name for name in names(asked) if f"`{name}`" not in said]
 
 

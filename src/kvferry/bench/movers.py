@@ -51,7 +51,7 @@ class Ferry:
             over between threads, the next look of a hook, the acknowledgement.
     """
 
-    name = "kvferry, known to usable"
+    name = "kvferry"
 
     def __init__(self, reader: Reader, tokens: int, src_table: Int64s, dst_table: Int64s) -> None:
         self.bytes = len(src_table) * reader.pool.shape.block_bytes

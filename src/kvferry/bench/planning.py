@@ -1,8 +1,8 @@
 """What one long request costs the decode side before its first byte moves.
 
 Planning works on block ids, rows and strides; how long a page is does not enter into it. So the request is
-planned for real, against a real peer, on the same number of blocks and layers with pages so small that they fit in
-memory, and NIXL makes a transfer of exactly those descriptors.
+planned for real, against a real peer, on the same number of blocks and layers with pages so small that they
+fit in memory, and NIXL makes a transfer of exactly those descriptors.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The process that is read from: what a prefill engine has, without the engine.
 
 A pool of marked pages, a transfer thread that registered it, a control server, and a lease book. The reader
-asks for tickets through a pipe, as a request's parameters would carry them; everything else goes over the control
-channel.
+asks for tickets through a pipe, as a request's parameters would carry them; everything else goes over the
+control channel.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -59,18 +58,19 @@ def _show_job(measured: Measured, console: Console) -> None:
 
 
 def _show_comparison(comparison: Comparison, console: Console) -> None:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("moved by", no_wrap=True)
-    for title in ("GB/s", "range", "ms", "kvferry/it", "range"):
+    for title in ("GB/s", "range", "ms", "ratio", "range"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_row(*_series(comparison.ferry), "", "")
     for series in comparison.others:
         table.add_row(*_series(series), *_ratio(comparison.ferry.times(series)))
+    console.print()
     console.print(table)
     reached = comparison.ferry.times(comparison.others[SAME_DESCRIPTORS]).median
     planning, reading, check, rest = comparison.stages
     console.print(
-        f"kvferry at {reached:.2f} of raw NIXL with the same descriptors "
+        f"\nkvferry at {reached:.2f} of raw NIXL with the same descriptors "
         f"(target {TARGET_RATIO}): {_verdict(reached >= TARGET_RATIO)}\n"
         f"its time: planning {_ms(planning)}, reading {_ms(reading)}, lease check {_ms(check)}, "
         f"hand-over and acknowledgement {_ms(rest)}\n",

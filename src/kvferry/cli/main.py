@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from importlib import import_module
-from importlib.util import find_spec
 
 import typer
 
+from kvferry.cli import bench, config, demo, router, serve
 from kvferry.errors import ConfigError, KVFerryError
 
 _FAILED = 1
@@ -22,9 +21,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _name in ("serve", "router", "config", "demo", "bench"):
-    if find_spec(f"kvferry.cli.{_name}"):
-        import_module(f"kvferry.cli.{_name}").register(app)
+for _module in (serve, router, config, demo, bench):
+    _module.register(app)
 
 
 def main() -> None:

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import uvicorn
-from starlette.applications import Starlette
+
+from kvferry.serving.router import RouterApp
 
 _TICK_SECONDS = 0.2
-# For answers that are under way when the server is told to end.
+# For answers that are under way when the server is told to end: to be completed, and then to be cut short.
 _DRAIN_SECONDS = 2
+_CUT_SECONDS = 2
 
 
 class _Server(uvicorn.Server):
@@ -23,7 +25,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-def run_app(app: Starlette, sock: socket.socket, keep_on: Callable[[], bool]) -> None:
+def run_app(app: RouterApp, sock: socket.socket, keep_on: Callable[[], bool]) -> None:
     """Serve `app` on a listening socket.
 
     Args:
@@ -31,11 +33,11 @@ def run_app(app: Starlette, sock: socket.socket, keep_on: Callable[[], bool]) ->
         sock: is closed at the end.
         keep_on: asked five times a second; its False, or whatever it raises, ends the server.
     """
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_DRAIN_SECONDS)
-    asyncio.run(_serve(_Server(config), sock, keep_on))
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_DRAIN_SECONDS + _CUT_SECONDS)
+    asyncio.run(_serve(app, _Server(config), sock, keep_on))
 
 
-async def _serve(server: _Server, sock: socket.socket, keep_on: Callable[[], bool]) -> None:
+async def _serve(app: RouterApp, server: _Server, sock: socket.socket, keep_on: Callable[[], bool]) -> None:
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     try:
         # Polled: what it looks at, processes and signals, sets no event.
@@ -43,4 +45,6 @@ async def _serve(server: _Server, sock: socket.socket, keep_on: Callable[[], boo
             await asyncio.sleep(_TICK_SECONDS)
     finally:
         server.should_exit = True
+        await asyncio.wait({serving}, timeout=_DRAIN_SECONDS)
+        app.end_answers()
         await serving

@@ -47,7 +47,7 @@ from kvferry.transport.messages import (
 
 logger = logging.getLogger(__name__)
 
-REFUSAL_SECONDS = 30.0
+REFUSAL_SECONDS = 10.0
 """How long a refusal stands before the peer is asked again."""
 
 Address: TypeAlias = tuple[str, int]

@@ -107,6 +107,7 @@ def generate(
         for p in params
     ]
     outputs = engine.generate([{"prompt_token_ids": list(p)} for p in prompts], sampling, use_tqdm=False)
+    outputs = outputs[: len(prompts)]  # what `add` added has higher numbers
     return [
         {
             "request_id": o.request_id,
@@ -153,11 +154,11 @@ def add(
     """Add requests without stepping; their ids."""
     from vllm import SamplingParams
 
-    engine.count = getattr(engine, "count", 0)
+    engine.count = getattr(engine, "count", 1_000_000)
     names = []
     for text, p in zip(prompts, params, strict=True):
         engine.count += 1
-        names.append(f"added-{engine.count}")
+        names.append(str(engine.count))
         sampling = SamplingParams(
             max_tokens=tokens,
             temperature=0,

@@ -69,3 +69,19 @@ def test_the_router_serves_until_a_signal(fake, serve_app, kv, number, code):
             process.send_signal(number)
             assert process.wait(20) == code
     assert answer.status_code == 200
+
+
+def test_an_answer_that_is_under_way_when_the_router_is_stopped_ends_with_an_error(fake, serve_app, kv):
+    slow = fake(event_seconds=60)
+    with serve_app(fake(hands_over=kv).app()) as prefill, serve_app(slow.app()) as decode:
+        command = [*KVFERRY, "router", "--prefill", prefill, "--decode", decode, "--port", "0"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            url = process.stdout.readline().split()[-1]
+            body = {"prompt": "x", "stream": True}
+            with httpx.stream("POST", f"{url}/completions", json=body, trust_env=False, timeout=20) as answer:
+                events = answer.iter_text()
+                assert "The" in next(events)
+                process.send_signal(signal.SIGINT)
+                assert "router_stopped" in "".join(events)
+            assert process.wait(20) == 130
+            assert process.stderr.read() == ""

@@ -5,6 +5,7 @@ Written against vLLM 0.32; a contract test introspects the installed one.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
@@ -55,6 +56,7 @@ __all__ = [
     "kind_of",
     "ranks",
     "reach_of",
+    "share_logging",
     "spec_of_layer",
     "state_position",
     "trim_prompt",
@@ -116,6 +118,15 @@ def state_position(spec: KVCacheSpec, tokens: int) -> int:
     spec = _first(spec)
     assert isinstance(spec, MambaSpec)
     return 0 if spec.mamba_cache_mode == "none" else (tokens - 1) // spec.block_size
+
+
+def share_logging() -> None:
+    """Let kvferry's log lines come out where vLLM's do, in the same form and from the same level on."""
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger("kvferry")
+    if theirs.handlers and not ours.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = False
 
 
 def ranks() -> tuple[int, int]:

@@ -18,7 +18,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         host: address that the control channel listens on.
-        port: its port; 0 for any free one.
+        port: its port, plus the data-parallel index of the engine; 0 for any free one.
         advertise_host: address that peers are told; `host` if not set.
         secret_file: file with a secret that both engines share; encrypts and authenticates the control
             channel.

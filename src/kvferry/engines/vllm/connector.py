@@ -36,6 +36,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             ConfigError: a setting, or the model's cache, cannot be used; says why and what to do.
         """
         super().__init__(vllm_config, role, kv_cache_config)
+        compat.share_logging()
         config = read_settings(vllm_config)
         self._scheduler: SchedulerHalf | None = None
         self._halves: dict[str, WorkerHalf] = {}

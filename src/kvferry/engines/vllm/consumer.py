@@ -12,7 +12,6 @@ worker says that nothing is in flight, whatever became of the request meanwhile.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -27,13 +26,12 @@ from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.meta import BlockIds, LoadOrder, Report, SchedulerMeta, WorkerMeta
 from kvferry.engines.vllm.offer import Offer, read_offer
 from kvferry.engines.vllm.prompt import digest_of
+from kvferry.engines.vllm.refusals import Refusals
 from kvferry.engines.vllm.transfer_log import TransferLog
 from kvferry.errors import ProtocolError
 from kvferry.geometry import GroupKind
 from kvferry.planning.select import Span
 from kvferry.transport.control_client import Address, ControlClient, Known, Looking, NotUsable
-
-logger = logging.getLogger(__name__)
 
 
 class _State(Enum):
@@ -101,6 +99,7 @@ class Consumer:
         self._connects: dict[str, Known] = {}
         self._connected: set[str] = set()
         self._loads = 0
+        self._refusals = Refusals()
 
     def bind_pool(self, pool: Any) -> None:
         """The engine's block pool, in which destinations are pinned."""
@@ -113,7 +112,7 @@ class Consumer:
         try:
             offer = read_offer(request.kv_transfer_params)
         except ProtocolError as error:
-            logger.warning("request %s is computed here: %s", request.request_id, error)
+            self._refusals.say(request.request_id, "its offer", str(error))
             return
         if offer is None:
             return
@@ -285,9 +284,7 @@ class Consumer:
 
     def _strike(self, request_id: str, pull: _Pull, reason: str) -> None:
         if pull.bidding.strike(pull.peer, reason):
-            logger.warning(
-                "request %s: %s does not serve it: %s; computed here", request_id, pull.peer, reason
-            )
+            self._refusals.say(request_id, pull.peer, reason)
         self._settle(request_id)
 
     def _settle(self, request_id: str) -> None:

@@ -31,6 +31,7 @@ class SchedulerHalf:
         security.check_host(config.host, self._keys, config.allow_insecure)
         incarnation = new_incarnation()
         self._kinds = tuple(kind_of(group) for group in kv_cache_config.kv_cache_groups)
+        self._data_parallel_index = int(vllm_config.parallel_config.data_parallel_index)
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._facts = facts_of(vllm_config, incarnation)
         self._producer = Producer(vllm_config, kv_cache_config, config, self._kinds, incarnation)
@@ -50,7 +51,8 @@ class SchedulerHalf:
             ConfigError: the control channel cannot listen where it should.
         """
         config = self._config
-        self._server = ControlServer(config.host, config.port, Card(self._facts, cards), self._keys)
+        port = config.port + self._data_parallel_index if config.port else 0
+        self._server = ControlServer(config.host, port, Card(self._facts, cards), self._keys)
         self._producer.port = self._server.port
         self._client = ControlClient(
             self._facts,

@@ -62,11 +62,22 @@ def summary(rows: Sequence[Row]) -> str:
     return said
 
 
+def failures(rows: Sequence[Row]) -> Iterator[str]:
+    """One sentence per request whose load did not serve it."""
+    for number, row in enumerate(rows, 1):
+        load = row.transfer
+        if load is None:
+            yield f"Request {number}: nothing was loaded; the decode engine computed its prompt."
+        elif load.outcome != "ready":
+            why = f"the load {load.outcome} ({load.reason})"
+            yield f"Request {number}: {why}; the decode engine computed its prompt."
+
+
 def _cells(row: Row, *, wide: bool) -> Iterator[str]:
     load = row.transfer
     yield str(row.prompt_tokens)
     if load is None or load.outcome != "ready":
-        yield "nothing" if load is None else f"{load.outcome}: {load.reason}"
+        yield "nothing" if load is None else load.outcome
         yield from ["-"] * (6 if wide else 4)
     else:
         yield "\n".join(_groups(load, wide=wide))

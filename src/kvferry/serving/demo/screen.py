@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
-from kvferry.serving.demo.report import Row, summary, table
+from kvferry.serving.demo.report import Row, failures, summary, table
 from kvferry.serving.demo.units import milliseconds
 from kvferry.serving.engine import Engine
 from kvferry.serving.progress import startup_progress
@@ -65,7 +65,7 @@ class Screen:
         """The result."""
         self._console.print()
         self._console.print(table(rows, self._console.width))
-        self.note(f"\n{summary(rows)}")
+        self.note("\n" + "\n".join([summary(rows), *failures(rows)]))
 
     def _piece(self, text: str) -> None:
         self._console.print(text, end="", markup=False, highlight=False, soft_wrap=True)

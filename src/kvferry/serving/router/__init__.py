@@ -2,11 +2,11 @@
 
     app = router_app(RouterSettings(prefill=("http://a:8000",), decode=("http://b:8000",)))
 
-`bodies` says what each side is sent, `backends` which engine it goes to, `upstream` how it is sent, `flow` is
-the life of one completion, `app` the web application around it.
+`bodies` says what each side is sent, `backends` which engine it goes to, `upstream` how it is sent; `flow` is
+the life of one completion, `endpoint` that of any request, `app` the web application around them.
 """
 
-from kvferry.serving.router.app import router_app
+from kvferry.serving.router.app import RouterApp, router_app
 from kvferry.serving.router.settings import RouterSettings
 
-__all__ = ["RouterSettings", "router_app"]
+__all__ = ["RouterApp", "RouterSettings", "router_app"]

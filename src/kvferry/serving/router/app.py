@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import anyio
 import httpx
@@ -14,81 +12,51 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Send
 
 from kvferry.serving.router.backends import Backend, Pool
 from kvferry.serving.router.bodies import MalformedBody, parse_body
+from kvferry.serving.router.endpoint import Call, Endpoint, Ongoing
 from kvferry.serving.router.flow import Completion, Flow
 from kvferry.serving.router.probe import probe_all, watch_down
-from kvferry.serving.router.replies import Headers, bad_request, unavailable
+from kvferry.serving.router.replies import bad_request, unavailable
 from kvferry.serving.router.settings import RouterSettings
-from kvferry.serving.router.upstream import open_client, opened, read_whole, relayed, says
+from kvferry.serving.router.upstream import open_client, opened, read_whole, says
 
 _COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 _PASSED_THROUGH = (("GET", "/v1/models"), ("GET", "/version"), ("POST", "/tokenize"), ("POST", "/detokenize"))
 _PASS_SECONDS = 30.0
-_REQUEST_ID = b"x-request-id"
 
 
-def router_app(settings: RouterSettings) -> Starlette:
+class RouterApp(Starlette):
     """The application; it reaches its engines between the start and the end of its lifespan."""
-    router = _Router(settings)
-    routes = [Route(path, _Endpoint(router.complete, settings), methods=["POST"]) for path in _COMPLETIONS]
-    routes += [
-        Route(path, _Endpoint(router.pass_through, settings), methods=[method])
-        for method, path in _PASSED_THROUGH
-    ]
-    routes.append(Route("/health", router.health, methods=["GET"]))
-    return Starlette(
-        routes=routes,
-        lifespan=router.lifespan,
-        exception_handlers={HTTPException: _http_error, Exception: _our_fault},
-    )
+
+    def __init__(self, settings: RouterSettings) -> None:
+        router = _Router(settings)
+        self._ongoing = Ongoing()
+
+        def endpoint(handler: Callable[[Call, Send], Awaitable[None]]) -> Endpoint:
+            return Endpoint(handler, self._ongoing, settings.max_body_bytes)
+
+        routes = [Route(path, endpoint(router.complete), methods=["POST"]) for path in _COMPLETIONS]
+        routes += [
+            Route(path, endpoint(router.pass_through), methods=[method]) for method, path in _PASSED_THROUGH
+        ]
+        routes.append(Route("/health", router.health, methods=["GET"]))
+        super().__init__(
+            routes=routes,
+            lifespan=router.lifespan,
+            exception_handlers={HTTPException: _http_error, Exception: _our_fault},
+        )
+
+    def end_answers(self) -> None:
+        """Cut short what is under way: callers get an error, engines are no longer asked."""
+        self._ongoing.end()
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """A request that was read to its end.
-
-    Attributes:
-        headers: for the engine: the caller's, with an x-request-id.
-        echoed: the x-request-id, for the answer.
-    """
-
-    method: str
-    path: str
-    headers: Headers
-    echoed: Headers
-    body: bytes
-
-
-class _TooLarge(Exception):
-    """A body beyond the bound."""
-
-
-class _Endpoint:
-    """Reads a request, and runs its handler for as long as the client is there."""
-
-    def __init__(self, handler: Callable[[_Call, Send], Awaitable[None]], settings: RouterSettings) -> None:
-        self._handler = handler
-        self._max_body_bytes = settings.max_body_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = dict(scope["headers"]).get(_REQUEST_ID) or uuid.uuid4().hex.encode()
-        echoed = ((_REQUEST_ID, given),)
-        try:
-            body = await _read_body(receive, self._max_body_bytes)
-        except _TooLarge as error:
-            await bad_request(str(error), "request_too_large", 413).send(send, echoed)
-            return
-        if body is None:
-            return
-        headers = relayed(scope["headers"]) + echoed
-        call = _Call(scope["method"], scope["path"], headers, echoed, body)
-        async with anyio.create_task_group() as group:
-            group.start_soon(_cancel_on_disconnect, receive, group.cancel_scope)
-            await self._handler(call, send)
-            group.cancel_scope.cancel()
+def router_app(settings: RouterSettings) -> RouterApp:
+    """The router over these engines."""
+    return RouterApp(settings)
 
 
 class _Router:
@@ -111,7 +79,7 @@ class _Router:
             yield
             group.cancel_scope.cancel()
 
-    async def complete(self, call: _Call, send: Send) -> None:
+    async def complete(self, call: Call, send: Send) -> None:
         """A completion, over both kinds of engines."""
         try:
             body = parse_body(call.body)
@@ -121,7 +89,7 @@ class _Router:
         completion = Completion(call.path, call.body, body, call.headers, call.echoed)
         await self._flow.complete(completion, send)
 
-    async def pass_through(self, call: _Call, send: Send) -> None:
+    async def pass_through(self, call: Call, send: Send) -> None:
         """A request that any decode engine can answer."""
         reply = unavailable("no decode engine can be reached")
         tried: list[Backend] = []
@@ -152,33 +120,9 @@ class _Router:
         return JSONResponse({"status": status, **engines}, 200 if up["decode"] else 503)
 
 
-async def _read_body(receive: Receive, max_bytes: int) -> bytes | None:
-    """The body; None if the client left before its end.
-
-    Raises:
-        _TooLarge: it is larger than `max_bytes`.
-    """
-    body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        body += message.get("body", b"")
-        if len(body) > max_bytes:
-            raise _TooLarge(f"the request body is larger than the {max_bytes} bytes that are allowed")
-        if not message.get("more_body", False):
-            return bytes(body)
-
-
-async def _cancel_on_disconnect(receive: Receive, scope: anyio.CancelScope) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    scope.cancel()
-
-
-async def _our_fault(_: Request, error: Exception) -> Response:
-    # Starlette raises it again after this answer, so it is logged with its trace.
-    reply = unavailable(f"the router failed: {type(error).__name__}", "router_error", 500)
+async def _our_fault(_: Request, __: Exception) -> Response:
+    # Starlette raises the error again after this answer, so it is logged with its trace.
+    reply = unavailable("the router failed; its log says why", "router_error", 500)
     return Response(reply.body, reply.status, media_type="application/json")
 
 

@@ -1,0 +1,23 @@
+"""Requests that were to be loaded and are computed here instead: counted, and said without a flood."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+logger = logging.getLogger(__name__)
+
+
+class Refusals:
+    """Counts by source and reason; the 1st, 10th, 100th, … of a kind is logged."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[tuple[str, str]] = Counter()
+
+    def say(self, request_id: str, source: str, reason: str) -> None:
+        """A request is computed here because `source` does not serve it."""
+        self.counts[source, reason] += 1
+        count = self.counts[source, reason]
+        if str(count).strip("0") == "1":
+            often = f" ({count} requests by now)" if count > 1 else ""
+            logger.warning("request %s is computed here: %s: %s%s", request_id, source, reason, often)

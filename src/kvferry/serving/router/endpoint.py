@@ -1,0 +1,142 @@
+"""One request from its first byte to its last: for as long as its caller is there, and the router runs."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import anyio
+from starlette.types import Message, Receive, Scope, Send
+
+from kvferry.serving.router.replies import Headers, bad_request, error_event, unavailable
+from kvferry.serving.router.upstream import relayed
+
+_REQUEST_ID = b"x-request-id"
+_ENDING = "the router is being stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request that was read to its end.
+
+    Attributes:
+        method: of HTTP.
+        path: without a query.
+        headers: for the engine: the caller's, with an x-request-id.
+        echoed: the x-request-id, for the answer.
+        body: all of it.
+    """
+
+    method: str
+    path: str
+    headers: Headers
+    echoed: Headers
+    body: bytes
+
+
+class _TooLarge(Exception):
+    """A body beyond the bound."""
+
+
+class Ongoing:
+    """The requests under way."""
+
+    def __init__(self) -> None:
+        self.ending = False
+        self._scopes: set[anyio.CancelScope] = set()
+
+    def add(self, scope: anyio.CancelScope) -> None:
+        """This one begins."""
+        self._scopes.add(scope)
+
+    def discard(self, scope: anyio.CancelScope) -> None:
+        """This one is over."""
+        self._scopes.discard(scope)
+
+    def end(self) -> None:
+        """Cut all of them short; their callers are told."""
+        self.ending = True
+        for scope in self._scopes:
+            scope.cancel()
+
+
+class Endpoint:
+    """An ASGI application: reads a request and runs a handler, which is cancelled when the caller leaves."""
+
+    def __init__(
+        self, handler: Callable[[Call, Send], Awaitable[None]], ongoing: Ongoing, max_body_bytes: int
+    ) -> None:
+        self._handler = handler
+        self._ongoing = ongoing
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        given = dict(scope["headers"]).get(_REQUEST_ID) or uuid.uuid4().hex.encode()
+        echoed = ((_REQUEST_ID, given),)
+        try:
+            body = await _read_body(receive, self._max_body_bytes)
+        except _TooLarge as error:
+            await bad_request(str(error), "request_too_large", 413).send(send, echoed)
+            return
+        if body is None:
+            return
+        headers = relayed(scope["headers"]) + echoed
+        answer = _Answer(send)
+        async with anyio.create_task_group() as group:
+            self._ongoing.add(group.cancel_scope)
+            try:
+                group.start_soon(_cancel_on_disconnect, receive, group.cancel_scope)
+                await self._handler(Call(scope["method"], scope["path"], headers, echoed, body), answer.send)
+            finally:
+                self._ongoing.discard(group.cancel_scope)
+            group.cancel_scope.cancel()
+        if self._ongoing.ending:
+            await answer.cut_short(echoed)
+
+
+class _Answer:
+    """What a caller has been sent: nothing → begun → complete."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._begun = False
+        self._complete = False
+
+    async def send(self, message: Message) -> None:
+        await self._send(message)
+        self._begun = True
+        self._complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+    async def cut_short(self, echoed: Headers) -> None:
+        """Tell the caller that no more comes, unless nothing is missing."""
+        if not self._begun:
+            await unavailable(_ENDING, "router_stopped").send(self._send, echoed)
+        elif not self._complete:
+            event = error_event(_ENDING, "router_stopped")
+            await self._send({"type": "http.response.body", "body": event})
+
+
+async def _read_body(receive: Receive, max_bytes: int) -> bytes | None:
+    """The body; None if the client left before its end.
+
+    Raises:
+        _TooLarge: it is larger than `max_bytes`.
+    """
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        body += message.get("body", b"")
+        if len(body) > max_bytes:
+            raise _TooLarge(f"the request body is larger than the {max_bytes} bytes that are allowed")
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+async def _cancel_on_disconnect(receive: Receive, scope: anyio.CancelScope) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    scope.cancel()

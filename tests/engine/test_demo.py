@@ -1,0 +1,141 @@
+"""`kvferry demo` as a person runs it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from support.leftovers import Leftovers
+
+pytestmark = pytest.mark.engine
+
+DEMO = (str(Path(sys.executable).with_name("kvferry")), "demo")
+
+
+class Run:
+    """A demo in a process of its own; what it printed is in `output`."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.left = Leftovers()
+        # Short: engines make sockets in it, whose paths may have 107 characters.
+        self.temporary = Path(tempfile.mkdtemp(prefix="kvferry-", dir="/tmp"))
+        self._printed = folder / "printed"
+        environment = {
+            **os.environ,
+            **self.left.environment,
+            "COLUMNS": "80",
+            "TMPDIR": str(self.temporary),
+            "XDG_CACHE_HOME": str(folder),
+        }
+        with self._printed.open("wb") as out:
+            self.process = subprocess.Popen(
+                [*DEMO, "--families", "gemma3", *arguments],
+                env=environment,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        return self._printed.read_text()
+
+    def until(self, seen: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 240
+        while not seen():
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.05)
+
+    def ends(self, code: int, seconds: float) -> None:
+        assert self.process.wait(seconds) == code, self.output
+        assert self.left.processes() == {}
+        assert list(self.temporary.iterdir()) == []
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs = []
+
+    def one(*arguments: str) -> Run:
+        runs.append(Run(tmp_path, *arguments))
+        return runs[-1]
+
+    yield one
+    for run in runs:
+        run.process.kill()
+        run.process.wait()
+        shutil.rmtree(run.temporary)
+
+
+def test_it_ends_with_a_table_of_what_moved_and_answers_like_a_single_engines(start) -> None:
+    run = start("--prompts", "3", "--answer-tokens", "12")
+    run.until(lambda: "Both engines are ready" in run.output)
+    ports = {int(port) for port in re.findall(r"--port (\d+)", " ".join(run.left.processes().values()))}
+    assert len(ports) == 2
+    run.ends(0, 240)
+    assert max(map(len, run.output.splitlines())) <= 80
+    rows = re.findall(r"^ *(\d+) 5 sliding\(64\) (\d+ KiB) .* yes *$", run.output, re.MULTILINE)
+    assert len(rows) == 3
+    assert re.search(r"Moved .* for 3 of 3 requests", run.output)
+    assert "Identical to a single engine: 3 of 3." in " ".join(run.output.split())
+
+
+@pytest.mark.parametrize(
+    ("signals", "seen"),
+    [
+        ((signal.SIGINT,), "writing those not kept"),
+        ((signal.SIGINT,), "decode-0 starting"),
+        ((signal.SIGINT,), "    -> "),
+        ((signal.SIGINT, signal.SIGINT), "Both engines are ready"),
+        ((signal.SIGTERM,), "prefill-0 ready"),
+    ],
+    ids=["writing", "starting", "answering", "twice", "terminated"],
+)
+def test_a_signal_at_any_point_leaves_nothing_behind(start, signals, seen) -> None:
+    run = start("--prompts", "60", "--answer-tokens", "200")
+    run.until(lambda: seen in run.output)
+    mapped = run.left.shared_memory()
+    for number in signals:
+        run.process.send_signal(number)
+        time.sleep(0.3)
+    run.ends(130, 30)
+    assert run.output.endswith("\nkvferry: stopped; nothing of the demo is left running\n")
+    assert "Traceback" not in run.output
+    assert not [name for name in mapped if Path("/dev/shm", name).exists()]
+
+
+def test_a_model_that_does_not_exist_is_one_sentence(tmp_path) -> None:
+    process = subprocess.run(
+        [*DEMO, str(tmp_path / "none"), "--log-dir", str(tmp_path / "logs")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert process.returncode == 2
+    assert re.fullmatch(r"kvferry: .*/none; give a folder that exists.*\n", process.stderr)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--families", "gpt9"), "no tiny checkpoint is called 'gpt9'"),
+        (("model", "--families", "qwen3"), "both MODEL and --families are given"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence(arguments, said) -> None:
+    process = subprocess.run([*DEMO, *arguments], capture_output=True, text=True, check=False)
+    assert process.returncode == 2
+    assert said in process.stderr
+    assert "Traceback" not in process.stderr

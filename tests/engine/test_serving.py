@@ -1,0 +1,232 @@
+"""`kvferry serve` with real engines, as a person uses it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from kvferry.serving.tiny import tiny_checkpoint
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+KVFERRY = [sys.executable, "-c", "from kvferry.cli.main import main; main()"]
+ENGINE = ["--enforce-eager", "--dtype=float32", "--max-model-len=1024", f"--kv-cache-memory-bytes={64 << 20}"]
+TEXT = "The quick brown fox jumps over the lazy dog, and then it does it once more because it can. "
+
+_COMPLETED = "vllm:request_success_total"
+
+
+def processes_below(root: int) -> set[int]:
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue
+            if state != "Z":
+                parents[int(entry.name)] = int(parent)
+    below = {root}
+    while grown := {pid for pid, parent in parents.items() if parent in below} - below:
+        below |= grown
+    return below - {root}
+
+
+def shared_memory_of(pids: set[int]) -> set[str]:
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in pids]
+    return {name for text in maps for name in re.findall(r"/dev/shm/(\S+)", text)}
+
+
+class Served:
+    """A running `kvferry serve`, with what belongs to it."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self.model = str(model)
+        self.errors = folder / "stderr"
+        command = [*KVFERRY, "serve", self.model, "--port", "0", "--log-dir", str(folder), "--", *ENGINE]
+        with self.errors.open("wb") as errors:
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        line = self.process.stdout.readline()
+        found = re.fullmatch(r"kvferry: serving on (http://127\.0\.0\.1:\d+)/v1\n", line)
+        assert found, self.errors.read_text()
+        self.url = found[1]
+        self.client = httpx.Client(timeout=120, trust_env=False)
+        health = self.client.get(f"{self.url}/health").json()
+        self.prefill, self.decode = health["prefill"][0]["url"], health["decode"][0]["url"]
+
+    def post(self, url: str, path: str, **body) -> httpx.Response:
+        body = {"model": self.model, "max_tokens": 12, "temperature": 0, "ignore_eos": True, **body}
+        return self.client.post(url + path, json=body)
+
+    def metric(self, url: str, name: str) -> float:
+        text = self.client.get(f"{url}/metrics").text
+        return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
+
+    def close(self) -> None:
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.terminate()
+        self.process.wait(60)
+        self.process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def model(checkpoints):
+    return tiny_checkpoint("qwen3", checkpoints)
+
+
+@pytest.fixture(scope="module")
+def served(running, model, tmp_path_factory):
+    running.close()
+    served = Served(model, tmp_path_factory.mktemp("served"))
+    yield served
+    served.close()
+
+
+def test_a_completion_is_what_a_single_engine_says_and_its_kv_was_moved(served):
+    prompt = TEXT * 20
+    before = served.metric(served.decode, "vllm:external_prefix_cache_hits_total")
+    answer = served.post(served.url, "/v1/completions", prompt=prompt, logprobs=1).json()
+    alone = served.post(served.prefill, "/v1/completions", prompt=prompt, logprobs=1, cache_salt="a").json()
+    assert answer["choices"][0]["text"] == alone["choices"][0]["text"]
+    assert answer["choices"][0]["logprobs"]["tokens"] == alone["choices"][0]["logprobs"]["tokens"]
+    assert answer["usage"] == alone["usage"]
+    moved = served.metric(served.decode, "vllm:external_prefix_cache_hits_total") - before
+    assert moved >= answer["usage"]["prompt_tokens"] - 1 > 300
+
+
+def test_a_chat_is_what_a_single_engine_says(served):
+    messages = [{"role": "user", "content": TEXT * 10}]
+    answer = served.post(served.url, "/v1/chat/completions", messages=messages).json()
+    alone = served.post(served.prefill, "/v1/chat/completions", messages=messages, cache_salt="b").json()
+    assert answer["choices"][0]["message"]["content"] == alone["choices"][0]["message"]["content"]
+    assert answer["usage"]["prompt_tokens"] == alone["usage"]["prompt_tokens"]
+
+
+def streamed(answer: httpx.Response) -> tuple[str, dict]:
+    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert events[-1] == "[DONE]"
+    chunks = [json.loads(event) for event in events[:-1]]
+    text = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+    return text, chunks[-1]["usage"]
+
+
+def test_a_stream_adds_up_to_what_a_single_engine_says(served):
+    body = {"prompt": TEXT * 15 + "Now", "stream": True, "stream_options": {"include_usage": True}}
+    answer = streamed(served.post(served.url, "/v1/completions", **body))
+    assert answer == streamed(served.post(served.prefill, "/v1/completions", **body, cache_salt="c"))
+    assert answer[1]["completion_tokens"] == 12
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"n": 3, "temperature": 1.0},
+        {"prompt": [TEXT, TEXT * 3]},
+        {"max_tokens": 1},
+        {"echo": True, "logprobs": 1},
+    ],
+    ids=lambda more: next(iter(more)),
+)  # fmt: skip
+def test_requests_of_other_shapes_are_answered(served, more):
+    answer = served.post(served.url, "/v1/completions", **{"prompt": TEXT * 5, "max_tokens": 4, **more})
+    assert answer.status_code == 200
+    assert {choice["finish_reason"] for choice in answer.json()["choices"]} == {"length"}
+
+
+def test_an_engines_errors_are_the_callers(served):
+    answer = served.post(served.url, "/v1/completions", prompt=TEXT, model="nobody")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (404, "NotFoundError")
+    answer = served.post(served.url, "/v1/completions", prompt=TEXT * 200)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "BadRequestError")
+
+
+def test_a_caller_who_leaves_frees_the_decode_engine(served):
+    raw = json.dumps({"model": served.model, "prompt": TEXT, "max_tokens": 900, "ignore_eos": True}).encode()
+    address = urlsplit(served.url)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(raw)}\r\n\r\n"
+    completed = served.metric(served.decode, _COMPLETED)
+    with socket.create_connection((address.hostname, address.port)) as sock:
+        sock.sendall(head.encode() + raw)
+        eventually(lambda: served.metric(served.decode, "vllm:num_requests_running") == 1)
+    eventually(lambda: served.metric(served.decode, "vllm:num_requests_running") == 0)
+    assert served.metric(served.decode, _COMPLETED) == completed
+
+
+def eventually(condition, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_prefill_engine_that_dies_is_reported_and_done_without(served):
+    prompt = TEXT * 12
+    [pid] = [
+        pid
+        for pid in processes_below(served.process.pid)
+        if f"--port\0{urlsplit(served.prefill).port}\0".encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+        and b"kvferry.serving.guard" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: "prefill-0 ended with signal 9" in served.errors.read_text())
+    answer = served.post(served.url, "/v1/completions", prompt=prompt).json()
+    alone = served.post(served.decode, "/v1/completions", prompt=prompt, cache_salt="d").json()
+    assert answer["choices"][0]["text"] == alone["choices"][0]["text"]
+    assert served.client.get(f"{served.url}/health").json()["status"] == "degraded"
+
+
+def test_ctrl_c_leaves_no_process_port_or_shared_memory(served):
+    below = processes_below(served.process.pid)
+    segments = shared_memory_of(below)
+    assert below
+    body = {"prompt": TEXT, "max_tokens": 900, "stream": True}
+    answers = []
+    caller = threading.Thread(
+        target=lambda: answers.append(served.post(served.url, "/v1/completions", **body))
+    )
+    caller.start()
+    eventually(lambda: served.metric(served.decode, "vllm:num_requests_running") == 1)
+    served.process.send_signal(signal.SIGINT)
+    assert served.process.wait(60) == 130
+    caller.join(10)
+    assert answers[0].text.rstrip().splitlines()[-1].startswith(("data: [DONE]", 'data: {"error"'))
+    assert "Traceback" not in served.errors.read_text()
+    assert not [pid for pid in below if alive(pid)]
+    assert not [name for name in segments if Path("/dev/shm", name).exists()]
+    for url in (served.url, served.prefill, served.decode):
+        with socket.socket() as sock:
+            assert sock.connect_ex(("127.0.0.1", urlsplit(url).port)) != 0
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_model_that_does_not_fit_is_one_sentence(running, model, tmp_path):
+    running.close()
+    command = [*KVFERRY, "serve", str(model), "--port", "0", "--log-dir", str(tmp_path)]
+    arguments = ["--enforce-eager", "--max-model-len=99999999"]
+    done = subprocess.run(
+        [*command, "--", *arguments], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert re.match(r"kvferry: \w+-0 ended with exit code 1: .*max_model_len.* \(log: .*-0\.log\)$", last)
+    assert done.stdout == ""

@@ -1,0 +1,71 @@
+"""What is reported follows from what was measured, and fits a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from kvferry.bench import report
+from kvferry.bench.hooks import HookTimes
+from kvferry.bench.planning import Planning
+from kvferry.bench.rounds import Comparison, Series
+from kvferry.bench.shapes import SHAPES
+from kvferry.bench.stats import Spread
+from kvferry.bench.transfer import Job, Machine, Measured
+
+
+def _measured(ferry_seconds: tuple[float, ...], planning_ms: float = 1.0) -> Measured:
+    size = 512 << 20
+    raw = tuple(
+        Series(name, size, (0.1, 0.1, 0.1))
+        for name in ("(a) raw NIXL, 2 MiB descriptors", "(b) raw NIXL, same descriptors", "(c) memcpy")
+    )
+    wide = Spread(planning_ms / 1e3, 108.53e-3, 1162.35e-3)
+    return Measured(
+        Job(SHAPES["llama-3.1-8b"], 4096, "scattered", 9),
+        Machine(128, "Some Long-named Processor 9654P 96-Core @ 3.70GHz", "rc,cuda_copy,cuda_ipc,sm,self"),
+        Comparison(Series("kvferry", size, ferry_seconds), raw, (1e-3, 0.1, 1e-3, 1e-3)),
+        HookTimes(1500, 40, 4, 1024, 3e-6, 4e-5, 0.048),
+        Planning(131_072, 8192, 32, wide, wide, wide, wide),
+    )
+
+
+def _shown(measured: Measured) -> str:
+    out = io.StringIO()
+    report.show(measured, Console(file=out, width=80, highlight=False))
+    return out.getvalue()
+
+
+def test_it_fits_80_columns_and_cuts_nothing_off() -> None:
+    shown = _shown(_measured((0.1, 0.5, 0.05)))
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "…" not in shown
+
+
+def test_the_ratio_is_the_median_of_ratios_within_rounds() -> None:
+    ferry, other = Series("f", 10, (1.0, 10.0, 4.0)), Series("o", 20, (4.0, 10.0, 4.0))
+    assert ferry.times(other) == Spread(median=0.5, low=0.5, high=2.0)
+
+
+@pytest.mark.parametrize(("seconds", "verdict"), [(0.11, "reached"), (0.12, "missed")])
+def test_the_target_is_nine_tenths_of_raw_nixl_with_the_same_descriptors(
+    seconds: float, verdict: str
+) -> None:
+    line = next(line for line in _shown(_measured((seconds,) * 3)).splitlines() if "target 0.9" in line)
+    assert line.endswith(verdict)
+
+
+@pytest.mark.parametrize(("milliseconds", "verdict"), [(4.9, "reached"), (5.1, "missed")])
+def test_the_target_of_planning_is_five_milliseconds(milliseconds: float, verdict: str) -> None:
+    shown = _shown(_measured((0.1,) * 3, milliseconds))
+    line = next(line for line in shown.splitlines() if "under 5 ms" in line)
+    assert line.rstrip().endswith(verdict)
+
+
+def test_json_holds_every_round() -> None:
+    loaded = json.loads(json.dumps(report.as_json(_measured((0.1, 0.2, 0.4)))))
+    assert loaded["comparison"]["ferry"]["seconds"] == [0.1, 0.2, 0.4]
+    assert loaded["kvferry_as_multiple_of"]["(c) memcpy"]["median"] == pytest.approx(0.5)

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from kvferry.serving.demo.report import Row, summary
+from kvferry.serving.demo.screen import Screen
+from kvferry.serving.demo.transfers import Transfer, read_transfer
+from kvferry.serving.demo.units import milliseconds, size
+from kvferry.serving.demo.verdict import Verdict
+
+LINE = {
+    "request_id": "cmpl-abc-0",
+    "outcome": "ready",
+    "tokens": 1177,
+    "bytes": 40 << 10,
+    "bytes_by_group": {
+        "0 full_attention": 30 << 10,
+        "1 sliding_window(4096)": 5 << 10,
+        "2 sliding_window(4096)": 5 << 10,
+    },
+    "full_attention_bytes": 160 << 10,
+    "descriptors": 10240,
+    "pages": 10,
+    "run_bytes": 1023 << 10,
+    "plan_seconds": 0.0001,
+    "transfer_seconds": 0.123,
+    "total_seconds": 0.2,
+    "peer": "a:1",
+    "reason": None,
+}
+
+
+def transfer(**changed: object) -> Transfer:
+    known = {name: LINE[name] for name in Transfer.__struct_fields__}
+    return Transfer(**{**known, **changed})
+
+
+def printed(rows: list[Row], width: int) -> str:
+    out = io.StringIO()
+    Screen(Console(file=out, width=width)).table(rows)
+    return out.getvalue()
+
+
+def test_the_table_fits_eighty_columns_and_cuts_no_number() -> None:
+    text = printed([Row(131072, transfer(), 12.34, Verdict.OWN_GAP)], 80)
+    assert max(map(len, text.splitlines())) <= 80
+    for cell in (
+        "131072",
+        "2 sliding(4096) 10.0 KiB",
+        "1 full 30.0 KiB",
+        "160 KiB",
+        "10240",
+        "1023 KiB",
+        "12.3 s",
+        "own gap",
+    ):
+        assert cell in text
+
+
+def test_a_wide_terminal_shows_every_group_and_more_times() -> None:
+    text = printed([Row(70, transfer(), 0.1, Verdict.YES)], 130)
+    for cell in ("1 sliding_window(4096)  5.0 KiB", "2 sliding_window(4096)  5.0 KiB", "0.10 ms", "200 ms"):
+        assert cell in text
+
+
+@pytest.mark.parametrize("width", [80, 130])
+def test_what_did_not_move_is_said_and_not_counted(width: int) -> None:
+    failed = transfer(outcome="expired", reason="no answer in 30 s")
+    text = printed([Row(70, None, 0.1, Verdict.YES), Row(71, failed, 0.1, Verdict.NO)], width)
+    assert "nothing" in text
+    assert "Request 1: nothing was loaded" in text
+    assert "Request 2: the load expired (no answer in 30 s)" in text
+    assert "for 0 of 2 requests" in text
+    assert "single engine: 1 of 2" in text
+
+
+def test_the_summary_says_how_much_less_moved() -> None:
+    said = summary([Row(70, transfer(), 0.1, Verdict.YES)] * 2)
+    assert said.startswith("Moved 80.0 KiB for 2 of 2 requests")
+    assert "320 KiB, 4.0 times that" in said
+
+
+def test_the_load_that_served_a_request_is_found_by_the_clients_id(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert read_transfer(log, "abc") is None
+    lines = [{**LINE, "outcome": "failed"}, {**LINE, "tokens": 5}, {**LINE, "outcome": "expired"}]
+    lines.append({**LINE, "request_id": "cmpl-other-0", "tokens": 6})
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_transfer(log, "abc").tokens == 5
+    assert read_transfer(log, "other").tokens == 6
+    assert read_transfer(log, "none") is None
+
+
+def test_a_load_that_failed_is_found_when_no_other_did_better(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(json.dumps({**LINE, "outcome": "failed", "reason": "why"}) + "\n")
+    assert read_transfer(log, "abc").reason == "why"
+
+
+def test_an_answer_is_one_line_without_what_a_terminal_would_act_on() -> None:
+    out = io.StringIO()
+    with Screen(Console(file=out, width=40)).answering(1, "The prompt\n" * 9) as on_text:
+        for piece in ("\x1b[31mred\n", "[bold]", "x" * 100, "y" * 100):
+            on_text(piece)
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 3
+    assert lines[2].startswith("    ->  [31mred [bold]xxx")
+    assert lines[2].endswith("x...")
+    assert max(map(len, lines)) <= 40
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (100 << 10, "100 KiB"),
+        (3 << 20, "3.0 MiB"),
+        (5 << 40, "5120 GiB"),
+    ],
+)
+def test_sizes(count: int, text: str) -> None:
+    assert size(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.00042, "0.42 ms"), (0.018, "18 ms"), (0.9994, "999 ms"), (2.06, "2.1 s")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert milliseconds(seconds) == text

@@ -1,0 +1,72 @@
+"""The digest of a prompt: the same everywhere, another for any other prompt."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings, strategies as st
+
+from kvferry.keys import prompt_digest
+
+TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=20)
+EXTRAS = st.lists(st.text(max_size=5), max_size=3)
+QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=300)
+
+
+def test_the_digest_is_fixed_for_ever():
+    assert prompt_digest([1, 2, 3]) == "abad3b8ba844cfe65025a9c18d17c3a9"
+    assert prompt_digest([1, 2, 3], ["adapter", "salt"]) == "48990d9087155e34d3488c82860ab646"
+
+
+def test_it_is_the_same_in_another_process_with_another_hash_seed():
+    program = "from kvferry.keys import prompt_digest as p; print(p([1, 2, 3], ['adapter', 'salt']))"
+    for seed in ("0", "12345"):
+        output = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+        assert output.strip() == prompt_digest([1, 2, 3], ["adapter", "salt"])
+
+
+def test_it_does_not_depend_on_how_the_tokens_are_held():
+    wanted = prompt_digest([1, 2, 300])
+    for tokens in ((1, 2, 300), np.array([1, 2, 300], np.int32), np.array([1, 2, 300], ">i8"), range(0)):
+        assert (prompt_digest(tokens) == wanted) == (len(tokens) == 3)
+
+
+@QUICK
+@given(TOKENS, EXTRAS, TOKENS, EXTRAS)
+def test_other_tokens_or_extras_have_another_digest(tokens, extras, other_tokens, other_extras):
+    assume((tokens, extras) != (other_tokens, other_extras))
+    assert prompt_digest(tokens, extras) != prompt_digest(other_tokens, other_extras)
+
+
+@QUICK
+@given(TOKENS, EXTRAS)
+def test_it_is_32_hex_digits(tokens, extras):
+    digest = prompt_digest(tokens, extras)
+    assert len(digest) == 32
+    assert int(digest, 16) >= 0
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (([], ["ab", "c"]), ([], ["a", "bc"])),
+        (([], ["a"]), ([], ["a", ""])),
+        (([], []), ([0], [])),
+        (([1, 2], []), ([2, 1], [])),
+        # Tokens that spell the length and the bytes of an extra.
+        (([8, 1], []), ([], ["\x01\0\0\0\0\0\0\0"])),
+        (([1, ord("a")], []), ([], ["a"])),
+    ],
+)
+def test_what_looks_alike_is_told_apart(one, other):
+    assert prompt_digest(*one) != prompt_digest(*other)
+
+
+def test_order_of_extras_counts():
+    assert prompt_digest([], ["a", "b"]) != prompt_digest([], ["b", "a"])
