@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -174,6 +174,13 @@ class Reader:
                 self._results[result.key] = result
             if key in self._results or time.monotonic() >= deadline:
                 return self._results.get(key)
+            time.sleep(0.001)
+
+    def until(self, there: Callable[[], object], seconds: float = 30.0) -> None:
+        """Wait for something that the thread does."""
+        deadline = time.monotonic() + seconds
+        while not there():
+            assert time.monotonic() < deadline, f"still not so after {seconds} s"
             time.sleep(0.001)
 
     def end(self) -> None:

@@ -115,6 +115,7 @@ def test_several_reads_in_flight_do_not_disturb_each_other(world):
     reader.agent.gate.clear()
     for number, part in enumerate(parts):
         reader.submit(f"load {number}", "P", Span(0, 48, 48), tables, (part,))
+    reader.until(lambda: reader.agent.posted == 3 * 2)
     assert reader.result("load 0", 0.2) is None
     assert reader.agent.posted == 3 * 2, "no more in flight than allowed"
     reader.agent.gate.set()

@@ -193,7 +193,7 @@ def test_closing_waits_for_what_is_in_flight_and_then_leaves_it_behind(world, ca
     well(world, reader, "P", world.producer)
     reader.agent.gate.clear()
     reader.submit("load", "P", large.span(1), large.FORWARD, large.FORWARD)
-    assert reader.result("load", 0.1) is None
+    reader.until(lambda: reader.agent.held["reads"] == 1)
     began = time.monotonic()
     reader.thread.close(0.3)
     assert time.monotonic() - began >= 0.3

@@ -37,6 +37,7 @@ def test_a_word_that_was_raised_before_the_read_is_a_failure_and_only_for_its_sl
 def test_a_word_that_is_raised_after_the_data_was_read_and_before_it_is_known_is_a_failure(reader, producer):
     reader.agent.gate.clear()
     reader.submit("load", "P", large.span(2), large.FORWARD, large.FORWARD)
+    reader.until(lambda: reader.agent.posted)
     assert reader.result("load", 0.2) is None
     assert reader.agent.posted == 1, "the word is asked for after the data, not with it"
     producer.tell("end", [0])

@@ -14,7 +14,7 @@ from kvferry.transport.lease import Ticket
 
 START_SECONDS = 120.0
 ANSWER_SECONDS = 30.0
-_END_SECONDS = 5.0
+_END_SECONDS = 15.0
 
 AnswerT = TypeVar("AnswerT")
 

@@ -24,7 +24,7 @@ from kvferry.transport.thread import ReadResult
 
 LARGE_BYTES = 2 << 20
 MOVE_SECONDS = 60.0
-_HOOK_POLL_SECONDS = 100e-6
+_HOOK_POLL_SECONDS = 1e-3
 _LOOK_SECONDS = 0.2
 
 

@@ -24,7 +24,8 @@ def prompt_digest(tokens: Sequence[int], extras: Sequence[str] = ()) -> str:
     (True, False)
     """
     digest = hashlib.blake2b(digest_size=16, person=b"kvferry-prompt")
-    digest.update(np.asarray(tokens, dtype="<i8").tobytes())
+    # Lengths come first, so that no tokens read like an extra, nor two extras like one.
+    digest.update(len(tokens).to_bytes(8, "little") + np.asarray(tokens, dtype="<i8").tobytes())
     for extra in extras:
         data = extra.encode()
         digest.update(len(data).to_bytes(8, "little") + data)

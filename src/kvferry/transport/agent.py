@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvferry.errors import ConfigError, TransferError
 from kvferry.geometry import Region
+from kvferry.transport.progress import sleeping_agent
 
 
 class ReadState(Enum):
@@ -44,12 +45,11 @@ class Agent:
             ConfigError: NIXL is missing, or has none of the backends.
         """
         os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+        self.name = name
         try:
-            from nixl._api import nixl_agent, nixl_agent_config  # noqa: PLC0415 - heavy, and may be missing
+            self._nixl: Any = sleeping_agent(name, list(backends))
         except ImportError as error:
             raise ConfigError(f"NIXL cannot be imported ({error}); install the package nixl") from error
-        self.name = name
-        self._nixl: Any = nixl_agent(name, nixl_agent_config(backends=list(backends)))
         if not self._nixl.backends:
             raise ConfigError(
                 f"NIXL has none of the backends {list(backends)}, it offers {self._nixl.plugin_list}"

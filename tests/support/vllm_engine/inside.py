@@ -178,6 +178,15 @@ def steps(engine: Any, count: int) -> list[str]:
     return finished
 
 
+def prefill_among_others(engine: Any, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """Like `prefill`, with whatever else the engine is doing; returns as soon as these are done."""
+    names = add(engine, prompts, [PREFILL_PARAMS] * len(prompts), 1)
+    done: dict[str, Any] = {}
+    while not done.keys() >= set(names):
+        done |= {o.request_id: o.kv_transfer_params for o in engine.llm_engine.step() if o.finished}
+    return [{"params": done[name]} for name in names]
+
+
 def abort(engine: Any, names: list[str]) -> None:
     """Abort requests, as a client that went away would."""
     engine.llm_engine.abort_request(names)

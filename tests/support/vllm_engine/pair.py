@@ -100,13 +100,15 @@ class Pair:
         self.prefill.call("reset_prefix_cache")
         return answers
 
-    def through(self, prompts: list[list[int]], tokens: int = 8) -> list[dict[str, Any]]:
+    def through(
+        self, prompts: list[list[int]], tokens: int = 8, prefill: str = "prefill"
+    ) -> list[dict[str, Any]]:
         """The same through both engines; checks that what was loaded is what the producer has.
 
         Returns:
             The decode engine's answers, each with ``moved``: pages loaded, by layer.
         """
-        offers = [answer["params"] for answer in self.prefill.call("prefill", prompts)]
+        offers = [answer["params"] for answer in self.prefill.call(prefill, prompts)]
         answers = self.decode.call("generate", prompts, offers, tokens)
         loaded = self.decode.call("loaded")
         for answer, offer in zip(answers, offers, strict=True):

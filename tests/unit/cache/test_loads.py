@@ -129,5 +129,5 @@ class LifeOfLoads(RuleBasedStateMachine):
 
 TestLifeOfLoads = LifeOfLoads.TestCase
 TestLifeOfLoads.settings = settings(
-    deadline=None, derandomize=True, database=None, max_examples=200, stateful_step_count=30
+    deadline=None, derandomize=True, database=None, max_examples=100, stateful_step_count=25
 )

@@ -114,5 +114,5 @@ class LifeOfPins(RuleBasedStateMachine):
 
 TestLifeOfPins = LifeOfPins.TestCase
 TestLifeOfPins.settings = settings(
-    deadline=None, derandomize=True, database=None, max_examples=200, stateful_step_count=30
+    deadline=None, derandomize=True, database=None, max_examples=100, stateful_step_count=25
 )

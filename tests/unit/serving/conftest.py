@@ -26,7 +26,7 @@ KV = {"do_remote_prefill": True, "remote_engine_id": "p", "remote_block_ids": [[
 TOKENS = ["The", " bytes", " are", " moved", "."]
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     """Fail if the condition does not come true in time."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -172,7 +172,7 @@ def stage() -> Iterator[Callable[..., Scene]]:
             ]
             app = router_app(RouterSettings(*urls, **{"probe_seconds": 0.1, **settings}))
             url = stack.enter_context(running(app))
-            client = stack.enter_context(httpx.Client(base_url=url, timeout=20, trust_env=False))
+            client = stack.enter_context(httpx.Client(base_url=url, timeout=60, trust_env=False))
             return Scene(prefill, decode, client)
 
         yield set_up

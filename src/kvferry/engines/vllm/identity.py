@@ -107,7 +107,10 @@ def digest_of_files(files: list[Path], memory: Path | None = None) -> str:
     known = _read_memory(memory)
     whole, news = hashlib.blake2b(digest_size=16), False
     for file in files:
-        stat = file.stat()
+        try:
+            stat = file.stat()
+        except OSError as error:
+            raise ConfigError(f"weights {file.name} cannot be read: {error.strerror}") from error
         key = f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}"
         if key not in known:
             known[key], news = _digest(file), True
@@ -134,7 +137,7 @@ def _read_memory(memory: Path) -> dict[str, str]:
     try:
         known = json.loads(memory.read_text())
         return {k: v for k, v in known.items() if isinstance(v, str) and len(v) == 64 and bytes.fromhex(v)}
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return {}
 
 

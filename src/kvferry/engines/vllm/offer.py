@@ -16,7 +16,9 @@ from kvferry.errors import ProtocolError
 from kvferry.transport.lease import Ticket
 
 _Port = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
-_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+# Names and addresses, IPv6 with a zone included; nothing else is ever connected to.
+_Host = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_.:%-]{1,255}\Z")]
 _Word = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 _BlockId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
@@ -50,7 +52,7 @@ class Offer(msgspec.Struct, frozen=True):
 
     remote_engine_id: str
     remote_request_id: str
-    remote_host: str
+    remote_host: _Host
     remote_port: _Port
     remote_block_ids: list[list[_BlockId]]
     remote_num_tokens: _Count

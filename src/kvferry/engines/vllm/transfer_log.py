@@ -6,8 +6,8 @@ import json
 import logging
 import os
 from collections.abc import Sequence
+from io import FileIO
 from pathlib import Path
-from typing import TextIO
 
 from kvferry.engines.vllm.meta import Report
 from kvferry.errors import ConfigError
@@ -32,10 +32,10 @@ class TransferLog:
         """
         self._labels = [f"{number} {label}" for number, label in enumerate(labels)]
         self._full_bytes_per_token = full_bytes_per_token
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
         if path is not None:
             try:
-                self._file = Path(path).open("a", buffering=1, encoding="utf-8")  # noqa: SIM115 - stays open
+                self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - stays open
             except OSError as error:
                 raise ConfigError(
                     f"transfer_log {path}: {os.strerror(error.errno or 0)}; name a file that can be written"
@@ -64,7 +64,8 @@ class TransferLog:
             "total_seconds": seconds,
         }
         try:
-            self._file.write(json.dumps(line) + "\n")
+            self._file.write(json.dumps(line).encode() + b"\n")
         except OSError as error:
             logger.warning("transfer_log: %s; no more lines are written", os.strerror(error.errno or 0))
+            self._file.close()
             self._file = None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
+import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from kvferry.serving.demo.text import prompts
 from kvferry.serving.demo.transfers import read_transfer
 from kvferry.serving.demo.verdict import Verdict, compare
 from kvferry.serving.devices import this_machine
+from kvferry.serving.engine import EngineSpec
 from kvferry.serving.launch import Fleet, fleet_specs
 from kvferry.serving.tiny import cache_directory, family, tiny_checkpoint
 
@@ -47,7 +48,7 @@ class DemoModel:
     title: str
     path: str
     arguments: tuple[str, ...] = ()
-    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def family_model(name: str, arguments: Sequence[str] = ()) -> DemoModel:
@@ -89,22 +90,27 @@ def measure(
         AskError: a request failed.
     """
     log = folder / "transfers.jsonl"
-    specs = [
-        dataclasses.replace(spec, environment={**spec.environment, **model.environment})
-        for spec in fleet_specs(
-            model.path, decode_settings={"transfer_log": str(log)}, arguments=model.arguments
-        )
-    ]
+    specs = fleet_specs(model.path, decode_settings={"transfer_log": str(log)}, arguments=model.arguments)
     screen.model(model.title)
-    with Fleet(specs, folder) as fleet:
+    # vLLM leaves sockets and files in the folder for temporary ones.
+    with tempfile.TemporaryDirectory(prefix="kvferry-") as temporary:
+        extra = {**model.environment, "TMPDIR": temporary}
+        specs = tuple(replace(spec, environment={**spec.environment, **extra}) for spec in specs)
+        rows = _measured(specs, log, screen, count=count, answer_tokens=answer_tokens)
+    screen.table(rows)
+    return [row.verdict for row in rows]
+
+
+def _measured(
+    specs: Sequence[EngineSpec], log: Path, screen: Screen, *, count: int, answer_tokens: int
+) -> Sequence[Row]:
+    with Fleet(specs, log.parent) as fleet:
         with screen.starting() as on_progress:
             fleet.wait_ready(on_progress)
         single_url = fleet.prefill_urls[0]
         with routed(fleet.prefill_urls, fleet.decode_urls) as url, _client() as client:
             run = _Run(client, url, single_url, answer_tokens, log, screen)
-            rows = run.rows(count)
-    screen.table(rows)
-    return [row.verdict for row in rows]
+            return run.rows(count)
 
 
 @dataclass(frozen=True, slots=True)

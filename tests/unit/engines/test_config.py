@@ -1,0 +1,85 @@
+"""The connector's settings: what is wrong is said in one sentence."""
+
+import math
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from kvferry.engines.vllm.config import ConnectorConfig, parse_config
+from kvferry.errors import ConfigError
+
+
+def test_nothing_set_is_fine():
+    assert parse_config({}) == ConnectorConfig()
+
+
+def test_what_is_set_is_taken():
+    config = parse_config({"port": 5600, "lease_seconds": 12, "secret_file": "/s", "host_buffer": True})
+    assert (config.port, config.lease_seconds, config.secret_file, config.host_buffer) == (5600, 12, "/s", True)
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [("prot", "port"), ("lease_second", "lease_seconds"), ("load_timeout", "load_timeout_seconds"),
+     ("secretfile", "secret_file"), ("Attempts", "attempts"), ("latebloks", "late_blocks")],
+)  # fmt: skip
+def test_an_unknown_key_is_refused_with_the_nearest_known_one(key, near):
+    with pytest.raises(ConfigError) as caught:
+        parse_config({key: 1})
+    assert str(caught.value) == f"kv_connector_extra_config has no key {key!r}; did you mean {near!r}?"
+
+
+def test_a_key_like_no_other_is_refused_with_all_known_ones():
+    with pytest.raises(ConfigError, match=r"has no key 'zzz'; known are host, port, advertise_host"):
+        parse_config({"zzz": 1})
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({"port": "5600"}, "Expected `int`, got `str` - at `$.port`"),
+        ({"port": 1.5}, "Expected `int`, got `float` - at `$.port`"),
+        ({"lease_seconds": None}, "Expected `float`, got `null` - at `$.lease_seconds`"),
+        ({"allow_insecure": 1}, "Expected `bool`, got `int` - at `$.allow_insecure`"),
+        ({"host": ["127.0.0.1"]}, "Expected `str`, got `array` - at `$.host`"),
+        ({"port": 70000}, "port is 70000, it must be 0 to 65535"),
+        ({"port": -1}, "port is -1, it must be 0 to 65535"),
+        ({"lease_seconds": 0}, "lease_seconds is 0.0, it must be above 0 and below a day"),
+        ({"handshake_seconds": -1}, "handshake_seconds is -1.0, it must be above 0"),
+        ({"load_timeout_seconds": math.inf}, "load_timeout_seconds is inf, it must be above 0"),
+        ({"load_timeout_seconds": math.nan}, "load_timeout_seconds is nan, it must be above 0"),
+        ({"attempts": 0}, "attempts is 0, it must be 1 to 16"),
+        ({"attempts": 17}, "attempts is 17, it must be 1 to 16"),
+        ({"late_blocks": 0}, "late_blocks is 0.0, it must be above 0 and at most 1"),
+        ({"late_blocks": 1.1}, "late_blocks is 1.1, it must be above 0 and at most 1"),
+        ({"host": "0.0.0.0"}, "host 0.0.0.0 listens everywhere, so advertise_host must say"),
+        ({"host": "::"}, "host :: listens everywhere, so advertise_host must say"),
+    ],
+    ids=str,
+)
+def test_a_value_that_cannot_be_used_is_refused_by_name(extra, says):
+    with pytest.raises(ConfigError) as caught:
+        parse_config(extra)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_listening_everywhere_is_fine_once_peers_are_told_where():
+    assert parse_config({"host": "0.0.0.0", "advertise_host": "10.0.0.7"}).advertise_host == "10.0.0.7"
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inside: st.lists(inside, max_size=2) | st.dictionaries(st.text(max_size=3), inside, max_size=2),
+    max_leaves=4,
+)
+KEYS = st.sampled_from(ConnectorConfig.__struct_fields__) | st.text(max_size=8)
+
+
+@settings(deadline=None, derandomize=True, database=None, max_examples=200)
+@given(st.dictionaries(KEYS, VALUES, max_size=4))
+def test_anything_is_a_configuration_or_a_config_error(extra):
+    try:
+        assert isinstance(parse_config(extra), ConnectorConfig)
+    except ConfigError:
+        return
