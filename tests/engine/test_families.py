@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from support.vllm_engine.inside import distance
 from support.vllm_engine.pair import Pair, Setup, prompt
 
 NO_CACHE = {"enable_prefix_caching": False}
@@ -53,7 +54,9 @@ def test_what_pages_hold_is_proved_or_not_claimed(pair: Pair) -> None:
         else:
             assert fields == (["latent"] if right == "latent" else ["k", "v"])
     if right == "cpu_kv":
-        assert all(pair.decode.call("believed_if_it_were", wrong)), "the probe believes an adapter that is wrong"
+        assert all(pair.decode.call("believed_if_it_were", wrong)), (
+            "the probe believes an adapter that is wrong"
+        )
 
 
 def test_bytes_are_the_producers_and_the_answer_is_a_single_engines(pair: Pair) -> None:
@@ -102,7 +105,9 @@ def test_a_second_turn_moves_what_the_first_left_out(pair: Pair) -> None:
     pair.agree(answer, pair.reference([second])[0])
     pair.forget()
     whole = sum(len(p) for p in pair.through([second])[0]["moved"].values())
-    if pair.prefix_caching and pair.about["block_size"] <= 256:
+    # Recurrent state of the first turn stands at its end, inside a block: it is no prefix to go on from.
+    recurrent = any(name == "MambaSpec" for name, _, _ in pair.about["groups"])
+    if pair.prefix_caching and not recurrent:
         assert 0 < pages < whole
     else:
         assert pages == whole
@@ -127,7 +132,11 @@ def test_a_prompt_that_is_all_here_moves_nothing_and_releases_the_producer(pair:
 def test_a_spoiled_block_of_any_group_changes_the_answer(pair: Pair) -> None:
     # All of it in one block: the one that is spoiled is then all that a group has to go by.
     text = prompt(min(60, pair.about["block_size"]), 11)
-    reference = pair.reference([text])[0]
+    sound = pair.through([text])[0]
+    pair.forget()
+    again = pair.through([text])[0]
+    pair.forget()
+    assert distance(again, sound) == 0.0, "the pair does not repeat itself, so a change would show nothing"
     for group in range(len(pair.about["groups"])):
         pair.decode.call("spoil", group)
         try:
@@ -135,7 +144,4 @@ def test_a_spoiled_block_of_any_group_changes_the_answer(pair: Pair) -> None:
         finally:
             pair.decode.call("spoil", None)
         pair.forget()
-        change = pair.distance(spoiled, reference)
-        assert change > pair.tolerance(), (
-            f"group {group}: the answer does not depend on the bytes that were moved"
-        )
+        assert distance(spoiled, sound) > 1e-4, f"group {group}: the answer does not depend on what was moved"

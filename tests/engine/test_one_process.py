@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
+from support.vllm_engine.inside import distance
 from support.vllm_engine.pair import Pair, Setup, connector, prompt
 from support.vllm_engine.process import Engine
 
@@ -79,5 +80,5 @@ def test_an_unregistered_cache_goes_through_host_memory(pair: Pair) -> None:
     pair.decode.call("spoil", len(pair.about["groups"]) - 1)
     spoiled = pair.through([text])[0]
     pair.decode.call("spoil", None)
-    assert pair.distance(spoiled, reference) > pair.tolerance()
+    assert distance(spoiled, reference) > pair.tolerance()
     pair.forget()

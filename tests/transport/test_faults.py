@@ -12,7 +12,9 @@ import pytest
 
 from kvferry.cache.loads import Loads
 from kvferry.geometry import Region
+from kvferry.transport.agent import ReadState
 from transport import large
+from transport.pair import Watched
 
 DEADLINE_SECONDS = 30.0
 
@@ -166,6 +168,30 @@ def test_while_a_producer_is_stopped_the_deadline_passes_and_the_memory_stays_ow
     loads.landed("load", result.failure)
     assert loads.settle().released == {"load"}
     assert len(loads) == 0
+
+
+@pytest.mark.parametrize("fails", ["the data", "the word"])
+def test_a_read_that_the_transport_calls_failed_is_a_failure(world, reader, fails):
+    def state(handle):
+        found = Watched.state(reader.agent, handle)
+        here = reader.agent.posted == (1 if fails == "the data" else 2)
+        return ReadState.FAILED if found is ReadState.DONE and here else found
+
+    producer = world.shared_producer(large.SPEC, large.FAMILIES)
+    reader.thread.connect("P", producer.cards)
+    reader.agent.state = state
+    reader.submit("load", "P", large.span(1), large.FORWARD, large.FORWARD)
+    assert reader.result("load").failure == "the transport failed while reading"
+
+
+def test_a_read_that_cannot_be_given_back_costs_nothing_else(world, reader):
+    def release(handle):
+        Watched.release(reader.agent, handle)
+        raise RuntimeError("of the transport's own making")
+
+    reader.agent.release = release
+    well(world, reader)
+    well(world, reader, "again")
 
 
 def test_a_result_comes_only_after_everything_has_landed(over_tcp, world):

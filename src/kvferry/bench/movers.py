@@ -25,6 +25,7 @@ from kvferry.transport.thread import ReadResult
 LARGE_BYTES = 2 << 20
 MOVE_SECONDS = 60.0
 _HOOK_POLL_SECONDS = 1e-3
+_RAW_POLL_SECONDS = 20e-6
 _LOOK_SECONDS = 0.2
 
 
@@ -185,6 +186,8 @@ class RawReads:
         state = agent.post(handle)
         while state is ReadState.IN_FLIGHT:
             give_up.look()
+            # Looking without a pause would hold up NIXL's own thread, which has the work to do.
+            time.sleep(_RAW_POLL_SECONDS)
             state = agent.state(handle)
         seconds = time.perf_counter() - started
         agent.release(handle)

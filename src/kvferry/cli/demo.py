@@ -87,7 +87,7 @@ def _models(model: str | None, families: str, arguments: list[str], screen: Scre
         yield DemoModel(model, model, tuple(arguments))
         return
     names = [name.strip() for name in families.split(",")]
-    screen.note("Tiny random checkpoints of real architectures: writing those not kept from before ...")
+    screen.note("Tiny random checkpoints: writing those not kept from before ...")
     yield from [family_model(name, arguments) for name in names]
 
 

@@ -270,7 +270,7 @@ class ControlClient:
             if found := compare(reply.facts.must_agree, self._facts.must_agree):
                 raise Incompatible(found)
             peer.facts = reply.facts
-            self._send(peer, AskRanks())
+            self._send(peer, AskRanks(PROTOCOL, self._facts))
         elif isinstance(reply, Ranks):
             if peer.facts is None or not reply.ranks:
                 raise ProtocolError("ranks came before the peer was accepted, or there are none")

@@ -49,15 +49,14 @@ class Card:
 
     def answer(self, message: Request) -> Reply | None:
         """The reply to a message, None where none is due."""
-        if isinstance(message, Hello):
-            if message.protocol != PROTOCOL:
-                return Refused([f"protocol {message.protocol} there, {PROTOCOL} here; use the same kvferry"])
-            # Sentences are for the consumer to print: "there" is the producer, who speaks.
-            found = compare(self.facts.must_agree, message.facts.must_agree)
-            return Refused(found) if found else Accepted(self.facts)
-        if isinstance(message, AskRanks):
-            return Ranks(list(self.ranks))
-        return None
+        if not isinstance(message, Hello | AskRanks):
+            return None
+        if message.protocol != PROTOCOL:
+            return Refused([f"protocol {PROTOCOL} there, {message.protocol} here; use the same kvferry"])
+        # Sentences are for the consumer to print: "there" is the producer, who speaks.
+        if found := compare(self.facts.must_agree, message.facts.must_agree):
+            return Refused(found)
+        return Accepted(self.facts) if isinstance(message, Hello) else Ranks(list(self.ranks))
 
 
 class ControlServer:
@@ -95,7 +94,7 @@ class ControlServer:
         except zmq.ZMQError as error:
             self._end_context()
             raise ConfigError(
-                f"control channel: cannot listen on {host} port {port}: {error.strerror}; "
+                f"control channel: cannot listen on {host} port {port}: {zmq.strerror(error.errno)}; "
                 "set another port, or 0 for any free one"
             ) from error
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])

@@ -3,7 +3,7 @@
     consumer                         producer
     Hello(facts)          ──────▶    compares facts
                           ◀──────    Accepted(facts) | Refused(differences)
-    AskRanks              ──────▶
+    AskRanks(facts)       ──────▶    compares them again: it may be the first word of a peer
                           ◀──────    Ranks(geometry, transport metadata, lease words of every rank)
     Heartbeat(leases)     ──────▶    extends them            (no answer)
     Release(leases)       ──────▶    ends them               (no answer)
@@ -69,7 +69,10 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class AskRanks(msgspec.Struct, frozen=True, tag="ask-ranks"):
-    """Asks for what is needed to read."""
+    """Asks for what is needed to read; states the facts again: the producer keeps no account of peers."""
+
+    protocol: int
+    facts: Facts
 
 
 class RankCard(msgspec.Struct, frozen=True):

@@ -1,15 +1,18 @@
 """A NIXL agent whose progress thread sleeps until something happens.
 
-That thread waits for events of the transport, but NIXL's Python API lets it wait for 0 µs and offers no other
-choice: it spins. An engine then loses a core for as long as it runs, and every READ contends with the thread
-that spins: on two cores, 256 MiB in 64 KiB descriptors took 72 ms so and 26 ms beside a thread that sleeps. The
-bindings below that API do take the time.
+That thread waits for events of the transport, but NIXL's Python API lets it wait for no time at all and
+offers no other choice: it spins. An engine then loses a core for as long as it runs, and every READ
+contends with it: on two cores, 256 MiB in 64 KiB descriptors took 72 ms so and 26 ms beside a thread that
+sleeps. The bindings below that API do take the time.
 """
 
 from __future__ import annotations
 
+import logging
 from types import FunctionType
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 WAIT_MICROSECONDS = 10_000
 """How long the thread waits for an event before it looks anyway; an event wakes it at once."""
@@ -38,5 +41,10 @@ def sleeping_agent(name: str, backends: list[str]) -> Any:
     # The same code over other globals: no other user of NIXL in this process is touched.
     make = FunctionType(_api.nixl_agent.__init__.__code__, {**vars(_api), "nixlBind": Bindings()})
     agent = _api.nixl_agent.__new__(_api.nixl_agent)
-    make(agent, name, _api.nixl_agent_config(backends=backends), False)  # noqa: FBT003
+    config = _api.nixl_agent_config(backends=backends)
+    try:
+        make(agent, name, config, False)  # noqa: FBT003
+    except (AttributeError, TypeError) as error:
+        logger.warning("NIXL is made differently than 1.5.1 (%s): its progress thread will take a core", error)
+        return _api.nixl_agent(name, config)
     return agent

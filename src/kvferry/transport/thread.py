@@ -234,13 +234,20 @@ class TransferThread:
             if ReadState.FAILED in states:
                 read.failure = read.failure or "the transport failed while reading"
             for handle in read.handles:
-                agent.release(handle)
+                self._release(agent, handle)
             read.handles.clear()
             if read.failure is None and not read.words:
                 self._read_words(agent, read)
             else:
                 self._end(read)
         return moved
+
+    @staticmethod
+    def _release(agent: Agent, handle: Any) -> None:
+        try:
+            agent.release(handle)
+        except Exception as error:  # noqa: BLE001 - of a READ that is finished: nothing can land any more
+            logger.debug("transport error while giving a read back: %s", error)
 
     @staticmethod
     def _state(agent: Agent, handle: Any) -> ReadState:

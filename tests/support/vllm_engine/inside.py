@@ -126,20 +126,37 @@ def prefill(engine: Any, prompts: list[list[int]]) -> list[dict[str, Any]]:
     return generate(engine, prompts, [PREFILL_PARAMS] * len(prompts), tokens=1)
 
 
-def own_gap(engine: Any, prompts: list[list[int]], tokens: int = 6) -> float:
-    """How far this engine is from itself: largest difference of a logprob between decode and prefill.
+def own_gap(engine: Any, prompts: list[list[int]], tokens: int = 8) -> float:
+    """How far this engine is from itself: largest difference of a logprob for one and the same text.
 
-    Each continuation is decoded, then every step of it is computed again as the first token after a prefill.
+    Each continuation is decoded, then computed again with ever more of it as part of the prompt; and all
+    prompts are continued at once. The first is what happens to a prompt that another engine computed, the
+    second what several requests do to each other.
     """
-    gap = 0.0
+    alone = []
     for prompt in prompts:
         engine.reset_prefix_cache()
-        decoded = generate(engine, [prompt], tokens=tokens)[0]
+        alone += generate(engine, [prompt], tokens=tokens)
+    engine.reset_prefix_cache()
+    gap = max(distance(a, b) for a, b in zip(alone, generate(engine, prompts, tokens=tokens), strict=True))
+    for prompt, decoded in zip(prompts, alone, strict=True):
         for n in range(1, tokens):
             engine.reset_prefix_cache()
-            prefilled = generate(engine, [prompt + decoded["tokens"][:n]], tokens=1)[0]
-            gap = max(gap, difference(decoded["logprobs"][n], prefilled["logprobs"][0]))
+            longer = generate(engine, [prompt + decoded["tokens"][:n]], tokens=tokens - n)[0]
+            rest = {"tokens": decoded["tokens"][n:], "logprobs": decoded["logprobs"][n:]}
+            gap = max(gap, distance(rest, longer))
+    engine.reset_prefix_cache()
     return gap
+
+
+def distance(answer: dict[str, Any], reference: dict[str, Any]) -> float:
+    """Largest difference of a logprob, over the steps in which both continue the same text."""
+    largest = 0.0
+    for n, (step, expected) in enumerate(zip(answer["logprobs"], reference["logprobs"], strict=True)):
+        largest = max(largest, difference(step, expected))
+        if answer["tokens"][n] != reference["tokens"][n]:
+            break
+    return largest
 
 
 def difference(a: dict[int, float], b: dict[int, float]) -> float:
@@ -342,7 +359,7 @@ def contents(engine: Any) -> list[tuple[str, str, list[str]]]:
 
 
 def believed_if_it_were(engine: Any, adapter: str) -> list[str]:
-    """Why each attention layer's pages would not be believed under another adapter; empty where they would."""
+    """Why attention layers' pages would not be believed under another adapter; empty where they would."""
     from kvferry.engines.vllm import compat, content
     from kvferry.geometry import GroupKind, PageFormat
 

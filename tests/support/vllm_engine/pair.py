@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
-from support.vllm_engine.inside import difference
+from support.vllm_engine.inside import distance
 from support.vllm_engine.process import Engine
 
 VOCABULARY = 1000
@@ -123,22 +123,13 @@ class Pair:
         self.prefill.call("step", 1.0)
         return answers
 
-    def distance(self, answer: dict[str, Any], reference: dict[str, Any]) -> float:
-        """Largest difference of a logprob, over the steps in which both continue the same text."""
-        largest = 0.0
-        for n, (step, expected) in enumerate(zip(answer["logprobs"], reference["logprobs"], strict=True)):
-            largest = max(largest, difference(step, expected))
-            if answer["tokens"][n] != reference["tokens"][n]:
-                break
-        return largest
-
     def agree(self, answer: dict[str, Any], reference: dict[str, Any]) -> None:
         """Assert that an answer is the single engine's, within that engine's own gap."""
         assert answer["finish"] == "length"
         if self.setup.exact:
             assert answer["tokens"] == reference["tokens"]
-        distance = self.distance(answer, reference)
-        assert distance <= self.tolerance(), f"{distance} apart, the engine's own gap is {self.gap}"
+        apart = distance(answer, reference)
+        assert apart <= self.tolerance(), f"{apart} apart, the engine's own gap is {self.gap}"
 
     def forget(self) -> None:
         """Both engines forget all prefixes."""

@@ -173,7 +173,7 @@ def test_health_is_degraded_without_a_prefill_engine(stage, fake, nobody):
 
 def test_a_change_of_state_is_logged_once(stage, fake, nobody, caplog):
     caplog.set_level(logging.WARNING, "kvferry.router")
-    scene = stage([nobody], [fake()])
+    scene = stage([fake()], [nobody])
     for _ in range(3):
-        scene.complete()
+        assert scene.complete().status_code == 503
     assert len([record for record in caplog.records if "is down" in record.message]) == 1

@@ -14,7 +14,7 @@ from kvferry.errors import ConfigError, Incompatible
 from kvferry.transport import control_client, security
 from kvferry.transport.control_client import ControlClient, Known, Looking, NotUsable
 from kvferry.transport.control_server import Card, ControlServer
-from kvferry.transport.messages import Accepted, Hello, Ranks, Refused, encode
+from kvferry.transport.messages import Accepted, AskRanks, Hello, Ranks, Refused, encode
 from transport.cards import cards, facts
 
 HOST = "127.0.0.1"
@@ -146,15 +146,17 @@ def test_another_protocol_is_refused_in_words(ends):
     raw.send(encode(Hello(99, facts("D"))))
     assert raw.poll(5000)
     refused = msgspec.msgpack.decode(raw.recv(), type=Refused)
-    assert refused.differences == ["protocol 99 there, 1 here; use the same kvferry"]
+    assert refused.differences == ["protocol 1 there, 99 here; use the same kvferry"]
 
 
 def test_whoever_is_refused_does_not_see_transport_metadata(ends):
     server = ends.server()
     raw = ends.raw(server.port)
-    raw.send(encode(Hello(1, facts("D", weights="others"))))
-    assert raw.poll(5000)
-    assert b"metadata" not in raw.recv()
+    for first_word in (Hello, AskRanks):
+        raw.send(encode(first_word(1, facts("D", weights="others"))))
+        assert raw.poll(5000)
+        refused = msgspec.msgpack.decode(raw.recv(), type=Refused)
+        assert refused.differences == ["weights: abc there, others here"]
 
 
 def test_a_silent_peer_is_given_up_after_handshake_seconds(ends):
@@ -398,6 +400,20 @@ def test_who_has_another_secret_or_none_gets_nothing(ends, keys, secret):
     client.hold((HOST, server.port), "a")
     assert isinstance(settled(client, server.port), NotUsable)
     assert not server.events
+    assert server.rejected == 0, "it did not get as far as a message"
+
+
+def test_who_only_knows_the_public_key_gets_nothing(ends, keys):
+    right = keys("the right secret")
+    server = ends.server(keys=right)
+    raw = zmq.Context.instance().socket(zmq.DEALER)
+    raw.linger = 0
+    raw.curve_publickey, raw.curve_secretkey = zmq.curve_keypair()
+    raw.curve_serverkey = right.public
+    raw.connect(f"tcp://{HOST}:{server.port}")
+    raw.send(encode(Hello(1, facts())))
+    assert not raw.poll(500)
+    raw.close()
     assert server.rejected == 0, "it did not get as far as a message"
 
 

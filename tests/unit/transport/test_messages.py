@@ -26,7 +26,7 @@ from kvferry.transport.messages import (
 from transport.cards import cards, facts
 
 QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=300)
-REQUESTS = [Hello(PROTOCOL, facts()), AskRanks(), Heartbeat(["a", "b"]), Release(["ü"])]
+REQUESTS = [Hello(PROTOCOL, facts()), AskRanks(PROTOCOL, facts()), Heartbeat(["a", "b"]), Release(["ü"])]
 REPLIES = [Accepted(facts()), Refused(["one", "two"]), Ranks(list(cards(2)))]
 
 

@@ -8,7 +8,7 @@ from itertools import islice
 from kvferry.serving.corpus import passages
 
 # In characters; a token is 3 to 4 of them.
-_LENGTHS = (240, 1100, 2300, 4600)
+_LENGTHS = (240, 1100, 2600, 6400)
 _CHARACTERS_PER_TOKEN_AT_LEAST = 2
 
 
