@@ -99,8 +99,8 @@ def test_it_ends_with_a_table_of_what_moved_and_answers_like_a_single_engines(st
         ((signal.SIGINT,), "Tiny random checkpoints"),
         ((signal.SIGINT,), "decode-0 starting"),
         ((signal.SIGINT,), "    -> "),
-        ((signal.SIGINT, signal.SIGINT), "Both engines are ready"),
-        ((signal.SIGTERM,), "prefill-0 ready"),
+        pytest.param((signal.SIGINT, signal.SIGINT), "Both engines are ready", marks=pytest.mark.family),
+        pytest.param((signal.SIGTERM,), "prefill-0 ready", marks=pytest.mark.family),
     ],
     ids=["writing", "starting", "answering", "twice", "terminated"],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from support.vllm_engine.inside import distance
-from support.vllm_engine.pair import Pair, Setup, prompt
+from support.vllm_engine.pair import TEXTS, TOGETHER, Pair, Setup, prompt
 
 NO_CACHE = {"enable_prefix_caching": False}
 SHORT_STEPS = {"max_num_batched_tokens": 256}
@@ -42,9 +42,6 @@ pytestmark = [
     ),
 ]
 
-LENGTHS = (2, 40, 128, 129, 256, 300, 512, 700)
-"""Shorter than a block, whole blocks and one more, longer than the window (64) and than a step (256)."""
-
 
 def test_what_pages_hold_is_proved_or_not_claimed(pair: Pair) -> None:
     right, wrong = ("latent", "packed_kv") if pair.setup.family.startswith("dsv") else ("cpu_kv", "packed_kv")
@@ -60,8 +57,8 @@ def test_what_pages_hold_is_proved_or_not_claimed(pair: Pair) -> None:
 
 
 def test_bytes_are_the_producers_and_the_answer_is_a_single_engines(pair: Pair) -> None:
-    for length in LENGTHS:
-        text = prompt(length, length)
+    for text in TEXTS:
+        length = len(text)
         answer = pair.through([text])[0]
         assert answer["moved"], f"{length} tokens: nothing was loaded"
         assert answer["offer"]["remote_num_tokens"] == length - 1
@@ -88,7 +85,7 @@ def test_one_token_has_nothing_to_hand_over(pair: Pair) -> None:
 
 
 def test_several_requests_at_once(pair: Pair) -> None:
-    texts = [prompt(n, 1000 + n) for n in (30, 130, 260, 333, 500)]
+    texts = list(TOGETHER)
     answers = pair.through(texts)
     assert all(answer["moved"] for answer in answers)
     for answer, reference in zip(answers, pair.reference(texts), strict=True):

@@ -12,9 +12,7 @@ from support.oracle import Memory
 PAGE = 1 << 18
 BLOCKS = 128
 FAMILIES = (Family(GroupKind.FULL, opaque_bytes=PAGE),)
-SPEC = EngineSpec(
-    1, (1,), (GroupSpec(GroupKind.FULL, 0, (0,), 16),), "LBHNC", Interior(), BLOCKS + 1
-)
+SPEC = EngineSpec(1, (1,), (GroupSpec(GroupKind.FULL, 0, (0,), 16),), "LBHNC", Interior(), BLOCKS + 1)
 SPAN = Span(0, BLOCKS * 16, BLOCKS * 16)
 FORWARD = (np.arange(1, BLOCKS + 1, dtype=np.int64),)
 BACKWARD = (np.arange(BLOCKS, 0, -1, dtype=np.int64),)
@@ -28,7 +26,5 @@ def span(blocks: int) -> Span:
 
 def pages(seed_or_bytes: int | np.ndarray) -> np.ndarray:
     """Pages by block id, uint8 of shape (blocks, PAGE): of a memory, or of a producer made with that seed."""
-    found = (
-        Memory.of(RANK, seed_or_bytes).bytes if isinstance(seed_or_bytes, int) else seed_or_bytes
-    )
+    found = Memory.of(RANK, seed_or_bytes).bytes if isinstance(seed_or_bytes, int) else seed_or_bytes
     return found.reshape(BLOCKS + 1, PAGE)

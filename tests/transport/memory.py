@@ -18,9 +18,7 @@ def place(rank: RankGeometry, seed: int) -> tuple[RankGeometry, Memory]:
     memory.address = int(memory.bytes.ctypes.data)
     shift = memory.address - region.address
     groups = tuple(
-        replace(
-            group, layers=tuple(replace(layer, address=layer.address + shift) for layer in group.layers)
-        )
+        replace(group, layers=tuple(replace(layer, address=layer.address + shift) for layer in group.layers))
         for group in rank.groups
     )
     return replace(rank, groups=groups, regions=(Region(memory.address, region.length),)), memory

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from transport.producer import Produce
 
 TESTS = Path(__file__).parents[1]
 INCARNATION = 100
+FIRST = Ticket(slot=0, generation=0, incarnation=1)
 _PROGRAM = """
 import sys
 from multiprocessing.connection import Connection
@@ -66,8 +68,10 @@ class Producer:
         return self._connection.recv()
 
     def signal(self, number: signal.Signals) -> None:
-        """Stop, continue or kill it; returns when a killed one is gone."""
+        """Stop, continue or kill it; returns when all its threads have stopped, or it is gone."""
         self.process.send_signal(number)
+        if number == signal.SIGSTOP:
+            os.waitpid(self.process.pid, os.WUNTRACED)
         if number == signal.SIGKILL:
             self.process.wait(10)
 
@@ -128,10 +132,8 @@ class Watched(Agent):
         return found if self.gate.is_set() else ReadState.IN_FLIGHT
 
     def release(self, handle: Any) -> None:
-        try:
+        with suppress(Exception):  # an errored READ may have no state
             self.released_in_flight += super().state(handle) is ReadState.IN_FLIGHT
-        except Exception:  # noqa: BLE001, S110 - an errored READ may have no state
-            pass
         super().release(handle)
         self.held["reads"] -= 1
 
@@ -161,7 +163,7 @@ class Reader:
         span: Span,
         src: Sequence[np.ndarray],
         dst: Sequence[np.ndarray],
-        ticket: Ticket = Ticket(0, 0, 1),
+        ticket: Ticket = FIRST,
     ) -> None:
         self.thread.submit(ReadOrder(key, peer, span, tuple(src), tuple(dst), ticket))
 

@@ -24,7 +24,10 @@ SLOTS = 64
 
 @dataclass(frozen=True)
 class Produce:
-    """What to be: an engine whose memory holds the sequence in `tables`, or noise of seeds `seed`, `seed` + 1, ..."""
+    """What to be: an engine whose memory holds the sequence in `tables`, the rest noise.
+
+    The noise of rank ``n`` has seed `seed` + ``n``; without `tables` it is all there is.
+    """
 
     name: str
     spec: EngineSpec

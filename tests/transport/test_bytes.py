@@ -1,4 +1,4 @@
-"""A sample of engines that differ, over NIXL between two processes: every byte of the reader's memory is right."""
+"""A sample of engines that differ, over NIXL between two processes: all bytes of the reader's memory."""
 
 from __future__ import annotations
 
@@ -61,9 +61,7 @@ CASES = {
     "alike, part of the prompt is there": Case(DENSE, dense(), dense(), have=64),
     "alike, one token": Case(DENSE, dense(), dense(), total=1),
     "alike, hybrid": Case(HYBRID, hybrid(), hybrid()),
-    "latent": Case(
-        LATENT, dense(2, kind=GroupKind.MLA), dense(1, kind=GroupKind.MLA)
-    ),
+    "latent": Case(LATENT, dense(2, kind=GroupKind.MLA), dense(1, kind=GroupKind.MLA)),
     "TP 2 to 1": Case(DENSE, dense(2), dense(1)),
     "TP 1 to 2": Case(DENSE, dense(1), dense(2)),
     "TP 4 to 2, hybrid": Case(HYBRID, hybrid(4), hybrid(2)),
@@ -76,9 +74,7 @@ CASES = {
     "layout LBHNC to BLHNC": Case(DENSE, dense(), dense(layout="BLHNC")),
     "layout BHLNC to LBNHC": Case(DENSE, dense(layout="BHLNC"), dense(layout="LBNHC")),
     "K transposed on one side": Case(DENSE, dense(), dense(interior=PLANES), total=40),
-    "everything differs": Case(
-        HYBRID, hybrid(4, 32, "BLHNC"), hybrid(1, 16, "LBNHC"), total=150
-    ),
+    "everything differs": Case(HYBRID, hybrid(4, 32, "BLHNC"), hybrid(1, 16, "LBNHC"), total=150),
 }
 
 

@@ -65,6 +65,14 @@ class Retiled:
     phases: tuple[Pieces, ...]
 
 
+MAX_PHASES = 1024
+"""Ways in which cells may lie in blocks on both sides before two block sizes are refused."""
+
+
+def _phases(src_tokens: int, dst_tokens: int) -> int:
+    return lcm(src_tokens, dst_tokens) // gcd(src_tokens, dst_tokens)
+
+
 def differences(src: PageFormat, dst: PageFormat) -> list[str]:
     """Why pages of `src` cannot become pages of `dst`, a sentence each; empty if they can.
 
@@ -77,6 +85,10 @@ def differences(src: PageFormat, dst: PageFormat) -> list[str]:
         here, there = _listed(ours), _listed(theirs)
         return [f"the peer's pages hold {there} ({src.content}), ours hold {here} ({dst.content})"]
     found = []
+    if src.block_tokens and _phases(src.block_tokens, dst.block_tokens) > MAX_PHASES:
+        found.append(
+            f"blocks of {src.block_tokens} tokens there and {dst.block_tokens} here share no useful divisor"
+        )
     for name, field in ours.items():
         other = theirs[name]
         if field.item_bytes != other.item_bytes:
@@ -135,7 +147,7 @@ def retile(src: PageFormat, dst: PageFormat, fields: frozenset[str] | None = Non
     cell = gcd(src.block_tokens, dst.block_tokens)
     src_cells, dst_cells = src.block_tokens // cell, dst.block_tokens // cell
     phases = []
-    for c in range(lcm(src_cells, dst_cells)):
+    for c in range(_phases(src.block_tokens, dst.block_tokens)):
         at = (c % src_cells * cell, c % dst_cells * cell, cell)
         phases.append(join([_field_pieces(a, b, at) for a, b in pairs]))
     return Retiled(cell, src_cells, dst_cells, tuple(phases))

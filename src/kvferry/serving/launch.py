@@ -10,8 +10,10 @@ guards of the engines see that and do the same.
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -63,13 +65,19 @@ class Fleet:
         self._startup_timeout_seconds = startup_timeout_seconds
         self._grace_seconds = grace_seconds
         self.engines: tuple[Engine, ...] = ()
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
     def start(self) -> None:
         """Start every engine; returns before they are ready."""
         self._log_dir.mkdir(parents=True, exist_ok=True)
+        # vLLM leaves sockets and files in the folder for temporary ones: engines get one that goes with them.
+        # Its path is short: a socket's has 107 characters at most.
+        self._temporary = tempfile.TemporaryDirectory(prefix="kvferry-", ignore_cleanup_errors=True)
+        own = {"TMPDIR": self._temporary.name}
         for spec in self._specs:
             log_path = self._log_dir / f"{spec.name}.log"
-            self.engines = (*self.engines, Engine(spec, log_path, self._grace_seconds))
+            placed = replace(spec, environment={**own, **spec.environment})
+            self.engines = (*self.engines, Engine(placed, log_path, self._grace_seconds))
 
     def wait_ready(self, on_progress: Progress = lambda _: None) -> None:
         """Wait until every engine answers.
@@ -118,6 +126,7 @@ class Fleet:
         except KeyboardInterrupt:
             self.kill()
             raise
+        self._clean()
 
     def kill(self) -> None:
         """End every engine without asking it, and wait until nothing of them is left."""
@@ -125,6 +134,12 @@ class Fleet:
             engine.kill()
         for engine in self.engines:
             engine.finish_stop()
+        self._clean()
+
+    def _clean(self) -> None:
+        if self._temporary is not None:
+            self._temporary.cleanup()
+            self._temporary = None
 
     def __enter__(self) -> Self:
         """Start; what was started is ended if one of them cannot be."""

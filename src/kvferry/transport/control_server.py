@@ -94,7 +94,7 @@ class ControlServer:
         except zmq.ZMQError as error:
             self._end_context()
             raise ConfigError(
-                f"control channel: cannot listen on {host} port {port}: {zmq.strerror(error.errno)}; "
+                f"control channel: cannot listen on {host} port {port}: {zmq.strerror(error.errno or 0)}; "
                 "set another port, or 0 for any free one"
             ) from error
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])

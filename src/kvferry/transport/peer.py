@@ -24,6 +24,9 @@ from kvferry.transport.lease import Ticket
 from kvferry.transport.messages import RankCard
 
 WORD_BYTES = 8
+MAX_DESCRIPTORS = 1 << 26
+"""Entries of one prepared list: indices are int32, and NIXL keeps some tens of bytes for each."""
+
 MAX_SOURCES = 256
 """Ranks of a peer that one rank may read from."""
 
@@ -189,9 +192,9 @@ def _prepare(
         dst_at += len(rows) * route.dst_blocks
         src_rows.append(_table(rows.src, rows.length, route.src_stride, route.src_blocks))
         dst_rows.append(_table(rows.dst, rows.length, route.dst_stride, route.dst_blocks))
-    if max(src_at, dst_at) > np.iinfo(np.int32).max:
+    if max(src_at, dst_at) > MAX_DESCRIPTORS:
         raise TransferError(
-            f"{max(src_at, dst_at)} descriptors would be prepared, at most {np.iinfo(np.int32).max} can be"
+            f"{max(src_at, dst_at)} descriptors would be prepared, at most {MAX_DESCRIPTORS} may be"
         )
     return SourceRank(
         name,

@@ -45,6 +45,6 @@ def sleeping_agent(name: str, backends: list[str]) -> Any:
     try:
         make(agent, name, config, False)  # noqa: FBT003
     except (AttributeError, TypeError) as error:
-        logger.warning("NIXL is made differently than 1.5.1 (%s): its progress thread will take a core", error)
+        logger.warning("NIXL is made otherwise than 1.5.1 (%s): its progress thread takes a core", error)
         return _api.nixl_agent(name, config)
     return agent

@@ -31,6 +31,12 @@ def prompt(length: int, seed: int) -> list[int]:
     return [rng.randrange(10, VOCABULARY) for _ in range(length)]
 
 
+TEXTS = tuple(prompt(n, n) for n in (2, 40, 128, 129, 256, 300, 512, 700))
+"""Shorter than a block, whole blocks and one more, longer than the window (64) and than a step (256)."""
+TOGETHER = tuple(prompt(n, 1000 + n) for n in (30, 130, 260, 333, 500))
+"""Prompts that are asked all at once."""
+
+
 @dataclass(frozen=True)
 class Setup:
     """A pair to be started.
@@ -80,11 +86,9 @@ class Pair:
 
     @property
     def gap(self) -> float:
-        """How far a single engine is from itself, measured once."""
+        """How far a single engine is from itself over the texts that are tried, measured once."""
         if self._gap is None:
-            self._gap = float(
-                self.prefill.call("own_gap", [prompt(90, 90), prompt(300, 91), prompt(513, 92)])
-            )
+            self._gap = float(self.prefill.call("own_gap", [*TEXTS, *TOGETHER], timeout=280.0))
         return self._gap
 
     def tolerance(self) -> float:

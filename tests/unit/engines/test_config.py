@@ -15,7 +15,12 @@ def test_nothing_set_is_fine():
 
 def test_what_is_set_is_taken():
     config = parse_config({"port": 5600, "lease_seconds": 12, "secret_file": "/s", "host_buffer": True})
-    assert (config.port, config.lease_seconds, config.secret_file, config.host_buffer) == (5600, 12, "/s", True)
+    assert (config.port, config.lease_seconds, config.secret_file, config.host_buffer) == (
+        5600,
+        12,
+        "/s",
+        True,
+    )
 
 
 @pytest.mark.parametrize(

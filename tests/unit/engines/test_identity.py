@@ -39,11 +39,15 @@ def reads(monkeypatch):
 
 
 def test_the_same_content_under_another_name_is_the_same(file, memory):
-    assert digest_of_files([file("a", b"weights")], memory) == digest_of_files([file("b", b"weights")], memory)
+    assert digest_of_files([file("a", b"weights")], memory) == digest_of_files(
+        [file("b", b"weights")], memory
+    )
 
 
 def test_content_of_the_same_length_that_differs_is_another(file, memory):
-    assert digest_of_files([file("a", b"weights")], memory) != digest_of_files([file("b", b"Weights")], memory)
+    assert digest_of_files([file("a", b"weights")], memory) != digest_of_files(
+        [file("b", b"Weights")], memory
+    )
 
 
 def test_where_one_file_ends_and_the_next_begins_counts(file, memory):
@@ -100,7 +104,9 @@ def test_a_spoiled_memory_is_no_memory(file, memory, content, reads):
     assert reads == ["a", "a"], "and it is mended"
 
 
-@pytest.mark.parametrize("value", ["", "zz" * 32, "ab" * 31, "ab" * 33, 5, None, ["ab" * 32], " " * 64, "é" * 64])
+@pytest.mark.parametrize(
+    "value", ["", "zz" * 32, "ab" * 31, "ab" * 33, 5, None, ["ab" * 32], " " * 64, "é" * 64]
+)
 def test_a_remembered_digest_that_is_none_is_not_used(file, memory, value):
     path = file("a", b"weights")
     wanted = digest_of_files([path], memory)
@@ -123,4 +129,5 @@ def test_the_memory_is_in_the_users_cache_directory(file, tmp_path, monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     digest_of_files([file("a", b"weights")])
     assert (tmp_path / "xdg" / "kvferry" / "weights.json").exists()
-    assert os.listdir(tmp_path / "xdg" / "kvferry") == ["weights.json"], "nothing temporary is left"
+    left = [path.name for path in (tmp_path / "xdg" / "kvferry").iterdir()]
+    assert left == ["weights.json"], "nothing temporary is left"

@@ -28,7 +28,14 @@ def test_keys_mean_what_they_mean_to_routers_made_for_vllm():
     params = write_offer(OFFER)
     assert params["do_remote_prefill"] is True
     assert params["do_remote_decode"] is False
-    known = {"remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_block_ids", "tp_size"}
+    known = {
+        "remote_engine_id",
+        "remote_request_id",
+        "remote_host",
+        "remote_port",
+        "remote_block_ids",
+        "tp_size",
+    }
     assert known <= params.keys()
 
 
@@ -37,23 +44,40 @@ def test_keys_that_a_router_adds_do_not_matter():
 
 
 @pytest.mark.parametrize(
-    "params", [None, {}, {"do_remote_prefill": False}, {"do_remote_prefill": None}, {"do_remote_decode": True},
-               write_nothing()],
-)  # fmt: skip
+    "params",
+    [
+        None,
+        {},
+        {"do_remote_prefill": False},
+        {"do_remote_prefill": None},
+        {"do_remote_decode": True},
+        write_nothing(),
+    ],
+)
 def test_no_offer_is_none(params):
     assert read_offer(params) is None
 
 
 @pytest.mark.parametrize(
     ("params", "wants"),
-    [({"do_remote_decode": True}, True), ({"do_remote_decode": 1}, False), ({"do_remote_decode": "true"}, False),
-     ({}, False), (None, False), ([], False), ("do_remote_decode", False), (write_offer(OFFER), False)],
-)  # fmt: skip
+    [
+        ({"do_remote_decode": True}, True),
+        ({"do_remote_decode": 1}, False),
+        ({"do_remote_decode": "true"}, False),
+        ({}, False),
+        (None, False),
+        ([], False),
+        ("do_remote_decode", False),
+        (write_offer(OFFER), False),
+    ],
+)
 def test_a_prefill_is_wanted_only_by_true(params, wants):
     assert wants_prefill(params) is wants
 
 
-@pytest.mark.parametrize("key", [key for key in write_offer(OFFER) if not key.startswith(("do_", "tp_", "pp_"))])
+@pytest.mark.parametrize(
+    "key", [key for key in write_offer(OFFER) if not key.startswith(("do_", "tp_", "pp_"))]
+)
 def test_an_offer_without_something_is_refused_by_its_name(key):
     params = write_offer(OFFER)
     del params[key]
@@ -82,7 +106,9 @@ def test_a_value_that_makes_no_sense_is_refused_by_its_name(key, value):
         read_offer({**write_offer(OFFER), key: value})
 
 
-@pytest.mark.parametrize("host", ["localhost", "10.0.0.1", "node-7.rack_2.example.org", "::1", "fe80::1%eth0"])
+@pytest.mark.parametrize(
+    "host", ["localhost", "10.0.0.1", "node-7.rack_2.example.org", "::1", "fe80::1%eth0"]
+)
 def test_hosts_of_every_kind_are_taken(host):
     assert read_offer({**write_offer(OFFER), "remote_host": host}).remote_host == host
 

@@ -78,9 +78,7 @@ class Ends:
 def settled(client: ControlClient, port: int, incarnation: int = 1, seconds: float = 5.0, host: str = HOST):
     """What is known once nothing is under way."""
     return until(
-        lambda: (
-            None if isinstance(answer := client.look_up((host, port), incarnation), Looking) else answer
-        ),
+        lambda: None if isinstance(answer := client.look_up((host, port), incarnation), Looking) else answer,
         seconds,
     )
 
@@ -266,7 +264,9 @@ def test_a_refusal_without_a_reason_is_a_refusal(ends):
     assert settled(ends.client(), ends.fake(encode(Refused([])))) == NotUsable("it gave no reason")
 
 
-@pytest.mark.parametrize("host", ["no such host, this", "", "a b", "[", "\ud800", "nul\0byte", "x" * 3000, "*"])
+@pytest.mark.parametrize(
+    "host", ["no such host, this", "", "a b", "[", "\ud800", "nul\0byte", "x" * 3000, "*"]
+)
 def test_an_address_that_is_none_refuses_that_peer_only(ends, host):
     client = ends.client(handshake_seconds=0.3)
     client.hold((host, 1234), "a lease")
@@ -312,7 +312,11 @@ def test_heartbeats_come_while_a_lease_is_held_and_stop_with_its_release(ends):
     client = ends.client(heartbeat_seconds=0.05)
     client.hold((HOST, server.port), "a")
     client.hold((HOST, server.port), "b")
-    until(lambda: sum(type(e).__name__ == "Heartbeat" and e.leases == ["a", "b"] for e in list(server.events)) >= 3)
+    until(
+        lambda: (
+            sum(type(e).__name__ == "Heartbeat" and e.leases == ["a", "b"] for e in list(server.events)) >= 3
+        )
+    )
     client.release((HOST, server.port), "a")
     until(lambda: any(type(e).__name__ == "Release" for e in list(server.events)))
     events = list(server.events)

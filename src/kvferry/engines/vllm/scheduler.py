@@ -63,7 +63,7 @@ class SchedulerHalf:
         )
         geometries = [card.geometry for card in cards]
         labels = [group.label for group in geometries[0].groups]
-        log = TransferLog(config.transfer_log, labels, full_attention_bytes_per_token(geometries))
+        log = TransferLog(config.transfer_log, labels, *full_attention_block(geometries))
         self._consumer = Consumer(
             self._kv_cache_config, config, self._kinds, self._client, len(cards), log
         )  # fmt: skip
@@ -135,14 +135,16 @@ def _check_all(theirs: tuple[RankCard, ...], ours: tuple[RankCard, ...]) -> None
             raise Incompatible(found)
 
 
-def full_attention_bytes_per_token(ranks: list[RankGeometry]) -> float:
-    """Bytes per token if every layer were full attention of the widest kind that the model has."""
+def full_attention_block(ranks: list[RankGeometry]) -> tuple[int, float]:
+    """(tokens, bytes) of a block of all layers, if all were of the widest attention that the model has."""
     per_layer = [
-        (layer.page.content_bytes / layer.page.block_tokens, group.kind)
+        (layer.page.content_bytes / layer.page.block_tokens, layer.page.block_tokens)
         for rank in ranks
         for group in rank.groups
         for layer in group.layers
         if group.kind is not GroupKind.STATE
     ]
-    layers = sum(len(group.layers) for rank in ranks for group in rank.groups)
-    return max((size for size, _ in per_layer), default=0.0) * layers
+    bytes_per_token, tokens = max(per_layer, default=(0.0, 1))
+    return tokens, bytes_per_token * tokens * sum(
+        len(group.layers) for rank in ranks for group in rank.groups
+    )

@@ -19,19 +19,21 @@ logger = logging.getLogger(__name__)
 class TransferLog:
     """Appends to a file, or does nothing without one. A full disk stops the log, not the engine."""
 
-    def __init__(self, path: str | None, labels: Sequence[str], full_bytes_per_token: float) -> None:
+    def __init__(
+        self, path: str | None, labels: Sequence[str], block_tokens: int, block_bytes: float
+    ) -> None:
         """Open the file.
 
         Args:
             path: the file, None for no log.
             labels: name per group.
-            full_bytes_per_token: bytes per token if all layers were full attention.
+            block_tokens, block_bytes: a block of all layers, if all layers were full attention.
 
         Raises:
             ConfigError: the file cannot be opened for appending.
         """
         self._labels = [f"{number} {label}" for number, label in enumerate(labels)]
-        self._full_bytes_per_token = full_bytes_per_token
+        self._block_tokens, self._block_bytes = block_tokens, block_bytes
         self._file: FileIO | None = None
         if path is not None:
             try:
@@ -54,7 +56,7 @@ class TransferLog:
             "tokens": span.total - span.have,
             "bytes": sum(report.bytes_by_group),
             "bytes_by_group": dict(zip(self._labels, report.bytes_by_group, strict=False)),
-            "full_attention_bytes": round(self._full_bytes_per_token * (span.total - span.have)),
+            "full_attention_bytes": round(self._block_bytes * self._blocks(span)),
             "descriptors": report.descriptors,
             "pages": report.pages,
             "run_bytes": report.run_bytes,
@@ -69,3 +71,7 @@ class TransferLog:
             logger.warning("transfer_log: %s; no more lines are written", os.strerror(error.errno or 0))
             self._file.close()
             self._file = None
+
+    def _blocks(self, span: Span) -> int:
+        """Blocks that hold what was missing, the last one whole."""
+        return -(-span.total // self._block_tokens) - span.have // self._block_tokens

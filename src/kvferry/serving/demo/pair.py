@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -92,11 +91,8 @@ def measure(
     log = folder / "transfers.jsonl"
     specs = fleet_specs(model.path, decode_settings={"transfer_log": str(log)}, arguments=model.arguments)
     screen.model(model.title)
-    # vLLM leaves sockets and files in the folder for temporary ones.
-    with tempfile.TemporaryDirectory(prefix="kvferry-") as temporary:
-        extra = {**model.environment, "TMPDIR": temporary}
-        specs = tuple(replace(spec, environment={**spec.environment, **extra}) for spec in specs)
-        rows = _measured(specs, log, screen, count=count, answer_tokens=answer_tokens)
+    specs = tuple(replace(spec, environment={**spec.environment, **model.environment}) for spec in specs)
+    rows = _measured(specs, log, screen, count=count, answer_tokens=answer_tokens)
     screen.table(rows)
     return [row.verdict for row in rows]
 
