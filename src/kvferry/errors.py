@@ -5,7 +5,9 @@ KVFerryError
 ├── GeometryError          memory that cannot be described, or a description that contradicts itself
 ├── Incompatible           two descriptions between which bytes cannot be moved; one sentence per difference
 ├── ProtocolError          a message of a peer that cannot be understood or is out of bounds
-└── TransferError          bytes that could not be moved, or that cannot be trusted after they were
+├── TransferError          bytes that could not be moved, or that cannot be trusted after they were
+└── beside the code that raises them, in `kvferry.serving`:
+    LaunchError, ListenError, FleetLost (engines), MalformedBody (router), AskError (demo)
 """
 
 from __future__ import annotations
