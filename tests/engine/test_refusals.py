@@ -1,0 +1,84 @@
+"""Engines that must not read from each other, and settings that cannot be used: said in words."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
+from support.vllm_engine.pair import connector, prompt
+from support.vllm_engine.process import Engine, EngineError
+
+pytestmark = pytest.mark.engine
+
+
+def options(model: Path) -> dict:
+    family = FAMILIES["qwen3"].engine_options()
+    return {
+        "model": str(model),
+        **family,
+        "kv_cache_memory_bytes": 32 << 20,
+        "kv_transfer_config": connector(),
+    }
+
+
+def other_weights(model: Path, folder: Path) -> Path:
+    """The same checkpoint, name and shapes, with one tensor's sign changed."""
+    from safetensors.torch import load_file, save_file
+
+    copy = folder / model.name
+    shutil.copytree(model, copy)
+    (file,) = copy.glob("*.safetensors")
+    tensors = load_file(file)
+    name = next(name for name in tensors if "q_proj" in name)
+    tensors[name] = -tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+    return copy
+
+
+def test_blocks_of_other_weights_are_refused_and_the_prompt_computed_here(
+    running: object, checkpoints: Path, tmp_path: Path
+) -> None:
+    running.close()
+    model = tiny_checkpoint("qwen3", checkpoints)
+    both = Engine(tmp_path / "both.log", **options(model))
+    try:
+        both.ready()
+        both.call("start_another", options(other_weights(model, tmp_path)))
+        text = prompt(300, 1)
+        offer = both.call("prefill", [text])[0]["params"]
+        answer = both.call("other", "generate", [text], [offer])[0]
+        assert not both.call("other", "loaded")
+        both.call("other", "reset_prefix_cache")
+        assert answer["tokens"] == both.call("other", "generate", [text])[0]["tokens"]
+        said = both.log.read_text()
+        assert "is computed here" in said
+        assert "weights: " in said
+        both.call("step", 1.0)
+        assert both.call("requests_left") == 0
+    finally:
+        both.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (connector(leese_seconds=3), "no key 'leese_seconds'; did you mean 'lease_seconds'"),
+        ({**connector(), "kv_load_failure_policy": "fail"}, "it must be 'recompute'"),
+        (connector(host="10.0.0.1"), "no secret_file is set"),
+    ],
+)
+@pytest.mark.family
+def test_a_setting_that_cannot_be_used_is_said_at_start(
+    running: object, checkpoints: Path, tmp_path: Path, config: dict, sentence: str
+) -> None:
+    running.close()
+    model = tiny_checkpoint("qwen3", checkpoints)
+    engine = Engine(tmp_path / "engine.log", **{**options(model), "kv_transfer_config": config})
+    try:
+        with pytest.raises(EngineError, match=sentence.split(";", maxsplit=1)[0]):
+            engine.ready()
+    finally:
+        engine.close()
