@@ -10,6 +10,8 @@ guards of the engines see that and do the same.
 
 from __future__ import annotations
 
+import getpass
+import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -73,7 +75,10 @@ class Fleet:
         # vLLM leaves sockets and files in the folder for temporary ones: engines get one that goes with them.
         # Its path is short: a socket's has 107 characters at most.
         self._temporary = tempfile.TemporaryDirectory(prefix="kvferry-", ignore_cleanup_errors=True)
-        own = {"TMPDIR": self._temporary.name}
+        # What torch compiles for the first requests takes long and is kept where torch itself would keep it.
+        kept = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+        compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(kept))
+        own = {"TMPDIR": self._temporary.name, "TORCHINDUCTOR_CACHE_DIR": compiled}
         for spec in self._specs:
             log_path = self._log_dir / f"{spec.name}.log"
             placed = replace(spec, environment={**own, **spec.environment})
