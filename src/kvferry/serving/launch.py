@@ -29,6 +29,7 @@ from kvferry.serving.specs import fleet_specs
 __all__ = ["Engine", "EngineSpec", "EngineState", "Fleet", "LaunchError", "Role", "fleet_specs"]
 
 _POLL_SECONDS = 0.2
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where the kernel keeps it
 # Exit code of argument parsers.
 _REFUSED_ARGUMENTS = 2
 
@@ -143,6 +144,10 @@ class Fleet:
 
     def _clean(self) -> None:
         if self._temporary is not None:
+            # Ranks on a CPU meet in shared memory named after a file here, and nobody removes it.
+            for meeting in Path(self._temporary.name).glob("vllm_dist_*"):
+                for segment in _SHARED_MEMORY.glob(f"{meeting.name}-*"):
+                    segment.unlink(missing_ok=True)
             self._temporary.cleanup()
             self._temporary = None
 
