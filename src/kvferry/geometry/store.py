@@ -1,0 +1,77 @@
+"""What a model keeps per layer, before any engine decides where.
+
+A `Stored` field is the same whoever serves the model: its name, its element, its heads and the rest of its
+axes. A `LayerStore` is all that one layer keeps, a `ModelCache` is the layers of a model. `layout` turns one of
+these and the decisions of an engine (parallel sizes, block size, memory layout) into the geometry of its ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from kvferry.errors import GeometryError
+from kvferry.geometry.rank import GroupKind
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One field of a layer, over all ranks.
+
+    Attributes:
+        name: what every engine calls it: ``kv``, ``k``, ``v``, ``latent``, ``ssm``, ``conv.x``, ...
+        item_bytes: bytes of one element.
+        heads: elements of the axis that tensor parallelism shards (KV heads, state heads, channels);
+            0 if every rank keeps all of it.
+        inner: (name, count) of the other axes, the last one fastest. A token axis is added by kinds that
+            have one.
+    """
+
+    name: str
+    item_bytes: int
+    heads: int
+    inner: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.item_bytes < 1 or self.heads < 0 or any(count < 1 for _, count in self.inner):
+            raise GeometryError(
+                f"field {self.name!r}: elements of {self.item_bytes} bytes, {self.heads} heads, {self.inner}"
+            )
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head, of one token where there are tokens."""
+        return self.item_bytes * prod(count for _, count in self.inner)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStore:
+    """What one layer keeps.
+
+    Attributes:
+        kind: what a continuation needs of it; layers of one kind and reach that keep the same are one group.
+        reach: window in tokens for SLIDING, chunk in tokens for CHUNKED, 0 otherwise.
+        fields: per token, or per snapshot for STATE.
+    """
+
+    kind: GroupKind
+    reach: int
+    fields: tuple[Stored, ...]
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes over all heads: of one token, or of one snapshot."""
+        return sum(field.head_bytes * max(field.heads, 1) for field in self.fields)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCache:
+    """What a model keeps.
+
+    Attributes:
+        name: for people.
+        layers: in the model's order, only those that keep anything.
+    """
+
+    name: str
+    layers: tuple[LayerStore, ...]
