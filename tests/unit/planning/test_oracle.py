@@ -5,7 +5,7 @@ from hypothesis import event, given
 
 from kvferry.geometry import RankGeometry
 from kvferry.planning.request import Tally, as_addresses, as_indices, tally
-from kvferry.planning.retile import merge
+from kvferry.planning.pieces import merge
 from kvferry.planning.select import Cells, select_cells
 from kvferry.planning.template import Route, Template, build_templates
 from support.engines import ranks
