@@ -75,14 +75,15 @@ def gathered(phases: Sequence[Sequence[Nest]]) -> Image | None:
     return _image([nests for nests, *_ in found], stretches)
 
 
-def fetched(phases: Sequence[Sequence[Nest]], gap_bytes: int) -> Image | None:
+def fetched(phases: Sequence[Sequence[Nest]], gap_bytes: int, cuts: Sequence[int] = ()) -> Image | None:
     """Cells in the source's order, cut out by the destination; None if that is not worth it.
 
     Args:
         phases: the nests of a cell by phase.
         gap_bytes: bytes that nobody asked for that are read along if they lie between two runs.
+        cuts: addresses that nothing is read across: where registered regions of the source begin.
     """
-    packed = [_packed(nests, "src", gap_bytes) for nests in phases]
+    packed = [_packed(nests, "src", gap_bytes, cuts) for nests in phases]
     if any(phase is None for phase in packed):
         return None
     found = [phase for phase in packed if phase is not None]
@@ -96,7 +97,7 @@ def _image(nests: list[list[Nest]], stretches: tuple[Pieces, ...]) -> Image:
 
 
 def _packed(
-    nests: Iterable[Nest], side: Side, gap_bytes: int
+    nests: Iterable[Nest], side: Side, gap_bytes: int, cuts: Sequence[int] = ()
 ) -> tuple[list[Nest], Int64s, Int64s, Int64s] | None:
     """Replace one side's addresses by offsets in an image.
 
@@ -104,6 +105,8 @@ def _packed(
         The nests with that side replaced; and address, offset in the image, and length of every stretch.
     """
     nests = list(nests)
+    if not nests:
+        return None
     shadows = [_shadow(nest, side) for nest in nests]
     if sum(int(np.prod([count for count, _ in outer])) for _, outer in shadows) > MAX_STRETCHES:
         return None
@@ -111,7 +114,7 @@ def _packed(
     lengths = [
         np.full(len(start), length, np.int64) for start, (length, _) in zip(starts, shadows, strict=True)
     ]
-    at, length = _united(np.concatenate(starts), np.concatenate(lengths), gap_bytes)
+    at, length = _united(np.concatenate(starts), np.concatenate(lengths), gap_bytes, cuts)
     inside = np.concatenate([[0], np.cumsum(length)[:-1]])
     placed = [nest for original in nests for nest in _placed(original, side, at, inside)]
     return placed, at, inside, length
@@ -143,23 +146,24 @@ def _starts(first: int, outer: Sequence[tuple[int, int]]) -> Int64s:
     return out
 
 
-def _united(start: Int64s, length: Int64s, gap_bytes: int) -> tuple[Int64s, Int64s]:
+def _united(start: Int64s, length: Int64s, gap_bytes: int, cuts: Sequence[int]) -> tuple[Int64s, Int64s]:
     """Stretches in ascending order, those that touch, overlap or are at most a gap apart made one."""
     order = np.argsort(start, kind="stable")
     start, stop = start[order], np.maximum.accumulate((start + length)[order])
-    first = np.concatenate([[True], start[1:] > stop[:-1] + gap_bytes])
+    region = np.searchsorted(np.array(sorted(cuts), np.int64), start, "right")
+    first = np.concatenate([[True], (start[1:] > stop[:-1] + gap_bytes) | (region[1:] != region[:-1])])
     last = np.concatenate([first[1:], [True]])
     return start[first], stop[last] - start[first]
 
 
 def _placed(nest: Nest, side: Side, at: Int64s, inside: Int64s) -> list[Nest]:
     """A nest with one side in the image; several where the image does not keep its loops' distances."""
-    length, outer = _shadow(nest, side)
+    _, outer = _shadow(nest, side)
     starts = _starts(_address(nest, side), outer)
     stretch = np.searchsorted(at, starts, "right") - 1
     offsets = (inside[stretch] + starts - at[stretch]).reshape([count for count, _ in outer])
     first = int(offsets.flat[0])
-    moved = _in_order(nest, side, length, outer, offsets)
+    moved = _in_order(nest, side, outer, offsets)
     if moved is not None:
         return [_moved(nest, side, first, moved)]
     widest = max(range(len(nest.loops)), key=lambda number: abs(_distance(nest.loops[number], side)))
@@ -170,7 +174,7 @@ def _placed(nest: Nest, side: Side, at: Int64s, inside: Int64s) -> list[Nest]:
 
 
 def _in_order(
-    nest: Nest, side: Side, length: int, outer: Sequence[tuple[int, int]], offsets: Int64s
+    nest: Nest, side: Side, outer: Sequence[tuple[int, int]], offsets: Int64s
 ) -> tuple[int, ...] | None:
     """Distances in the image of every loop of a nest, None if there are none such."""
     steps = []
