@@ -81,12 +81,14 @@ class Outgoing(msgspec.Struct, frozen=True):
     Attributes:
         host, port: of its gather channel.
         address, bytes: of the area that images are read from.
+        words: how many of the worker's words, the last ones, belong to the area.
     """
 
     host: str
     port: Annotated[int, msgspec.Meta(ge=1, le=65_535)]
     address: _Address
     bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+    words: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORDS)]
 
 
 class RankCard(msgspec.Struct, frozen=True):
@@ -95,7 +97,7 @@ class RankCard(msgspec.Struct, frozen=True):
     Attributes:
         geometry: where its pages lie.
         agent: its transport metadata.
-        words_address, words: its lease words: address of slot 0, number of slots.
+        words_address, words: its words: address of the first, how many; leases' come first.
         incarnation: the high half of its words.
         outgoing: where it gathers, None if it does not.
     """
@@ -106,6 +108,11 @@ class RankCard(msgspec.Struct, frozen=True):
     words: _Words
     incarnation: _HalfWord
     outgoing: Outgoing | None = None
+
+    @property
+    def leases(self) -> int:
+        """How many of its words are leases'."""
+        return self.words - (self.outgoing.words if self.outgoing else 0)
 
 
 class Ranks(msgspec.Struct, frozen=True, tag="ranks"):

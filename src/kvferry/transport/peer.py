@@ -119,14 +119,14 @@ class SourceRank:
         routes: what we read from it, in every way.
         lists: the prepared lists.
         client: asks it to gather; None if nothing is ever gathered.
-        words: number of its lease words.
+        leases: number of its lease words.
     """
 
     agent: str
     routes: tuple[PreparedRoute, ...]
     lists: Lists
     client: GatherClient | None
-    words: int
+    leases: int
 
     @property
     def incarnation(self) -> int:
@@ -238,7 +238,7 @@ class Peer:
                 f"block tables for {len(order.src_tables)} and {len(order.dst_tables)} groups, "
                 f"the engines have {self.src_groups} and {len(self._ours.groups)}"
             )
-        fewest = min(source.words for source in self.sources)
+        fewest = min(source.leases for source in self.sources)
         if not 0 <= order.ticket.slot < fewest:
             raise TransferError(f"lease slot {order.ticket.slot} does not exist, the peer has {fewest}")
 
@@ -276,7 +276,7 @@ class _Preparing:
         if preparation.gathers and card.outgoing is not None:
             there_host, port = card.outgoing.host, card.outgoing.port
             client = GatherClient(self.context, there_host, port, preparation.gathers, self.settings.keys)
-        return SourceRank(name, tuple(preparation.routes), lists, client, card.words)
+        return SourceRank(name, tuple(preparation.routes), lists, client, card.leases)
 
 
 def _word_rows(region: Region) -> Int64s:

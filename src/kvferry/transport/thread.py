@@ -152,7 +152,11 @@ class TransferThread:
         if self._gatherer is not None:
             region = self._outgoing.region
             outgoing = Outgoing(
-                self._settings.advertise_host, self._gatherer.port, region.address, region.length
+                self._settings.advertise_host,
+                self._gatherer.port,
+                region.address,
+                region.length,
+                self._outgoing.units,
             )
         words = self.words
         return RankCard(
