@@ -6,7 +6,6 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
 
 from kvferry.errors import GeometryError
 from kvferry.geometry import GroupKind, Layer
@@ -115,9 +114,11 @@ def test_groups_of_a_hybrid_share_slots_of_the_largest_page(layout):
 
 @pytest.mark.parametrize("layout", COMPACT)
 def test_every_element_can_be_viewed_as_a_tensor(layout):
-    """The largest page, 15 bytes of fp8, would put the other group's floats at odd addresses."""
+    """The largest page, 55 bytes of fp8, would put the other group's floats at odd addresses."""
     fp8 = attention(heads=1, k=3, v=2, item=1)
-    (rank,) = lay_out(model(fp8, state(), fp8, state()), EngineShape(1, (4,), 11, layout, 3), (1 << 20,))
+    (rank,) = lay_out(
+        model(fp8, state(1, 1), fp8, state(1, 1)), EngineShape(1, (4,), 11, layout, 3), (1 << 20,)
+    )
     assert rank.groups[0].layers[0].page.page_bytes % 4
     for layer in rank.groups[1].layers:
         for field in layer.page.fields:
