@@ -22,7 +22,7 @@ import msgspec
 from kvferry.errors import GeometryError, ProtocolError
 from kvferry.geometry import RankGeometry
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_LEASES = 65_536
 MAX_WORDS = 1 << 20
@@ -75,6 +75,20 @@ class AskRanks(msgspec.Struct, frozen=True, tag="ask-ranks"):
     facts: Facts
 
 
+class Outgoing(msgspec.Struct, frozen=True):
+    """Where a worker gathers for its readers.
+
+    Attributes:
+        host, port: of its gather channel.
+        address, bytes: of the area that images are read from.
+    """
+
+    host: str
+    port: Annotated[int, msgspec.Meta(ge=1, le=65_535)]
+    address: _Address
+    bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+
+
 class RankCard(msgspec.Struct, frozen=True):
     """One worker of the producer.
 
@@ -83,6 +97,7 @@ class RankCard(msgspec.Struct, frozen=True):
         agent: its transport metadata.
         words_address, words: its lease words: address of slot 0, number of slots.
         incarnation: the high half of its words.
+        outgoing: where it gathers, None if it does not.
     """
 
     geometry: RankGeometry
@@ -90,6 +105,7 @@ class RankCard(msgspec.Struct, frozen=True):
     words_address: _Address
     words: _Words
     incarnation: _HalfWord
+    outgoing: Outgoing | None = None
 
 
 class Ranks(msgspec.Struct, frozen=True, tag="ranks"):

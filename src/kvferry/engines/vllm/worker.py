@@ -21,7 +21,6 @@ from kvferry.geometry import RankGeometry
 from kvferry.planning.pieces import Int64s
 from kvferry.planning.select import Span, blocks_needed
 from kvferry.transport.lease import LeaseWords, new_incarnation
-from kvferry.transport.messages import RankCard
 from kvferry.transport.peer import ReadOrder
 from kvferry.transport.thread import ReadResult, TransferThread
 
@@ -70,11 +69,7 @@ class WorkerHalf:
         words = LeaseWords(new_incarnation(), LEASE_SLOTS)
         name = f"{self.engine_id}/{pp_rank}.{tp_rank}/{words.incarnation:x}"
         self._thread = TransferThread(name, self._geometry, words)
-        return WorkerCard(
-            RankCard(
-                self._geometry, self._thread.metadata, words.address, len(words.array), words.incarnation
-            )
-        )
+        return WorkerCard(self._thread.card)
 
     def begin(self, meta: SchedulerMeta) -> None:
         """Take this step's orders."""
