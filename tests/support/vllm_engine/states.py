@@ -1,4 +1,4 @@
-"""Recurrent state as real engines of any number of ranks leave it: pages, and what their fields say is in them."""
+"""Recurrent state as a real engine of any number of ranks leaves it: pages, and what fields find in them."""
 
 from __future__ import annotations
 
