@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -51,6 +52,7 @@ __all__ = [
     "SupportsHMA",
     "VllmConfig",
     "attention_layer",
+    "conv_channels_first",
     "current_config",
     "finished_whole",
     "kind_of",
@@ -142,6 +144,11 @@ def current_config() -> Any:
 def attention_layer(vllm_config: VllmConfig, name: str) -> Any:
     """The engine's layer object of that name."""
     return vllm_config.compilation_config.static_forward_context[name]
+
+
+def conv_channels_first() -> bool:
+    """Convolution states are (channels, window), rather than (window, channels)."""
+    return bool(is_conv_state_dim_first())
 
 
 def finished_whole(request: Any) -> bool:
