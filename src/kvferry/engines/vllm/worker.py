@@ -5,13 +5,14 @@ Hooks exchange values with the transfer thread and return; they never wait and n
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
 import numpy as np
 
 from kvferry.cache.loads import Loads
-from kvferry.engines.vllm import compat
+from kvferry.engines.vllm import compat, layout
 from kvferry.engines.vllm.config import read_settings
 from kvferry.engines.vllm.geometry import describe_cache
 from kvferry.engines.vllm.host_buffer import CopyBlocks, HostBuffer
@@ -25,9 +26,16 @@ from kvferry.transport.messages import RankCard
 from kvferry.transport.peer import ReadOrder
 from kvferry.transport.thread import ReadResult, TransferThread
 
+logger = logging.getLogger(__name__)
+
 
 class WorkerHalf:
-    """One rank's cache, its transfer thread, and its loads."""
+    """One rank's cache, its transfer thread, and its loads.
+
+    Attributes:
+        engine_id: whose rank it is.
+        layout: the memory layout of its cache.
+    """
 
     def __init__(self, vllm_config: Any, caches: dict[str, Any]) -> None:
         """The engine has allocated its cache.
@@ -38,6 +46,7 @@ class WorkerHalf:
         """
         self._vllm_config, self._caches = vllm_config, caches
         self.engine_id = str(vllm_config.kv_transfer_config.engine_id)
+        self.layout = "unknown"
         self._copy: CopyBlocks | None = None
         self._host: HostBuffer | None = None
         self._geometry: RankGeometry | None = None
@@ -61,11 +70,15 @@ class WorkerHalf:
         Raises:
             ConfigError: the cache cannot be moved, or NIXL cannot be used.
         """
-        caches = self._caches
-        if read_settings(self._vllm_config).host_buffer:
+        caches, settings = self._caches, read_settings(self._vllm_config)
+        tp_rank, pp_rank = compat.ranks()
+        self.layout = layout.read_back(kv_cache_config, caches)
+        layout.check_forced(self._vllm_config, settings, self.layout)
+        if (tp_rank, pp_rank) == (0, 0):
+            logger.info("KV cache layout %s (setting: %s)", self.layout, settings.layout)
+        if settings.host_buffer:
             self._host = HostBuffer(caches, kv_cache_config.num_blocks, self._copy)
             caches = self._host.caches
-        tp_rank, pp_rank = compat.ranks()
         self._geometry = describe_cache(self._vllm_config, kv_cache_config, caches, tp_rank, pp_rank)
         words = LeaseWords(new_incarnation(), LEASE_SLOTS)
         name = f"{self.engine_id}/{pp_rank}.{tp_rank}/{words.incarnation:x}"
