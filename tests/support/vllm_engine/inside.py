@@ -383,8 +383,12 @@ def registered_is_the_cache(engine: Any) -> bool:
 
 
 def poison(engine: Any) -> None:
-    """Fill the pool with NaN; nothing may be in it."""
+    """Fill the free pool with what an engine must not look at: NaN, where it clears blocks before it uses them.
+
+    Where it does not (all groups are attention), NaN never gets into the pool, and breaks the engine by itself.
+    """
     scheduler = _scheduler(engine)
     assert not scheduler.requests
     assert scheduler.kv_cache_manager.reset_prefix_cache()
-    pages.poison(_worker_half(engine))
+    clears = scheduler.kv_cache_config.needs_kv_cache_zeroing
+    pages.poison(_worker_half(engine), float("nan") if clears else 1e4)

@@ -41,11 +41,11 @@ def negate(worker: Any, layer: Layer, block: int) -> None:
         page[(_offsets(field)[:, :, None] + last_bytes).reshape(-1)] ^= 0x80
 
 
-def poison(worker: Any) -> None:
-    """Fill every block but the null block with what is no number in any dtype."""
+def poison(worker: Any, value: float) -> None:
+    """Fill every block but the null block of every attention layer."""
     for cache in worker._caches.values():
-        first = cache.shape[0] // worker._geometry.num_blocks
-        cache[first:] = float("nan") if cache.is_floating_point() else -1
+        if cache.is_floating_point():
+            cache[cache.shape[0] // worker._geometry.num_blocks :] = value
 
 
 def _page(worker: Any, layer: Layer, block: int) -> np.ndarray:

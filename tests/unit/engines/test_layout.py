@@ -19,7 +19,8 @@ AXES = {"L": 3, "B": 5, "H": 2, "N": 16, "C": 8}
 @pytest.fixture
 def engine(monkeypatch):
     """What an engine would say of itself, to be changed by a test."""
-    facts = SimpleNamespace(supported=EVERY, alike=True, whole=True, operators=None)
+    facts = SimpleNamespace(declared=EVERY, supported=EVERY, alike=True, whole=True, operators=None)
+    monkeypatch.setattr(compat, "declared_layouts", lambda _: facts.declared)
     monkeypatch.setattr(compat, "supported_layouts", lambda _: facts.supported)
     monkeypatch.setattr(compat, "layers_are_alike", lambda _: facts.alike)
     monkeypatch.setattr(compat, "takes_whole_blocks", lambda _: facts.whole)
@@ -53,7 +54,7 @@ def test_layers_that_are_alike_lie_best_with_heads_outside_layers(engine):
 
 
 def test_what_the_backend_does_not_declare_is_not_asked_for(engine):
-    engine.supported = ["LBHNC", "BLHNC"]
+    engine.declared = ["LBHNC", "BLHNC"]
     assert wish(engine, "auto") is None
     engine.alike = False
     assert wish(engine, "auto") == "BLHNC"
@@ -70,7 +71,7 @@ def test_engine_means_that_nothing_is_asked_for(engine):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_forced_layout_is_asked_for_whatever_the_backend_declares(engine, name):
-    engine.supported = []
+    engine.declared = []
     assert wish(engine, name) == name
 
 
@@ -145,6 +146,20 @@ def test_a_draft_model_or_recurrent_layers_are_not_like_the_rest():
     recurrent.model_config.is_hybrid = True
     assert not compat.layers_are_alike(drafted)
     assert not compat.layers_are_alike(recurrent)
+
+
+@pytest.mark.parametrize(
+    ("mla", "says", "declared"),
+    [(False, None, 6), (True, None, 0), (True, ["LBNHC", "BLNHC"], 2)],
+    ids=["attention", "latents", "latents that say which"],
+)
+def test_any_layout_is_not_believed_of_latents(monkeypatch, mla, says, declared):
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    layouts = says and tuple(KVCacheLayout[name] for name in says)
+    backend = SimpleNamespace(is_mla=lambda: mla, supported_kv_cache_layouts=lambda: layouts)
+    monkeypatch.setattr(compat, "get_current_attn_backends", lambda _: [backend])
+    assert len(compat.declared_layouts(configured())) == declared
 
 
 @pytest.mark.parametrize(("block", "whole"), [(128, True), (48, False), (32, True), (1056, True)])

@@ -56,6 +56,7 @@ __all__ = [
     "VllmConfig",
     "attention_layer",
     "current_config",
+    "declared_layouts",
     "finished_whole",
     "kind_of",
     "layers_are_alike",
@@ -191,6 +192,18 @@ def supported_layouts(vllm_config: VllmConfig) -> list[str]:
     """
     backends = get_current_attn_backends(vllm_config)
     return [layout.name for layout in get_supported_kv_cache_layouts(backends)]
+
+
+def declared_layouts(vllm_config: VllmConfig) -> list[str]:
+    """The same, of backends whose word can be taken.
+
+    None means "any" to vLLM, but MLA backends that say so need not have meant it: the one for CPUs fails in
+    its first step over blocks that are not side by side.
+    """
+    for backend in get_current_attn_backends(vllm_config):
+        if backend.is_mla() and backend.supported_kv_cache_layouts() is None:
+            return []
+    return supported_layouts(vllm_config)
 
 
 def takes_whole_blocks(vllm_config: VllmConfig) -> bool:

@@ -31,7 +31,7 @@ def wish(vllm_config: Any, config: ConnectorConfig) -> str | None:
         return config.layout
     best = _ONE_KIND if compat.layers_are_alike(vllm_config) else _SEVERAL_KINDS
     whole = compat.takes_whole_blocks(vllm_config)
-    return best if whole and best in compat.supported_layouts(vllm_config) else None
+    return best if whole and best in compat.declared_layouts(vllm_config) else None
 
 
 def read_back(kv_cache_config: Any, caches: Mapping[str, Any]) -> str:
