@@ -383,9 +383,9 @@ def registered_is_the_cache(engine: Any) -> bool:
 
 
 def poison(engine: Any) -> None:
-    """Fill the free pool with what an engine must not look at: NaN, where it clears blocks before it uses them.
+    """Fill the free pool with what must not be looked at: NaN, where the engine clears blocks before use.
 
-    Where it does not (all groups are attention), NaN never gets into the pool, and breaks the engine by itself.
+    Where it does not (all groups are attention), NaN never gets into the pool, and would break the engine.
     """
     scheduler = _scheduler(engine)
     assert not scheduler.requests

@@ -52,6 +52,8 @@ class Setup:
         layouts: the connectors' ``layout``, (prefill, decode), of engines whose backend takes any layout;
             None for engines as they are.
         environment: of both engines' processes.
+        environments: of each, on top of that.
+        hosts: network namespaces of both.
     """
 
     family: str
@@ -63,6 +65,8 @@ class Setup:
     decode_options: dict[str, Any] = field(default_factory=dict)
     layouts: tuple[str, str] | None = None
     environment: dict[str, str] = field(default_factory=dict)
+    environments: tuple[dict[str, str], dict[str, str]] = ({}, {})
+    hosts: tuple[str | None, str | None] = (None, None)
 
     def engine_options(self, model: str) -> Iterator[dict[str, Any]]:
         """Options of the prefill and of the decode engine."""
@@ -87,9 +91,16 @@ class Pair:
     def __init__(self, setup: Setup, folder: Path, checkpoints: Path) -> None:
         self.setup = setup
         model = str(tiny_checkpoint(setup.family, checkpoints))
-        prefill, decode = setup.engine_options(model)
-        self.prefill = Engine(folder / "prefill.log", setup.environment, **prefill)
-        self.decode = Engine(folder / "decode.log", setup.environment, **decode)
+        self.prefill, self.decode = (
+            Engine(folder / f"{name}.log", {**setup.environment, **environment}, host, **options)
+            for name, environment, host, options in zip(
+                ("prefill", "decode"),
+                setup.environments,
+                setup.hosts,
+                setup.engine_options(model),
+                strict=True,
+            )
+        )
         try:
             self.about = self.prefill.ready()
             self.about_decode = self.decode.ready()
