@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PREFIX = "kvferry-test-"
-_CLONE_NEWNET = 0x40000000
+_CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000
 
 
 class NotPermitted(Exception):
@@ -73,10 +73,13 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 
 
 def enter(name: str) -> None:
-    """Move this thread, and the processes it starts, into a namespace."""
+    """Move this process, and those it starts, into a namespace, with a /sys that shows its devices to UCX."""
+    libc = ctypes.CDLL(None, use_errno=True)
     with Path("/run/netns", name).open() as handle:
-        if ctypes.CDLL(None, use_errno=True).setns(handle.fileno(), _CLONE_NEWNET):
+        if libc.setns(handle.fileno(), _CLONE_NEWNET) or libc.unshare(_CLONE_NEWNS):
             raise OSError(ctypes.get_errno(), f"cannot enter network namespace {name}")
+    for command in (["--make-rslave", "/"], ["-t", "sysfs", name, "/sys"]):
+        subprocess.run(["mount", *command], check=True, timeout=10)
 
 
 def _sweep() -> None:

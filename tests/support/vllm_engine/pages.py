@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,8 @@ from kvferry.geometry.page import TOKEN
 from kvferry.planning.select import Span, blocks_needed, needed
 
 Digests = dict[str, list[str]]
-"""``layer/field`` to a digest per token, or per block where a field has no tokens."""
+"""``layer/field/head`` to a digest per token, or per block where a field has no tokens; what has no
+heads is head 0."""
 
 
 def digests_of(worker: Any, tables: Any, span: Span) -> Digests:
@@ -24,12 +27,23 @@ def digests_of(worker: Any, tables: Any, span: Span) -> Digests:
         low, high = needed(group.kind, group.reach, span)
         at = 0 if group.kind is GroupKind.STATE else low // group.block_tokens * group.block_tokens
         for layer in group.layers:
-            for field in layer.page.fields:
+            for head, field in (each for whole in layer.page.fields for each in _by_head(whole)):
                 rows = [row for block in ids for row in _content(worker, layer, field, int(block))]
                 if field.axis(TOKEN) is not None:
                     rows = rows[low - at : high - at]
-                result[f"{layer.name}/{field.name}"] = [_digest(row) for row in rows]
+                result[f"{layer.name}/{field.name}/{head}"] = [_digest(row) for row in rows]
     return result
+
+
+def _by_head(field: Field) -> Iterator[tuple[int, Field]]:
+    """Each head of a field under its number in the whole model."""
+    heads = field.axis("head")
+    if heads is None:
+        yield 0, field
+        return
+    others = tuple(axis for axis in field.axes if axis is not heads)
+    for head, offset in enumerate(heads.offsets().tolist(), heads.start):
+        yield head, replace(field, offset=field.offset + offset, axes=others)
 
 
 def negate(worker: Any, layer: Layer, block: int) -> None:

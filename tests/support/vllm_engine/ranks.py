@@ -31,7 +31,7 @@ class RankWitness:
     """Methods of a worker: arguments come as JSON."""
 
     def witness_loads(self, spoil_rank: str) -> dict[str, Any]:
-        """Look at every load when it is believed from now on, and spoil its last blocks on one rank, if any."""
+        """Look at every load when it is believed, and spoil its last blocks on that rank, if on any."""
         half = _half()
         half.witnessed, half.spoiled = [], json.loads(spoil_rank) == half._geometry.tp_rank
         if not hasattr(half, "unwatched"):
