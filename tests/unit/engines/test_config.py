@@ -26,7 +26,8 @@ def test_what_is_set_is_taken():
 @pytest.mark.parametrize(
     ("key", "near"),
     [("prot", "port"), ("lease_second", "lease_seconds"), ("load_timeout", "load_timeout_seconds"),
-     ("secretfile", "secret_file"), ("Attempts", "attempts"), ("latebloks", "late_blocks")],
+     ("secretfile", "secret_file"), ("Attempts", "attempts"), ("lay_out", "layout"),
+     ("latebloks", "late_blocks")],
 )  # fmt: skip
 def test_an_unknown_key_is_refused_with_the_nearest_known_one(key, near):
     with pytest.raises(ConfigError) as caught:
@@ -47,6 +48,8 @@ def test_a_key_like_no_other_is_refused_with_all_known_ones():
         ({"lease_seconds": None}, "Expected `float`, got `null` - at `$.lease_seconds`"),
         ({"allow_insecure": 1}, "Expected `bool`, got `int` - at `$.allow_insecure`"),
         ({"host": ["127.0.0.1"]}, "Expected `str`, got `array` - at `$.host`"),
+        ({"layout": "NHD"}, "Invalid enum value 'NHD' - at `$.layout`"),
+        ({"layout": None}, "Expected `str`, got `null` - at `$.layout`"),
         ({"port": 70000}, "port is 70000, it must be 0 to 65535"),
         ({"port": -1}, "port is -1, it must be 0 to 65535"),
         ({"lease_seconds": 0}, "lease_seconds is 0.0, it must be above 0 and below a day"),

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import msgspec
 
 from kvferry.errors import ConfigError
 
 _EVERYWHERE = ("0.0.0.0", "::", "*")  # noqa: S104 - names what is refused
+
+Layout = Literal["LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
+LAYOUTS: tuple[str, ...] = get_args(Layout)
+"""vLLM's names for the orders that layer, block, head, token and content can have in memory."""
 
 
 class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -29,6 +33,13 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         attempts: loads tried for one request before it is computed here.
         late_blocks: share of the block pool that reads past their deadline may hold before a peer is refused.
         transfer_log: file that gets one JSON line per finished load.
+        layout: memory layout to ask the engine for: ``auto`` for one with blocks outermost, where the
+            attention backend declares it; ``engine`` to leave it to vLLM; or one of `LAYOUTS`, which the
+            engine then must have.
+        strategy: how bytes travel: ``auto`` for what should take least time, or one of ``direct``,
+            ``over-read``, ``staged`` wherever it is possible.
+        staging_mib: memory for packing what lies in short runs, MiB per direction and worker; 0 to move
+            without.
         host_buffer: move through host memory with the engine's copy operation; by default only where the
             engine was
             told to (``kv_buffer_device``).
@@ -45,6 +56,9 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     attempts: int = 2
     late_blocks: float = 0.25
     transfer_log: str | None = None
+    layout: Literal["auto", "engine"] | Layout = "auto"
+    strategy: Literal["auto", "direct", "over-read", "staged"] = "auto"
+    staging_mib: int = 64
     host_buffer: bool | None = None
 
 
@@ -76,6 +90,8 @@ def _check_ranges(config: ConnectorConfig) -> None:
         raise ConfigError(f"port is {config.port}, it must be 0 to 65535")
     if not 1 <= config.attempts <= 16:
         raise ConfigError(f"attempts is {config.attempts}, it must be 1 to 16")
+    if not 0 <= config.staging_mib <= 65_536:
+        raise ConfigError(f"staging_mib is {config.staging_mib}, it must be 0 to 65536")
     if not 0 < config.late_blocks <= 1:
         raise ConfigError(f"late_blocks is {config.late_blocks}, it must be above 0 and at most 1")
     if config.host in _EVERYWHERE and not config.advertise_host:
