@@ -16,6 +16,7 @@ from kvferry.engines.vllm.state import Rank, page_of_state
 from kvferry.engines.vllm.state_format import FORMATS, StateFormat
 from kvferry.errors import Incompatible
 from kvferry.geometry import PageFormat
+from kvferry.planning.nest import spelled
 from kvferry.planning.retile import retile
 
 
@@ -262,7 +263,8 @@ def test_state_moves_between_any_ranks_and_orders(name, src_ranks, dst_ranks, or
         target = page(name, rank, dst_ranks, orders[1])
         moved = np.zeros(target.page_bytes, np.uint8)
         for source, memory in zip(sources, pages, strict=True):
-            (pieces,) = retile(source, target).phases
+            (nests,) = retile(source, target).phases
+            pieces = spelled(nests)
             for src, dst, length in zip(pieces.src, pieces.dst, pieces.length, strict=True):
                 moved[dst : dst + length] = memory[src : src + length]
         assert np.array_equal(moved, filled(target))
