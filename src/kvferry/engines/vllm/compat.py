@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.utils.network_utils import get_ip
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 from vllm.v1.kv_cache_interface import (
@@ -62,6 +63,7 @@ __all__ = [
     "finished_whole",
     "kind_of",
     "layers_are_alike",
+    "node_address",
     "operators_layout",
     "ranks",
     "reach_of",
@@ -181,6 +183,11 @@ def trim_prompt(request: Any, hash_block_tokens: int | None) -> bool:
     if hash_block_tokens:
         del request.block_hashes[request.num_prompt_tokens // hash_block_tokens :]
     return True
+
+
+def node_address() -> str:
+    """Address of this machine among the engine's own: ``VLLM_HOST_IP``, or that of the default route."""
+    return str(get_ip())
 
 
 # -- layouts ----------------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ from kvferry.errors import ConfigError
 
 _EVERYWHERE = ("0.0.0.0", "::", "*")  # noqa: S104 - names what is refused
 
+NODE = "node"
+
 Layout = Literal["LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 LAYOUTS: tuple[str, ...] = get_args(Layout)
 """vLLM's names for the orders that layer, block, head, token and content can have in memory."""
@@ -21,7 +23,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``kv_connector_extra_config`` of a `KVFerryConnector`.
 
     Attributes:
-        host: address that the control channel listens on.
+        host: address that the control channel and the workers' gather channels listen on; ``node`` for the
+            address of the machine that each rank runs on, in an engine that spans several.
         port: its port, plus the data-parallel index of the engine; 0 for any free one.
         advertise_host: address that peers are told; `host` if not set.
         secret_file: file with a secret that both engines share; encrypts and authenticates the control
@@ -113,6 +116,10 @@ def read_settings(vllm_config: Any) -> ConnectorConfig:
             f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, it must be 'recompute': "
             "a request whose load fails is computed here, not failed"
         )
+    if config.host == NODE:
+        from kvferry.engines.vllm import compat  # noqa: PLC0415 - loads the engine; settings are read without
+
+        config = msgspec.structs.replace(config, host=compat.node_address())
     if config.host_buffer is None:
         on_host = transfer.kv_buffer_device == "cpu" and vllm_config.device_config.device_type != "cpu"
         config = msgspec.structs.replace(config, host_buffer=on_host)
