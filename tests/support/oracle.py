@@ -16,7 +16,7 @@ from math import gcd
 import numpy as np
 
 from kvferry.geometry import Field, Group, GroupKind, Layer, RankGeometry
-from kvferry.planning.retile import Pieces
+from kvferry.planning.pieces import Pieces
 from kvferry.planning.select import Span
 
 Table = np.ndarray

@@ -16,8 +16,8 @@ import numpy as np
 from kvferry.bench.reader import Reader
 from kvferry.errors import TransferError
 from kvferry.geometry import Region
+from kvferry.planning.pieces import Int64s
 from kvferry.planning.request import Indices
-from kvferry.planning.retile import Int64s
 from kvferry.transport.agent import Agent, ReadState
 from kvferry.transport.peer import Peer, ReadOrder
 from kvferry.transport.thread import ReadResult

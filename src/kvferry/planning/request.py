@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.planning.retile import Pieces
+from kvferry.planning.pieces import Pieces
 from kvferry.planning.select import Cells
 from kvferry.planning.template import Route
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
-from kvferry.planning.retile import Int64s
+from kvferry.planning.pieces import Int64s
 from kvferry.planning.template import Route
 
 NULL_BLOCK = 0

@@ -15,8 +15,8 @@ import numpy as np
 
 from kvferry.errors import TransferError
 from kvferry.geometry import RankGeometry, Region
+from kvferry.planning.pieces import Int64s
 from kvferry.planning.request import Indices, Tally, as_indices, tally
-from kvferry.planning.retile import Int64s
 from kvferry.planning.select import Span, select_cells
 from kvferry.planning.template import Template, build_templates
 from kvferry.transport.agent import Agent

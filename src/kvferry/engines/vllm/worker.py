@@ -18,7 +18,7 @@ from kvferry.engines.vllm.host_buffer import CopyBlocks, HostBuffer
 from kvferry.engines.vllm.meta import BlockIds, LoadOrder, Report, SchedulerMeta, WorkerCard, WorkerMeta
 from kvferry.engines.vllm.producer import LEASE_SLOTS
 from kvferry.geometry import RankGeometry
-from kvferry.planning.retile import Int64s
+from kvferry.planning.pieces import Int64s
 from kvferry.planning.select import Span, blocks_needed
 from kvferry.transport.lease import LeaseWords, new_incarnation
 from kvferry.transport.messages import RankCard
