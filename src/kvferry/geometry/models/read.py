@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,14 @@ class ModelReading:
     cache: ModelCache
     kept: tuple[int, ...]
     notes: tuple[str, ...]
+
+
+def per_layer(reading: ModelReading) -> Iterator[tuple[LayerStore, ...]]:
+    """What each layer of the model keeps, one after the other."""
+    first = 0
+    for count in reading.kept:
+        yield reading.cache.layers[first : first + count]
+        first += count
 
 
 def model_cache(config: Mapping[str, Any], dtype: str = "auto") -> ModelCache:
