@@ -25,7 +25,7 @@ class Row:
 
     Attributes:
         store: what each keeps, over all ranks.
-        layers, groups: how many, and over how many block tables.
+        layers, tables: how many, and under how many block tables.
         tokens: of the prompt that are moved; for state the one snapshot stands after them all.
         page_bytes, to_page_bytes: one block in one layer on one rank of the source, of the destination.
         moved: in all.
@@ -33,7 +33,7 @@ class Row:
 
     store: LayerStore
     layers: int
-    groups: int
+    tables: int
     tokens: int
     page_bytes: int
     to_page_bytes: int
@@ -43,11 +43,6 @@ class Row:
     def is_state(self) -> bool:
         """Whether it is one snapshot, not a number of tokens."""
         return self.store.kind is GroupKind.STATE
-
-    @property
-    def label(self) -> str:
-        """Kind and reach for people, and the field where a kind has two."""
-        return f"{self.store.kind}({self.store.reach})" if self.store.reach else str(self.store.kind)
 
 
 @dataclass(frozen=True, slots=True)
