@@ -26,7 +26,9 @@ def plan(
     to_tp: Annotated[int | None, typer.Option(help="Of the one that gets it; the same by default.")] = None,
     pp: Annotated[int, typer.Option(help="Pipeline ranks of the engine that has it.")] = 1,
     to_pp: Annotated[int | None, typer.Option(help="Of the one that gets it; the same by default.")] = None,
-    block_size: Annotated[int | None, typer.Option(help="Tokens of a block; vLLM's choice by default.")] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens of a block; vLLM's choice by default.")
+    ] = None,
     to_block_size: Annotated[
         int | None, typer.Option(help="Of the one that gets it; as --block-size by default.")
     ] = None,
@@ -55,8 +57,8 @@ def plan(
 ) -> None:
     """Say what handing MODEL's KV cache from one engine to another takes: bytes, pieces, time.
 
-    No engine runs and no weights are read: the memory of both engines is laid out as vLLM would, and the planner
-    of real transfers works on it, with block tables as scattered as on a busy engine.
+    No engine runs and no weights are read: the memory of both engines is laid out as vLLM would, and the
+    planner of real transfers works on it, with block tables as scattered as on a busy engine.
     """
     from rich.console import Console
 
@@ -67,7 +69,9 @@ def plan(
         show_table(console)
         return
     if model is None:
-        raise ConfigError("MODEL is missing: a config.json, its folder, or a name that `kvferry plan --list` has")
+        raise ConfigError(
+            "MODEL is missing: a config.json, its folder, or a name that `kvferry plan --list` has"
+        )
     from kvferry.geometry.models import read_model
     from kvferry.plan.cost import Pricing, link, pinned
     from kvferry.plan.find import find_config

@@ -31,7 +31,9 @@ def find_config(model: str) -> tuple[str, Mapping[str, Any]]:
         return entry.name, entry.config
     if model.count("/") == 1:
         return model, _load(_from_hub(model))
-    raise ConfigError(f"no model is called {model!r}{_hint(model)}; `kvferry plan --list` names all, or give a path")
+    raise ConfigError(
+        f"no model is called {model!r}{_hint(model)}; `kvferry plan --list` names all, or give a path"
+    )
 
 
 def _looks_like_a_path(model: str) -> bool:
@@ -54,7 +56,9 @@ def _load(path: Path) -> Mapping[str, Any]:
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}; give a model's config.json") from error
     if not isinstance(read, dict):
-        raise ConfigError(f"{path} holds a {type(read).__name__}, an object with a model's settings is expected")
+        raise ConfigError(
+            f"{path} holds a {type(read).__name__}, an object with a model's settings is expected"
+        )
     return read
 
 

@@ -113,7 +113,9 @@ class Setting:
         return select_cells(route, kind, reach, self.span, src, dst)
 
 
-def set_up(reading: ModelReading, sides: tuple[Side, Side], tokens: int, *, separate: bool = False) -> Setting:
+def set_up(
+    reading: ModelReading, sides: tuple[Side, Side], tokens: int, *, separate: bool = False
+) -> Setting:
     """Lay both engines out, and the request on them.
 
     Args:
@@ -203,8 +205,8 @@ def _full_bytes(
 ) -> list[int | None]:
     """Per kind, what would move if it were full attention.
 
-    State that stands alone in its layer counts as a layer of the widest attention that the model has; state beside
-    attention counts nothing. None where there is no attention.
+    State that stands alone in its layer counts as a layer of the widest attention that the model has; state
+    beside attention counts nothing. None where there is no attention.
     """
     attention = [
         total / counts[kind]
@@ -216,6 +218,10 @@ def _full_bytes(
         if all(store.kind is GroupKind.STATE for store in stores):
             alone.update(stores)
     return [
-        total if kind.kind is not GroupKind.STATE else round(max(attention) * alone[kind]) if attention else None
+        total
+        if kind.kind is not GroupKind.STATE
+        else round(max(attention) * alone[kind])
+        if attention
+        else None
         for kind, total in zip(kinds, totals, strict=True)
     ]

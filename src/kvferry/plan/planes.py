@@ -22,7 +22,9 @@ def apart(reading: ModelReading) -> tuple[ModelReading, dict[LayerStore, LayerSt
     for store in dict.fromkeys(reading.cache.layers):
         names = dict.fromkeys(field.name.partition(".")[0] for field in store.fields)
         planes = [tuple(f for f in store.fields if f.name.partition(".")[0] == name) for name in names]
-        parts[store] = tuple(replace(store, fields=p) for p in planes) if set(names) == {"k", "v"} else (store,)
+        parts[store] = (
+            tuple(replace(store, fields=p) for p in planes) if set(names) == {"k", "v"} else (store,)
+        )
         origin |= dict.fromkeys(parts[store], store)
     made = [[part for store in stores for part in parts[store]] for stores in per_layer(reading)]
     cache = replace(reading.cache, layers=tuple(part for layer in made for part in layer))

@@ -18,6 +18,7 @@ from kvferry.plan.side import Side
 from kvferry.plan.table import entries
 from kvferry.plan.units import amount, duration, size
 
+_ALL = "all"
 _NAMES = {
     GroupKind.FULL: "full",
     GroupKind.SLIDING: "window",
@@ -63,14 +64,30 @@ def engine(side: Side, block_tokens: int) -> str:
 def _table(forecast: Forecast) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     left = {"layers", "way"}
-    for title in ("layers", "a token,\nsnapshot", "pages", "run", "des-\ncript.", "moved", "of all\nfull", "way", "time"):
+    for title in (
+        "layers",
+        "a token,\nsnapshot",
+        "pages",
+        "run",
+        "des-\ncript.",
+        "moved",
+        "of all\nfull",
+        "way",
+        "time",
+    ):
         table.add_column(title, justify="left" if title in left else "right", no_wrap=True, vertical="bottom")
-    for row in forecast.rows:
-        table.add_row(f"{row.layers} {describe(row.store)}", size(row.layers * row.store.whole_bytes), *_moved(row.moved))
-    if len(forecast.rows) > 1:
-        table.add_section()
-        table.add_row("all", "", *_moved(forecast.whole), style="bold")
+    for cells in table_cells(forecast):
+        table.add_row(*cells, style="bold" if cells[0] == _ALL else None)
     return table
+
+
+def table_cells(forecast: Forecast) -> Iterator[tuple[str, ...]]:
+    """A line per kind of layer, and one for all if there are several."""
+    for row in forecast.rows:
+        kept = size(row.layers * row.store.whole_bytes)
+        yield f"{row.layers} {describe(row.store)}", kept, *_moved(row.moved)
+    if len(forecast.rows) > 1:
+        yield _ALL, "", *_moved(forecast.whole)
 
 
 def _moved(moved: Moved) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The flags of one engine, to its shape.
 
-What is not given is what vLLM 0.32 would choose: blocks of 16 tokens, LBNHC (its first preference on CUDA), and for
-models with recurrent state a block so large that an attention page holds a snapshot.
+What is not given is what vLLM 0.32 would choose: blocks of 16 tokens, LBNHC (its first preference on CUDA),
+and for models with recurrent state a block so large that an attention page holds a snapshot.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class Side:
     def __post_init__(self) -> None:
         known = _ALIASES.get(self.layout.upper(), self.layout.upper())
         if known not in LAYOUTS:
-            raise ConfigError(f"layout {self.layout!r} is not known; choose one of {', '.join(LAYOUTS)}, NHD, HND")
+            raise ConfigError(
+                f"layout {self.layout!r} is not known; choose one of {', '.join(LAYOUTS)}, NHD, HND"
+            )
         object.__setattr__(self, "layout", known)
         for name, value in (("tp", self.tp), ("pp", self.pp), ("block size", self.block_tokens)):
             if value is not None and value < 1:
@@ -83,16 +85,16 @@ def block_tokens(reading: ModelReading, side: Side) -> tuple[int, str]:
 
 
 def group_size(stores: Sequence[LayerStore]) -> int:
-    """Layers of a group, as vLLM forms them (`_get_kv_cache_groups_uniform_page_size`); 0: one group per kind.
+    """Layers of a group, as vLLM forms them; 0: one group per kind.
 
-    Where kinds differ, all groups have as many layers as the rarest kind, or as the commonest one if that is not
-    half as many again.
+    Its rule (`_get_kv_cache_groups_uniform_page_size`): where kinds differ, all groups have as many layers as
+    the rarest kind, or as the commonest one if that is not half as many again.
 
     Args:
         stores: what every layer keeps.
     """
     alike = Counter(stores)
-    if len({store.kind for store in alike}) < 2:  # noqa: PLR2004 - kinds that could differ
+    if len({store.kind for store in alike}) == 1:
         return 0
     least, most = min(alike.values()), max(alike.values())
     return most if most < _SIMILAR * least else least
@@ -116,7 +118,9 @@ def _stages(reading: ModelReading, pp: int) -> tuple[int, ...]:
     cuts = [0, *accumulate(even_stages(len(reading.kept), pp))]
     stages = [sum(reading.kept[first:last]) for first, last in pairwise(cuts)]
     if min(stages) < 1:
-        raise ConfigError(f"with pp {pp} a pipeline rank has no layer that keeps anything; choose fewer ranks")
+        raise ConfigError(
+            f"with pp {pp} a pipeline rank has no layer that keeps anything; choose fewer ranks"
+        )
     return tuple(stages)
 
 

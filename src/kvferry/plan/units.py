@@ -20,11 +20,11 @@ def amount(number: int) -> str:
     """A count, as in ``8,192``, ``262 k``, ``1.05 M``."""
     if number < _EXACT:
         return f"{number:,}"
-    return f"{number / 1e3:.0f} k" if number < 1e6 else f"{number / 1e6:.2f} M"  # noqa: PLR2004 - a million
+    return f"{number / 1e3:.0f} k" if number < 1e6 else f"{number / 1e6:.2f} M"
 
 
 def duration(seconds: float) -> str:
     """A time, as in ``42 µs``, ``9.65 ms``, ``1.2 s``."""
     if seconds >= 1:
         return f"{seconds:.1f} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"  # noqa: PLR2004
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"

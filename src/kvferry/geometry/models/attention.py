@@ -82,12 +82,13 @@ def _kv_heads(config: Config) -> int:
 def _head_width(config: Config) -> int:
     if said := config.maybe("head_dim", "attention_head_dim", "kv_channels"):
         return said
-    hidden, heads = config.number("hidden_size", "n_embd", "d_model"), config.number(
-        "num_attention_heads", "n_head", "n_heads"
+    hidden, heads = (
+        config.number("hidden_size", "n_embd", "d_model"),
+        config.number("num_attention_heads", "n_head", "n_heads"),
     )
     if hidden % heads:
         raise ConfigError(
-            f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}; add head_dim"
+            f"config.json: hidden_size {hidden} is no multiple of num_attention_heads {heads}; add head_dim"
         )
     return hidden // heads
 

@@ -74,7 +74,9 @@ class Config:
             return None
         if not isinstance(value, list | tuple | str) or len(value) != count:
             found = f"{len(value)} entries" if isinstance(value, list | tuple | str) else repr(value)
-            raise ConfigError(f"config.json: {name} has {found} for {count} layers; one per layer is expected")
+            raise ConfigError(
+                f"config.json: {name} has {found} for {count} layers; one per layer is expected"
+            )
         return value
 
 

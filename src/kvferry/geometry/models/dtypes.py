@@ -29,7 +29,9 @@ def element_bytes(cache_dtype: str, model_dtype: str) -> int:
         ConfigError: the type is not known.
     """
     if cache_dtype not in CACHE_DTYPES:
-        raise ConfigError(f"element type {cache_dtype!r} is not known; choose one of {', '.join(CACHE_DTYPES)}")
+        raise ConfigError(
+            f"element type {cache_dtype!r} is not known; choose one of {', '.join(CACHE_DTYPES)}"
+        )
     return FLOATS[model_dtype] if cache_dtype == "auto" else FLOATS.get(cache_dtype, 1)
 
 

@@ -1,7 +1,7 @@
 """What families of models leave unsaid in their ``config.json``.
 
-Defaults are those of the configuration classes in transformers; they matter where a published file leaves a key
-out. What a family's recurrent layers are is vLLM's choice of implementation.
+Defaults are those of the configuration classes in transformers; they matter where a published file leaves a
+key out. What a family's recurrent layers are is vLLM's choice of implementation.
 """
 
 from __future__ import annotations

@@ -56,7 +56,9 @@ def _recurrence(config: Config, family: Family, said: str) -> Mixer:
     return family.recurrent
 
 
-_RECURRENT_TYPES = "Mamba, Mamba2, gated delta net, Kimi delta attention, lightning attention and short convolution"
+_RECURRENT_TYPES = (
+    "Mamba, Mamba2, gated delta net, Kimi delta attention, lightning attention and short convolution"
+)
 
 
 def _everywhere(config: Config, family: Family) -> list[Mixers] | None:
@@ -142,8 +144,8 @@ def _kimi(config: Config, family: Family) -> list[Mixers] | None:
     delta, full = said.get("kda_layers") or [], said.get("full_attn_layers") or []
     if sorted([*delta, *full]) != list(range(1, config.layers + 1)):
         raise ConfigError(
-            f"config.json: kda_layers and full_attn_layers name {len(delta)} and {len(full)} layers, together "
-            f"they must be 1 to {config.layers}, each once"
+            f"config.json: kda_layers and full_attn_layers name {len(delta)} and {len(full)} layers, but "
+            f"together they must be 1 to {config.layers}, each once"
         )
     recurrence = (_recurrence(config, family, "linear_attn_config"),)
     return [recurrence if i + 1 in delta else _FULL for i in range(config.layers)]

@@ -127,13 +127,14 @@ def _unknown(config: Config) -> str:
     for key in config.values:
         if key.startswith(_BETRAYS_STATE) and config.get(key) is not None:
             raise ConfigError(
-                f"model type {name} is not known, and {key} in its config.json says that it keeps more than K "
-                "and V; its KV cache cannot be planned yet"
+                f"model type {name} is not known, and {key} in its config.json says that it keeps more than "
+                "K and V; its KV cache cannot be planned yet"
             )
-    if key := next((k for k in _BETRAYS_UNEVEN if config.get(k) is not None), None):
+    uneven = next((key for key in _BETRAYS_UNEVEN if config.get(key) is not None), None)
+    if uneven is not None:
         raise ConfigError(
-            f"model type {name} is not known, and {key} in its config.json says that its layers differ; its "
-            "KV cache cannot be planned yet"
+            f"model type {name} is not known, and {uneven} in its config.json says that its layers differ; "
+            "its KV cache cannot be planned yet"
         )
     if config.get("is_encoder_decoder") is True:
         raise ConfigError(f"model type {name} is an encoder-decoder; only decoders can be planned")

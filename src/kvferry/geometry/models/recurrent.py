@@ -1,7 +1,7 @@
 """What a recurrent layer keeps: one snapshot, however long the sequence is.
 
-Shapes and element types as in vLLM's ``mamba_utils``: the convolution's last inputs first, then the state. The
-convolution is cut into the segments that tensor parallelism shards separately.
+Shapes and element types as in vLLM's ``mamba_utils``: the convolution's last inputs first, then the state.
+The convolution is cut into the segments that tensor parallelism shards separately.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def recurrent_store(config: Config, mixer: Mixer, model_dtype: str, ssm_dtype: s
 def _taps(kernel: int) -> tuple[str, int]:
     """A convolution over so many tokens remembers all but the newest."""
     if kernel < 2:
-        raise ConfigError(f"config.json: a convolution over {kernel} tokens keeps nothing; at least 2 are expected")
+        raise ConfigError(
+            f"config.json: a convolution over {kernel} tokens keeps nothing; at least 2 are expected"
+        )
     return ("tap", kernel - 1)
 
 
@@ -57,7 +59,9 @@ def _mamba2(config: Config, item: int, ssm_item: int) -> tuple[Stored, ...]:
     heads = config.number("mamba_num_heads", "mamba_n_heads", "n_mamba_heads", "num_heads")
     channels = _mamba2_channels(config)
     width = config.get("mamba_head_dim", "mamba_d_head", "mamba_headdim", "head_dim")
-    width = channels // heads if width in (None, "auto") else whole("mamba_head_dim", width, 1)
+    if width in (None, "auto") and channels is not None:
+        width = channels // heads
+    width = whole("mamba_head_dim", width, 1)
     if channels is not None and channels != heads * width:
         raise ConfigError(
             f"config.json: {heads} state heads of {width} are not the {channels} channels of the convolution"
@@ -117,7 +121,11 @@ def _lightning(config: Config, _item: int, ssm_item: int) -> tuple[Stored, ...]:
 
 
 def _short_conv(config: Config, item: int, _ssm_item: int) -> tuple[Stored, ...]:
-    return (Stored("conv.x", item, config.number("conv_dim", "hidden_size"), (_taps(config.number("conv_L_cache")),)),)
+    return (
+        Stored(
+            "conv.x", item, config.number("conv_dim", "hidden_size"), (_taps(config.number("conv_L_cache")),)
+        ),
+    )
 
 
 _BUILDERS: Mapping[Mixer, Builder] = {

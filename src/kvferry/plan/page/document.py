@@ -10,10 +10,19 @@ from kvferry.plan.forecast import Forecast, Row, Setting, set_up
 from kvferry.plan.page.draw import COLOURS, drawing
 from kvferry.plan.page.scene import MAX_RANKS, Scene, scene
 from kvferry.plan.page.style import STYLE
-from kvferry.plan.show import describe, engine
-from kvferry.plan.units import amount, duration, size
+from kvferry.plan.show import describe, engine, table_cells
 
-_COLUMNS = ("layers", "a token, snapshot", "pages", "run", "descriptors", "moved", "of all full", "way", "time")
+_COLUMNS = (
+    "layers",
+    "a token, snapshot",
+    "pages",
+    "run",
+    "descriptors",
+    "moved",
+    "of all full",
+    "way",
+    "time",
+)
 
 
 def picture(forecast: Forecast, reading: ModelReading, *, separate: bool = False) -> str:
@@ -32,7 +41,9 @@ def picture(forecast: Forecast, reading: ModelReading, *, separate: bool = False
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width">'
-        f"<title>{title}</title><style>{STYLE}</style></head><body><main>\n" + "\n".join(body) + "\n</main></body></html>\n"
+        f"<title>{title}</title><style>{STYLE}</style></head><body><main>\n"
+        + "\n".join(body)
+        + "\n</main></body></html>\n"
     )
 
 
@@ -42,26 +53,15 @@ def _heading(forecast: Forecast) -> Iterator[str]:
         escape(engine(side, tokens))
         for side, tokens in zip((forecast.source, forecast.destination), forecast.blocks, strict=True)
     )
-    yield f"<p>A prompt of {forecast.tokens:,} tokens, from {here} to {there}. Planned by kvferry; nothing was run.</p>"
+    yield f"<p>A prompt of {forecast.tokens:,} tokens, from {here} to {there}. Planned; nothing was run.</p>"
 
 
 def _table(forecast: Forecast) -> str:
-    rows = [
-        (f"{row.layers} {describe(row.store)}", size(row.layers * row.store.whole_bytes), row.moved)
-        for row in forecast.rows
-    ]
-    if len(rows) > 1:
-        rows.append(("all", "", forecast.whole))
-    lines = []
-    for name, kept, moved in rows:
-        part = f"{moved.bytes / moved.full_bytes:.0%}" if moved.full_bytes else ""
-        cells = (
-            name, kept, amount(moved.pages), size(moved.run_bytes), amount(moved.descriptors), size(moved.bytes),
-            part, moved.strategy, duration(moved.seconds),
-        )  # fmt: skip
-        lines.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
     head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+    body = ""
+    for cells in table_cells(forecast):
+        body += f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _notes(forecast: Forecast) -> Iterator[str]:
@@ -70,9 +70,7 @@ def _notes(forecast: Forecast) -> Iterator[str]:
 
 
 def _legend() -> str:
-    layers, ranks = (
-        "".join(f'<i class="{letter}{n}"></i>' for n in range(COLOURS)) for letter in "lr"
-    )
+    layers, ranks = ("".join(f'<i class="{letter}{n}"></i>' for n in range(COLOURS)) for letter in "lr")
     return (
         f'<p class="legend"><span>{layers} layers of the group, in turns</span>'
         f"<span>{ranks} ranks of the destination, in turns</span>"
@@ -91,7 +89,8 @@ def _section(setting: Setting, number: int, row: Row) -> Iterator[str]:
             yield f"<p>None of these layers is on the first {MAX_RANKS} ranks.</p>"
             break
         yield f"<h3>{_title(found, one_layer=one_layer)}</h3><p>{_caption(setting, row, found)}</p>"
-        yield drawing(f"{describe(row.store)}, source above, destination below", found.src, found.dst, found.ribbons)
+        said = f"{describe(row.store)}, source above, destination below"
+        yield drawing(said, found.src, found.dst, found.ribbons)
     yield "</section>"
 
 

@@ -52,9 +52,8 @@ def drawing(title: str, src: Sequence[Lane], dst: Sequence[Lane], ribbons: Seque
         *_bars(below, bottom, bottom + _BAR + _LABEL - 4),
         _rule(above[0].per_byte, height - 6),
     ]
-    return (
-        f'<svg viewBox="0 0 {WIDTH:.0f} {height}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
-    )
+    opening = f'<svg viewBox="0 0 {WIDTH:.0f} {height}" role="img" aria-label="{escape(title)}">'
+    return f"{opening}{''.join(parts)}</svg>"
 
 
 def _bars(placed: Sequence[Placed], y: int, label_y: int) -> Iterator[str]:
@@ -63,13 +62,16 @@ def _bars(placed: Sequence[Placed], y: int, label_y: int) -> Iterator[str]:
             width = max(strip.length * each.per_byte, _LEAST_WIDTH)
             said = f"{strip.name}, block {strip.block}: {size(strip.length)}"
             yield (
-                f'<rect class="l{strip.layer % COLOURS}" x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_BAR}">'
+                f'<rect class="l{strip.layer % COLOURS}" x="{x:.2f}" y="{y}" '
+                f'width="{width:.2f}" height="{_BAR}">'
                 f"<title>{escape(said)}</title></rect>"
             )
         yield f'<text x="{each.starts[0]:.1f}" y="{label_y}">{escape(each.lane.label)}</text>'
 
 
-def _ribbon(ribbon: Ribbon, above: Sequence[Placed], below: Sequence[Placed], between: tuple[int, int]) -> str:
+def _ribbon(
+    ribbon: Ribbon, above: Sequence[Placed], below: Sequence[Placed], between: tuple[int, int]
+) -> str:
     run, src, dst = ribbon.run, above[ribbon.src], below[ribbon.dst]
     (a, b), (c, d) = src.reach(run.src, run.src_span), dst.reach(run.dst, run.dst_span)
     high, low = between
@@ -78,8 +80,9 @@ def _ribbon(ribbon: Ribbon, above: Sequence[Placed], below: Sequence[Placed], be
         f"M{a:.2f},{high}C{a:.2f},{half} {c:.2f},{half} {c:.2f},{low}"
         f"H{d:.2f}C{d:.2f},{half} {b:.2f},{half} {b:.2f},{high}Z"
     )
-    many = f"{run.pieces:,} runs of {size(run.bytes / run.pieces)}" if run.pieces > 1 else size(run.bytes)
-    said = f"{many}, from {_where(src, run.src)} to {_where(dst, run.dst)}"
+    many = f"{size(run.bytes)} in {run.pieces:,} pieces" if run.pieces > 1 else size(run.bytes)
+    part = f" of a run of {size(run.longest)}" if run.longest > run.bytes else ""
+    said = f"{many}{part}, from {_where(src, run.src)} to {_where(dst, run.dst)}"
     return f'<path class="r{ribbon.dst % COLOURS}" d="{path}"><title>{escape(said)}</title></path>'
 
 
@@ -93,6 +96,5 @@ def _rule(per_byte: float, y: int) -> str:
     while 2 * step * per_byte <= _LONGEST_RULE * WIDTH:
         step *= 2
     width = step * per_byte
-    return (
-        f'<path class="rule" d="M0.5,{y - 5}v5h{width:.2f}v-5"/><text x="{width + 8:.1f}" y="{y}">{size(step)}</text>'
-    )
+    text = f'<text x="{width + 8:.1f}" y="{y}">{size(step)}</text>'
+    return f'<path class="rule" d="M0.5,{y - 5}v5h{width:.2f}v-5"/>{text}'

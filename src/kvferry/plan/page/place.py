@@ -1,7 +1,7 @@
 """Where memory is drawn: addresses to positions along a line.
 
-Memory that touches is drawn touching; what belongs to others in between is skipped with a small gap. All ranks of a
-side stand in one row at one scale, so lengths can be compared.
+Memory that touches is drawn touching; what belongs to others in between is skipped with a small gap. All
+ranks of a side stand in one row at one scale, so lengths can be compared.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from kvferry.plan.page.strips import Strip
 
@@ -80,5 +81,4 @@ def place(lanes: Sequence[Lane]) -> list[Placed]:
 
 def _breaks(lane: Lane) -> int:
     """How often memory is skipped."""
-    strips = lane.strips
-    return sum(before.stop != after.address for before, after in zip(strips, strips[1:], strict=False))
+    return sum(before.stop != after.address for before, after in pairwise(lane.strips))

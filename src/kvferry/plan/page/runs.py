@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvferry.plan.page.strips import Strip
@@ -19,7 +19,8 @@ class Run:
         src, dst: addresses of the first byte.
         src_span, dst_span: bytes from the first to after the last, gaps included.
         bytes: that travel.
-        pieces: contiguous runs; 1 for a single one.
+        longest: bytes of the longest run that they are part of.
+        pieces: parts of runs; 1 for a single one.
     """
 
     src: int
@@ -27,10 +28,11 @@ class Run:
     src_span: int
     dst_span: int
     bytes: int
+    longest: int
     pieces: int = 1
 
 
-def runs_of(route: Route, dst_blocks: int, src_blocks: int) -> Iterator[Run]:
+def runs_of(route: Route, src_blocks: int, dst_blocks: int) -> Iterator[Run]:
     """Every run of a route into its first blocks at the destination, out of the first at the source."""
     cells = max(min(dst_blocks * route.dst_cells, src_blocks * route.src_cells), 1)
     for cell in range(cells):
@@ -39,41 +41,43 @@ def runs_of(route: Route, dst_blocks: int, src_blocks: int) -> Iterator[Run]:
         dst = cell // route.dst_cells * route.dst_stride
         rows = zip(pieces.src.tolist(), pieces.dst.tolist(), pieces.length.tolist(), strict=True)
         for a, b, length in rows:
-            yield Run(a + src, b + dst, length, length, length)
+            yield Run(a + src, b + dst, length, length, length, length)
 
 
-def by_strip(runs: Sequence[Run], src: Sequence[Strip], dst: Sequence[Strip]) -> list[Run]:
-    """Runs between the same two strips as one; a run over several strips is cut at their borders.
+def cut(run: Run, src: Sequence[Strip], dst: Sequence[Strip]) -> Iterator[tuple[int, int, Run]]:
+    """The parts of a run that lie in strips on both sides: numbers of both strips, and the part.
 
     Args:
-        runs: what travels.
-        src, dst: strips of both sides, by address. What touches none of them is left out.
+        run: what travels, one contiguous run.
+        src, dst: strips of both sides, by address.
     """
+    at = 0
+    while at < run.bytes:
+        a, b = _next(src, run.src + at), _next(dst, run.dst + at)
+        if a is None or b is None:
+            return
+        skip = max(src[a].address - run.src, dst[b].address - run.dst, at) - at
+        if skip:
+            at += skip
+            continue
+        size = min(src[a].stop - run.src, dst[b].stop - run.dst, run.bytes) - at
+        yield a, b, Run(run.src + at, run.dst + at, size, size, size, run.longest)
+        at += size
+
+
+def by_strip(parts: Iterable[tuple[int, int, Run]]) -> list[Run]:
+    """Parts between the same two strips as one."""
     joined: dict[tuple[int, int], Run] = {}
-    starts = ([strip.address for strip in src], [strip.address for strip in dst])
-    for run in runs:
-        for a, b, piece in _cut(run, src, dst, starts):
-            before = joined.get((a, b))
-            joined[a, b] = piece if before is None else _both(before, piece)
+    for a, b, part in parts:
+        before = joined.get((a, b))
+        joined[a, b] = part if before is None else _both(before, part)
     return list(joined.values())
 
 
-def _cut(
-    run: Run, src: Sequence[Strip], dst: Sequence[Strip], starts: tuple[list[int], list[int]]
-) -> Iterator[tuple[int, int, Run]]:
-    at = 0
-    while at < run.bytes:
-        a, b = bisect_right(starts[0], run.src + at) - 1, bisect_right(starts[1], run.dst + at) - 1
-        room = min(_room(src, a, run.src + at), _room(dst, b, run.dst + at), run.bytes - at)
-        if room <= 0:
-            return
-        yield a, b, Run(run.src + at, run.dst + at, room, room, room)
-        at += room
-
-
-def _room(strips: Sequence[Strip], number: int, address: int) -> int:
-    """Bytes from `address` to the end of that strip; not above 0 outside of it."""
-    return strips[number].stop - address if number >= 0 else 0
+def _next(strips: Sequence[Strip], address: int) -> int | None:
+    """Number of the strip that `address` is in, or of the first one after it."""
+    number = bisect_right(strips, address, key=lambda strip: strip.stop)
+    return number if number < len(strips) else None
 
 
 def _both(one: Run, other: Run) -> Run:
@@ -84,5 +88,6 @@ def _both(one: Run, other: Run) -> Run:
         max(one.src + one.src_span, other.src + other.src_span) - src,
         max(one.dst + one.dst_span, other.dst + other.dst_span) - dst,
         one.bytes + other.bytes,
+        max(one.longest, other.longest),
         one.pieces + other.pieces,
     )

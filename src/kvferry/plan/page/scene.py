@@ -9,7 +9,7 @@ from kvferry.geometry import RankGeometry
 from kvferry.plan.forecast import Setting
 from kvferry.plan.page.draw import Ribbon
 from kvferry.plan.page.place import Lane
-from kvferry.plan.page.runs import Run, by_strip, runs_of
+from kvferry.plan.page.runs import by_strip, cut, runs_of
 from kvferry.plan.page.strips import rank_label, strips
 from kvferry.planning.template import Route
 
@@ -24,12 +24,12 @@ class Scene:
     """A picture's content.
 
     Attributes:
-        src, dst: lanes.
+        src, dst: lanes, none of them empty.
         ribbons: between them.
-        layers: names of the layers that are drawn, of how many.
+        layers: names of the layers that are drawn.
         of_layers: how many the group has on the ranks that are drawn.
         src_blocks, dst_blocks: blocks that are drawn.
-        runs: contiguous runs among the ribbons.
+        runs: how many travel between them.
         joined: whether ribbons stand for several runs each.
     """
 
@@ -54,84 +54,78 @@ def scene(setting: Setting, group: int, *, one_layer: bool) -> Scene | None:
     """
     srcs, dsts = setting.srcs[:MAX_RANKS], setting.dsts[:MAX_RANKS]
     routes = [
-        (number, src, route)
-        for number in range(len(dsts))
-        for src, template in enumerate(setting.templates(number)[:MAX_RANKS])
+        (src, dst, route)
+        for dst in range(len(dsts))
+        for src, template in enumerate(setting.templates(dst)[:MAX_RANKS])
         for route in template.routes
         if route.dst_group == group
     ]
     if not routes:
         return None
-    src_blocks, dst_blocks = _blocks(routes[0][2])
-    every = _names(dsts, group)
+    blocks = _blocks(routes[0][2])
+    every = list(dict.fromkeys(layer.name for rank in dsts for layer in rank.groups[group].layers))
     names = every[:1] if one_layer else every
-    while len(names) > 1 and _count(srcs, dsts, group, names, (src_blocks, dst_blocks)) > MAX_STRIPS:
+    above, below = _sides(srcs, dsts, group, names, blocks)
+    while len(names) > 1 and sum(len(lane.strips) for lane in (*above, *below)) > MAX_STRIPS:
         names = names[: len(names) // 2]
-    above, below = (
-        [_lane(rank, group, names, blocks) for rank in ranks]
-        for ranks, blocks in ((srcs, src_blocks), (dsts, dst_blocks))
-    )
-    found: list[tuple[int, int, list[Run]]] = []
-    for dst, src, route in routes:
-        if above[src].strips and below[dst].strips:
-            runs = [
-                run for run in runs_of(route, dst_blocks, src_blocks)
-                if _inside(run.dst, below[dst]) and _inside(run.src, above[src])
-            ]  # fmt: skip
-            found.append((src, dst, runs))
-    total = sum(len(runs) for _, _, runs in found)
-    joined = not one_layer or total > MAX_RIBBONS
-    ribbons = [
-        Ribbon(src, dst, run)
-        for src, dst, runs in found
-        for run in (by_strip(runs, above[src].strips, below[dst].strips) if joined else runs)
+        above, below = _sides(srcs, dsts, group, names, blocks)
+    parts = [
+        (src, dst, [list(cut(run, above[src].strips, below[dst].strips)) for run in runs_of(route, *blocks)])
+        for src, dst, route in routes
     ]
-    return _without_empty(above, below, ribbons, names, len(every), (src_blocks, dst_blocks), total, joined)
+    runs = sum(bool(run) for _, _, of in parts for run in of)
+    joined = not one_layer or runs > MAX_RIBBONS
+    ribbons = []
+    for src, dst, of in parts:
+        each = [part for run in of for part in run]
+        ribbons += [Ribbon(src, dst, run) for run in (by_strip(each) if joined else (p for _, _, p in each))]
+    return _shown(above, below, ribbons, names, len(every), blocks, runs)
 
 
-def _without_empty(
-    above: list[Lane], below: list[Lane], ribbons: list[Ribbon], names: list[str], of_layers: int,
-    blocks: tuple[int, int], total: int, joined: bool,  # noqa: FBT001 - passed on
-) -> Scene:  # fmt: skip
+def _shown(
+    above: Sequence[Lane],
+    below: Sequence[Lane],
+    ribbons: Sequence[Ribbon],
+    names: Sequence[str],
+    of_layers: int,
+    blocks: tuple[int, int],
+    runs: int,
+) -> Scene:
     """The scene, without lanes that have nothing to show."""
-    src = [n for n, lane in enumerate(above) if lane.strips]
-    dst = [n for n, lane in enumerate(below) if lane.strips]
+    src = [number for number, lane in enumerate(above) if lane.strips]
+    dst = [number for number, lane in enumerate(below) if lane.strips]
     return Scene(
-        tuple(above[n] for n in src),
-        tuple(below[n] for n in dst),
+        tuple(above[number] for number in src),
+        tuple(below[number] for number in dst),
         tuple(Ribbon(src.index(r.src), dst.index(r.dst), r.run) for r in ribbons),
         tuple(names),
         of_layers,
         *blocks,
-        total,
-        joined and any(r.run.pieces > 1 for r in ribbons),
+        runs,
+        any(ribbon.run.pieces > 1 for ribbon in ribbons),
     )
 
 
 def _blocks(route: Route) -> tuple[int, int]:
-    """Blocks of either side, so that the larger one is one block."""
+    """Blocks of source and destination, so that the larger one is one block."""
     if route.cell_tokens == 0:
         return 1, 1
     return max(route.dst_cells // route.src_cells, 1), max(route.src_cells // route.dst_cells, 1)
 
 
-def _names(ranks: Sequence[RankGeometry], group: int) -> list[str]:
-    return list(dict.fromkeys(layer.name for rank in ranks for layer in rank.groups[group].layers))
-
-
-def _lane(rank: RankGeometry, group: int, names: Sequence[str], blocks: int) -> Lane:
-    own = rank.groups[group]
-    numbers = [n for n, layer in enumerate(own.layers) if layer.name in names]
-    return Lane(rank_label(rank), tuple(strips(own, numbers, blocks)))
-
-
-def _count(
-    srcs: Sequence[RankGeometry], dsts: Sequence[RankGeometry], group: int, names: Sequence[str],
+def _sides(
+    srcs: Sequence[RankGeometry],
+    dsts: Sequence[RankGeometry],
+    group: int,
+    names: Sequence[str],
     blocks: tuple[int, int],
-) -> int:  # fmt: skip
-    sides = zip((srcs, dsts), blocks, strict=True)
-    return sum(len(_lane(rank, group, names, count).strips) for ranks, count in sides for rank in ranks)
+) -> tuple[list[Lane], list[Lane]]:
+    """Lanes of the layers called so."""
+    above = [_lane("source", rank, group, names, blocks[0]) for rank in srcs]
+    return above, [_lane("destination", rank, group, names, blocks[1]) for rank in dsts]
 
 
-def _inside(address: int, lane: Lane) -> bool:
-    return any(strip.address <= address < strip.stop for strip in lane.strips)
+def _lane(side: str, rank: RankGeometry, group: int, names: Sequence[str], blocks: int) -> Lane:
+    own = rank.groups[group]
+    numbers = [number for number, layer in enumerate(own.layers) if layer.name in names]
+    return Lane(f"{side}, {rank_label(rank)}", tuple(strips(own, numbers, blocks)))

@@ -1,7 +1,7 @@
 """Which memory of a rank a few blocks of a group are kept in.
 
-A *strip* is a stretch of memory with bytes of one layer and one block, without gaps. A page is one strip where
-nothing but layers and blocks is outside of it; in layouts with heads outside, it is several.
+A *strip* is a stretch of memory with bytes of one layer and one block, without gaps. A page is one strip
+where nothing but layers and blocks is outside of it; in layouts with heads outside, it is several.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def strips(group: Group, layers: Sequence[int], blocks: int) -> list[Strip]:
 
 def rank_label(rank: RankGeometry) -> str:
     """Which worker, in few characters."""
-    stage = f"PP {rank.pp_rank} " if rank.pp_size > 1 else ""
-    return f"{stage}TP {rank.tp_rank} of {rank.tp_size}"
+    stage = f"PP rank {rank.pp_rank} of {rank.pp_size}, " if rank.pp_size > 1 else ""
+    return f"{stage}TP rank {rank.tp_rank} of {rank.tp_size}"
 
 
 def _stretches(page: PageFormat) -> tuple[Int64s, Int64s]:

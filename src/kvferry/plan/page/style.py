@@ -9,9 +9,11 @@ STYLE = """
 --r0:#f0a14d;--r1:#e077b3;--r2:#93c653;--r3:#ee7469;--r4:#5bbcdd;--r5:#c4ae55}}
 body{margin:0;background:var(--bg);color:var(--fg);font:15px/1.5 system-ui,sans-serif}
 main{max-width:1080px;margin:0 auto;padding:24px}
-h1{font-size:24px;margin:0}h2{font-size:19px;margin:36px 0 0}h3{font-size:15px;margin:18px 0 0}p{margin:4px 0 8px}
+h1{font-size:24px;margin:0}h2{font-size:19px;margin:36px 0 0}h3{font-size:15px;margin:18px 0 0}
+p{margin:4px 0 8px}
 table{border-collapse:collapse;margin:14px 0;width:100%;font-variant-numeric:tabular-nums}
-th{font-weight:600;color:var(--dim)}th,td{padding:4px 10px 4px 0;border-bottom:1px solid var(--line);text-align:right}
+th{font-weight:600;color:var(--dim)}
+th,td{padding:4px 10px 4px 0;border-bottom:1px solid var(--line);text-align:right}
 th:first-child,td:first-child,th:nth-child(8),td:nth-child(8){text-align:left}
 .note,section p{color:var(--dim)}.legend{display:flex;flex-wrap:wrap;gap:6px 26px;color:var(--dim)}
 .legend i{display:inline-block;width:14px;height:10px;margin-right:2px}
@@ -20,5 +22,6 @@ text{font:11px system-ui,sans-serif;fill:var(--dim)}rect{stroke:var(--bg);stroke
 .rule{fill:none;stroke:var(--dim)}path[class^=r]:not(.rule){fill-opacity:.38}path:not(.rule):hover{fill-opacity:.9}
 rect:hover{opacity:.7}
 """ + "".join(
-    f".l{n}{{fill:var(--l{n});background:var(--l{n})}}.r{n}{{fill:var(--r{n});background:var(--r{n})}}" for n in range(6)
+    f".l{n}{{fill:var(--l{n});background:var(--l{n})}}.r{n}{{fill:var(--r{n});background:var(--r{n})}}"
+    for n in range(6)
 )
