@@ -18,30 +18,8 @@ from kvferry.geometry.layout import (
     layer_name,
     place_rank,
 )
-from kvferry.geometry.store import LayerStore, ModelCache, Stored
-
-COMPACT = tuple(name for name in LAYOUTS if set(name[:2]) == {"L", "B"})
-
-SPLITS = [(name, kernels) for name in LAYOUTS for kernels in (1, 2) if kernels == 1 or name[0] == "L"]
-"""Layouts, and kernel blocks that a block is made of in them."""
-
-
-def attention(
-    heads: int = 4, k: int = 3, v: int = 3, item: int = 2, kind: GroupKind = GroupKind.FULL, reach: int = 0
-) -> LayerStore:
-    widths = {"k": k, "v": v}
-    return LayerStore(
-        kind, reach, tuple(Stored(n, item, heads, (("content", w),)) for n, w in widths.items())
-    )
-
-
-def state(heads: int = 4, conv: int = 2) -> LayerStore:
-    ssm = Stored("ssm", 4, heads, (("row", 2), ("column", 3)))
-    return LayerStore(GroupKind.STATE, 0, (Stored("conv.x", 2, conv, (("width", 3),)), ssm))
-
-
-def model(*stores: LayerStore) -> ModelCache:
-    return ModelCache("made up", stores)
+from kvferry.geometry.store import LayerStore, Stored
+from support.models import COMPACT, SPLITS, attention, model, state
 
 
 def letters(layout: str, **counts: int) -> np.ndarray:
