@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -84,10 +85,10 @@ def plan(
         raise ConfigError(f"--tokens is {tokens}; a prompt has at least 1")
     if kv not in ("packed", "apart"):
         raise ConfigError(f"--kv {kv} is not known; choose packed or apart")
-    sides = (
-        Side(tp, pp, layout, block_size),
-        Side(to_tp or tp, to_pp or pp, to_layout or layout, to_block_size or block_size),
-    )
+    source = Side(tp, pp, layout, block_size)
+    asked = {"tp": to_tp, "pp": to_pp, "layout": to_layout, "block_tokens": to_block_size}
+    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    sides = (source, replace(source, **given))
     name, config = find_config(model)
     reading = read_model(config, dtype, name=name, draft=mtp)
     separate = kv == "apart"

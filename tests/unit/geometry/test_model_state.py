@@ -49,6 +49,8 @@ def test_a_file_may_name_the_type_of_its_state():
 def test_nemotron_h_as_newer_files_list_it():
     words = ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"]
     assert pattern({**NEMOTRON, "hybrid_override_pattern": None, "layer_types": words}) == "S . F . S"
+    # transformers 5 writes no number of layers.
+    assert pattern({**NEMOTRON, "num_hidden_layers": None, "layer_types": words}) == "S . F . S"
     words = ["mamba", "moe", "attention", "mlp", "mamba"]
     assert pattern({**NEMOTRON, "hybrid_override_pattern": None, "layers_block_type": words}) == "S . F . S"
 
