@@ -32,7 +32,10 @@ class Slots:
 
 
 class Loops:
-    """The nests of one phase, between the blocks of a pool and images; views are made once."""
+    """The nests of one phase, between the blocks of a pool and images; views are made once.
+
+    Every operation is over when it returns, on a device too.
+    """
 
     def __init__(self, nests: Sequence[Nest], pool: Space, side: str, stride: int, blocks: int) -> None:
         """Prepare.
@@ -66,6 +69,7 @@ class Loops:
         for nest, word, pool in self._pool:
             images = self._images(nest, word, slots, first, step, len(blocks))
             torch.index_select(pool, 0, blocks, out=images)
+        self._wait()
 
     def scatter(self, blocks: torch.Tensor, slots: Slots, first: int, step: int) -> None:
         """Copy from images to blocks; arguments as of `gather`."""
@@ -77,12 +81,20 @@ class Loops:
             # On a CPU the strided copy of one block is three times as fast as index_copy_ of many.
             for block, image in zip(blocks.tolist(), images, strict=True):
                 pool[block].copy_(image)
+        self._wait()
 
     def clear(self, blocks: torch.Tensor) -> None:
         """Zero what the loops cover of these blocks."""
         for _, _, pool in self._pool:
             for block in blocks.tolist():
                 pool[block].zero_()
+        self._wait()
+
+    def _wait(self) -> None:
+        """What the transport or the engine does next comes after this, though it uses other streams."""
+        for _, _, pool in self._pool[:1]:
+            if pool.is_cuda:
+                torch.cuda.synchronize(pool.device)
 
     def _images(self, nest: Nest, word: int, slots: Slots, first: int, step: int, count: int) -> torch.Tensor:
         address = slots.address + first * slots.stride

@@ -147,7 +147,7 @@ def ways(route: Route, costs: Costs, max_image_bytes: int, cuts: Sequence[int] =
     if route.row_count <= MAX_ROWS * phases:
         rows = sum(map(len, route.phases)) / phases
         found.append(Way(Strategy.DIRECT, Work(rows, size, bytes=size)))
-    if image := fetched(route.nests, costs.gap_bytes, cuts):
+    if image := _fetched(route, costs.gap_bytes, cuts):
         descriptors, read_bytes = _stretches(image)
         calls, runs = _copies(image.nests)
         work = Work(descriptors, read_bytes, scatter_calls=calls, scatter_runs=runs, bytes=size)
@@ -168,10 +168,19 @@ def ways(route: Route, costs: Costs, max_image_bytes: int, cuts: Sequence[int] =
     return tuple(packed)
 
 
-def choose(found: Sequence[Way], cells: int, costs: Costs, pinned: Strategy | None = None) -> Way:
-    """The way that should take least time for so many cells; of the pinned strategy, if there is one."""
-    allowed = [way for way in found if way.strategy is pinned] or found
-    return min(allowed, key=lambda way: way.work.seconds(cells, costs))
+def choose(found: Sequence[Way], cells: int, costs: Costs, pinned: Strategy | None = None) -> int:
+    """Which of these ways should take least time for so many cells; of the pinned strategy, if any is."""
+    allowed = [i for i, way in enumerate(found) if way.strategy is pinned] or range(len(found))
+    return min(allowed, key=lambda i: found[i].work.seconds(cells, costs))
+
+
+def _fetched(route: Route, gap_bytes: int, cuts: Sequence[int]) -> Image | None:
+    """Stretches no longer than a block: reading along what lies in other blocks would never pay."""
+    image = fetched(route.nests, gap_bytes, cuts)
+    while image and gap_bytes and any((s.length > route.src_stride).any() for s in image.stretches):
+        gap_bytes //= 4
+        image = fetched(route.nests, gap_bytes, cuts)
+    return image
 
 
 def _stretches(image: Image) -> tuple[float, float]:

@@ -58,6 +58,7 @@ VIEWS = {
     "the memory order": lambda view: view.permute(1, 0, 2, 3).contiguous().reshape(-1),
     "nothing converted": lambda view: view.to(torch.float32),
     "chunk": lambda view: view.chunk(2)[1],
+    "of a tuple of views": lambda view: torch.atleast_2d((view[0, 0, 0], view[1, 0, 0]))[1],
     "broadcast": lambda view: torch.broadcast_tensors(view, view)[1],
 }
 
@@ -193,5 +194,11 @@ def test_a_guarded_view_prints_and_unguards(view, buffer):
     assert shares(plain, buffer)
 
 
-def test_other_arguments_may_be_reshaped_like_a_guarded_one(view):
-    assert torch.zeros(4 * 2 * 3 * 6).reshape_as(view).shape == view.shape
+def test_ordinary_tensors_may_be_copied_into_the_shape_of_a_guarded_one(view):
+    other = torch.arange(4 * 2 * 3 * 6).view(12, 12).mT.reshape_as(view)
+    assert type(other) is torch.Tensor
+    assert other[0, 0, 0].tolist() == [0, 12, 24, 36, 48, 60]
+
+
+def test_writing_in_place_gives_the_view_itself(view):
+    assert view.add_(1) is view

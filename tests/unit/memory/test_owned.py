@@ -137,6 +137,17 @@ def test_recurrent_views_are_guarded_unless_asked_otherwise():
     assert type(cache.states(guarded=False)["layers.1"]["ssm"]) is torch.Tensor
 
 
+def test_a_recurrent_field_that_all_ranks_have_whole_is_one_head():
+    store = LayerStore(GroupKind.STATE, 0, (Stored("conv.b", 2, 0, (("width", 3),)), *state().fields))
+    for rank in range(2):
+        cache = allocate(model(store), EngineShape(2, (1,), 4, "BLHNC", 5), rank, "cpu")
+        view = cache.states()["layers.0"]["conv.b"]
+        assert (view.dtype, view.shape) == (torch.int16, (5, 1, 3))
+        view[3] = torch.tensor([7, 8, 9])
+        (layer,) = cache.geometry.groups[0].layers
+        assert found(cache, layer, 3, "conv.b", ("width",), np.int16).tolist() == [7, 8, 9]
+
+
 def test_fp8_with_scales_is_viewed_as_bytes():
     scale = Stored("scale", 4, 4)
     store = LayerStore(GroupKind.FULL, 0, (*attention(item=1).fields, scale))

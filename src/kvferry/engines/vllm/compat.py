@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -19,6 +21,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.utils.network_utils import get_ip
+from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -51,14 +57,21 @@ __all__ = [
     "SupportsHMA",
     "VllmConfig",
     "attention_layer",
+    "conv_channels_first",
     "current_config",
+    "declared_layouts",
     "finished_whole",
     "kind_of",
+    "layers_are_alike",
+    "node_address",
+    "operators_layout",
     "ranks",
     "reach_of",
     "share_logging",
     "spec_of_layer",
     "state_position",
+    "supported_layouts",
+    "takes_whole_blocks",
     "trim_prompt",
 ]
 
@@ -144,6 +157,11 @@ def attention_layer(vllm_config: VllmConfig, name: str) -> Any:
     return vllm_config.compilation_config.static_forward_context[name]
 
 
+def conv_channels_first() -> bool:
+    """Convolution states are (channels, window), rather than (window, channels)."""
+    return bool(is_conv_state_dim_first())
+
+
 def finished_whole(request: Any) -> bool:
     """The request ended by itself: everything it was to compute has been computed."""
     return request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
@@ -165,3 +183,63 @@ def trim_prompt(request: Any, hash_block_tokens: int | None) -> bool:
     if hash_block_tokens:
         del request.block_hashes[request.num_prompt_tokens // hash_block_tokens :]
     return True
+
+
+def node_address() -> str:
+    """Address of this machine among the engine's own: ``VLLM_HOST_IP``, or that of the default route."""
+    return str(get_ip())
+
+
+# -- layouts ----------------------------------------------------------------------------------------------
+
+
+def operators_layout() -> str | None:
+    """What the operator has set; vLLM then asks no connector."""
+    named: str | None = envs.VLLM_KV_CACHE_LAYOUT
+    return named
+
+
+def supported_layouts(vllm_config: VllmConfig) -> list[str]:
+    """Layouts that every attention backend of the model declares; all of them if none declares any.
+
+    The engine core of several workers has no layers of its own: it is told the one they would choose.
+    """
+    backends = get_current_attn_backends(vllm_config)
+    return [layout.name for layout in get_supported_kv_cache_layouts(backends)]
+
+
+def declared_layouts(vllm_config: VllmConfig) -> list[str]:
+    """The same, of backends whose word can be taken.
+
+    None means "any" to vLLM, but MLA backends that say so need not have meant it: the one for CPUs fails in
+    its first step over blocks that are not side by side.
+    """
+    for backend in get_current_attn_backends(vllm_config):
+        if backend.is_mla() and backend.supported_kv_cache_layouts() is None:
+            return []
+    return supported_layouts(vllm_config)
+
+
+def takes_whole_blocks(vllm_config: VllmConfig) -> bool:
+    """Whether kernels take the engine's blocks whole: with blocks outermost vLLM does not split them."""
+    block = vllm_config.cache_config.block_size
+    return all(
+        any(
+            block % size.base == 0 if isinstance(size, MultipleOf) else block == size
+            for size in backend.get_supported_kernel_block_sizes()
+        )
+        for backend in get_current_attn_backends(vllm_config)
+    )
+
+
+def layers_are_alike(vllm_config: VllmConfig) -> bool:
+    """Whether all layers keep the same for a token: one kind of attention, no draft model, no indexer."""
+    model = vllm_config.model_config
+    text = model.hf_text_config
+    return (
+        not model.is_hybrid
+        and not model.has_noops
+        and len(set(getattr(text, "layer_types", None) or ())) < 2
+        and getattr(text, "index_topk", None) is None
+        and vllm_config.speculative_config is None
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from kvferry.engines.vllm import compat
+from kvferry.engines.vllm import compat, layout
 from kvferry.engines.vllm.compat import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from kvferry.engines.vllm.config import read_settings
 from kvferry.engines.vllm.meta import SchedulerMeta, WorkerCard, WorkerMeta
@@ -45,6 +45,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._cache_configs[vllm_config.kv_transfer_config.engine_id] = kv_cache_config
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, config)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        return layout.wish(vllm_config, read_settings(vllm_config))
 
     # -- scheduler half -----------------------------------------------------------------------------------
 
