@@ -136,6 +136,8 @@ def test_a_token_has_as_many_bytes_as_vllms(name, cache_dtype):
     if cache_dtype == "fp8_per_token_head" and "kv_lora_rank" in config:
         pytest.skip("not for this attention")
     layers = read_model(config, cache_dtype).cache.layers
-    found = [la for la in layers if la.kind in (GroupKind.FULL, GroupKind.MLA) and la.fields[0].name != "indexer"]
+    found = [
+        la for la in layers if la.kind in (GroupKind.FULL, GroupKind.MLA) and la.fields[0].name != "indexer"
+    ]
     every = found or [la for la in layers if la.kind is not GroupKind.STATE]
     assert {layer.whole_bytes for layer in every} == {vllm_token_bytes(config, cache_dtype)}

@@ -45,7 +45,13 @@ def config(tmp_path: Path) -> Path:
         ("Llama-3.1-405B", ("--to-tp", "8", "--tokens", "1000000", "--bandwidth", "0.5")),
         ("gemma-3-27b-it", ("--to-tp", "2", "--to-layout", "BLHNC", "--pp", "2")),
         ("Kimi-K3", ("--tokens", "1000000")),
-        ("DeepSeek-V3.2", ("--tp", "16",)),
+        (
+            "DeepSeek-V3.2",
+            (
+                "--tp",
+                "16",
+            ),
+        ),
         ("Nemotron-3-Super-120B-A12B", ("--to-tp", "2")),
     ],
 )
@@ -59,7 +65,7 @@ def test_it_fits_80_columns(capsys, monkeypatch, model, arguments):
 
 def test_a_line_per_kind_of_layer(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    lines = printed(capsys, "gemma-3-27b").splitlines()
+    lines = printed(capsys, "gemma-3-27b", "--layout", "nhd").splitlines()
     assert lines[:3] == [
         "gemma-3-27b-it, a prompt of 4,096 tokens",
         "from TP1 LBNHC, blocks of 16 to the same",
@@ -72,7 +78,7 @@ def test_a_line_per_kind_of_layer(capsys, monkeypatch):
 
 def test_a_block_size_that_was_chosen_is_said(capsys):
     out = " ".join(printed(capsys, "qwen3-next-80b-a3b", "--to-tp", "4").split())
-    assert "blocks of 544 to TP4 LBNHC, blocks of 272" in out
+    assert "from TP1 BLHNC, blocks of 544 to TP4 BLHNC, blocks of 272" in out
     assert "Note: blocks of 544 tokens at TP1: vLLM makes a page of attention" in out
 
 
@@ -87,7 +93,9 @@ GROUP_KEYS = JSON_KEYS - {"model", "source", "destination", "groups", "notes"} |
 
 
 def test_json_has_every_number_for_the_whole_and_for_each_group(capsys, config):
-    said = json.loads(printed(capsys, str(config), "--tokens", "160", "--json", "--strategy", "direct"))
+    said = json.loads(
+        printed(capsys, str(config), "--tokens", "160", "--json", "--layout", "LBNHC", "--strategy", "direct")
+    )
     assert said.keys() == JSON_KEYS
     (group,) = said["groups"]
     assert group.keys() == GROUP_KEYS
@@ -119,6 +127,22 @@ def test_flags_of_the_side_that_gets_it_follow_those_of_the_other(capsys, config
     assert said["destination"] == {"tp": 4, "pp": 2, "block_size": 32, "layout": "BHLNC"}
 
 
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("Llama-3.1-8B", "BHLNC"),
+        ("gemma-3-27b", "BLHNC"),
+        ("Qwen3-Next-80B-A3B", "BLHNC"),
+        ("DeepSeek-V3", "LBNHC"),
+    ],
+)
+def test_the_layout_is_the_connectors_unless_another_is_asked_for(capsys, model, layout):
+    said = json.loads(printed(capsys, model, "--json", "--to-layout", "LBNHC"))
+    assert (said["source"]["layout"], said["destination"]["layout"]) == (layout, "LBNHC")
+    said = json.loads(printed(capsys, model, "--json", "--layout", "LBNHC", "--to-layout", "auto"))
+    assert (said["source"]["layout"], said["destination"]["layout"]) == ("LBNHC", layout)
+
+
 def test_names_of_layouts_that_engines_use_are_understood(capsys, config):
     said = json.loads(printed(capsys, str(config), "--json", "--layout", "HND", "--to-layout", "nhd"))
     assert (said["source"]["layout"], said["destination"]["layout"]) == ("LBHNC", "LBNHC")
@@ -144,7 +168,7 @@ def test_the_table_is_listed_with_sources(capsys):
         (("./nowhere/config.json",), "cannot read nowhere/config.json: No such file or directory; give"),
         (("Llama-3.1-8B", "--tokens", "0"), "--tokens is 0; a prompt has at least 1"),
         (("Llama-3.1-8B", "--tokens", "-3"), "--tokens is -3"),
-        (("Llama-3.1-8B", "--layout", "BNLHC"), "layout 'BNLHC' is not known; choose one of LBNHC"),
+        (("Llama-3.1-8B", "--layout", "BNLHC"), "layout 'BNLHC' is not known; choose one of auto, LBNHC"),
         (("Llama-3.1-8B", "--to-layout", "x"), "layout 'x' is not known"),
         (("Llama-3.1-8B", "--tp", "3"), "8 heads on 3 tensor-parallel ranks: choose a size that divides 8"),
         (("Llama-3.1-8B", "--tp", "0"), "tp is 0, it must be at least 1"),
@@ -154,7 +178,10 @@ def test_the_table_is_listed_with_sources(capsys):
         (("Llama-3.1-8B", "--to-block-size", "0"), "block size is 0"),
         (("Llama-3.1-8B", "--dtype", "int2"), "element type 'int2' is not known"),
         (("Llama-3.1-8B", "--kv", "sideways"), "--kv sideways is not known; choose packed or apart"),
-        (("Llama-3.1-8B", "--strategy", "teleport"), "strategy 'teleport' is not known; choose one of direct"),
+        (
+            ("Llama-3.1-8B", "--strategy", "teleport"),
+            "strategy 'teleport' is not known; choose one of auto, direct",
+        ),
         (("Llama-3.1-8B", "--bandwidth", "0"), "bandwidth is 0.0 GB/s, it must be above 0"),
         (("Llama-3.1-8B", "--mtp"), "names no multi-token prediction layers"),
         (("Llama-3.1-8B", "--html", "/nowhere/x.html"), "cannot write /nowhere/x.html: No such file"),

@@ -17,7 +17,13 @@ DENSE = {
     "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 8,
     "num_key_value_heads": 4, "torch_dtype": "bfloat16",
 }  # fmt: skip
-WINDOWED = {**DENSE, "model_type": "gemma3_text", "num_hidden_layers": 6, "head_dim": 16, "sliding_window": 64}
+WINDOWED = {
+    **DENSE,
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 6,
+    "head_dim": 16,
+    "sliding_window": 64,
+}
 LATENT = {**DENSE, "model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64}
 HYBRID = {
     **DENSE, "model_type": "nemotron_h", "hybrid_override_pattern": "MM*-", "mamba_num_heads": 8,
@@ -136,7 +142,9 @@ def test_a_page_of_attention_holds_a_snapshot_unless_asked_otherwise():
     assert "hold a snapshot of state (18,304 bytes)" in why
     assert planned(HYBRID).notes == (why,)
     # At TP4 a rank has a head of attention and two of state, but the groups of B and C are copied.
-    assert block_tokens(reading, Side(4))[0] == 16 * -(-(3 * (2 * 32 + 2 * 16) * 2 + 2 * 32 * 16 * 4) // (16 * 64))
+    assert block_tokens(reading, Side(4))[0] == 16 * -(
+        -(3 * (2 * 32 + 2 * 16) * 2 + 2 * 32 * 16 * 4) // (16 * 64)
+    )
     assert block_tokens(reading, Side(block_tokens=32)) == (32, "")
 
 

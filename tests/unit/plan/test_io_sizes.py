@@ -36,7 +36,9 @@ def planned(model, tp, block, layout, *, separate=False):
     ).whole
 
 
-@pytest.mark.parametrize(("model", "tp", "block", "per_layer", "cross", "digits"), TABLE, ids=[r[0] for r in TABLE])
+@pytest.mark.parametrize(
+    ("model", "tp", "block", "per_layer", "cross", "digits"), TABLE, ids=[r[0] for r in TABLE]
+)
 def test_a_row_of_the_table_is_what_is_planned(model, tp, block, per_layer, cross, digits):
     assert planned(model, tp, block, "LBNHC", separate=True).run_bytes == per_layer
     for layout in ("BLHNC", "BHLNC"):

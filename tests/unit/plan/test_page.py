@@ -166,7 +166,11 @@ def test_a_run_is_cut_where_strips_end_and_skips_what_is_not_drawn():
 
 
 def test_parts_between_two_strips_are_joined():
-    parts = [(0, 0, Run(100, 1000, 4, 4, 4, 8)), (0, 0, Run(108, 1004, 4, 4, 4, 4)), (0, 1, Run(112, 2000, 4, 4, 4, 4))]
+    parts = [
+        (0, 0, Run(100, 1000, 4, 4, 4, 8)),
+        (0, 0, Run(108, 1004, 4, 4, 4, 4)),
+        (0, 1, Run(112, 2000, 4, 4, 4, 4)),
+    ]
     assert by_strip(parts) == [Run(100, 1000, 12, 8, 8, 8, 2), Run(112, 2000, 4, 4, 4, 4)]
 
 
