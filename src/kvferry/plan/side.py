@@ -1,8 +1,8 @@
 """The flags of one engine, to its shape.
 
 What is not given is what vLLM 0.32 would choose on a CUDA machine: blocks of 16 tokens, for models with
-recurrent state a block so large that an attention page holds a snapshot, and the layout that kvferry's connector
-asks it for.
+recurrent state a block so large that an attention page holds a snapshot, and the layout that kvferry's
+connector asks it for.
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ class Side:
     def __post_init__(self) -> None:
         known = _ALIASES.get(self.layout.upper(), self.layout.upper())
         if known not in LAYOUTS:
-            raise ConfigError(
-                f"layout {self.layout!r} is not known; choose one of {AUTO}, {', '.join(LAYOUTS)}, NHD, HND"
-            )
+            listed = ", ".join((AUTO, *LAYOUTS, *_ALIASES))
+            raise ConfigError(f"layout {self.layout!r} is not known; choose one of {listed}")
         object.__setattr__(self, "layout", known)
         for name, value in (("tp", self.tp), ("pp", self.pp), ("block size", self.block_tokens)):
             if value is not None and value < 1:
@@ -63,8 +62,8 @@ class Side:
 def layout_of(name: str, reading: ModelReading) -> str:
     """The layout of that name; for `AUTO`, what an engine with kvferry's connector has by itself.
 
-    That is blocks outermost, where vLLM can: MLA backends do not declare it, and keep vLLM's LBNHC; where layers
-    differ, heads cannot be outside of layers.
+    That is blocks outermost, where vLLM can: MLA backends do not declare it, and keep vLLM's LBNHC; where
+    layers differ, heads cannot be outside of layers.
     """
     if name.lower() != AUTO:
         return name

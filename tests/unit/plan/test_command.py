@@ -119,8 +119,8 @@ def test_every_key_of_the_json_is_documented():
 def test_flags_of_the_side_that_gets_it_follow_those_of_the_other(capsys, config):
     said = json.loads(
         printed(
-            capsys, str(config), "--json", "--tp", "2", "--pp", "2", "--block-size", "32", "--layout", "bhlnc",
-            "--to-tp", "4",
+            capsys, str(config), "--json", "--tp", "2", "--pp", "2", "--block-size", "32",
+            "--layout", "bhlnc", "--to-tp", "4",
         )
     )  # fmt: skip
     assert said["source"] == {"tp": 2, "pp": 2, "block_size": 32, "layout": "BHLNC"}

@@ -49,9 +49,9 @@ def test_a_row_of_the_table_is_what_is_planned(model, tp, block, per_layer, cros
 def test_the_row_that_does_not_follow_from_its_configuration():
     """Qwen3-8B: the table says 28 KB and 1.97 MB.
 
-    Its configuration has 36 layers with 8 KV heads of 128: 16 x 8 x 128 x 2 bytes are 32 KiB for K or V of a layer,
-    and 36 x 64 KiB are 2.25 MiB. 28 KiB and 1.97 MiB would be 7 KV heads, which no file says; both figures are 7/8
-    of the configuration's.
+    Its configuration has 36 layers with 8 KV heads of 128: 16 x 8 x 128 x 2 bytes are 32 KiB for K or V of a
+    layer, and 36 x 64 KiB are 2.25 MiB. Both figures are 7/8 of that, as if there were 7 KV heads, which
+    no file says.
     """
     assert planned("Qwen3-8B", 1, 16, "LBNHC", separate=True).run_bytes == 32 * KIB
     assert planned("Qwen3-8B", 1, 16, "BLHNC").block_run_bytes == 2.25 * MIB

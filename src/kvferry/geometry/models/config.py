@@ -64,8 +64,8 @@ class Config:
         value = self.get(*names)
         if value is None:
             raise ConfigError(
-                f"config.json{self._of_type} has no {_either(names)}, which decides the size of its KV cache; "
-                "add it to the file"
+                f"config.json{self._of_type} has no {_either(names)}, which decides the size of its KV "
+                "cache; add it to the file"
             )
         return whole(names[0], value, least)
 
