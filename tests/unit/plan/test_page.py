@@ -11,12 +11,13 @@ import pytest
 from kvferry.geometry.models import read_model
 from kvferry.plan.cost import Pricing, link
 from kvferry.plan.find import find_config
-from kvferry.plan.forecast import forecast, set_up
+from kvferry.plan.forecast import forecast
 from kvferry.plan.page import picture
 from kvferry.plan.page.place import WIDTH, Lane, place
 from kvferry.plan.page.runs import Run, by_strip, cut, runs_of
 from kvferry.plan.page.scene import MAX_RANKS, MAX_STRIPS, scene
 from kvferry.plan.page.strips import Strip, strips
+from kvferry.plan.setting import set_up
 from kvferry.plan.side import Side
 
 DENSE = {
