@@ -392,3 +392,19 @@ def poison(engine: Any) -> None:
     assert scheduler.kv_cache_manager.reset_prefix_cache()
     clears = scheduler.kv_cache_config.needs_kv_cache_zeroing
     pages.poison(_worker_half(engine), float("nan") if clears else 1e4)
+
+
+def kept(engine: Any) -> list[list[tuple[str, str, int, int]]]:
+    """By group, what every layer keeps: its name, kind, window or chunk, bytes of a token or snapshot."""
+    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, iter_layer_specs
+
+    core = engine.llm_engine.engine_core.engine_core
+    found = []
+    for group in core.scheduler.kv_cache_config.kv_cache_groups:
+        (spec,) = iter_layer_specs(group.kv_cache_spec)
+        state = hasattr(spec, "shapes")
+        size = spec.real_page_size_bytes // (1 if state else spec.block_size)
+        reach = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None) or 0
+        kind = get_kv_cache_spec_kind(group.kv_cache_spec).value
+        found.append([(name, kind, reach, size) for name in group.layer_names])
+    return found
