@@ -3,6 +3,7 @@
 KVFerryError
 ├── ConfigError            a setting that cannot be used; the message says which, why, and what to set
 ├── GeometryError          memory that cannot be described, or a description that contradicts itself
+├── SilentCopy             an operation on a view of a cache that would have gone on with a copy of it
 ├── Incompatible           two descriptions between which bytes cannot be moved; one sentence per difference
 ├── ProtocolError          a message of a peer that cannot be understood or is out of bounds
 ├── TransferError          bytes that could not be moved, or that cannot be trusted after they were
@@ -25,6 +26,10 @@ class ConfigError(KVFerryError):
 
 class GeometryError(KVFerryError):
     """Memory that cannot be described, or a description that contradicts itself."""
+
+
+class SilentCopy(KVFerryError):
+    """An operation on a view of a cache that would have gone on with a copy of it."""
 
 
 class Incompatible(KVFerryError):

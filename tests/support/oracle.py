@@ -16,7 +16,7 @@ from math import gcd
 import numpy as np
 
 from kvferry.geometry import Field, Group, GroupKind, Layer, RankGeometry
-from kvferry.planning.retile import Pieces
+from kvferry.planning.pieces import Pieces
 from kvferry.planning.select import Span
 
 Table = np.ndarray
@@ -89,8 +89,13 @@ def expect(
     spans: Sequence[Span],
     tables: Sequence[Table],
     before: np.ndarray,
+    *,
+    cleared: bool = False,
 ) -> Expected:
-    """What `dst` must hold; spans and tables by group of the destination."""
+    """What `dst` must hold; spans and tables by group of the destination.
+
+    `cleared`: blocks that are moved in part, and held nothing, hold zeros in the rest.
+    """
     (region,) = dst.regions
     value, must = before.copy(), np.zeros(len(before), bool)
     block_tokens = {
@@ -106,6 +111,10 @@ def expect(
                 index = (where - region.address)[moved]
                 value[index] = bytes_[moved]
                 must[(where - region.address)[wanted]] = True
+                if cleared and field.axis("token") and layer.page.block_tokens:
+                    left = _left_over(layer, needs, span.have, first, block_tokens[layer.name])
+                    value[(where - region.address)[left]] = 0
+                    must[(where - region.address)[left]] = True
     return Expected(before, value, must)
 
 
@@ -141,6 +150,14 @@ def _moved(
         wanted = np.isin(first, sorted(needed_blocks))
         return wanted, wanted
     return np.isin(first, sorted(needs)), np.isin(first, sorted(whole))
+
+
+def _left_over(layer: Layer, needs: set[int], have: int, first: np.ndarray, src_tokens: int) -> np.ndarray:
+    """Mask over elements: in a block of which something is moved, but not this, and that held nothing."""
+    size = layer.page.block_tokens
+    whole = cells_of(needs, src_tokens, size)
+    touched = {t // size for t in whole if t // size * size >= have}
+    return np.isin(first // size, sorted(touched)) & ~np.isin(first, sorted(whole))
 
 
 def _elements(

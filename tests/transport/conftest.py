@@ -43,7 +43,7 @@ class World:
         """The process that all tests share which do it no harm; holds this now, and nothing else."""
         return self._shared.become(_order(spec, families, tables, seed))
 
-    def reader(self, rank: RankGeometry, **options: int) -> Reader:
+    def reader(self, rank: RankGeometry, **options) -> Reader:
         reader = Reader(rank, f"D{next(_numbers)}.{os.getpid()}", **options)
         self._stack.callback(reader.end)
         return reader

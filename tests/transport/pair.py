@@ -23,6 +23,7 @@ from kvferry.transport.agent import Agent, ReadState
 from kvferry.transport.lease import LeaseWords, Ticket
 from kvferry.transport.messages import RankCard
 from kvferry.transport.peer import ReadOrder
+from kvferry.transport.settings import TransferSettings
 from kvferry.transport.thread import ReadResult, TransferThread
 from transport.memory import place
 from transport.producer import Produce
@@ -145,11 +146,17 @@ class Watched(Agent):
 class Reader:
     """One rank of the engine that reads, in this process."""
 
-    def __init__(self, made_up: RankGeometry, name: str, in_flight: int = 8) -> None:
+    def __init__(
+        self,
+        made_up: RankGeometry,
+        name: str,
+        in_flight: int = 8,
+        settings: TransferSettings | None = None,
+    ) -> None:
         self.rank, self.memory = place(made_up, 1000)
         self.before = self.memory.bytes.copy()
         self.agent: Watched
-        self.thread = TransferThread(name, self.rank, LeaseWords(1, 1), self._make_agent, in_flight)
+        self.thread = TransferThread(name, self.rank, LeaseWords(1, 1), settings, self._make_agent, in_flight)
         self._results: dict[str, ReadResult] = {}
 
     def _make_agent(self, name: str) -> Agent:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from kvferry.transport.lease import LeaseWords
-from kvferry.transport.messages import RankCard
 from kvferry.transport.thread import TransferThread
 from support.engines import EngineSpec, Family, ranks
 from support.oracle import fill
@@ -51,7 +50,7 @@ class Engine:
             thread = TransferThread(f"{order.name}/{number}", rank, words)
             self._memories.append(memory)
             self._threads.append(thread)
-            self.cards.append(RankCard(rank, thread.metadata, words.address, SLOTS, words.incarnation))
+            self.cards.append(thread.card)
 
     def end(self, slots: list[int]) -> None:
         for thread in self._threads:

@@ -8,6 +8,8 @@ import pytest
 
 from kvferry.geometry import GroupKind
 from kvferry.planning.select import Span
+from kvferry.planning.strategy import Strategy
+from kvferry.transport.settings import TransferSettings
 from support.engines import EngineSpec, Family, GroupSpec, Interior, Stored, ranks
 from support.oracle import expect
 from transport.memory import scattered_tables
@@ -78,8 +80,9 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("strategy", [None, *Strategy], ids=lambda s: s or "chosen")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_what_is_read_is_what_was_written(world, case):
+def test_what_is_read_is_what_was_written(world, case, strategy):
     span = Span(case.have, case.total, case.total)
     src_tables = scattered_tables(case.src, case.total, 1)
     dst_tables = scattered_tables(case.dst, case.total, 2)
@@ -87,15 +90,17 @@ def test_what_is_read_is_what_was_written(world, case):
     sources = ranks(case.src, case.families)
     assert len(producer.cards) == len(sources)
     for number, rank in enumerate(ranks(case.dst, case.families)):
-        reader = world.reader(rank)
+        reader = world.reader(rank, settings=TransferSettings(strategy, staging_bytes=8 << 20))
         reader.thread.connect("P", producer.cards)
         reader.submit(f"load {number}", "P", span, src_tables, dst_tables)
         result = reader.result(f"load {number}")
         assert result is not None, "no result"
         assert result.failure is None, result.failure
         spans = [span] * len(case.dst.groups)
-        expect(reader.rank, sources, spans, dst_tables, reader.before).check(reader.memory.bytes)
+        expected = expect(reader.rank, sources, spans, dst_tables, reader.before, cleared=True)
+        expected.check(reader.memory.bytes)
         assert sum(result.plan.bytes_by_group) == result.plan.tally.bytes > 0
+        assert strategy is None or set(result.plan.strategy_by_group) == {strategy}
 
 
 def test_several_reads_in_flight_do_not_disturb_each_other(world):

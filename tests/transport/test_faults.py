@@ -185,11 +185,14 @@ def test_a_read_that_the_transport_calls_failed_is_a_failure(world, reader, fail
 
 
 def test_a_read_that_cannot_be_given_back_costs_nothing_else(world, reader):
+    inside = reader.agent._nixl
+    given_back = inside.release_xfer_handle
+
     def release(handle):
-        Watched.release(reader.agent, handle)
+        given_back(handle)
         raise RuntimeError("of the transport's own making")
 
-    reader.agent.release = release
+    inside.release_xfer_handle = release
     well(world, reader)
     well(world, reader, "again")
 

@@ -12,14 +12,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import zmq
 
 from kvferry.bench.reader import Reader
 from kvferry.errors import TransferError
 from kvferry.geometry import Region
+from kvferry.planning.pieces import Int64s
 from kvferry.planning.request import Indices
-from kvferry.planning.retile import Int64s
+from kvferry.planning.strategy import Strategy
 from kvferry.transport.agent import Agent, ReadState
+from kvferry.transport.area import Area
 from kvferry.transport.peer import Peer, ReadOrder
+from kvferry.transport.settings import TransferSettings
 from kvferry.transport.thread import ReadResult
 
 LARGE_BYTES = 2 << 20
@@ -150,7 +154,10 @@ class RawReads:
         self._landing = landing
         region = Region(int(landing.ctypes.data), landing.nbytes)
         self._agent.register([*reader.pool.geometry.regions, region])
-        self._peer = Peer(self._agent, reader.pool.geometry, reader.cards, region)
+        ours, settings = reader.pool.geometry, TransferSettings(Strategy.DIRECT, staging_bytes=0)
+        self._context: zmq.Context[Any] = zmq.Context()
+        area = Area(0, ours.regions[0])
+        self._peer = Peer(self._agent, ours, reader.cards, region, area, self._context, settings)
         self._extra: list[Any] = []
 
     def same(self, tokens: int, src_table: Int64s, dst_table: Int64s) -> Lists:
@@ -161,7 +168,9 @@ class RawReads:
         )
         self._reader.acknowledge(wanted.key)
         (rank,) = plan.ranks
-        return Lists(rank.source.local, rank.source.remote, rank.indices, plan.tally.bytes)
+        lists = rank.source.lists
+        assert rank.direct is not None  # noqa: S101 - the strategy is pinned
+        return Lists(lists.local, lists.remote, rank.direct, plan.tally.bytes)
 
     def large(self, size: int) -> Lists:
         """Descriptors of 2 MiB over the same memory, about `size` bytes in all, shuffled on both sides."""
@@ -215,6 +224,7 @@ class RawReads:
         for handle in self._extra:
             self._agent.release_list(handle)
         self._peer.close()
+        self._context.destroy(linger=0)
         self._agent.close()
 
 

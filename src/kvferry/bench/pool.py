@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from kvferry.bench.shapes import Shape
 from kvferry.errors import ConfigError, TransferError
-from kvferry.planning.retile import Int64s
+from kvferry.planning.pieces import Int64s
 
 
 class Pool:

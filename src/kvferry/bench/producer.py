@@ -18,7 +18,7 @@ from kvferry.bench.shapes import Shape
 from kvferry.errors import KVFerryError
 from kvferry.transport.control_server import Card, ControlServer
 from kvferry.transport.lease import LeaseBook, LeaseWords, Ticket, new_incarnation
-from kvferry.transport.messages import Facts, Heartbeat, RankCard
+from kvferry.transport.messages import Facts, Heartbeat
 from kvferry.transport.thread import TransferThread
 
 LEASE_SLOTS = 1024
@@ -98,11 +98,8 @@ class _Producer:
         self._incarnation = new_incarnation()
         self._book = LeaseBook(self._incarnation, LEASE_SLOTS, LEASE_SECONDS, time.monotonic)
         self._thread = TransferThread(f"bench-producer/{self._incarnation:x}", pool.geometry, self._words)
-        card = RankCard(
-            pool.geometry, self._thread.metadata, self._words.address, LEASE_SLOTS, self._words.incarnation
-        )
         facts = Facts("bench-producer", self._incarnation, "kvferry bench", {})
-        self._server = ControlServer(_HOST, 0, Card(facts, (card,)))
+        self._server = ControlServer(_HOST, 0, Card(facts, (self._thread.card,)))
 
     def serve(self, pipe: Connection) -> None:
         """Answer until the pipe closes."""

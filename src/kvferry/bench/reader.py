@@ -13,7 +13,7 @@ from kvferry.bench.pool import Pool
 from kvferry.bench.shapes import Shape
 from kvferry.bench.steps import Steps, Wanted
 from kvferry.errors import TransferError
-from kvferry.planning.retile import Int64s
+from kvferry.planning.pieces import Int64s
 from kvferry.planning.select import Span
 from kvferry.planning.template import build_templates
 from kvferry.transport.control_client import ControlClient, Known, NotUsable

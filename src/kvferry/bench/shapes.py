@@ -12,7 +12,7 @@ import numpy as np
 
 from kvferry.errors import ConfigError
 from kvferry.geometry import Axis, Field, Group, GroupKind, Layer, PageFormat, RankGeometry, Region
-from kvferry.planning.retile import Int64s
+from kvferry.planning.pieces import Int64s
 
 ORDERS = ("scattered", "contiguous")
 

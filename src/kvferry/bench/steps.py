@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvferry.cache.loads import Loads
-from kvferry.planning.retile import Int64s
+from kvferry.planning.pieces import Int64s
 from kvferry.planning.select import Span
 from kvferry.transport.lease import Ticket
 from kvferry.transport.peer import ReadOrder

@@ -1,8 +1,8 @@
 """What a model keeps per layer, before any engine decides where.
 
 A `Stored` field is the same whoever serves the model: its name, its element, its heads and the rest of its
-axes. A `LayerStore` is all that one layer keeps, a `ModelCache` is the layers of a model. `layout` turns one of
-these and the decisions of an engine (parallel sizes, block size, memory layout) into the geometry of its ranks.
+axes. A `LayerStore` is all that one layer keeps, a `ModelCache` is the layers of a model. `layout` turns one
+of these and the decisions of an engine (parallel sizes, block size, memory layout) into its ranks' geometry.
 """
 
 from __future__ import annotations

@@ -7,13 +7,14 @@ exists before any request does; a request is then two arrays of indices. `as_ind
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.planning.retile import Pieces
+from kvferry.planning.pieces import Int64s, Pieces
 from kvferry.planning.select import Cells
 from kvferry.planning.template import Route
 
@@ -49,25 +50,56 @@ class Tally:
     largest_run: int
 
 
-def as_indices(route: Route, cells: Cells, src_base: int, dst_base: int) -> Indices:
-    """Indices into prepared lists that hold, from `src_base` and `dst_base`, every row for every block.
+@dataclass(frozen=True, slots=True, eq=False)
+class Ends:
+    """One side of some cells: where its entries are in a prepared list.
+
+    A list holds, from `base` on, every row of every phase, and of each row an entry per block or image.
+
+    Attributes:
+        ids: block or image of every cell, int64 of shape (n,).
+        count: entries per row.
+        base: where the list begins.
+    """
+
+    ids: Int64s
+    count: int
+    base: int
+
+
+def paired(rows: Sequence[int], phase: Int64s, src: Ends, dst: Ends) -> Indices:
+    """Entries of both sides for every row of every cell.
 
     Row-major: consecutive blocks of one row are neighbours, which is how memory lies when pages of a layer
     do. Phases follow one another.
+
+    Args:
+        rows: rows of a cell, by phase.
+        phase: of every cell, int64 of shape (n,).
+        src, dst: of the same cells.
     """
-    src, dst = [], []
+    found_src, found_dst = [np.zeros(0, np.int32)], [np.zeros(0, np.int32)]
     first = 0
-    for phase, rows in enumerate(route.phases):
-        row = np.arange(first, first + len(rows), dtype=np.int32)[:, None]
-        first += len(rows)
-        of_phase = slice(None) if len(route.phases) == 1 else cells.phase == phase
-        src_block = cells.src_block[of_phase].astype(np.int32)
-        dst_block = cells.dst_block[of_phase].astype(np.int32)
-        src.append((row * np.int32(route.src_blocks) + (src_block + np.int32(src_base))).reshape(-1))
-        dst.append((row * np.int32(route.dst_blocks) + (dst_block + np.int32(dst_base))).reshape(-1))
-    if len(src) == 1:
-        return Indices(src[0], dst[0])
-    return Indices(np.concatenate(src), np.concatenate(dst))
+    for number, count in enumerate(rows):
+        row = np.arange(first, first + count, dtype=np.int32)[:, None]
+        first += count
+        of_phase = slice(None) if len(rows) == 1 else phase == number
+        for found, ends in ((found_src, src), (found_dst, dst)):
+            ids = ends.ids[of_phase].astype(np.int32) + np.int32(ends.base)
+            found.append((row * np.int32(ends.count) + ids).reshape(-1))
+    if len(rows) == 1:
+        return Indices(found_src[1], found_dst[1])
+    return Indices(np.concatenate(found_src), np.concatenate(found_dst))
+
+
+def as_indices(route: Route, cells: Cells, src_base: int, dst_base: int) -> Indices:
+    """Entries of lists that hold, from `src_base` and `dst_base` on, every row of a route for every block."""
+    return paired(
+        [len(rows) for rows in route.phases],
+        cells.phase,
+        Ends(cells.src_block, route.src_blocks, src_base),
+        Ends(cells.dst_block, route.dst_blocks, dst_base),
+    )
 
 
 def as_addresses(route: Route, cells: Cells) -> Pieces:

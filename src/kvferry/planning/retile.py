@@ -1,8 +1,8 @@
-"""Two page formats to the pieces that move between them.
+"""Two page formats to the loops that move one into the other.
 
 Intersect what each field holds, cut tokens at the common divisor of the two block sizes (a *cell*), and
-list for every cell the stretches that are contiguous on both sides. This is resharding, changing layout and
-changing block size at once; none of them has code of its own.
+give for every cell the loops over what both sides hold. This is resharding, changing layout and changing
+block size at once; none of them has code of its own.
 
 The result is small (it is per page, not per block) and is computed once per pair of formats at handshake.
 """
@@ -12,37 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import gcd, lcm
-from typing import TypeAlias
-
-import numpy as np
-import numpy.typing as npt
 
 from kvferry.errors import Incompatible
 from kvferry.geometry.page import TOKEN, Axis, Field, PageFormat
-
-Int64s: TypeAlias = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Pieces:
-    """Stretches contiguous on both sides, relative to the start of a page on each.
-
-    Attributes:
-        src, dst: byte offsets, int64 of shape (n,).
-        length: bytes, int64 of shape (n,).
-    """
-
-    src: Int64s
-    dst: Int64s
-    length: Int64s
-
-    def __len__(self) -> int:
-        return len(self.src)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all pieces."""
-        return int(self.length.sum())
+from kvferry.planning.nest import Nest, fused, nests_of
+from kvferry.planning.pieces import Int64s
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +30,14 @@ class Retiled:
     Attributes:
         cell_tokens: tokens of a cell, 0 for a snapshot.
         src_cells, dst_cells: cells per block on each side.
-        phases: the pieces of a cell, by its index modulo the number of phases.
+        phases: the nests of a cell, by its index modulo the number of phases; offsets from the start of
+            the page on each side.
     """
 
     cell_tokens: int
     src_cells: int
     dst_cells: int
-    phases: tuple[Pieces, ...]
+    phases: tuple[tuple[Nest, ...], ...]
 
 
 MAX_PHASES = 1024
@@ -112,7 +87,7 @@ def differences(src: PageFormat, dst: PageFormat) -> list[str]:
 
 
 def retile(src: PageFormat, dst: PageFormat, fields: frozenset[str] | None = None) -> Retiled:
-    """The pieces of every cell that a page of `dst` can take from a page of `src`.
+    """The loops over what a page of `dst` can take from a page of `src`, cell by cell.
 
     Blocks of 4 tokens to blocks of 6, an element of 2 bytes per token: cells of 2 tokens, 6 phases of them.
 
@@ -122,17 +97,14 @@ def retile(src: PageFormat, dst: PageFormat, fields: frozenset[str] | None = Non
     >>> moved = retile(page(4), page(6))
     >>> moved.cell_tokens, moved.src_cells, moved.dst_cells
     (2, 2, 3)
-    >>> [(p.src.item(), p.dst.item(), p.length.item()) for p in moved.phases]
+    >>> [(nest.src, nest.dst, nest.run) for (nest,) in moved.phases]
     [(0, 0, 4), (4, 4, 4), (0, 8, 4), (4, 0, 4), (0, 4, 4), (4, 8, 4)]
 
     Args:
         src: format of the pages read.
         dst: format of the pages written.
         fields: names of the fields to move; None moves all. Fields whose held ranges do not meet give
-            no pieces.
-
-    Returns:
-        Pieces sorted by destination, neighbours on both sides merged.
+            nothing.
 
     Raises:
         Incompatible: the formats do not hold the same fields.
@@ -143,26 +115,24 @@ def retile(src: PageFormat, dst: PageFormat, fields: frozenset[str] | None = Non
     if fields is not None:
         pairs = [(a, b) for a, b in pairs if b.name in fields]
     if not dst.block_tokens:
-        return Retiled(0, 1, 1, (join([_field_pieces(a, b, None) for a, b in pairs]),))
+        return Retiled(0, 1, 1, (_nests(pairs, None),))
     cell = gcd(src.block_tokens, dst.block_tokens)
     src_cells, dst_cells = src.block_tokens // cell, dst.block_tokens // cell
-    phases = []
-    for c in range(_phases(src.block_tokens, dst.block_tokens)):
-        at = (c % src_cells * cell, c % dst_cells * cell, cell)
-        phases.append(join([_field_pieces(a, b, at) for a, b in pairs]))
-    return Retiled(cell, src_cells, dst_cells, tuple(phases))
+    phases = tuple(
+        _nests(pairs, (c % src_cells * cell, c % dst_cells * cell, cell))
+        for c in range(_phases(src.block_tokens, dst.block_tokens))
+    )
+    return Retiled(cell, src_cells, dst_cells, phases)
 
 
-def _field_pieces(src: Field, dst: Field, cell: tuple[int, int, int] | None) -> Pieces:
-    """One element per piece: every element both sides hold, of the tokens of one cell."""
-    src_offsets = np.array([src.offset], np.int64)
-    dst_offsets = np.array([dst.offset], np.int64)
-    src_axes = {axis.name: axis for axis in src.axes}
-    for axis in dst.axes:
-        src_axis, dst_axis = _common(src_axes[axis.name], axis, cell)
-        src_offsets = (src_offsets[:, None] + src_axis).reshape(-1)
-        dst_offsets = (dst_offsets[:, None] + dst_axis).reshape(-1)
-    return Pieces(src_offsets, dst_offsets, np.full(len(src_offsets), dst.item_bytes, np.int64))
+def _nests(pairs: Sequence[tuple[Field, Field]], cell: tuple[int, int, int] | None) -> tuple[Nest, ...]:
+    """Everything that both sides hold of some fields, of the tokens of one cell."""
+    found = list[Nest]()
+    for src, dst in pairs:
+        src_axes = {axis.name: axis for axis in src.axes}
+        axes = [_common(src_axes[axis.name], axis, cell) for axis in dst.axes]
+        found += nests_of(dst.item_bytes, src.offset, dst.offset, axes)
+    return fused(found)
 
 
 def _common(src: Axis, dst: Axis, cell: tuple[int, int, int] | None) -> tuple[Int64s, Int64s]:
@@ -175,40 +145,6 @@ def _common(src: Axis, dst: Axis, cell: tuple[int, int, int] | None) -> tuple[In
     return src.offsets()[low - src.start : high - src.start], dst.offsets()[
         low - dst.start : high - dst.start
     ]
-
-
-def join(parts: Sequence[Pieces]) -> Pieces:
-    """All parts as one, sorted by destination, neighbours on both sides merged."""
-    whole = concatenate(parts)
-    order = np.argsort(whole.dst, kind="stable")
-    return merge(whole.src[order], whole.dst[order], whole.length[order])
-
-
-def concatenate(parts: Sequence[Pieces]) -> Pieces:
-    """All parts as one, in their order."""
-    empty = np.zeros(0, np.int64)
-    return Pieces(
-        np.concatenate([empty, *(p.src for p in parts)]),
-        np.concatenate([empty, *(p.dst for p in parts)]),
-        np.concatenate([empty, *(p.length for p in parts)]),
-    )
-
-
-def merge(src: Int64s, dst: Int64s, length: Int64s) -> Pieces:
-    """Merge each piece into the one before it where it continues it on both sides.
-
-    >>> merged = merge(np.array([0, 8, 16]), np.array([0, 8, 32]), np.array([8, 8, 8]))
-    >>> merged.src.tolist(), merged.dst.tolist(), merged.length.tolist()
-    ([0, 16], [0, 32], [16, 8])
-
-    Args:
-        src, dst, length: int64 of shape (n,), in the order in which neighbours are looked for.
-    """
-    if len(src) == 0:
-        return Pieces(src, dst, length)
-    continues = (src[1:] == src[:-1] + length[:-1]) & (dst[1:] == dst[:-1] + length[:-1])
-    first = np.concatenate([[0], np.flatnonzero(~continues) + 1])
-    return Pieces(src[first], dst[first], np.add.reduceat(length, first))
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
-from kvferry.planning.retile import Int64s
+from kvferry.planning.pieces import Int64s
 from kvferry.planning.template import Route
 
 NULL_BLOCK = 0
@@ -77,6 +77,9 @@ class Cells:
     def __len__(self) -> int:
         return len(self.src_block)
 
+    def __getitem__(self, part: slice) -> Cells:
+        return Cells(self.src_block[part], self.dst_block[part], self.phase[part])
+
 
 def select_cells(
     route: Route, kind: GroupKind, reach: int, span: Span, src_table: Int64s, dst_table: Int64s
@@ -119,6 +122,28 @@ def select_cells(
                 f"tokens [{low}, {high}) need block {at[-1]} of the {side}'s table, which has {len(table)}"
             )
     return _cells(route, src_table[src_at], dst_table[dst_at], cells % len(route.phases))
+
+
+def uncovered(route: Route, kind: GroupKind, reach: int, span: Span, dst_table: Int64s) -> Int64s:
+    """Destination blocks that `select_cells` gives some cells of, but not all, and that hold nothing yet.
+
+    What is left in them is not loaded and not computed before it is attended to with weight 0, where a NaN of
+    whoever had the block before would still count.
+
+    Returns:
+        Ids, int64, at most two: blocks at both ends.
+    """
+    low, high = needed(kind, reach, span)
+    if low >= high or route.dst_cells == 1 or not route.cell_tokens:
+        return dst_table[:0]
+    first, last = low // route.cell_tokens, -(-high // route.cell_tokens)
+    block_tokens = route.cell_tokens * route.dst_cells
+    partial = {
+        b
+        for b, at in ((first // route.dst_cells, first), ((last - 1) // route.dst_cells, last))
+        if at % route.dst_cells
+    }
+    return dst_table[sorted(b for b in partial if b * block_tokens >= span.have)]
 
 
 def _cells(route: Route, src: Int64s, dst: Int64s, phase: Int64s) -> Cells:

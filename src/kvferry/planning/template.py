@@ -10,19 +10,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from kvferry.errors import Incompatible
 from kvferry.geometry import Field, GroupKind, Layer, PageFormat, RankGeometry
-from kvferry.planning.retile import Pieces, concatenate, differences, join, retile
+from kvferry.planning.nest import Nest, fused, spelled
+from kvferry.planning.pieces import Pieces, concatenate
+from kvferry.planning.retile import differences, retile
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Route:
     """Layers whose pages move alike from one source rank.
-
-    A *row* is a piece of one cell of one block, at its absolute address for block 0; block ``b`` has it
-    ``b * stride`` further on. Rows of all layers are one list, merged where they touch on both sides, so a
-    cross-layer cache that stores a block's layers side by side has one row.
 
     Attributes:
         src_group, dst_group: index of the group on each side, whose block tables apply.
@@ -31,7 +30,9 @@ class Route:
         src_cells, dst_cells: cells per block.
         src_stride, dst_stride: bytes between blocks.
         src_blocks, dst_blocks: blocks in each pool.
-        phases: rows of a cell by its index modulo the number of phases; offsets are absolute addresses.
+        nests: what a cell moves, by its index modulo the number of phases; absolute addresses for block 0,
+            block ``b`` is ``b * stride`` further on. Layers at regular distances are a loop, so a cross-layer
+            cache that stores a block's layers side by side has one nest, often of one run.
     """
 
     src_group: int
@@ -44,11 +45,26 @@ class Route:
     dst_stride: int
     src_blocks: int
     dst_blocks: int
-    phases: tuple[Pieces, ...]
+    nests: tuple[tuple[Nest, ...], ...]
 
     @property
+    def cell_bytes(self) -> int:
+        """Bytes of a cell; every cell of a route has as many."""
+        return sum(nest.bytes for nest in self.nests[0])
+
+    @property
+    def row_count(self) -> int:
+        """Upper bound of the number of `rows`, without spelling them out."""
+        return sum(nest.rows for phase in self.nests for nest in phase)
+
+    @cached_property
+    def phases(self) -> tuple[Pieces, ...]:
+        """The runs of a cell, spelled out; all layers' in one list, merged where they touch on both sides."""
+        return tuple(spelled(phase) for phase in self.nests)
+
+    @cached_property
     def rows(self) -> Pieces:
-        """Rows of all phases, one after the other; offsets are absolute addresses for block 0."""
+        """Rows of all phases, one after the other."""
         return concatenate(self.phases)
 
 
@@ -212,14 +228,13 @@ def _route(key: _RouteKey, layers: list[tuple[Layer, Layer]], src: RankGeometry,
         key.dst_stride,
         src.num_blocks,
         dst.num_blocks,
-        tuple(_rows(pieces, layers) for pieces in retiled.phases),
+        tuple(_placed(nests, layers) for nests in retiled.phases),
     )
 
 
-def _rows(pieces: Pieces, layers: list[tuple[Layer, Layer]]) -> Pieces:
-    """The pieces of every layer at absolute addresses, merged across layers."""
-    moved = [Pieces(pieces.src + a.address, pieces.dst + b.address, pieces.length) for a, b in layers]
-    return join(moved)
+def _placed(nests: Sequence[Nest], layers: Sequence[tuple[Layer, Layer]]) -> tuple[Nest, ...]:
+    """The nests of every layer at absolute addresses."""
+    return fused(nest.at(a.address, b.address) for a, b in layers for nest in nests)
 
 
 def kept_too_little(srcs: Sequence[RankGeometry], dst: RankGeometry) -> list[str]:

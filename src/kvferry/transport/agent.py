@@ -7,6 +7,7 @@ cannot cancel: bytes of a READ in flight still land after its handle was release
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from enum import Enum
@@ -18,6 +19,8 @@ import numpy.typing as npt
 from kvferry.errors import ConfigError, TransferError
 from kvferry.geometry import Region
 from kvferry.transport.progress import sleeping_agent
+
+logger = logging.getLogger(__name__)
 
 
 class ReadState(Enum):
@@ -114,12 +117,19 @@ class Agent:
         return ReadState(self._nixl.transfer(handle))
 
     def state(self, handle: Any) -> ReadState:
-        """Where a READ stands."""
-        return ReadState(self._nixl.check_xfer_state(handle))
+        """Where a READ stands; the transport's own exceptions end it."""
+        try:
+            return ReadState(self._nixl.check_xfer_state(handle))
+        except Exception as error:  # noqa: BLE001 - whatever it is, nothing more can be learned
+            logger.debug("transport error while polling: %s", error)
+            return ReadState.FAILED
 
     def release(self, handle: Any) -> None:
         """Give a finished READ back. Never one in flight."""
-        self._nixl.release_xfer_handle(handle)
+        try:
+            self._nixl.release_xfer_handle(handle)
+        except Exception as error:  # noqa: BLE001 - of a READ that is finished: nothing can land any more
+            logger.debug("transport error while giving a read back: %s", error)
 
     def release_list(self, handle: Any) -> None:
         """Give a prepared list back."""

@@ -65,6 +65,12 @@ class LeaseWords:
         """Address of slot 0."""
         return int(self.array.ctypes.data)
 
+    def extend(self, count: int) -> int:
+        """Add words that are no leases', before the array is registered; returns the first one's slot."""
+        first = len(self.array)
+        self.array = np.concatenate([self.array, np.full(count, self.incarnation << 32, np.uint64)])
+        return first
+
     def end(self, slots: Iterable[int]) -> None:
         """Raise the words of these slots: from here on no READ under their tickets is good."""
         for slot in slots:

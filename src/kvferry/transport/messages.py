@@ -22,7 +22,7 @@ import msgspec
 from kvferry.errors import GeometryError, ProtocolError
 from kvferry.geometry import RankGeometry
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_LEASES = 65_536
 MAX_WORDS = 1 << 20
@@ -75,14 +75,31 @@ class AskRanks(msgspec.Struct, frozen=True, tag="ask-ranks"):
     facts: Facts
 
 
+class Outgoing(msgspec.Struct, frozen=True):
+    """Where a worker gathers for its readers.
+
+    Attributes:
+        host, port: of its gather channel.
+        address, bytes: of the area that images are read from.
+        words: how many of the worker's words, the last ones, belong to the area.
+    """
+
+    host: str
+    port: Annotated[int, msgspec.Meta(ge=1, le=65_535)]
+    address: _Address
+    bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+    words: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORDS)]
+
+
 class RankCard(msgspec.Struct, frozen=True):
     """One worker of the producer.
 
     Attributes:
         geometry: where its pages lie.
         agent: its transport metadata.
-        words_address, words: its lease words: address of slot 0, number of slots.
+        words_address, words: its words: address of the first, how many; leases' come first.
         incarnation: the high half of its words.
+        outgoing: where it gathers, None if it does not.
     """
 
     geometry: RankGeometry
@@ -90,6 +107,12 @@ class RankCard(msgspec.Struct, frozen=True):
     words_address: _Address
     words: _Words
     incarnation: _HalfWord
+    outgoing: Outgoing | None = None
+
+    @property
+    def leases(self) -> int:
+        """How many of its words are leases'."""
+        return self.words - (self.outgoing.words if self.outgoing else 0)
 
 
 class Ranks(msgspec.Struct, frozen=True, tag="ranks"):

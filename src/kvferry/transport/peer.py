@@ -12,16 +12,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+import zmq
 
 from kvferry.errors import TransferError
 from kvferry.geometry import RankGeometry, Region
-from kvferry.planning.request import Indices, Tally, as_indices, tally
-from kvferry.planning.retile import Int64s
-from kvferry.planning.select import Span, select_cells
-from kvferry.planning.template import Template, build_templates
+from kvferry.planning.pieces import Int64s
+from kvferry.planning.request import Indices, Tally
+from kvferry.planning.select import Cells, Span, select_cells, uncovered
+from kvferry.planning.strategy import Strategy
+from kvferry.planning.template import Route, build_templates
 from kvferry.transport.agent import Agent
+from kvferry.transport.area import Area
+from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.lease import Ticket
 from kvferry.transport.messages import RankCard
+from kvferry.transport.packed import Lists
+from kvferry.transport.prepared import Preparation, PreparedRoute, PreparedWay
+from kvferry.transport.settings import TransferSettings
 
 WORD_BYTES = 8
 MAX_DESCRIPTORS = 1 << 26
@@ -52,11 +60,27 @@ class ReadOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedCells:
+    """Cells of one route that do not go direct."""
+
+    route: PreparedRoute
+    way: PreparedWay
+    cells: Cells
+
+
+@dataclass(frozen=True, slots=True)
 class RankRead:
-    """What one read takes from one rank of the peer."""
+    """What one read takes from one rank of the peer.
+
+    Attributes:
+        source: which rank.
+        direct: entries that are read as they are, None if there are none.
+        packed: everything else.
+    """
 
     source: SourceRank
-    indices: Indices
+    direct: Indices | None
+    packed: tuple[PackedCells, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +89,25 @@ class ReadPlan:
 
     Attributes:
         ranks: per rank of the peer that supplies anything.
+        clears: (route, blocks) that are written in part: the rest of what the route holds there is zeroed
+            before.
         bytes_by_group: useful bytes per group of ours.
+        strategy_by_group: how they travel; empty for a group of which nothing does.
         tally: totals.
         seconds: what planning took.
     """
 
     ranks: tuple[RankRead, ...]
+    clears: tuple[tuple[PreparedRoute, Int64s], ...]
     bytes_by_group: tuple[int, ...]
+    strategy_by_group: tuple[str, ...]
     tally: Tally
     seconds: float
+
+    def clear(self) -> None:
+        """Zero what would be left over in blocks that are written in part."""
+        for route, blocks in self.clears:
+            route.clearing.clear(torch.from_numpy(blocks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,37 +116,51 @@ class SourceRank:
 
     Attributes:
         agent: the transport's name for it.
-        template: what we read from it.
-        src_bases, dst_bases: per route, where its descriptors start in the lists.
-        local, remote: the prepared lists, None if nothing is ever read from it.
-        local_words, remote_words: prepared lists of lease words: our landing place, its words.
-        words: number of its lease words.
-        incarnation: the high half of them.
+        routes: what we read from it, in every way.
+        lists: the prepared lists.
+        client: asks it to gather; None if nothing is ever gathered.
+        leases: number of its lease words.
     """
 
     agent: str
-    template: Template
-    src_bases: tuple[int, ...]
-    dst_bases: tuple[int, ...]
-    local: Any
-    remote: Any
-    local_words: Any
-    remote_words: Any
-    words: int
-    incarnation: int
+    routes: tuple[PreparedRoute, ...]
+    lists: Lists
+    client: GatherClient | None
+    leases: int
+
+    @property
+    def incarnation(self) -> int:
+        """The high half of its words."""
+        return self.lists.incarnation
 
 
 class Peer:
-    """A peer that can be read from."""
+    """A peer that can be read from.
 
-    def __init__(self, agent: Agent, ours: RankGeometry, cards: Sequence[RankCard], landing: Region) -> None:
+    Attributes:
+        sources: its ranks.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        ours: RankGeometry,
+        cards: Sequence[RankCard],
+        words: Region,
+        landing: Area,
+        context: zmq.Context[Any],
+        settings: TransferSettings,
+    ) -> None:
         """Prepare all lists.
 
         Args:
             agent: the transport.
             ours: our rank.
             cards: all ranks of the peer.
-            landing: registered memory for lease words, as many words as reads may be in flight.
+            words: registered memory where words land.
+            landing: where images land.
+            context: of the sockets that ask for gathering.
+            settings: which strategies, at what cost.
 
         Raises:
             Incompatible: we cannot read from it.
@@ -120,17 +168,16 @@ class Peer:
         """
         if len(cards) > MAX_SOURCES:
             raise TransferError(f"the peer has {len(cards)} ranks, at most {MAX_SOURCES} can be read from")
-        self._ours = ours
+        self._ours, self._agent, self._settings = ours, agent, settings
         templates = build_templates([card.geometry for card in cards], ours)
+        prepare = _Preparing(agent, ours, words, landing, context, settings)
         self.sources = tuple(
-            _prepare(agent, ours, card, template, landing)
-            for card, template in zip(cards, templates, strict=True)
+            prepare.source(card, [*template.routes]) for card, template in zip(cards, templates, strict=True)
         )
         self.src_groups = len(cards[0].geometry.groups)
-        self._agent = agent
 
     def plan(self, order: ReadOrder) -> ReadPlan:
-        """The descriptors of a read.
+        """What is read for an order, and how.
 
         Raises:
             TransferError: the tables do not fit, or name blocks that do not exist.
@@ -138,33 +185,52 @@ class Peer:
         started = time.perf_counter()
         self._check(order)
         by_group = [0] * len(self._ours.groups)
+        strategies: list[dict[Strategy, None]] = [{} for _ in by_group]
         ranks, tallies = [], []
+        clears = list[tuple[PreparedRoute, Int64s]]()
         for source in self.sources:
-            parts = []
-            for route, src_base, dst_base in zip(
-                source.template.routes, source.src_bases, source.dst_bases, strict=True
-            ):
+            direct, packed = list[Indices](), list[PackedCells]()
+            for prepared in source.routes:
+                route = prepared.route
                 group = self._ours.groups[route.dst_group]
+                dst_table = order.dst_tables[route.dst_group]
                 cells = select_cells(
-                    route, group.kind, group.reach, order.span,
-                    order.src_tables[route.src_group], order.dst_tables[route.dst_group],
-                )  # fmt: skip
-                counted = tally(route, cells)
+                    route, group.kind, group.reach, order.span, order.src_tables[route.src_group], dst_table
+                )
+                if not len(cells):
+                    continue
+                way = prepared.chosen(len(cells), self._settings.costs, self._settings.strategy)
+                counted = prepared.tally(cells, way)
                 by_group[route.dst_group] += counted.bytes
+                strategies[route.dst_group][way.way.strategy] = None
                 tallies.append(counted)
-                if len(cells):
-                    parts.append(as_indices(route, cells, src_base, dst_base))
-            if parts:
-                ranks.append(RankRead(source, _joined(parts)))
-        return ReadPlan(tuple(ranks), tuple(by_group), _summed(tallies), time.perf_counter() - started)
+                if way.way.image is None:
+                    direct.append(prepared.direct_indices(cells))
+                else:
+                    packed.append(PackedCells(prepared, way, cells))
+                if len(left := uncovered(route, group.kind, group.reach, order.span, dst_table)):
+                    clears.append((prepared, left))
+            if direct or packed:
+                ranks.append(RankRead(source, _joined(direct), tuple(packed)))
+        return ReadPlan(
+            tuple(ranks),
+            tuple(clears),
+            tuple(by_group),
+            tuple("+".join(found) for found in strategies),
+            _summed(tallies),
+            time.perf_counter() - started,
+        )
 
     def close(self) -> None:
         """Give the lists back and forget the peer. Nothing may be in flight."""
         for source in self.sources:
-            for handle in (source.local, source.remote, source.local_words, source.remote_words):
+            lists = source.lists
+            for handle in (lists.local, lists.remote, lists.local_words, lists.remote_words):
                 if handle is not None:
                     self._agent.release_list(handle)
             self._agent.drop_peer(source.agent)
+            if source.client is not None:
+                source.client.close()
 
     def _check(self, order: ReadOrder) -> None:
         if len(order.src_tables) != self.src_groups or len(order.dst_tables) != len(self._ours.groups):
@@ -172,57 +238,54 @@ class Peer:
                 f"block tables for {len(order.src_tables)} and {len(order.dst_tables)} groups, "
                 f"the engines have {self.src_groups} and {len(self._ours.groups)}"
             )
-        fewest = min(source.words for source in self.sources)
+        fewest = min(source.leases for source in self.sources)
         if not 0 <= order.ticket.slot < fewest:
             raise TransferError(f"lease slot {order.ticket.slot} does not exist, the peer has {fewest}")
 
 
-def _prepare(
-    agent: Agent, ours: RankGeometry, card: RankCard, template: Template, landing: Region
-) -> SourceRank:
-    name = agent.add_peer(card.agent)
-    words = Region(card.words_address, card.words * WORD_BYTES)
-    src_rows, dst_rows, src_bases, dst_bases = [], [], [], []
-    src_at = dst_at = 0
-    for route in template.routes:
-        rows = route.rows
-        src_bases.append(src_at)
-        dst_bases.append(dst_at)
-        src_at += len(rows) * route.src_blocks
-        dst_at += len(rows) * route.dst_blocks
-        src_rows.append(_table(rows.src, rows.length, route.src_stride, route.src_blocks))
-        dst_rows.append(_table(rows.dst, rows.length, route.dst_stride, route.dst_blocks))
-    if max(src_at, dst_at) > MAX_DESCRIPTORS:
-        raise TransferError(
-            f"{max(src_at, dst_at)} descriptors would be prepared, at most {MAX_DESCRIPTORS} may be"
+@dataclass(frozen=True, slots=True)
+class _Preparing:
+    """What preparing a rank of a peer needs besides its card and template."""
+
+    agent: Agent
+    ours: RankGeometry
+    words: Region
+    landing: Area
+    context: zmq.Context[Any]
+    settings: TransferSettings
+
+    def source(self, card: RankCard, routes: Sequence[Route]) -> SourceRank:
+        agent, preparation = self.agent, Preparation(self.ours, self.landing, card, self.settings.costs)
+        for route in routes:
+            preparation.add(route)
+        src, dst = preparation.src, preparation.dst
+        if max(src.entries, dst.entries) > MAX_DESCRIPTORS:
+            raise TransferError(
+                f"{max(src.entries, dst.entries)} descriptors would be prepared, at most {MAX_DESCRIPTORS}"
+            )
+        name = agent.add_peer(card.agent)
+        there = Region(card.words_address, card.words * WORD_BYTES)
+        lists = Lists(
+            agent.prepare(None, self.ours.regions[0], dst.table()) if dst.entries else None,
+            agent.prepare(name, card.geometry.regions[0], src.table()) if src.entries else None,
+            agent.prepare(None, self.words, _word_rows(self.words)),
+            agent.prepare(name, there, _word_rows(there)),
+            card.incarnation,
         )
-    return SourceRank(
-        name,
-        template,
-        tuple(src_bases),
-        tuple(dst_bases),
-        agent.prepare(None, ours.regions[0], np.concatenate(dst_rows)) if dst_rows else None,
-        agent.prepare(name, card.geometry.regions[0], np.concatenate(src_rows)) if src_rows else None,
-        agent.prepare(None, landing, _word_rows(landing)),
-        agent.prepare(name, words, _word_rows(words)),
-        card.words,
-        card.incarnation,
-    )
-
-
-def _table(address: Int64s, length: Int64s, stride: int, count: int) -> Int64s:
-    table = np.empty((len(address), 4), np.int64)
-    table[:, 0], table[:, 1], table[:, 2], table[:, 3] = address, length, stride, count
-    return table
+        client = None
+        if preparation.gathers and card.outgoing is not None:
+            there_host, port = card.outgoing.host, card.outgoing.port
+            client = GatherClient(self.context, there_host, port, preparation.gathers, self.settings.keys)
+        return SourceRank(name, tuple(preparation.routes), lists, client, card.leases)
 
 
 def _word_rows(region: Region) -> Int64s:
     return np.array([[region.address, WORD_BYTES, WORD_BYTES, region.length // WORD_BYTES]], np.int64)
 
 
-def _joined(parts: Sequence[Indices]) -> Indices:
-    if len(parts) == 1:
-        return parts[0]
+def _joined(parts: Sequence[Indices]) -> Indices | None:
+    if len(parts) < 2:
+        return parts[0] if parts else None
     return Indices(np.concatenate([p.src for p in parts]), np.concatenate([p.dst for p in parts]))
 
 

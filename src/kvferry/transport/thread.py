@@ -9,6 +9,8 @@ may take as long as its READ, planning a long prompt takes milliseconds, prepari
                  │          └─error─┐        └─changed─┐
                  └──────────────────┴───────────────────┴─▶ failed
 
+What goes direct is one READ per rank of the peer; what goes packed is moved on chunk by chunk (`packed`).
+
 Every order gets exactly one result, and gets it when nothing of it is in flight any more: until then the
     memory belongs to the transfer.
 """
@@ -24,17 +26,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import zmq
 
 from kvferry.errors import KVFerryError
 from kvferry.geometry import RankGeometry, Region
 from kvferry.transport.agent import Agent, ReadState
+from kvferry.transport.area import Area
+from kvferry.transport.gather_server import GatherServer
 from kvferry.transport.lease import LeaseWords
-from kvferry.transport.messages import RankCard
+from kvferry.transport.messages import Outgoing, RankCard
+from kvferry.transport.packed import Bench, PackedRead
 from kvferry.transport.peer import MAX_SOURCES, Peer, ReadOrder, ReadPlan
+from kvferry.transport.settings import TransferSettings
 
 logger = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 256
+MAX_CHUNKS = 4096
+"""Chunks of all reads whose words are being read."""
+
 _SHORTEST_NAP, _LONGEST_NAP = 20e-6, 1e-3
 
 
@@ -65,6 +75,7 @@ class _Read:
     landing: int
     plan: ReadPlan
     handles: list[Any] = field(default_factory=list)
+    packed: list[PackedRead] = field(default_factory=list)
     words: bool = False
     failure: str | None = None
     started: float = 0.0
@@ -75,7 +86,6 @@ class TransferThread:
     """Owns the agent; see the module.
 
     Attributes:
-        metadata: what a peer needs to read from us.
         words: our lease words.
     """
 
@@ -84,6 +94,7 @@ class TransferThread:
         name: str,
         geometry: RankGeometry,
         words: LeaseWords,
+        settings: TransferSettings | None = None,
         make_agent: Callable[[str], Agent] = Agent,
         in_flight: int = MAX_IN_FLIGHT,
     ) -> None:
@@ -92,7 +103,8 @@ class TransferThread:
         Args:
             name: the agent's name, unique among all engines' ranks.
             geometry: our rank.
-            words: our lease words.
+            words: our lease words; words for what is gathered are added to them.
+            settings: strategies, costs, staging memory.
             make_agent: called in the thread.
             in_flight: how many reads may be in flight; more wait their turn.
 
@@ -100,11 +112,21 @@ class TransferThread:
             ConfigError: NIXL cannot be used, or the memory cannot be registered.
         """
         self.words = words
-        self.metadata = b""
+        self._settings = settings or TransferSettings()
+        self._metadata = b""
         self._geometry = geometry
-        self._landing = np.zeros(in_flight * MAX_SOURCES, np.uint64)
+        self._landing = np.zeros(in_flight * MAX_SOURCES + MAX_CHUNKS, np.uint64)
         self._landing_region = Region(int(self._landing.ctypes.data), self._landing.nbytes)
         self._free_landings = list(range(0, in_flight * MAX_SOURCES, MAX_SOURCES))
+        like = geometry.regions[0]
+        self._images, outgoing = (Area(self._settings.staging_bytes, like) for _ in range(2))
+        self._outgoing = outgoing
+        first_word = words.extend(outgoing.units)
+        self._gatherer: GatherServer | None = None
+        if outgoing.units:
+            self._gatherer = GatherServer(
+                self._settings.host, geometry, outgoing, words, first_word, self._settings.keys
+            )
         self._orders: deque[ReadOrder] = deque()
         self._connects: deque[tuple[str, tuple[RankCard, ...]]] = deque()
         self._results: deque[ReadResult] = deque()
@@ -120,7 +142,26 @@ class TransferThread:
         self._thread.start()
         ready.wait()
         if self._fault is not None:
+            self._close_gatherer()
             raise self._fault
+
+    @property
+    def card(self) -> RankCard:
+        """What a peer needs to read from us."""
+        outgoing = None
+        if self._gatherer is not None:
+            region = self._outgoing.region
+            outgoing = Outgoing(
+                self._settings.advertise_host,
+                self._gatherer.port,
+                region.address,
+                region.length,
+                self._outgoing.units,
+            )
+        words = self.words
+        return RankCard(
+            self._geometry, self._metadata, words.address, len(words.array), words.incarnation, outgoing
+        )
 
     # -- the engine's thread ------------------------------------------------------------------------------
 
@@ -145,11 +186,17 @@ class TransferThread:
         """End the thread once nothing is in flight, or leave it behind if that takes too long."""
         self._stop = True
         self._wake.set()
+        self._close_gatherer()
         self._thread.join(patience_seconds)
         if self._thread.is_alive():
             logger.warning(
                 "transfer thread: reads are still in flight after %g s, left behind", patience_seconds
             )
+
+    def _close_gatherer(self) -> None:
+        if self._gatherer is not None:
+            self._gatherer.close()
+            self._gatherer = None
 
     # -- the thread ---------------------------------------------------------------------------------------
 
@@ -157,13 +204,22 @@ class TransferThread:
         try:
             agent = make_agent(name)
             words = Region(self.words.address, self.words.array.nbytes)
-            agent.register([*self._geometry.regions, words, self._landing_region])
-            self.metadata = agent.metadata()
+            staging = [area.region for area in (self._images, self._outgoing) if area.units]
+            agent.register([*self._geometry.regions, *staging, words, self._landing_region])
+            self._metadata = agent.metadata()
         except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
             self._fault = error
             return
         finally:
             ready.set()
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._bench = Bench(
+            agent,
+            self._images,
+            "cpu" if self._images.region.memory == "DRAM" else f"cuda:{self._images.region.device}",
+            self._landing,
+            list(range(len(self._landing) - MAX_CHUNKS, len(self._landing))),
+        )
         nap = _SHORTEST_NAP
         while not (self._stop and not self._reads):
             busy = self._take_orders(agent)
@@ -171,7 +227,7 @@ class TransferThread:
             if busy:
                 nap = _SHORTEST_NAP
             elif self._reads:
-                time.sleep(nap)
+                self._pause(nap)
                 nap = min(nap * 2, _LONGEST_NAP)
             else:
                 self._wake.wait()
@@ -192,7 +248,15 @@ class TransferThread:
         if isinstance(self._peers.get(name), Peer):
             return
         try:
-            self._peers[name] = Peer(agent, self._geometry, cards, self._landing_region)
+            self._peers[name] = Peer(
+                agent,
+                self._geometry,
+                cards,
+                self._landing_region,
+                self._images,
+                self._context,
+                self._settings,
+            )
         except Exception as error:  # noqa: BLE001 - a bad peer costs that peer, nothing else
             _log_unexpected(error)
             self._peers[name] = f"peer {name} cannot be read from: {error}"
@@ -210,8 +274,17 @@ class TransferThread:
             return
         read = _Read(order, self._free_landings.pop(), plan, started=time.perf_counter())
         self._reads.append(read)
+        plan.clear()
         for rank in plan.ranks:
-            self._post(agent, read, rank.source.local, rank.indices.dst, rank.source.remote, rank.indices.src)
+            lists = rank.source.lists
+            read.packed += [
+                PackedRead(
+                    self._bench, lists, rank.source.client, part.route, part.way, part.cells, order.ticket
+                )
+                for part in rank.packed
+            ]
+            if rank.direct is not None:
+                self._post(agent, read, lists.local, rank.direct.dst, lists.remote, rank.direct.src)
 
     def _post(self, agent: Agent, read: _Read, local: Any, here: Any, remote: Any, there: Any) -> None:
         if read.failure is not None:
@@ -223,39 +296,44 @@ class TransferThread:
         except Exception as error:  # noqa: BLE001 - the transport's own exceptions
             read.failure = f"the transport refused the read: {error}"
 
+    def _pause(self, nap: float) -> None:
+        """Sleep, but wake when a source that was asked to gather answers."""
+        clients = [
+            rank.source.client.socket
+            for read in self._reads
+            if any(packed.waits_for_source for packed in read.packed)
+            for rank in read.plan.ranks
+            if rank.source.client is not None and rank.source.client.waiting
+        ]
+        if clients:
+            zmq.select(clients, [], [], _LONGEST_NAP)
+        else:
+            time.sleep(nap)
+
     def _progress(self, agent: Agent) -> bool:
         """Move every read on; True if any moved."""
         moved = False
         for read in list(self._reads):
-            states = [self._state(agent, handle) for handle in read.handles]
-            if ReadState.IN_FLIGHT in states:
+            for packed in read.packed:
+                if read.failure is not None:
+                    packed.abandon(read.failure)
+                moved |= packed.advance()
+                read.failure = read.failure or packed.failure
+            states = [agent.state(handle) for handle in read.handles]
+            if ReadState.IN_FLIGHT in states or not all(packed.finished for packed in read.packed):
                 continue
             moved = True
             if ReadState.FAILED in states:
                 read.failure = read.failure or "the transport failed while reading"
             for handle in read.handles:
-                self._release(agent, handle)
+                agent.release(handle)
             read.handles.clear()
+            read.packed.clear()
             if read.failure is None and not read.words:
                 self._read_words(agent, read)
             else:
                 self._end(read)
         return moved
-
-    @staticmethod
-    def _release(agent: Agent, handle: Any) -> None:
-        try:
-            agent.release(handle)
-        except Exception as error:  # noqa: BLE001 - of a READ that is finished: nothing can land any more
-            logger.debug("transport error while giving a read back: %s", error)
-
-    @staticmethod
-    def _state(agent: Agent, handle: Any) -> ReadState:
-        try:
-            return agent.state(handle)
-        except Exception as error:  # noqa: BLE001 - the transport's own exceptions end the handle
-            logger.debug("transport error while polling: %s", error)
-            return ReadState.FAILED
 
     def _read_words(self, agent: Agent, read: _Read) -> None:
         """Ask every rank that was read from for its lease word, now that the data is there."""
@@ -264,7 +342,9 @@ class TransferThread:
         for number, rank in enumerate(read.plan.ranks):
             here = np.array([read.landing + number], np.int32)
             self._landing[here] = ~np.uint64(read.order.ticket.word(rank.source.incarnation))
-            self._post(agent, read, rank.source.local_words, here, rank.source.remote_words, there)
+            self._post(
+                agent, read, rank.source.lists.local_words, here, rank.source.lists.remote_words, there
+            )
 
     def _end(self, read: _Read) -> None:
         now = time.perf_counter()
@@ -283,6 +363,7 @@ class TransferThread:
             if isinstance(peer, Peer):
                 peer.close()
         agent.close()
+        self._context.destroy(linger=0)
 
 
 def _log_unexpected(error: Exception) -> None:

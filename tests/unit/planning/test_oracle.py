@@ -1,20 +1,35 @@
-"""The planner against a brute-force mover, over any two engines that can be described."""
+"""The planner against a brute-force mover, over any two engines that can be described, every way there is."""
 
 import numpy as np
-from hypothesis import event, given
+from hypothesis import event, given, settings, strategies as st
 
 from kvferry.geometry import RankGeometry
+from kvferry.planning.pieces import merge
 from kvferry.planning.request import Tally, as_addresses, as_indices, tally
-from kvferry.planning.retile import merge
 from kvferry.planning.select import Cells, select_cells
+from kvferry.planning.strategy import Costs, Strategy, Way, ways
 from kvferry.planning.template import Route, Template, build_templates
 from support.engines import ranks
 from support.oracle import Memory, copy, expect, fill
+from support.packed import move
+from support.ready import source_of
 from support.strategies import Transfer, transfers
 
+GAPS = st.sampled_from((0, 5, 64, 1 << 20))
+"""Bytes that are read along; the widest joins a whole rank's memory into one stretch."""
 
-@given(transfers())
-def test_every_destination_byte_is_the_right_one_or_untouched(transfer: Transfer):
+
+@settings(max_examples=5 * settings.get_profile("ci").max_examples)
+@given(transfers(), st.sampled_from(("direct", "over-read", "staged", "staged, landed")), GAPS)
+def test_every_destination_byte_is_the_right_one_or_untouched(transfer: Transfer, how: str, gap: int):
+    try:
+        check_bytes(transfer, how, gap)
+    except BaseException as error:
+        error.add_note(f"\ndef test_this_case():\n    check_bytes({source_of(transfer)}, {how!r}, {gap})\n")
+        raise
+
+
+def check_bytes(transfer: Transfer, how: str, gap: int) -> None:
     sources, destinations = engines(transfer)
     memories = [Memory.of(rank, seed) for seed, rank in enumerate(sources)]
     for rank, memory in zip(sources, memories, strict=True):
@@ -27,10 +42,24 @@ def test_every_destination_byte_is_the_right_one_or_untouched(transfer: Transfer
         writes = np.zeros(len(memory.bytes), np.int64)
         for source, template in enumerate(build_templates(sources, rank)):
             for route in template.routes:
-                copy(as_addresses(route, cells_of(transfer, route)), memories[source], memory, writes)
+                cells = cells_of(transfer, route)
+                if how == "direct":
+                    copy(as_addresses(route, cells), memories[source], memory, writes)
+                else:
+                    move(route, way_of(route, how, gap), cells, memories[source], memory, writes)
         expected.check(memory.bytes)
         assert writes.max(initial=0) <= 1, "a byte was read from two places"
         event("moves something" if writes.any() else "moves nothing")
+
+
+def way_of(route: Route, how: str, gap: int) -> Way:
+    costs = Costs(read_descriptor_seconds=gap * 1e-9, read_byte_seconds=1e-9)
+    for way in ways(route, costs, 1 << 30):
+        wanted = Strategy.OVER_READ if how == "over-read" else Strategy.STAGED
+        if way.strategy is wanted and (way.landing is not None) == how.endswith("landed"):
+            event(how)
+            return way
+    raise AssertionError(f"no way that is {how}")
 
 
 @given(transfers())

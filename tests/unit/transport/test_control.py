@@ -14,7 +14,7 @@ from kvferry.errors import ConfigError, Incompatible
 from kvferry.transport import control_client, security
 from kvferry.transport.control_client import ControlClient, Known, Looking, NotUsable
 from kvferry.transport.control_server import Card, ControlServer
-from kvferry.transport.messages import Accepted, AskRanks, Hello, Ranks, Refused, encode
+from kvferry.transport.messages import PROTOCOL, Accepted, AskRanks, Hello, Ranks, Refused, encode
 from transport.cards import cards, facts
 
 HOST = "127.0.0.1"
@@ -144,14 +144,14 @@ def test_another_protocol_is_refused_in_words(ends):
     raw.send(encode(Hello(99, facts("D"))))
     assert raw.poll(5000)
     refused = msgspec.msgpack.decode(raw.recv(), type=Refused)
-    assert refused.differences == ["protocol 1 there, 99 here; use the same kvferry"]
+    assert refused.differences == [f"protocol {PROTOCOL} there, 99 here; use the same kvferry"]
 
 
 def test_whoever_is_refused_does_not_see_transport_metadata(ends):
     server = ends.server()
     raw = ends.raw(server.port)
     for first_word in (Hello, AskRanks):
-        raw.send(encode(first_word(1, facts("D", weights="others"))))
+        raw.send(encode(first_word(PROTOCOL, facts("D", weights="others"))))
         assert raw.poll(5000)
         refused = msgspec.msgpack.decode(raw.recv(), type=Refused)
         assert refused.differences == ["weights: abc there, others here"]
@@ -230,8 +230,8 @@ def test_what_is_forgotten_is_asked_anew(ends):
 def test_garbage_costs_the_server_nothing_and_is_counted(ends):
     server = ends.server()
     raw = ends.raw(server.port)
-    junk = [b"", b"\x00", b"\xff" * 1000, b"\x81\xa4type\xa7unknown", encode(Hello(1, facts()))[:-3]]
-    junk.append(encode(Hello(1, facts("x"))).replace(b"\xa1x", b"\xa1\x80"))
+    junk = [b"", b"\x00", b"\xff" * 1000, b"\x81\xa4type\xa7unknown", encode(Hello(PROTOCOL, facts()))[:-3]]
+    junk.append(encode(Hello(PROTOCOL, facts("x"))).replace(b"\xa1x", b"\xa1\x80"))
     for message in junk:
         raw.send(message)
     raw.send_multipart([b"too", b"many", b"frames"])
@@ -249,7 +249,7 @@ def test_garbage_costs_the_server_nothing_and_is_counted(ends):
         [encode(Accepted(facts())), encode(Ranks([]))],
         [encode(Accepted(facts())), encode(Ranks(list(cards())))[:-1]],
         [encode(Accepted(facts("x"))).replace(b"\xa1x", b"\xa1\x80")],
-        [encode(Hello(1, facts()))],
+        [encode(Hello(PROTOCOL, facts()))],
     ],
     ids=["empty", "random", "ranks first", "no ranks", "cut short", "not UTF-8", "a request"],
 )
@@ -415,7 +415,7 @@ def test_who_only_knows_the_public_key_gets_nothing(ends, keys):
     raw.curve_publickey, raw.curve_secretkey = zmq.curve_keypair()
     raw.curve_serverkey = right.public
     raw.connect(f"tcp://{HOST}:{server.port}")
-    raw.send(encode(Hello(1, facts())))
+    raw.send(encode(Hello(PROTOCOL, facts())))
     assert not raw.poll(500)
     raw.close()
     assert server.rejected == 0, "it did not get as far as a message"

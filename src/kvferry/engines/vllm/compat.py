@@ -21,6 +21,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.utils.network_utils import get_ip
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 from vllm.v1.kv_cache_interface import (
@@ -55,11 +57,13 @@ __all__ = [
     "SupportsHMA",
     "VllmConfig",
     "attention_layer",
+    "conv_channels_first",
     "current_config",
     "declared_layouts",
     "finished_whole",
     "kind_of",
     "layers_are_alike",
+    "node_address",
     "operators_layout",
     "ranks",
     "reach_of",
@@ -153,6 +157,11 @@ def attention_layer(vllm_config: VllmConfig, name: str) -> Any:
     return vllm_config.compilation_config.static_forward_context[name]
 
 
+def conv_channels_first() -> bool:
+    """Convolution states are (channels, window), rather than (window, channels)."""
+    return bool(is_conv_state_dim_first())
+
+
 def finished_whole(request: Any) -> bool:
     """The request ended by itself: everything it was to compute has been computed."""
     return request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
@@ -174,6 +183,11 @@ def trim_prompt(request: Any, hash_block_tokens: int | None) -> bool:
     if hash_block_tokens:
         del request.block_hashes[request.num_prompt_tokens // hash_block_tokens :]
     return True
+
+
+def node_address() -> str:
+    """Address of this machine among the engine's own: ``VLLM_HOST_IP``, or that of the default route."""
+    return str(get_ip())
 
 
 # -- layouts ----------------------------------------------------------------------------------------------

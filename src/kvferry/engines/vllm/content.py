@@ -159,18 +159,6 @@ def page_of_attention(
     )  # fmt: skip
 
 
-def page_of_state(spec: Any, tensor: torch.Tensor, shard: Shard) -> PageFormat:
-    """A snapshot of recurrent state: opaque bytes, the same shapes and kind on both sides."""
-    kind = getattr(spec.mamba_type, "name", str(spec.mamba_type))
-    dtypes = [str(dtype).removeprefix("torch.") for dtype in spec.dtypes]
-    shapes = " ".join(f"{tuple(shape)}:{dtype}" for shape, dtype in zip(spec.shapes, dtypes, strict=True))
-    ranks = 1 if spec.tp_replicated else shard.ranks
-    return opaque_page(
-        f"{kind} {shapes} on {tensor.device.type}", 0, spec.state_content_size_bytes,
-        shard.rank if ranks > 1 else 0, ranks,
-    )  # fmt: skip
-
-
 def _dense_bytes(tensor: torch.Tensor, num_blocks: int) -> int:
     """Bytes of a manager block's page, which must be one stretch of memory."""
     ratio = tensor.shape[0] // num_blocks

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from kvferry.engines.vllm import compat
-from kvferry.engines.vllm.content import Shard, page_of_attention, page_of_state
+from kvferry.engines.vllm.content import Shard, page_of_attention
+from kvferry.engines.vllm.state import Rank, page_of_state
 from kvferry.errors import ConfigError
 from kvferry.geometry import Group, GroupKind, Layer, RankGeometry, Region
 
@@ -91,10 +92,11 @@ def _layer(
         )
     stride = tensor.stride(0) * tensor.element_size() * (tensor.shape[0] // blocks)
     size = vllm_config.parallel_config.tensor_parallel_size
+    layer = compat.attention_layer(vllm_config, name)
     if kind_of(group) is GroupKind.STATE:
-        page = page_of_state(spec, tensor, Shard(tp_rank, size, 0, 1))
+        rank = Rank(tp_rank, size, compat.conv_channels_first())
+        page = page_of_state(layer, name, spec, tensor.device.type, rank)
     else:
-        layer = compat.attention_layer(vllm_config, name)
         page = page_of_attention(layer, name, spec, tensor, blocks, _heads(vllm_config, spec, tp_rank))
     return Layer(name, tensor.data_ptr(), stride, page)
 

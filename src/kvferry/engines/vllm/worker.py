@@ -13,17 +13,19 @@ import numpy as np
 
 from kvferry.cache.loads import Loads
 from kvferry.engines.vllm import compat, layout
-from kvferry.engines.vllm.config import read_settings
+from kvferry.engines.vllm.config import ConnectorConfig, read_settings
 from kvferry.engines.vllm.geometry import describe_cache
 from kvferry.engines.vllm.host_buffer import CopyBlocks, HostBuffer
 from kvferry.engines.vllm.meta import BlockIds, LoadOrder, Report, SchedulerMeta, WorkerCard, WorkerMeta
 from kvferry.engines.vllm.producer import LEASE_SLOTS
 from kvferry.geometry import RankGeometry
-from kvferry.planning.retile import Int64s
+from kvferry.planning.pieces import Int64s
 from kvferry.planning.select import Span, blocks_needed
+from kvferry.planning.strategy import Costs, Strategy
+from kvferry.transport import security
 from kvferry.transport.lease import LeaseWords, new_incarnation
-from kvferry.transport.messages import RankCard
 from kvferry.transport.peer import ReadOrder
+from kvferry.transport.settings import TransferSettings
 from kvferry.transport.thread import ReadResult, TransferThread
 
 logger = logging.getLogger(__name__)
@@ -82,12 +84,8 @@ class WorkerHalf:
         self._geometry = describe_cache(self._vllm_config, kv_cache_config, caches, tp_rank, pp_rank)
         words = LeaseWords(new_incarnation(), LEASE_SLOTS)
         name = f"{self.engine_id}/{pp_rank}.{tp_rank}/{words.incarnation:x}"
-        self._thread = TransferThread(name, self._geometry, words)
-        return WorkerCard(
-            RankCard(
-                self._geometry, self._thread.metadata, words.address, len(words.array), words.incarnation
-            )
-        )
+        self._thread = TransferThread(name, self._geometry, words, _transfer_settings(settings))
+        return WorkerCard(self._thread.card)
 
     def begin(self, meta: SchedulerMeta) -> None:
         """Take this step's orders."""
@@ -166,6 +164,17 @@ class WorkerHalf:
         ]
 
 
+def _transfer_settings(config: ConnectorConfig) -> TransferSettings:
+    return TransferSettings(
+        None if config.strategy == "auto" else Strategy(config.strategy),
+        Costs(),
+        config.staging_mib << 20,
+        config.host,
+        config.advertise_host or config.host,
+        security.read_keys(config.secret_file),
+    )
+
+
 def _arrays(tables: BlockIds) -> tuple[Int64s, ...]:
     return tuple(np.array(table, np.int64) for table in tables)
 
@@ -184,4 +193,5 @@ def _report(failure: str | None, late: bool, result: ReadResult | None) -> Repor
         plan.seconds,
         result.transfer_seconds,
         result.check_seconds,
+        plan.strategy_by_group,
     )

@@ -1,0 +1,144 @@
+"""What a page of recurrent state holds: convolution inputs and a recurrent state, as fields.
+
+vLLM packs the states of a layer into a page one behind the other (`MambaBase.bind_kv_cache`). Every segment
+of the convolution (`state_format`) is a field of its own, which is all that it takes to move state between
+different numbers of ranks, and between the two orders in which vLLM keeps a convolution (``SD``: window
+first, ``DS``: channels first).
+
+With speculative decoding vLLM adds a column to the window per draft token. A step that computes a prompt, in
+whatever pieces, leaves its window in the *first* ``kernel - 1`` columns (`causal_conv1d_fn`: ``state_len =
+width - 1``; a single token: `causal_conv1d_update` with one accepted token). The others are scratch and part
+of no field. Only a state between two steps of speculative decoding stands further back; none such is handed
+over.
+
+What the layer's own dimensions do not explain to the last element, or what vLLM's weight loaders do not
+confirm (`state_proof`), moves as opaque whole pages, between equal ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from kvferry.engines.vllm.state_format import FORMATS, StateFormat
+from kvferry.engines.vllm.state_proof import disproof
+from kvferry.geometry import Axis, Field, PageFormat, opaque_page
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Whose page it is.
+
+    Attributes:
+        rank, ranks: which of how many tensor-parallel ranks.
+        channels_first: its engine keeps convolutions in vLLM's ``DS`` order, else in ``SD``.
+    """
+
+    rank: int
+    ranks: int
+    channels_first: bool
+
+
+def page_of_state(layer: Any, name: str, spec: Any, device: str, rank: Rank) -> PageFormat:
+    """A snapshot of recurrent state: its fields if they can be proved, else opaque bytes.
+
+    Args:
+        layer: the engine's state layer, for its dimensions and weight loaders.
+        name: for messages.
+        spec: the layer's `MambaSpec`.
+        device: kind of device that the state is on.
+        rank: whose page it is.
+    """
+    dtypes = [str(dtype).removeprefix("torch.") for dtype in spec.dtypes]
+    kind = getattr(spec.mamba_type, "name", str(spec.mamba_type))
+    if not spec.tp_replicated:
+        fields, why = _fields(layer, kind, spec, rank)
+        if not why:
+            return PageFormat(f"{kind} {' '.join(dtypes)}", 0, spec.state_content_size_bytes, fields)
+        logger.warning(
+            "layer %s: content of its %s state is not known (%s): it moves whole, between equal ranks",
+            name, kind, why,
+        )  # fmt: skip
+    shapes = " ".join(f"{tuple(shape)}:{dtype}" for shape, dtype in zip(spec.shapes, dtypes, strict=True))
+    order = "channels first" if rank.channels_first else "window first"
+    ranks = 1 if spec.tp_replicated else rank.ranks
+    return opaque_page(
+        f"{kind} {shapes} {order} on {device}", 0, spec.state_content_size_bytes,
+        rank.rank if ranks > 1 else 0, ranks,
+    )  # fmt: skip
+
+
+def _fields(layer: Any, kind: str, spec: Any, rank: Rank) -> tuple[tuple[Field, ...], str]:
+    """The proved fields, or why there are none."""
+    if kind not in FORMATS:
+        return (), "its mamba type is not known"
+    try:
+        state = FORMATS[kind](layer)
+    except AttributeError as error:
+        return (), f"its dimensions are not where they were expected: {error}"
+    if uneven := state.uneven(rank.ranks):
+        return (), f"{', '.join(uneven)} cannot be shared out evenly over {rank.ranks} ranks"
+    columns = _columns(state, spec, rank)
+    if columns is None:
+        expected = state.shapes(rank.ranks, state.window, rank.channels_first)
+        return (), f"its dimensions make shapes {expected}, the engine declares {tuple(spec.shapes)}"
+    fields = fields_of(state, columns, [dtype.itemsize for dtype in spec.dtypes], rank)
+    return fields, disproof(layer, state, fields)
+
+
+def _columns(state: StateFormat, spec: Any, rank: Rank) -> int | None:
+    """Columns of the window in memory, speculative scratch included; None if the shapes are not explained."""
+    declared = tuple(tuple(shape) for shape in spec.shapes)
+    for columns in (state.window, state.window + int(spec.num_speculative_blocks)):
+        if declared == state.shapes(rank.ranks, columns, rank.channels_first):
+            return columns
+    return None
+
+
+def fields_of(state: StateFormat, columns: int, item_bytes: list[int], rank: Rank) -> tuple[Field, ...]:
+    """The fields of one rank's page.
+
+    Args:
+        state: what there is.
+        columns: columns of the window in memory.
+        item_bytes: bytes of an element of the convolution and of the recurrent state, those there are.
+        rank: whose page it is.
+    """
+    convolution = _convolution(state, columns, item_bytes[0], rank) if state.segments else ()
+    if not state.recurrent:
+        return convolution
+    channels = sum(segment.held(rank.ranks) for segment in state.segments)
+    return *convolution, _recurrent(state.recurrent, channels * columns * item_bytes[0], item_bytes[-1], rank)
+
+
+def _convolution(state: StateFormat, columns: int, item: int, rank: Rank) -> tuple[Field, ...]:
+    """The convolution's segments, which share one array (channels, columns) or (columns, channels)."""
+    channels = sum(segment.held(rank.ranks) for segment in state.segments)
+    channel, column = (columns * item, item) if rank.channels_first else (item, channels * item)
+    fields = []
+    offset = 0
+    for segment in state.segments:
+        held = segment.held(rank.ranks)
+        start = 0 if segment.copied else rank.rank * held
+        axes = (
+            Axis("channel", ((held, channel),), start, segment.channels),
+            Axis("width", ((state.window, column),)),
+        )
+        fields.append(Field(segment.name, item, offset, axes))
+        offset += held * channel
+    return tuple(fields)
+
+
+def _recurrent(axes: tuple[tuple[str, int], ...], offset: int, item: int, rank: Rank) -> Field:
+    """The recurrent state: dense, its first axis sharded."""
+    (name, total), *inner = axes
+    held = total // rank.ranks
+    counts = [count for _, count in inner]
+    strides = [item * prod(counts[n:]) for n in range(len(axes))]
+    first = Axis(name, ((held, strides[0]),), rank.rank * held, total)
+    rest = [Axis(n, ((count, stride),)) for (n, count), stride in zip(inner, strides[1:], strict=True)]
+    return Field("ssm", item, offset, (first, *rest))

@@ -1,0 +1,136 @@
+"""What a layer keeps of a sequence, by mamba type: read off the dimensions of vLLM's own layer.
+
+A causal convolution remembers the last ``kernel - 1`` inputs of every channel. Its channels are those of
+several projections one behind the other, and each of them is shared out over the ranks by itself: with two
+ranks, rank 0 of Mamba2 has the first half of x, of B and of C, which is not the first half of the channels.
+Behind it stands the recurrent state, if there is one, shared out by its first axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Channels of a convolution that come from one projection.
+
+    >>> Segment("conv.b", units=1, width=32).held(4), Segment("conv.b", units=8, width=32).held(4)
+    (32, 64)
+
+    Attributes:
+        name: of its field.
+        units: heads, groups or channels over all ranks; shared out whole. A single one is on every rank.
+        width: channels of a unit.
+    """
+
+    name: str
+    units: int
+    width: int = 1
+
+    @property
+    def channels(self) -> int:
+        """Channels over all ranks, copies not counted."""
+        return self.units * self.width
+
+    @property
+    def copied(self) -> bool:
+        """Every rank has all of it, rather than a share."""
+        return self.units == 1
+
+    def held(self, ranks: int) -> int:
+        """Channels of one rank."""
+        return self.channels if self.copied else self.units // ranks * self.width
+
+
+@dataclass(frozen=True, slots=True)
+class StateFormat:
+    """What one layer keeps of a sequence, over all ranks.
+
+    Attributes:
+        window: inputs that the convolution remembers, its kernel less one; 0 without a convolution.
+        segments: its channels, in vLLM's order, which is also the checkpoint's.
+        recurrent: (name, count) of the axes of the recurrent state, the first sharded, the last fastest;
+            empty without one.
+    """
+
+    window: int
+    segments: tuple[Segment, ...]
+    recurrent: tuple[tuple[str, int], ...]
+
+    def shapes(self, ranks: int, columns: int, channels_first: bool) -> tuple[tuple[int, ...], ...]:
+        """Shapes of one rank's states, as vLLM declares them, with `columns` of window."""
+        shapes: list[tuple[int, ...]] = []
+        if self.segments:
+            channels = sum(segment.held(ranks) for segment in self.segments)
+            shapes.append((channels, columns) if channels_first else (columns, channels))
+        if self.recurrent:
+            first, *rest = (count for _, count in self.recurrent)
+            shapes.append((first // ranks, *rest))
+        return tuple(shapes)
+
+    def uneven(self, ranks: int) -> list[str]:
+        """Names of what cannot be shared out evenly."""
+        shared = [(s.name, s.units) for s in self.segments if not s.copied]
+        shared += [("ssm", count) for _, count in self.recurrent[:1]]
+        return [name for name, count in shared if count % ranks]
+
+
+def mamba1(layer: Any) -> StateFormat:
+    """`MambaMixer`: one channel of the convolution and one row of the state per inner channel."""
+    channels = layer.intermediate_size
+    recurrent = (("channel", channels), ("state", layer.ssm_state_size))
+    return StateFormat(layer.conv_kernel_size - 1, (Segment("conv.x", channels),), recurrent)
+
+
+def mamba2(layer: Any) -> StateFormat:
+    """`MambaMixer2`: x by heads, B and C by groups; a single group is on every rank.
+
+    vLLM counts a single group once per rank (`extra_groups_for_head_shards`), `layer.n_groups` is then the
+    number of ranks; the norm still knows how many there are.
+    """
+    segments = (
+        Segment("conv.x", layer.num_heads, layer.head_dim),
+        Segment("conv.b", layer.norm.n_groups, layer.ssm_state_size),
+        Segment("conv.c", layer.norm.n_groups, layer.ssm_state_size),
+    )
+    recurrent = (("head", layer.num_heads), ("channel", layer.head_dim), ("state", layer.ssm_state_size))
+    return StateFormat(layer.conv_kernel_size - 1, segments, recurrent)
+
+
+def gated_delta(layer: Any) -> StateFormat:
+    """Gated delta net: q and k by key heads, v by value heads. Kimi delta attention: heads alike."""
+    if not hasattr(layer, "num_k_heads"):
+        heads, width = layer.num_heads, layer.head_dim
+        segments = tuple(Segment(name, heads, width) for name in ("conv.q", "conv.k", "conv.v"))
+        return StateFormat(layer.conv_size - 1, segments, (("head", heads), ("value", width), ("key", width)))
+    segments = (
+        Segment("conv.q", layer.num_k_heads, layer.head_k_dim),
+        Segment("conv.k", layer.num_k_heads, layer.head_k_dim),
+        Segment("conv.v", layer.num_v_heads, layer.head_v_dim),
+    )
+    recurrent = (("head", layer.num_v_heads), ("value", layer.head_v_dim), ("key", layer.head_k_dim))
+    return StateFormat(layer.conv_kernel_size - 1, segments, recurrent)
+
+
+def linear(layer: Any) -> StateFormat:
+    """Lightning attention: a matrix per head, no convolution."""
+    recurrent = (("head", layer.num_heads), ("key", layer.head_dim), ("value", layer.head_dim))
+    return StateFormat(0, (), recurrent)
+
+
+def short_conv(layer: Any) -> StateFormat:
+    """LFM2's gated short convolution, and nothing else."""
+    return StateFormat(layer.L_cache - 1, (Segment("conv", layer.conv_dim),), ())
+
+
+FORMATS: dict[str, Callable[[Any], StateFormat]] = {
+    "MAMBA1": mamba1,
+    "MAMBA2": mamba2,
+    "GDN_ATTN": gated_delta,
+    "LINEAR": linear,
+    "SHORT_CONV": short_conv,
+}
+"""By name in vLLM's `MambaAttentionBackendEnum`."""

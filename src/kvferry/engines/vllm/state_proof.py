@@ -1,0 +1,95 @@
+"""Proof of what a rank's state holds, by the weight loaders of the layer that computes it.
+
+Channel ``c`` of a convolution's state is what channel ``c`` of its weight is applied to, and a head's state
+belongs to the head's own weights. So which part of the whole model a rank has is decided by vLLM's weight
+loaders and by nothing else. They are asked: each is given a weight that holds its own indices, and what
+arrives must be the indices that the fields claim. Nothing of the engine is changed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvferry.engines.vllm.state_format import StateFormat
+from kvferry.geometry import Field
+
+
+def disproof(layer: Any, state: StateFormat, fields: Sequence[Field]) -> str:
+    """Why the fields are wrong about this rank; empty if vLLM's weight loaders confirm them."""
+    try:
+        if state.segments and (why := _channels_disproved(layer, state, fields)):
+            return why
+        if state.recurrent:
+            return _heads_disproved(layer, next(field for field in fields if field.name == "ssm"))
+    except Exception as error:  # noqa: BLE001 - a layer that cannot be asked is a layer that is not proved
+        return f"its weight loaders could not be asked: {type(error).__name__}: {error}"
+    return ""
+
+
+def _channels_disproved(layer: Any, state: StateFormat, fields: Sequence[Field]) -> str:
+    """Ask the convolution's weight, (channels of this rank, 1, kernel)."""
+    module = getattr(layer, "conv1d", None)
+    weight = (layer.conv if module is None else module).weight
+    held = [(field, field.axes[0]) for field in fields if field.name != "ssm"]
+    scratch = _scratch(weight, (sum(axis.count for _, axis in held), 1, state.window + 1))
+    expected, whole = [], []
+    before = 0
+    for _, axis in held:
+        whole.append(torch.arange(before, before + axis.total))
+        expected.append(torch.arange(before + axis.start, before + axis.stop))
+        before += axis.total
+    if _loads_in_parts(weight.weight_loader):
+        for part, indices in enumerate(whole):
+            weight.weight_loader(scratch, _weight_of(indices, scratch), part)
+    else:
+        weight.weight_loader(scratch, _weight_of(torch.cat(whole), scratch))
+    first = 0
+    for (field, axis), indices in zip(held, expected, strict=True):
+        if not torch.equal(scratch.data[first : first + axis.count, 0, 0], indices.to(scratch.dtype)):
+            return f"channels of {field.name} are not [{axis.start}, {axis.stop}) of {axis.total}"
+        first += axis.count
+    return ""
+
+
+def _heads_disproved(layer: Any, field: Field) -> str:
+    """Ask a weight that has one element, or one row, per head; lightning attention has slopes instead."""
+    axis = field.axes[0]
+    if hasattr(layer, "tp_slope"):
+        if torch.equal(layer.tp_slope, layer.slope_rate[axis.start : axis.stop]):
+            return ""
+        return f"heads are not [{axis.start}, {axis.stop}) of {axis.total}"
+    weight = layer.D if hasattr(layer, "D") else layer.dt_bias
+    rows, rest = divmod(weight.shape[0], axis.count)
+    if rest:
+        return f"a weight of {weight.shape[0]} elements is not one of {axis.count} heads"
+    scratch = _scratch(weight, (rows * axis.count,))
+    weight.weight_loader(scratch, torch.arange(rows * axis.total).to(scratch))
+    if torch.equal(scratch.data, torch.arange(rows * axis.start, rows * axis.stop).to(scratch.data)):
+        return ""
+    return f"heads are not [{axis.start}, {axis.stop}) of {axis.total}"
+
+
+def _scratch(weight: Any, shape: tuple[int, ...]) -> Any:
+    """A parameter of the class and with the attributes of `weight`, float32 of `shape`, nothing but -1.
+
+    float32 holds every index below 16,777,216. The shape is given, as some CPUs pack weights once loaded.
+    """
+    data = torch.full(shape, -1.0, dtype=torch.float32)
+    scratch = torch.Tensor._make_subclass(type(weight), data, False)  # noqa: FBT003 - positional in torch
+    scratch.__dict__.update(weight.__dict__)
+    return scratch
+
+
+def _weight_of(indices: torch.Tensor, like: Any) -> torch.Tensor:
+    """A convolution's weight in which every channel holds its index: float32 (channels, 1, kernel)."""
+    return indices.to(torch.float32).view(-1, 1, 1).expand(-1, *like.shape[1:])
+
+
+def _loads_in_parts(loader: Any) -> bool:
+    """The loader wants to be told which segment it is given."""
+    part = inspect.signature(loader).parameters.get("loaded_shard_id")
+    return part is not None and part.default is inspect.Parameter.empty

@@ -1,0 +1,156 @@
+"""The inside of one rank's page: which heads it has, and which byte of it belongs to which field.
+
+A page is a box of (heads, tokens, content bytes). A token page packs all fields of a head and token side by
+side in its content; a snapshot has no tokens and keeps its fields one after the other, each
+``[heads][inner]``, so its box is (1, 1, bytes). Fields begin at multiples of what their elements need: they
+can be viewed as tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+from kvferry.errors import GeometryError
+from kvferry.geometry.page import TOKEN, Axis, Field, PageFormat
+from kvferry.geometry.pagemap import PageMap
+from kvferry.geometry.rank import GroupKind
+from kvferry.geometry.store import LayerStore, Stored
+
+HEAD = "head"
+
+
+def shard_heads(heads: int, rank: int, ranks: int) -> tuple[int, int]:
+    """First head and number of heads that a tensor-parallel rank holds.
+
+    With fewer heads than ranks neighbours hold copies of one.
+
+    >>> [shard_heads(8, rank, 4) for rank in range(4)]
+    [(0, 2), (2, 2), (4, 2), (6, 2)]
+    >>> [shard_heads(2, rank, 4) for rank in range(4)]
+    [(0, 1), (0, 1), (1, 1), (1, 1)]
+
+    Raises:
+        GeometryError: neither number divides the other.
+    """
+    if heads % ranks == 0:
+        return rank * (heads // ranks), heads // ranks
+    if ranks % heads == 0:
+        return rank // (ranks // heads), 1
+    raise GeometryError(
+        f"{heads} heads on {ranks} tensor-parallel ranks: choose a size that divides {heads}, "
+        "or a multiple of it"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One field inside a page.
+
+    Attributes:
+        stored: the field over all ranks.
+        start, count: heads held; (0, 1) of a field that every rank has whole.
+        offset: first byte, inside the content of a head and token, or inside the snapshot.
+    """
+
+    stored: Stored
+    start: int
+    count: int
+    offset: int
+
+    def field(self, head_stride: int, tokens: tuple[tuple[int, int], ...]) -> Field:
+        """The field as a page describes it.
+
+        Args:
+            head_stride: bytes from one head to the next.
+            tokens: loops of the token axis, empty in a snapshot.
+        """
+        axes = [Axis(TOKEN, tokens)] if tokens else []
+        if self.stored.heads:
+            axes.insert(0, Axis(HEAD, ((self.count, head_stride),), self.start, self.stored.heads))
+        stride = self.stored.item_bytes
+        inner: list[Axis] = []
+        for name, count in reversed(self.stored.inner):
+            inner.insert(0, Axis(name, ((count, stride),)))
+            stride *= count
+        return Field(self.stored.name, self.stored.item_bytes, self.offset, (*axes, *inner))
+
+
+@dataclass(frozen=True, slots=True)
+class Interior:
+    """The inside of one rank's page.
+
+    Attributes:
+        snapshot: whether it is the page of a state group.
+        kernels: kernel blocks of a page, each a box; 1 for a snapshot.
+        heads, tokens, content: a box; content in bytes. (1, 1, bytes) for a snapshot.
+        alignment: what its address must be a multiple of.
+        parts: its fields.
+    """
+
+    snapshot: bool
+    kernels: int
+    heads: int
+    tokens: int
+    content: int
+    alignment: int
+    parts: tuple[Part, ...]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of the page."""
+        return self.kernels * self.heads * self.tokens * self.content
+
+    def page(self, where: PageMap) -> PageFormat:
+        """What the page holds, when heads and tokens lie where `where` puts them."""
+        _, kernel, head, token, _ = where.strides
+        if self.snapshot:
+            fields = tuple(part.field(part.stored.head_bytes, ()) for part in self.parts)
+            return PageFormat("state", 0, self.content, fields)
+        split = ((self.kernels, kernel),) if self.kernels > 1 else ()
+        fields = tuple(part.field(head, (*split, (self.tokens, token))) for part in self.parts)
+        reach = max(field.extent()[1] for field in fields)
+        return PageFormat("packed", self.kernels * self.tokens, reach, fields)
+
+
+def interior_of(store: LayerStore, tokens: int, kernels: int, tp_rank: int, tp: int) -> Interior:
+    """What one rank's page of a layer has inside.
+
+    Args:
+        store: what the layer keeps.
+        tokens, kernels: tokens of a kernel block, and kernel blocks of a page that holds tokens.
+        tp_rank, tp: which rank of how many.
+
+    Raises:
+        GeometryError: heads that the ranks can neither share out nor copy evenly, or a token page whose
+            fields differ in heads.
+    """
+    held = [shard_heads(stored.heads, tp_rank, tp) if stored.heads else (0, 1) for stored in store.fields]
+    snapshot = store.kind is GroupKind.STATE
+    if not snapshot and len({stored.heads for stored in store.fields}) > 1:
+        listed = ", ".join(f"{stored.name} {stored.heads}" for stored in store.fields)
+        raise GeometryError(
+            f"a page of {store.kind} packs its fields per head, so all need as many heads, "
+            f"but there are {listed}; describe what has other heads as a layer of its own"
+        )
+    parts = []
+    at = 0
+    for stored, (start, count) in zip(store.fields, held, strict=True):
+        at = round_up(at, _alignment(stored))
+        parts.append(Part(stored, start, count, at))
+        at += stored.head_bytes * (count if snapshot else 1)
+    alignment = max(_alignment(stored) for stored in store.fields)
+    heads = 1 if snapshot else held[0][1]
+    if snapshot:
+        kernels = tokens = 1
+    return Interior(snapshot, kernels, heads, tokens, round_up(at, alignment), alignment, tuple(parts))
+
+
+def round_up(size: int, multiple: int) -> int:
+    """The least multiple that is not smaller."""
+    return -(-size // multiple) * multiple
+
+
+def _alignment(stored: Stored) -> int:
+    """Elements of 1, 2, 4, 8 or 16 bytes lie at multiples of their size, others as far as it is even."""
+    return gcd(stored.item_bytes, 16)

@@ -1,0 +1,228 @@
+"""What a model keeps and how an engine is set up, to where every rank keeps it.
+
+This is what an engine does when it allocates its cache, computed without an engine: for planning ahead, and
+for allocating one. All groups of a rank overlay the same bytes, since a block id belongs to one group at a
+time: layer ``j`` of every group lies in slot ``j``. Pages of different size share slots of the largest.
+
+    B outermost    block 0 [slot 0 | slot 1 | ...]  block 1 [slot 0 | slot 1 | ...]  ...
+    L outermost    slot 0 [block 0 | block 1 | ...]  slot 1 [block 0 | block 1 | ...]  ...
+
+LHBNC and BHLNC have heads outside of blocks or layers: only where all pages have one shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvferry.errors import GeometryError
+from kvferry.geometry.interior import Interior, interior_of, round_up
+from kvferry.geometry.pagemap import LAYOUTS, PageMap, is_compact, page_map
+from kvferry.geometry.rank import Group, Layer, RankGeometry, Region
+from kvferry.geometry.store import LayerStore, ModelCache
+
+__all__ = [
+    "LAYOUTS",
+    "EngineShape",
+    "RankLayout",
+    "even_stages",
+    "group_layers",
+    "lay_out",
+    "layer_name",
+    "place_rank",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineShape:
+    """Everything in which engines of one model differ, as far as memory goes.
+
+    Attributes:
+        tp: tensor-parallel ranks.
+        stages: layers that keep something, per pipeline rank.
+        block_tokens: tokens of a block, of every group.
+        layout: one of `LAYOUTS`.
+        num_blocks: blocks in each rank's pool, the null block included.
+        kernel_tokens: tokens of a kernel block, where a block is made of several; 0: it is not.
+    """
+
+    tp: int
+    stages: tuple[int, ...]
+    block_tokens: int
+    layout: str
+    num_blocks: int
+    kernel_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise GeometryError(f"layout {self.layout!r} is none of {', '.join(LAYOUTS)}")
+        if self.tp < 1 or not self.stages or min(self.stages) < 1:
+            raise GeometryError(f"{self.tp} tensor-parallel ranks, layers {self.stages} per pipeline rank")
+        if self.block_tokens < 1 or self.num_blocks < 1:
+            raise GeometryError(f"a pool of {self.num_blocks} blocks of {self.block_tokens} tokens")
+        if self.kernel_tokens < 0 or (self.kernel_tokens and self.block_tokens % self.kernel_tokens):
+            raise GeometryError(
+                f"a block of {self.block_tokens} tokens is not made of kernel blocks of {self.kernel_tokens}"
+            )
+        if self.kernels > 1 and self.layout[0] == "B":
+            raise GeometryError(
+                f"{self.layout} has other layers' pages between blocks, so a block cannot be made of "
+                f"{self.kernels} kernel blocks; use a layout with L outermost"
+            )
+
+    @property
+    def ranks(self) -> int:
+        """Workers, tensor- and pipeline-parallel."""
+        return self.tp * len(self.stages)
+
+    @property
+    def kernels(self) -> int:
+        """Kernel blocks per block."""
+        return self.block_tokens // self.kernel_tokens if self.kernel_tokens else 1
+
+
+def even_stages(layers: int, pp: int) -> tuple[int, ...]:
+    """Layers per pipeline rank as vLLM shares them out: the rest goes to the ranks before the last.
+
+    >>> even_stages(30, 4), even_stages(5, 2)
+    ((7, 8, 8, 7), (3, 2))
+
+    Args:
+        layers: of the model. Where some keep nothing, engines share all out: count then what each rank
+            keeps.
+        pp: pipeline ranks.
+
+    Raises:
+        GeometryError: fewer layers than ranks.
+    """
+    if not 1 <= pp <= layers:
+        raise GeometryError(f"{layers} layers on {pp} pipeline ranks")
+    stages = [layers // pp] * pp
+    for i in range(layers % pp):
+        stages[-2 - i] += 1
+    return tuple(stages)
+
+
+def group_layers(model: ModelCache) -> tuple[tuple[int, ...], ...]:
+    """Numbers of the layers of each group: those that keep the same, groups by their first layer."""
+    groups: dict[LayerStore, list[int]] = {}
+    for number, store in enumerate(model.layers):
+        groups.setdefault(store, []).append(number)
+    return tuple(tuple(numbers) for numbers in groups.values())
+
+
+def layer_name(number: int) -> str:
+    """Name of a layer of a `ModelCache`, the same in every engine."""
+    return f"layers.{number}"
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """One rank's memory, described twice.
+
+    Attributes:
+        geometry: field by field, for planning.
+        maps: as strides, for code that uses raw pointers; one per group, in the order of `geometry.groups`.
+    """
+
+    geometry: RankGeometry
+    maps: tuple[PageMap, ...]
+
+
+def lay_out(
+    model: ModelCache, engine: EngineShape, addresses: Sequence[int] | None = None
+) -> tuple[RankGeometry, ...]:
+    """Geometry of every rank of an engine, pipeline-major.
+
+    Two layers of 4 heads, K and V of 8 elements of 2 bytes, on 2 ranks in blocks of 16 tokens, head-major: a
+    page has 2 heads of 16 tokens of 32 bytes.
+
+    >>> from kvferry.geometry.rank import GroupKind
+    >>> from kvferry.geometry.store import Stored
+    >>> fields = tuple(Stored(name, 2, 4, (("content", 8),)) for name in ("k", "v"))
+    >>> model = ModelCache("tiny", (LayerStore(GroupKind.FULL, 0, fields),) * 2)
+    >>> first, second = lay_out(model, EngineShape(2, (2,), 16, "LBHNC", 10), (0, 1 << 20))
+    >>> [(layer.address, layer.block_stride) for layer in first.groups[0].layers]
+    [(0, 1024), (10240, 1024)]
+    >>> [(field.name, field.held, field.offset) for field in second.groups[0].layers[0].page.fields]
+    [('k', (('head', 2, 4),), 0), ('v', (('head', 2, 4),), 16)]
+
+    Args:
+        model: what is kept.
+        engine: where.
+        addresses: of each rank's pool; None makes some up.
+
+    Raises:
+        GeometryError: the engine cannot keep this model; says why.
+    """
+    if addresses is None:
+        addresses = [(1 << 40) + (rank << 38) for rank in range(engine.ranks)]
+    if len(addresses) != engine.ranks:
+        raise GeometryError(f"{len(addresses)} addresses for {engine.ranks} ranks")
+    return tuple(place_rank(model, engine, rank, address).geometry for rank, address in enumerate(addresses))
+
+
+def place_rank(model: ModelCache, engine: EngineShape, rank: int, address: int) -> RankLayout:
+    """Where one rank keeps its part, in a pool that begins at `address`; its one region is the pool.
+
+    Args:
+        model: what is kept.
+        engine: where.
+        rank: which worker, pipeline-major.
+        address: first byte of its pool.
+
+    Raises:
+        GeometryError: the engine cannot keep this model; says why.
+    """
+    if sum(engine.stages) != len(model.layers):
+        raise GeometryError(f"stages {engine.stages} hold {sum(engine.stages)} of {len(model.layers)} layers")
+    if not 0 <= rank < engine.ranks:
+        raise GeometryError(f"rank {rank} of {engine.ranks} does not exist")
+    stage, tp_rank = divmod(rank, engine.tp)
+    first = sum(engine.stages[:stage])
+    on_stage = range(first, first + engine.stages[stage])
+    stores = [model.layers[numbers[0]] for numbers in group_layers(model)]
+    held = [[n for n in numbers if n in on_stage] for numbers in group_layers(model)]
+    tokens = engine.kernel_tokens or engine.block_tokens
+    insides = [interior_of(store, tokens, engine.kernels, tp_rank, engine.tp) for store in stores]
+    slots = max(len(numbers) for numbers in held)
+    slot_bytes = _slot_bytes(engine, [i for i, numbers in zip(insides, held, strict=True) if numbers])
+    maps, groups = [], []
+    for store, numbers, inside in zip(stores, held, insides, strict=True):
+        blocks = engine.num_blocks * inside.kernels
+        counts = (len(numbers), blocks, inside.heads, inside.tokens, inside.content)
+        slot = (slots, slot_bytes // inside.kernels)
+        where = page_map(engine.layout, address, counts, inside.kernels, slot)
+        page = inside.page(where)
+        layers = tuple(
+            Layer(layer_name(n), where.page(j, 0), where.block_stride, page) for j, n in enumerate(numbers)
+        )
+        maps.append(where)
+        groups.append(Group(store.kind, engine.block_tokens, store.reach, layers))
+    pool = Region(address, slots * engine.num_blocks * slot_bytes)
+    geometry = RankGeometry(
+        tp_rank, engine.tp, stage, len(engine.stages), engine.num_blocks, tuple(groups), (pool,)
+    )
+    return RankLayout(geometry, tuple(maps))
+
+
+def _slot_bytes(engine: EngineShape, insides: Sequence[Interior]) -> int:
+    """Bytes of one block in one slot.
+
+    Raises:
+        GeometryError: pages that the layout cannot overlay.
+    """
+    boxes = sorted({(i.heads, i.tokens, i.content) for i in insides})
+    if len(boxes) > 1 and not is_compact(engine.layout):
+        raise GeometryError(
+            f"{engine.layout} has heads outside of pages, so all pages of a rank must have one shape, but "
+            f"(heads, tokens, bytes) are {boxes}; use BLHNC or LBHNC"
+        )
+    slot_bytes = round_up(max(i.page_bytes for i in insides), max(i.alignment for i in insides))
+    split = [i.page_bytes for i in insides if i.kernels > 1]
+    if split and min(split) < slot_bytes:
+        raise GeometryError(
+            f"pages of {min(split)} bytes in slots of {slot_bytes} leave a gap between blocks, so a block "
+            f"cannot be made of {engine.kernels} kernel blocks; use blocks of {engine.kernel_tokens} tokens"
+        )
+    return slot_bytes

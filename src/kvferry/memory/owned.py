@@ -1,0 +1,137 @@
+"""A cache of one rank in one allocation, in any layout, with the tensors that an engine works on.
+
+The buffer is bytes. Attention code sees each layer as ``(blocks, heads, tokens, content)``, whatever the
+layout; recurrent layers see each field as ``(blocks, heads, *inner)``; kernels that compute addresses get the
+page maps; the planner and the transport get the geometry. All are the same memory, and none is a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvferry.errors import GeometryError
+from kvferry.geometry import Field, Group, GroupKind, Layer, RankGeometry, Region
+from kvferry.geometry.layout import EngineShape, place_rank
+from kvferry.geometry.pagemap import PageMap
+from kvferry.geometry.store import ModelCache
+from kvferry.memory.guard import guard
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Elements of so many bytes that nobody has named a dtype for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnedCache:
+    """One rank's cache.
+
+    Attributes:
+        buffer: all of it, uint8 of shape (bytes,), zero at first. Lives as long as any view of it.
+        geometry: its fields, for planning; its one region is the buffer.
+        maps: its strides, per group in the order of `geometry.groups`.
+    """
+
+    buffer: torch.Tensor
+    geometry: RankGeometry
+    maps: tuple[PageMap, ...]
+
+    def views(self, dtype: torch.dtype = torch.uint8, *, guarded: bool = True) -> dict[str, torch.Tensor]:
+        """Layer name to its pages, ``(blocks, heads, tokens, content)``, of every layer that holds tokens.
+
+        Blocks are kernel blocks where a block is made of several. Fields lie side by side in the content;
+        where their elements differ in size (fp8 with scales), view bytes.
+
+        Args:
+            dtype: of an element; uint8 for bytes.
+            guarded: raise SilentCopy where an operation on a view would go on with a copy.
+
+        Raises:
+            GeometryError: a layer keeps elements of another size.
+        """
+        found = {}
+        for where, group, slot, layer in self._layers():
+            if group.kind is GroupKind.STATE:
+                continue
+            sizes = sorted({field.item_bytes for field in layer.page.fields})
+            if dtype.itemsize > 1 and sizes != [dtype.itemsize]:
+                raise GeometryError(
+                    f"layer {layer.name!r} keeps elements of {sizes} bytes, {dtype} has {dtype.itemsize}; "
+                    "view it as torch.uint8"
+                )
+            pages = self.buffer.as_strided(
+                where.counts[1:], where.strides[1:], where.page(slot, 0) - where.address
+            ).view(dtype)
+            found[layer.name] = guard(pages) if guarded else pages
+        return found
+
+    def states(
+        self, dtypes: Mapping[str, torch.dtype] | None = None, *, guarded: bool = True
+    ) -> dict[str, dict[str, torch.Tensor]]:
+        """Layer name to field name to its elements, ``(blocks, heads, *inner)``, of every recurrent layer.
+
+        A field that every rank has whole counts as one head.
+
+        Args:
+            dtypes: by field name; a field that is not named is viewed as integers of its size.
+            guarded: as of `views`.
+
+        Raises:
+            GeometryError: a field's elements have another size than its dtype.
+        """
+        found = {}
+        for _, group, _, layer in self._layers():
+            if group.kind is GroupKind.STATE:
+                found[layer.name] = {
+                    field.name: guard(elements) if guarded else elements
+                    for field in layer.page.fields
+                    for elements in [self._elements(layer, field, (dtypes or {}).get(field.name))]
+                }
+        return found
+
+    def _layers(self) -> Iterator[tuple[PageMap, Group, int, Layer]]:
+        """Every layer, with its group's map and its slot."""
+        for where, group in zip(self.maps, self.geometry.groups, strict=True):
+            for slot, layer in enumerate(group.layers):
+                yield where, group, slot, layer
+
+    def _elements(self, layer: Layer, field: Field, dtype: torch.dtype | None) -> torch.Tensor:
+        """One field of a recurrent layer, as `states` has it."""
+        dtype = dtype or _BITS.get(field.item_bytes)
+        if dtype is None or dtype.itemsize != field.item_bytes:
+            raise GeometryError(
+                f"layer {layer.name!r}, field {field.name!r}: elements of {field.item_bytes} bytes, "
+                f"but {dtype} has {dtype.itemsize if dtype else 'no size'}"
+            )
+        loops = [loop for axis in field.axes for loop in axis.loops]
+        if field.axis("head") is None:
+            loops.insert(0, (1, field.item_bytes))
+        counts, strides = zip((self.geometry.num_blocks, layer.block_stride), *loops, strict=True)
+        offset = layer.address - self.geometry.regions[0].address + field.offset
+        size = field.item_bytes
+        return self.buffer.view(dtype).as_strided(counts, [s // size for s in strides], offset // size)
+
+
+def allocate(model: ModelCache, engine: EngineShape, rank: int, device: torch.device | str) -> OwnedCache:
+    """Allocate one rank's cache: one buffer of zeros.
+
+    Args:
+        model: what is kept.
+        engine: how.
+        rank: which worker, pipeline-major.
+        device: where, e.g. ``cpu`` or ``cuda:0``.
+
+    Raises:
+        GeometryError: the engine cannot keep this model; says why.
+    """
+    size = place_rank(model, engine, rank, 0).geometry.regions[0].length
+    buffer = torch.zeros(size, dtype=torch.uint8, device=device)
+    placed = place_rank(model, engine, rank, buffer.data_ptr())
+    on_host = buffer.device.type == "cpu"
+    region = Region(
+        buffer.data_ptr(), size, "DRAM" if on_host else "VRAM", 0 if on_host else buffer.device.index or 0
+    )
+    geometry = replace(placed.geometry, regions=(region,))
+    geometry.check()
+    return OwnedCache(buffer, geometry, placed.maps)

@@ -1,0 +1,205 @@
+"""Images: what a cell moves, packed.
+
+Where runs are short, they are not moved one by one. They are packed into an *image* on the way: contiguous
+memory that travels in few large descriptors. There are two ways to pack, and they mirror each other.
+
+- *Gathered* (`gathered`): the image has the order of the destination, without what others supply. The
+  source's copy operation makes it (nests from source to image); what is contiguous on the destination's side
+  is then a *stretch*: read straight into place.
+- *Fetched* (`fetched`): the image has the order of the source. Stretches of the source's memory are read
+  whole, gaps included where that is cheaper than another descriptor; the destination's copy operation takes
+  what it needs (nests from image to destination).
+
+Both are `_packed`, on one side or the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from kvferry.planning.nest import Loop, Nest
+from kvferry.planning.pieces import Int64s, Pieces
+
+Side: TypeAlias = Literal["src", "dst"]
+
+ALIGNMENT = 64
+"""Images start at multiples of this, so that copies work on whole words."""
+
+MAX_STRETCHES = 1 << 16
+"""Of one cell; more would not be worth packing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """How the cells of a route are packed, by phase.
+
+    Attributes:
+        stride: bytes from one cell's image to the next, a multiple of `ALIGNMENT`.
+        nests: per phase, the loops between engine memory (absolute, block 0) and the image.
+        stretches: per phase, what is read: between image and destination if gathered, between source and
+            image if fetched; in the image's order.
+        bytes: per phase, bytes of all stretches.
+    """
+
+    stride: int
+    nests: tuple[tuple[Nest, ...], ...]
+    stretches: tuple[Pieces, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the largest cell's stretches."""
+        return max(stretches.total_bytes for stretches in self.stretches)
+
+
+def gathered(phases: Sequence[Sequence[Nest]]) -> Image | None:
+    """Cells in the destination's order, made by the source; None if that is not worth it.
+
+    Heads are outside of layers in the destination, layers come one by one from the source:
+
+    >>> nests = [Nest(layer * 1000, layer * 8, 8, (Loop(2, 8, 24),)) for layer in range(3)]
+    >>> image = gathered([nests])
+    >>> image.nests[0][1]
+    Nest(src=1000, dst=8, run=8, loops=(Loop(count=2, src=8, dst=24),))
+    >>> image.stretches[0].src.tolist(), image.stretches[0].dst.tolist(), image.stretches[0].length.tolist()
+    ([0], [0], [48])
+    """
+    packed = [_packed(nests, "dst", 0) for nests in phases]
+    if any(phase is None for phase in packed):
+        return None
+    found = [phase for phase in packed if phase is not None]
+    stretches = tuple(Pieces(inside, at, length) for _, at, inside, length in found)
+    return _image([nests for nests, *_ in found], stretches)
+
+
+def fetched(phases: Sequence[Sequence[Nest]], gap_bytes: int, cuts: Sequence[int] = ()) -> Image | None:
+    """Cells in the source's order, cut out by the destination; None if that is not worth it.
+
+    Args:
+        phases: the nests of a cell by phase.
+        gap_bytes: bytes that nobody asked for that are read along if they lie between two runs.
+        cuts: addresses that nothing is read across: where registered regions of the source begin.
+    """
+    packed = [_packed(nests, "src", gap_bytes, cuts) for nests in phases]
+    if any(phase is None for phase in packed):
+        return None
+    found = [phase for phase in packed if phase is not None]
+    stretches = tuple(Pieces(at, inside, length) for _, at, inside, length in found)
+    return _image([nests for nests, *_ in found], stretches)
+
+
+def _image(nests: list[list[Nest]], stretches: tuple[Pieces, ...]) -> Image:
+    size = max(phase.total_bytes for phase in stretches)
+    return Image(-(-size // ALIGNMENT) * ALIGNMENT, tuple(map(tuple, nests)), stretches)
+
+
+def _packed(
+    nests: Iterable[Nest], side: Side, gap_bytes: int, cuts: Sequence[int] = ()
+) -> tuple[list[Nest], Int64s, Int64s, Int64s] | None:
+    """Replace one side's addresses by offsets in an image.
+
+    Returns:
+        The nests with that side replaced; and address, offset in the image, and length of every stretch.
+    """
+    nests = list(nests)
+    if not nests:
+        return None
+    shadows = [_shadow(nest, side) for nest in nests]
+    if sum(int(np.prod([count for count, _ in outer])) for _, outer in shadows) > MAX_STRETCHES:
+        return None
+    starts = [_starts(_address(nest, side), outer) for nest, (_, outer) in zip(nests, shadows, strict=True)]
+    lengths = [
+        np.full(len(start), length, np.int64) for start, (length, _) in zip(starts, shadows, strict=True)
+    ]
+    at, length = _united(np.concatenate(starts), np.concatenate(lengths), gap_bytes, cuts)
+    inside = np.concatenate([[0], np.cumsum(length)[:-1]])
+    placed = [nest for original in nests for nest in _placed(original, side, at, inside)]
+    return placed, at, inside, length
+
+
+def _address(nest: Nest, side: Side) -> int:
+    return nest.src if side == "src" else nest.dst
+
+
+def _distance(loop: Loop, side: Side) -> int:
+    return loop.src if side == "src" else loop.dst
+
+
+def _shadow(nest: Nest, side: Side) -> tuple[int, list[tuple[int, int]]]:
+    """What a nest covers on one side: bytes of a contiguous stretch, and (count, distance) of the others."""
+    length, outer = nest.run, list[tuple[int, int]]()
+    for loop in sorted(nest.loops, key=lambda loop: abs(_distance(loop, side))):
+        if not outer and _distance(loop, side) == length:
+            length *= loop.count
+        else:
+            outer.append((loop.count, _distance(loop, side)))
+    return length, outer
+
+
+def _starts(first: int, outer: Sequence[tuple[int, int]]) -> Int64s:
+    out = np.array([first], np.int64)
+    for count, distance in outer:
+        out = (out[:, None] + np.arange(count, dtype=np.int64) * distance).reshape(-1)
+    return out
+
+
+def _united(start: Int64s, length: Int64s, gap_bytes: int, cuts: Sequence[int]) -> tuple[Int64s, Int64s]:
+    """Stretches in ascending order, those that touch, overlap or are at most a gap apart made one."""
+    order = np.argsort(start, kind="stable")
+    start, stop = start[order], np.maximum.accumulate((start + length)[order])
+    region = np.searchsorted(np.array(sorted(cuts), np.int64), start, "right")
+    first = np.concatenate([[True], (start[1:] > stop[:-1] + gap_bytes) | (region[1:] != region[:-1])])
+    last = np.concatenate([first[1:], [True]])
+    return start[first], stop[last] - start[first]
+
+
+def _placed(nest: Nest, side: Side, at: Int64s, inside: Int64s) -> list[Nest]:
+    """A nest with one side in the image; several where the image does not keep its loops' distances."""
+    _, outer = _shadow(nest, side)
+    starts = _starts(_address(nest, side), outer)
+    stretch = np.searchsorted(at, starts, "right") - 1
+    offsets = (inside[stretch] + starts - at[stretch]).reshape([count for count, _ in outer])
+    first = int(offsets.flat[0])
+    moved = _in_order(nest, side, outer, offsets)
+    if moved is not None:
+        return [_moved(nest, side, first, moved)]
+    widest = max(range(len(nest.loops)), key=lambda number: abs(_distance(nest.loops[number], side)))
+    loop = nest.loops[widest]
+    rest = replace(nest, loops=nest.loops[:widest] + nest.loops[widest + 1 :])
+    peeled = [rest.at(i * loop.src, i * loop.dst) for i in range(loop.count)]
+    return [found for one in peeled for found in _placed(one, side, at, inside)]
+
+
+def _in_order(
+    nest: Nest, side: Side, outer: Sequence[tuple[int, int]], offsets: Int64s
+) -> tuple[int, ...] | None:
+    """Distances in the image of every loop of a nest, None if there are none such."""
+    steps = []
+    expected = np.full(offsets.shape, offsets.flat[0], np.int64)
+    for axis, (count, _) in enumerate(outer):
+        index = [0] * len(outer)
+        index[axis] = 1
+        step = int(offsets[tuple(index)] - offsets.flat[0])
+        shape = [1] * len(outer)
+        shape[axis] = count
+        expected = expected + (np.arange(count, dtype=np.int64) * step).reshape(shape)
+        steps.append(step)
+    if not np.array_equal(expected, offsets):
+        return None
+    # Loops inside the contiguous stretch keep their distance; the others are `outer`, in ascending order.
+    ascending = sorted(range(len(nest.loops)), key=lambda number: abs(_distance(nest.loops[number], side)))
+    inner = len(nest.loops) - len(outer)
+    found = {number: _distance(nest.loops[number], side) for number in ascending[:inner]}
+    found |= dict(zip(ascending[inner:], steps, strict=True))
+    return tuple(found[number] for number in range(len(nest.loops)))
+
+
+def _moved(nest: Nest, side: Side, first: int, distances: Sequence[int]) -> Nest:
+    if side == "src":
+        loops = tuple(replace(loop, src=d) for loop, d in zip(nest.loops, distances, strict=True))
+        return replace(nest, src=first, loops=loops)
+    loops = tuple(replace(loop, dst=d) for loop, d in zip(nest.loops, distances, strict=True))
+    return replace(nest, dst=first, loops=loops)

@@ -1,0 +1,191 @@
+"""Nested loops: the compact form of a movement.
+
+A page of a thousand heads, tokens and elements moves by a handful of loops, each with a count and one stride
+per side; the innermost stretch that is contiguous on both sides is the *run*. Loops are what a copy operation
+wants (a strided view per side); `spelled` turns them into `Pieces`, which is what a transport wants.
+
+    for l in range(32):              Loop(32, 65536, 4096)
+      for h in range(8):             Loop(8, 512, 65536)
+        move 512 bytes               run = 512
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+from math import prod
+
+import numpy as np
+
+from kvferry.planning.pieces import Int64s, Pieces, join
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """One level of a nest.
+
+    Attributes:
+        count: iterations, at least 2.
+        src, dst: bytes from one to the next on each side.
+    """
+
+    count: int
+    src: int
+    dst: int
+
+
+@dataclass(frozen=True, slots=True)
+class Nest:
+    """Equal runs at regular distances.
+
+    Attributes:
+        src, dst: byte offset or address of the first run.
+        run: bytes that are contiguous on both sides.
+        loops: outermost first, by falling distance on the destination's side.
+    """
+
+    src: int
+    dst: int
+    run: int
+    loops: tuple[Loop, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """Number of runs."""
+        return prod(loop.count for loop in self.loops)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all runs."""
+        return self.rows * self.run
+
+    def at(self, src: int, dst: int) -> Nest:
+        """The same, further on by so many bytes on each side."""
+        return replace(self, src=self.src + src, dst=self.dst + dst)
+
+    def pieces(self) -> Pieces:
+        """Every run."""
+        src, dst = np.array([self.src], np.int64), np.array([self.dst], np.int64)
+        for loop in self.loops:
+            steps = np.arange(loop.count, dtype=np.int64)
+            src = (src[:, None] + steps * loop.src).reshape(-1)
+            dst = (dst[:, None] + steps * loop.dst).reshape(-1)
+        return Pieces(src, dst, np.full(len(src), self.run, np.int64))
+
+
+def spelled(nests: Iterable[Nest]) -> Pieces:
+    """Every run of all nests, sorted by destination, neighbours on both sides merged."""
+    return join([nest.pieces() for nest in nests])
+
+
+def nests_of(item_bytes: int, src: int, dst: int, axes: Sequence[tuple[Int64s, Int64s]]) -> list[Nest]:
+    """The nests of all combinations of positions along some axes.
+
+    Two axes, the second contiguous on both sides:
+
+    >>> rows = np.array([0, 64]), np.array([0, 8])
+    >>> columns = np.array([0, 2, 4, 6]), np.array([0, 2, 4, 6])
+    >>> nests_of(2, 100, 0, [rows, columns])
+    [Nest(src=100, dst=0, run=8, loops=(Loop(count=2, src=64, dst=8),))]
+
+    Args:
+        item_bytes: bytes of one element, which are contiguous on both sides.
+        src, dst: where the element at offset 0 of all axes lies.
+        axes: per axis the byte offsets of its positions on both sides, int64 of shape (n,).
+    """
+    if any(len(there) == 0 for there, _ in axes):
+        return []
+    parts = [_factored(*axis) for axis in axes]
+    return [
+        coalesced(
+            Nest(
+                src + sum(part.src for part in chosen),
+                dst + sum(part.dst for part in chosen),
+                item_bytes,
+                tuple(loop for part in chosen for loop in part.loops),
+            )
+        )
+        for chosen in product(*parts)
+    ]
+
+
+def coalesced(nest: Nest) -> Nest:
+    """The same runs with as few loops as possible: what continues on both sides is one run, or one loop."""
+    loops = sorted(nest.loops, key=lambda loop: (abs(loop.dst), abs(loop.src)))
+    run, kept = nest.run, list[Loop]()
+    for loop in loops:
+        if not kept and loop.src == run and loop.dst == run:
+            run *= loop.count
+        elif kept and loop.src == kept[-1].src * kept[-1].count and loop.dst == kept[-1].dst * kept[-1].count:
+            kept[-1] = replace(kept[-1], count=kept[-1].count * loop.count)
+        else:
+            kept.append(loop)
+    return Nest(nest.src, nest.dst, run, tuple(reversed(kept)))
+
+
+def fused(nests: Iterable[Nest]) -> tuple[Nest, ...]:
+    """The same runs in fewer nests: nests of one shape at regular distances become a loop.
+
+    That is what joins K and V of a packed page, and the layers of a cache that is one buffer.
+
+    >>> fused([Nest(0, 0, 8), Nest(100, 8, 8), Nest(200, 16, 8)])
+    (Nest(src=0, dst=0, run=8, loops=(Loop(count=3, src=100, dst=8),)),)
+    """
+    alike: dict[tuple[int, tuple[Loop, ...]], list[Nest]] = defaultdict(list)
+    for nest in nests:
+        alike[nest.run, nest.loops].append(nest)
+    found: list[Nest] = []
+    for (run, loops), group in alike.items():
+        group.sort(key=lambda nest: nest.dst)
+        starts = np.array([nest.src for nest in group]), np.array([nest.dst for nest in group])
+        found += [
+            coalesced(Nest(part.src, part.dst, run, (*part.loops, *loops))) for part in _factored(*starts)
+        ]
+    if len(found) < sum(map(len, alike.values())):
+        return fused(found)
+    return tuple(sorted(found, key=lambda nest: nest.dst))
+
+
+def _factored(src: Int64s, dst: Int64s) -> list[Nest]:
+    """Pairs of offsets as nests of runs of 0 bytes: the fewest loops that give them in this order."""
+    stretches = _progressions(src, dst)
+    if len(stretches) == len(src):
+        return [Nest(int(a), int(b), 0) for a, b in zip(src, dst, strict=True)]
+    found: list[Nest] = []
+    at = 0
+    while at < len(stretches):
+        first, loop = stretches[at]
+        alike = at + 1
+        while alike < len(stretches) and stretches[alike][1] == loop:
+            alike += 1
+        starts = [start for start, _ in stretches[at:alike]]
+        inner = (loop,) if loop else ()
+        outer = (
+            _factored(src[starts], dst[starts])
+            if len(starts) > 1
+            else [Nest(int(src[first]), int(dst[first]), 0)]
+        )
+        found += [replace(nest, loops=(*nest.loops, *inner)) for nest in outer]
+        at = alike
+    return found
+
+
+def _progressions(src: Int64s, dst: Int64s) -> list[tuple[int, Loop | None]]:
+    """Index of the first pair and the loop of every stretch at equal distances; no loop for a single pair."""
+    found: list[tuple[int, Loop | None]] = []
+    steps = np.stack([np.diff(src), np.diff(dst)], 1)
+    changes = np.flatnonzero((steps[1:] != steps[:-1]).any(1)) + 1
+    bounds = [0, *changes.tolist(), len(steps)] if len(steps) else []
+    start = 0
+    for number, (low, high) in enumerate(pairwise(bounds)):
+        first = max(low, start)
+        longer_next = number + 2 < len(bounds) and bounds[number + 2] - high > 1
+        if high - first == 1 and longer_next:
+            found.append((first, None))
+            start = high
+        elif high > first:
+            found.append((first, Loop(high - first + 1, int(steps[first, 0]), int(steps[first, 1]))))
+            start = high + 1
+    return [*found, (start, None)] if start == len(src) - 1 else found

@@ -1,0 +1,68 @@
+"""Stretches of memory that are contiguous on both sides, as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Int64s: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """Stretches contiguous on both sides.
+
+    Attributes:
+        src, dst: byte offsets or addresses, int64 of shape (n,).
+        length: bytes, int64 of shape (n,).
+    """
+
+    src: Int64s
+    dst: Int64s
+    length: Int64s
+
+    def __len__(self) -> int:
+        return len(self.src)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all pieces."""
+        return int(self.length.sum())
+
+
+def join(parts: Sequence[Pieces]) -> Pieces:
+    """All parts as one, sorted by destination, neighbours on both sides merged."""
+    whole = concatenate(parts)
+    order = np.argsort(whole.dst, kind="stable")
+    return merge(whole.src[order], whole.dst[order], whole.length[order])
+
+
+def concatenate(parts: Sequence[Pieces]) -> Pieces:
+    """All parts as one, in their order."""
+    empty = np.zeros(0, np.int64)
+    return Pieces(
+        np.concatenate([empty, *(p.src for p in parts)]),
+        np.concatenate([empty, *(p.dst for p in parts)]),
+        np.concatenate([empty, *(p.length for p in parts)]),
+    )
+
+
+def merge(src: Int64s, dst: Int64s, length: Int64s) -> Pieces:
+    """Merge each piece into the one before it where it continues it on both sides.
+
+    >>> merged = merge(np.array([0, 8, 16]), np.array([0, 8, 32]), np.array([8, 8, 8]))
+    >>> merged.src.tolist(), merged.dst.tolist(), merged.length.tolist()
+    ([0, 16], [0, 32], [16, 8])
+
+    Args:
+        src, dst, length: int64 of shape (n,), in the order in which neighbours are looked for.
+    """
+    if len(src) == 0:
+        return Pieces(src, dst, length)
+    continues = (src[1:] == src[:-1] + length[:-1]) & (dst[1:] == dst[:-1] + length[:-1])
+    first = np.concatenate([[0], np.flatnonzero(~continues) + 1])
+    return Pieces(src[first], dst[first], np.add.reduceat(length, first))

@@ -1,0 +1,199 @@
+"""Which way a route's bytes go: direct, over-read or staged, by what each would cost.
+
+- *direct*: every run is a descriptor.
+- *over-read*: the destination reads stretches of the source's memory whole, gaps included, and cuts out what
+  is its own.
+- *staged*: the source gathers an image in the destination's order; the destination reads it straight
+  into place, or, where its own runs are short too, whole, and scatters it.
+
+A `Way` is one of these for one route, with the work it makes per cell. What work costs is `Costs`: a
+machine's, fitted by ``kvferry bench calibrate``, or the defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvferry.errors import ConfigError
+from kvferry.planning.image import Image, fetched, gathered
+from kvferry.planning.nest import Nest, fused
+from kvferry.planning.pieces import Pieces
+from kvferry.planning.template import Route
+
+MAX_ROWS = 1 << 17
+"""Runs of a cell, above which it is never moved one descriptor each."""
+
+CHUNK_BYTES = 4 << 20
+"""Images are moved in chunks of about this much: one is gathered while the one before it is read."""
+
+
+class Strategy(StrEnum):
+    """How bytes travel."""
+
+    DIRECT = "direct"
+    OVER_READ = "over-read"
+    STAGED = "staged"
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What work costs on a machine; measured by ``kvferry bench calibrate``.
+
+    Attributes:
+        read_descriptor_seconds, read_byte_seconds: a READ is a number of descriptors and of bytes.
+        copy_call_seconds, copy_run_seconds, copy_byte_seconds: so is a gather or scatter, of calls of the
+            copy operation, of contiguous runs, and of bytes.
+        ask_seconds: asking the source to gather, and hearing that it has.
+    """
+
+    read_descriptor_seconds: float = 2.0e-6
+    read_byte_seconds: float = 6.5e-11
+    copy_call_seconds: float = 4.0e-6
+    copy_run_seconds: float = 1.5e-8
+    copy_byte_seconds: float = 7.0e-11
+    ask_seconds: float = 3.0e-4
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                raise ConfigError(f"{name} is {value}, it must be at least 0 and below a second")
+
+    @property
+    def gap_bytes(self) -> int:
+        """Bytes that may as well be read as skipped with another descriptor."""
+        return int(self.read_descriptor_seconds / max(self.read_byte_seconds, 1e-15))
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What moving one cell takes, on average over phases.
+
+    Attributes:
+        descriptors, read_bytes: of the READ.
+        gather_calls, gather_runs: of the source's copy operation.
+        scatter_calls, scatter_runs: of the destination's.
+        bytes: useful bytes, which every copy moves.
+    """
+
+    descriptors: float
+    read_bytes: float
+    gather_calls: float = 0
+    gather_runs: float = 0
+    scatter_calls: float = 0
+    scatter_runs: float = 0
+    bytes: float = 0
+
+    def seconds(self, cells: int, costs: Costs) -> float:
+        """Expected time for so many cells."""
+        c = costs
+        read = cells * (self.descriptors * c.read_descriptor_seconds + self.read_bytes * c.read_byte_seconds)
+        scatter = self._copy(cells, self.scatter_calls * cells, self.scatter_runs, c)
+        if not self.gather_runs:
+            return read + scatter
+        chunks = max(1.0, cells * self.read_bytes / CHUNK_BYTES)
+        gather = self._copy(cells, self.gather_calls * chunks, self.gather_runs, c)
+        here = read + scatter + chunks * c.read_descriptor_seconds
+        # The source gathers a chunk while the one before it is read.
+        return c.ask_seconds + max(gather, here) + min(gather, here) / chunks
+
+    def _copy(self, cells: int, calls: float, runs: float, c: Costs) -> float:
+        if not runs:
+            return 0.0
+        return calls * c.copy_call_seconds + cells * (
+            runs * c.copy_run_seconds + self.bytes * c.copy_byte_seconds
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way of moving the cells of a route.
+
+    Attributes:
+        strategy: its name.
+        work: per cell.
+        image: how cells are packed, None for direct.
+        landing: per phase, the loops from a gathered image to its place, if it is read whole; None if it is
+            read straight into place.
+    """
+
+    strategy: Strategy
+    work: Work
+    image: Image | None = None
+    landing: tuple[tuple[Nest, ...], ...] | None = None
+
+    @property
+    def scatters(self) -> tuple[tuple[Nest, ...], ...] | None:
+        """Per phase, the loops from the image to the destination's memory; None if nothing is scattered."""
+        if self.image is not None and self.strategy is Strategy.OVER_READ:
+            return self.image.nests
+        return self.landing
+
+
+def ways(route: Route, costs: Costs, max_image_bytes: int, cuts: Sequence[int] = ()) -> tuple[Way, ...]:
+    """All ways of moving a route's cells.
+
+    Args:
+        route: what moves.
+        costs: how long a gap may be that is read along.
+        max_image_bytes: room for one image; a route with larger cells only goes direct.
+        cuts: where the source's registered regions begin.
+    """
+    found = []
+    phases = len(route.nests)
+    size = route.cell_bytes
+    if route.row_count <= MAX_ROWS * phases:
+        rows = sum(map(len, route.phases)) / phases
+        found.append(Way(Strategy.DIRECT, Work(rows, size, bytes=size)))
+    if image := _fetched(route, costs.gap_bytes, cuts):
+        descriptors, read_bytes = _stretches(image)
+        calls, runs = _copies(image.nests)
+        work = Work(descriptors, read_bytes, scatter_calls=calls, scatter_runs=runs, bytes=size)
+        found.append(Way(Strategy.OVER_READ, work, image))
+    if image := gathered(route.nests):
+        descriptors, _ = _stretches(image)
+        calls, runs = _copies(image.nests)
+        found.append(Way(Strategy.STAGED, Work(descriptors, size, calls, runs, bytes=size), image))
+        landing = tuple(_as_nests(stretches) for stretches in image.stretches)
+        work = Work(0, size, calls, runs, *_copies(landing), bytes=size)
+        found.append(Way(Strategy.STAGED, work, image, landing))
+    packed = [way for way in found if way.image is None or way.image.stride <= max_image_bytes]
+    if not packed:
+        raise ConfigError(
+            f"cells of {size} bytes in {route.row_count} runs can only move through images, and there is "
+            f"room for {max_image_bytes} bytes; raise staging_mib"
+        )
+    return tuple(packed)
+
+
+def choose(found: Sequence[Way], cells: int, costs: Costs, pinned: Strategy | None = None) -> int:
+    """Which of these ways should take least time for so many cells; of the pinned strategy, if any is."""
+    allowed = [i for i, way in enumerate(found) if way.strategy is pinned] or range(len(found))
+    return min(allowed, key=lambda i: found[i].work.seconds(cells, costs))
+
+
+def _fetched(route: Route, gap_bytes: int, cuts: Sequence[int]) -> Image | None:
+    """Stretches no longer than a block: reading along what lies in other blocks would never pay."""
+    image = fetched(route.nests, gap_bytes, cuts)
+    while image and gap_bytes and any((s.length > route.src_stride).any() for s in image.stretches):
+        gap_bytes //= 4
+        image = fetched(route.nests, gap_bytes, cuts)
+    return image
+
+
+def _stretches(image: Image) -> tuple[float, float]:
+    """Stretches and their bytes, per cell."""
+    phases = len(image.stretches)
+    return sum(map(len, image.stretches)) / phases, sum(s.total_bytes for s in image.stretches) / phases
+
+
+def _copies(phases: Sequence[Sequence[Nest]]) -> tuple[float, float]:
+    """Calls of the copy operation and runs, per cell."""
+    return sum(map(len, phases)) / len(phases), sum(n.rows for p in phases for n in p) / len(phases)
+
+
+def _as_nests(stretches: Pieces) -> tuple[Nest, ...]:
+    rows = zip(stretches.src.tolist(), stretches.dst.tolist(), stretches.length.tolist(), strict=True)
+    return fused(Nest(*row) for row in rows)

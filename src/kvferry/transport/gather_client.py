@@ -1,0 +1,118 @@
+"""The reader's end of the gather channel: one DEALER socket per rank it reads from.
+
+Owned by the transfer thread, which looks at it between other things; nothing here waits.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import zmq
+
+from kvferry.errors import ProtocolError
+from kvferry.planning.pieces import Int64s
+from kvferry.transport import security
+from kvferry.transport.endpoint import endpoint
+from kvferry.transport.gather_messages import (
+    MAX_MESSAGE_BYTES,
+    Done,
+    Gather,
+    Gathered,
+    GatherRoute,
+    Introduce,
+    NotGathered,
+    decode_reply,
+    encode,
+)
+from kvferry.transport.lease import Ticket
+from kvferry.transport.messages import PROTOCOL
+
+_QUEUED = 10_000
+"""Messages that may wait for a rank that does not answer; then asking fails."""
+
+
+class GatherClient:
+    """Asks one rank to gather."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        host: str,
+        port: int,
+        routes: Sequence[GatherRoute],
+        keys: security.Keys | None,
+    ) -> None:
+        """Connect, and say what will be asked for."""
+        self._socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.maxmsgsize = MAX_MESSAGE_BYTES
+        self._socket.sndhwm = _QUEUED
+        security.as_client(self._socket, keys)
+        self._socket.connect(endpoint(self._socket, host, port))
+        self._send(Introduce(PROTOCOL, list(routes)))
+        self._numbers = itertools.count(1)
+        self._wanted: set[int] = set()
+        self._answers: dict[int, Gathered | NotGathered] = {}
+
+    @property
+    def socket(self) -> zmq.Socket[Any]:
+        """To be polled."""
+        return self._socket
+
+    @property
+    def waiting(self) -> bool:
+        """Something has been asked and not answered."""
+        return bool(self._wanted)
+
+    def ask(self, route: int, ticket: Ticket, blocks: Int64s, phase: int) -> int:
+        """Ask for the images of some cells; returns the number of the chunk.
+
+        Args:
+            route: of those introduced.
+            ticket: the lease.
+            blocks: source block of every cell, int64 of shape (n,).
+            phase: of the first cell.
+        """
+        chunk = next(self._numbers) % (1 << 31)
+        self._wanted.add(chunk)
+        ids = blocks.astype(np.int32).tobytes()
+        if not self._send(Gather(chunk, route, ticket.slot, ticket.generation, ids, phase)):
+            self._answers[chunk] = NotGathered(chunk, "the producer's worker does not take requests")
+        return chunk
+
+    def answer(self, chunk: int) -> Gathered | NotGathered | None:
+        """What has become of a chunk, None if that is not known yet; each answer is given once."""
+        self._receive()
+        found = self._answers.pop(chunk, None)
+        if found is not None:
+            self._wanted.discard(chunk)
+        return found
+
+    def done(self, chunk: int) -> None:
+        """A chunk has been read, or is no longer wanted."""
+        self._wanted.discard(chunk)
+        self._answers.pop(chunk, None)
+        self._send(Done(chunk))
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._socket.close()
+
+    def _receive(self) -> None:
+        while self._socket.poll(0):
+            try:
+                reply = decode_reply(self._socket.recv())
+            except ProtocolError:
+                continue
+            if reply.chunk in self._wanted:
+                self._answers[reply.chunk] = reply
+
+    def _send(self, message: Introduce | Gather | Done) -> bool:
+        try:
+            self._socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True

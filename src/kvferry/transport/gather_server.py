@@ -1,0 +1,264 @@
+"""The producer's worker gathers for its readers: one thread, one ROUTER socket, one outgoing area.
+
+    asked ─room─▶ gathered ─Done─▶ free
+      └─no room─▶ waiting ─room─▶ ...          gathered ─silent for too long─▶ word raised ─▶ free
+
+A reader that is given a part of the area is told its word; the word is raised before the part is given to
+another. NIXL is never called here: the area has been registered by the transfer thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import zmq
+
+from kvferry.errors import ConfigError, KVFerryError, ProtocolError
+from kvferry.geometry import RankGeometry
+from kvferry.memory.copy import Loops
+from kvferry.memory.space import Space
+from kvferry.planning.pieces import Int64s
+from kvferry.transport import security
+from kvferry.transport.area import UNIT_BYTES, Area, Lot
+from kvferry.transport.endpoint import endpoint
+from kvferry.transport.gather_messages import (
+    MAX_MESSAGE_BYTES,
+    Done,
+    Gather,
+    Gathered,
+    GatherRoute,
+    Introduce,
+    NotGathered,
+    decode_request,
+    encode,
+)
+from kvferry.transport.lease import LeaseWords
+
+logger = logging.getLogger(__name__)
+
+LOT_SECONDS = 60.0
+"""How long a reader may take to read what was gathered for it."""
+
+MAX_READERS = 1024
+MAX_WAITING = 4096
+_POLL_MS = 200
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Somebody who introduced itself: per route the loops by phase."""
+
+    routes: list[tuple[GatherRoute, list[Loops]]]
+    lots: dict[int, _Held] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    lot: Lot
+    since: float
+
+
+class GatherServer:
+    """Gathers until closed.
+
+    Attributes:
+        port: listened on.
+        area: where images lie; the first of its words is `first_word`, one per unit.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        geometry: RankGeometry,
+        area: Area,
+        words: LeaseWords,
+        first_word: int,
+        keys: security.Keys | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Bind and start.
+
+        Args:
+            host: address to bind, on any free port.
+            geometry: whose blocks are gathered.
+            area: outgoing images.
+            words: the worker's lease words; those from `first_word` on belong to the area, one per unit.
+            first_word: see `words`.
+            keys: CURVE keys; None for a plain channel.
+            clock: seconds.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        self.area = area
+        self._words, self._first_word, self._clock = words, first_word, clock
+        self._blocks = geometry.num_blocks
+        self._pool = Space(geometry.regions)
+        self._device = "cpu" if area.region.memory == "DRAM" else f"cuda:{area.region.device}"
+        self._readers: OrderedDict[bytes, _Reader] = OrderedDict()
+        self._waiting: deque[tuple[bytes, Gather]] = deque()
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._guard = security.guard(self._context, keys) if keys else None
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.maxmsgsize = MAX_MESSAGE_BYTES
+        security.as_server(self._socket, keys)
+        try:
+            self._socket.bind(endpoint(self._socket, host, "*"))
+        except zmq.ZMQError as error:
+            self._end_context()
+            raise ConfigError(
+                f"gather channel: cannot listen on {host}: {zmq.strerror(error.errno or 0)}; set host to "
+                "an address of this machine"
+            ) from error
+        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvferry-gather", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop; returns when the thread has ended."""
+        self._stop.set()
+        self._thread.join()
+
+    # -- the thread ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        while not self._stop.is_set():
+            while poller.poll(_POLL_MS if not self._waiting else 1):
+                self._serve(self._socket.recv_multipart())
+                if self._stop.is_set():
+                    break
+            self._expire()
+            self._serve_waiting()
+        self._end_context()
+
+    def _serve(self, frames: list[bytes]) -> None:
+        try:
+            if len(frames) != 2:
+                raise ProtocolError(f"{len(frames)} frames, expected a sender and one message")
+            message = decode_request(frames[1])
+            if isinstance(message, Introduce):
+                self._introduce(frames[0], message)
+            elif isinstance(message, Done):
+                self._done(frames[0], message.chunk)
+            else:
+                self._ask(frames[0], message)
+        except KVFerryError as error:
+            logger.debug("gather channel: dropped a message: %s", error)
+        except Exception:
+            logger.exception("gather channel")
+
+    def _introduce(self, sender: bytes, message: Introduce) -> None:
+        routes = [
+            (
+                route,
+                [
+                    Loops(nests, self._pool, "src", route.src_stride, route.src_blocks)
+                    for nests in route.nests
+                ],
+            )
+            for route in message.routes
+        ]
+        if known := self._readers.pop(sender, None):
+            self._free_all(known)
+        self._readers[sender] = _Reader(routes)
+        while len(self._readers) > MAX_READERS:
+            _, oldest = self._readers.popitem(last=False)
+            self._free_all(oldest)
+
+    def _ask(self, sender: bytes, message: Gather) -> None:
+        if len(self._waiting) >= MAX_WAITING:
+            self._refuse(sender, message, f"{MAX_WAITING} requests are waiting already")
+        elif self._waiting or not self._gather(sender, message):
+            self._waiting.append((sender, message))
+
+    def _serve_waiting(self) -> None:
+        while self._waiting and self._gather(*self._waiting[0]):
+            self._waiting.popleft()
+
+    def _gather(self, sender: bytes, message: Gather) -> bool:
+        """Answer a request; False if there is no room for its images now."""
+        reader = self._readers.get(sender)
+        blocks = message.ids()
+        if reader is None or message.route >= len(reader.routes):
+            return self._refuse(sender, message, "the reader has not introduced itself")
+        route, loops = reader.routes[message.route]
+        if reason := self._refusal(reader, route, message, blocks):
+            return self._refuse(sender, message, reason)
+        lot = self.area.take(len(blocks), route.image_stride)
+        if lot is None:
+            return False
+        slots = self.area.slots(route.image_stride)
+        ids = torch.from_numpy(blocks).to(self._device)
+        for first in range(min(len(loops), len(blocks))):
+            of_phase = loops[(message.phase + first) % len(loops)]
+            of_phase.gather(ids[first :: len(loops)], slots, lot.position + first, len(loops))
+        # What was gathered is right only if no block had been given back by now.
+        if not self._holds(message):
+            self.area.give_back(lot)
+            return self._refuse(sender, message, "the lease has ended")
+        reader.lots[message.chunk] = _Held(lot, self._clock())
+        word = self._first_word + lot.unit
+        generation = int(self._words.array[word]) & 0xFFFFFFFF
+        self._answer(sender, Gathered(message.chunk, lot.position, word, generation))
+        return True
+
+    def _refusal(self, reader: _Reader, route: GatherRoute, message: Gather, blocks: Int64s) -> str | None:
+        if blocks.min() < 1 or blocks.max() >= min(self._blocks, route.src_blocks):
+            return f"blocks {blocks.min()} to {blocks.max()} are not in the pool"
+        if message.chunk in reader.lots:
+            return "a chunk of that name is held"
+        if (len(blocks) + 1) * route.image_stride > self.area.units * UNIT_BYTES:
+            return "the images of one request have no room in the staging area"
+        return None if self._holds(message) else "the lease has ended"
+
+    def _holds(self, message: Gather) -> bool:
+        if message.slot >= self._first_word:
+            return False
+        return int(self._words.array[message.slot]) == self._words.incarnation << 32 | message.generation
+
+    def _refuse(self, sender: bytes, message: Gather, reason: str) -> bool:
+        self._answer(sender, NotGathered(message.chunk, reason))
+        return True
+
+    def _answer(self, sender: bytes, reply: Gathered | NotGathered) -> None:
+        self._socket.send_multipart([sender, encode(reply)])
+
+    def _done(self, sender: bytes, chunk: int) -> None:
+        reader = self._readers.get(sender)
+        if reader is not None and (held := reader.lots.pop(chunk, None)):
+            self._free(held)
+        self._waiting = deque(w for w in self._waiting if w[0] != sender or w[1].chunk != chunk)
+        self._serve_waiting()
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for reader in self._readers.values():
+            for chunk in [c for c, held in reader.lots.items() if now - held.since > LOT_SECONDS]:
+                self._free(reader.lots.pop(chunk))
+
+    def _free_all(self, reader: _Reader) -> None:
+        for held in reader.lots.values():
+            self._free(held)
+        reader.lots.clear()
+
+    def _free(self, held: _Held) -> None:
+        """Give a lot back; first its word is raised, so that a READ that comes late is seen to be late."""
+        self._words.end([self._first_word + held.lot.unit])
+        self.area.give_back(held.lot)
+
+    def _end_context(self) -> None:
+        if self._guard:
+            self._guard.stop()
+        self._socket.close()
+        self._context.term()

@@ -1,0 +1,261 @@
+"""Cells that travel packed: one read's share of one route, chunk by chunk.
+
+    staged      ASKED ─gathered─▶ READING ─done─▶ CHECKING ─word equal─▶ (scattered) over
+    over-read                     READING ─done──────────────────────────▶ scattered  over
+    any         ─refused, silent─▶ the same cells go direct:  READING ─done─▶ over
+
+A chunk holds a lot of the source's outgoing area from ASKED to CHECKING, and one of our landing area from
+READING until it is scattered. A chunk in READING or CHECKING is never let go of: NIXL cannot cancel.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvferry.planning.request import Indices
+from kvferry.planning.select import Cells
+from kvferry.planning.strategy import CHUNK_BYTES
+from kvferry.transport.agent import Agent, ReadState
+from kvferry.transport.area import Area, Lot
+from kvferry.transport.gather_client import GatherClient
+from kvferry.transport.gather_messages import Gathered
+from kvferry.transport.lease import Ticket
+from kvferry.transport.prepared import PreparedRoute, PreparedWay
+
+AHEAD = 4
+"""Chunks of one route that are under way at a time."""
+
+ASK_SECONDS = 5.0
+"""How long the source may take to gather a chunk before its cells go direct."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What all packed reads of a worker share.
+
+    Attributes:
+        agent: the transport.
+        landing: where images are read into.
+        device: of both areas.
+        words: our landing place for words, uint64, registered.
+        free_words: positions in it that nobody uses.
+    """
+
+    agent: Agent
+    landing: Area
+    device: str
+    words: npt.NDArray[np.uint64]
+    free_words: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Lists:
+    """Prepared lists of one rank of the peer, and what its words begin with."""
+
+    local: Any
+    remote: Any
+    local_words: Any
+    remote_words: Any
+    incarnation: int
+
+
+class _State(Enum):
+    ASKED = "asked"
+    GATHERED = "gathered"
+    READING = "reading"
+    CHECKING = "checking"
+
+
+@dataclass(slots=True)
+class _Chunk:
+    cells: Cells
+    state: _State
+    since: float
+    number: int = 0
+    gathered: Gathered | None = None
+    lot: Lot | None = None
+    handle: Any = None
+    word: int = -1
+    direct: bool = False
+
+
+class PackedRead:
+    """See the module.
+
+    Attributes:
+        failure: why it cannot succeed, None so far.
+    """
+
+    def __init__(
+        self,
+        bench: Bench,
+        lists: Lists,
+        client: GatherClient | None,
+        route: PreparedRoute,
+        way: PreparedWay,
+        cells: Cells,
+        ticket: Ticket,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.failure: str | None = None
+        self._bench, self._lists, self._client = bench, lists, client
+        self._route, self._way, self._ticket, self._clock = route, way, ticket, clock
+        per_chunk = max(1, CHUNK_BYTES // way.stride)
+        self._rest = [cells[at : at + per_chunk] for at in range(0, len(cells), per_chunk)][::-1]
+        self._chunks: list[_Chunk] = []
+
+    @property
+    def finished(self) -> bool:
+        """Nothing is in flight, and nothing more will be."""
+        return not self._chunks and (not self._rest or self.failure is not None)
+
+    @property
+    def waits_for_source(self) -> bool:
+        """The source has been asked for something."""
+        return any(chunk.state is _State.ASKED for chunk in self._chunks)
+
+    def advance(self) -> bool:
+        """Do what can be done now; whether anything was."""
+        moved = False
+        if self.failure is None:
+            while self._rest and len(self._chunks) < AHEAD:
+                self._chunks.append(self._begun(self._rest.pop()))
+                moved = True
+        for chunk in list(self._chunks):
+            try:
+                moved |= self._step(chunk)
+            except Exception as error:  # noqa: BLE001 - a read fails alone
+                self._fail(chunk, f"the transport failed: {error}")
+                moved = True
+        return moved
+
+    def abandon(self, reason: str) -> None:
+        """Begin nothing more; what is in flight is waited for."""
+        self.failure = self.failure or reason
+
+    # -- steps --------------------------------------------------------------------------------------------
+
+    def _begun(self, cells: Cells) -> _Chunk:
+        if self._way.gather < 0 or self._client is None:
+            return _Chunk(cells, _State.GATHERED, self._clock())
+        chunk = _Chunk(cells, _State.ASKED, self._clock())
+        chunk.number = self._client.ask(self._way.gather, self._ticket, cells.src_block, int(cells.phase[0]))
+        return chunk
+
+    def _step(self, chunk: _Chunk) -> bool:
+        if chunk.state is _State.ASKED:
+            return self._hear(chunk)
+        if chunk.state is _State.GATHERED:
+            return self._read(chunk)
+        state = self._bench.agent.state(chunk.handle)
+        if state is ReadState.IN_FLIGHT:
+            return False
+        self._bench.agent.release(chunk.handle)
+        chunk.handle = None
+        if state is ReadState.FAILED:
+            self._fail(chunk, "the transport failed while reading")
+        elif chunk.state is _State.READING and chunk.gathered is not None and not chunk.direct:
+            self._check(chunk, chunk.gathered)
+        else:
+            self._land(chunk)
+        return True
+
+    def _hear(self, chunk: _Chunk) -> bool:
+        assert self._client is not None  # noqa: S101 - asked through it
+        if self.failure is not None:
+            self._over(chunk)
+            return True
+        answer = self._client.answer(chunk.number)
+        if isinstance(answer, Gathered):
+            chunk.gathered, chunk.state = answer, _State.GATHERED
+        elif answer is not None or self._clock() - chunk.since > ASK_SECONDS:
+            self._go_direct(chunk, answer.reason if answer else f"no answer within {ASK_SECONDS:g} s")
+        else:
+            return False
+        return True
+
+    def _go_direct(self, chunk: _Chunk, reason: str) -> None:
+        """The source does not gather these cells: every run is a descriptor."""
+        if self._route.direct is None:
+            self._fail(chunk, f"the source did not gather: {reason}")
+            return
+        assert self._client is not None  # noqa: S101 - asked through it
+        self._client.done(chunk.number)
+        chunk.direct = True
+        self._post(chunk, self._route.direct_indices(chunk.cells))
+
+    def _read(self, chunk: _Chunk) -> bool:
+        if self.failure is not None:
+            self._over(chunk)
+            return True
+        if self._way.scatter:
+            chunk.lot = self._bench.landing.take(len(chunk.cells), self._way.stride)
+            if chunk.lot is None:
+                return False
+        outgoing = chunk.gathered.position if chunk.gathered else 0
+        self._post(chunk, self._way.indices(chunk.cells, outgoing, chunk.lot.position if chunk.lot else 0))
+        return True
+
+    def _post(self, chunk: _Chunk, indices: Indices) -> None:
+        agent = self._bench.agent
+        chunk.handle = agent.read(self._lists.local, indices.dst, self._lists.remote, indices.src)
+        chunk.state = _State.READING
+        self._start(chunk)
+
+    def _check(self, chunk: _Chunk, gathered: Gathered) -> None:
+        """Read the word of the lot, now that the images are here."""
+        chunk.word = self._bench.free_words.pop()
+        expected = self._word(gathered)
+        self._bench.words[chunk.word] = ~np.uint64(expected)
+        here, there = np.array([chunk.word], np.int32), np.array([gathered.word], np.int32)
+        chunk.handle = self._bench.agent.read(self._lists.local_words, here, self._lists.remote_words, there)
+        chunk.state = _State.CHECKING
+        self._start(chunk)
+
+    def _start(self, chunk: _Chunk) -> None:
+        try:
+            self._bench.agent.post(chunk.handle)
+        except Exception as error:  # noqa: BLE001 - the handle is polled, so that it is let go of only when it is over
+            self.abandon(f"the transport failed: {error}")
+
+    def _word(self, gathered: Gathered) -> int:
+        return self._lists.incarnation << 32 | gathered.generation
+
+    def _land(self, chunk: _Chunk) -> None:
+        gathered = chunk.gathered if chunk.state is _State.CHECKING else None
+        if gathered and int(self._bench.words[chunk.word]) != self._word(gathered):
+            self._fail(chunk, "the source used its staging area for others before it was read")
+            return
+        if chunk.lot is not None and not chunk.direct and self.failure is None:
+            self._scatter(chunk, chunk.lot)
+        self._over(chunk)
+
+    def _scatter(self, chunk: _Chunk, lot: Lot) -> None:
+        loops, cells = self._way.scatter, chunk.cells
+        slots = self._bench.landing.slots(self._way.stride)
+        blocks = torch.from_numpy(cells.dst_block).to(self._bench.device)
+        for first in range(min(len(loops), len(cells))):
+            of_phase = loops[int(cells.phase[first])]
+            of_phase.scatter(blocks[first :: len(loops)], slots, lot.position + first, len(loops))
+
+    def _fail(self, chunk: _Chunk, reason: str) -> None:
+        self.abandon(reason)
+        self._over(chunk)
+
+    def _over(self, chunk: _Chunk) -> None:
+        """Nothing of this chunk is in flight: give back what it held."""
+        self._chunks.remove(chunk)
+        if chunk.number and self._client is not None and not chunk.direct:
+            self._client.done(chunk.number)
+        if chunk.lot is not None:
+            self._bench.landing.give_back(chunk.lot)
+        if chunk.word >= 0:
+            self._bench.free_words.append(chunk.word)

@@ -1,0 +1,29 @@
+"""How a worker moves bytes: decided by its operator, the same for all peers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvferry.planning.strategy import Costs, Strategy
+from kvferry.transport.security import Keys
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSettings:
+    """See the module.
+
+    Attributes:
+        strategy: pinned; None to choose the cheapest.
+        costs: of this machine.
+        staging_bytes: room for images, in each direction; 0 to move without.
+        host: address that the gather channel listens on.
+        advertise_host: address that readers are told.
+        keys: CURVE keys; None for a plain channel.
+    """
+
+    strategy: Strategy | None = None
+    costs: Costs = field(default_factory=Costs)
+    staging_bytes: int = 64 << 20
+    host: str = "127.0.0.1"
+    advertise_host: str = "127.0.0.1"
+    keys: Keys | None = None

@@ -1,0 +1,33 @@
+"""What small made-up models keep."""
+
+from __future__ import annotations
+
+from kvferry.geometry import GroupKind
+from kvferry.geometry.pagemap import LAYOUTS, is_compact
+from kvferry.geometry.store import LayerStore, ModelCache, Stored
+
+COMPACT = tuple(name for name in LAYOUTS if is_compact(name))
+"""Layouts in which pages of different size can share slots."""
+
+SPLITS = [(name, kernels) for name in LAYOUTS for kernels in (1, 2) if kernels == 1 or name[0] == "L"]
+"""Layouts, and kernel blocks that a block is made of in them."""
+
+
+def model(*stores: LayerStore) -> ModelCache:
+    return ModelCache("made up", stores)
+
+
+def attention(
+    heads: int = 4, k: int = 3, v: int = 3, item: int = 2, kind: GroupKind = GroupKind.FULL, reach: int = 0
+) -> LayerStore:
+    """K and V of so many elements per head."""
+    widths = {"k": k, "v": v}
+    return LayerStore(
+        kind, reach, tuple(Stored(n, item, heads, (("content", w),)) for n, w in widths.items())
+    )
+
+
+def state(heads: int = 4, conv: int = 2) -> LayerStore:
+    """A convolution's inputs in two bytes, a recurrent state in four."""
+    ssm = Stored("ssm", 4, heads, (("row", 2), ("column", 3)))
+    return LayerStore(GroupKind.STATE, 0, (Stored("conv.x", 2, conv, (("width", 3),)), ssm))

@@ -1,0 +1,53 @@
+"""Moving cells through images, run by run: what copies and READs do together, without either."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvferry.planning.image import Image
+from kvferry.planning.nest import Nest
+from kvferry.planning.pieces import Pieces
+from kvferry.planning.select import Cells
+from kvferry.planning.strategy import Strategy, Way
+from kvferry.planning.template import Route
+from support.oracle import Memory, copy
+
+
+def move(route: Route, way: Way, cells: Cells, src: Memory, dst: Memory, writes: np.ndarray) -> None:
+    """Move cells the way `way` says; `writes` as of `copy`."""
+    image = way.image
+    assert image is not None
+    packed = Memory(0, np.full(len(cells) * image.stride, 0xA5, np.uint8))
+    ignored = np.zeros(len(packed.bytes), np.int64)
+    for number, phase in enumerate(cells.phase.tolist()):
+        src_block = int(cells.src_block[number]) * route.src_stride
+        dst_block = int(cells.dst_block[number]) * route.dst_stride
+        at = number * image.stride
+        if way.strategy is Strategy.OVER_READ:
+            copy(shifted(image.stretches[phase], src_block, at), src, packed, ignored)
+        else:
+            copy(shifted(runs(image.nests[phase]), src_block, at), src, packed, ignored)
+        landing = way.scatters
+        into = image.stretches[phase] if landing is None else runs(landing[phase])
+        copy(shifted(into, at, dst_block), packed, dst, writes)
+    assert ignored.max(initial=0) <= 1, "a byte of an image was written twice"
+
+
+def runs(nests: Sequence[Nest]) -> Pieces:
+    """Every run of some nests, each by itself."""
+    parts = [nest.pieces() for nest in nests]
+    return Pieces(*(np.concatenate([getattr(p, side) for p in parts]) for side in ("src", "dst", "length")))
+
+
+def shifted(pieces: Pieces, src: int, dst: int) -> Pieces:
+    """The same, further on."""
+    return Pieces(pieces.src + src, pieces.dst + dst, pieces.length)
+
+
+def check_image(image: Image) -> None:
+    """An image's loops and stretches stay inside of it, and nothing overlaps."""
+    for phase in image.stretches:
+        assert (np.diff(np.sort(phase.src)) > 0).all()
+        assert phase.total_bytes <= image.stride
