@@ -18,6 +18,7 @@ from support.vllm_engine.pair import connector, prompt
 from support.vllm_engine.states import Page, RankEngine
 
 TEXT = prompt(100, 3)
+"""Shorter than a block: no prefix of it is ever cached, so what is not loaded is computed."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ CASES = (
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.family,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
     pytest.mark.parametrize("engines", CASES, ids=lambda case: case.family, indirect=True),
 ]
 
@@ -96,7 +97,7 @@ def engines(request, tmp_path_factory, checkpoints: Path) -> Iterator[Engines]:
     )
     try:
         one.ready()
-        two.ready()
+        two.ready(500.0)
         yield Engines(case, one, two)
     finally:
         one.close()
@@ -171,12 +172,20 @@ def test_an_answer_is_the_engines_own_and_depends_on_the_state(engines: Engines,
         engine.call("reset_prefix_cache")
     tolerance = 2 * max(distance(*own), engines.one.call("own_gap", [TEXT])) + 1e-5
     for spoil in (False, True):
+        answer = through(sender, receiver, spoil=spoil)
+        apart = distance(answer, own[0])
+        assert (apart > 4 * tolerance) if spoil else (apart <= tolerance), f"spoiled: {spoil}, {apart} apart"
+
+
+def through(sender: RankEngine, receiver: RankEngine, *, spoil: bool) -> dict[str, Any]:
+    """The receiver's answer over the sender's cache; asks again if a busy machine missed a deadline."""
+    for _ in range(4):
         offer = sender.call("prefill", [TEXT])[0]["params"]
         if spoil:
             sender.call("spoil_states", offer)
+        receiver.call("bids")
         (answer,) = receiver.call("generate", [TEXT], [offer])
-        receiver.call("reset_prefix_cache")
         sender.call("step", 1.0)
-        sender.call("reset_prefix_cache")
-        apart = distance(answer, own[0])
-        assert (apart > 4 * tolerance) if spoil else (apart <= tolerance), f"spoiled: {spoil}, {apart} apart"
+        if receiver.call("bids") == [len(TEXT) - 1]:
+            return answer
+    pytest.fail(f"nothing was loaded, so nothing is shown; see {receiver.log}")
