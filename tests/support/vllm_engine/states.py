@@ -77,9 +77,9 @@ def spoil_states(engine: Any, offer: dict[str, Any]) -> None:
 
 
 def bids(engine: Any) -> list[int]:
-    """Tokens that the connector offered to load, at every admission since the last call; the first one begins.
+    """Tokens that the connector offered to load, at every admission since the last call.
 
-    Who is asked a second time did not load what was offered first.
+    The first call begins. Who is asked a second time did not load what was offered first.
     """
     if not hasattr(engine, "bids"):
         engine.bids = []
