@@ -79,7 +79,7 @@ def spoil_states(engine: Any, offer: dict[str, Any]) -> None:
 def bids(engine: Any) -> list[int]:
     """Tokens that the connector offered to load, at every admission since the last call.
 
-    Who is asked a second time did not load what was offered first.
+    The first call begins. Who is asked a second time did not load what was offered first.
     """
     if not hasattr(engine, "bids"):
         engine.bids = []
