@@ -7,6 +7,7 @@ its methods over the engine's own development endpoint.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import httpx
 ARGUMENTS = ("--worker-extension-cls=support.vllm_engine.ranks.RankWitness",)
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
-    "PYTHONPATH": str(Path(__file__).parents[2]),
+    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
     "HF_HUB_OFFLINE": "1",
 }
 
