@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.transformers_utils.config import get_config, get_hf_text_config
 from vllm.utils.network_utils import get_ip
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
@@ -70,6 +71,7 @@ __all__ = [
     "share_logging",
     "spec_of_layer",
     "state_position",
+    "stored_rope",
     "supported_layouts",
     "takes_whole_blocks",
     "trim_prompt",
@@ -160,6 +162,27 @@ def attention_layer(vllm_config: VllmConfig, name: str) -> Any:
 def conv_channels_first() -> bool:
     """Convolution states are (channels, window), rather than (window, channels)."""
     return bool(is_conv_state_dim_first())
+
+
+def stored_rope(model: Any) -> dict[str, Any]:
+    """The rope settings of a checkpoint's own configuration, read again, and what the operator put over them.
+
+    Models write what they derive into the settings in memory when they are built (`FalconH1`: a partial
+    rotary factor of 1, `DeepseekV2`: another type), and the scheduler sees it only where the model is in its
+    process, which depends on the number of ranks.
+    """
+    config = get_config(
+        model.hf_config_path or model.model,
+        model.trust_remote_code,
+        model.revision,
+        model.code_revision,
+        model.config_format,
+    )
+    stored = {k: v for k, v in get_hf_text_config(config).to_dict().items() if "rope" in k}
+    overrides = model.hf_overrides
+    if callable(overrides):
+        return {**stored, "overrides": f"{overrides.__module__}.{overrides.__qualname__}"}
+    return {**stored, "overrides": {k: v for k, v in overrides.items() if "rope" in k}}
 
 
 def finished_whole(request: Any) -> bool:
