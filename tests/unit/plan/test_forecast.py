@@ -120,6 +120,12 @@ def test_state_moves_one_snapshot_however_long_the_prompt_is():
         assert state.is_state
 
 
+def test_the_longest_run_of_a_block_is_that_of_the_longest_kind():
+    made = planned(HYBRID)
+    assert [row.moved.block_run_bytes for row in made.rows] == [STATE, 80 * 256]
+    assert made.whole.block_run_bytes == 80 * 256
+
+
 def test_state_is_compared_with_attention_in_its_place():
     made = planned(HYBRID, Side(block_tokens=16), tokens=160)
     state, full = made.rows
