@@ -19,13 +19,16 @@ from transport.cards import facts
 def listen(monkeypatch):
     """Start the scheduler half of a data-parallel rank; its port."""
     monkeypatch.setattr(scheduler, "facts_of", lambda *_: facts())
+    monkeypatch.setattr(scheduler.compat, "stored_rope", lambda _: None)
     monkeypatch.setattr(scheduler, "kind_of", lambda group: group.kind)
     halves = []
 
     def start(port, index=0):
         parallel = SimpleNamespace(data_parallel_index=index)
         transfer = SimpleNamespace(engine_id=f"engine_dp{index}")
-        vllm_config = SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer)
+        vllm_config = SimpleNamespace(
+            parallel_config=parallel, kv_transfer_config=transfer, model_config=None
+        )
         cache = SimpleNamespace(kv_cache_groups=[], num_blocks=8, hash_block_size=16)
         half = scheduler.SchedulerHalf(vllm_config, cache, ConnectorConfig(port=port))
         halves.append(half)

@@ -176,7 +176,7 @@ def test_a_short_convolution_keeps_its_last_inputs():
         "layer_types": ["conv", "conv", "full_attention", "conv"],
     }  # fmt: skip
     assert pattern(lfm2) == "S S F S"
-    assert state(lfm2) == {"conv.x": (2, 128, 2)}
+    assert state(lfm2) == {"conv": (2, 128, 2)}
 
 
 def test_state_follows_the_type_the_model_is_computed_in_and_not_that_of_the_cache():
