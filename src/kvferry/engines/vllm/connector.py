@@ -37,6 +37,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """
         super().__init__(vllm_config, role, kv_cache_config)
         compat.share_logging()
+        compat.leave_cores_to_others(vllm_config)
         config = read_settings(vllm_config)
         self._scheduler: SchedulerHalf | None = None
         self._halves: dict[str, WorkerHalf] = {}
