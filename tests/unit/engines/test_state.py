@@ -274,14 +274,15 @@ def test_state_moves_between_any_ranks_and_orders(name, src_ranks, dst_ranks, or
 @either_order
 def test_between_equal_ranks_a_page_moves_as_one_stretch(name, channels_first):
     one, other = (page(name, 1, 2, channels_first) for _ in range(2))
-    (pieces,) = retile(one, other).phases
+    (nests,) = retile(one, other).phases
+    pieces = spelled(nests)
     assert pieces.length.tolist() == [one.page_bytes]
 
 
 @pytest.mark.parametrize("name", ["mamba2", "gated delta net"])
 def test_channels_first_halves_move_as_one_stretch_per_field(name):
-    (pieces,) = retile(page(name, 0, 1, channels_first=True), page(name, 0, 2, channels_first=True)).phases
-    assert len(pieces) == 4
+    (nests,) = retile(page(name, 0, 1, channels_first=True), page(name, 0, 2, channels_first=True)).phases
+    assert len(spelled(nests)) == 4
 
 
 def filled(found: PageFormat) -> np.ndarray:
