@@ -1,4 +1,4 @@
-"""A transport between engines of one process: what is prepared is copied, byte for byte, when it is posted."""
+"""A transport between engines of one process: what is prepared is copied when it is posted."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class LocalAgent:
         self.held["peers"] -= 1
 
     def prepare(self, owner: str | None, region: Region, rows: np.ndarray) -> Any:
-        address, length, stride, count = (np.repeat(column, rows[:, 3]) for column in rows.T)
+        address, length, stride, _ = (np.repeat(column, rows[:, 3]) for column in rows.T)
         first = np.repeat(np.cumsum(rows[:, 3]) - rows[:, 3], rows[:, 3])
         address = address + (np.arange(len(address)) - first) * stride
         inside = np.zeros(len(address), bool)

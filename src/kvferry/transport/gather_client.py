@@ -76,6 +76,11 @@ class GatherClient:
         """Something has been asked and not answered."""
         return bool(self._wanted)
 
+    def is_silent(self, now: float) -> bool:
+        """Whether it did not answer lately, and has not been heard from since."""
+        self._receive()
+        return now < self.silent_until
+
     def ask(self, route: int, ticket: Ticket, blocks: Int64s, phase: int) -> int:
         """Ask for the images of some cells; returns the number of the chunk.
 
@@ -120,7 +125,7 @@ class GatherClient:
             if reply.chunk not in self._wanted:
                 continue
             self._answers[reply.chunk] = reply
-            # It lost us: by a broken connection, or among too many readers. One of several such answers counts.
+            # It lost us: by a broken connection, or among too many readers. One of many such answers counts.
             unknown = isinstance(reply, NotGathered) and reply.unknown
             if unknown and self._wanted[reply.chunk] == self._introductions:
                 self._introduce()

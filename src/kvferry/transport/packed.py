@@ -162,7 +162,7 @@ class PackedRead:
             self._over(chunk)
         elif self._way.gather < 0:
             chunk.state = _State.GATHERED
-        elif self._clock() < self._source.silent_until:
+        elif self._source.is_silent(self._clock()):
             self._go_direct(chunk, "it has not answered lately")
         else:
             cells = chunk.cells

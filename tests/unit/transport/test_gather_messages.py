@@ -85,7 +85,8 @@ def test_a_message_with_a_few_bytes_changed_is_a_message_or_a_protocol_error(mes
 
 
 numbers = st.one_of(
-    st.integers(-4, 200), st.sampled_from([1 << 20, 1 << 31, 1 << 40, (1 << 63) - 1, -(1 << 63), (1 << 64) - 1])
+    st.integers(-4, 200),
+    st.sampled_from([1 << 20, 1 << 31, 1 << 40, (1 << 63) - 1, -(1 << 63), (1 << 64) - 1]),
 )
 anything = st.builds(
     Nest,
@@ -135,7 +136,10 @@ def test_a_nest_that_would_write_elsewhere_or_endlessly_is_refused(nest, says):
 @pytest.mark.parametrize(
     ("message", "says"),
     [
-        (introduce(*[Nest(0, 0, 1)] * 2, phases=MAX_NESTS // 2 + 1), f"{MAX_NESTS + 2} routes, phases or nests"),
+        (
+            introduce(*[Nest(0, 0, 1)] * 2, phases=MAX_NESTS // 2 + 1),
+            f"{MAX_NESTS + 2} routes, phases or nests",
+        ),
         (Introduce(PROTOCOL, [GatherRoute(1, 1, 64, ((),) * (MAX_NESTS + 1))]), "routes, phases or nests"),
         (Introduce(PROTOCOL, [GatherRoute(1, 1, 64, ((),))] * (MAX_NESTS + 1)), "routes, phases or nests"),
         (introduce(phases=0), "a route of 0 phases"),
