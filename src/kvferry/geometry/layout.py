@@ -44,6 +44,7 @@ class EngineShape:
         layout: one of `LAYOUTS`.
         num_blocks: blocks in each rank's pool, the null block included.
         kernel_tokens: tokens of a kernel block, where a block is made of several; 0: it is not.
+        group_size: layers of a group at most, as vLLM has it where layers differ; 0: any number.
     """
 
     tp: int
@@ -52,6 +53,7 @@ class EngineShape:
     layout: str
     num_blocks: int
     kernel_tokens: int = 0
+    group_size: int = 0
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -60,6 +62,8 @@ class EngineShape:
             raise GeometryError(f"{self.tp} tensor-parallel ranks, layers {self.stages} per pipeline rank")
         if self.block_tokens < 1 or self.num_blocks < 1:
             raise GeometryError(f"a pool of {self.num_blocks} blocks of {self.block_tokens} tokens")
+        if self.group_size < 0:
+            raise GeometryError(f"groups of {self.group_size} layers")
         if self.kernel_tokens < 0 or (self.kernel_tokens and self.block_tokens % self.kernel_tokens):
             raise GeometryError(
                 f"a block of {self.block_tokens} tokens is not made of kernel blocks of {self.kernel_tokens}"
@@ -103,12 +107,22 @@ def even_stages(layers: int, pp: int) -> tuple[int, ...]:
     return tuple(stages)
 
 
-def group_layers(model: ModelCache) -> tuple[tuple[int, ...], ...]:
-    """Numbers of the layers of each group: those that keep the same, groups by their first layer."""
-    groups: dict[LayerStore, list[int]] = {}
+def group_layers(model: ModelCache, group_size: int = 0) -> tuple[tuple[int, ...], ...]:
+    """Numbers of the layers of each group: those that keep the same, groups by their first layer.
+
+    Args:
+        model: what is kept.
+        group_size: layers of a group at most; more are dealt out to as many groups as needed, in turns, so
+            that each has layers on every pipeline rank. 0: any number.
+    """
+    alike: dict[LayerStore, list[int]] = {}
     for number, store in enumerate(model.layers):
-        groups.setdefault(store, []).append(number)
-    return tuple(tuple(numbers) for numbers in groups.values())
+        alike.setdefault(store, []).append(number)
+    groups = []
+    for numbers in alike.values():
+        count = -(-len(numbers) // group_size) if group_size else 1
+        groups += [tuple(numbers[turn::count]) for turn in range(count)]
+    return tuple(groups)
 
 
 def layer_name(number: int) -> str:
@@ -181,8 +195,9 @@ def place_rank(model: ModelCache, engine: EngineShape, rank: int, address: int) 
     stage, tp_rank = divmod(rank, engine.tp)
     first = sum(engine.stages[:stage])
     on_stage = range(first, first + engine.stages[stage])
-    stores = [model.layers[numbers[0]] for numbers in group_layers(model)]
-    held = [[n for n in numbers if n in on_stage] for numbers in group_layers(model)]
+    numbered = group_layers(model, engine.group_size)
+    stores = [model.layers[numbers[0]] for numbers in numbered]
+    held = [[n for n in numbers if n in on_stage] for numbers in numbered]
     tokens = engine.kernel_tokens or engine.block_tokens
     insides = [interior_of(store, tokens, engine.kernels, tp_rank, engine.tp) for store in stores]
     slots = max(len(numbers) for numbers in held)

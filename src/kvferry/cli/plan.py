@@ -1,0 +1,106 @@
+"""`kvferry plan`: what handing a model's KV cache over will take."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvferry.errors import ConfigError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("plan")(plan)
+
+
+def plan(
+    model: Annotated[
+        str | None, typer.Argument(help="A config.json, its folder, a name of the table, an id of the hub.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of the prompt that is handed over.")] = 4096,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of the engine that has it.")] = 1,
+    to_tp: Annotated[int | None, typer.Option(help="Of the one that gets it; the same by default.")] = None,
+    pp: Annotated[int, typer.Option(help="Pipeline ranks of the engine that has it.")] = 1,
+    to_pp: Annotated[int | None, typer.Option(help="Of the one that gets it; the same by default.")] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens of a block; vLLM's choice by default.")
+    ] = None,
+    to_block_size: Annotated[
+        int | None, typer.Option(help="Of the one that gets it; as --block-size by default.")
+    ] = None,
+    layout: Annotated[
+        str, typer.Option(help="Axes of its memory: LBNHC (NHD), LBHNC (HND), LHBNC, BLHNC, BLNHC, BHLNC.")
+    ] = "LBNHC",
+    to_layout: Annotated[
+        str | None, typer.Option(help="Of the one that gets it; the same by default.")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Element type of the KV cache: auto, float32, bfloat16, fp8, ...")
+    ] = "auto",
+    kv: Annotated[
+        str, typer.Option(help="K and V of a head and token packed, or apart on pages of their own.")
+    ] = "packed",
+    mtp: Annotated[bool, typer.Option("--mtp", help="With the multi-token prediction layers.")] = False,
+    strategy: Annotated[
+        str | None, typer.Option(help="direct, over-read or staged, in place of the cheapest.")
+    ] = None,
+    bandwidth: Annotated[
+        float | None, typer.Option(help="GB/s that the link of a rank has, if less than memory.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False,
+    html: Annotated[Path | None, typer.Option(help="File for a picture of what goes where.")] = None,
+    listed: Annotated[bool, typer.Option("--list", help="Print the table of models, with sources.")] = False,
+) -> None:
+    """Say what handing MODEL's KV cache from one engine to another takes: bytes, pieces, time.
+
+    No engine runs and no weights are read: the memory of both engines is laid out as vLLM would, and the
+    planner of real transfers works on it, with block tables as scattered as on a busy engine.
+    """
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if listed:
+        from kvferry.plan.show import show_table
+
+        show_table(console)
+        return
+    if model is None:
+        raise ConfigError(
+            "MODEL is missing: a config.json, its folder, or a name that `kvferry plan --list` has"
+        )
+    from kvferry.geometry.models import read_model
+    from kvferry.plan.cost import Pricing, link, pinned
+    from kvferry.plan.find import find_config
+    from kvferry.plan.forecast import forecast
+    from kvferry.plan.numbers import as_json as numbers
+    from kvferry.plan.show import show
+    from kvferry.plan.side import Side
+
+    if tokens < 1:
+        raise ConfigError(f"--tokens is {tokens}; a prompt has at least 1")
+    if kv not in ("packed", "apart"):
+        raise ConfigError(f"--kv {kv} is not known; choose packed or apart")
+    sides = (
+        Side(tp, pp, layout, block_size),
+        Side(to_tp or tp, to_pp or pp, to_layout or layout, to_block_size or block_size),
+    )
+    name, config = find_config(model)
+    reading = read_model(config, dtype, name=name, draft=mtp)
+    separate = kv == "apart"
+    made = forecast(reading, sides, tokens, Pricing(link(bandwidth), pinned(strategy)), separate=separate)
+    if html is not None:
+        from kvferry.plan.page import picture
+
+        try:
+            html.write_text(picture(made, reading, separate=separate), encoding="utf-8")
+        except OSError as error:
+            said = os.strerror(error.errno or 0)
+            raise ConfigError(f"cannot write {html}: {said}; name a file that can be written") from error
+    if as_json:
+        print(json.dumps(numbers(made)))
+    else:
+        show(made, console)

@@ -1,0 +1,107 @@
+"""The keys of a ``config.json``, by the names that different families give them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.errors import ConfigError
+
+_INNER = ("thinker_config", "text_config", "llm_config", "language_config")
+_DTYPES = ("dtype", "torch_dtype")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The part of a ``config.json`` that describes the language model.
+
+    A key that is null counts as missing. A file may leave out what its family has as a default.
+
+    Attributes:
+        values: the keys.
+        defaults: of the family.
+    """
+
+    values: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+
+    @property
+    def model_type(self) -> str:
+        """The family's name for itself, empty if it has none."""
+        return str(self.get("model_type") or "")
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers."""
+        return self.number("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+    def get(self, *names: str) -> Any:
+        """The first of these keys that there is, else the family's default, else None."""
+        for known in (self.values, self.defaults):
+            for name in names:
+                if known.get(name) is not None:
+                    return known[name]
+        return None
+
+    def number(self, *names: str, least: int = 1) -> int:
+        """The first of these keys that there is, a whole number.
+
+        Raises:
+            ConfigError: none of them is there, or it is no whole number of at least `least`.
+        """
+        value = self.get(*names)
+        if value is None:
+            raise ConfigError(
+                f"config.json of model type {self.model_type or 'unknown'} has no {_either(names)}, which "
+                "decides the size of its KV cache; add it to the file"
+            )
+        return whole(names[0], value, least)
+
+    def maybe(self, *names: str) -> int | None:
+        """As `number`, but None if there is none of these keys, or it is 0 or false."""
+        value = self.get(*names)
+        return whole(names[0], value, 1) if value else None
+
+    def listed(self, name: str, count: int) -> Sequence[Any] | None:
+        """A list with one entry per layer; None if there is none.
+
+        Raises:
+            ConfigError: it has another length.
+        """
+        value = self.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple | str) or len(value) != count:
+            found = f"{len(value)} entries" if isinstance(value, list | tuple | str) else repr(value)
+            raise ConfigError(
+                f"config.json: {name} has {found} for {count} layers; one per layer is expected"
+            )
+        return value
+
+
+def whole(name: str, value: Any, least: int) -> int:
+    """A whole number of at least `least`.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"config.json: {name} is {value!r}, a whole number of at least {least} is expected")
+    return value
+
+
+def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keys of the language model inside those of a model that also sees or hears.
+
+    The element type stays known where only the outer part names it.
+    """
+    outer = config
+    while inner := next((outer[name] for name in _INNER if isinstance(outer.get(name), Mapping)), None):
+        dtypes = {name: outer[name] for name in _DTYPES if outer.get(name) is not None}
+        outer = {**dtypes, **{name: value for name, value in inner.items() if value is not None}}
+    return outer
+
+
+def _either(names: Sequence[str]) -> str:
+    return " or ".join(names)

@@ -1,0 +1,205 @@
+"""Which layer of a model mixes tokens how.
+
+Families say it in many ways: a list of words per layer, a string of letters, a period, a list of numbers that
+count from one. Each way is a rule; the first that finds its key answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from kvferry.errors import ConfigError
+from kvferry.geometry.models.config import Config, whole
+from kvferry.geometry.models.families import Family, Mixer
+
+Mixers: TypeAlias = tuple[Mixer, ...]
+"""Of one layer: none for a layer without a cache, two where attention and recurrence run side by side."""
+
+Rule: TypeAlias = Callable[[Config, Family], list[Mixers] | None]
+
+_FULL: Mixers = (Mixer.FULL,)
+_WORDS: Mapping[str, Mixers] = {
+    "full_attention": _FULL,
+    "attention": _FULL,
+    "full": _FULL,
+    "sliding_attention": (Mixer.SLIDING,),
+    "chunked_attention": (Mixer.CHUNKED,),
+    "short_conv": (Mixer.SHORT_CONV,),
+    "conv": (Mixer.SHORT_CONV,),
+    "mlp": (),
+    "moe": (),
+}
+_LETTERS: Mapping[str, Mixers] = {"*": _FULL, "-": (), "E": ()}
+
+
+def mixers(config: Config, family: Family) -> list[Mixers]:
+    """How every layer mixes tokens.
+
+    Raises:
+        ConfigError: the file contradicts itself, or names a kind of layer that is not known.
+    """
+    for rule in _RULES:
+        if (found := rule(config, family)) is not None:
+            return found
+    window = config.maybe("sliding_window")
+    windowed = window is not None and config.get("use_sliding_window") is not False
+    return [(Mixer.SLIDING,) if windowed else _FULL] * config.layers
+
+
+def _recurrence(config: Config, family: Family, said: str) -> Mixer:
+    if family.recurrent is None:
+        raise ConfigError(
+            f"config.json: {said} names recurrent layers, but what they keep is not known for model type "
+            f"{config.model_type or 'unknown'}; known are those of {_RECURRENT_TYPES}"
+        )
+    return family.recurrent
+
+
+_RECURRENT_TYPES = (
+    "Mamba, Mamba2, gated delta net, Kimi delta attention, lightning attention and short convolution"
+)
+
+
+def _everywhere(config: Config, family: Family) -> list[Mixers] | None:
+    if not family.everywhere or family.recurrent is None:
+        return None
+    beside = _FULL if family.beside_attention else ()
+    return [(family.recurrent, *beside)] * config.layers
+
+
+def _letters(config: Config, family: Family) -> list[Mixers] | None:
+    """Nemotron-H: ``M`` recurrence, ``*`` attention, others feed-forward."""
+    name = "hybrid_override_pattern"
+    said = config.listed(name, config.layers)
+    if said is None:
+        return None
+    known = {**_LETTERS, "M": (_recurrence(config, family, name),)}
+    return _translated(name, said, known)
+
+
+def _words(config: Config, family: Family) -> list[Mixers] | None:
+    """A word per layer. Words for recurrence mean the family's own."""
+    name = next((n for n in ("layers_block_type", "layer_types") if config.get(n)), None)
+    if name is None:
+        return None
+    said = config.listed(name, config.layers) or ()
+    known: dict[Any, Mixers] = dict(_WORDS)
+    if {"linear_attention", "mamba", "hybrid"} & set(said):
+        recurrence = _recurrence(config, family, name)
+        known |= {"linear_attention": (recurrence,), "mamba": (recurrence,), "hybrid": (recurrence, *_FULL)}
+    return _translated(name, said, known)
+
+
+def _translated(name: str, said: Sequence[Any], known: Mapping[Any, Mixers]) -> list[Mixers]:
+    if unknown := [word for word in dict.fromkeys(said) if word not in known]:
+        raise ConfigError(
+            f"config.json: {name} has {', '.join(map(repr, unknown))}, which is none of {', '.join(known)}"
+        )
+    return [known[word] for word in said]
+
+
+def _attention_period(config: Config, family: Family) -> list[Mixers] | None:
+    """Jamba: every so many layers is attention, from an offset on."""
+    period = config.maybe("attn_layer_period")
+    if period is None:
+        return None
+    offset = whole("attn_layer_offset", config.get("attn_layer_offset") or 0, 0)
+    recurrence = (_recurrence(config, family, "attn_layer_period"),)
+    return [_FULL if i % period == offset else recurrence for i in range(config.layers)]
+
+
+def _attention_numbers(config: Config, family: Family) -> list[Mixers] | None:
+    """Bamba: the numbers of the attention layers."""
+    numbers = config.get("attn_layer_indices")
+    if not isinstance(numbers, list):
+        return None
+    recurrence = (_recurrence(config, family, "attn_layer_indices"),)
+    return [_FULL if i in numbers else recurrence for i in range(config.layers)]
+
+
+def _attention_flags(config: Config, family: Family) -> list[Mixers] | None:
+    """MiniMax-Text-01: 1 is attention, 0 is not."""
+    name = "attn_type_list"
+    said = config.listed(name, config.layers)
+    if said is None:
+        return None
+    return _translated(name, said, {1: _FULL, 0: (_recurrence(config, family, name),)})
+
+
+def _last_of_each(config: Config, family: Family) -> list[Mixers] | None:
+    """Qwen3-Next and Bailing: the last of every so many layers is attention."""
+    name = next((n for n in ("full_attention_interval", "layer_group_size") if config.maybe(n)), None)
+    if name is None or family.recurrent is None:
+        return None
+    period, recurrence = config.number(name), (family.recurrent,)
+    return [recurrence if (i + 1) % period else _FULL for i in range(config.layers)]
+
+
+def _kimi(config: Config, family: Family) -> list[Mixers] | None:
+    """Kimi Linear: numbers of the layers of either kind, from one."""
+    said = config.get("linear_attn_config")
+    if not isinstance(said, Mapping):
+        return None
+    delta, full = said.get("kda_layers") or [], said.get("full_attn_layers") or []
+    if sorted([*delta, *full]) != list(range(1, config.layers + 1)):
+        raise ConfigError(
+            f"config.json: kda_layers and full_attn_layers name {len(delta)} and {len(full)} layers, but "
+            f"together they must be 1 to {config.layers}, each once"
+        )
+    recurrence = (_recurrence(config, family, "linear_attn_config"),)
+    return [recurrence if i + 1 in delta else _FULL for i in range(config.layers)]
+
+
+def _window_flags(config: Config, _family: Family) -> list[Mixers] | None:
+    """MiMo-V2: 1 has a window."""
+    name = "hybrid_layer_pattern"
+    said = config.listed(name, config.layers)
+    return None if said is None else _translated(name, said, {1: (Mixer.SLIDING,), 0: _FULL})
+
+
+def _chunks(config: Config, _family: Family) -> list[Mixers] | None:
+    """Llama 4: layers without rotary positions see everything, the others their chunk."""
+    if config.maybe("attention_chunk_size") is None or not config.maybe("no_rope_layer_interval"):
+        return None
+    period = config.number("no_rope_layer_interval")
+    rotary = config.listed("no_rope_layers", config.layers) if config.get("no_rope_layers") else None
+    rotary = rotary or [(i + 1) % period != 0 for i in range(config.layers)]
+    return [(Mixer.CHUNKED,) if each else _FULL for each in rotary]
+
+
+def _window_pattern(config: Config, _family: Family) -> list[Mixers] | None:
+    """Gemma 3, Cohere 2: the last of every so many layers has no window. EXAONE 4: ``L`` has one."""
+    pattern = config.get("sliding_window_pattern")
+    if not pattern or config.maybe("sliding_window") is None:
+        return None
+    if isinstance(pattern, str):
+        windowed = [pattern[i % len(pattern)] == "L" for i in range(config.layers)]
+    else:
+        period = whole("sliding_window_pattern", pattern, 1)
+        windowed = [(i + 1) % period != 0 for i in range(config.layers)]
+    return [(Mixer.SLIDING,) if each else _FULL for each in windowed]
+
+
+def _window_from(config: Config, _family: Family) -> list[Mixers] | None:
+    """Qwen2, Qwen3: with ``use_sliding_window``, layers from ``max_window_layers`` on have a window."""
+    if config.get("use_sliding_window") is not True or config.maybe("sliding_window") is None:
+        return None
+    first = whole("max_window_layers", config.get("max_window_layers") or 0, 0)
+    return [(Mixer.SLIDING,) if i >= first else _FULL for i in range(config.layers)]
+
+
+_RULES: tuple[Rule, ...] = (
+    _everywhere,
+    _letters,
+    _words,
+    _attention_period,
+    _attention_numbers,
+    _attention_flags,
+    _last_of_each,
+    _kimi,
+    _window_flags,
+    _chunks,
+    _window_pattern,
+    _window_from,
+)

@@ -1,0 +1,138 @@
+"""What a recurrent layer keeps: one snapshot, however long the sequence is.
+
+Shapes and element types as in vLLM's ``mamba_utils``: the convolution's last inputs first, then the state.
+The convolution is cut into the segments that tensor parallelism shards separately.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from kvferry.errors import ConfigError
+from kvferry.geometry.models.config import Config, whole
+from kvferry.geometry.models.dtypes import FLOATS
+from kvferry.geometry.models.families import Mixer
+from kvferry.geometry.rank import GroupKind
+from kvferry.geometry.store import LayerStore, Stored
+
+Builder: TypeAlias = Callable[[Config, int, int], tuple[Stored, ...]]
+
+
+def recurrent_store(config: Config, mixer: Mixer, model_dtype: str, ssm_dtype: str) -> LayerStore:
+    """What one recurrent layer keeps.
+
+    Args:
+        config: the model's.
+        mixer: which recurrence.
+        model_dtype: element type of the convolution's inputs.
+        ssm_dtype: element type of the state.
+
+    Raises:
+        ConfigError: a size is missing or makes no sense.
+    """
+    return LayerStore(GroupKind.STATE, 0, _BUILDERS[mixer](config, FLOATS[model_dtype], FLOATS[ssm_dtype]))
+
+
+def _taps(kernel: int) -> tuple[str, int]:
+    """A convolution over so many tokens remembers all but the newest."""
+    if kernel < 2:
+        raise ConfigError(
+            f"config.json: a convolution over {kernel} tokens keeps nothing; at least 2 are expected"
+        )
+    return ("tap", kernel - 1)
+
+
+def _mamba1(config: Config, item: int, ssm_item: int) -> tuple[Stored, ...]:
+    hidden = config.number("hidden_size")
+    expand = config.maybe("mamba_expand")
+    channels = expand * hidden if expand else config.number("intermediate_size")
+    taps = _taps(config.number("mamba_d_conv", "conv_kernel"))
+    state = config.number("mamba_d_state", "state_size")
+    return (
+        Stored("conv.x", item, channels, (taps,)),
+        Stored("ssm", ssm_item, channels, (("state", state),)),
+    )
+
+
+def _mamba2(config: Config, item: int, ssm_item: int) -> tuple[Stored, ...]:
+    heads = config.number("mamba_num_heads", "mamba_n_heads", "n_mamba_heads", "num_heads")
+    channels = _mamba2_channels(config)
+    width = config.get("mamba_head_dim", "mamba_d_head", "mamba_headdim", "head_dim")
+    if width in (None, "auto") and channels is not None:
+        width = channels // heads
+    width = whole("mamba_head_dim", width, 1)
+    if channels is not None and channels != heads * width:
+        raise ConfigError(
+            f"config.json: {heads} state heads of {width} are not the {channels} channels of the convolution"
+        )
+    groups = config.number("mamba_n_groups", "mamba_ngroups", "n_groups")
+    state = config.number("ssm_state_size", "mamba_d_state", "state_size")
+    taps = _taps(config.number("mamba_d_conv", "conv_kernel"))
+    return (
+        Stored("conv.x", item, heads, (("channel", width), taps)),
+        Stored("conv.b", item, groups, (("channel", state), taps)),
+        Stored("conv.c", item, groups, (("channel", state), taps)),
+        Stored("ssm", ssm_item, heads, (("row", width), ("state", state))),
+    )
+
+
+def _mamba2_channels(config: Config) -> int | None:
+    """Channels of the convolution's x, where the file says them beside heads and their width."""
+    if config.model_type == "nemotron_h":
+        return None
+    if said := config.maybe("mamba_d_ssm"):
+        return said
+    expand = config.maybe("mamba_expand", "expand")
+    return expand * config.number("hidden_size") if expand else None
+
+
+def _gated_delta(config: Config, item: int, ssm_item: int) -> tuple[Stored, ...]:
+    k_heads, v_heads = config.number("linear_num_key_heads"), config.number("linear_num_value_heads")
+    k_width, v_width = config.number("linear_key_head_dim"), config.number("linear_value_head_dim")
+    taps = _taps(config.number("linear_conv_kernel_dim"))
+    return _delta((k_heads, k_width), (v_heads, v_width), taps, item, ssm_item)
+
+
+def _kimi_delta(config: Config, item: int, ssm_item: int) -> tuple[Stored, ...]:
+    said: Mapping[str, Any] = config.get("linear_attn_config") or {}
+    inner = Config(said, {})
+    of = (inner.number("num_heads"), inner.number("head_dim"))
+    return _delta(of, of, _taps(inner.number("short_conv_kernel_size")), item, ssm_item)
+
+
+def _delta(
+    keys: tuple[int, int], values: tuple[int, int], taps: tuple[str, int], item: int, ssm_item: int
+) -> tuple[Stored, ...]:
+    """A delta rule over `keys` and `values`, each (heads, width): the last q, k, v, and a matrix per head."""
+    (k_heads, k_width), (v_heads, v_width) = keys, values
+    return (
+        Stored("conv.q", item, k_heads, (("channel", k_width), taps)),
+        Stored("conv.k", item, k_heads, (("channel", k_width), taps)),
+        Stored("conv.v", item, v_heads, (("channel", v_width), taps)),
+        Stored("ssm", ssm_item, v_heads, (("row", v_width), ("state", k_width))),
+    )
+
+
+def _lightning(config: Config, _item: int, ssm_item: int) -> tuple[Stored, ...]:
+    heads = config.number("num_attention_heads")
+    width = config.maybe("head_dim") or config.number("hidden_size") // heads
+    return (Stored("ssm", ssm_item, heads, (("row", width), ("state", width))),)
+
+
+def _short_conv(config: Config, item: int, _ssm_item: int) -> tuple[Stored, ...]:
+    return (
+        Stored(
+            "conv.x", item, config.number("conv_dim", "hidden_size"), (_taps(config.number("conv_L_cache")),)
+        ),
+    )
+
+
+_BUILDERS: Mapping[Mixer, Builder] = {
+    Mixer.MAMBA1: _mamba1,
+    Mixer.MAMBA2: _mamba2,
+    Mixer.GATED_DELTA: _gated_delta,
+    Mixer.KIMI_DELTA: _kimi_delta,
+    Mixer.LIGHTNING: _lightning,
+    Mixer.SHORT_CONV: _short_conv,
+}

@@ -1,0 +1,95 @@
+"""Which way a route will go and how long that should take: the planner's own choice.
+
+The one place where a forecast meets the planner's cost model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+from kvferry.errors import ConfigError
+from kvferry.planning.request import Tally
+from kvferry.planning.select import Cells
+from kvferry.planning.strategy import CHUNK_BYTES, Costs, Strategy, choose, ways
+from kvferry.planning.template import Route
+
+ROOM_BYTES = 256 << 20
+"""Room for images of cells that a forecast assumes on either side."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """How a route will move.
+
+    Attributes:
+        strategy: which way.
+        seconds: expected.
+        read_descriptors, read_bytes: of the READs that are posted.
+    """
+
+    strategy: Strategy
+    seconds: float
+    read_descriptors: int
+    read_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pricing:
+    """What a forecast goes by.
+
+    Attributes:
+        costs: of work on the machine and the link.
+        pin: the strategy, where there is a choice; None for the cheapest.
+    """
+
+    costs: Costs
+    pin: Strategy | None = None
+
+
+def link(gigabytes_per_second: float | None) -> Costs:
+    """The default costs, over a link that is no faster than so many 1e9 bytes per second.
+
+    Raises:
+        ConfigError: a speed that is none.
+    """
+    if gigabytes_per_second is None:
+        return Costs()
+    if not 0 < gigabytes_per_second < float("inf"):
+        raise ConfigError(f"bandwidth is {gigabytes_per_second} GB/s, it must be above 0")
+    seconds = max(Costs().read_byte_seconds, 1 / (gigabytes_per_second * 1e9))
+    return replace(Costs(), read_byte_seconds=seconds)
+
+
+def pinned(name: str | None) -> Strategy | None:
+    """The strategy of that name; None for the cheapest.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name is None:
+        return None
+    try:
+        return Strategy(name)
+    except ValueError:
+        raise ConfigError(f"strategy {name!r} is not known; choose one of {', '.join(Strategy)}") from None
+
+
+def expected(route: Route, cells: Cells, tally: Tally, pricing: Pricing) -> Expected:
+    """How the cells of a route will move.
+
+    Args:
+        route, cells: what moves.
+        tally: counted over both.
+        pricing: what work costs.
+    """
+    costs = pricing.costs
+    way = choose(ways(route, costs, ROOM_BYTES), len(cells), costs, pricing.pin)
+    seconds = way.work.seconds(len(cells), costs)
+    read_bytes = round(way.work.read_bytes * len(cells))
+    if way.strategy is Strategy.DIRECT:
+        descriptors = tally.descriptors
+    else:
+        # An image that is read whole goes in chunks.
+        descriptors = ceil(way.work.descriptors * len(cells)) or ceil(read_bytes / CHUNK_BYTES)
+    return Expected(way.strategy, seconds, descriptors, read_bytes)

@@ -1,0 +1,80 @@
+"""A model's ``config.json``, from whatever the user calls the model."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvferry.errors import ConfigError
+from kvferry.plan.table import lookup, nearest
+
+_MAX_BYTES = 16 << 20
+_FILE = "config.json"
+
+
+def find_config(model: str) -> tuple[str, Mapping[str, Any]]:
+    """(name for people, keys of the file).
+
+    A path that exists wins over the table, the table over the hub.
+
+    Raises:
+        ConfigError: there is no such model, or its file cannot be read; in one sentence.
+    """
+    path = Path(model).expanduser()
+    if path.exists() or _looks_like_a_path(model):
+        found = path / _FILE if path.is_dir() else path
+        return (found.parent.name if found.name == _FILE else found.stem) or model, _load(found)
+    if (entry := lookup(model)) is not None:
+        return entry.name, entry.config
+    if model.count("/") == 1:
+        return model, _load(_from_hub(model))
+    raise ConfigError(
+        f"no model is called {model!r}{_hint(model)}; `kvferry plan --list` names all, or give a path"
+    )
+
+
+def _looks_like_a_path(model: str) -> bool:
+    return model.startswith((".", "/", "~")) or model.endswith(".json") or model.count("/") > 1
+
+
+def _hint(model: str) -> str:
+    close = nearest(model)
+    return f"; did you mean {' or '.join(close)}" if close else ""
+
+
+def _load(path: Path) -> Mapping[str, Any]:
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise ConfigError(f"{path} is larger than {_MAX_BYTES >> 20} MiB, which no config.json is")
+        read = json.loads(path.read_bytes())
+    except OSError as error:
+        said = os.strerror(error.errno or 0)
+        raise ConfigError(f"cannot read {path}: {said}; give a config.json or the folder it is in") from error
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}; give a model's config.json") from error
+    if not isinstance(read, dict):
+        raise ConfigError(
+            f"{path} holds a {type(read).__name__}, an object with a model's settings is expected"
+        )
+    return read
+
+
+def _from_hub(model: str) -> Path:
+    """The file from the hub's cache on this machine, or from the hub."""
+    give = "give the path of its config.json"
+    try:
+        from huggingface_hub import hf_hub_download  # noqa: PLC0415 - comes with the engine, slow to import
+    except ImportError:
+        raise ConfigError(
+            f"{model!r} is not in the table{_hint(model)}, and huggingface_hub is not installed; {give}"
+        ) from None
+    try:
+        return Path(hf_hub_download(model, _FILE))
+    except Exception as error:  # whatever the network or the hub answers, the user can do the same
+        raise ConfigError(
+            f"{model!r} is not in the table{_hint(model)}, and the hub could not be asked "
+            f"({type(error).__name__}); {give}"
+        ) from error

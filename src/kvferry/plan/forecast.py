@@ -1,0 +1,227 @@
+"""The planner, run on a made-up request between two engines that are not there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvferry.geometry import GroupKind, RankGeometry
+from kvferry.geometry.layout import group_layers, lay_out
+from kvferry.geometry.models import ModelReading, per_layer
+from kvferry.geometry.store import LayerStore
+from kvferry.plan.cost import Pricing
+from kvferry.plan.moved import Moved, Sum
+from kvferry.plan.planes import apart
+from kvferry.plan.request import Tables, span_of, tables
+from kvferry.plan.side import Side, block_tokens, group_size, shape
+from kvferry.planning.select import Cells, Span, needed, select_cells
+from kvferry.planning.template import Route, Template, build_templates
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Layers that keep the same.
+
+    Attributes:
+        store: what each keeps, over all ranks.
+        layers, tables: how many, and under how many block tables.
+        tokens: of the prompt that are moved; for state the one snapshot stands after them all.
+        page_bytes, to_page_bytes: one block in one layer on one rank of the source, of the destination.
+        moved: in all.
+    """
+
+    store: LayerStore
+    layers: int
+    tables: int
+    tokens: int
+    page_bytes: int
+    to_page_bytes: int
+    moved: Moved
+
+    @property
+    def is_state(self) -> bool:
+        """Whether it is one snapshot, not a number of tokens."""
+        return self.store.kind is GroupKind.STATE
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What handing over one request will take.
+
+    Attributes:
+        model: its name.
+        source, destination: the engines.
+        blocks: tokens of a block on either.
+        tokens: of the prompt.
+        rows: by kind of layer.
+        whole: all of it.
+        notes: what was assumed or chosen, a sentence each.
+    """
+
+    model: str
+    source: Side
+    destination: Side
+    blocks: tuple[int, int]
+    tokens: int
+    rows: tuple[Row, ...]
+    whole: Moved
+    notes: tuple[str, ...]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that the model keeps of one token, once, over all layers."""
+        return sum(row.layers * row.store.whole_bytes for row in self.rows if not row.is_state)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one snapshot of recurrent state, once, over all layers."""
+        return sum(row.layers * row.store.whole_bytes for row in self.rows if row.is_state)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Two engines and a request, laid out at made-up addresses.
+
+    Attributes:
+        kinds: what layers keep, each kind once.
+        row_of: kind of each group, the same groups on both sides.
+        srcs, dsts: ranks of source and destination.
+        here, there: block tables of both.
+        span: how much moves.
+    """
+
+    kinds: tuple[LayerStore, ...]
+    row_of: tuple[int, ...]
+    srcs: tuple[RankGeometry, ...]
+    dsts: tuple[RankGeometry, ...]
+    here: Tables
+    there: Tables
+    span: Span
+
+    def templates(self, number: int) -> tuple[Template, ...]:
+        """What one rank of the destination reads from every rank of the source.
+
+        Raises:
+            Incompatible: the two cannot exchange this model's cache.
+        """
+        return build_templates(self.srcs, self.dsts[number])
+
+    def cells(self, route: Route, kind: GroupKind, reach: int) -> Cells:
+        """What moves of a route, were its group of this kind."""
+        src, dst = self.here.by_group[route.src_group], self.there.by_group[route.dst_group]
+        return select_cells(route, kind, reach, self.span, src, dst)
+
+
+def set_up(
+    reading: ModelReading, sides: tuple[Side, Side], tokens: int, *, separate: bool = False
+) -> Setting:
+    """Lay both engines out, and the request on them.
+
+    Args:
+        reading: the model.
+        sides: source and destination.
+        tokens: of the prompt.
+        separate: K and V as pages of their own on both sides.
+
+    Raises:
+        KVFerryError: an engine cannot be set up so.
+    """
+    laid, origin = apart(reading) if separate else (reading, {s: s for s in reading.cache.layers})
+    kinds = tuple(dict.fromkeys(reading.cache.layers))
+    numbered = group_layers(laid.cache, group_size(laid.cache.layers))
+    row_of = tuple(kinds.index(origin[laid.cache.layers[numbers[0]]]) for numbers in numbered)
+    here, there = (tables(laid, side, tokens) for side in sides)
+    srcs, dsts = (
+        lay_out(laid.cache, shape(laid, side, table.num_blocks))
+        for side, table in zip(sides, (here, there), strict=True)
+    )
+    return Setting(kinds, row_of, srcs, dsts, here, there, span_of(tokens))
+
+
+def forecast(
+    reading: ModelReading,
+    sides: tuple[Side, Side],
+    tokens: int,
+    pricing: Pricing,
+    *,
+    separate: bool = False,
+) -> Forecast:
+    """What handing over a prompt of `tokens` tokens from the first side to the second will take.
+
+    Args:
+        reading: the model.
+        sides: source and destination.
+        tokens: of the prompt.
+        pricing: what work costs.
+        separate: K and V as pages of their own on both sides.
+
+    Raises:
+        KVFerryError: an engine cannot be set up so, or the two cannot exchange this model's cache.
+    """
+    setting = set_up(reading, sides, tokens, separate=separate)
+    sums = [Sum() for _ in setting.kinds]
+    for number, dst in enumerate(setting.dsts):
+        for route in (route for template in setting.templates(number) for route in template.routes):
+            group = dst.groups[route.dst_group]
+            cells = setting.cells(route, group.kind, group.reach)
+            full = setting.cells(route, _without_reach(group.kind), 0)
+            sums[setting.row_of[route.dst_group]].add(number, route, cells, full, pricing)
+    counts = Counter(reading.cache.layers)
+    full_bytes = _full_bytes(reading, setting.kinds, [each.full_bytes for each in sums], counts)
+    rows = tuple(
+        _row(setting, number, counts[kind], sums[number].moved(full_bytes[number]))
+        for number, kind in enumerate(setting.kinds)
+    )
+    whole = Sum.of(sums).moved(None if None in full_bytes else sum(filter(None, full_bytes)))
+    sizes = [block_tokens(reading, side) for side in sides]
+    notes = dict.fromkeys([*reading.notes, *(why for _, why in sizes if why)])
+    blocks = (sizes[0][0], sizes[1][0])
+    return Forecast(reading.cache.name, *sides, blocks, tokens, rows, whole, tuple(notes))
+
+
+def _row(setting: Setting, number: int, layers: int, moved: Moved) -> Row:
+    store, of = setting.kinds[number], [n for n, row in enumerate(setting.row_of) if row == number]
+    low, high = needed(store.kind, store.reach, setting.span)
+    here, there = (_page_bytes(ranks, of) for ranks in (setting.srcs, setting.dsts))
+    return Row(store, layers, len(of), high - low, here, there, moved)
+
+
+def _without_reach(kind: GroupKind) -> GroupKind:
+    return GroupKind.FULL if kind in (GroupKind.SLIDING, GroupKind.CHUNKED) else kind
+
+
+def _page_bytes(ranks: Sequence[RankGeometry], groups: Sequence[int]) -> int:
+    """Content of a page of any of these groups, the largest there is."""
+    pages = [layer.page for rank in ranks for number in groups for layer in rank.groups[number].layers[:1]]
+    return max((page.content_bytes for page in pages), default=0)
+
+
+def _full_bytes(
+    reading: ModelReading,
+    kinds: Sequence[LayerStore],
+    totals: Sequence[int],
+    counts: Mapping[LayerStore, int],
+) -> list[int | None]:
+    """Per kind, what would move if it were full attention.
+
+    State that stands alone in its layer counts as a layer of the widest attention that the model has; state
+    beside attention counts nothing. None where there is no attention.
+    """
+    attention = [
+        total / counts[kind]
+        for kind, total in zip(kinds, totals, strict=True)
+        if kind.kind is not GroupKind.STATE
+    ]
+    alone = Counter[LayerStore]()
+    for stores in per_layer(reading):
+        if all(store.kind is GroupKind.STATE for store in stores):
+            alone.update(stores)
+    return [
+        total
+        if kind.kind is not GroupKind.STATE
+        else round(max(attention) * alone[kind])
+        if attention
+        else None
+        for kind, total in zip(kinds, totals, strict=True)
+    ]

@@ -1,0 +1,147 @@
+"""What moves, counted over the routes of all ranks."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Self
+
+from kvferry.plan.cost import Pricing, expected
+from kvferry.planning.request import tally
+from kvferry.planning.select import Cells
+from kvferry.planning.strategy import Strategy
+from kvferry.planning.template import Route
+
+MIXED = "mixed"
+"""More than one strategy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What moves, of one kind of layer or of all.
+
+    Attributes:
+        pages: (block, layer) pages that are touched at the destination, over all its ranks.
+        descriptors: runs that are contiguous on both sides.
+        bytes: useful bytes, over all ranks of the destination.
+        full_bytes: the same, if all layers were full attention; None where there is no attention to compare.
+        run_bytes: half of the bytes are in runs at least this long.
+        block_run_bytes: the longest run inside one block.
+        strategy: the way that is taken, or `MIXED`.
+        read_descriptors, read_bytes: of the READs that are posted.
+        seconds: expected, of the slowest rank.
+    """
+
+    pages: int
+    descriptors: int
+    bytes: int
+    full_bytes: int | None
+    run_bytes: int
+    block_run_bytes: int
+    strategy: str
+    read_descriptors: int
+    read_bytes: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class Sum:
+    """Counts, added up.
+
+    Attributes:
+        pages, descriptors, bytes, full_bytes, read_descriptors, read_bytes: as in `Moved`.
+        runs: bytes by length of the run they are in.
+        strategies: those taken.
+        seconds: by rank of the destination.
+    """
+
+    pages: int = 0
+    descriptors: int = 0
+    bytes: int = 0
+    full_bytes: int = 0
+    runs: Counter[int] = field(default_factory=Counter)
+    strategies: set[Strategy] = field(default_factory=set)
+    read_descriptors: int = 0
+    read_bytes: int = 0
+    seconds: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+
+    def add(self, rank: int, route: Route, cells: Cells, full: Cells, pricing: Pricing) -> None:
+        """One route of a rank.
+
+        Args:
+            rank: which.
+            route: what moves alike.
+            cells: those that move.
+            full: those that would if the layers were full attention.
+            pricing: what work costs.
+        """
+        counted = tally(route, cells)
+        self.pages += len(route.layers) * len(set(cells.dst_block.tolist()))
+        self.descriptors += counted.descriptors
+        self.bytes += counted.bytes
+        self.full_bytes += tally(route, full).bytes
+        for phase, rows in enumerate(route.phases):
+            times = int((cells.phase == phase).sum())
+            for length, count in Counter(rows.length.tolist()).items():
+                self.runs[length] += length * count * times
+        if len(cells):
+            how = expected(route, cells, counted, pricing)
+            self.strategies.add(how.strategy)
+            self.read_descriptors += how.read_descriptors
+            self.read_bytes += how.read_bytes
+            self.seconds[rank] += how.seconds
+
+    @classmethod
+    def of(cls, parts: Iterable[Self]) -> Self:
+        """Several as one."""
+        whole = cls()
+        for part in parts:
+            whole.pages += part.pages
+            whole.descriptors += part.descriptors
+            whole.bytes += part.bytes
+            whole.runs.update(part.runs)
+            whole.strategies |= part.strategies
+            whole.read_descriptors += part.read_descriptors
+            whole.read_bytes += part.read_bytes
+            for rank, seconds in part.seconds.items():
+                whole.seconds[rank] += seconds
+        return whole
+
+    def moved(self, full_bytes: int | None) -> Moved:
+        """As it is shown.
+
+        Args:
+            full_bytes: as in `Moved`, where more than these counts decides it.
+        """
+        runs = {length: total for length, total in self.runs.items() if total}
+        strategies = sorted(self.strategies) or [Strategy.DIRECT]
+        return Moved(
+            self.pages,
+            self.descriptors,
+            self.bytes,
+            full_bytes,
+            median_run(runs),
+            max(runs, default=0),
+            strategies[0].value if len(strategies) == 1 else MIXED,
+            self.read_descriptors,
+            self.read_bytes,
+            max(self.seconds.values(), default=0.0),
+        )
+
+
+def median_run(runs: Mapping[int, int]) -> int:
+    """The length such that half of the bytes are in runs at least as long; 0 without any.
+
+    >>> median_run({1024: 3000, 65536: 5000}), median_run({1024: 5000, 65536: 3000})
+    (65536, 1024)
+
+    Args:
+        runs: bytes by length of run.
+    """
+    half, seen = sum(runs.values()) / 2, 0
+    for length in sorted(runs, reverse=True):
+        seen += runs[length]
+        if seen >= half:
+            return length
+    return 0

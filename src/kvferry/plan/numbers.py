@@ -1,0 +1,65 @@
+"""A forecast as plain numbers, for scripts. Every key is explained in docs/plan.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvferry.plan.forecast import Forecast, Row
+from kvferry.plan.moved import Moved
+from kvferry.plan.side import Side
+
+
+def as_json(forecast: Forecast) -> dict[str, Any]:
+    """The forecast in bytes, tokens and seconds."""
+    rows = forecast.rows
+    sides = zip((forecast.source, forecast.destination), forecast.blocks, strict=True)
+    source, destination = (_side(side, tokens) for side, tokens in sides)
+    return {
+        "model": forecast.model,
+        "tokens": forecast.tokens,
+        "source": source,
+        "destination": destination,
+        "kv_bytes_per_token": forecast.token_bytes,
+        "state_bytes": forecast.state_bytes,
+        "page_bytes": max(row.page_bytes for row in rows),
+        "to_page_bytes": max(row.to_page_bytes for row in rows),
+        **_moved(forecast.whole),
+        "groups": [_row(row) for row in rows],
+        "notes": list(forecast.notes),
+    }
+
+
+def _side(side: Side, block_tokens: int) -> dict[str, Any]:
+    return {"tp": side.tp, "pp": side.pp, "block_size": block_tokens, "layout": side.layout}
+
+
+def _row(row: Row) -> dict[str, Any]:
+    kept = row.layers * row.store.whole_bytes
+    return {
+        "kind": row.store.kind.value,
+        "reach": row.store.reach,
+        "fields": [field.name for field in row.store.fields],
+        "layers": row.layers,
+        "block_tables": row.tables,
+        "tokens": row.tokens,
+        "kv_bytes_per_token": 0 if row.is_state else kept,
+        "state_bytes": kept if row.is_state else 0,
+        "page_bytes": row.page_bytes,
+        "to_page_bytes": row.to_page_bytes,
+        **_moved(row.moved),
+    }
+
+
+def _moved(moved: Moved) -> dict[str, Any]:
+    return {
+        "pages": moved.pages,
+        "descriptors": moved.descriptors,
+        "bytes": moved.bytes,
+        "full_attention_bytes": moved.full_bytes,
+        "run_bytes": moved.run_bytes,
+        "block_run_bytes": moved.block_run_bytes,
+        "strategy": moved.strategy,
+        "read_descriptors": moved.read_descriptors,
+        "read_bytes": moved.read_bytes,
+        "seconds": moved.seconds,
+    }

@@ -1,0 +1,117 @@
+"""The HTML file: numbers on top, then a picture per kind of layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+
+from kvferry.geometry.models import ModelReading
+from kvferry.plan.forecast import Forecast, Row, Setting, set_up
+from kvferry.plan.page.draw import COLOURS, drawing
+from kvferry.plan.page.scene import MAX_RANKS, Scene, scene
+from kvferry.plan.page.style import STYLE
+from kvferry.plan.show import describe, engine, table_cells
+
+_COLUMNS = (
+    "layers",
+    "a token, snapshot",
+    "pages",
+    "run",
+    "descriptors",
+    "moved",
+    "of all full",
+    "way",
+    "time",
+)
+
+
+def picture(forecast: Forecast, reading: ModelReading, *, separate: bool = False) -> str:
+    """The file's text. It loads nothing and runs nothing.
+
+    Args:
+        forecast: what to show.
+        reading: the model it was made of.
+        separate: as it was made.
+    """
+    setting = set_up(reading, (forecast.source, forecast.destination), forecast.tokens, separate=separate)
+    body = [*_heading(forecast), _table(forecast), *_notes(forecast), _legend()]
+    for number, row in enumerate(forecast.rows):
+        body += _section(setting, number, row)
+    title = f"{escape(forecast.model)}: KV cache hand-over"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
+        f"<title>{title}</title><style>{STYLE}</style></head><body><main>\n"
+        + "\n".join(body)
+        + "\n</main></body></html>\n"
+    )
+
+
+def _heading(forecast: Forecast) -> Iterator[str]:
+    yield f"<h1>{escape(forecast.model)}</h1>"
+    here, there = (
+        escape(engine(side, tokens))
+        for side, tokens in zip((forecast.source, forecast.destination), forecast.blocks, strict=True)
+    )
+    yield f"<p>A prompt of {forecast.tokens:,} tokens, from {here} to {there}. Planned; nothing was run.</p>"
+
+
+def _table(forecast: Forecast) -> str:
+    head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
+    body = ""
+    for cells in table_cells(forecast):
+        body += f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _notes(forecast: Forecast) -> Iterator[str]:
+    for note in forecast.notes:
+        yield f'<p class="note">Note: {escape(note)}.</p>'
+
+
+def _legend() -> str:
+    layers, ranks = ("".join(f'<i class="{letter}{n}"></i>' for n in range(COLOURS)) for letter in "lr")
+    return (
+        f'<p class="legend"><span>{layers} layers of the group, in turns</span>'
+        f"<span>{ranks} ranks of the destination, in turns</span>"
+        "<span>A gap is memory of other blocks or layers. Lengths are to scale. "
+        "Point at anything to read what it is.</span></p>"
+    )
+
+
+def _section(setting: Setting, number: int, row: Row) -> Iterator[str]:
+    """Both pictures of a kind of layer."""
+    yield f"<section><h2>{row.layers} {escape(describe(row.store))}</h2>"
+    group = setting.row_of.index(number)
+    for one_layer in (False, True):
+        found = scene(setting, group, one_layer=one_layer)
+        if found is None:
+            yield f"<p>None of these layers is on the first {MAX_RANKS} ranks.</p>"
+            break
+        yield f"<h3>{_title(found, one_layer=one_layer)}</h3><p>{_caption(setting, row, found)}</p>"
+        said = f"{describe(row.store)}, source above, destination below"
+        yield drawing(said, found.src, found.dst, found.ribbons)
+    yield "</section>"
+
+
+def _title(found: Scene, *, one_layer: bool) -> str:
+    if one_layer:
+        return f"One layer of it, {escape(found.layers[0])}"
+    if len(found.layers) < found.of_layers:
+        return f"A block, in the first {len(found.layers)} of {found.of_layers} layers"
+    return f"A block, in all {found.of_layers} layers that share its block table"
+
+
+def _caption(setting: Setting, row: Row, found: Scene) -> str:
+    said = [f"{_blocks(found.src_blocks)} above, {_blocks(found.dst_blocks)} below: {found.runs:,} runs"]
+    if found.joined:
+        said.append("runs between the same two stretches are drawn as one")
+    if row.tables > 1:
+        said.append(f"one of {row.tables} block tables")
+    if max(len(setting.srcs), len(setting.dsts)) > MAX_RANKS:
+        said.append(f"the first {MAX_RANKS} ranks of a side")
+    return "; ".join(said) + "."
+
+
+def _blocks(count: int) -> str:
+    return "1 block" if count == 1 else f"{count} blocks"

@@ -1,0 +1,100 @@
+"""Strips and runs as SVG: the source's memory above, the destination's below, what travels in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from kvferry.plan.page.place import WIDTH, Lane, Placed, place
+from kvferry.plan.page.runs import Run
+from kvferry.plan.units import size
+
+COLOURS = 6
+"""Hues of layers, and of the destination's ranks; they repeat."""
+
+_BAR = 26
+_LABEL = 18
+_BETWEEN = 110
+_RULE = 24
+_LEAST_WIDTH = 0.4
+_LONGEST_RULE = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Ribbon:
+    """A run between two lanes.
+
+    Attributes:
+        src, dst: numbers of the lanes.
+        run: what travels.
+    """
+
+    src: int
+    dst: int
+    run: Run
+
+
+def drawing(title: str, src: Sequence[Lane], dst: Sequence[Lane], ribbons: Sequence[Ribbon]) -> str:
+    """An SVG element.
+
+    Args:
+        title: what it shows, for those who cannot see it.
+        src, dst: lanes of both sides, none of them empty.
+        ribbons: what travels.
+    """
+    above, below = place(src), place(dst)
+    top, bottom = _LABEL, _LABEL + _BAR + _BETWEEN
+    height = bottom + _BAR + _LABEL + _RULE
+    parts = [
+        *(_ribbon(ribbon, above, below, (top + _BAR, bottom)) for ribbon in ribbons),
+        *_bars(above, top, top - 5),
+        *_bars(below, bottom, bottom + _BAR + _LABEL - 4),
+        _rule(above[0].per_byte, height - 6),
+    ]
+    opening = f'<svg viewBox="0 0 {WIDTH:.0f} {height}" role="img" aria-label="{escape(title)}">'
+    return f"{opening}{''.join(parts)}</svg>"
+
+
+def _bars(placed: Sequence[Placed], y: int, label_y: int) -> Iterator[str]:
+    for each in placed:
+        for x, strip in zip(each.starts, each.lane.strips, strict=True):
+            width = max(strip.length * each.per_byte, _LEAST_WIDTH)
+            said = f"{strip.name}, block {strip.block}: {size(strip.length)}"
+            yield (
+                f'<rect class="l{strip.layer % COLOURS}" x="{x:.2f}" y="{y}" '
+                f'width="{width:.2f}" height="{_BAR}">'
+                f"<title>{escape(said)}</title></rect>"
+            )
+        yield f'<text x="{each.starts[0]:.1f}" y="{label_y}">{escape(each.lane.label)}</text>'
+
+
+def _ribbon(
+    ribbon: Ribbon, above: Sequence[Placed], below: Sequence[Placed], between: tuple[int, int]
+) -> str:
+    run, src, dst = ribbon.run, above[ribbon.src], below[ribbon.dst]
+    (a, b), (c, d) = src.reach(run.src, run.src_span), dst.reach(run.dst, run.dst_span)
+    high, low = between
+    half = (high + low) / 2
+    path = (
+        f"M{a:.2f},{high}C{a:.2f},{half} {c:.2f},{half} {c:.2f},{low}"
+        f"H{d:.2f}C{d:.2f},{half} {b:.2f},{half} {b:.2f},{high}Z"
+    )
+    many = f"{size(run.bytes)} in {run.pieces:,} pieces" if run.pieces > 1 else size(run.bytes)
+    part = f" of a run of {size(run.longest)}" if run.longest > run.bytes else ""
+    said = f"{many}{part}, from {_where(src, run.src)} to {_where(dst, run.dst)}"
+    return f'<path class="r{ribbon.dst % COLOURS}" d="{path}"><title>{escape(said)}</title></path>'
+
+
+def _where(placed: Placed, address: int) -> str:
+    return f"{placed.lane.label} + {address - placed.addresses[0]:,}"
+
+
+def _rule(per_byte: float, y: int) -> str:
+    """A rule of a power of two of bytes, a fifth of the width at most."""
+    step = 1
+    while 2 * step * per_byte <= _LONGEST_RULE * WIDTH:
+        step *= 2
+    width = step * per_byte
+    text = f'<text x="{width + 8:.1f}" y="{y}">{size(step)}</text>'
+    return f'<path class="rule" d="M0.5,{y - 5}v5h{width:.2f}v-5"/>{text}'

@@ -1,0 +1,93 @@
+"""Which bytes of the strips on one side go to which on the other."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvferry.plan.page.strips import Strip
+from kvferry.planning.pieces import Pieces
+from kvferry.planning.template import Route
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Bytes that travel together.
+
+    Attributes:
+        src, dst: addresses of the first byte.
+        src_span, dst_span: bytes from the first to after the last, gaps included.
+        bytes: that travel.
+        longest: bytes of the longest run that they are part of.
+        pieces: parts of runs; 1 for a single one.
+    """
+
+    src: int
+    dst: int
+    src_span: int
+    dst_span: int
+    bytes: int
+    longest: int
+    pieces: int = 1
+
+
+def runs_of(route: Route, src_blocks: int, dst_blocks: int) -> Iterator[Run]:
+    """Every run of a route into its first blocks at the destination, out of the first at the source."""
+    cells = max(min(dst_blocks * route.dst_cells, src_blocks * route.src_cells), 1)
+    for cell in range(cells):
+        pieces: Pieces = route.phases[cell % len(route.phases)]
+        src = cell // route.src_cells * route.src_stride
+        dst = cell // route.dst_cells * route.dst_stride
+        rows = zip(pieces.src.tolist(), pieces.dst.tolist(), pieces.length.tolist(), strict=True)
+        for a, b, length in rows:
+            yield Run(a + src, b + dst, length, length, length, length)
+
+
+def cut(run: Run, src: Sequence[Strip], dst: Sequence[Strip]) -> Iterator[tuple[int, int, Run]]:
+    """The parts of a run that lie in strips on both sides: numbers of both strips, and the part.
+
+    Args:
+        run: what travels, one contiguous run.
+        src, dst: strips of both sides, by address.
+    """
+    at = 0
+    while at < run.bytes:
+        a, b = _next(src, run.src + at), _next(dst, run.dst + at)
+        if a is None or b is None:
+            return
+        skip = max(src[a].address - run.src, dst[b].address - run.dst, at) - at
+        if skip:
+            at += skip
+            continue
+        size = min(src[a].stop - run.src, dst[b].stop - run.dst, run.bytes) - at
+        yield a, b, Run(run.src + at, run.dst + at, size, size, size, run.longest)
+        at += size
+
+
+def by_strip(parts: Iterable[tuple[int, int, Run]]) -> list[Run]:
+    """Parts between the same two strips as one."""
+    joined: dict[tuple[int, int], Run] = {}
+    for a, b, part in parts:
+        before = joined.get((a, b))
+        joined[a, b] = part if before is None else _both(before, part)
+    return list(joined.values())
+
+
+def _next(strips: Sequence[Strip], address: int) -> int | None:
+    """Number of the strip that `address` is in, or of the first one after it."""
+    number = bisect_right(strips, address, key=lambda strip: strip.stop)
+    return number if number < len(strips) else None
+
+
+def _both(one: Run, other: Run) -> Run:
+    src, dst = min(one.src, other.src), min(one.dst, other.dst)
+    return Run(
+        src,
+        dst,
+        max(one.src + one.src_span, other.src + other.src_span) - src,
+        max(one.dst + one.dst_span, other.dst + other.dst_span) - dst,
+        one.bytes + other.bytes,
+        max(one.longest, other.longest),
+        one.pieces + other.pieces,
+    )

@@ -1,0 +1,131 @@
+"""What is drawn of one group: lanes of both sides and the ribbons between them, of all layers or of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvferry.geometry import RankGeometry
+from kvferry.plan.forecast import Setting
+from kvferry.plan.page.draw import Ribbon
+from kvferry.plan.page.place import Lane
+from kvferry.plan.page.runs import by_strip, cut, runs_of
+from kvferry.plan.page.strips import rank_label, strips
+from kvferry.planning.template import Route
+
+MAX_RANKS = 4
+"""Ranks of a side that are drawn."""
+MAX_STRIPS = 1200
+MAX_RIBBONS = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """A picture's content.
+
+    Attributes:
+        src, dst: lanes, none of them empty.
+        ribbons: between them.
+        layers: names of the layers that are drawn.
+        of_layers: how many the group has on the ranks that are drawn.
+        src_blocks, dst_blocks: blocks that are drawn.
+        runs: how many travel between them.
+        joined: whether ribbons stand for several runs each.
+    """
+
+    src: tuple[Lane, ...]
+    dst: tuple[Lane, ...]
+    ribbons: tuple[Ribbon, ...]
+    layers: tuple[str, ...]
+    of_layers: int
+    src_blocks: int
+    dst_blocks: int
+    runs: int
+    joined: bool
+
+
+def scene(setting: Setting, group: int, *, one_layer: bool) -> Scene | None:
+    """What is drawn of a group; None if the ranks that are drawn have none of its layers.
+
+    Args:
+        setting: engines and request.
+        group: number of the group.
+        one_layer: its first layer, run by run, in place of all of them, strip by strip.
+    """
+    srcs, dsts = setting.srcs[:MAX_RANKS], setting.dsts[:MAX_RANKS]
+    routes = [
+        (src, dst, route)
+        for dst in range(len(dsts))
+        for src, template in enumerate(setting.templates(dst)[:MAX_RANKS])
+        for route in template.routes
+        if route.dst_group == group
+    ]
+    if not routes:
+        return None
+    blocks = _blocks(routes[0][2])
+    every = list(dict.fromkeys(layer.name for rank in dsts for layer in rank.groups[group].layers))
+    names = every[:1] if one_layer else every
+    above, below = _sides(srcs, dsts, group, names, blocks)
+    while len(names) > 1 and sum(len(lane.strips) for lane in (*above, *below)) > MAX_STRIPS:
+        names = names[: len(names) // 2]
+        above, below = _sides(srcs, dsts, group, names, blocks)
+    parts = [
+        (src, dst, [list(cut(run, above[src].strips, below[dst].strips)) for run in runs_of(route, *blocks)])
+        for src, dst, route in routes
+    ]
+    runs = sum(bool(run) for _, _, of in parts for run in of)
+    joined = not one_layer or runs > MAX_RIBBONS
+    ribbons = []
+    for src, dst, of in parts:
+        each = [part for run in of for part in run]
+        ribbons += [Ribbon(src, dst, run) for run in (by_strip(each) if joined else (p for _, _, p in each))]
+    return _shown(above, below, ribbons, names, len(every), blocks, runs)
+
+
+def _shown(
+    above: Sequence[Lane],
+    below: Sequence[Lane],
+    ribbons: Sequence[Ribbon],
+    names: Sequence[str],
+    of_layers: int,
+    blocks: tuple[int, int],
+    runs: int,
+) -> Scene:
+    """The scene, without lanes that have nothing to show."""
+    src = [number for number, lane in enumerate(above) if lane.strips]
+    dst = [number for number, lane in enumerate(below) if lane.strips]
+    return Scene(
+        tuple(above[number] for number in src),
+        tuple(below[number] for number in dst),
+        tuple(Ribbon(src.index(r.src), dst.index(r.dst), r.run) for r in ribbons),
+        tuple(names),
+        of_layers,
+        *blocks,
+        runs,
+        any(ribbon.run.pieces > 1 for ribbon in ribbons),
+    )
+
+
+def _blocks(route: Route) -> tuple[int, int]:
+    """Blocks of source and destination, so that the larger one is one block."""
+    if route.cell_tokens == 0:
+        return 1, 1
+    return max(route.dst_cells // route.src_cells, 1), max(route.src_cells // route.dst_cells, 1)
+
+
+def _sides(
+    srcs: Sequence[RankGeometry],
+    dsts: Sequence[RankGeometry],
+    group: int,
+    names: Sequence[str],
+    blocks: tuple[int, int],
+) -> tuple[list[Lane], list[Lane]]:
+    """Lanes of the layers called so."""
+    above = [_lane("source", rank, group, names, blocks[0]) for rank in srcs]
+    return above, [_lane("destination", rank, group, names, blocks[1]) for rank in dsts]
+
+
+def _lane(side: str, rank: RankGeometry, group: int, names: Sequence[str], blocks: int) -> Lane:
+    own = rank.groups[group]
+    numbers = [number for number, layer in enumerate(own.layers) if layer.name in names]
+    return Lane(f"{side}, {rank_label(rank)}", tuple(strips(own, numbers, blocks)))

@@ -1,0 +1,88 @@
+"""Which memory of a rank a few blocks of a group are kept in.
+
+A *strip* is a stretch of memory with bytes of one layer and one block, without gaps. A page is one strip
+where nothing but layers and blocks is outside of it; in layouts with heads outside, it is several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.geometry import Group, PageFormat, RankGeometry
+from kvferry.planning.pieces import Int64s
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """A stretch of memory.
+
+    Attributes:
+        address: of the first byte.
+        length: bytes.
+        layer, block: whose; both count inside what is drawn.
+        name: of the layer.
+    """
+
+    address: int
+    length: int
+    layer: int
+    block: int
+    name: str
+
+    @property
+    def stop(self) -> int:
+        """Address after the last byte."""
+        return self.address + self.length
+
+
+def strips(group: Group, layers: Sequence[int], blocks: int) -> list[Strip]:
+    """The strips of blocks 0 to `blocks` - 1 in some layers of a group, by address.
+
+    Args:
+        group: of one rank.
+        layers: which of its layers.
+        blocks: how many.
+    """
+    found = []
+    for number in layers:
+        layer = group.layers[number]
+        starts, lengths = _stretches(layer.page)
+        for block in range(blocks):
+            base = layer.address + block * layer.block_stride
+            found += [
+                Strip(base + start, length, number, block, layer.name)
+                for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
+            ]
+    return sorted(found, key=lambda strip: strip.address)
+
+
+def rank_label(rank: RankGeometry) -> str:
+    """Which worker, in few characters."""
+    stage = f"PP rank {rank.pp_rank} of {rank.pp_size}, " if rank.pp_size > 1 else ""
+    return f"{stage}TP rank {rank.tp_rank} of {rank.tp_size}"
+
+
+def _stretches(page: PageFormat) -> tuple[Int64s, Int64s]:
+    """Offsets and lengths of what a page covers, joined where it touches."""
+    starts, lengths = [], []
+    for field in page.fields:
+        offsets = np.array([field.offset], np.int64)
+        run = field.item_bytes
+        loops = sorted((stride, count) for axis in field.axes for count, stride in axis.loops if count > 1)
+        for stride, count in loops:
+            if stride == run and len(offsets) == 1:
+                run *= count
+            else:
+                steps = np.arange(count, dtype=np.int64) * stride
+                offsets = (offsets[:, None] + steps).reshape(-1)
+        starts.append(offsets)
+        lengths.append(np.full(len(offsets), run, np.int64))
+    start, length = np.concatenate(starts), np.concatenate(lengths)
+    order = np.argsort(start)
+    start, length = start[order], length[order]
+    breaks = np.flatnonzero(start[1:] != start[:-1] + length[:-1]) + 1
+    first = np.concatenate([[0], breaks])
+    return start[first], np.add.reduceat(length, first)

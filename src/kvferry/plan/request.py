@@ -1,0 +1,55 @@
+"""A made-up request, as scattered as on an engine that has run for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.geometry import GroupKind
+from kvferry.geometry.layout import group_layers
+from kvferry.geometry.models import ModelReading
+from kvferry.plan.side import Side, block_tokens, group_size
+from kvferry.planning.pieces import Int64s
+from kvferry.planning.select import Span
+
+_STEP = 2
+"""Every other block of the pool: no two of a table are neighbours, on either side."""
+
+
+def span_of(tokens: int) -> Span:
+    """A prompt of so many tokens, nothing of it at hand: all are moved but the last, which is computed."""
+    return Span(0, tokens - 1, tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """Where one side keeps the request.
+
+    Attributes:
+        by_group: block ids by position; for a state group the one block of the snapshot.
+        num_blocks: blocks in the pool.
+    """
+
+    by_group: tuple[Int64s, ...]
+    num_blocks: int
+
+
+def tables(reading: ModelReading, side: Side, tokens: int) -> Tables:
+    """Block tables of all groups of one side; no block in two of them, none of them the null block."""
+    size, _ = block_tokens(reading, side)
+    groups = group_layers(reading.cache, group_size(reading.cache.layers))
+    snapshot = [reading.cache.layers[numbers[0]].kind is GroupKind.STATE for numbers in groups]
+    return scattered([1 if state else -(-tokens // size) for state in snapshot])
+
+
+def scattered(blocks: Sequence[int]) -> Tables:
+    """Tables of so many blocks each.
+
+    >>> [table.tolist() for table in scattered([2, 1]).by_group], scattered([2, 1]).num_blocks
+    ([[1, 3], [5]], 7)
+    """
+    ids = 1 + _STEP * np.arange(sum(blocks), dtype=np.int64)
+    cuts = np.cumsum(blocks)[:-1]
+    return Tables(tuple(np.split(ids, cuts)), 1 + _STEP * len(ids))

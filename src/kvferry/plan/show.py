@@ -1,0 +1,111 @@
+"""A forecast on a terminal, in 80 columns."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvferry.geometry import GroupKind
+from kvferry.geometry.models import read_model
+from kvferry.geometry.store import LayerStore
+from kvferry.plan.forecast import Forecast
+from kvferry.plan.moved import Moved
+from kvferry.plan.side import Side
+from kvferry.plan.table import entries
+from kvferry.plan.units import amount, duration, size
+
+_ALL = "all"
+_NAMES = {
+    GroupKind.FULL: "full",
+    GroupKind.SLIDING: "window",
+    GroupKind.CHUNKED: "chunk",
+    GroupKind.MLA: "latent",
+    GroupKind.STATE: "state",
+}
+
+
+def show(forecast: Forecast, console: Console) -> None:
+    """Print it."""
+    for line in _heading(forecast):
+        console.print(line, highlight=False)
+    console.print()
+    console.print(_table(forecast))
+    if forecast.notes:
+        console.print()
+    for note in forecast.notes:
+        console.print(f"[dim]Note: {escape(note)}.[/]", highlight=False)
+
+
+def describe(store: LayerStore) -> str:
+    """What a layer keeps, in few words: ``window 1,024``, ``latent``."""
+    name = store.fields[0].name if store.kind is GroupKind.MLA else _NAMES[store.kind]
+    return f"{name} {store.reach:,}" if store.reach else name
+
+
+def _heading(forecast: Forecast) -> Iterator[str]:
+    yield f"[bold]{escape(forecast.model)}[/], a prompt of {forecast.tokens:,} tokens"
+    sides = zip((forecast.source, forecast.destination), forecast.blocks, strict=True)
+    here, there = (engine(side, tokens) for side, tokens in sides)
+    yield f"from {here} to {'the same' if here == there else there}"
+    kept = [f"{size(forecast.token_bytes)} per token"] if forecast.token_bytes else []
+    kept += [f"{size(forecast.state_bytes)} of state per sequence"] if forecast.state_bytes else []
+    yield f"keeps {' and '.join(kept)}"
+
+
+def engine(side: Side, block_tokens: int) -> str:
+    """One side in words."""
+    return f"{side.label}, blocks of {block_tokens:,}"
+
+
+def _table(forecast: Forecast) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    left = {"layers", "way"}
+    for title in (
+        "layers",
+        "a token,\nsnapshot",
+        "pages",
+        "run",
+        "des-\ncript.",
+        "moved",
+        "of all\nfull",
+        "way",
+        "time",
+    ):
+        table.add_column(title, justify="left" if title in left else "right", no_wrap=True, vertical="bottom")
+    for cells in table_cells(forecast):
+        table.add_row(*cells, style="bold" if cells[0] == _ALL else None)
+    return table
+
+
+def table_cells(forecast: Forecast) -> Iterator[tuple[str, ...]]:
+    """A line per kind of layer, and one for all if there are several."""
+    for row in forecast.rows:
+        kept = size(row.layers * row.store.whole_bytes)
+        yield f"{row.layers} {describe(row.store)}", kept, *_moved(row.moved)
+    if len(forecast.rows) > 1:
+        yield _ALL, "", *_moved(forecast.whole)
+
+
+def _moved(moved: Moved) -> Iterator[str]:
+    yield amount(moved.pages)
+    yield size(moved.run_bytes)
+    yield amount(moved.descriptors)
+    yield size(moved.bytes)
+    yield "" if not moved.full_bytes else f"{moved.bytes / moved.full_bytes:.0%}"
+    yield moved.strategy
+    yield duration(moved.seconds)
+
+
+def show_table(console: Console) -> None:
+    """Print the built-in models, what each keeps, and where its configuration was read."""
+    for entry in entries():
+        reading = read_model(entry.config)
+        kinds = Counter(reading.cache.layers)
+        said = ", ".join(f"{count} {describe(store)}" for store, count in kinds.items())
+        also = f" (also {', '.join(entry.also)})" if entry.also else ""
+        console.print(f"[bold]{escape(entry.name)}[/]{escape(also)}: {said}")
+        console.print(f"  [dim]{escape(entry.source)}[/]")
