@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -21,13 +20,13 @@ def register(app: typer.Typer) -> None:
 
 
 def transfer(
-    geometry: Annotated[str, typer.Option(help="Whose KV cache: llama-3.1-8b, qwen3-0.6b.")] = "llama-3.1-8b",
+    geometry: Annotated[str, typer.Option(help="Whose KV cache, as `kvferry plan` takes it.")] = "Llama-3.1-8B",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the request that is moved.")] = 4096,
     layers: Annotated[int | None, typer.Option(min=1, help="Instead of the geometry's.")] = None,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="Instead of the geometry's.")] = None,
     head_dim: Annotated[int | None, typer.Option(min=1, help="Instead of the geometry's.")] = None,
     block_size: Annotated[int | None, typer.Option(min=1, help="Tokens of a block; 16 by default.")] = None,
-    dtype_bytes: Annotated[int | None, typer.Option(min=1, help="Bytes of an element; 2 by default.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of an element: auto, float32, bfloat16, fp8, ...")] = "auto",
     order: Annotated[
         str, typer.Option(help="Block tables: scattered, as in a busy engine, or contiguous.")
     ] = "scattered",
@@ -48,24 +47,23 @@ def transfer(
     from rich.console import Console
 
     from kvferry.bench import report
-    from kvferry.bench.shapes import ORDERS, SHAPES
+    from kvferry.bench.engines import ORDERS, read_geometry
     from kvferry.bench.transfer import Job, measure
+    from kvferry.plan.side import Side
 
-    if geometry not in SHAPES:
-        raise ConfigError(f"--geometry {geometry} is not known; choose one of {', '.join(SHAPES)}")
     if order not in ORDERS:
         raise ConfigError(f"--order {order} is not known; choose one of {', '.join(ORDERS)}")
-    changes = {
-        "layers": layers, "kv_heads": kv_heads, "head_dim": head_dim,
-        "block_tokens": block_size, "dtype_bytes": dtype_bytes,
-    }  # fmt: skip
-    changed: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
-    shape = replace(SHAPES[geometry], **changed)
-    if shape != SHAPES[geometry]:
-        shape = replace(shape, name=f"{geometry}, changed")
+    changes = {"num_hidden_layers": layers, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    changed = {name: value for name, value in changes.items() if value is not None}
+    reading = read_geometry(geometry, changed, dtype)
+    if len(set(reading.cache.layers)) > 1:
+        raise ConfigError(
+            f"--geometry {geometry} has layers of several kinds; bench layout measures those, this command "
+            "models whose layers are alike"
+        )
     with Console(stderr=True).status("starting") as status:
         measured = measure(
-            Job(shape, tokens, order, repeats, transports), lambda text: status.update(f"{text} ...")
+            Job(reading, Side(block_tokens=block_size), tokens, order, repeats, transports), lambda text: status.update(f"{text} ...")
         )
     if as_json:
         print(json.dumps(report.as_json(measured)))

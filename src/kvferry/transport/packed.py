@@ -87,6 +87,12 @@ class _Chunk:
     direct: bool = False
 
 
+def chunks_of(way: PreparedWay, cells: Cells) -> list[Cells]:
+    """Cells as they are moved, so many at a time."""
+    per_chunk = max(1, CHUNK_BYTES // way.stride)
+    return [cells[at : at + per_chunk] for at in range(0, len(cells), per_chunk)]
+
+
 class PackedRead:
     """See the module.
 
@@ -108,8 +114,7 @@ class PackedRead:
         self.failure: str | None = None
         self._bench, self._lists, self._client = bench, lists, client
         self._route, self._way, self._ticket, self._clock = route, way, ticket, clock
-        per_chunk = max(1, CHUNK_BYTES // way.stride)
-        self._rest = [cells[at : at + per_chunk] for at in range(0, len(cells), per_chunk)][::-1]
+        self._rest = chunks_of(way, cells)[::-1]
         self._chunks: list[_Chunk] = []
 
     @property
