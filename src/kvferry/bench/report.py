@@ -11,6 +11,7 @@ from rich.table import Table
 from kvferry.bench.rounds import Comparison, Series
 from kvferry.bench.stats import Spread
 from kvferry.bench.transfer import Measured
+from kvferry.plan.units import size
 
 SAME_DESCRIPTORS = 1
 """Which of `Comparison.others` reads the same descriptors."""
@@ -51,8 +52,8 @@ def _show_job(measured: Measured, console: Console) -> None:
     job, machine, pages = measured.job, measured.machine, measured.blocks * measured.layers
     console.print(
         f"[bold]{job.reading.cache.name}[/]: {job.tokens:,} tokens in {measured.blocks:,} {job.order} blocks "
-        f"x {measured.layers} layers = {pages:,} pages of {_bytes(measured.page_bytes)}, "
-        f"{_bytes(pages * measured.page_bytes)}",
+        f"x {measured.layers} layers = {pages:,} pages of {size(measured.page_bytes)}, "
+        f"{size(pages * measured.page_bytes)}",
         highlight=False,
     )
     transports = "not set" if machine.transports is None else machine.transports
@@ -143,10 +144,3 @@ def _ms(seconds: float) -> str:
 
 def _us(seconds: float) -> str:
     return f"{seconds * 1e6:,.0f} µs"
-
-
-def _bytes(count: int) -> str:
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= size:
-            return f"{count / size:g} {unit}" if count % size == 0 else f"{count / size:.1f} {unit}"
-    return f"{count} B"

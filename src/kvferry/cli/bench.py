@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,12 +11,14 @@ import typer
 from kvferry.errors import ConfigError
 
 _REPEATS_HELP = "Rounds; each moves the bytes once in every way."
+_LAYOUT_MODELS = "Llama-3.1-8B,Qwen3-0.6B,Qwen3-Next-80B-A3B"
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     bench = typer.Typer(help="Measure what this machine reaches.", no_args_is_help=True)
     bench.command()(transfer)
+    bench.command()(layout)
     app.add_typer(bench, name="bench")
 
 
@@ -69,3 +72,71 @@ def transfer(
         print(json.dumps(report.as_json(measured)))
     else:
         report.show(measured, Console(highlight=False))
+
+
+def layout(
+    geometry: Annotated[
+        str, typer.Option(help="Whose KV cache, as `kvferry plan` takes it; several with commas.")
+    ] = _LAYOUT_MODELS,
+    layouts: Annotated[
+        str, typer.Option(help="Orders of the axes in memory, the same on both sides.")
+    ] = "LBNHC,LBHNC,BLHNC,BHLNC",
+    parallel: Annotated[
+        str, typer.Option(help="Tensor-parallel ranks of the side that has the request, and that reads it.")
+    ] = "1:1,2:1,1:2,4:2",
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the request; by default what makes 128 MiB.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=7, help=_REPEATS_HELP)] = 9,
+    transports: Annotated[
+        str | None, typer.Option(help="UCX_TLS for both processes, e.g. tcp,self. By default as it is.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="File for a picture of the table, *.svg.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON: all rounds, in seconds and bytes.")
+    ] = False,
+) -> None:
+    """Compare memory layouts, tensor-parallel sizes and strategies, over NIXL between two processes.
+
+    A request with scattered blocks moves from an engine to one rank of another: direct, over-read, staged, and
+    as the planner chooses. Speeds are multiples of raw NIXL's with descriptors of 2 MiB in the same round.
+    """
+    from rich.console import Console
+
+    from kvferry.bench import layout_report
+    from kvferry.bench.engines import read_geometry
+    from kvferry.bench.layout import Job, measure
+    from kvferry.bench.layout_plot import picture
+    from kvferry.bench.transfer import machine
+
+    if plot is not None and plot.suffix != ".svg":
+        raise ConfigError(f"--plot {plot} is not an .svg file, which is the only kind that is written")
+    readings = [read_geometry(name) for name in geometry.split(",")]
+    job = Job(_layouts(layouts), _parallel(parallel), repeats, tokens, transports)
+    with Console(stderr=True).status("starting") as status:
+        tables = [measure(job, reading, lambda text: status.update(f"{text} ...")) for reading in readings]
+    if plot is not None:
+        plot.write_text(picture(tables))
+    if as_json:
+        print(json.dumps(layout_report.as_json(tables, machine())))
+    else:
+        layout_report.show(tables, machine(), repeats, Console(highlight=False))
+
+
+def _layouts(said: str) -> tuple[str, ...]:
+    from kvferry.geometry.layout import LAYOUTS
+
+    found = tuple(said.upper().split(","))
+    if unknown := [name for name in found if name not in LAYOUTS]:
+        raise ConfigError(f"--layouts {unknown[0]} is not known; choose of {', '.join(LAYOUTS)}")
+    return found
+
+
+def _parallel(said: str) -> tuple[tuple[int, int], ...]:
+    found = []
+    for pair in said.split(","):
+        numbers = pair.split(":")
+        if len(numbers) != 2 or not all(number.isdecimal() and int(number) for number in numbers):
+            raise ConfigError(f"--parallel {pair} is not two numbers of ranks, like 2:1")
+        found.append((int(numbers[0]), int(numbers[1])))
+    return tuple(found)
