@@ -71,19 +71,25 @@ class RawReads:
         assert rank.direct is not None  # noqa: S101 - the strategy is pinned
         return Lists(lists.local, lists.remote, rank.direct, plan.tally.bytes)
 
-    def large(self, size: int) -> Lists:
-        """Descriptors of 2 MiB over the same memory, about `size` bytes in all, shuffled on both sides."""
+    def large(self, size: int, length: int = LARGE_BYTES) -> Lists:
+        """Descriptors of one length over the same memory, about `size` bytes in all, shuffled on both sides.
+
+        Args:
+            size: bytes in all, at most those of the cache.
+            length: bytes of a descriptor, at most `size`.
+        """
         ours = self._reader.cache.geometry.regions[0]
         theirs = self._reader.cards[self._number][0].geometry.regions[0]
-        length = min(LARGE_BYTES, size)
-        count = size // length
+        room = min(ours.length, theirs.length)
+        length = min(length, size, room)
+        count, places = min(size, room) // length, room // length
         local, remote = (
-            self._agent.prepare(owner, region, np.array([[region.address, length, length, count]], np.int64))
+            self._agent.prepare(owner, region, np.array([[region.address, length, length, places]], np.int64))
             for owner, region in ((None, ours), (self._peer.sources[0].agent, theirs))
         )
         self._extra += [local, remote]
         shuffle = np.random.default_rng(3).permutation
-        indices = Indices(shuffle(count).astype(np.int32), shuffle(count).astype(np.int32))
+        indices = Indices(*(shuffle(places)[:count].astype(np.int32) for _ in range(2)))
         return Lists(local, remote, indices, count * length)
 
     def read(self, lists: Lists) -> float:

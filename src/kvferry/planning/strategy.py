@@ -90,11 +90,11 @@ class Work:
         """Expected time for so many cells."""
         c = costs
         read = cells * (self.descriptors * c.read_descriptor_seconds + self.read_bytes * c.read_byte_seconds)
-        scatter = self._copy(cells, self.scatter_calls * cells, self.scatter_runs, c)
+        scatter = self._copy(cells, self.scatter_calls, self.scatter_runs, c)
         if not self.gather_runs:
             return read + scatter
         chunks = max(1.0, cells * self.read_bytes / CHUNK_BYTES)
-        gather = self._copy(cells, self.gather_calls * chunks, self.gather_runs, c)
+        gather = self._copy(cells, self.gather_calls, self.gather_runs, c)
         here = read + scatter + chunks * c.read_descriptor_seconds
         # The source gathers a chunk while the one before it is read.
         return c.ask_seconds + max(gather, here) + min(gather, here) / chunks
@@ -102,8 +102,8 @@ class Work:
     def _copy(self, cells: int, calls: float, runs: float, c: Costs) -> float:
         if not runs:
             return 0.0
-        return calls * c.copy_call_seconds + cells * (
-            runs * c.copy_run_seconds + self.bytes * c.copy_byte_seconds
+        return cells * (
+            calls * c.copy_call_seconds + runs * c.copy_run_seconds + self.bytes * c.copy_byte_seconds
         )
 
 
