@@ -30,6 +30,7 @@ import zmq
 
 from kvferry.errors import KVFerryError
 from kvferry.geometry import RankGeometry, Region
+from kvferry.memory.pages import ask_large_pages
 from kvferry.transport.agent import Agent, ReadState
 from kvferry.transport.area import Area
 from kvferry.transport.gather_server import GatherServer
@@ -205,6 +206,10 @@ class TransferThread:
             agent = make_agent(name)
             words = Region(self.words.address, self.words.array.nbytes)
             staging = [area.region for area in (self._images, self._outgoing) if area.units]
+            for region in self._geometry.regions:
+                ask_large_pages(region, touched=True)
+            for region in staging:
+                ask_large_pages(region, touched=False)
             agent.register([*self._geometry.regions, *staging, words, self._landing_region])
             self._metadata = agent.metadata()
         except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
