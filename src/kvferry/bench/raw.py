@@ -48,7 +48,7 @@ class RawReads:
 
     def __init__(self, reader: Reader, peer: int = 0) -> None:
         self._reader, self._number = reader, peer
-        self._agent = Agent(f"bench-raw/{time.monotonic_ns():x}")
+        self._agent = Agent(f"bench-raw/{time.monotonic_ns():x}", progress=False)
         landing = np.zeros(1, np.uint64)
         self._landing = landing
         region = Region(int(landing.ctypes.data), landing.nbytes)

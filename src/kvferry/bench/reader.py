@@ -66,8 +66,6 @@ class Reader:
         self._leases = 0
         with ExitStack() as stack:
             self.cache = engine.allocated(rank)
-            # All of it has been touched before anything is timed.
-            self.cache.buffer.zero_()
             self._expected = engine.allocated(rank)
             fill(self._expected, engine)
             words = LeaseWords(new_incarnation(), _LEASE_SLOTS)
@@ -117,8 +115,8 @@ class Reader:
         self._client.release(self.producer.address(peer), key)
 
     def wipe(self) -> None:
-        """Forget what was read."""
-        self.cache.buffer.zero_()
+        """Forget what was read; not by torch, whose threads would spin on into what is timed."""
+        self.cache.buffer.numpy().fill(0)
 
     def check(self) -> None:
         """Raise TransferError unless the memory is what it must be after the engine's request was read."""
