@@ -30,7 +30,7 @@ from kvferry.memory.copy import Loops, Slots
 from kvferry.memory.space import Space
 from kvferry.plan.side import Side
 from kvferry.planning.nest import Loop, Nest
-from kvferry.planning.strategy import CHUNK_BYTES, Costs
+from kvferry.planning.strategy import LARGEST_CHUNK_BYTES, Costs
 from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.gather_messages import Gathered, GatherRoute
 
@@ -57,7 +57,7 @@ class Job:
     read_descriptors: int = 8192
     runs: tuple[int, ...] = (64, 256, 1024, 4096, 16384)
     cells: tuple[int, ...] = (16 << 10, 64 << 10, 256 << 10)
-    copy_bytes: int = CHUNK_BYTES
+    copy_bytes: int = LARGEST_CHUNK_BYTES
 
 
 @dataclass(frozen=True, slots=True)

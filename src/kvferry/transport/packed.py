@@ -22,7 +22,7 @@ import torch
 
 from kvferry.planning.request import Indices
 from kvferry.planning.select import Cells
-from kvferry.planning.strategy import CHUNK_BYTES
+from kvferry.planning.strategy import chunk_bytes
 from kvferry.transport.agent import Agent, ReadState
 from kvferry.transport.area import Area, Lot
 from kvferry.transport.gather_client import GatherClient
@@ -74,7 +74,7 @@ class _State(Enum):
     CHECKING = "checking"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Chunk:
     cells: Cells
     state: _State
@@ -89,7 +89,7 @@ class _Chunk:
 
 def chunks_of(way: PreparedWay, cells: Cells) -> list[Cells]:
     """Cells as they are moved, so many at a time."""
-    per_chunk = max(1, CHUNK_BYTES // way.stride)
+    per_chunk = max(1, min(chunk_bytes(len(cells) * way.stride) // way.stride, way.most_images))
     return [cells[at : at + per_chunk] for at in range(0, len(cells), per_chunk)]
 
 
@@ -127,19 +127,19 @@ class PackedRead:
         """The source has been asked for something."""
         return any(chunk.state is _State.ASKED for chunk in self._chunks)
 
+    @property
+    def in_flight(self) -> bool:
+        """A READ has been posted and is not over."""
+        return any(chunk.handle is not None for chunk in self._chunks)
+
     def advance(self) -> bool:
         """Do what can be done now; whether anything was."""
-        moved = False
-        if self.failure is None:
-            while self._rest and len(self._chunks) < AHEAD:
-                self._chunks.append(self._begun(self._rest.pop()))
-                moved = True
+        moved = self._ask_ahead()
         for chunk in list(self._chunks):
-            try:
-                moved |= self._step(chunk)
-            except Exception as error:  # noqa: BLE001 - a read fails alone
-                self._fail(chunk, f"the transport failed: {error}")
+            # As far as it gets, before another is looked at: what it frees, the source can use meanwhile.
+            while chunk in self._chunks and self._stepped(chunk):
                 moved = True
+            moved |= self._ask_ahead()
         return moved
 
     def abandon(self, reason: str) -> None:
@@ -147,6 +147,21 @@ class PackedRead:
         self.failure = self.failure or reason
 
     # -- steps --------------------------------------------------------------------------------------------
+
+    def _ask_ahead(self) -> bool:
+        moved = False
+        while self._rest and len(self._chunks) < AHEAD and self.failure is None:
+            self._chunks.append(self._begun(self._rest.pop()))
+            moved = True
+        return moved
+
+    def _stepped(self, chunk: _Chunk) -> bool:
+        """One step of a chunk; whether it could be done."""
+        try:
+            return self._step(chunk)
+        except Exception as error:  # noqa: BLE001 - a read fails alone
+            self._fail(chunk, f"the transport failed: {error}")
+            return True
 
     def _begun(self, cells: Cells) -> _Chunk:
         if self._way.gather < 0 or self._client is None:

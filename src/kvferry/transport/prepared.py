@@ -71,6 +71,12 @@ class PreparedWay:
         """Bytes from one image to the next."""
         return self.way.image.stride if self.way.image else 0
 
+    @property
+    def most_images(self) -> int:
+        """How many there should be in a chunk at most: several chunks must find room in either area."""
+        areas = [*([self.src_count] if self.gather >= 0 else []), *([self.dst_count] if self.scatter else [])]
+        return max(1, min(areas) // 4)
+
     def indices(self, cells: Cells, outgoing: int, landing: int) -> Indices:
         """Entries for a chunk of cells, whose images begin at these positions of the areas."""
         images = np.arange(len(cells), dtype=np.int64)
