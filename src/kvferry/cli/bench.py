@@ -19,6 +19,7 @@ def register(app: typer.Typer) -> None:
     bench = typer.Typer(help="Measure what this machine reaches.", no_args_is_help=True)
     bench.command()(transfer)
     bench.command()(layout)
+    bench.command()(calibrate)
     app.add_typer(bench, name="bench")
 
 
@@ -121,6 +122,44 @@ def layout(
         print(json.dumps(layout_report.as_json(tables, machine())))
     else:
         layout_report.show(tables, machine(), repeats, Console(highlight=False))
+
+
+def calibrate(
+    out: Annotated[
+        Path | None, typer.Option(help="File to write; by default where kvferry looks for it.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and print, write nothing.")] = False,
+    repeats: Annotated[int, typer.Option(min=7, help="Rounds; each measures every size once.")] = 9,
+    transports: Annotated[
+        str | None, typer.Option(help="UCX_TLS for both processes, e.g. tcp,self. By default as it is.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure what reading, copying and asking cost on this machine, and keep it for the planner.
+
+    The planner chooses between strategies by these costs. They are written to a file which kvferry reads
+    wherever it plans transfers; without one it goes by built-in costs.
+    """
+    from datetime import UTC, datetime
+
+    from rich.console import Console
+
+    from kvferry.bench import calibrate_report
+    from kvferry.bench.calibrate import Job
+    from kvferry.bench.calibrate import calibrate as measure
+    from kvferry.bench.transfer import machine
+    from kvferry.transport.costs import default_path, write_costs
+
+    with Console(stderr=True).status("starting") as status:
+        found = measure(Job(repeats, transports), lambda text: status.update(f"{text} ..."))
+    path = None if dry_run else out or default_path()
+    facts = calibrate_report.facts(machine(), found)
+    if path is not None:
+        write_costs(path, found.costs, datetime.now(UTC).isoformat(timespec="seconds"), facts)
+    if as_json:
+        print(json.dumps(calibrate_report.as_json(found, facts, path)))
+    else:
+        calibrate_report.show(found, path, Console(highlight=False))
 
 
 def _layouts(said: str) -> tuple[str, ...]:

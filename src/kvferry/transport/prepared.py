@@ -14,7 +14,7 @@ from kvferry.geometry import RankGeometry
 from kvferry.memory.copy import Loops
 from kvferry.memory.space import Space
 from kvferry.planning.pieces import Int64s
-from kvferry.planning.request import Ends, Indices, Tally, as_indices, paired, tally
+from kvferry.planning.request import Ends, Indices, Int32s, Tally, as_indices, paired, tally
 from kvferry.planning.select import Cells
 from kvferry.planning.strategy import Costs, Strategy, Way, choose, ways
 from kvferry.planning.template import Route
@@ -79,13 +79,16 @@ class PreparedWay:
 
     def indices(self, cells: Cells, outgoing: int, landing: int) -> Indices:
         """Entries for a chunk of cells, whose images begin at these positions of the areas."""
-        images = np.arange(len(cells), dtype=np.int64)
-        src = cells.src_block if self.gather < 0 else images + outgoing
-        dst = images + landing if self.scatter else cells.dst_block
-        phase = cells.phase if len(self.rows) > 1 else np.zeros_like(cells.phase)
+        count = len(cells)
+        src: Int64s | Int32s = cells.src_block
+        dst: Int64s | Int32s = cells.dst_block
+        if self.gather >= 0:
+            src = np.arange(outgoing, outgoing + count, dtype=np.int32)
+        if self.scatter:
+            dst = np.arange(landing, landing + count, dtype=np.int32)
         return paired(
             self.rows,
-            phase,
+            cells.phase,
             Ends(src, self.src_count, self.src_base),
             Ends(dst, self.dst_count, self.dst_base),
         )
