@@ -77,9 +77,7 @@ def _first_head(layer: Layer) -> int:
 def _base(first_head: int, counts: tuple[int, int, int]) -> torch.Tensor:
     """What distinguishes the words of one page; int64 of shape (heads, tokens, words)."""
     head, token, word = (torch.arange(count, dtype=torch.int64) for count in counts)
-    return (
-        ((head + first_head) * _HEAD)[:, None, None] + (token * _TOKEN)[None, :, None] + word * _WORD
-    )
+    return ((head + first_head) * _HEAD)[:, None, None] + (token * _TOKEN)[None, :, None] + word * _WORD
 
 
 def _mixed(value: torch.Tensor) -> torch.Tensor:

@@ -43,9 +43,7 @@ class HookTimes:
     longest: float
 
 
-def measure(
-    reader: Reader, source: Engine, progress: Callable[[str], None], steps: int = STEPS
-) -> HookTimes:
+def measure(reader: Reader, source: Engine, progress: Callable[[str], None], steps: int = STEPS) -> HookTimes:
     """Time the hooks of `steps` steps.
 
     Args:

@@ -19,7 +19,9 @@ _BAR, _GAP, _PANEL_GAP = 11, 14, 26
 _HEIGHT, _TOP, _ROW = 150, 64, 262
 _LEFT, _RIGHT = 44, 16
 _STEP = 0.25
-_STYLE = "text{font:12px system-ui,sans-serif;fill:#24303a}.s{font-size:10.5px;fill:#5c6a76}.b{font-weight:600}"
+_STYLE = (
+    "text{font:12px system-ui,sans-serif;fill:#24303a}.s{font-size:10.5px;fill:#5c6a76}.b{font-weight:600}"
+)
 
 
 def picture(tables: Sequence[Table]) -> str:
@@ -50,9 +52,7 @@ def _cluster() -> int:
 
 
 def _width(table: Table) -> int:
-    return max(
-        _LEFT + len(table.rows) * _cluster() + len(_panels(table)) * _PANEL_GAP + _RIGHT, 560
-    )
+    return max(_LEFT + len(table.rows) * _cluster() + len(_panels(table)) * _PANEL_GAP + _RIGHT, 560)
 
 
 def _legend() -> Iterator[str]:

@@ -80,9 +80,7 @@ def measure(src: Engine, dst: Engine, repeats: int, rank: int = 0) -> Arithmetic
     )
 
 
-def making(
-    reading: ModelReading, tokens: int, repeats: int, settings: Mapping[str, str]
-) -> Spread:
+def making(reading: ModelReading, tokens: int, repeats: int, settings: Mapping[str, str]) -> Spread:
     """Seconds that NIXL takes to make a transfer of a request's pages, one descriptor each.
 
     Raises:

@@ -88,8 +88,7 @@ def _show_comparison(comparison: Comparison, console: Console) -> None:
 def _show_planning(measured: Measured, console: Console) -> None:
     plan = measured.planning
     console.print(
-        f"[bold]Planning[/] {plan.tokens:,} tokens, {plan.pages:,} pages, "
-        "both sides scattered",
+        f"[bold]Planning[/] {plan.tokens:,} tokens, {plan.pages:,} pages, both sides scattered",
         highlight=False,
     )
     table = Table(box=None, pad_edge=False, show_header=False)

@@ -63,9 +63,7 @@ class Comparison:
     stages: tuple[float, float, float, float]
 
 
-def compare(
-    reader: Reader, source: Engine, repeats: int, progress: Callable[[str], None]
-) -> Comparison:
+def compare(reader: Reader, source: Engine, repeats: int, progress: Callable[[str], None]) -> Comparison:
     """Move a request in every way, `repeats` rounds after one that does not count.
 
     Args:
@@ -87,13 +85,13 @@ def compare(
         ]
         seconds = run_rounds(movers, repeats, progress)
     all_series = [Series(m.name, m.bytes, tuple(s)) for m, s in zip(movers, seconds, strict=True)]
-    planning, reading, check, rest = (Spread.of(column).median for column in zip(*ferry.stages[1:], strict=True))
+    planning, reading, check, rest = (
+        Spread.of(column).median for column in zip(*ferry.stages[1:], strict=True)
+    )
     return Comparison(all_series[0], tuple(all_series[1:]), (planning, reading, check, rest))
 
 
-def run_rounds(
-    movers: Sequence[Mover], repeats: int, progress: Callable[[str], None]
-) -> list[list[float]]:
+def run_rounds(movers: Sequence[Mover], repeats: int, progress: Callable[[str], None]) -> list[list[float]]:
     """Seconds of every mover in every round; a round before that does not count."""
     progress("moving, a round that does not count")
     for mover in movers:

@@ -57,9 +57,11 @@ def verdicts(tables: Iterable[Table]) -> tuple[Verdict, ...]:
         _judge(
             f"planning under {PLANNING_SECONDS * 1e3:g} ms",
             rows,
-            lambda row: None
-            if row.planning.ours.median < PLANNING_SECONDS
-            else f"{row.planning.ours.median * 1e3:.1f} ms",
+            lambda row: (
+                None
+                if row.planning.ours.median < PLANNING_SECONDS
+                else f"{row.planning.ours.median * 1e3:.1f} ms"
+            ),
         ),
     ]
     return tuple(verdict for verdict in found if verdict.cells)
@@ -68,9 +70,7 @@ def verdicts(tables: Iterable[Table]) -> tuple[Verdict, ...]:
 _WITHIN = "not to be told from it (upper quartile of their ratio at least 1)"
 
 
-def _judge(
-    target: str, rows: list[tuple[str, Row]], fault: Callable[[Row], str | None]
-) -> Verdict:
+def _judge(target: str, rows: list[tuple[str, Row]], fault: Callable[[Row], str | None]) -> Verdict:
     missed = [(model, row, found) for model, row in rows if (found := fault(row)) is not None]
     return Verdict(target, len(rows), tuple(f"{model} {row.cell}: {found}" for model, row, found in missed))
 

@@ -24,7 +24,9 @@ def register(app: typer.Typer) -> None:
 
 
 def transfer(
-    geometry: Annotated[str, typer.Option(help="Whose KV cache, as `kvferry plan` takes it.")] = "Llama-3.1-8B",
+    geometry: Annotated[
+        str, typer.Option(help="Whose KV cache, as `kvferry plan` takes it.")
+    ] = "Llama-3.1-8B",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the request that is moved.")] = 4096,
     layers: Annotated[int | None, typer.Option(min=1, help="Instead of the geometry's.")] = None,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="Instead of the geometry's.")] = None,
@@ -67,7 +69,8 @@ def transfer(
         )
     with Console(stderr=True).status("starting") as status:
         measured = measure(
-            Job(reading, Side(block_tokens=block_size), tokens, order, repeats, transports), lambda text: status.update(f"{text} ...")
+            Job(reading, Side(block_tokens=block_size), tokens, order, repeats, transports),
+            lambda text: status.update(f"{text} ..."),
         )
     if as_json:
         print(json.dumps(report.as_json(measured)))

@@ -1,6 +1,6 @@
 """The file of fitted costs: written by ``kvferry bench calibrate``, read by whatever plans transfers.
 
-    {"version": 1, "made": "2026-01-31T12:00:00+00:00", "machine": {...}, "costs": {"ask_seconds": ..., ...}}
+{"version": 1, "made": "2026-01-31T12:00:00+00:00", "machine": {...}, "costs": {"ask_seconds": ..., ...}}
 """
 
 from __future__ import annotations

@@ -86,7 +86,13 @@ def test_cohere2_sees_one_token_more_than_it_says():
 
 
 def test_exaone_spells_its_pattern():
-    assert windows(dense("exaone4", 5, sliding_window=64, sliding_window_pattern="LLG")) == [64, 64, 0, 64, 64]
+    assert windows(dense("exaone4", 5, sliding_window=64, sliding_window_pattern="LLG")) == [
+        64,
+        64,
+        0,
+        64,
+        64,
+    ]
 
 
 def test_qwen_has_a_window_from_a_layer_on_and_only_if_it_says_so():
@@ -172,7 +178,9 @@ def test_the_element_type_of_k_and_v(dtype, size):
 def test_a_checkpoint_in_float32_is_served_in_bfloat16_and_that_is_said():
     reading = read_model(dense(layers=1, torch_dtype="float32"))
     assert reading.cache.layers[0].whole_bytes == 256
-    assert reading.notes == ("the checkpoint is float32, which vLLM serves in bfloat16 unless told otherwise",)
+    assert reading.notes == (
+        "the checkpoint is float32, which vLLM serves in bfloat16 unless told otherwise",
+    )
 
 
 def test_the_language_model_of_one_that_sees():

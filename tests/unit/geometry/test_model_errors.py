@@ -27,17 +27,26 @@ LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4 layers"),
         ({"layer_types": 7}, "layer_types has 7 for 4 layers"),
         ({"layer_types": ["full_attention", "psychic"] * 2}, "layer_types has 'psychic', which is none of"),
-        ({"layer_types": ["linear_attention"] * 4}, "names recurrent layers, but what they keep is not known"),
+        (
+            {"layer_types": ["linear_attention"] * 4},
+            "names recurrent layers, but what they keep is not known",
+        ),
         ({"kv_lora_rank": 512}, "has no qk_rope_head_dim"),
         ({"num_kv_shared_layers": 4}, "num_kv_shared_layers is 4 of 4 layers"),
         ({"model_type": "brand_new", "mamba_d_state": 16}, "brand_new is not known, and mamba_d_state"),
         ({"model_type": "brand_new", "block_configs": [{}]}, "says that its layers differ"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "t5 is an encoder-decoder"),
         (
-            {"model_type": "kimi_linear", "linear_attn_config": {"kda_layers": [1, 2], "full_attn_layers": [2, 3]}},
+            {
+                "model_type": "kimi_linear",
+                "linear_attn_config": {"kda_layers": [1, 2], "full_attn_layers": [2, 3]},
+            },
             "name 2 and 2 layers, but together they must be 1 to 4",
         ),
-        ({"model_type": "lfm2", "layer_types": ["conv"] * 4, "conv_L_cache": 1}, "over 1 tokens keeps nothing"),
+        (
+            {"model_type": "lfm2", "layer_types": ["conv"] * 4, "conv_L_cache": 1},
+            "over 1 tokens keeps nothing",
+        ),
         (
             {"model_type": "nemotron_h", "hybrid_override_pattern": "----"},
             "no layer keeps anything, so there is nothing to move",
