@@ -56,6 +56,22 @@ def test_the_pool_counts_references_as_pins_need() -> None:
     assert pool.null_block.block_id == 0
 
 
+def test_queues_between_an_engines_processes_wait_as_is_replaced_on_a_cpu(monkeypatch) -> None:
+    from types import SimpleNamespace
+
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    from kvferry.engines.vllm.compat import leave_cores_to_others
+
+    monkeypatch.setattr(shm_broadcast, "sched_yield", shm_broadcast.sched_yield)
+    assert "sched_yield()" in inspect.getsource(shm_broadcast.SpinCondition.wait)
+    before = shm_broadcast.sched_yield
+    leave_cores_to_others(SimpleNamespace(device_config=SimpleNamespace(device_type="cuda")))
+    assert shm_broadcast.sched_yield is before
+    leave_cores_to_others(SimpleNamespace(device_config=SimpleNamespace(device_type="cpu")))
+    assert shm_broadcast.sched_yield is not before
+
+
 def test_the_scheduler_still_does_what_the_design_leans_on() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 

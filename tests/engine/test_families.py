@@ -46,7 +46,10 @@ pytestmark = [
 def test_what_pages_hold_is_proved_or_not_claimed(pair: Pair) -> None:
     right, wrong = ("latent", "packed_kv") if pair.setup.family.startswith("dsv") else ("cpu_kv", "packed_kv")
     for kind, content, fields in pair.decode.call("contents"):
-        if kind == "state" or ":amx:" in content:
+        if kind == "state":
+            assert fields, content
+            assert all(name.startswith(("ssm", "conv")) for name in fields), fields
+        elif ":amx:" in content:
             assert all(name.startswith("opaque") for name in fields)
         else:
             assert fields == (["latent"] if right == "latent" else ["k", "v"])

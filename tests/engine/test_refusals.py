@@ -68,6 +68,7 @@ def test_blocks_of_other_weights_are_refused_and_the_prompt_computed_here(
         (connector(leese_seconds=3), "no key 'leese_seconds'; did you mean 'lease_seconds'"),
         ({**connector(), "kv_load_failure_policy": "fail"}, "it must be 'recompute'"),
         (connector(host="10.0.0.1"), "no secret_file is set"),
+        (connector(layout="BLHNC"), "layout is 'BLHNC', but the engine's cache has LBHNC"),
     ],
 )
 @pytest.mark.family

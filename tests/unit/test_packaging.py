@@ -83,7 +83,7 @@ def test_the_wheel_has_the_package_its_marker_and_its_licence(tmp_path: Path) ->
     [wheel] = tmp_path.iterdir()
     assert wheel.name == f"kvferry-{kvferry.__version__}-py3-none-any.whl"
     inside = zipfile.ZipFile(wheel).namelist()
-    assert "kvferry/py.typed" in inside
+    assert {"kvferry/py.typed", "kvferry/plan/models.toml"} <= set(inside)
     assert any(name.endswith("licenses/LICENSE") for name in inside)
     sources = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")}
     assert sources <= set(inside)

@@ -16,7 +16,9 @@ def register(app: typer.Typer) -> None:
 
 def config(
     role: Annotated[Role, typer.Option(help="What the engine does.")] = Role.BOTH,
-    host: Annotated[str | None, typer.Option(help="Address the control channel listens on.")] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on; node: each rank's machine's.")
+    ] = None,
     port: Annotated[int | None, typer.Option(help="Its port; any free one if not given.")] = None,
     advertise_host: Annotated[str | None, typer.Option(help="Address that peers are told.")] = None,
     secret_file: Annotated[str | None, typer.Option(help="File with a secret both engines share.")] = None,
@@ -28,6 +30,13 @@ def config(
     handshake_seconds: Annotated[float | None, typer.Option(help="When a silent peer is given up.")] = None,
     attempts: Annotated[int | None, typer.Option(help="Loads tried before a prompt is computed.")] = None,
     transfer_log: Annotated[str | None, typer.Option(help="File that gets a line per finished load.")] = None,
+    layout: Annotated[
+        str | None, typer.Option(help="Memory layout: auto, engine, or one such as BLHNC.")
+    ] = None,
+    strategy: Annotated[str | None, typer.Option(help="auto, direct, over-read or staged.")] = None,
+    staging_mib: Annotated[
+        int | None, typer.Option(help="Memory for packing, per direction; 0: none.")
+    ] = None,
 ) -> None:
     """Print the JSON for vLLM's --kv-transfer-config, in one line.
 
@@ -44,5 +53,8 @@ def config(
         "handshake_seconds": handshake_seconds,
         "attempts": attempts,
         "transfer_log": transfer_log,
+        "layout": layout,
+        "strategy": strategy,
+        "staging_mib": staging_mib,
     }
     print(kv_transfer_json(kv_transfer_config(role, settings)))

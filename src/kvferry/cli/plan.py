@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -33,8 +34,9 @@ def plan(
         int | None, typer.Option(help="Of the one that gets it; as --block-size by default.")
     ] = None,
     layout: Annotated[
-        str, typer.Option(help="Axes of its memory: LBNHC (NHD), LBHNC (HND), LHBNC, BLHNC, BLNHC, BHLNC.")
-    ] = "LBNHC",
+        str,
+        typer.Option(help="Axes of its memory: auto, LBNHC (NHD), LBHNC (HND), LHBNC, BLHNC, BLNHC, BHLNC."),
+    ] = "auto",
     to_layout: Annotated[
         str | None, typer.Option(help="Of the one that gets it; the same by default.")
     ] = None,
@@ -46,8 +48,8 @@ def plan(
     ] = "packed",
     mtp: Annotated[bool, typer.Option("--mtp", help="With the multi-token prediction layers.")] = False,
     strategy: Annotated[
-        str | None, typer.Option(help="direct, over-read or staged, in place of the cheapest.")
-    ] = None,
+        str, typer.Option(help="auto for the cheapest, or direct, over-read, staged.")
+    ] = "auto",
     bandwidth: Annotated[
         float | None, typer.Option(help="GB/s that the link of a rank has, if less than memory.")
     ] = None,
@@ -78,18 +80,19 @@ def plan(
     from kvferry.plan.forecast import forecast
     from kvferry.plan.numbers import as_json as numbers
     from kvferry.plan.show import show
-    from kvferry.plan.side import Side
+    from kvferry.plan.side import Side, layout_of
 
     if tokens < 1:
         raise ConfigError(f"--tokens is {tokens}; a prompt has at least 1")
     if kv not in ("packed", "apart"):
         raise ConfigError(f"--kv {kv} is not known; choose packed or apart")
-    sides = (
-        Side(tp, pp, layout, block_size),
-        Side(to_tp or tp, to_pp or pp, to_layout or layout, to_block_size or block_size),
-    )
     name, config = find_config(model)
     reading = read_model(config, dtype, name=name, draft=mtp)
+    source = Side(tp, pp, layout_of(layout, reading), block_size)
+    to = layout_of(to_layout, reading) if to_layout else None
+    asked = {"tp": to_tp, "pp": to_pp, "layout": to, "block_tokens": to_block_size}
+    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    sides = (source, replace(source, **given))
     separate = kv == "apart"
     made = forecast(reading, sides, tokens, Pricing(link(bandwidth), pinned(strategy)), separate=separate)
     if html is not None:

@@ -36,7 +36,10 @@ class Slots:
 
 
 class Loops:
-    """The nests of one phase, between the blocks of a pool and images; views are made once."""
+    """The nests of one phase, between the blocks of a pool and images; views are made once.
+
+    Every operation is over when it returns, on a device too.
+    """
 
     def __init__(self, nests: Sequence[Nest], pool: Space, side: str, stride: int, blocks: int) -> None:
         """Prepare.
@@ -74,6 +77,7 @@ class Loops:
             to, of = images.numpy(), pool.numpy()
             for image, block in enumerate(blocks.tolist()):
                 np.copyto(to[image], of[block])
+        self._wait()
 
     def scatter(self, blocks: torch.Tensor, slots: Slots, first: int, step: int) -> None:
         """Copy from images to blocks; arguments as of `gather`."""
@@ -84,12 +88,21 @@ class Loops:
             to, of = pool.numpy(), images.numpy()
             for image, block in enumerate(blocks.tolist()):
                 np.copyto(to[block], of[image])
+        self._wait()
 
     def clear(self, blocks: torch.Tensor) -> None:
         """Zero what the loops cover of these blocks."""
         for _, _, pool in self._pool:
+            of = pool if pool.is_cuda else pool.numpy()
             for block in blocks.tolist():
-                pool[block].zero_()
+                of[block] = 0
+        self._wait()
+
+    def _wait(self) -> None:
+        """What the transport or the engine does next comes after this, though it uses other streams."""
+        for _, _, pool in self._pool[:1]:
+            if pool.is_cuda:
+                torch.cuda.synchronize(pool.device)
 
     def _pairs(
         self, slots: Slots, first: int, step: int, count: int

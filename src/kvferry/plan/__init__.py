@@ -4,6 +4,7 @@
 - `side`: the flags of one engine to its shape, with what vLLM would choose for what is not given.
 - `request`: a made-up request with scattered block tables.
 - `planes`: K and V laid out apart.
+- `setting`: both engines laid out, and the request on them.
 - `forecast`, `moved`, `cost`: the planner run on it: what moves, in which pieces, which way, how long.
 - `show`, `numbers`: the forecast on a terminal and as JSON.
 - `page`: a picture of it, as one HTML file.

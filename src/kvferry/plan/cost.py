@@ -13,9 +13,13 @@ from kvferry.planning.request import Tally
 from kvferry.planning.select import Cells
 from kvferry.planning.strategy import Costs, Strategy, choose, chunk_bytes, ways
 from kvferry.planning.template import Route
+from kvferry.transport.settings import TransferSettings
 
-ROOM_BYTES = 256 << 20
-"""Room for images of cells that a forecast assumes on either side."""
+AUTO = "auto"
+"""The name for no strategy in particular."""
+
+ROOM_BYTES = TransferSettings().staging_bytes // 4
+"""The largest image of cells that workers handle as they are by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +65,20 @@ def link(gigabytes_per_second: float | None) -> Costs:
     return replace(Costs(), read_byte_seconds=seconds)
 
 
-def pinned(name: str | None) -> Strategy | None:
-    """The strategy of that name; None for the cheapest.
+def pinned(name: str) -> Strategy | None:
+    """The strategy of that name; None, whichever is cheapest, for `AUTO`.
 
     Raises:
         ConfigError: there is none.
     """
-    if name is None:
+    if name == AUTO:
         return None
     try:
         return Strategy(name)
     except ValueError:
-        raise ConfigError(f"strategy {name!r} is not known; choose one of {', '.join(Strategy)}") from None
+        raise ConfigError(
+            f"strategy {name!r} is not known; choose one of {AUTO}, {', '.join(Strategy)}"
+        ) from None
 
 
 def expected(route: Route, cells: Cells, tally: Tally, pricing: Pricing) -> Expected:
@@ -84,7 +90,8 @@ def expected(route: Route, cells: Cells, tally: Tally, pricing: Pricing) -> Expe
         pricing: what work costs.
     """
     costs = pricing.costs
-    way = choose(ways(route, costs, ROOM_BYTES), len(cells), costs, pricing.pin)
+    found = ways(route, costs, ROOM_BYTES)
+    way = found[choose(found, len(cells), costs, pricing.pin)]
     seconds = way.work.seconds(len(cells), costs)
     read_bytes = round(way.work.read_bytes * len(cells))
     if way.strategy is Strategy.DIRECT:

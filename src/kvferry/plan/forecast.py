@@ -7,16 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.geometry import GroupKind, RankGeometry
-from kvferry.geometry.layout import group_layers, lay_out
 from kvferry.geometry.models import ModelReading, per_layer
 from kvferry.geometry.store import LayerStore
 from kvferry.plan.cost import Pricing
 from kvferry.plan.moved import Moved, Sum
-from kvferry.plan.planes import apart
-from kvferry.plan.request import Tables, span_of, tables
-from kvferry.plan.side import Side, block_tokens, group_size, shape
-from kvferry.planning.select import Cells, Span, needed, select_cells
-from kvferry.planning.template import Route, Template, build_templates
+from kvferry.plan.setting import Setting, set_up
+from kvferry.plan.side import Side, block_tokens
+from kvferry.planning.select import needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,66 +74,6 @@ class Forecast:
     def state_bytes(self) -> int:
         """Bytes of one snapshot of recurrent state, once, over all layers."""
         return sum(row.layers * row.store.whole_bytes for row in self.rows if row.is_state)
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """Two engines and a request, laid out at made-up addresses.
-
-    Attributes:
-        kinds: what layers keep, each kind once.
-        row_of: kind of each group, the same groups on both sides.
-        srcs, dsts: ranks of source and destination.
-        here, there: block tables of both.
-        span: how much moves.
-    """
-
-    kinds: tuple[LayerStore, ...]
-    row_of: tuple[int, ...]
-    srcs: tuple[RankGeometry, ...]
-    dsts: tuple[RankGeometry, ...]
-    here: Tables
-    there: Tables
-    span: Span
-
-    def templates(self, number: int) -> tuple[Template, ...]:
-        """What one rank of the destination reads from every rank of the source.
-
-        Raises:
-            Incompatible: the two cannot exchange this model's cache.
-        """
-        return build_templates(self.srcs, self.dsts[number])
-
-    def cells(self, route: Route, kind: GroupKind, reach: int) -> Cells:
-        """What moves of a route, were its group of this kind."""
-        src, dst = self.here.by_group[route.src_group], self.there.by_group[route.dst_group]
-        return select_cells(route, kind, reach, self.span, src, dst)
-
-
-def set_up(
-    reading: ModelReading, sides: tuple[Side, Side], tokens: int, *, separate: bool = False
-) -> Setting:
-    """Lay both engines out, and the request on them.
-
-    Args:
-        reading: the model.
-        sides: source and destination.
-        tokens: of the prompt.
-        separate: K and V as pages of their own on both sides.
-
-    Raises:
-        KVFerryError: an engine cannot be set up so.
-    """
-    laid, origin = apart(reading) if separate else (reading, {s: s for s in reading.cache.layers})
-    kinds = tuple(dict.fromkeys(reading.cache.layers))
-    numbered = group_layers(laid.cache, group_size(laid.cache.layers))
-    row_of = tuple(kinds.index(origin[laid.cache.layers[numbers[0]]]) for numbers in numbered)
-    here, there = (tables(laid, side, tokens) for side in sides)
-    srcs, dsts = (
-        lay_out(laid.cache, shape(laid, side, table.num_blocks))
-        for side, table in zip(sides, (here, there), strict=True)
-    )
-    return Setting(kinds, row_of, srcs, dsts, here, there, span_of(tokens))
 
 
 def forecast(

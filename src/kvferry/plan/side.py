@@ -1,7 +1,8 @@
 """The flags of one engine, to its shape.
 
-What is not given is what vLLM 0.32 would choose: blocks of 16 tokens, LBNHC (its first preference on CUDA),
-and for models with recurrent state a block so large that an attention page holds a snapshot.
+What is not given is what vLLM 0.32 would choose on a CUDA machine: blocks of 16 tokens, for models with
+recurrent state a block so large that an attention page holds a snapshot, and the layout that kvferry's
+connector asks it for.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from kvferry.geometry.models import ModelReading
 from kvferry.geometry.store import LayerStore
 
 BLOCK_TOKENS = 16
-LAYOUT = "LBNHC"
+AUTO = "auto"
+"""The name for the layout that an engine has by itself."""
 _HYBRID_LATENT_ALIGNMENT = 128
 _SIMILAR = 1.5
 _ALIASES = {"NHD": "LBNHC", "HND": "LBHNC"}
@@ -37,15 +39,14 @@ class Side:
 
     tp: int = 1
     pp: int = 1
-    layout: str = LAYOUT
+    layout: str = "LBNHC"
     block_tokens: int | None = None
 
     def __post_init__(self) -> None:
         known = _ALIASES.get(self.layout.upper(), self.layout.upper())
         if known not in LAYOUTS:
-            raise ConfigError(
-                f"layout {self.layout!r} is not known; choose one of {', '.join(LAYOUTS)}, NHD, HND"
-            )
+            listed = ", ".join((AUTO, *LAYOUTS, *_ALIASES))
+            raise ConfigError(f"layout {self.layout!r} is not known; choose one of {listed}")
         object.__setattr__(self, "layout", known)
         for name, value in (("tp", self.tp), ("pp", self.pp), ("block size", self.block_tokens)):
             if value is not None and value < 1:
@@ -56,6 +57,20 @@ class Side:
         """For people, without the block size."""
         parallel = [f"TP{self.tp}", *([f"PP{self.pp}"] if self.pp > 1 else [])]
         return f"{' '.join(parallel)} {self.layout}"
+
+
+def layout_of(name: str, reading: ModelReading) -> str:
+    """The layout of that name; for `AUTO`, what an engine with kvferry's connector has by itself.
+
+    That is blocks outermost, where vLLM can: MLA backends do not declare it, and keep vLLM's LBNHC; where
+    layers differ, heads cannot be outside of layers.
+    """
+    if name.lower() != AUTO:
+        return name
+    kinds = set(reading.cache.layers)
+    if any(store.kind is GroupKind.MLA for store in kinds):
+        return "LBNHC"
+    return "BLHNC" if len(kinds) > 1 else "BHLNC"
 
 
 def block_tokens(reading: ModelReading, side: Side) -> tuple[int, str]:

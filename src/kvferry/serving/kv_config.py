@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from kvferry.engines.vllm.config import parse_config
+from kvferry.transport import security
 
 
 class Role(StrEnum):
@@ -29,10 +30,12 @@ def kv_transfer_config(role: Role, settings: Mapping[str, Any] | None = None) ->
         settings: keys of `ConnectorConfig`; a key whose value is None is left out.
 
     Raises:
-        ConfigError: an unknown key, a wrong type or a value out of range.
+        ConfigError: an unknown key, a wrong type or a value out of range; or a host that would let anyone in.
     """
     extra = {key: value for key, value in (settings or {}).items() if value is not None}
-    parse_config(extra)
+    config = parse_config(extra)
+    if config.secret_file is None:
+        security.check_host(config.host, None, config.allow_insecure)
     return {
         "kv_connector": "KVFerryConnector",
         "kv_connector_module_path": "kvferry.engines.vllm.connector",

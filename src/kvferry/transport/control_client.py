@@ -44,6 +44,7 @@ from kvferry.transport.messages import (
     decode_reply,
     encode,
 )
+from kvferry.transport.punctual import Punctual
 
 logger = logging.getLogger(__name__)
 
@@ -171,9 +172,12 @@ class ControlClient:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
+        punctual = Punctual("control channel, asking")
         beat = time.monotonic() + self._heartbeat_seconds
         while True:
-            for source, _ in poller.poll(self._wait_ms(beat)):
+            heard = poller.poll(int(punctual.wait(self._wait_seconds(beat)) * 1000))
+            punctual.back()
+            for source, _ in heard:
                 if source == self._wake:
                     os.eventfd_read(self._wake)
                 else:
@@ -191,9 +195,10 @@ class ControlClient:
             peer.socket.close(linger=500)
         self._context.term()
 
-    def _wait_ms(self, beat: float) -> int:
+    def _wait_seconds(self, beat: float) -> float:
+        """Until the next deadline; at most a second, so that being kept from running does not hide in it."""
         deadlines = (peer.deadline for peer in self._peers.values() if peer.deadline is not None)
-        return max(0, int((min([beat, *deadlines]) - time.monotonic()) * 1000) + 1)
+        return min(1.0, max(0.0, min([beat, *deadlines]) - time.monotonic()) + 0.001)
 
     def _beat(self, poller: zmq.Poller) -> None:
         """Keep leases alive, and forget who was refused: anyone can make addresses up."""

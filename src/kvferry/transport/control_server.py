@@ -35,9 +35,10 @@ from kvferry.transport.messages import (
     decode_request,
     encode,
 )
+from kvferry.transport.punctual import Punctual
 
 logger = logging.getLogger(__name__)
-_POLL_MS = 200
+_POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +111,11 @@ class ControlServer:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
+        punctual = Punctual("control channel, listening")
         while not self._stop.is_set():
-            if poller.poll(_POLL_MS):
+            heard = poller.poll(int(punctual.wait(_POLL_SECONDS) * 1000))
+            punctual.back()
+            if heard:
                 self._serve(self._socket.recv_multipart())
         self._end_context()
 

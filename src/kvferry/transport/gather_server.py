@@ -203,8 +203,6 @@ class GatherServer:
         for first in range(min(len(loops), len(blocks))):
             of_phase = loops[(message.phase + first) % len(loops)]
             of_phase.gather(ids[first :: len(loops)], slots, lot.position + first, len(loops))
-        if self._device != "cpu":
-            torch.cuda.synchronize(self._device)
         # What was gathered is right only if no block had been given back by now.
         if not self._holds(message):
             self.area.give_back(lot)

@@ -265,8 +265,6 @@ class PackedRead:
         for first in range(min(len(loops), len(cells))):
             of_phase = loops[int(cells.phase[first])]
             of_phase.scatter(blocks[first :: len(loops)], slots, lot.position + first, len(loops))
-        if self._bench.device != "cpu":
-            torch.cuda.synchronize(self._bench.device)
 
     def _fail(self, chunk: _Chunk, reason: str) -> None:
         self.abandon(reason)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from typing import Any
 
-import numpy as np
+from kvferry.planning.select import Span
+from support.vllm_engine import pages
+from support.vllm_engine.pages import Digests, digests_of, negate
 
 PREFILL_PARAMS = {
     "do_remote_decode": True,
@@ -36,6 +37,8 @@ def start(settings: dict[str, Any]) -> Any:
     settings = {**defaults, **settings}
     if settings.pop("test_device", False):
         _make_test_device()
+    if settings.pop("any_layout", False):
+        _take_any_layout()
     transfer = settings.pop("kv_transfer_config", None)
     if transfer is not None:
         settings["kv_transfer_config"] = KVTransferConfig(**transfer)
@@ -55,6 +58,15 @@ def _make_test_device() -> None:
 
     CpuPlatform.insert_blocks_to_device = classmethod(copy)
     CpuPlatform.swap_out_blocks_to_host = classmethod(copy)
+
+
+def _take_any_layout() -> None:
+    """Let the CPU backend declare what its kernels can do: they take strides, only the interior is fixed."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    layouts = tuple(KVCacheLayout[name] for name in ("LBHNC", "BLHNC", "BHLNC", "LHBNC"))
+    CPUAttentionBackend.supported_kv_cache_layouts = classmethod(lambda cls: layouts)
 
 
 def start_another(engine: Any, settings: dict[str, Any]) -> dict[str, Any]:
@@ -86,6 +98,7 @@ def about(engine: Any) -> dict[str, Any]:
             (type(g.kv_cache_spec).__name__, g.kv_cache_spec.block_size, len(g.layer_names)) for g in groups
         ],
         "num_blocks": core.scheduler.kv_cache_config.num_blocks,
+        "layout": worker.layout if (worker := _worker_half(engine)) else None,
     }
 
 
@@ -253,30 +266,16 @@ def free_blocks(engine: Any) -> int:
     return int(_scheduler(engine).kv_cache_manager.block_pool.get_num_free_blocks())
 
 
-def digests(engine: Any, tables: list[list[int]], tokens: int, have: int = 0) -> dict[str, list[str]]:
-    """Digest of every page that holds what a continuation after `tokens` tokens needs, per layer."""
-    from kvferry.planning.select import Span, blocks_needed
-
-    worker = _worker_half(engine)
-    result = {}
-    for group, table in zip(worker._geometry.groups, tables, strict=True):
-        ids = blocks_needed(
-            group.kind,
-            group.reach,
-            group.block_tokens,
-            Span(have, tokens, tokens + 1),
-            np.array(table, np.int64),
-        )
-        for layer in group.layers:
-            result[layer.name] = [_digest(_page(worker, layer, int(b))) for b in ids]
-    return result
+def digests(engine: Any, tables: list[list[int]], tokens: int, have: int = 0) -> Digests:
+    """What a continuation after `tokens` tokens needs, as `pages.digests_of` has it."""
+    return digests_of(_worker_half(engine), tables, Span(have, tokens, tokens + 1))
 
 
 class Witness:
     """Sees every load of an engine at the moment its bytes are believed: looks at them, or spoils them."""
 
     def __init__(self, worker: Any, consumer: Any) -> None:
-        self.loaded: dict[str, dict[str, list[str]]] = {}
+        self.loaded: dict[str, Digests] = {}
         self.admitted: list[tuple[str, int, int | None]] = []
         self.spoil_group: int | None = None
         self._worker = worker
@@ -300,18 +299,15 @@ class Witness:
         return results
 
     def _believed(self, order: Any) -> None:
-        tables = self._worker._needed(order.span, order.dst_tables)
-        pages: dict[str, list[str]] = {}
-        for number, (group, ids) in enumerate(zip(self._worker._geometry.groups, tables, strict=True)):
-            for layer in group.layers:
-                pages[layer.name] = [_digest(_page(self._worker, layer, int(b))) for b in ids]
-                if self.spoil_group == number and len(ids):
-                    _negate(_page(self._worker, layer, int(ids[-1])), layer.page)
-        self.loaded[order.request_id] = pages
+        self.loaded[order.request_id] = digests_of(self._worker, order.dst_tables, order.span)
+        if self.spoil_group is not None:
+            ids = self._worker._needed(order.span, order.dst_tables)[self.spoil_group]
+            for layer in self._worker._geometry.groups[self.spoil_group].layers if len(ids) else ():
+                negate(self._worker, layer, int(ids[-1]))
 
 
-def loaded(engine: Any) -> dict[str, dict[str, list[str]]]:
-    """Digests of what was loaded, by request and layer, since the last call."""
+def loaded(engine: Any) -> dict[str, Digests]:
+    """Digests of what was loaded, by request, since the last call."""
     seen, engine.witness.loaded = engine.witness.loaded, {}
     return dict(seen)
 
@@ -386,21 +382,29 @@ def registered_is_the_cache(engine: Any) -> bool:
     return own == {region.address for region in worker._geometry.regions}
 
 
-def _page(worker: Any, layer: Any, block: int) -> np.ndarray:
-    """The bytes of a page in the engine's own cache, writable."""
-    import ctypes
+def poison(engine: Any) -> None:
+    """Fill the free pool with what must not be looked at: NaN, where the engine clears blocks before use.
 
-    cache = worker._caches[layer.name]
-    ratio = cache.shape[0] // worker._geometry.num_blocks
-    address = cache.data_ptr() + block * ratio * cache.stride(0) * cache.element_size()
-    return np.ctypeslib.as_array((ctypes.c_uint8 * layer.page.page_bytes).from_address(address))
-
-
-def _negate(page: np.ndarray, holds: Any) -> None:
-    """Flip the sign of every element of a page; of opaque ones, of every second byte's."""
-    item = 2 if holds.fields[0].name.startswith("opaque") else holds.fields[0].item_bytes
-    page[item - 1 :: item] ^= 0x80
+    Where it does not (all groups are attention), NaN never gets into the pool, and would break the engine.
+    """
+    scheduler = _scheduler(engine)
+    assert not scheduler.requests
+    assert scheduler.kv_cache_manager.reset_prefix_cache()
+    clears = scheduler.kv_cache_config.needs_kv_cache_zeroing
+    pages.poison(_worker_half(engine), float("nan") if clears else 1e4)
 
 
-def _digest(page: np.ndarray) -> str:
-    return hashlib.blake2b(page.tobytes(), digest_size=8).hexdigest()
+def kept(engine: Any) -> list[list[tuple[str, str, int, int]]]:
+    """By group, what every layer keeps: its name, kind, window or chunk, bytes of a token or snapshot."""
+    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, iter_layer_specs
+
+    core = engine.llm_engine.engine_core.engine_core
+    found = []
+    for group in core.scheduler.kv_cache_config.kv_cache_groups:
+        (spec,) = iter_layer_specs(group.kv_cache_spec)
+        state = hasattr(spec, "shapes")
+        size = spec.real_page_size_bytes // (1 if state else spec.block_size)
+        reach = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None) or 0
+        kind = get_kv_cache_spec_kind(group.kv_cache_spec).value
+        found.append([(name, kind, reach, size) for name in group.layer_names])
+    return found

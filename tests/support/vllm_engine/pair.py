@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,12 @@ class Setup:
         options: of both engines, on top of the family's own.
         exact: the engine agrees with itself to the last bit, so must the pair.
         connector: settings of both connectors.
-        lengths: prompt lengths to try.
+        prefill_options, decode_options: of one engine, on top of those of both.
+        layouts: the connectors' ``layout``, (prefill, decode), of engines whose backend takes any layout;
+            None for engines as they are.
+        environment: of both engines' processes.
+        environments: of each, on top of that.
+        hosts: network namespaces of both.
     """
 
     family: str
@@ -55,8 +61,25 @@ class Setup:
     options: dict[str, Any] = field(default_factory=dict)
     exact: bool = False
     connector: dict[str, Any] = field(default_factory=dict)
+    prefill_options: dict[str, Any] = field(default_factory=dict)
     decode_options: dict[str, Any] = field(default_factory=dict)
+    layouts: tuple[str, str] | None = None
     environment: dict[str, str] = field(default_factory=dict)
+    environments: tuple[dict[str, str], dict[str, str]] = ({}, {})
+    hosts: tuple[str | None, str | None] = (None, None)
+
+    def engine_options(self, model: str) -> Iterator[dict[str, Any]]:
+        """Options of the prefill and of the decode engine."""
+        for number, own in enumerate((self.prefill_options, self.decode_options)):
+            layout = {"layout": self.layouts[number]} if self.layouts else {}
+            yield {
+                "model": model,
+                **FAMILIES[self.family].engine_options(),
+                **self.options,
+                "any_layout": bool(self.layouts),
+                "kv_transfer_config": connector(**self.connector, **layout),
+                **own,
+            }
 
     def __str__(self) -> str:
         return f"{self.family}-{self.label}" if self.label else self.family
@@ -68,13 +91,19 @@ class Pair:
     def __init__(self, setup: Setup, folder: Path, checkpoints: Path) -> None:
         self.setup = setup
         model = str(tiny_checkpoint(setup.family, checkpoints))
-        options = {"model": model, **FAMILIES[setup.family].engine_options(), **setup.options}
-        options["kv_transfer_config"] = connector(**setup.connector)
-        self.prefill = Engine(folder / "prefill.log", setup.environment, **options)
-        self.decode = Engine(folder / "decode.log", setup.environment, **{**options, **setup.decode_options})
+        self.prefill, self.decode = (
+            Engine(folder / f"{name}.log", {**setup.environment, **environment}, host, **options)
+            for name, environment, host, options in zip(
+                ("prefill", "decode"),
+                setup.environments,
+                setup.hosts,
+                setup.engine_options(model),
+                strict=True,
+            )
+        )
         try:
             self.about = self.prefill.ready()
-            self.decode.ready()
+            self.about_decode = self.decode.ready()
         except BaseException:
             self.close()
             raise
@@ -110,20 +139,20 @@ class Pair:
         """The same through both engines; checks that what was loaded is what the producer has.
 
         Returns:
-            The decode engine's answers, each with ``moved``: pages loaded, by layer.
+            The decode engine's answers, each with ``moved``: digests of what was loaded, by layer and field.
         """
         offers = [answer["params"] for answer in self.prefill.call(prefill, prompts)]
         answers = self.decode.call("generate", prompts, offers, tokens)
         loaded = self.decode.call("loaded")
         for answer, offer in zip(answers, offers, strict=True):
-            pages = next((p for name, p in loaded.items() if name.split("-")[0] == answer["request_id"]), {})
-            answer["moved"], answer["offer"] = pages, offer
-            if pages:
+            moved = next((d for name, d in loaded.items() if name.split("-")[0] == answer["request_id"]), {})
+            answer["moved"], answer["offer"] = moved, offer
+            if moved:
                 theirs = self.prefill.call("digests", offer["remote_block_ids"], offer["remote_num_tokens"])
-                for layer, digests in pages.items():
+                for part, digests in moved.items():
                     # A prefix that was already there is missing from what was loaded, at its front.
-                    assert len(digests) <= len(theirs[layer]), layer
-                    assert digests == theirs[layer][len(theirs[layer]) - len(digests) :], layer
+                    assert len(digests) <= len(theirs[part]), part
+                    assert digests == theirs[part][len(theirs[part]) - len(digests) :], part
         self.prefill.call("step", 1.0)
         return answers
 

@@ -13,6 +13,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from support import namespaces
+
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "HF_HUB_OFFLINE": "1",
@@ -31,19 +33,22 @@ class EngineError(RuntimeError):
 class Engine:
     """One engine process."""
 
-    def __init__(self, log: Path, environment: dict[str, str] | None = None, **settings: Any) -> None:
+    def __init__(
+        self, log: Path, environment: dict[str, str] | None = None, host: str | None = None, **settings: Any
+    ) -> None:
         """Start it; `ready` waits for it.
 
         Args:
             log: file for what it prints.
             environment: on top of `ENVIRONMENT`.
+            host: network namespace that it lives in, if not this process's.
             settings: of `vllm.LLM`.
         """
         self.log = log
         context = mp.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(theirs, str(log), {**ENVIRONMENT, **(environment or {})}, settings)
+            target=_serve, args=(theirs, str(log), {**ENVIRONMENT, **(environment or {})}, settings, host)
         )
         self._process.start()
         theirs.close()
@@ -109,8 +114,12 @@ def _tail(log: Path, lines: int = 15) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 
-def _serve(pipe: Any, log: str, environment: dict[str, str], settings: dict[str, Any]) -> None:
+def _serve(
+    pipe: Any, log: str, environment: dict[str, str], settings: dict[str, Any], host: str | None = None
+) -> None:
     os.setsid()
+    if host is not None:
+        namespaces.enter(host)
     os.environ.update(environment)
     out = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     os.dup2(out, 1)

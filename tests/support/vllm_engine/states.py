@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing as mp
-import os
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 
 from kvferry.geometry import Field, PageFormat
-from support.vllm_engine.process import ENVIRONMENT, EngineError
+from support.vllm_engine import inside, process
 
 
 @dataclass(frozen=True)
@@ -38,87 +37,103 @@ class Page:
         for axis in field.axes:
             offsets = (offsets[:, None] + axis.offsets()).reshape(-1)
         raw = self.bytes[offsets[:, None] + np.arange(field.item_bytes)]
-        numbers = torch.from_numpy(np.ascontiguousarray(raw)).view(self.dtype(field)).double()
+        numbers = torch.from_numpy(np.ascontiguousarray(raw)).view(self._dtype(field)).double()
         return numbers.reshape([axis.count for axis in field.axes]).numpy()
 
-    def dtype(self, field: Field) -> torch.dtype:
-        """dtype of a field: a page's content names that of the convolution first, that of the state last."""
+    def _dtype(self, field: Field) -> torch.dtype:
+        """The content id names the dtype of the convolution first, that of the recurrent state last."""
         _, *dtypes = self.format.content.split()
         return getattr(torch, dtypes[-1 if field.name == "ssm" else 0])
 
 
-def states_after(
-    prompt: list[int], log: Path, environment: dict[str, str] | None = None, **settings: Any
-) -> list[Page]:
-    """What an engine of its own has as state after all but the last token of a prompt, of every rank.
+class RankEngine(process.Engine):
+    """An engine of any number of ranks, which can also run `kept_states`, `spoil_states` and `bids`."""
 
-    Args:
-        prompt: computed as for another engine, so that its blocks are kept.
-        log: file for what the engine prints.
-        environment: on top of `ENVIRONMENT`.
-        settings: of `vllm.LLM`, with a connector.
+    def __init__(self, log: Path, environment: dict[str, str] | None = None, **settings: Any) -> None:
+        self.log = log
+        context = mp.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        arguments = (theirs, str(log), {**process.ENVIRONMENT, **(environment or {})}, settings)
+        self._process = context.Process(target=_serve, args=arguments)
+        self._process.start()
+        theirs.close()
+
+
+def _serve(pipe: Any, log: str, environment: dict[str, str], settings: dict[str, Any]) -> None:
+    inside.kept_states = kept_states
+    inside.spoil_states = spoil_states
+    inside.bids = bids
+    process._serve(pipe, log, environment, settings)
+
+
+def kept_states(engine: Any, offer: dict[str, Any]) -> list[Page]:
+    """Every rank's pages of the state that an engine keeps for another one."""
+    return [page for of_rank in engine.collective_rpc(_pages, args=_asked(offer)) for page in of_rank]
+
+
+def spoil_states(engine: Any, offer: dict[str, Any]) -> None:
+    """Invert the sign of every element of that state, on every rank."""
+    engine.collective_rpc(_spoil, args=_asked(offer))
+
+
+def bids(engine: Any) -> list[int]:
+    """Tokens that the connector offered to load, at every admission since the last call.
+
+    The first call begins. Who is asked a second time did not load what was offered first.
     """
-    context = mp.get_context("spawn")
-    ours, theirs = context.Pipe()
-    arguments = (theirs, str(log), {**ENVIRONMENT, **(environment or {})}, prompt, settings)
-    process = context.Process(target=_compute, args=arguments)
-    process.start()
-    theirs.close()
-    try:
-        if not ours.poll(280.0):
-            raise EngineError(f"no answer; see {log}")
-        pages = ours.recv()
-    except EOFError:
-        raise EngineError(f"the engine's process ended; see {log}") from None
-    finally:
-        process.join(20)
-        if process.is_alive():
-            process.kill()
-            process.join(5)
-    if isinstance(pages, str):
-        raise EngineError(f"{pages}\nsee {log}")
-    return pages
+    if not hasattr(engine, "bids"):
+        engine.bids = []
+        consumer = inside._scheduler(engine).connector.scheduler_half.consumer
+        inner = consumer.matched
+
+        def matched(request: Any, have: int) -> int | None:
+            tokens = inner(request, have)
+            if tokens is not None:
+                engine.bids.append(tokens)
+            return tokens
+
+        consumer.matched = matched
+    seen, engine.bids = engine.bids, []
+    return seen
 
 
-def _compute(pipe: Any, log: str, environment: dict[str, str], prompt: list[int], settings: Any) -> None:
-    os.setsid()
-    os.environ.update(environment)
-    out = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    try:
-        from support.vllm_engine import inside
-
-        engine = inside.start(settings)
-        offer = inside.prefill(engine, [prompt])[0]["params"]
-        asked = (offer["remote_block_ids"], offer["remote_num_tokens"])
-        answers = engine.collective_rpc(_pages, args=asked)
-        pipe.send([page for of_rank in answers for page in of_rank])
-        inside.stop(engine)
-    except BaseException as error:  # noqa: BLE001 - told to the test
-        traceback.print_exc()
-        pipe.send(f"{type(error).__name__}: {error}")
-    os._exit(0)
+def _asked(offer: dict[str, Any]) -> tuple[list[list[int]], int]:
+    return offer["remote_block_ids"], offer["remote_num_tokens"]
 
 
-def _pages(worker: Any, tables: list[list[int]], tokens: int) -> list[Page]:
-    """On every worker: the page of every state layer that holds the state after `tokens` tokens."""
-    import ctypes
-
+def _where(tables: list[list[int]], tokens: int) -> Any:
+    """(rank, layer, address) of this worker's state pages that hold the state after `tokens` tokens."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     from kvferry.geometry import GroupKind
     from kvferry.planning.select import Span, blocks_needed
 
     (half,) = get_kv_transfer_group()._halves.values()
-    found = []
     for group, table in zip(half._geometry.groups, tables, strict=True):
         if group.kind is not GroupKind.STATE:
             continue
         span = Span(0, tokens, tokens + 1)
         (block,) = blocks_needed(group.kind, group.reach, group.block_tokens, span, np.array(table, np.int64))
         for layer in group.layers:
-            address = layer.address + int(block) * layer.block_stride
-            raw = np.frombuffer(ctypes.string_at(address, layer.page.page_bytes), np.uint8)
-            found.append(Page(layer.name, half._geometry.tp_rank, layer.page, raw))
-    return found
+            yield half._geometry.tp_rank, layer, layer.address + int(block) * layer.block_stride
+
+
+def _pages(worker: Any, tables: list[list[int]], tokens: int) -> list[Page]:
+    return [
+        Page(layer.name, rank, layer.page, _memory(layer, address).copy())
+        for rank, layer, address in _where(tables, tokens)
+    ]
+
+
+def _memory(layer: Any, address: int) -> np.ndarray:
+    return np.frombuffer((ctypes.c_char * layer.page.page_bytes).from_address(address), np.uint8)
+
+
+def _spoil(worker: Any, tables: list[list[int]], tokens: int) -> None:
+    for _, layer, address in _where(tables, tokens):
+        memory = _memory(layer, address)
+        for field in layer.page.fields:
+            offsets = np.array([field.offset + field.item_bytes - 1], np.int64)
+            for axis in field.axes:
+                offsets = (offsets[:, None] + axis.offsets()).reshape(-1)
+            memory[offsets] ^= 0x80

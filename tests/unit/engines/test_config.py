@@ -1,11 +1,12 @@
 """The connector's settings: what is wrong is said in one sentence."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from kvferry.engines.vllm.config import ConnectorConfig, parse_config
+from kvferry.engines.vllm.config import ConnectorConfig, parse_config, read_settings
 from kvferry.errors import ConfigError
 
 
@@ -26,7 +27,8 @@ def test_what_is_set_is_taken():
 @pytest.mark.parametrize(
     ("key", "near"),
     [("prot", "port"), ("lease_second", "lease_seconds"), ("load_timeout", "load_timeout_seconds"),
-     ("secretfile", "secret_file"), ("Attempts", "attempts"), ("latebloks", "late_blocks")],
+     ("secretfile", "secret_file"), ("Attempts", "attempts"), ("lay_out", "layout"),
+     ("latebloks", "late_blocks")],
 )  # fmt: skip
 def test_an_unknown_key_is_refused_with_the_nearest_known_one(key, near):
     with pytest.raises(ConfigError) as caught:
@@ -47,6 +49,10 @@ def test_a_key_like_no_other_is_refused_with_all_known_ones():
         ({"lease_seconds": None}, "Expected `float`, got `null` - at `$.lease_seconds`"),
         ({"allow_insecure": 1}, "Expected `bool`, got `int` - at `$.allow_insecure`"),
         ({"host": ["127.0.0.1"]}, "Expected `str`, got `array` - at `$.host`"),
+        ({"layout": "NHD"}, "Invalid enum value 'NHD' - at `$.layout`"),
+        ({"strategy": "fast"}, "Invalid enum value 'fast' - at `$.strategy`"),
+        ({"staging_mib": -1}, "staging_mib is -1, it must be 0 to 65536"),
+        ({"layout": None}, "Expected `str`, got `null` - at `$.layout`"),
         ({"port": 70000}, "port is 70000, it must be 0 to 65535"),
         ({"port": -1}, "port is -1, it must be 0 to 65535"),
         ({"lease_seconds": 0}, "lease_seconds is 0.0, it must be above 0 and below a day"),
@@ -71,6 +77,17 @@ def test_a_value_that_cannot_be_used_is_refused_by_name(extra, says):
 
 def test_listening_everywhere_is_fine_once_peers_are_told_where():
     assert parse_config({"host": "0.0.0.0", "advertise_host": "10.0.0.7"}).advertise_host == "10.0.0.7"
+
+
+def test_a_node_is_the_machine_that_a_rank_runs_on(monkeypatch):
+    monkeypatch.setenv("VLLM_HOST_IP", "10.1.2.3")
+    transfer = SimpleNamespace(
+        kv_connector_extra_config={"host": "node"}, kv_load_failure_policy="recompute", kv_buffer_device="cpu"
+    )
+    vllm_config = SimpleNamespace(
+        kv_transfer_config=transfer, device_config=SimpleNamespace(device_type="cpu")
+    )
+    assert read_settings(vllm_config).host == "10.1.2.3"
 
 
 VALUES = st.recursive(

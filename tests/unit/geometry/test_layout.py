@@ -168,6 +168,22 @@ def test_layers_that_keep_the_same_are_a_group_in_order_of_appearance():
     assert group_layers(model(window, attention(), window, other, attention())) == ((0, 2), (1, 4), (3,))
 
 
+def test_large_groups_are_dealt_out_so_that_each_has_layers_on_every_pipeline_rank():
+    window = attention(kind=GroupKind.SLIDING, reach=8)
+    parts = [window, window, attention(), window, window, attention()]
+    assert group_layers(model(*parts), 2) == ((0, 3), (1, 4), (2, 5))
+    assert group_layers(model(*parts), 3) == ((0, 3), (1, 4), (2, 5))
+    assert group_layers(model(*parts), 4) == ((0, 1, 3, 4), (2, 5))
+    engine = EngineShape(1, (3, 3), 4, "BLHNC", 3, group_size=2)
+    for rank in lay_out(model(*parts), engine):
+        assert [len(group.layers) for group in rank.groups] == [1, 1, 1]
+        # A block has as many slots as a group has layers.
+        page = rank.groups[0].layers[0]
+        assert page.block_stride == page.page.page_bytes
+    with pytest.raises(GeometryError, match="groups of -1 layers"):
+        EngineShape(1, (6,), 4, "BLHNC", 3, group_size=-1)
+
+
 @pytest.mark.parametrize(
     ("layers", "pp", "stages"),
     [(4, 2, (2, 2)), (5, 2, (3, 2)), (6, 4, (1, 2, 2, 1)), (7, 4, (2, 2, 2, 1)), (3, 1, (3,))],

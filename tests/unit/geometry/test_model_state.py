@@ -49,6 +49,8 @@ def test_a_file_may_name_the_type_of_its_state():
 def test_nemotron_h_as_newer_files_list_it():
     words = ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"]
     assert pattern({**NEMOTRON, "hybrid_override_pattern": None, "layer_types": words}) == "S . F . S"
+    # transformers 5 writes no number of layers.
+    assert pattern({**NEMOTRON, "num_hidden_layers": None, "layer_types": words}) == "S . F . S"
     words = ["mamba", "moe", "attention", "mlp", "mamba"]
     assert pattern({**NEMOTRON, "hybrid_override_pattern": None, "layers_block_type": words}) == "S . F . S"
 
@@ -66,9 +68,9 @@ def test_granite_says_heads_and_expansion():
 
 def test_falcon_h1_keeps_state_beside_attention_in_every_layer():
     falcon = {
-        **ATTENTION, "model_type": "falcon_h1", "num_hidden_layers": 2, "mamba_d_ssm": 256, "mamba_n_heads": 8,
-        "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2,
-        "attn_layer_indices": None,
+        **ATTENTION, "model_type": "falcon_h1", "num_hidden_layers": 2, "mamba_d_ssm": 256,
+        "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16,
+        "mamba_d_conv": 4, "mamba_expand": 2, "attn_layer_indices": None,
     }  # fmt: skip
     assert pattern(falcon) == "SF SF"
     assert state(falcon)["conv.b"] == (2, 1, 16 * 3)
@@ -76,8 +78,9 @@ def test_falcon_h1_keeps_state_beside_attention_in_every_layer():
 
 def test_zamba2_shares_one_attention_among_hybrid_layers():
     zamba = {
-        **ATTENTION, "model_type": "zamba2", "num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"],
-        "n_mamba_heads": 8, "mamba_headdim": 16, "mamba_ngroups": 1, "mamba_d_state": 16, "mamba_d_conv": 4,
+        **ATTENTION, "model_type": "zamba2", "num_hidden_layers": 3,
+        "layers_block_type": ["mamba", "hybrid", "mamba"], "n_mamba_heads": 8, "mamba_headdim": 16,
+        "mamba_ngroups": 1, "mamba_d_state": 16, "mamba_d_conv": 4,
         "mamba_expand": 2, "attention_head_dim": 16,
     }  # fmt: skip
     assert pattern(zamba) == "S SF S"
@@ -85,8 +88,9 @@ def test_zamba2_shares_one_attention_among_hybrid_layers():
 
 def test_bamba_numbers_its_attention_layers():
     bamba = {
-        **ATTENTION, "model_type": "bamba", "num_hidden_layers": 4, "attn_layer_indices": [2], "mamba_n_heads": 8,
-        "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2,
+        **ATTENTION, "model_type": "bamba", "num_hidden_layers": 4, "attn_layer_indices": [2],
+        "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16,
+        "mamba_d_conv": 4, "mamba_expand": 2,
     }  # fmt: skip
     assert pattern(bamba) == "S S F S"
 
@@ -102,8 +106,8 @@ def test_pure_mamba2_has_only_state():
 
 def test_jamba_is_mamba1_with_attention_at_a_period():
     jamba = {
-        **ATTENTION, "model_type": "jamba", "num_hidden_layers": 6, "attn_layer_period": 4, "attn_layer_offset": 2,
-        "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2,
+        **ATTENTION, "model_type": "jamba", "num_hidden_layers": 6, "attn_layer_period": 4,
+        "attn_layer_offset": 2, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2,
     }  # fmt: skip
     assert pattern(jamba) == "S S F S S S"
     assert state(jamba) == {"conv.x": (2, 128, 3), "ssm": (2, 128, 16)}
@@ -146,7 +150,8 @@ def test_kimi_numbers_its_layers_from_one_and_has_latents_between():
     kimi = {
         "model_type": "kimi_linear", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4,
         "kv_lora_rank": 512, "qk_rope_head_dim": 64, "torch_dtype": "bfloat16",
-        "linear_attn_config": {"kda_layers": [1, 2, 3], "full_attn_layers": [4], "num_heads": 4, "head_dim": 16,
+        "linear_attn_config": {"kda_layers": [1, 2, 3], "full_attn_layers": [4], "num_heads": 4,
+                               "head_dim": 16,
                                "short_conv_kernel_size": 4},
     }  # fmt: skip
     assert pattern(kimi) == "S S S M"
@@ -156,8 +161,8 @@ def test_kimi_numbers_its_layers_from_one_and_has_latents_between():
 
 def test_lightning_attention_keeps_a_matrix_per_head():
     minimax = {
-        **ATTENTION, "model_type": "minimax_text_01", "num_hidden_layers": 4, "attn_type_list": [0, 0, 1, 0],
-        "head_dim": 16,
+        **ATTENTION, "model_type": "minimax_text_01", "num_hidden_layers": 4,
+        "attn_type_list": [0, 0, 1, 0], "head_dim": 16,
     }  # fmt: skip
     assert pattern(minimax) == "S S F S"
     assert state(minimax) == {"ssm": (2, 4, 16 * 16)}
@@ -171,7 +176,7 @@ def test_a_short_convolution_keeps_its_last_inputs():
         "layer_types": ["conv", "conv", "full_attention", "conv"],
     }  # fmt: skip
     assert pattern(lfm2) == "S S F S"
-    assert state(lfm2) == {"conv.x": (2, 128, 2)}
+    assert state(lfm2) == {"conv": (2, 128, 2)}
 
 
 def test_state_follows_the_type_the_model_is_computed_in_and_not_that_of_the_cache():

@@ -35,6 +35,8 @@ def test_config_prints_one_line_of_json():
     ("arguments", "said"),
     [
         (["config", "--lease-seconds", "-1"], "lease_seconds is -1.0"),
+        (["config", "--host", "10.0.0.7"], "host 10.0.0.7 is not loopback and no secret_file is set"),
+        (["config", "--strategy", "fast"], "kv_connector_extra_config: Invalid enum value 'fast'"),
         (["router", "--decode", "http://127.0.0.1:1"], "the router has no prefill engine"),
         (["router", "--prefill", "http://127.0.0.1:1"], "the router has no decode engine"),
         (["router", "--prefill", "x", "--decode", "y"], "--prefill x is no URL"),

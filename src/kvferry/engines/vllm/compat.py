@@ -6,9 +6,13 @@ Written against vLLM 0.32; a contract test introspects the installed one.
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
+from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.distributed.device_communicators import shm_broadcast
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -20,6 +24,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.transformers_utils.config import get_config, get_hf_text_config
+from vllm.utils.network_utils import get_ip
+from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -54,13 +62,21 @@ __all__ = [
     "attention_layer",
     "conv_channels_first",
     "current_config",
+    "declared_layouts",
     "finished_whole",
     "kind_of",
+    "layers_are_alike",
+    "leave_cores_to_others",
+    "node_address",
+    "operators_layout",
     "ranks",
     "reach_of",
     "share_logging",
     "spec_of_layer",
     "state_position",
+    "stored_rope",
+    "supported_layouts",
+    "takes_whole_blocks",
     "trim_prompt",
 ]
 
@@ -131,6 +147,20 @@ def share_logging() -> None:
         ours.propagate = False
 
 
+_LOOK_SECONDS = 20e-6
+
+
+def leave_cores_to_others(vllm_config: VllmConfig) -> None:
+    """Let an engine on CPUs sleep between two looks at its queues, where vLLM spins over ``sched_yield``.
+
+    An engine steps for as long as a lease or a load is open, and with several processes on few cores that
+    spinning held up messages of the control channel for 4 to 60 s (two ranks on two cores, Linux 6.18); with
+    this, for 11 ms.
+    """
+    if vllm_config.device_config.device_type == "cpu":
+        shm_broadcast.sched_yield = lambda: time.sleep(_LOOK_SECONDS)
+
+
 def ranks() -> tuple[int, int]:
     """This worker's (tp_rank, pp_rank)."""
     return int(get_tp_group().rank_in_group), int(get_pp_group().rank_in_group)
@@ -149,6 +179,27 @@ def attention_layer(vllm_config: VllmConfig, name: str) -> Any:
 def conv_channels_first() -> bool:
     """Convolution states are (channels, window), rather than (window, channels)."""
     return bool(is_conv_state_dim_first())
+
+
+def stored_rope(model: Any) -> dict[str, Any]:
+    """The rope settings of a checkpoint's own configuration, read again, and what the operator put over them.
+
+    Models write what they derive into the settings in memory when they are built (`FalconH1`: a partial
+    rotary factor of 1, `DeepseekV2`: another type), and the scheduler sees it only where the model is in its
+    process, which depends on the number of ranks.
+    """
+    config = get_config(
+        model.hf_config_path or model.model,
+        model.trust_remote_code,
+        model.revision,
+        model.code_revision,
+        model.config_format,
+    )
+    stored = {k: v for k, v in get_hf_text_config(config).to_dict().items() if "rope" in k}
+    overrides = model.hf_overrides
+    if callable(overrides):
+        return {**stored, "overrides": f"{overrides.__module__}.{overrides.__qualname__}"}
+    return {**stored, "overrides": {k: v for k, v in overrides.items() if "rope" in k}}
 
 
 def finished_whole(request: Any) -> bool:
@@ -172,3 +223,63 @@ def trim_prompt(request: Any, hash_block_tokens: int | None) -> bool:
     if hash_block_tokens:
         del request.block_hashes[request.num_prompt_tokens // hash_block_tokens :]
     return True
+
+
+def node_address() -> str:
+    """Address of this machine among the engine's own: ``VLLM_HOST_IP``, or that of the default route."""
+    return str(get_ip())
+
+
+# -- layouts ----------------------------------------------------------------------------------------------
+
+
+def operators_layout() -> str | None:
+    """What the operator has set; vLLM then asks no connector."""
+    named: str | None = envs.VLLM_KV_CACHE_LAYOUT
+    return named
+
+
+def supported_layouts(vllm_config: VllmConfig) -> list[str]:
+    """Layouts that every attention backend of the model declares; all of them if none declares any.
+
+    The engine core of several workers has no layers of its own: it is told the one they would choose.
+    """
+    backends = get_current_attn_backends(vllm_config)
+    return [layout.name for layout in get_supported_kv_cache_layouts(backends)]
+
+
+def declared_layouts(vllm_config: VllmConfig) -> list[str]:
+    """The same, of backends whose word can be taken.
+
+    None means "any" to vLLM, but MLA backends that say so need not have meant it: the one for CPUs fails in
+    its first step over blocks that are not side by side.
+    """
+    for backend in get_current_attn_backends(vllm_config):
+        if backend.is_mla() and backend.supported_kv_cache_layouts() is None:
+            return []
+    return supported_layouts(vllm_config)
+
+
+def takes_whole_blocks(vllm_config: VllmConfig) -> bool:
+    """Whether kernels take the engine's blocks whole: with blocks outermost vLLM does not split them."""
+    block = vllm_config.cache_config.block_size
+    return all(
+        any(
+            block % size.base == 0 if isinstance(size, MultipleOf) else block == size
+            for size in backend.get_supported_kernel_block_sizes()
+        )
+        for backend in get_current_attn_backends(vllm_config)
+    )
+
+
+def layers_are_alike(vllm_config: VllmConfig) -> bool:
+    """Whether all layers keep the same for a token: one kind of attention, no draft model, no indexer."""
+    model = vllm_config.model_config
+    text = model.hf_text_config
+    return (
+        not model.is_hybrid
+        and not model.has_noops
+        and len(set(getattr(text, "layer_types", None) or ())) < 2
+        and getattr(text, "index_topk", None) is None
+        and vllm_config.speculative_config is None
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -12,12 +12,19 @@ from kvferry.errors import ConfigError
 
 _EVERYWHERE = ("0.0.0.0", "::", "*")  # noqa: S104 - names what is refused
 
+NODE = "node"
+
+Layout = Literal["LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
+LAYOUTS: tuple[str, ...] = get_args(Layout)
+"""vLLM's names for the orders that layer, block, head, token and content can have in memory."""
+
 
 class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``kv_connector_extra_config`` of a `KVFerryConnector`.
 
     Attributes:
-        host: address that the control channel listens on.
+        host: address that the control channel and the workers' gather channels listen on; ``node`` for the
+            address of the machine that each rank runs on, in an engine that spans several.
         port: its port, plus the data-parallel index of the engine; 0 for any free one.
         advertise_host: address that peers are told; `host` if not set.
         secret_file: file with a secret that both engines share; encrypts and authenticates the control
@@ -29,6 +36,13 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         attempts: loads tried for one request before it is computed here.
         late_blocks: share of the block pool that reads past their deadline may hold before a peer is refused.
         transfer_log: file that gets one JSON line per finished load.
+        layout: memory layout to ask the engine for: ``auto`` for one with blocks outermost, where the
+            attention backend declares it; ``engine`` to leave it to vLLM; or one of `LAYOUTS`, which the
+            engine then must have.
+        strategy: how bytes travel: ``auto`` for what should take least time, or one of ``direct``,
+            ``over-read``, ``staged`` wherever it is possible.
+        staging_mib: memory for packing what lies in short runs, MiB per direction and worker; 0 to move
+            without.
         host_buffer: move through host memory with the engine's copy operation; by default only where the
             engine was
             told to (``kv_buffer_device``).
@@ -45,6 +59,9 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     attempts: int = 2
     late_blocks: float = 0.25
     transfer_log: str | None = None
+    layout: Literal["auto", "engine"] | Layout = "auto"
+    strategy: Literal["auto", "direct", "over-read", "staged"] = "auto"
+    staging_mib: int = 64
     host_buffer: bool | None = None
 
 
@@ -76,6 +93,8 @@ def _check_ranges(config: ConnectorConfig) -> None:
         raise ConfigError(f"port is {config.port}, it must be 0 to 65535")
     if not 1 <= config.attempts <= 16:
         raise ConfigError(f"attempts is {config.attempts}, it must be 1 to 16")
+    if not 0 <= config.staging_mib <= 65_536:
+        raise ConfigError(f"staging_mib is {config.staging_mib}, it must be 0 to 65536")
     if not 0 < config.late_blocks <= 1:
         raise ConfigError(f"late_blocks is {config.late_blocks}, it must be above 0 and at most 1")
     if config.host in _EVERYWHERE and not config.advertise_host:
@@ -97,6 +116,10 @@ def read_settings(vllm_config: Any) -> ConnectorConfig:
             f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, it must be 'recompute': "
             "a request whose load fails is computed here, not failed"
         )
+    if config.host == NODE:
+        from kvferry.engines.vllm import compat  # noqa: PLC0415 - loads the engine; settings are read without
+
+        config = msgspec.structs.replace(config, host=compat.node_address())
     if config.host_buffer is None:
         on_host = transfer.kv_buffer_device == "cpu" and vllm_config.device_config.device_type != "cpu"
         config = msgspec.structs.replace(config, host_buffer=on_host)

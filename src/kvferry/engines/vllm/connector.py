@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from kvferry.engines.vllm import compat
+from kvferry.engines.vllm import compat, layout
 from kvferry.engines.vllm.compat import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from kvferry.engines.vllm.config import read_settings
 from kvferry.engines.vllm.meta import SchedulerMeta, WorkerCard, WorkerMeta
@@ -37,6 +37,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """
         super().__init__(vllm_config, role, kv_cache_config)
         compat.share_logging()
+        compat.leave_cores_to_others(vllm_config)
         config = read_settings(vllm_config)
         self._scheduler: SchedulerHalf | None = None
         self._halves: dict[str, WorkerHalf] = {}
@@ -45,6 +46,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._cache_configs[vllm_config.kv_transfer_config.engine_id] = kv_cache_config
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, config)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        return layout.wish(vllm_config, read_settings(vllm_config))
 
     # -- scheduler half -----------------------------------------------------------------------------------
 

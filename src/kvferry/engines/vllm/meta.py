@@ -81,6 +81,7 @@ class Report:
         bytes_by_group: useful bytes per group.
         pages, descriptors, run_bytes: prepared descriptors, what is left of them merged, the largest run.
         plan_seconds, transfer_seconds, check_seconds: the slowest worker's.
+        strategy_by_group: how the bytes of each group travelled; empty where none did.
     """
 
     failure: str | None
@@ -92,6 +93,7 @@ class Report:
     plan_seconds: float = 0.0
     transfer_seconds: float = 0.0
     check_seconds: float = 0.0
+    strategy_by_group: tuple[str, ...] = ()
 
     def with_other(self, other: Report) -> Report:
         """Two workers' reports of one load as one."""
@@ -107,7 +109,16 @@ class Report:
             max(self.plan_seconds, other.plan_seconds),
             max(self.transfer_seconds, other.transfer_seconds),
             max(self.check_seconds, other.check_seconds),
+            _ways(self.strategy_by_group, other.strategy_by_group),
         )
+
+
+def _ways(ours: tuple[str, ...], theirs: tuple[str, ...]) -> tuple[str, ...]:
+    """Strategies of two workers by group, each named once."""
+    if not ours or not theirs:
+        return ours or theirs
+    pairs = zip(ours, theirs, strict=True)
+    return tuple("+".join(dict.fromkeys(filter(None, (*a.split("+"), *b.split("+"))))) for a, b in pairs)
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvferry.engines.vllm import compat
 from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.consumer import Consumer
 from kvferry.engines.vllm.geometry import kind_of
@@ -33,7 +34,7 @@ class SchedulerHalf:
         self._kinds = tuple(kind_of(group) for group in kv_cache_config.kv_cache_groups)
         self._data_parallel_index = int(vllm_config.parallel_config.data_parallel_index)
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
-        self._facts = facts_of(vllm_config, incarnation)
+        self._facts = facts_of(vllm_config, compat.stored_rope(vllm_config.model_config), incarnation)
         self._producer = Producer(vllm_config, kv_cache_config, config, self._kinds, incarnation)
         self._pool: Any = None
         self._server: ControlServer | None = None

@@ -56,6 +56,7 @@ class TransferLog:
             "tokens": span.total - span.have,
             "bytes": sum(report.bytes_by_group),
             "bytes_by_group": dict(zip(self._labels, report.bytes_by_group, strict=False)),
+            "strategy_by_group": dict(zip(self._labels, report.strategy_by_group, strict=False)),
             "full_attention_bytes": round(self._block_bytes * self._blocks(span)),
             "descriptors": report.descriptors,
             "pages": report.pages,

@@ -5,14 +5,15 @@ Hooks exchange values with the transfer thread and return; they never wait and n
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
 import numpy as np
 
 from kvferry.cache.loads import Loads
-from kvferry.engines.vllm import compat
-from kvferry.engines.vllm.config import read_settings
+from kvferry.engines.vllm import compat, layout
+from kvferry.engines.vllm.config import ConnectorConfig, read_settings
 from kvferry.engines.vllm.geometry import describe_cache
 from kvferry.engines.vllm.host_buffer import CopyBlocks, HostBuffer
 from kvferry.engines.vllm.meta import BlockIds, LoadOrder, Report, SchedulerMeta, WorkerCard, WorkerMeta
@@ -20,13 +21,23 @@ from kvferry.engines.vllm.producer import LEASE_SLOTS
 from kvferry.geometry import RankGeometry
 from kvferry.planning.pieces import Int64s
 from kvferry.planning.select import Span, blocks_needed
+from kvferry.planning.strategy import Costs, Strategy
+from kvferry.transport import security
 from kvferry.transport.lease import LeaseWords, new_incarnation
 from kvferry.transport.peer import ReadOrder
+from kvferry.transport.settings import TransferSettings
 from kvferry.transport.thread import ReadResult, TransferThread
+
+logger = logging.getLogger(__name__)
 
 
 class WorkerHalf:
-    """One rank's cache, its transfer thread, and its loads."""
+    """One rank's cache, its transfer thread, and its loads.
+
+    Attributes:
+        engine_id: whose rank it is.
+        layout: the memory layout of its cache.
+    """
 
     def __init__(self, vllm_config: Any, caches: dict[str, Any]) -> None:
         """The engine has allocated its cache.
@@ -37,6 +48,7 @@ class WorkerHalf:
         """
         self._vllm_config, self._caches = vllm_config, caches
         self.engine_id = str(vllm_config.kv_transfer_config.engine_id)
+        self.layout = "unknown"
         self._copy: CopyBlocks | None = None
         self._host: HostBuffer | None = None
         self._geometry: RankGeometry | None = None
@@ -60,15 +72,19 @@ class WorkerHalf:
         Raises:
             ConfigError: the cache cannot be moved, or NIXL cannot be used.
         """
-        caches = self._caches
-        if read_settings(self._vllm_config).host_buffer:
+        caches, settings = self._caches, read_settings(self._vllm_config)
+        tp_rank, pp_rank = compat.ranks()
+        self.layout = layout.read_back(kv_cache_config, caches)
+        layout.check_forced(self._vllm_config, settings, self.layout)
+        if (tp_rank, pp_rank) == (0, 0):
+            logger.info("KV cache layout %s (setting: %s)", self.layout, settings.layout)
+        if settings.host_buffer:
             self._host = HostBuffer(caches, kv_cache_config.num_blocks, self._copy)
             caches = self._host.caches
-        tp_rank, pp_rank = compat.ranks()
         self._geometry = describe_cache(self._vllm_config, kv_cache_config, caches, tp_rank, pp_rank)
         words = LeaseWords(new_incarnation(), LEASE_SLOTS)
         name = f"{self.engine_id}/{pp_rank}.{tp_rank}/{words.incarnation:x}"
-        self._thread = TransferThread(name, self._geometry, words)
+        self._thread = TransferThread(name, self._geometry, words, _transfer_settings(settings))
         return WorkerCard(self._thread.card)
 
     def begin(self, meta: SchedulerMeta) -> None:
@@ -148,6 +164,17 @@ class WorkerHalf:
         ]
 
 
+def _transfer_settings(config: ConnectorConfig) -> TransferSettings:
+    return TransferSettings(
+        None if config.strategy == "auto" else Strategy(config.strategy),
+        Costs(),
+        config.staging_mib << 20,
+        config.host,
+        config.advertise_host or config.host,
+        security.read_keys(config.secret_file),
+    )
+
+
 def _arrays(tables: BlockIds) -> tuple[Int64s, ...]:
     return tuple(np.array(table, np.int64) for table in tables)
 
@@ -166,4 +193,5 @@ def _report(failure: str | None, late: bool, result: ReadResult | None) -> Repor
         plan.seconds,
         result.transfer_seconds,
         result.check_seconds,
+        plan.strategy_by_group,
     )

@@ -10,6 +10,9 @@ from kvferry.errors import ConfigError
 
 _INNER = ("thinker_config", "text_config", "llm_config", "language_config")
 _DTYPES = ("dtype", "torch_dtype")
+_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+PER_LAYER = ("layers_block_type", "layer_types", "hybrid_override_pattern")
+"""Keys with an entry per layer, a word or a letter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +35,17 @@ class Config:
         return str(self.get("model_type") or "")
 
     @property
+    def _of_type(self) -> str:
+        return f" of model type {self.model_type}" if self.model_type else ""
+
+    @property
     def layers(self) -> int:
-        """Decoder layers."""
-        return self.number("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+        """Decoder layers; where only a list with an entry per layer says so, its length."""
+        if self.get(*_LAYER_COUNTS) is None:
+            lists = (self.get(name) for name in PER_LAYER)
+            if (said := next((value for value in lists if isinstance(value, list | str)), None)) is not None:
+                return len(said)
+        return self.number(*_LAYER_COUNTS)
 
     def get(self, *names: str) -> Any:
         """The first of these keys that there is, else the family's default, else None."""
@@ -53,8 +64,8 @@ class Config:
         value = self.get(*names)
         if value is None:
             raise ConfigError(
-                f"config.json of model type {self.model_type or 'unknown'} has no {_either(names)}, which "
-                "decides the size of its KV cache; add it to the file"
+                f"config.json{self._of_type} has no {_either(names)}, which decides the size of its KV "
+                "cache; add it to the file"
             )
         return whole(names[0], value, least)
 

@@ -123,7 +123,7 @@ def _lightning(config: Config, _item: int, ssm_item: int) -> tuple[Stored, ...]:
 def _short_conv(config: Config, item: int, _ssm_item: int) -> tuple[Stored, ...]:
     return (
         Stored(
-            "conv.x", item, config.number("conv_dim", "hidden_size"), (_taps(config.number("conv_L_cache")),)
+            "conv", item, config.number("conv_dim", "hidden_size"), (_taps(config.number("conv_L_cache")),)
         ),
     )
 

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from html import escape
 
 from kvferry.geometry.models import ModelReading
-from kvferry.plan.forecast import Forecast, Row, Setting, set_up
+from kvferry.plan.forecast import Forecast, Row
 from kvferry.plan.page.draw import COLOURS, drawing
 from kvferry.plan.page.scene import MAX_RANKS, Scene, scene
 from kvferry.plan.page.style import STYLE
+from kvferry.plan.setting import Setting, set_up
 from kvferry.plan.show import describe, engine, table_cells
 
 _COLUMNS = (

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.geometry import RankGeometry
-from kvferry.plan.forecast import Setting
 from kvferry.plan.page.draw import Ribbon
 from kvferry.plan.page.place import Lane
 from kvferry.plan.page.runs import by_strip, cut, runs_of
 from kvferry.plan.page.strips import rank_label, strips
+from kvferry.plan.setting import Setting
 from kvferry.planning.template import Route
 
 MAX_RANKS = 4

@@ -1,0 +1,86 @@
+"""Which memory layout an engine's cache should have, and which one it got.
+
+A layout orders the axes layer, block, head, token, content (`L B H N C`). The planner moves between any two
+of them, but where blocks are outermost a block of all layers is one stretch of memory, and a READ of it one
+descriptor instead of one per layer and field. So the connector asks the engine for such a layout where the
+attention backend declares that it can, and reads back from the tensors what became of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.config import LAYOUTS, ConnectorConfig
+from kvferry.errors import ConfigError
+
+_ONE_KIND, _SEVERAL_KINDS = "BHLNC", "BLHNC"
+"""What suits models whose layers are all alike (any share of the heads is one stretch, too), and others."""
+
+
+def wish(vllm_config: Any, config: ConnectorConfig) -> str | None:
+    """The layout to ask the engine for, None for whatever it would choose.
+
+    The engine does not ask where the operator has set ``VLLM_KV_CACHE_LAYOUT``.
+    """
+    if config.layout == "engine" or vllm_config.model_config is None:
+        return None
+    if config.layout != "auto":
+        return config.layout
+    best = _ONE_KIND if compat.layers_are_alike(vllm_config) else _SEVERAL_KINDS
+    whole = compat.takes_whole_blocks(vllm_config)
+    return best if whole and best in compat.declared_layouts(vllm_config) else None
+
+
+def read_back(kv_cache_config: Any, caches: Mapping[str, Any]) -> str:
+    """The layout that the engine's tensors have.
+
+    Axes of one element fit several layouts; then the one that the engine names, if it is among them.
+
+    Args:
+        kv_cache_config: vLLM's.
+        caches: layer name to its tensor, (blocks, heads, tokens, content).
+    """
+    fitting = [name for name in LAYOUTS if all(_fits(name, t) for t in _tensors(kv_cache_config, caches))]
+    named = str(kv_cache_config.kv_cache_layout)
+    return named if named in fitting else " or ".join(fitting) or "unknown"
+
+
+def check_forced(vllm_config: Any, config: ConnectorConfig, found: str) -> None:
+    """Raise ConfigError if the settings force another layout than the engine's cache has."""
+    if config.layout in ("auto", "engine", found):
+        return
+    if operators := compat.operators_layout():
+        raise ConfigError(
+            f"layout is {config.layout!r}, but VLLM_KV_CACHE_LAYOUT={operators} gave the cache layout "
+            f"{found}; unset one of the two"
+        )
+    supported = ", ".join(compat.supported_layouts(vllm_config))
+    raise ConfigError(
+        f"layout is {config.layout!r}, but the engine's cache has {found}: its attention backends support "
+        f"{supported}; set layout to one of these, or to 'auto'"
+    )
+
+
+Strided = Sequence[tuple[str, int, int]]
+"""(axis, extent, stride in bytes) of L, B, H, N and C."""
+
+
+def _tensors(kv_cache_config: Any, caches: Mapping[str, Any]) -> Iterable[Strided]:
+    """What vLLM allocated together: layers at equal distances."""
+    for allocated in kv_cache_config.kv_cache_tensors:
+        layers = [caches[name] for name in allocated.layers if name in caches]
+        if not layers:
+            continue
+        first, item = layers[0], layers[0].element_size()
+        apart = layers[1].data_ptr() - first.data_ptr() if len(layers) > 1 else 0
+        inner = zip("BHNC", first.shape, (stride * item for stride in first.stride()), strict=True)
+        yield [("L", len(layers), apart), *inner]
+
+
+def _fits(name: str, tensor: Strided) -> bool:
+    """Whether strides fall in the order of the layout's axes."""
+    stride = {axis: distance for axis, extent, distance in tensor if extent > 1}
+    return all(stride[outer] > stride[inner] for outer, inner in pairwise(a for a in name if a in stride))

@@ -1,0 +1,111 @@
+"""Prefill on one host, decode on another: network namespaces, NIXL over TCP, a secret between them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from support.namespaces import Host, NotPermitted, two_hosts
+from support.vllm_engine.inside import distance
+from support.vllm_engine.pair import Pair, Setup, connector, prompt
+
+pytestmark = pytest.mark.engine
+
+HANDSHAKE, LOAD = 4.0, 4.0
+"""Seconds until a peer is given up, and until a load is."""
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[Host, Host]]:
+    try:
+        with two_hosts() as hosts:
+            yield hosts
+    except NotPermitted as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def pair(
+    running: object, hosts: tuple[Host, Host], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    secret = tmp_path_factory.mktemp("hosts") / "secret"
+    secret.write_text("what both hosts know and no one else")
+    options, environments = [], []
+    for host in hosts:
+        settings = {"host": "0.0.0.0", "advertise_host": host.address, "secret_file": str(secret)}
+        settings |= {"handshake_seconds": HANDSHAKE, "load_timeout_seconds": LOAD}
+        options.append({"kv_transfer_config": connector(**settings)})
+        environments.append(
+            {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": host.device, "VLLM_HOST_IP": host.address}
+        )
+    yield running.pair(
+        Setup(
+            "gemma3",
+            "two-hosts",
+            {"max_num_batched_tokens": 256},
+            exact=True,
+            prefill_options=options[0],
+            decode_options=options[1],
+            hosts=tuple(host.name for host in hosts),
+            environments=tuple(environments),
+        )
+    )
+    running.close()
+
+
+def test_an_answer_over_the_wire_is_a_single_engines(pair: Pair, hosts: tuple[Host, Host]) -> None:
+    for length in (40, 300, 700):
+        text = prompt(length, length)
+        before = hosts[1].received_bytes()
+        answer = pair.through([text])[0]
+        assert answer["moved"]
+        assert answer["offer"]["remote_host"] == hosts[0].address
+        pages = -(-(length - 1) // 128) * 128 * 2 * 2 * 32 * 4
+        assert hosts[1].received_bytes() - before > pages, "the bytes took another way"
+        pair.agree(answer, pair.reference([text])[0])
+        pair.forget()
+
+
+def test_a_spoiled_block_changes_the_answer(pair: Pair) -> None:
+    text = prompt(60, 11)
+    sound = pair.through([text])[0]
+    pair.forget()
+    pair.decode.call("spoil", 5)
+    spoiled = pair.through([text])[0]
+    pair.decode.call("spoil", None)
+    pair.forget()
+    assert distance(spoiled, sound) > 1e-4
+
+
+def answered(pair: Pair, text: list[int], **wrong: object) -> float:
+    """Seconds that an answer takes if the offer says something wrong; checks that it is right."""
+    reference = pair.reference([text])[0]
+    offer = pair.prefill.call("prefill", [text])[0]["params"]
+    started = time.monotonic()
+    answer = pair.decode.call("generate", [text], [{**offer, **wrong}])[0]
+    took = time.monotonic() - started
+    assert not pair.decode.call("loaded")
+    pair.agree(answer, reference)
+    return took
+
+
+@pytest.mark.parametrize("address", ["10.177.0.99", "198.51.100.7", "nowhere.invalid"])
+def test_an_address_that_nobody_answers_at_costs_no_more_than_the_handshake(pair: Pair, address: str) -> None:
+    said = len(pair.decode.log.read_text())
+    assert answered(pair, prompt(300, 21), remote_host=address) < HANDSHAKE + 3
+    assert "computed here" in pair.decode.log.read_text()[said:]
+
+
+def test_a_link_that_breaks_costs_no_more_than_the_load(pair: Pair, hosts: tuple[Host, Host]) -> None:
+    """Last: the hosts do not reach each other after it."""
+    text = prompt(400, 22)
+    reference = pair.reference([text])[0]
+    offer = pair.prefill.call("prefill", [text])[0]["params"]
+    hosts[0].cut()
+    started = time.monotonic()
+    answer = pair.decode.call("generate", [text], [offer])[0]
+    assert time.monotonic() - started < LOAD + HANDSHAKE + 4
+    assert not pair.decode.call("loaded")
+    pair.agree(answer, reference)

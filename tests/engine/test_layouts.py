@@ -1,0 +1,93 @@
+"""Engines whose blocks differ in size or lie differently, and layouts that the connector asks for."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.vllm_engine.inside import distance
+from support.vllm_engine.pair import Pair, Setup, prompt
+
+STEPS = {"max_num_batched_tokens": 256}
+SMALL, LARGE = {"block_size": 64}, {"block_size": 128}
+DENSE = {"family": "qwen3", "options": STEPS, "exact": True}
+WINDOWS = {"family": "gemma3", "options": STEPS, "exact": True}
+LATENTS = {"family": "dsv3"}
+STATES = {"family": "lfm2", "options": STEPS}
+
+REPRESENTATIVE = (
+    Setup(**DENSE, label="auto", layouts=("auto", "engine"), prefill_options=SMALL, decode_options=LARGE),
+    Setup(**WINDOWS, label="auto", layouts=("engine", "auto"), prefill_options=LARGE, decode_options=SMALL),
+)
+ALL = (
+    Setup(**DENSE, label="64-to-128", prefill_options=SMALL, decode_options=LARGE),
+    Setup(**DENSE, label="128-to-64", prefill_options=LARGE, decode_options=SMALL),
+    Setup(**DENSE, label="LBHNC-to-BLHNC", layouts=("LBHNC", "BLHNC")),
+    Setup(**DENSE, label="BHLNC-to-LHBNC", layouts=("BHLNC", "LHBNC")),
+    Setup(**DENSE, label="LHBNC-to-BHLNC", layouts=("LHBNC", "BHLNC")),
+    Setup(**DENSE, label="BHLNC-to-BHLNC", layouts=("auto", "auto")),
+    Setup(**WINDOWS, label="64-to-128", prefill_options=SMALL, decode_options=LARGE),
+    Setup(**WINDOWS, label="BLHNC-to-LBHNC", layouts=("BLHNC", "LBHNC")),
+    Setup(**WINDOWS, label="BLHNC-to-BLHNC", layouts=("auto", "auto")),
+    # vLLM's MLA kernel for CPUs takes blocks of 16 tokens that lie side by side, and no other.
+    Setup(**LATENTS, label="LHBNC", layouts=("auto", "LHBNC")),
+    Setup(**STATES, label="64-to-128", prefill_options=SMALL, decode_options=LARGE),
+    Setup(**STATES, label="128-to-64", prefill_options=LARGE, decode_options=SMALL),
+    Setup(**STATES, label="LBHNC-to-BLHNC", layouts=("LBHNC", "BLHNC")),
+    Setup(**STATES, label="BLHNC-to-LBHNC", layouts=("BLHNC", "LBHNC")),
+    Setup(**STATES, label="BLHNC-to-BLHNC", layouts=("auto", "auto")),
+)
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.parametrize(
+        "pair",
+        [pytest.param(s, id=str(s)) for s in REPRESENTATIVE]
+        + [pytest.param(s, id=str(s), marks=pytest.mark.family) for s in ALL],
+        indirect=True,
+    ),
+]
+CHOSEN = {"auto": {"qwen3": "BHLNC", "dsv3": "LBNHC"}, "engine": {}}
+"""What settings that name no layout come to; BLHNC and LBHNC for other families."""
+
+
+def test_the_engines_have_the_layouts_that_the_settings_say(pair: Pair) -> None:
+    wanted = pair.setup.layouts or ("engine", "engine")
+    for setting, about in zip(wanted, (pair.about, pair.about_decode), strict=True):
+        usual = {"auto": "BLHNC", "engine": "LBHNC"}.get(setting, setting)
+        assert about["layout"] == CHOSEN.get(setting, {}).get(pair.setup.family, usual)
+
+
+def test_content_is_the_producers_and_the_answer_is_a_single_engines(pair: Pair) -> None:
+    for length in (2, 40, 128, 300, 700):
+        text = prompt(length, length)
+        answer = pair.through([text])[0]
+        assert answer["moved"], f"{length} tokens: nothing was loaded"
+        pair.agree(answer, pair.reference([text])[0])
+        pair.forget()
+
+
+def test_what_was_in_the_blocks_before_does_not_matter(pair: Pair) -> None:
+    # 60: its answer goes on past 64 tokens, into the part of a block of 128 that no block of 64 has covered.
+    for length in (40, 60, 129, 188):
+        text = prompt(length, 3000 + length)
+        reference = pair.reference([text])[0]
+        pair.decode.call("poison")
+        answer = pair.through([text])[0]
+        assert answer["moved"]
+        pair.agree(answer, reference)
+        pair.forget()
+
+
+def test_a_spoiled_block_of_any_group_changes_the_answer(pair: Pair) -> None:
+    # All of it in one block: the one that is spoiled is then all that a group has to go by.
+    blocks = pair.about["block_size"], pair.about_decode["block_size"]
+    text = prompt(min(60, *blocks), 11)
+    sound = pair.through([text])[0]
+    pair.forget()
+    for group in range(len(pair.about_decode["groups"])):
+        pair.decode.call("spoil", group)
+        try:
+            spoiled = pair.through([text])[0]
+        finally:
+            pair.decode.call("spoil", None)
+        pair.forget()
+        assert distance(spoiled, sound) > 1e-4, f"group {group}: the answer does not depend on what was moved"

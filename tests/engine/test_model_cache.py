@@ -1,0 +1,66 @@
+"""What is read from a config.json is what a real engine keeps, layer by layer and group by group."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from kvferry.geometry import GroupKind
+from kvferry.geometry.layout import group_layers
+from kvferry.geometry.models import per_layer, read_model
+from kvferry.plan.side import group_size
+from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
+from support.vllm_engine.process import Engine
+
+KINDS = {
+    "full_attention": GroupKind.FULL,
+    "sliding_window": GroupKind.SLIDING,
+    "mla_attention": GroupKind.MLA,
+    "mamba": GroupKind.STATE,
+}
+REPRESENTATIVE = ("gemma3", "nemotronh")
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.parametrize(
+        "family",
+        [pytest.param(name, marks=[] if name in REPRESENTATIVE else pytest.mark.family) for name in FAMILIES],
+    ),
+]
+
+
+def test_an_engine_keeps_what_was_read(family: str, checkpoints: Path, tmp_path: Path) -> None:
+    model = tiny_checkpoint(family, checkpoints)
+    options = FAMILIES[family].engine_options()
+    engine = Engine(tmp_path / "log", model=str(model), **options)
+    try:
+        engine.ready()
+        theirs = engine.call("kept")
+    finally:
+        engine.close()
+
+    config = json.loads((model / "config.json").read_text())
+    if family == "qwen3next":
+        # On a CPU, and only there, vLLM keeps the state of a gated delta net in float32.
+        config["mamba_ssm_cache_dtype"] = "float32"
+    reading = read_model(config, options["dtype"])
+    ours = {
+        (number, store.kind, store.reach, store.whole_bytes)
+        for number, stores in enumerate(per_layer(reading))
+        for store in stores
+    }
+    assert ours == {
+        (_number(name, len(reading.kept)), KINDS[kind], reach, size)
+        for group in theirs
+        for name, kind, reach, size in group
+    }
+    groups = group_layers(reading.cache, group_size(reading.cache.layers))
+    assert Counter(map(len, groups)) == Counter(map(len, theirs))
+
+
+def _number(name: str, layers: int) -> int:
+    """Of a layer; what Falcon-H1 has beside attention is numbered on from the last layer."""
+    return int(re.search(r"\.(\d+)\.", name).group(1)) % layers

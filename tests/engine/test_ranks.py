@@ -1,0 +1,145 @@
+"""Engines of different tensor parallelism, served: every rank gets its heads, and only those."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kvferry.serving.demo.client import Answer, ask
+from kvferry.serving.demo.endpoint import routed
+from kvferry.serving.demo.transfers import Transfer, read_transfer
+from kvferry.serving.launch import Fleet, fleet_specs
+from kvferry.serving.tiny import tiny_checkpoint
+from support.vllm_engine.pair import prompt
+from support.vllm_engine.ranks import ARGUMENTS, ENVIRONMENT, ask_ranks
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+ENGINE = (
+    "--enforce-eager", "--dtype=float32", "--max-model-len=1024", "--max-num-seqs=4",
+    f"--kv-cache-memory-bytes={64 << 20}",
+)  # fmt: skip
+LAYER_BLOCK = 128 * 2 * 2 * 32 * 4
+"""Bytes of a block of one layer over all ranks: tokens, heads, K and V, elements, bytes of each."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A pair that is served.
+
+    Attributes:
+        family: of `kvferry.serving.tiny`.
+        prefill, decode: tensor-parallel ranks.
+        blocks: layers' blocks that 300 tokens move.
+    """
+
+    family: str
+    prefill: int
+    decode: int
+    blocks: int
+
+    def __str__(self) -> str:
+        return f"{self.family}-{self.prefill}-to-{self.decode}"
+
+
+# 300 tokens are blocks 0 to 2; token 300 sees 237 to 299 through a window of 64: blocks 1 and 2.
+QWEN3, GEMMA3 = 4 * 3, 3 + 5 * 2
+PAIRS = (
+    pytest.param(Ranks("gemma3", 1, 2, GEMMA3), id="gemma3-1-to-2"),
+    pytest.param(Ranks("gemma3", 2, 1, GEMMA3), id="gemma3-2-to-1", marks=pytest.mark.family),
+    pytest.param(Ranks("qwen3", 1, 2, QWEN3), id="qwen3-1-to-2", marks=pytest.mark.family),
+    pytest.param(Ranks("qwen3", 2, 1, QWEN3), id="qwen3-2-to-1", marks=pytest.mark.family),
+)
+
+
+class Served:
+    """A fleet behind a router."""
+
+    def __init__(self, ranks: Ranks, fleet: Fleet, url: str, model: str, log: Path) -> None:
+        self.ranks, self._model, self._log = ranks, model, log
+        self._url, (self.prefill,), (self.decode,) = url, fleet.prefill_urls, fleet.decode_urls
+        self._client = httpx.Client(timeout=300, trust_env=False)
+
+    def through(self, text: list[int]) -> tuple[Answer, Transfer | None]:
+        """An answer of the pair, and what moved for it."""
+        name = f"ranks-{uuid.uuid4().hex}"
+        return self._ask(self._url, text, name), read_transfer(self._log, name)
+
+    def alone(self, url: str, text: list[int]) -> Answer:
+        """An answer of one engine, from nothing cached."""
+        return self._ask(url, text, "alone", cache_salt=uuid.uuid4().hex)
+
+    def _ask(self, url: str, text: list[int], name: str, **more: str) -> Answer:
+        body = {"model": self._model, "prompt": text, "max_tokens": 8, "logprobs": 5, **more}
+        return ask(self._client, url, body, request_id=name)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+@pytest.fixture(scope="module")
+def served(
+    request: pytest.FixtureRequest,
+    running: object,
+    checkpoints: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Served]:
+    running.close()
+    ranks = request.param
+    model, folder = str(tiny_checkpoint(ranks.family, checkpoints)), tmp_path_factory.mktemp(str(ranks))
+    log = folder / "transfers.jsonl"
+    specs = fleet_specs(
+        model,
+        prefill_tensor_parallel=ranks.prefill,
+        decode_tensor_parallel=ranks.decode,
+        decode_settings={"transfer_log": str(log)},
+        arguments=(*ENGINE, *ARGUMENTS),
+    )
+    specs = tuple(replace(spec, environment={**spec.environment, **ENVIRONMENT}) for spec in specs)
+    with Fleet(specs, folder) as fleet:
+        fleet.wait_ready()
+        with routed(fleet.prefill_urls, fleet.decode_urls) as url:
+            served = Served(ranks, fleet, url, model, log)
+            yield served
+            served.close()
+
+
+@pytest.mark.parametrize("served", PAIRS, indirect=True)
+def test_every_rank_gets_its_heads_and_the_answer_is_a_single_engines(served: Served) -> None:
+    ask_ranks(served.decode, "witness_loads", None)
+    for length in (301, 40, 700):
+        text = prompt(length, length)
+        answer, transfer = served.through(text)
+        assert transfer is not None, "nothing was loaded"
+        assert transfer.outcome == "ready", transfer.reason
+        if length == 301:
+            assert transfer.bytes == served.ranks.blocks * LAYER_BLOCK
+        here: dict[str, list[str]] = {}
+        for (load,) in (loads := ask_ranks(served.decode, "witnessed_loads")):
+            assert here.keys().isdisjoint(load["digests"]), "a head came to two ranks"
+            here |= load["digests"]
+        there: dict[str, list[str]] = {}
+        told = {name: loads[0][0][name] for name in ("span", "tables")}
+        for held in ask_ranks(served.prefill, "digests_held", told):
+            there |= held
+        assert here == there
+        for url in (served.prefill, served.decode):
+            assert answer.tokens == served.alone(url, text).tokens
+
+
+@pytest.mark.parametrize("served", PAIRS, indirect=True)
+def test_a_rank_whose_load_is_spoiled_changes_the_answer(served: Served) -> None:
+    for rank in range(served.ranks.decode):
+        text = prompt(100, 500 + rank)
+        sound = served.alone(served.prefill, text)
+        ask_ranks(served.decode, "witness_loads", rank)
+        spoiled, transfer = served.through(text)
+        ask_ranks(served.decode, "witness_loads", None)
+        assert transfer is not None
+        assert transfer.outcome == "ready"
+        assert spoiled.logprobs[0] != pytest.approx(sound.logprobs[0], abs=1e-3)

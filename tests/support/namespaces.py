@@ -1,0 +1,102 @@
+"""Two hosts on one machine: network namespaces joined by a veth pair."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+_PREFIX = "kvferry-test-"
+_CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000
+
+
+class NotPermitted(Exception):
+    """This machine, or user, cannot have network namespaces."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """A namespace.
+
+    Attributes:
+        name: of the namespace.
+        address: its own, on the link.
+        device: its end of the link.
+    """
+
+    name: str
+    address: str
+    device: str
+
+    def received_bytes(self) -> int:
+        """What has come in over the link so far."""
+        return int(
+            _ip("netns", "exec", self.name, "cat", f"/sys/class/net/{self.device}/statistics/rx_bytes")
+        )
+
+    def cut(self) -> None:
+        """Take its end of the link down."""
+        _ip("-n", self.name, "link", "set", self.device, "down")
+
+
+@contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """Two hosts that reach each other and nothing else, gone when the block is left.
+
+    Raises:
+        NotPermitted: they cannot be made here.
+    """
+    _sweep()
+    hosts = tuple(Host(f"{_PREFIX}{os.getpid()}-{n}", f"10.177.0.{n}", f"kvf{n}") for n in (1, 2))
+    try:
+        try:
+            for host in hosts:
+                _ip("netns", "add", host.name)
+            here, there = hosts
+            peer = ("peer", "name", there.device, "netns", there.name)
+            _ip("link", "add", here.device, "netns", here.name, "type", "veth", *peer)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise NotPermitted(f"network namespaces cannot be made here: {_said(error)}") from error
+        for host in hosts:
+            _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", host.device)
+            for device in ("lo", host.device):
+                _ip("-n", host.name, "link", "set", device, "up")
+        yield hosts
+    finally:
+        for host in hosts:
+            if host.name in _existing():
+                _ip("netns", "delete", host.name)
+
+
+def enter(name: str) -> None:
+    """Move this process, and those it starts, into a namespace, with a /sys that shows its devices to UCX."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/run/netns", name).open() as handle:
+        if libc.setns(handle.fileno(), _CLONE_NEWNET) or libc.unshare(_CLONE_NEWNS):
+            raise OSError(ctypes.get_errno(), f"cannot enter network namespace {name}")
+    for command in (["--make-rslave", "/"], ["-t", "sysfs", name, "/sys"]):
+        subprocess.run(["mount", *command], check=True, timeout=10)
+
+
+def _sweep() -> None:
+    """Remove what a run that was killed has left."""
+    for name in _existing():
+        if name.startswith(_PREFIX) and not Path("/proc", name.split("-")[2]).exists():
+            _ip("netns", "delete", name)
+
+
+def _existing() -> list[str]:
+    folder = Path("/run/netns")
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+def _ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=10).stdout
+
+
+def _said(error: Exception) -> str:
+    return error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else str(error)

@@ -1,0 +1,81 @@
+"""What a test asks the ranks of a served engine, each in a process of its own.
+
+Engines started with `ARGUMENTS` and `ENVIRONMENT` mix `RankWitness` into their workers, and `ask_ranks` calls
+its methods over the engine's own development endpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ARGUMENTS = ("--worker-extension-cls=support.vllm_engine.ranks.RankWitness",)
+ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def ask_ranks(url: str, method: str, *arguments: Any) -> list[Any]:
+    """The answer of every rank of the engine at `url`."""
+    body = {"method": method, "args": [json.dumps(each) for each in arguments]}
+    answer = httpx.post(f"{url}/collective_rpc", json=body, timeout=60, trust_env=False).raise_for_status()
+    return answer.json()["results"]
+
+
+class RankWitness:
+    """Methods of a worker: arguments come as JSON."""
+
+    def witness_loads(self, spoil_rank: str) -> dict[str, Any]:
+        """Look at every load when it is believed, and spoil its last blocks on that rank, if on any."""
+        half = _half()
+        half.witnessed, half.spoiled = [], json.loads(spoil_rank) == half._geometry.tp_rank
+        if not hasattr(half, "unwatched"):
+            half.unwatched, half.results = half.results, lambda: _watched(half)
+        return {}
+
+    def witnessed_loads(self) -> list[dict[str, Any]]:
+        """The loads since the last call: where they came from, and digests of what is here."""
+        half = _half()
+        taken, half.witnessed = half.witnessed, []
+        return taken
+
+    def digests_held(self, load: str) -> dict[str, list[str]]:
+        """Digests of what a load was to bring, on the rank it came from."""
+        from kvferry.planning.select import Span
+        from support.vllm_engine.pages import digests_of
+
+        told = json.loads(load)
+        return digests_of(_half(), told["tables"], Span(*told["span"]))
+
+
+def _half() -> Any:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    (half,) = get_kv_transfer_group()._halves.values()
+    return half
+
+
+def _watched(half: Any) -> Any:
+    from support.vllm_engine.pages import digests_of, negate
+
+    orders = list(half._orders.values())
+    results = half.unwatched()
+    for order in orders:
+        if order.request_id not in results.finished_recving - results.failed_recving:
+            continue
+        span = [order.span.have, order.span.total, order.span.prompt]
+        digests = digests_of(half, order.dst_tables, order.span)
+        half.witnessed.append({"span": span, "tables": [*map(list, order.src_tables)], "digests": digests})
+        if half.spoiled:
+            for group, ids in zip(
+                half._geometry.groups, half._needed(order.span, order.dst_tables), strict=True
+            ):
+                for layer in group.layers:
+                    negate(half, layer, int(ids[-1]))
+    return results

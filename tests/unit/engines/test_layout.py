@@ -1,0 +1,176 @@
+"""The memory layout that is asked for, and what is read back from tensors."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+
+from kvferry.engines.vllm import compat, layout
+from kvferry.engines.vllm.config import LAYOUTS, ConnectorConfig
+from kvferry.errors import ConfigError
+
+EVERY = list(LAYOUTS)
+AXES = {"L": 3, "B": 5, "H": 2, "N": 16, "C": 8}
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """What an engine would say of itself, to be changed by a test."""
+    facts = SimpleNamespace(declared=EVERY, supported=EVERY, alike=True, whole=True, operators=None)
+    monkeypatch.setattr(compat, "declared_layouts", lambda _: facts.declared)
+    monkeypatch.setattr(compat, "supported_layouts", lambda _: facts.supported)
+    monkeypatch.setattr(compat, "layers_are_alike", lambda _: facts.alike)
+    monkeypatch.setattr(compat, "takes_whole_blocks", lambda _: facts.whole)
+    monkeypatch.setattr(compat, "operators_layout", lambda: facts.operators)
+    facts.vllm_config = SimpleNamespace(model_config=object())
+    return facts
+
+
+def wish(engine, setting):
+    return layout.wish(engine.vllm_config, ConnectorConfig(layout=setting))
+
+
+def cache(name, extents=AXES, groups=1):
+    """(kv_cache_config, tensors) of an engine with that layout, groups beside each other."""
+    strides, reach = {}, 1
+    for axis in reversed(name):
+        strides[axis], reach = reach, reach * extents[axis]
+    caches, allocated = {}, []
+    for group in range(groups):
+        whole = torch.zeros(reach).as_strided([extents[a] for a in "LBHNC"], [strides[a] for a in "LBHNC"])
+        names = [f"{group}.{n}" for n in range(extents["L"])]
+        caches |= dict(zip(names, whole, strict=True))
+        allocated.append(SimpleNamespace(layers=names))
+    return SimpleNamespace(kv_cache_tensors=allocated, kv_cache_layout=name), caches
+
+
+def test_layers_that_are_alike_lie_best_with_heads_outside_layers(engine):
+    assert wish(engine, "auto") == "BHLNC"
+    engine.alike = False
+    assert wish(engine, "auto") == "BLHNC"
+
+
+def test_what_the_backend_does_not_declare_is_not_asked_for(engine):
+    engine.declared = ["LBHNC", "BLHNC"]
+    assert wish(engine, "auto") is None
+    engine.alike = False
+    assert wish(engine, "auto") == "BLHNC"
+
+
+def test_blocks_that_kernels_would_split_are_left_where_they_are(engine):
+    engine.whole = False
+    assert wish(engine, "auto") is None
+
+
+def test_engine_means_that_nothing_is_asked_for(engine):
+    assert wish(engine, "engine") is None
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_forced_layout_is_asked_for_whatever_the_backend_declares(engine, name):
+    engine.declared = []
+    assert wish(engine, name) == name
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_layout_is_read_from_the_tensors(name):
+    config, caches = cache(name)
+    assert layout.read_back(config, caches) == name
+    config.kv_cache_layout = next(other for other in LAYOUTS if other != name)
+    assert layout.read_back(config, caches) == name, "the engine's own word was believed"
+
+
+def test_axes_of_one_element_leave_it_to_the_engines_word():
+    config, caches = cache("BLHNC", {**AXES, "L": 1}, groups=3)
+    assert layout.read_back(config, caches) == "BLHNC"
+    config.kv_cache_layout = None
+    assert layout.read_back(config, caches) == "LBHNC or BLHNC or BHLNC"
+
+
+def test_strides_of_no_known_order_are_unknown():
+    config, caches = cache("NBLHC")
+    assert layout.read_back(config, caches) == "unknown"
+
+
+def test_a_forced_layout_that_did_not_come_about_says_what_the_backend_supports(engine):
+    engine.supported = ["LBHNC", "BLHNC"]
+    forced = ConnectorConfig(layout="BHLNC")
+    with pytest.raises(ConfigError) as caught:
+        layout.check_forced(engine.vllm_config, forced, "LBHNC")
+    assert str(caught.value) == (
+        "layout is 'BHLNC', but the engine's cache has LBHNC: its attention backends support LBHNC, BLHNC; "
+        "set layout to one of these, or to 'auto'"
+    )
+    layout.check_forced(engine.vllm_config, forced, "BHLNC")
+
+
+def test_the_operators_own_layout_wins_over_auto_and_contradicts_a_forced_one(engine):
+    engine.operators = "LBHNC"
+    for setting in ("auto", "engine", "LBHNC"):
+        layout.check_forced(engine.vllm_config, ConnectorConfig(layout=setting), "LBHNC")
+    with pytest.raises(
+        ConfigError, match="VLLM_KV_CACHE_LAYOUT=LBHNC gave the cache layout LBHNC; unset one"
+    ):
+        layout.check_forced(engine.vllm_config, ConnectorConfig(layout="BLHNC"), "LBHNC")
+
+
+def configured(block=128, **text):
+    """As much of vLLM's configuration as is looked at."""
+    model = SimpleNamespace(is_hybrid=False, has_noops=False, hf_text_config=SimpleNamespace(**text))
+    return SimpleNamespace(
+        model_config=model, speculative_config=None, cache_config=SimpleNamespace(block_size=block)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "alike"),
+    [
+        ({}, True),
+        ({"layer_types": None}, True),
+        ({"layer_types": ["full_attention"] * 3}, True),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, False),
+        ({"index_topk": 2048}, False),
+    ],
+    ids=str,
+)
+def test_layers_are_alike_unless_the_model_says_otherwise(text, alike):
+    assert compat.layers_are_alike(configured(**text)) is alike
+
+
+def test_a_draft_model_or_recurrent_layers_are_not_like_the_rest():
+    drafted, recurrent = configured(), configured()
+    drafted.speculative_config = object()
+    recurrent.model_config.is_hybrid = True
+    assert not compat.layers_are_alike(drafted)
+    assert not compat.layers_are_alike(recurrent)
+
+
+@pytest.mark.parametrize(
+    ("mla", "says", "declared"),
+    [(False, None, 6), (True, None, 0), (True, ["LBNHC", "BLNHC"], 2)],
+    ids=["attention", "latents", "latents that say which"],
+)
+def test_any_layout_is_not_believed_of_latents(monkeypatch, mla, says, declared):
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    layouts = says and tuple(KVCacheLayout[name] for name in says)
+    backend = SimpleNamespace(is_mla=lambda: mla, supported_kv_cache_layouts=lambda: layouts)
+    monkeypatch.setattr(compat, "get_current_attn_backends", lambda _: [backend])
+    assert len(compat.declared_layouts(configured())) == declared
+
+
+@pytest.mark.parametrize(("block", "whole"), [(128, True), (48, False), (32, True), (1056, True)])
+def test_kernels_take_blocks_whole_if_all_of_them_take_that_size(monkeypatch, block, whole):
+    from vllm.v1.attention.backend import MultipleOf
+
+    def backend(*sizes):
+        return SimpleNamespace(get_supported_kernel_block_sizes=lambda: list(sizes))
+
+    backends = [backend(MultipleOf(1)), backend(16, MultipleOf(32))]
+    monkeypatch.setattr(compat, "get_current_attn_backends", lambda _: backends)
+    assert compat.takes_whole_blocks(configured(block)) is whole
+    backends.append(backend(16, 32, 64))
+    assert compat.takes_whole_blocks(configured(block)) is (block == 32)

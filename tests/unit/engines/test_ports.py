@@ -1,0 +1,56 @@
+"""Several engines, and data-parallel ranks of one, on one host: each control channel on a port of its own."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvferry.engines.vllm import scheduler
+from kvferry.engines.vllm.config import ConnectorConfig
+from kvferry.errors import ConfigError
+from kvferry.serving.ports import free_ports
+from kvferry.transport.messages import RankCard
+from support.pages import kv_page, rank_of
+from transport.cards import facts
+
+
+@pytest.fixture
+def listen(monkeypatch):
+    """Start the scheduler half of a data-parallel rank; its port."""
+    monkeypatch.setattr(scheduler, "facts_of", lambda *_: facts())
+    monkeypatch.setattr(scheduler.compat, "stored_rope", lambda _: None)
+    monkeypatch.setattr(scheduler, "kind_of", lambda group: group.kind)
+    halves = []
+
+    def start(port, index=0):
+        parallel = SimpleNamespace(data_parallel_index=index)
+        transfer = SimpleNamespace(engine_id=f"engine_dp{index}")
+        vllm_config = SimpleNamespace(
+            parallel_config=parallel, kv_transfer_config=transfer, model_config=None
+        )
+        cache = SimpleNamespace(kv_cache_groups=[], num_blocks=8, hash_block_size=16)
+        half = scheduler.SchedulerHalf(vllm_config, cache, ConnectorConfig(port=port))
+        halves.append(half)
+        half.start((RankCard(rank_of(kv_page()), b"", 0, 8, 1),))
+        return half._server.port
+
+    yield start
+    for half in halves:
+        half.shutdown()
+
+
+def test_a_data_parallel_rank_listens_as_many_ports_further(listen):
+    [port] = free_ports(1)
+    assert [listen(port, 2), listen(port, 0), listen(port, 1)] == [port + 2, port, port + 1]
+
+
+def test_any_free_port_is_one_of_its_own_each(listen):
+    assert len({listen(0, index) for index in (0, 1, 1)}) == 3
+
+
+def test_a_port_that_is_taken_is_said(listen):
+    [port] = free_ports(1)
+    listen(port)
+    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {port}: Address already in use"):
+        listen(port)

@@ -1,0 +1,244 @@
+"""`kvferry plan`: what it prints, and that what cannot be planned is refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from kvferry.cli.plan import register
+from kvferry.errors import ConfigError, KVFerryError
+
+DENSE = {
+    "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def run(*arguments: str) -> None:
+    app = typer.Typer()
+    register(app)
+    app(["plan", *arguments][1:], standalone_mode=False)
+
+
+def printed(capsys, *arguments: str) -> str:
+    run(*arguments)
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny" / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(DENSE))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments"),
+    [
+        ("Llama-3.1-405B", ("--to-tp", "8", "--tokens", "1000000", "--bandwidth", "0.5")),
+        ("gemma-3-27b-it", ("--to-tp", "2", "--to-layout", "BLHNC", "--pp", "2")),
+        ("Kimi-K3", ("--tokens", "1000000")),
+        (
+            "DeepSeek-V3.2",
+            (
+                "--tp",
+                "16",
+            ),
+        ),
+        ("Nemotron-3-Super-120B-A12B", ("--to-tp", "2")),
+    ],
+)
+def test_it_fits_80_columns(capsys, monkeypatch, model, arguments):
+    monkeypatch.setenv("COLUMNS", "80")
+    out = printed(capsys, model, *arguments)
+    assert max(map(len, out.splitlines())) <= 80
+    # A cell that does not fit would end in an ellipsis.
+    assert "…" not in out
+
+
+def test_a_line_per_kind_of_layer(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = printed(capsys, "gemma-3-27b", "--layout", "nhd").splitlines()
+    assert lines[:3] == [
+        "gemma-3-27b-it, a prompt of 4,096 tokens",
+        "from TP1 LBNHC, blocks of 16 to the same",
+        "keeps 496 KiB per token",
+    ]
+    assert re.match(r"52 window 1,024 +416 KiB +3,328 128 KiB +3,328 416 MiB +25% direct ", lines[6])
+    assert re.match(r"10 full +80 KiB +2,560 128 KiB +2,560 320 MiB +100% direct ", lines[7])
+    assert re.match(r"all +5,888 128 KiB +5,888 736 MiB +37% direct ", lines[8])
+
+
+def test_a_block_size_that_was_chosen_is_said(capsys):
+    out = " ".join(printed(capsys, "qwen3-next-80b-a3b", "--to-tp", "4").split())
+    assert "from TP1 BLHNC, blocks of 544 to TP4 BLHNC, blocks of 272" in out
+    assert "Note: blocks of 544 tokens at TP1: vLLM makes a page of attention" in out
+
+
+JSON_KEYS = {
+    "model", "tokens", "source", "destination", "kv_bytes_per_token", "state_bytes", "page_bytes",
+    "to_page_bytes", "pages", "descriptors", "bytes", "full_attention_bytes", "run_bytes", "block_run_bytes",
+    "strategy", "read_descriptors", "read_bytes", "seconds", "groups", "notes",
+}  # fmt: skip
+GROUP_KEYS = JSON_KEYS - {"model", "source", "destination", "groups", "notes"} | {
+    "kind", "reach", "fields", "layers", "block_tables",
+}  # fmt: skip
+
+
+def test_json_has_every_number_for_the_whole_and_for_each_group(capsys, config):
+    said = json.loads(
+        printed(capsys, str(config), "--tokens", "160", "--json", "--layout", "LBNHC", "--strategy", "direct")
+    )
+    assert said.keys() == JSON_KEYS
+    (group,) = said["groups"]
+    assert group.keys() == GROUP_KEYS
+    assert said["source"] == {"tp": 1, "pp": 1, "block_size": 16, "layout": "LBNHC"}
+    expected = {
+        "kv_bytes_per_token": 1024, "state_bytes": 0, "page_bytes": 4096, "to_page_bytes": 4096, "pages": 40,
+        "descriptors": 40, "bytes": 163840, "full_attention_bytes": 163840, "run_bytes": 4096,
+        "block_run_bytes": 4096, "strategy": "direct", "read_descriptors": 40, "read_bytes": 163840,
+    }  # fmt: skip
+    assert {key: said[key] for key in expected} == {key: group[key] for key in expected} == expected
+    assert (group["kind"], group["reach"], group["layers"], group["tokens"]) == ("full_attention", 0, 4, 159)
+    assert (group["fields"], group["block_tables"]) == (["k", "v"], 1)
+    assert 0 < said["seconds"] == group["seconds"] < 1
+
+
+def test_every_key_of_the_json_is_documented():
+    text = (Path(__file__).parents[3] / "docs" / "plan.md").read_text()
+    assert not [key for key in JSON_KEYS | GROUP_KEYS if f"`{key}`" not in text]
+
+
+def test_flags_of_the_side_that_gets_it_follow_those_of_the_other(capsys, config):
+    said = json.loads(
+        printed(
+            capsys, str(config), "--json", "--tp", "2", "--pp", "2", "--block-size", "32",
+            "--layout", "bhlnc", "--to-tp", "4",
+        )
+    )  # fmt: skip
+    assert said["source"] == {"tp": 2, "pp": 2, "block_size": 32, "layout": "BHLNC"}
+    assert said["destination"] == {"tp": 4, "pp": 2, "block_size": 32, "layout": "BHLNC"}
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("Llama-3.1-8B", "BHLNC"),
+        ("gemma-3-27b", "BLHNC"),
+        ("Qwen3-Next-80B-A3B", "BLHNC"),
+        ("DeepSeek-V3", "LBNHC"),
+    ],
+)
+def test_the_layout_is_the_connectors_unless_another_is_asked_for(capsys, model, layout):
+    said = json.loads(printed(capsys, model, "--json", "--to-layout", "LBNHC"))
+    assert (said["source"]["layout"], said["destination"]["layout"]) == (layout, "LBNHC")
+    said = json.loads(printed(capsys, model, "--json", "--layout", "LBNHC", "--to-layout", "auto"))
+    assert (said["source"]["layout"], said["destination"]["layout"]) == ("LBNHC", layout)
+
+
+def test_names_of_layouts_that_engines_use_are_understood(capsys, config):
+    said = json.loads(printed(capsys, str(config), "--json", "--layout", "HND", "--to-layout", "nhd"))
+    assert (said["source"]["layout"], said["destination"]["layout"]) == ("LBHNC", "LBNHC")
+
+
+def test_a_folder_and_a_file_are_the_same_model(capsys, config):
+    assert printed(capsys, str(config), "--json") == printed(capsys, str(config.parent), "--json")
+    assert json.loads(printed(capsys, str(config.parent), "--json"))["model"] == "tiny"
+
+
+def test_the_table_is_listed_with_sources(capsys):
+    out = " ".join(printed(capsys, "--list").split())
+    assert "gpt-oss-20b: 12 window 128, 12 full" in out
+    assert "github.com/ai-dynamo/aiconfigurator" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "MODEL is missing"),
+        (("lama-3.1-8b",), "no model is called 'lama-3.1-8b'; did you mean Llama-3.1-8B or "),
+        (("zzzzzz",), "no model is called 'zzzzzz'; `kvferry plan --list` names all"),
+        (("./nowhere/config.json",), "cannot read nowhere/config.json: No such file or directory; give"),
+        (("Llama-3.1-8B", "--tokens", "0"), "--tokens is 0; a prompt has at least 1"),
+        (("Llama-3.1-8B", "--tokens", "-3"), "--tokens is -3"),
+        (("Llama-3.1-8B", "--layout", "BNLHC"), "layout 'BNLHC' is not known; choose one of auto, LBNHC"),
+        (("Llama-3.1-8B", "--to-layout", "x"), "layout 'x' is not known"),
+        (("Llama-3.1-8B", "--tp", "3"), "8 heads on 3 tensor-parallel ranks: choose a size that divides 8"),
+        (("Llama-3.1-8B", "--tp", "0"), "tp is 0, it must be at least 1"),
+        (("Llama-3.1-8B", "--to-tp", "0"), "tp is 0, it must be at least 1"),
+        (("Llama-3.1-8B", "--pp", "33"), "32 layers on 33 pipeline ranks"),
+        (("Llama-3.1-8B", "--block-size", "0"), "block size is 0"),
+        (("Llama-3.1-8B", "--to-block-size", "0"), "block size is 0"),
+        (("Llama-3.1-8B", "--dtype", "int2"), "element type 'int2' is not known"),
+        (("Llama-3.1-8B", "--kv", "sideways"), "--kv sideways is not known; choose packed or apart"),
+        (
+            ("Llama-3.1-8B", "--strategy", "teleport"),
+            "strategy 'teleport' is not known; choose one of auto, direct",
+        ),
+        (("Llama-3.1-8B", "--bandwidth", "0"), "bandwidth is 0.0 GB/s, it must be above 0"),
+        (("Llama-3.1-8B", "--mtp"), "names no multi-token prediction layers"),
+        (("Llama-3.1-8B", "--html", "/nowhere/x.html"), "cannot write /nowhere/x.html: No such file"),
+        (("Llama-3.1-8B", "--block-size", "1024", "--to-block-size", "1023"), "share no useful divisor"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_one_sentence(arguments, says):
+    with pytest.raises(KVFerryError) as raised:
+        run(*arguments)
+    assert says in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"{", "is not JSON: Expecting property name"),
+        (b"\xff\xfe", "is not JSON: "),
+        (b"[1]", "holds a list, an object with a model's settings is expected"),
+        (b"{}", "config.json has no num_attention_heads"),
+        (b"[" * 100_000, "is not JSON: "),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused_in_one_sentence(tmp_path, content, says):
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as raised:
+        run(str(path))
+    assert says in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"config\.json: No such file"):
+        run(str(tmp_path))
+
+
+def test_an_id_of_the_hub_without_a_hub_is_one_sentence(monkeypatch, tmp_path):
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match="'someone/else' is not in the table, and ") as raised:
+        run("someone/else")
+    assert "\n" not in str(raised.value)
+    assert "give the path of its config.json" in str(raised.value)
+
+
+def test_a_user_sees_no_traceback_and_an_exit_code():
+    command = [sys.executable, "-c", "from kvferry.cli.main import main; main()", "plan", "nothing-like-it"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("kvferry: no model is called 'nothing-like-it'")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_importing_the_command_is_light():
+    code = "import sys, kvferry.cli.plan; print(*(m for m in sys.modules if m in ('numpy', 'rich.table')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

@@ -1,0 +1,82 @@
+import pytest
+
+from kvferry.errors import ConfigError
+from kvferry.geometry.layout import EngineShape, lay_out
+from kvferry.geometry.rank import GroupKind
+from kvferry.geometry.store import LayerStore, ModelCache, Stored
+from kvferry.planning.strategy import Costs, Strategy, Work, choose, ways
+from kvferry.planning.template import build_templates
+
+KV = Stored("kv", 2, 8, (("content", 256),))
+MODEL = ModelCache("dense", (LayerStore(GroupKind.FULL, 0, (KV,)),) * 4)
+COSTS = Costs()
+ROOM = 16 << 20
+
+
+def route(src_layout: str, dst_layout: str, src_tp: int = 1, dst_tp: int = 1):
+    src = lay_out(MODEL, EngineShape(src_tp, (4,), 16, src_layout, 64))
+    dst = lay_out(MODEL, EngineShape(dst_tp, (4,), 16, dst_layout, 64))
+    return build_templates(src, dst[0])[0].routes[0]
+
+
+def chosen(found_route, cells: int = 256, costs: Costs = COSTS) -> Strategy:
+    found = ways(found_route, costs, ROOM)
+    return found[choose(found, cells, costs)].strategy
+
+
+def test_long_runs_go_direct():
+    assert chosen(route("BHLNC", "BHLNC")) is Strategy.DIRECT
+
+
+def test_many_short_runs_do_not():
+    assert route("LBNHC", "LBHNC").row_count == 4 * 16 * 8
+    assert chosen(route("LBNHC", "LBHNC")) is not Strategy.DIRECT
+
+
+def test_little_goes_direct_where_asking_costs_more():
+    costs = Costs(ask_seconds=0.5)
+    found = ways(route("LBNHC", "LBNHC", 1, 2), costs, ROOM)
+    assert found[choose(found, 1, costs)].strategy is not Strategy.STAGED
+
+
+def test_half_the_heads_read_whole_is_twice_the_bytes():
+    found = {way.strategy: way for way in ways(route("LBNHC", "LBNHC", 1, 2), COSTS, ROOM)}
+    direct, over = found[Strategy.DIRECT].work, found[Strategy.OVER_READ].work
+    page = 16 * 8 * 512
+    assert direct.descriptors == 4 * 16
+    assert over.descriptors == 4
+    assert over.read_bytes == pytest.approx(4 * page, rel=0.05)
+    assert direct.read_bytes == 4 * page / 2
+
+
+def test_a_staged_image_lands_in_one_stretch_per_page():
+    staged = [way for way in ways(route("LBNHC", "LBNHC", 1, 2), COSTS, ROOM) if way.strategy == "staged"]
+    in_place = next(way for way in staged if way.landing is None)
+    landed = next(way for way in staged if way.landing is not None)
+    assert in_place.work.descriptors == 4
+    assert landed.work.descriptors == 0
+    assert landed.work.scatter_runs == 4
+
+
+def test_a_pinned_strategy_is_taken_where_it_is_possible():
+    found = ways(route("BHLNC", "BHLNC"), COSTS, ROOM)
+    for strategy in Strategy:
+        assert found[choose(found, 9, COSTS, strategy)].strategy is strategy
+    direct_only = [way for way in found if way.strategy is Strategy.DIRECT]
+    assert choose(direct_only, 9, COSTS, Strategy.STAGED) == 0
+
+
+def test_images_that_have_no_room_are_no_way():
+    assert {way.strategy for way in ways(route("LBNHC", "LBHNC"), COSTS, 1000)} == {Strategy.DIRECT}
+
+
+def test_a_pipeline_is_as_slow_as_its_slower_end():
+    work = Work(descriptors=0, read_bytes=1 << 20, gather_calls=1, gather_runs=1, bytes=1 << 20)
+    slow_gather = Costs(copy_byte_seconds=1e-9, read_byte_seconds=1e-11, ask_seconds=0)
+    alone = 400 * (1 << 20) * 1e-9
+    assert work.seconds(400, slow_gather) == pytest.approx(alone, rel=0.05)
+
+
+def test_costs_are_below_a_second():
+    with pytest.raises(ConfigError, match="ask_seconds is 2"):
+        Costs(ask_seconds=2)
