@@ -1,8 +1,8 @@
 """`kvferry bench calibrate`: what reading, copying and asking cost on this machine.
 
 The three are measured apart, each through the code that does it in a transfer: READs between two processes
-through `transport.agent`, gathers and scatters through `memory.copy`, asking through the gather channel. Sizes
-are taken in an order drawn anew every round, so that a slow minute of the machine does not fall on one of them.
+through `transport.agent`, gathers and scatters through `memory.copy`, asking through the gather channel.
+Sizes are taken in an order drawn anew every round: a slow minute of the machine does not fall on one of them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -118,7 +120,7 @@ def _reads(job: Job, raw: RawReads, room: int) -> Fit:
         count = min(job.read_descriptors, min(job.read_bytes, room) // size)
         if count:
             lists.append(raw.large(count * size, size))
-    seconds = _rounds([lambda made=made: raw.read(made) for made in lists], job.repeats)
+    seconds = _rounds([partial(raw.read, made) for made in lists], job.repeats)
     work = np.array([[len(made.indices.src), made.bytes] for made in lists], np.float64)
     return fit(work, seconds)
 
@@ -174,7 +176,7 @@ def _asking(job: Job, reader: Reader) -> Spread:
     if outgoing is None:
         raise TransferError("the producer process does not gather: please report this")
     route = GatherRoute(4096, 1 << 10, 64, ((Nest(card.geometry.regions[0].address, 0, 64),),))
-    context: zmq.Context[object] = zmq.Context()
+    context: zmq.Context[Any] = zmq.Context()
     client = GatherClient(context, outgoing.host, outgoing.port, [route], None)
     ticket = reader.producer.grant(0, "asking")
     seconds = []

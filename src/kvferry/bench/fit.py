@@ -2,8 +2,8 @@
 
 A timing is some number of pieces of several kinds of work. What a piece of each kind costs is found by least
 squares in *relative* error: a transfer of 50 µs counts as much as one of 50 ms, since the planner compares
-ratios. No cost is below 0. Each timing is a median of repetitions, and whatever lies far from the fit is fitted
-again with less weight (Huber's weights), so that a burst of somebody else's work does not bend the rest.
+ratios. No cost is below 0. Each timing is a median of repetitions, and whatever lies far from the fit is
+fitted again with less weight (Huber's weights): a burst of somebody else's work does not bend the rest.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`kvferry bench layout`: what memory layout, tensor parallelism and strategy make of a transfer.
 
-One process holds engines of every layout and size, all ranks of each; the other reads as one rank of engines of
-every layout and size. All are up at once, so that a round can move every cell in every way.
+One process holds engines of every layout and size, all ranks of each; the other reads as one rank of engines
+of every layout and size. All are up at once, so that a round can move every cell in every way.
 """
 
 from __future__ import annotations

@@ -29,8 +29,7 @@ def picture(tables: Sequence[Table]) -> str:
     widest = max(_width(table) for table in tables)
     height = _TOP + _ROW * len(tables)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {widest} {height}" width="{widest}" '
-        f'height="{height}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{widest}" height="{height}">',
         f"<style>{_STYLE}</style>",
         f'<rect width="{widest}" height="{height}" fill="#fff"/>',
         *_legend(),

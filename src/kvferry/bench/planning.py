@@ -1,8 +1,8 @@
 """What one long request costs the decode side before its first byte moves.
 
-Our own arithmetic needs no memory and no transport: it runs on the real geometry at made-up addresses, through
-the same code that the transfer thread calls. What NIXL adds is measured on the same number of blocks and
-layers with pages so small that they fit in memory: the number of descriptors is what it depends on.
+Our own arithmetic needs no memory and no transport: it runs on the real geometry at made-up addresses,
+through the same code that the transfer thread calls. What NIXL adds is measured on the same number of blocks
+and layers with pages so small that they fit in memory: the number of descriptors is what it depends on.
 """
 
 from __future__ import annotations

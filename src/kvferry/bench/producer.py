@@ -80,8 +80,8 @@ def produce(pipe: Connection, engines: Sequence[Engine], settings: dict[str, str
     producers: list[_Producer] = []
     try:
         incarnation = new_incarnation()
-        for engine in engines:
-            producers.append(_Producer(engine, incarnation))
+        # One by one: those that are up are closed when the next cannot be.
+        producers.extend(_Producer(engine, incarnation) for engine in engines)
         _serve(pipe, producers, incarnation)
     except KVFerryError as error:
         pipe.send(Trouble(str(error)))

@@ -44,7 +44,7 @@ class Lists:
 
 
 class RawReads:
-    """An agent of its own over the reader's memory, with the ranks of an engine of the producer as its peer."""
+    """An agent of its own over the reader's memory, with an engine of the producer as its peer."""
 
     def __init__(self, reader: Reader, peer: int = 0) -> None:
         self._reader, self._number = reader, peer

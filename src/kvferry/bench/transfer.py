@@ -99,11 +99,11 @@ def measure(job: Job, progress: Callable[[str], None]) -> Measured:
         comparison = rounds.compare(reader, src, job.repeats, progress)
         hook_times = hooks.measure(reader, src, progress)
     progress(f"planning {job.planned_tokens:,} tokens")
-    long = [
+    long_src, long_dst = (
         engine(name, job.reading, job.side, job.planned_tokens, "scattered", seed)
         for seed, name in enumerate(("source", "destination"), 1)
-    ]
-    planned = planning.measure(*long, job.repeats)
+    )
+    planned = planning.measure(long_src, long_dst, job.repeats)
     making = planning.making(job.reading, job.planned_tokens, job.repeats, settings)
     (group,) = lay_out(dst.model, dst.shape)[0].groups
     return Measured(

@@ -102,8 +102,8 @@ def layout(
 ) -> None:
     """Compare memory layouts, tensor-parallel sizes and strategies, over NIXL between two processes.
 
-    A request with scattered blocks moves from an engine to one rank of another: direct, over-read, staged, and
-    as the planner chooses. Speeds are multiples of raw NIXL's with descriptors of 2 MiB in the same round.
+    A request with scattered blocks moves from an engine to one rank of another: direct, over-read, staged,
+    and as the planner chooses. Speeds are multiples of raw NIXL's with descriptors of 2 MiB in the same round.
     """
     from rich.console import Console
 
@@ -148,8 +148,7 @@ def calibrate(
     from rich.console import Console
 
     from kvferry.bench import calibrate_report
-    from kvferry.bench.calibrate import Job
-    from kvferry.bench.calibrate import calibrate as measure
+    from kvferry.bench.calibrate import Job, calibrate as measure
     from kvferry.bench.transfer import machine
     from kvferry.transport.costs import default_path, write_costs
 

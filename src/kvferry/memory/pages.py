@@ -16,7 +16,7 @@ from kvferry.geometry import Region
 logger = logging.getLogger(__name__)
 
 _HUGEPAGE, _COLLAPSE = 14, 25
-"""Linux's MADV_HUGEPAGE: pages that are touched from now on; MADV_COLLAPSE: those that were, since Linux 6.1."""
+"""MADV_HUGEPAGE: pages that are touched from now on; MADV_COLLAPSE, since Linux 6.1: those that were."""
 _PAGE = 4096
 
 

@@ -19,7 +19,7 @@ WAIT_MICROSECONDS = 10_000
 
 
 def sleeping_agent(name: str, backends: list[str], *, progress: bool) -> Any:
-    """What ``nixl_agent(name, nixl_agent_config(backends=backends))`` makes, with that wait, or no such thread.
+    """What ``nixl_agent(name, nixl_agent_config(backends=backends))`` makes, with that wait, or no thread.
 
     Raises:
         ImportError: NIXL cannot be imported.

@@ -9,8 +9,9 @@ may take as long as its READ, planning a long prompt takes milliseconds, prepari
                  │          └─error─┐        └─changed─┐
                  └──────────────────┴───────────────────┴─▶ failed
 
-It has two agents: one that is read from, with a thread of the transport that serves while nobody looks, and one
-that reads, without (`agent`). What goes direct is one READ per rank of the peer; what goes packed is moved on chunk by chunk (`packed`).
+It has two agents: one that is read from, with a thread of the transport that serves while nobody looks, and
+one that reads, without. What goes direct is one READ per rank of the peer; what goes packed is moved on chunk
+by chunk (`packed`).
 
 Every order gets exactly one result, and gets it when nothing of it is in flight any more: until then the
     memory belongs to the transfer.
