@@ -89,8 +89,8 @@ class Watched(Agent):
     While `gate` is clear a finished READ is not seen to be finished.
     """
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, *, progress: bool) -> None:
+        super().__init__(name, progress=progress)
         self.held: dict[str, int] = {"peers": 0, "lists": 0, "reads": 0, "regions": 0}
         self.released_in_flight = 0
         self.posted = 0
@@ -159,8 +159,10 @@ class Reader:
         self.thread = TransferThread(name, self.rank, LeaseWords(1, 1), settings, self._make_agent, in_flight)
         self._results: dict[str, ReadResult] = {}
 
-    def _make_agent(self, name: str) -> Agent:
-        self.agent = Watched(name)
+    def _make_agent(self, name: str, *, progress: bool) -> Agent:
+        if progress:
+            return Agent(name)
+        self.agent = Watched(name, progress=False)
         return self.agent
 
     def submit(

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kvferry.bench.shapes import Shape, block_table
 
 from kvferry.bench import report
 from kvferry.bench.movers import Ferry
 from kvferry.bench.reader import Reader
-from kvferry.bench.shapes import Shape, block_table
 from kvferry.bench.transfer import Job, measure
 from kvferry.errors import TransferError
 

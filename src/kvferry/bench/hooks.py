@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvferry.bench.engines import Engine, span_of
 from kvferry.bench.reader import Reader
-from kvferry.bench.shapes import block_table
 from kvferry.bench.stats import percentile
 from kvferry.bench.steps import Wanted
 from kvferry.errors import TransferError
@@ -43,15 +43,12 @@ class HookTimes:
     longest: float
 
 
-def measure(
-    reader: Reader, tokens: int, order: str, progress: Callable[[str], None], steps: int = STEPS
-) -> HookTimes:
+def measure(reader: Reader, source: Engine, progress: Callable[[str], None], steps: int = STEPS) -> HookTimes:
     """Time the hooks of `steps` steps.
 
     Args:
-        reader: whose pool has one block more than `tokens` tokens need.
-        tokens: of all requests under way together.
-        order: how block tables lie, see `shapes.block_table`.
+        reader: of an engine of one group.
+        source: whose request is shared out among the requests that are under way together.
         progress: told what is going on.
         steps: how many.
 
@@ -59,7 +56,7 @@ def measure(
         TransferError: a load failed, or none came to an end.
     """
     progress(f"timing the hooks of {steps} steps")
-    requests = _Requests(reader, tokens, order)
+    requests = _Requests(reader, source)
     deadline = time.monotonic() + _ALL_SECONDS
     times: list[float] = []
     while len(times) < steps and time.monotonic() < deadline:
@@ -91,17 +88,15 @@ class _Requests:
         ended: how many have come to an end.
     """
 
-    def __init__(self, reader: Reader, tokens: int, order: str) -> None:
-        shape = reader.pool.shape
-        blocks = shape.blocks(tokens)
-        each = max(1, blocks // IN_FLIGHT)
+    def __init__(self, reader: Reader, source: Engine) -> None:
+        (src,), (dst,) = source.tables, reader.engine.tables
+        each = max(1, len(src) // IN_FLIGHT)
         self._reader = reader
-        src, dst = block_table(blocks, order, 1), block_table(blocks, order, 2)
-        cuts = range(0, min(blocks, each * IN_FLIGHT), each)
+        cuts = range(0, min(len(src), each * IN_FLIGHT), each)
         self._tables = [(src[at : at + each], dst[at : at + each]) for at in cuts]
         self._slot_of: dict[str, int] = {}
         self.slots = len(self._tables)
-        self.tokens = each * shape.block_tokens
+        self.tokens = each * source.shape.block_tokens
         self.ended = 0
 
     @property
@@ -113,7 +108,8 @@ class _Requests:
         """Requests for the slots that are free, with their leases."""
         new = []
         for slot in sorted(set(range(self.slots)) - set(self._slot_of.values())):
-            wanted = self._reader.wanted(self.tokens, *self._tables[slot])
+            src, dst = self._tables[slot]
+            wanted = self._reader.wanted(span_of(self.tokens), (src,), (dst,))
             self._slot_of[wanted.key] = slot
             new.append(wanted)
         return new

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from kvferry.bench.engines import Engine
 from kvferry.bench.producer import AskEnded, AskTicket, Ended, Listening, Trouble, produce
-from kvferry.bench.shapes import Shape
 from kvferry.errors import TransferError
 from kvferry.transport.lease import Ticket
 
@@ -26,11 +26,11 @@ class Producer:
         listening: where it listens.
     """
 
-    def __init__(self, shape: Shape, num_blocks: int, settings: Mapping[str, str]) -> None:
+    def __init__(self, engines: Sequence[Engine], settings: Mapping[str, str]) -> None:
         """Start it; returns when it listens.
 
         Args:
-            shape, num_blocks: the blocks it offers.
+            engines: what it holds.
             settings: environment variables for its transport.
 
         Raises:
@@ -40,7 +40,7 @@ class Producer:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
             target=produce,
-            args=(theirs, shape, num_blocks, dict(settings)),
+            args=(theirs, tuple(engines), dict(settings)),
             name="bench-producer",
             daemon=True,
         )
@@ -65,9 +65,13 @@ class Producer:
         """Its process id."""
         return self._process.pid or 0
 
-    def grant(self, lease: str) -> Ticket:
-        """Have it promise its blocks under that name."""
-        self._say(AskTicket(lease))
+    def address(self, engine: int) -> tuple[str, int]:
+        """Where an engine's control channel listens."""
+        return self.listening.addresses[engine]
+
+    def grant(self, engine: int, lease: str) -> Ticket:
+        """Have an engine promise its blocks under that name."""
+        self._say(AskTicket(engine, lease))
         return self._answer(Ticket, ANSWER_SECONDS)
 
     def wait_ended(self) -> None:

@@ -1,74 +1,157 @@
 """What one long request costs the decode side before its first byte moves.
 
-Planning works on block ids, rows and strides; how long a page is does not enter into it. So the request is
-planned for real, against a real peer, on the same number of blocks and layers with pages so small that they
-fit in memory, and NIXL makes a transfer of exactly those descriptors.
+Our own arithmetic needs no memory and no transport: it runs on the real geometry at made-up addresses,
+through the same code that the transfer thread calls. What NIXL adds is measured on the same number of blocks
+and layers with pages so small that they fit in memory: the number of descriptors is what it depends on.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Any
 
-from kvferry.bench.movers import RawReads
+import zmq
+
+from kvferry.bench.engines import Engine, engine, small_pages
+from kvferry.bench.link import Producer
+from kvferry.bench.raw import RawReads
 from kvferry.bench.reader import Reader
-from kvferry.bench.shapes import Shape, block_table
 from kvferry.bench.stats import Spread
-from kvferry.bench.steps import as_array
-from kvferry.planning.select import Span
-from kvferry.transport.peer import ReadOrder
+from kvferry.bench.steps import as_arrays
+from kvferry.geometry import Region
+from kvferry.geometry.layout import lay_out
+from kvferry.geometry.models import ModelReading
+from kvferry.plan.side import Side
+from kvferry.transport.agent import Agent
+from kvferry.transport.area import Area
+from kvferry.transport.lease import Ticket
+from kvferry.transport.messages import Outgoing, RankCard
+from kvferry.transport.packed import chunks_of
+from kvferry.transport.peer import Peer, ReadOrder
+from kvferry.transport.settings import TransferSettings
+
+_WORDS = Region(1 << 30, 4096)
+_TICKET = Ticket(0, 0, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Planning:
+class Arithmetic:
     """Seconds per request.
 
     Attributes:
-        tokens, blocks, layers: of the request.
+        tokens: of the request.
+        pages: one per block and layer, of the blocks that this rank needs.
+        strategies: by group, how the bytes would travel.
         tables: block tables from lists of numbers to arrays, both sides.
-        plan: everything from there to the index arrays: cells, checks of ids, counts, indices.
+        plan: everything from there to the index arrays: choosing, cells, checks of ids, counts, indices.
         ours: `tables` and `plan` together.
-        nixl: making a transfer of those descriptors.
     """
 
     tokens: int
-    blocks: int
-    layers: int
+    pages: int
+    strategies: tuple[str, ...]
     tables: Spread
     plan: Spread
     ours: Spread
-    nixl: Spread
 
 
-def measure(
-    shape: Shape, tokens: int, repeats: int, settings: Mapping[str, str], progress: Callable[[str], None]
-) -> Planning:
-    """Plan one request of `tokens` tokens, both sides scattered, `repeats` times.
+def measure(src: Engine, dst: Engine, repeats: int, rank: int = 0) -> Arithmetic:
+    """Plan a request from `src` to a rank of `dst`, `repeats` times after one that does not count."""
+    tables, plan = [], []
+    with closing(_OnPaper(src, dst, rank)) as paper:
+        src_lists, dst_lists = ([table.tolist() for table in one.tables] for one in (src, dst))
+        for _ in range(repeats + 1):
+            started = time.perf_counter()
+            arrays = as_arrays(src_lists), as_arrays(dst_lists)
+            tables.append(time.perf_counter() - started)
+            plan.append(paper.plan(ReadOrder("", "", src.span, *arrays, _TICKET)))
+        pages = sum(
+            int((table > 0).sum()) * len(group.layers)
+            for table, group in zip(dst.tables, paper.ours.groups, strict=True)
+        )
+    # The first of each does not count: it touches memory for the first time.
+    del tables[0], plan[0]
+    ours = [a + b for a, b in zip(tables, plan, strict=True)]
+    return Arithmetic(
+        dst.tokens, pages, paper.strategies, Spread.of(tables), Spread.of(plan), Spread.of(ours)
+    )
+
+
+def making(reading: ModelReading, tokens: int, repeats: int, settings: Mapping[str, str]) -> Spread:
+    """Seconds that NIXL takes to make a transfer of a request's pages, one descriptor each.
 
     Raises:
         ConfigError, TransferError: as `Reader`.
     """
-    progress(f"planning {tokens:,} tokens")
-    blocks = shape.blocks(tokens)
-    src, dst = block_table(blocks, "scattered", 1), block_table(blocks, "scattered", 2)
-    tables, plan, nixl = [], [], []
-    with Reader(shape.with_small_pages(), blocks + 1, settings) as reader, closing(RawReads(reader)) as raw:
-        lists = raw.same(tokens, src, dst)
-        src_list, dst_list = src.tolist(), dst.tolist()
-        ticket = reader.producer.grant("planning")
-        for _ in range(repeats + 1):
-            started = time.perf_counter()
-            arrays = (as_array(src_list),), (as_array(dst_list),)
-            tables.append(time.perf_counter() - started)
-            plan.append(
-                raw.plan_only(ReadOrder("planning", "", Span(0, tokens, tokens + 1), *arrays, ticket))
-            )
-            nixl.append(raw.make_only(lists))
-    # The first of each does not count: it touches memory for the first time.
-    del tables[0], plan[0], nixl[0]
-    ours = [a + b for a, b in zip(tables, plan, strict=True)]
-    return Planning(
-        tokens, blocks, shape.layers, Spread.of(tables), Spread.of(plan), Spread.of(ours), Spread.of(nixl)
-    )
+    small = small_pages(reading)
+    src, dst = (engine(name, small, Side(), tokens, seed=seed) for seed, name in enumerate(("src", "dst")))
+    with (
+        Producer([src], settings) as producer,
+        Reader(dst, producer) as reader,
+        closing(RawReads(reader)) as raw,
+    ):
+        lists = raw.same(src)
+        return Spread.of([raw.make_only(lists) for _ in range(repeats + 1)][1:])
+
+
+class _Paper(Agent):
+    """A transport that nothing is ever read over."""
+
+    def __init__(self) -> None:
+        self.name = "paper"
+
+    def add_peer(self, metadata: bytes) -> str:
+        return metadata.decode()
+
+    def drop_peer(self, name: str) -> None:
+        pass
+
+    def prepare(self, *_: Any) -> Any:
+        return None
+
+
+class _OnPaper:
+    """A peer as the transfer thread prepares it, at addresses where there is nothing.
+
+    Attributes:
+        ours: the reading rank.
+        strategies: by group, of the last plan.
+    """
+
+    def __init__(self, src: Engine, dst: Engine, rank: int) -> None:
+        self.ours = lay_out(dst.model, dst.shape)[rank]
+        self.strategies: tuple[str, ...] = ()
+        settings = TransferSettings()
+        self._landing = Area(settings.staging_bytes, self.ours.regions[0])
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._peer = Peer(
+            _Paper(), self.ours, self._cards(src), _WORDS, self._landing, self._context, settings
+        )
+
+    def plan(self, order: ReadOrder) -> float:
+        """Seconds that planning takes, the indices of every chunk included."""
+        started = time.perf_counter()
+        plan = self._peer.plan(order)
+        for part in (part for source in plan.ranks for part in source.packed):
+            for cells in chunks_of(part.way, part.cells):
+                part.way.indices(cells, 0, 0)
+        seconds = time.perf_counter() - started
+        self.strategies = plan.strategy_by_group
+        return seconds
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._peer.close()
+        self._context.destroy(linger=0)
+
+    def _cards(self, src: Engine) -> Sequence[RankCard]:
+        area = self._landing.region
+        # Nobody listens there, and nobody is asked.
+        outgoing = Outgoing("127.0.0.1", 9, area.address, area.length, self._landing.units)
+        return [
+            RankCard(rank, f"rank {number}".encode(), _WORDS.address, 64 + self._landing.units, 1, outgoing)
+            for number, rank in enumerate(lay_out(src.model, src.shape))
+        ]

@@ -1,8 +1,8 @@
-"""The process that is read from: what a prefill engine has, without the engine.
+"""The process that is read from: what prefill engines have, without the engines.
 
-A pool of marked pages, a transfer thread that registered it, a control server, and a lease book. The reader
-asks for tickets through a pipe, as a request's parameters would carry them; everything else goes over the
-control channel.
+Every rank of every engine has its cache with the request's content and a transfer thread that registered it;
+every engine has a control server and a lease book. The reader asks for tickets through a pipe, as a request's
+parameters would carry them; everything else goes over the control channels.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from kvferry.bench.pool import Pool
-from kvferry.bench.shapes import Shape
+from kvferry.bench.content import fill
+from kvferry.bench.engines import Engine
 from kvferry.errors import KVFerryError
 from kvferry.transport.control_server import Card, ControlServer
 from kvferry.transport.lease import LeaseBook, LeaseWords, Ticket, new_incarnation
@@ -32,18 +33,19 @@ class Listening:
     """The producer is up.
 
     Attributes:
-        address: of its control channel.
-        incarnation: which run of it.
+        addresses: of every engine's control channel, in the order in which they were given.
+        incarnation: which run of them.
     """
 
-    address: tuple[str, int]
+    addresses: tuple[tuple[str, int], ...]
     incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
 class AskTicket:
-    """Asks for a lease of that name; answered with a Ticket."""
+    """Asks an engine for a lease of that name; answered with a Ticket."""
 
+    engine: int
     lease: str
 
 
@@ -64,69 +66,87 @@ class Trouble:
     reason: str
 
 
-def produce(pipe: Connection, shape: Shape, num_blocks: int, settings: dict[str, str]) -> None:
+def produce(pipe: Connection, engines: Sequence[Engine], settings: dict[str, str]) -> None:
     """Serve until the other end of `pipe` closes; the main function of the process.
 
     Args:
         pipe: to the reader.
-        shape: what the blocks hold.
-        num_blocks: how many, the null block among them.
+        engines: what to hold.
         settings: environment variables for the transport.
     """
     # Ctrl-C reaches the whole process group; the reader ends this process by closing the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(settings)
+    producers: list[_Producer] = []
     try:
-        producer = _Producer(shape, num_blocks)
+        incarnation = new_incarnation()
+        # One by one: those that are up are closed when the next cannot be.
+        producers.extend(_Producer(engine, incarnation) for engine in engines)
+        _serve(pipe, producers, incarnation)
     except KVFerryError as error:
         pipe.send(Trouble(str(error)))
-        return
-    try:
-        producer.serve(pipe)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass
     finally:
-        producer.close()
+        for producer in producers:
+            producer.close()
+
+
+def _serve(pipe: Connection, producers: Sequence[_Producer], incarnation: int) -> None:
+    pipe.send(Listening(tuple(producer.address for producer in producers), incarnation))
+    while True:
+        asked = pipe.recv() if pipe.poll(_TICK_SECONDS) else None
+        for producer in producers:
+            producer.hear()
+        if isinstance(asked, AskTicket):
+            pipe.send(producers[asked.engine].grant(asked.lease))
+        elif isinstance(asked, AskEnded):
+            while any(producer.leases for producer in producers):
+                time.sleep(_TICK_SECONDS)
+                for producer in producers:
+                    producer.hear()
+            pipe.send(Ended())
 
 
 class _Producer:
-    def __init__(self, shape: Shape, num_blocks: int) -> None:
-        pool = Pool(shape, num_blocks)
-        pool.mark()
-        self._pool = pool
-        self._words = LeaseWords(new_incarnation(), LEASE_SLOTS)
-        self._incarnation = new_incarnation()
-        self._book = LeaseBook(self._incarnation, LEASE_SLOTS, LEASE_SECONDS, time.monotonic)
-        self._thread = TransferThread(f"bench-producer/{self._incarnation:x}", pool.geometry, self._words)
-        facts = Facts("bench-producer", self._incarnation, "kvferry bench", {})
-        self._server = ControlServer(_HOST, 0, Card(facts, (self._thread.card,)))
+    """One engine's ranks and scheduler.
 
-    def serve(self, pipe: Connection) -> None:
-        """Answer until the pipe closes."""
-        pipe.send(Listening((_HOST, self._server.port), self._incarnation))
-        while True:
-            waited_for = pipe.recv() if pipe.poll(_TICK_SECONDS) else None
-            self._hear()
-            if isinstance(waited_for, AskTicket):
-                pipe.send(self._grant(waited_for.lease))
-            elif isinstance(waited_for, AskEnded):
-                while len(self._book):
-                    time.sleep(_TICK_SECONDS)
-                    self._hear()
-                pipe.send(Ended())
+    Attributes:
+        address: of its control channel.
+    """
+
+    def __init__(self, engine: Engine, incarnation: int) -> None:
+        self._caches = [engine.allocated(rank) for rank in range(engine.shape.ranks)]
+        self._threads: list[TransferThread] = []
+        for number, cache in enumerate(self._caches):
+            fill(cache, engine)
+            words = LeaseWords(new_incarnation(), LEASE_SLOTS)
+            name = f"bench-producer/{engine.name}/{number}/{words.incarnation:x}"
+            self._threads.append(TransferThread(name, cache.geometry, words))
+        self._book = LeaseBook(incarnation, LEASE_SLOTS, LEASE_SECONDS, time.monotonic)
+        facts = Facts(f"bench-producer/{engine.name}", incarnation, "kvferry bench", {})
+        self._server = ControlServer(_HOST, 0, Card(facts, tuple(thread.card for thread in self._threads)))
+        self.address = (_HOST, self._server.port)
+
+    @property
+    def leases(self) -> int:
+        """Leases that are held."""
+        return len(self._book)
 
     def close(self) -> None:
-        """End both threads."""
+        """End all threads."""
         self._server.close()
-        self._thread.close()
+        for thread in self._threads:
+            thread.close()
 
-    def _grant(self, lease: str) -> Ticket | Trouble:
+    def grant(self, lease: str) -> Ticket | Trouble:
+        """Take a lease."""
         try:
             return self._book.grant(lease)
         except KVFerryError as error:
             return Trouble(str(error))
 
-    def _hear(self) -> None:
+    def hear(self) -> None:
         """What an engine does between steps: end the leases that consumers released."""
         ending = dict[str, int]()
         while self._server.events:
@@ -136,6 +156,7 @@ class _Producer:
             else:
                 ending.update(self._book.end(event.leases))
         ending.update(self._book.end_expired())
-        self._words.end(ending.values())
+        for thread in self._threads:
+            thread.words.end(ending.values())
         for lease in ending:
             self._book.ended(lease)

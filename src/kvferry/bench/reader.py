@@ -1,66 +1,84 @@
-"""The decode side, without the engine: a pool, its transfer thread, a real handshake with the producer."""
+"""The decode side, without the engine: one rank's cache, its transfer thread, handshakes with producers."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
+import torch
+
+from kvferry.bench.content import check, fill
+from kvferry.bench.engines import Engine
 from kvferry.bench.link import Producer
-from kvferry.bench.pool import Pool
-from kvferry.bench.shapes import Shape
 from kvferry.bench.steps import Steps, Wanted
 from kvferry.errors import TransferError
 from kvferry.planning.pieces import Int64s
 from kvferry.planning.select import Span
+from kvferry.planning.strategy import Strategy
 from kvferry.planning.template import build_templates
 from kvferry.transport.control_client import ControlClient, Known, NotUsable
 from kvferry.transport.lease import LeaseWords, new_incarnation
 from kvferry.transport.messages import Facts, RankCard
+from kvferry.transport.settings import TransferSettings
 from kvferry.transport.thread import TransferThread
 
 _HANDSHAKE_SECONDS = 10.0
-_PEER = "producer"
 _LEASE_SLOTS = 1
 
 
 class Reader:
-    """A rank that reads from a producer process it has started; a context manager that ends both.
+    """A rank that reads from engines of a producer process; a context manager that ends its threads.
 
     Attributes:
-        pool: where pages land.
+        engine: whose rank, with the block tables to read into.
         producer: the other process.
-        cards: its ranks, as it introduced itself.
+        bytes: useful bytes of the engine's request on this rank.
+        cache: where blocks land.
+        cards: the ranks of every engine it reads from, as they introduced themselves.
         steps: what hooks do.
     """
 
-    def __init__(self, shape: Shape, num_blocks: int, settings: Mapping[str, str]) -> None:
-        """Start everything; returns when the two know each other.
+    def __init__(
+        self,
+        engine: Engine,
+        producer: Producer,
+        peers: Sequence[int] = (0,),
+        rank: int = 0,
+        settings: TransferSettings | None = None,
+    ) -> None:
+        """Start everything; returns when all know each other.
 
         Args:
-            shape, num_blocks: the blocks of each side, the null block among them.
-            settings: environment variables for the producer's transport; ours are set already.
+            engine: what is read into.
+            producer: the process that holds what is read.
+            peers: numbers of its engines.
+            rank: which rank of `engine` this is.
+            settings: how bytes move.
 
         Raises:
             ConfigError: memory or NIXL cannot be had.
-            TransferError: the other process cannot start or cannot be read from.
+            TransferError: the other process cannot be read from.
         """
+        self.engine, self.producer, self.bytes = engine, producer, engine.rank_bytes(rank)
         self._leases = 0
         with ExitStack() as stack:
-            self.producer = stack.enter_context(Producer(shape, num_blocks, settings))
-            self.pool = Pool(shape, num_blocks)
+            self.cache = engine.allocated(rank)
+            self._expected = engine.allocated(rank)
+            fill(self._expected, engine)
             words = LeaseWords(new_incarnation(), _LEASE_SLOTS)
-            thread = TransferThread(f"bench-reader/{words.incarnation:x}", self.pool.geometry, words)
+            name = f"bench-reader/{engine.name}/{words.incarnation:x}"
+            thread = TransferThread(name, self.cache.geometry, words, settings)
             stack.callback(thread.close)
             self.steps = Steps(thread)
-            self._client = ControlClient(
-                Facts("bench-reader", new_incarnation(), "kvferry bench", {}), self._fits
-            )
+            facts = Facts("bench-reader", new_incarnation(), "kvferry bench", {})
+            self._client = ControlClient(facts, self._fits)
             stack.callback(self._client.close)
-            self.cards = self._shake_hands()
-            thread.connect(_PEER, self.cards)
+            self.cards: Mapping[int, tuple[RankCard, ...]] = {peer: self._known(peer) for peer in peers}
+            for peer, cards in self.cards.items():
+                thread.connect(_name(peer), cards)
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -71,27 +89,47 @@ class Reader:
     ) -> None:
         self._stack.close()
 
-    def wanted(self, tokens: int, src_table: Int64s, dst_table: Int64s) -> Wanted:
-        """A load of the first `tokens` tokens, for which the producer has granted a lease."""
-        self._leases += 1
-        key = f"bench-{self._leases}"
-        ticket = self.producer.grant(key)
-        self._client.hold(self.producer.listening.address, key)
-        span = Span(0, tokens, tokens + 1)
-        return Wanted(key, _PEER, span, src_table.tolist(), dst_table.tolist(), ticket)
+    @property
+    def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The cache's memory, and as much memory with what it must hold after a move; uint8."""
+        return self.cache.buffer, self._expected.buffer
 
-    def acknowledge(self, key: str) -> None:
+    def wanted(
+        self,
+        span: Span,
+        src_tables: Sequence[Int64s],
+        dst_tables: Sequence[Int64s],
+        peer: int = 0,
+        strategy: Strategy | None = None,
+    ) -> Wanted:
+        """A load for which the producer has granted a lease."""
+        self._leases += 1
+        key = f"{self.engine.name}-{self._leases}"
+        ticket = self.producer.grant(peer, key)
+        self._client.hold(self.producer.address(peer), key)
+        tables = [table.tolist() for table in src_tables], [table.tolist() for table in dst_tables]
+        return Wanted(key, _name(peer), span, *tables, ticket, strategy)
+
+    def acknowledge(self, key: str, peer: int = 0) -> None:
         """Tell the producer that its blocks are no longer needed."""
-        self._client.release(self.producer.listening.address, key)
+        self._client.release(self.producer.address(peer), key)
+
+    def wipe(self) -> None:
+        """Forget what was read; not by torch, whose threads would spin on into what is timed."""
+        self.cache.buffer.numpy().fill(0)
+
+    def check(self) -> None:
+        """Raise TransferError unless the memory is what it must be after the engine's request was read."""
+        check(self.cache, self._expected)
 
     def _fits(self, cards: tuple[RankCard, ...]) -> None:
-        build_templates([card.geometry for card in cards], self.pool.geometry)
+        build_templates([card.geometry for card in cards], self.cache.geometry)
 
-    def _shake_hands(self) -> tuple[RankCard, ...]:
-        listening = self.producer.listening
+    def _known(self, peer: int) -> tuple[RankCard, ...]:
+        address, incarnation = self.producer.address(peer), self.producer.listening.incarnation
         deadline = time.monotonic() + _HANDSHAKE_SECONDS
         while time.monotonic() < deadline:
-            answer = self._client.look_up(listening.address, listening.incarnation)
+            answer = self._client.look_up(address, incarnation)
             if isinstance(answer, Known):
                 return answer.ranks
             if isinstance(answer, NotUsable):
@@ -99,3 +137,7 @@ class Reader:
             self.producer.check()
             time.sleep(0.005)
         raise TransferError(f"the producer process did not shake hands within {_HANDSHAKE_SECONDS:g} s")
+
+
+def _name(peer: int) -> str:
+    return f"producer {peer}"

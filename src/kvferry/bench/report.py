@@ -11,6 +11,7 @@ from rich.table import Table
 from kvferry.bench.rounds import Comparison, Series
 from kvferry.bench.stats import Spread
 from kvferry.bench.transfer import Measured
+from kvferry.plan.units import size
 
 SAME_DESCRIPTORS = 1
 """Which of `Comparison.others` reads the same descriptors."""
@@ -28,9 +29,16 @@ def show(measured: Measured, console: Console) -> None:
 
 def as_json(measured: Measured) -> dict[str, Any]:
     """Everything, in seconds and bytes, with what is derived beside it."""
-    comparison = measured.comparison
-    whole = asdict(measured)
-    whole["job"]["page_bytes"] = measured.job.shape.page_bytes
+    comparison, job = measured.comparison, measured.job
+    whole = {
+        "geometry": job.reading.cache.name,
+        **{name: getattr(job, name) for name in ("tokens", "order", "repeats", "transports")},
+        **{name: getattr(measured, name) for name in ("blocks", "layers", "page_bytes")},
+        **{
+            name: asdict(getattr(measured, name))
+            for name in ("machine", "comparison", "hooks", "planning", "making")
+        },
+    }
     whole["gigabytes_per_second"] = {
         series.name: asdict(series.gigabytes_per_second) for series in (comparison.ferry, *comparison.others)
     }
@@ -41,12 +49,11 @@ def as_json(measured: Measured) -> dict[str, Any]:
 
 
 def _show_job(measured: Measured, console: Console) -> None:
-    job, machine, shape = measured.job, measured.machine, measured.job.shape
-    blocks = shape.blocks(job.tokens)
+    job, machine, pages = measured.job, measured.machine, measured.blocks * measured.layers
     console.print(
-        f"[bold]{shape.name}[/]: {job.tokens:,} tokens in {blocks:,} {job.order} blocks x {shape.layers} "
-        f"layers = {blocks * shape.layers:,} pages of {_bytes(shape.page_bytes)}, "
-        f"{_bytes(blocks * shape.block_bytes)}",
+        f"[bold]{job.reading.cache.name}[/]: {job.tokens:,} tokens in {measured.blocks:,} {job.order} blocks "
+        f"x {measured.layers} layers = {pages:,} pages of {size(measured.page_bytes)}, "
+        f"{size(pages * measured.page_bytes)}",
         highlight=False,
     )
     transports = "not set" if machine.transports is None else machine.transports
@@ -81,8 +88,7 @@ def _show_comparison(comparison: Comparison, console: Console) -> None:
 def _show_planning(measured: Measured, console: Console) -> None:
     plan = measured.planning
     console.print(
-        f"[bold]Planning[/] {plan.tokens:,} tokens, {plan.blocks * plan.layers:,} pages, "
-        "both sides scattered",
+        f"[bold]Planning[/] {plan.tokens:,} tokens, {plan.pages:,} pages, both sides scattered",
         highlight=False,
     )
     table = Table(box=None, pad_edge=False, show_header=False)
@@ -95,7 +101,7 @@ def _show_planning(measured: Measured, console: Console) -> None:
     )
     table.add_row("  block tables to arrays", _spread_ms(plan.tables), "in the hook")
     table.add_row("  plan", _spread_ms(plan.plan), "in the transfer thread")
-    table.add_row("NIXL makes the transfer", _spread_ms(plan.nixl), "in the transfer thread")
+    table.add_row("NIXL makes the transfer", _spread_ms(measured.making), "in the transfer thread")
     console.print(table)
 
 
@@ -137,10 +143,3 @@ def _ms(seconds: float) -> str:
 
 def _us(seconds: float) -> str:
     return f"{seconds * 1e6:,.0f} µs"
-
-
-def _bytes(count: int) -> str:
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= size:
-            return f"{count / size:g} {unit}" if count % size == 0 else f"{count / size:.1f} {unit}"
-    return f"{count} B"

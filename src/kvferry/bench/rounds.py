@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.bench.movers import Ferry, Memcpy, Mover, RawNixl, RawReads
+from kvferry.bench.engines import Engine
+from kvferry.bench.movers import Ferry, Memcpy, Mover, RawNixl
+from kvferry.bench.raw import RawReads
 from kvferry.bench.reader import Reader
-from kvferry.bench.shapes import block_table
 from kvferry.bench.stats import Spread
 
 
@@ -62,42 +63,39 @@ class Comparison:
     stages: tuple[float, float, float, float]
 
 
-def compare(
-    reader: Reader, tokens: int, order: str, repeats: int, progress: Callable[[str], None]
-) -> Comparison:
-    """Move `tokens` tokens in every way, `repeats` rounds after one that does not count.
+def compare(reader: Reader, source: Engine, repeats: int, progress: Callable[[str], None]) -> Comparison:
+    """Move a request in every way, `repeats` rounds after one that does not count.
 
     Args:
-        reader: whose pool has one block more than the tokens need.
-        tokens: of one request.
-        order: how block tables lie, see `shapes.block_table`.
+        reader: reads.
+        source: what is read from.
         repeats: rounds.
         progress: told what is going on.
 
     Raises:
         TransferError: a mover failed, or kvferry moved other bytes than it was asked to.
     """
-    blocks = reader.pool.shape.blocks(tokens)
-    src, dst = block_table(blocks, order, 1), block_table(blocks, order, 2)
-    ferry = Ferry(reader, tokens, src, dst)
+    ferry = Ferry("kvferry", reader, source)
     with closing(RawReads(reader)) as raw:
         movers: list[Mover] = [
             ferry,
             RawNixl("(a) raw NIXL, 2 MiB descriptors", raw, raw.large(ferry.bytes)),
-            RawNixl("(b) raw NIXL, same descriptors", raw, raw.same(tokens, src, dst)),
-            Memcpy(reader, ferry.bytes),
+            RawNixl("(b) raw NIXL, same descriptors", raw, raw.same(source)),
+            Memcpy(reader),
         ]
-        progress("moving, a round that does not count")
-        for mover in movers:
-            mover.move()
-        ferry.stages.clear()
-        seconds = _rounds(movers, repeats, progress)
+        seconds = run_rounds(movers, repeats, progress)
     all_series = [Series(m.name, m.bytes, tuple(s)) for m, s in zip(movers, seconds, strict=True)]
-    planning, reading, check, rest = (Spread.of(column).median for column in zip(*ferry.stages, strict=True))
+    planning, reading, check, rest = (
+        Spread.of(column).median for column in zip(*ferry.stages[1:], strict=True)
+    )
     return Comparison(all_series[0], tuple(all_series[1:]), (planning, reading, check, rest))
 
 
-def _rounds(movers: Sequence[Mover], repeats: int, progress: Callable[[str], None]) -> list[list[float]]:
+def run_rounds(movers: Sequence[Mover], repeats: int, progress: Callable[[str], None]) -> list[list[float]]:
+    """Seconds of every mover in every round; a round before that does not count."""
+    progress("moving, a round that does not count")
+    for mover in movers:
+        mover.move()
     draw = np.random.default_rng(7)
     seconds: list[list[float]] = [[] for _ in movers]
     for number in range(repeats):

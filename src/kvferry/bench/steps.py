@@ -15,6 +15,7 @@ import numpy as np
 from kvferry.cache.loads import Loads
 from kvferry.planning.pieces import Int64s
 from kvferry.planning.select import Span
+from kvferry.planning.strategy import Strategy
 from kvferry.transport.lease import Ticket
 from kvferry.transport.peer import ReadOrder
 from kvferry.transport.thread import ReadResult, TransferThread
@@ -30,16 +31,18 @@ class Wanted:
         key: names it; also the name of its lease.
         peer: name under which the peer was connected.
         span: how much of the prompt.
-        src_table, dst_table: block ids by position.
+        src_tables, dst_tables: block ids by position and group.
         ticket: the producer's promise.
+        strategy: pinned, None for the cheapest.
     """
 
     key: str
     peer: str
     span: Span
-    src_table: list[int]
-    dst_table: list[int]
+    src_tables: Sequence[list[int]]
+    dst_tables: Sequence[list[int]]
     ticket: Ticket
+    strategy: Strategy | None = None
 
 
 @dataclass(slots=True)
@@ -70,8 +73,10 @@ class Steps:
         """
         for load in wanted:
             self._loads.begin(load.key, LOAD_SECONDS)
-            tables = (as_array(load.src_table),), (as_array(load.dst_table),)
-            self._thread.submit(ReadOrder(load.key, load.peer, load.span, *tables, load.ticket))
+            tables = as_arrays(load.src_tables), as_arrays(load.dst_tables)
+            self._thread.submit(
+                ReadOrder(load.key, load.peer, load.span, *tables, load.ticket, load.strategy)
+            )
         stepped = Stepped()
         for result in self._thread.results():
             stepped.results[result.key] = result
@@ -80,6 +85,6 @@ class Steps:
         return stepped
 
 
-def as_array(table: list[int]) -> Int64s:
-    """A block table as planning takes it."""
-    return np.array(table, np.int64)
+def as_arrays(tables: Sequence[list[int]]) -> tuple[Int64s, ...]:
+    """Block tables as planning takes them."""
+    return tuple(np.array(table, np.int64) for table in tables)

@@ -8,8 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.bench import hooks, planning, rounds
+from kvferry.bench.engines import engine
+from kvferry.bench.link import Producer
 from kvferry.bench.reader import Reader
-from kvferry.bench.shapes import Shape
+from kvferry.bench.stats import Spread
+from kvferry.geometry.layout import lay_out
+from kvferry.geometry.models import ModelReading
+from kvferry.plan.side import Side
 
 MIN_REPEATS = 7
 PLANNED_TOKENS = 131_072
@@ -20,15 +25,17 @@ class Job:
     """What is measured.
 
     Attributes:
-        shape: whose blocks.
+        reading: what the model keeps.
+        side: how both engines are set up; one rank each.
         tokens: of the request that is moved.
-        order: how block tables lie, see `shapes.block_table`.
+        order: how block tables lie, see `engines.engine`.
         repeats: rounds, at least MIN_REPEATS.
         transports: value of UCX_TLS, None to leave it as it is.
         planned_tokens: of the request that is planned.
     """
 
-    shape: Shape
+    reading: ModelReading
+    side: Side
     tokens: int
     order: str
     repeats: int
@@ -53,13 +60,25 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """All results of a job."""
+    """All results of a job.
+
+    Attributes:
+        job, machine: what was measured, and where.
+        blocks, layers, page_bytes: of the request that was moved.
+        comparison, hooks: of that request.
+        planning: our arithmetic for the long request.
+        making: seconds that NIXL takes to make a transfer of its pages.
+    """
 
     job: Job
+    blocks: int
+    layers: int
+    page_bytes: int
     machine: Machine
     comparison: rounds.Comparison
     hooks: hooks.HookTimes
-    planning: planning.Planning
+    planning: planning.Arithmetic
+    making: Spread
 
 
 def measure(job: Job, progress: Callable[[str], None]) -> Measured:
@@ -72,11 +91,25 @@ def measure(job: Job, progress: Callable[[str], None]) -> Measured:
     settings = {} if job.transports is None else {"UCX_TLS": job.transports}
     os.environ.update(settings)
     progress("starting the producer process")
-    with Reader(job.shape, job.shape.blocks(job.tokens) + 1, settings) as reader:
-        comparison = rounds.compare(reader, job.tokens, job.order, job.repeats, progress)
-        hook_times = hooks.measure(reader, job.tokens, job.order, progress)
-    planned = planning.measure(job.shape, job.planned_tokens, job.repeats, settings, progress)
-    return Measured(job, machine(), comparison, hook_times, planned)
+    src, dst = (
+        engine(name, job.reading, job.side, job.tokens, job.order, seed)
+        for seed, name in enumerate(("source", "destination"), 1)
+    )
+    with Producer([src], settings) as producer, Reader(dst, producer) as reader:
+        comparison = rounds.compare(reader, src, job.repeats, progress)
+        hook_times = hooks.measure(reader, src, progress)
+    progress(f"planning {job.planned_tokens:,} tokens")
+    long_src, long_dst = (
+        engine(name, job.reading, job.side, job.planned_tokens, "scattered", seed)
+        for seed, name in enumerate(("source", "destination"), 1)
+    )
+    planned = planning.measure(long_src, long_dst, job.repeats)
+    making = planning.making(job.reading, job.planned_tokens, job.repeats, settings)
+    (group,) = lay_out(dst.model, dst.shape)[0].groups
+    return Measured(
+        job, dst.blocks, len(group.layers), group.layers[0].page.page_bytes, machine(),
+        comparison, hook_times, planned, making,
+    )  # fmt: skip
 
 
 def machine() -> Machine:

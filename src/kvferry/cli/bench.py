@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from kvferry.errors import ConfigError
 
 _REPEATS_HELP = "Rounds; each moves the bytes once in every way."
+_LAYOUT_MODELS = "Llama-3.1-8B,Qwen3-0.6B,Qwen3-Next-80B-A3B"
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     bench = typer.Typer(help="Measure what this machine reaches.", no_args_is_help=True)
     bench.command()(transfer)
+    bench.command()(layout)
+    bench.command()(calibrate)
     app.add_typer(bench, name="bench")
 
 
 def transfer(
-    geometry: Annotated[str, typer.Option(help="Whose KV cache: llama-3.1-8b, qwen3-0.6b.")] = "llama-3.1-8b",
+    geometry: Annotated[
+        str, typer.Option(help="Whose KV cache, as `kvferry plan` takes it.")
+    ] = "Llama-3.1-8B",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the request that is moved.")] = 4096,
     layers: Annotated[int | None, typer.Option(min=1, help="Instead of the geometry's.")] = None,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="Instead of the geometry's.")] = None,
     head_dim: Annotated[int | None, typer.Option(min=1, help="Instead of the geometry's.")] = None,
     block_size: Annotated[int | None, typer.Option(min=1, help="Tokens of a block; 16 by default.")] = None,
-    dtype_bytes: Annotated[int | None, typer.Option(min=1, help="Bytes of an element; 2 by default.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of an element: auto, float32, bfloat16, fp8, ...")] = "auto",
     order: Annotated[
         str, typer.Option(help="Block tables: scattered, as in a busy engine, or contiguous.")
     ] = "scattered",
@@ -48,26 +53,132 @@ def transfer(
     from rich.console import Console
 
     from kvferry.bench import report
-    from kvferry.bench.shapes import ORDERS, SHAPES
+    from kvferry.bench.engines import ORDERS, read_geometry
     from kvferry.bench.transfer import Job, measure
+    from kvferry.plan.side import Side
 
-    if geometry not in SHAPES:
-        raise ConfigError(f"--geometry {geometry} is not known; choose one of {', '.join(SHAPES)}")
     if order not in ORDERS:
         raise ConfigError(f"--order {order} is not known; choose one of {', '.join(ORDERS)}")
-    changes = {
-        "layers": layers, "kv_heads": kv_heads, "head_dim": head_dim,
-        "block_tokens": block_size, "dtype_bytes": dtype_bytes,
-    }  # fmt: skip
-    changed: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
-    shape = replace(SHAPES[geometry], **changed)
-    if shape != SHAPES[geometry]:
-        shape = replace(shape, name=f"{geometry}, changed")
+    changes = {"num_hidden_layers": layers, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    changed = {name: value for name, value in changes.items() if value is not None}
+    reading = read_geometry(geometry, changed, dtype)
+    if len(set(reading.cache.layers)) > 1:
+        raise ConfigError(
+            f"--geometry {geometry} has layers of several kinds; bench layout measures those, this command "
+            "models whose layers are alike"
+        )
     with Console(stderr=True).status("starting") as status:
         measured = measure(
-            Job(shape, tokens, order, repeats, transports), lambda text: status.update(f"{text} ...")
+            Job(reading, Side(block_tokens=block_size), tokens, order, repeats, transports),
+            lambda text: status.update(f"{text} ..."),
         )
     if as_json:
         print(json.dumps(report.as_json(measured)))
     else:
         report.show(measured, Console(highlight=False))
+
+
+def layout(
+    geometry: Annotated[
+        str, typer.Option(help="Whose KV cache, as `kvferry plan` takes it; several with commas.")
+    ] = _LAYOUT_MODELS,
+    layouts: Annotated[
+        str, typer.Option(help="Orders of the axes in memory, the same on both sides.")
+    ] = "LBNHC,LBHNC,BLHNC,BHLNC",
+    parallel: Annotated[
+        str, typer.Option(help="Tensor-parallel ranks of the side that has the request, and that reads it.")
+    ] = "1:1,2:1,1:2,4:2",
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the request; by default what makes 128 MiB.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=7, help=_REPEATS_HELP)] = 9,
+    transports: Annotated[
+        str | None, typer.Option(help="UCX_TLS for both processes, e.g. tcp,self. By default as it is.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="File for a picture of the table, *.svg.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON: all rounds, in seconds and bytes.")
+    ] = False,
+) -> None:
+    """Compare memory layouts, tensor-parallel sizes and strategies, over NIXL between two processes.
+
+    A request with scattered blocks moves from an engine to one rank of another: direct, over-read, staged,
+    and as the planner chooses. Speeds are multiples of raw NIXL's with descriptors of 2 MiB in the same
+    round.
+    """
+    from rich.console import Console
+
+    from kvferry.bench import layout_report
+    from kvferry.bench.engines import read_geometry
+    from kvferry.bench.layout import Job, measure
+    from kvferry.bench.layout_plot import picture
+    from kvferry.bench.transfer import machine
+
+    if plot is not None and plot.suffix != ".svg":
+        raise ConfigError(f"--plot {plot} is not an .svg file, which is the only kind that is written")
+    readings = [read_geometry(name) for name in geometry.split(",")]
+    job = Job(_layouts(layouts), _parallel(parallel), repeats, tokens, transports)
+    with Console(stderr=True).status("starting") as status:
+        tables = [measure(job, reading, lambda text: status.update(f"{text} ...")) for reading in readings]
+    if plot is not None:
+        plot.write_text(picture(tables))
+    if as_json:
+        print(json.dumps(layout_report.as_json(tables, machine())))
+    else:
+        layout_report.show(tables, machine(), repeats, Console(highlight=False))
+
+
+def calibrate(
+    out: Annotated[
+        Path | None, typer.Option(help="File to write; by default where kvferry looks for it.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and print, write nothing.")] = False,
+    repeats: Annotated[int, typer.Option(min=7, help="Rounds; each measures every size once.")] = 9,
+    transports: Annotated[
+        str | None, typer.Option(help="UCX_TLS for both processes, e.g. tcp,self. By default as it is.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure what reading, copying and asking cost on this machine, and keep it for the planner.
+
+    The planner chooses between strategies by these costs. They are written to a file which kvferry reads
+    wherever it plans transfers; without one it goes by built-in costs.
+    """
+    from datetime import UTC, datetime
+
+    from rich.console import Console
+
+    from kvferry.bench import calibrate_report
+    from kvferry.bench.calibrate import Job, calibrate as measure
+    from kvferry.bench.transfer import machine
+    from kvferry.transport.costs import default_path, write_costs
+
+    with Console(stderr=True).status("starting") as status:
+        found = measure(Job(repeats, transports), lambda text: status.update(f"{text} ..."))
+    path = None if dry_run else out or default_path()
+    facts = calibrate_report.facts(machine(), found)
+    if path is not None:
+        write_costs(path, found.costs, datetime.now(UTC).isoformat(timespec="seconds"), facts)
+    if as_json:
+        print(json.dumps(calibrate_report.as_json(found, facts, path)))
+    else:
+        calibrate_report.show(found, path, Console(highlight=False))
+
+
+def _layouts(said: str) -> tuple[str, ...]:
+    from kvferry.geometry.layout import LAYOUTS
+
+    found = tuple(said.upper().split(","))
+    if unknown := [name for name in found if name not in LAYOUTS]:
+        raise ConfigError(f"--layouts {unknown[0]} is not known; choose of {', '.join(LAYOUTS)}")
+    return found
+
+
+def _parallel(said: str) -> tuple[tuple[int, int], ...]:
+    found = []
+    for pair in said.split(","):
+        numbers = pair.split(":")
+        if len(numbers) != 2 or not all(number.isdecimal() and int(number) for number in numbers):
+            raise ConfigError(f"--parallel {pair} is not two numbers of ranks, like 2:1")
+        found.append((int(numbers[0]), int(numbers[1])))
+    return tuple(found)

@@ -11,7 +11,7 @@ from math import ceil
 from kvferry.errors import ConfigError
 from kvferry.planning.request import Tally
 from kvferry.planning.select import Cells
-from kvferry.planning.strategy import CHUNK_BYTES, Costs, Strategy, choose, ways
+from kvferry.planning.strategy import Costs, Strategy, choose, chunk_bytes, ways
 from kvferry.planning.template import Route
 from kvferry.transport.settings import TransferSettings
 
@@ -98,5 +98,5 @@ def expected(route: Route, cells: Cells, tally: Tally, pricing: Pricing) -> Expe
         descriptors = tally.descriptors
     else:
         # An image that is read whole goes in chunks.
-        descriptors = ceil(way.work.descriptors * len(cells)) or ceil(read_bytes / CHUNK_BYTES)
+        descriptors = ceil(way.work.descriptors * len(cells)) or ceil(read_bytes / chunk_bytes(read_bytes))
     return Expected(way.strategy, seconds, descriptors, read_bytes)

@@ -57,12 +57,12 @@ class Ends:
     A list holds, from `base` on, every row of every phase, and of each row an entry per block or image.
 
     Attributes:
-        ids: block or image of every cell, int64 of shape (n,).
-        count: entries per row.
+        ids: block or image of every cell, int64 or int32 of shape (n,).
+        count: entries per row, at least 1.
         base: where the list begins.
     """
 
-    ids: Int64s
+    ids: Int64s | Int32s
     count: int
     base: int
 
@@ -78,18 +78,26 @@ def paired(rows: Sequence[int], phase: Int64s, src: Ends, dst: Ends) -> Indices:
         phase: of every cell, int64 of shape (n,).
         src, dst: of the same cells.
     """
+    if len(rows) == 1:
+        return Indices(_entries(0, rows[0], src, slice(None)), _entries(0, rows[0], dst, slice(None)))
     found_src, found_dst = [np.zeros(0, np.int32)], [np.zeros(0, np.int32)]
     first = 0
     for number, count in enumerate(rows):
-        row = np.arange(first, first + count, dtype=np.int32)[:, None]
+        of_phase = phase == number
+        found_src.append(_entries(first, count, src, of_phase))
+        found_dst.append(_entries(first, count, dst, of_phase))
         first += count
-        of_phase = slice(None) if len(rows) == 1 else phase == number
-        for found, ends in ((found_src, src), (found_dst, dst)):
-            ids = ends.ids[of_phase].astype(np.int32) + np.int32(ends.base)
-            found.append((row * np.int32(ends.count) + ids).reshape(-1))
-    if len(rows) == 1:
-        return Indices(found_src[1], found_dst[1])
     return Indices(np.concatenate(found_src), np.concatenate(found_dst))
+
+
+def _entries(first: int, rows: int, ends: Ends, part: slice | npt.NDArray[np.bool_]) -> Int32s:
+    """Entries of so many rows from `first` on, of the cells in `part`."""
+    begin, ids = ends.base + first * ends.count, ends.ids[part].astype(np.int32, copy=False)
+    if rows == 1:
+        return ids + np.int32(begin)
+    row = np.arange(begin, begin + rows * ends.count, ends.count, dtype=np.int32)
+    found: Int32s = np.add.outer(row, ids).reshape(-1)
+    return found
 
 
 def as_indices(route: Route, cells: Cells, src_base: int, dst_base: int) -> Indices:

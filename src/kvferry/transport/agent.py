@@ -38,11 +38,14 @@ _LOCAL = "NIXL_INIT_AGENT"
 class Agent:
     """One NIXL agent: registered memory, prepared lists, READs."""
 
-    def __init__(self, name: str, backends: Sequence[str] = ("UCX",)) -> None:
+    def __init__(self, name: str, *, progress: bool = True, backends: Sequence[str] = ("UCX",)) -> None:
         """Start an agent.
 
         Args:
             name: unique among all agents that ever talk to each other.
+            progress: with a thread that does the transport's share while nobody looks, as whoever is read
+                from needs. Whoever reads looks often enough, and reads faster without: while short
+                descriptors are posted that thread wakes again and again, and contends with the poster.
             backends: NIXL plugins to use, first choice first.
 
         Raises:
@@ -51,7 +54,7 @@ class Agent:
         os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
         self.name = name
         try:
-            self._nixl: Any = sleeping_agent(name, list(backends))
+            self._nixl: Any = sleeping_agent(name, list(backends), progress=progress)
         except ImportError as error:
             raise ConfigError(f"NIXL cannot be imported ({error}); install the package nixl") from error
         if not self._nixl.backends:

@@ -88,7 +88,7 @@ class _State(Enum):
     CHECKING = "checking"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Chunk:
     cells: Cells
     state: _State
@@ -99,6 +99,12 @@ class _Chunk:
     handle: Any = None
     word: int = -1
     direct: bool = False
+
+
+def chunks_of(way: PreparedWay, cells: Cells) -> list[Cells]:
+    """Cells as they are moved, so many at a time."""
+    per_chunk = way.chunk_cells(len(cells))
+    return [cells[at : at + per_chunk] for at in range(0, len(cells), per_chunk)]
 
 
 class PackedRead:
@@ -122,8 +128,7 @@ class PackedRead:
         self.failure: str | None = None
         self._bench, self._lists, self._client = bench, lists, client
         self._route, self._way, self._ticket, self._clock = route, way, ticket, clock
-        per_chunk = way.chunk_cells
-        self._rest = [cells[at : at + per_chunk] for at in range(0, len(cells), per_chunk)][::-1]
+        self._rest = chunks_of(way, cells)[::-1]
         self._chunks: list[_Chunk] = []
 
     @property
@@ -136,19 +141,19 @@ class PackedRead:
         """The source has been asked for something."""
         return any(chunk.state is _State.ASKED for chunk in self._chunks)
 
+    @property
+    def in_flight(self) -> bool:
+        """A READ has been posted and is not over."""
+        return any(chunk.handle is not None for chunk in self._chunks)
+
     def advance(self) -> bool:
         """Do what can be done now; whether anything was."""
-        moved = False
-        if self.failure is None:
-            while self._rest and len(self._chunks) < AHEAD:
-                self._chunks.append(_Chunk(self._rest.pop(), _State.NEW, self._clock()))
-                moved = True
+        moved = self._ask_ahead()
         for chunk in list(self._chunks):
-            try:
-                moved |= self._step(chunk)
-            except Exception as error:  # noqa: BLE001 - a read fails alone
-                self._fail(chunk, f"the transport failed: {error}")
+            # As far as it gets, before another is looked at: what it frees, the source can use meanwhile.
+            while chunk in self._chunks and self._stepped(chunk):
                 moved = True
+            moved |= self._ask_ahead()
         return moved
 
     def abandon(self, reason: str) -> None:
@@ -156,6 +161,22 @@ class PackedRead:
         self.failure = self.failure or reason
 
     # -- steps --------------------------------------------------------------------------------------------
+
+    def _ask_ahead(self) -> bool:
+        moved = False
+        while self._rest and len(self._chunks) < AHEAD and self.failure is None:
+            chunk = _Chunk(self._rest.pop(), _State.NEW, self._clock())
+            self._chunks.append(chunk)
+            moved |= self._stepped(chunk)
+        return moved
+
+    def _stepped(self, chunk: _Chunk) -> bool:
+        """One step of a chunk; whether it could be done."""
+        try:
+            return self._step(chunk)
+        except Exception as error:  # noqa: BLE001 - a read fails alone
+            self._fail(chunk, f"the transport failed: {error}")
+            return True
 
     def _begin(self, chunk: _Chunk) -> bool:
         if self.failure is not None:

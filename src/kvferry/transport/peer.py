@@ -47,6 +47,7 @@ class ReadOrder:
         span: how much of the prompt.
         src_tables, dst_tables: block ids by position per group of each side, int64 arrays.
         ticket: the producer's promise.
+        strategy: pinned for this one; None: as the settings say.
     """
 
     key: str
@@ -55,6 +56,7 @@ class ReadOrder:
     src_tables: tuple[Int64s, ...]
     dst_tables: tuple[Int64s, ...]
     ticket: Ticket
+    strategy: Strategy | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +186,7 @@ class Peer:
         """
         started = time.perf_counter()
         self._check(order)
+        pinned = order.strategy or self._settings.strategy
         by_group = [0] * len(self._ours.groups)
         strategies: list[dict[Strategy, None]] = [{} for _ in by_group]
         ranks, tallies = [], []
@@ -199,7 +202,7 @@ class Peer:
                 )
                 if not len(cells):
                     continue
-                way = prepared.chosen(len(cells), self._settings.costs, self._settings.strategy)
+                way = prepared.chosen(len(cells), self._settings.costs, pinned)
                 counted = prepared.tally(cells, way)
                 by_group[route.dst_group] += counted.bytes
                 strategies[route.dst_group][way.way.strategy] = None

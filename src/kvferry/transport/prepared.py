@@ -15,9 +15,9 @@ from kvferry.geometry import RankGeometry
 from kvferry.memory.copy import Loops
 from kvferry.memory.space import Space
 from kvferry.planning.pieces import Int64s
-from kvferry.planning.request import Ends, Indices, Tally, as_indices, paired, tally
+from kvferry.planning.request import Ends, Indices, Int32s, Tally, as_indices, paired, tally
 from kvferry.planning.select import Cells
-from kvferry.planning.strategy import CHUNK_BYTES, Costs, Strategy, Way, choose, ways
+from kvferry.planning.strategy import Costs, Strategy, Way, choose, chunk_bytes, ways
 from kvferry.planning.template import Route
 from kvferry.transport.area import Area, positions
 from kvferry.transport.gather_messages import MAX_NESTS, GatherRoute
@@ -93,21 +93,24 @@ class PreparedWay:
         """Bytes from one image to the next."""
         return self.way.image.stride if self.way.image else 0
 
-    @property
-    def chunk_cells(self) -> int:
-        """Cells that travel at a time: about `CHUNK_BYTES`, and several chunks find room in every area."""
-        areas = [self.src_count] * (self.gather >= 0) + [self.dst_count] * bool(self.scatter)
-        return max(1, min(CHUNK_BYTES // self.stride, *(room // 4 for room in areas)))
+    def chunk_cells(self, cells: int) -> int:
+        """Of so many cells, how many travel at a time: several chunks must find room in either area."""
+        areas = [*([self.src_count] if self.gather >= 0 else []), *([self.dst_count] if self.scatter else [])]
+        wanted = chunk_bytes(cells * self.stride) // self.stride
+        return max(1, min(wanted, *(room // 4 for room in areas)))
 
     def indices(self, cells: Cells, outgoing: int, landing: int) -> Indices:
         """Entries for a chunk of cells, whose images begin at these positions of the areas."""
-        images = np.arange(len(cells), dtype=np.int64)
-        src = cells.src_block if self.gather < 0 else images + outgoing
-        dst = images + landing if self.scatter else cells.dst_block
-        phase = cells.phase if len(self.rows) > 1 else np.zeros_like(cells.phase)
+        count = len(cells)
+        src: Int64s | Int32s = cells.src_block
+        dst: Int64s | Int32s = cells.dst_block
+        if self.gather >= 0:
+            src = np.arange(outgoing, outgoing + count, dtype=np.int32)
+        if self.scatter:
+            dst = np.arange(landing, landing + count, dtype=np.int32)
         return paired(
             self.rows,
-            phase,
+            cells.phase,
             Ends(src, self.src_count, self.src_base),
             Ends(dst, self.dst_count, self.dst_base),
         )

@@ -18,8 +18,8 @@ WAIT_MICROSECONDS = 10_000
 """How long the thread waits for an event before it looks anyway; an event wakes it at once."""
 
 
-def sleeping_agent(name: str, backends: list[str]) -> Any:
-    """What ``nixl_agent(name, nixl_agent_config(backends=backends))`` makes, with that wait.
+def sleeping_agent(name: str, backends: list[str], *, progress: bool) -> Any:
+    """What ``nixl_agent(name, nixl_agent_config(backends=backends))`` makes, with that wait, or no thread.
 
     Raises:
         ImportError: NIXL cannot be imported.
@@ -41,7 +41,7 @@ def sleeping_agent(name: str, backends: list[str]) -> Any:
     # The same code over other globals: no other user of NIXL in this process is touched.
     make = FunctionType(_api.nixl_agent.__init__.__code__, {**vars(_api), "nixlBind": Bindings()})
     agent = _api.nixl_agent.__new__(_api.nixl_agent)
-    config = _api.nixl_agent_config(backends=backends)
+    config = _api.nixl_agent_config(enable_prog_thread=progress, backends=backends)
     try:
         make(agent, name, config, False)  # noqa: FBT003
     except (AttributeError, TypeError) as error:

@@ -9,7 +9,9 @@ may take as long as its READ, planning a long prompt takes milliseconds, prepari
                  │          └─error─┐        └─changed─┐
                  └──────────────────┴───────────────────┴─▶ failed
 
-What goes direct is one READ per rank of the peer; what goes packed is moved on chunk by chunk (`packed`).
+It has two agents: one that is read from, with a thread of the transport that serves while nobody looks, and
+one that reads, without. What goes direct is one READ per rank of the peer; what goes packed is moved on chunk
+by chunk (`packed`).
 
 Every order gets exactly one result, and gets it when nothing of it is in flight any more: until then the
     memory belongs to the transfer.
@@ -21,16 +23,17 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import zmq
 
 from kvferry.errors import KVFerryError
 from kvferry.geometry import RankGeometry, Region
+from kvferry.memory.pages import ask_large_pages
 from kvferry.transport.agent import Agent, ReadState
 from kvferry.transport.area import Area
 from kvferry.transport.gather_server import GatherServer
@@ -46,7 +49,18 @@ MAX_IN_FLIGHT = 256
 MAX_CHUNKS = 4096
 """Chunks of all reads whose words are being read."""
 
-_SHORTEST_NAP, _LONGEST_NAP = 20e-6, 1e-3
+_SHORTEST_NAP, _LONGEST_NAP = 20e-6, 2e-4
+"""Between looks while something is in flight; without looks, some transports do not go on."""
+
+_LONGEST_WAIT = 1e-3
+"""Until the next order is looked for while a source gathers."""
+
+
+class MakeAgent(Protocol):
+    """Makes an agent; see `Agent`."""
+
+    def __call__(self, name: str, *, progress: bool) -> Agent:
+        """Start it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +110,7 @@ class TransferThread:
         geometry: RankGeometry,
         words: LeaseWords,
         settings: TransferSettings | None = None,
-        make_agent: Callable[[str], Agent] = Agent,
+        make_agent: MakeAgent = Agent,
         in_flight: int = MAX_IN_FLIGHT,
     ) -> None:
         """Start the thread, register the memory; returns when that is done.
@@ -106,7 +120,7 @@ class TransferThread:
             geometry: our rank.
             words: our lease words; words for what is gathered are added to them.
             settings: strategies, costs, staging memory.
-            make_agent: called in the thread.
+            make_agent: called in the thread, for the agent that is read from and the one that reads.
             in_flight: how many reads may be in flight; more wait their turn.
 
         Raises:
@@ -201,13 +215,19 @@ class TransferThread:
 
     # -- the thread ---------------------------------------------------------------------------------------
 
-    def _run(self, name: str, make_agent: Callable[[str], Agent], ready: threading.Event) -> None:
+    def _run(self, name: str, make_agent: MakeAgent, ready: threading.Event) -> None:
         try:
-            agent = make_agent(name)
+            serving = make_agent(name, progress=True)
+            agent = make_agent(f"{name}/reads", progress=False)
             words = Region(self.words.address, self.words.array.nbytes)
-            staging = [area.region for area in (self._images, self._outgoing) if area.units]
-            agent.register([*self._geometry.regions, *staging, words, self._landing_region])
-            self._metadata = agent.metadata()
+            images, outgoing = ([a.region] if a.units else [] for a in (self._images, self._outgoing))
+            for region in self._geometry.regions:
+                ask_large_pages(region, touched=True)
+            for region in (*images, *outgoing):
+                ask_large_pages(region, touched=False)
+            serving.register([*self._geometry.regions, *outgoing, words])
+            agent.register([*self._geometry.regions, *images, self._landing_region])
+            self._metadata = serving.metadata()
         except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
             self._fault = error
             return
@@ -234,6 +254,7 @@ class TransferThread:
                 self._wake.wait()
                 self._wake.clear()
         self._shut(agent)
+        serving.close()
 
     def _take_orders(self, agent: Agent) -> bool:
         busy = False
@@ -312,7 +333,10 @@ class TransferThread:
             if rank.source.client is not None and rank.source.client.waiting
         ]
         if clients:
-            zmq.select(clients, [], [], _LONGEST_NAP)
+            # With nothing to look after besides, the answer alone counts: looking sooner takes the core that
+            # the source gathers on, where both share one machine.
+            in_flight = any(read.handles or any(p.in_flight for p in read.packed) for read in self._reads)
+            zmq.select(clients, [], [], nap if in_flight else _LONGEST_WAIT)
         else:
             time.sleep(nap)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
 from kvferry.bench.pool import Pool
 from kvferry.bench.shapes import Shape
+
 from kvferry.errors import TransferError
 
 SHAPE = Shape("tiny", layers=3, kv_heads=2, head_dim=8)

@@ -6,13 +6,13 @@ import io
 import json
 
 import pytest
+from kvferry.bench.shapes import SHAPES
 from rich.console import Console
 
 from kvferry.bench import report
 from kvferry.bench.hooks import HookTimes
 from kvferry.bench.planning import Planning
 from kvferry.bench.rounds import Comparison, Series
-from kvferry.bench.shapes import SHAPES
 from kvferry.bench.stats import Spread
 from kvferry.bench.transfer import Job, Machine, Measured
 

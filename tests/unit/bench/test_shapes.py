@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
 from kvferry.bench.shapes import SHAPES, Shape, block_table
+
 from kvferry.errors import ConfigError
 from kvferry.planning.template import build_templates
 

@@ -111,7 +111,7 @@ class Table:
         loops = tuple(SimpleNamespace(scatter=self._scatter(phase)) for phase in range(phases))
         self.way = SimpleNamespace(
             gather=3 if gathers else -1, scatter=loops if scatters else (), stride=STRIDE, src_count=40,
-            chunk_cells=per_chunk, indices=self._indices,
+            chunk_cells=lambda _: per_chunk, indices=self._indices,
         )  # fmt: skip
         route = SimpleNamespace(direct=direct or None, direct_indices=self._direct)
         self.indices: list[tuple[int, int]] = []

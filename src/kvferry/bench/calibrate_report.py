@@ -1,0 +1,63 @@
+"""Fitted costs, for people and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvferry.bench.calibrate import Calibrated
+from kvferry.bench.fit import Fit
+from kvferry.bench.transfer import Machine
+from kvferry.planning.strategy import Costs
+
+_WHAT = {
+    "read_descriptor_seconds": ("a descriptor of a READ", 1e6, "µs"),
+    "read_byte_seconds": ("a byte of a READ", 1e12, "ps"),
+    "copy_call_seconds": ("a call of a gather or scatter", 1e6, "µs"),
+    "copy_run_seconds": ("a run of one", 1e9, "ns"),
+    "copy_byte_seconds": ("a byte of one", 1e12, "ps"),
+    "ask_seconds": ("asking for a gather", 1e6, "µs"),
+}
+
+
+def facts(machine: Machine, found: Calibrated) -> dict[str, Any]:
+    """Where, and how good: what is written beside the costs."""
+    return {**asdict(machine), "errors": {"reads": _errors(found.reads), "copies": _errors(found.copies)}}
+
+
+def as_json(found: Calibrated, facts: dict[str, Any], path: Path | None) -> dict[str, Any]:
+    """All of it, in seconds."""
+    return {
+        "costs": asdict(found.costs),
+        "ask_seconds": asdict(found.ask),
+        "machine": facts,
+        "written": None if path is None else str(path),
+    }
+
+
+def show(found: Calibrated, path: Path | None, console: Console) -> None:
+    """Print it; fits 80 columns."""
+    built_in = Costs()
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("what")
+    table.add_column("costs", justify="right", no_wrap=True)
+    table.add_column("built in", justify="right", no_wrap=True)
+    for name, (what, scale, unit) in _WHAT.items():
+        mine, theirs = (f"{getattr(costs, name) * scale:.3g} {unit}" for costs in (found.costs, built_in))
+        table.add_row(what, mine, theirs)
+    console.print(table)
+    for what, fitted in (("reads", found.reads), ("copies", found.copies)):
+        console.print(
+            f"{len(fitted.errors)} kinds of {what} are predicted within {fitted.median_error:.0%} (median), "
+            f"{fitted.worst_error:.0%} (worst)",
+            highlight=False,
+        )
+    console.print("nothing was written" if path is None else f"written to {path}", soft_wrap=True)
+
+
+def _errors(fitted: Fit) -> dict[str, float]:
+    return {"median": fitted.median_error, "worst": fitted.worst_error}

@@ -1,0 +1,92 @@
+"""What a request's blocks hold, so that every word tells where it belongs.
+
+An element's value follows from layer, field, token, head and place within, whatever engine keeps it and
+wherever; it is written through the views that an engine would write through. So a destination's memory can be
+made as it must be after a move without moving anything, and compared byte for byte.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import gcd, prod
+
+import numpy as np
+import torch
+
+from kvferry.bench.engines import Engine
+from kvferry.errors import TransferError
+from kvferry.geometry import Group, GroupKind, Layer
+from kvferry.memory.owned import OwnedCache
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_HEAD, _TOKEN, _WORD, _LAYER, _FIELD, _MIX = (
+    0x1B873593CC9E2D51, 0x27D4EB2F165667C5, 0x369DEA0F31A53F85, 0x2545F4914F6CDD1D, 0x41C64E6DA3BC0075,
+    0x5851F42D4C957F2D,
+)  # fmt: skip
+
+
+def fill(memory: OwnedCache, held: Engine) -> None:
+    """Write a request's content into one rank's blocks."""
+    pages, states = memory.views(guarded=False), memory.states(guarded=False)
+    for group, table in zip(memory.geometry.groups, held.tables, strict=True):
+        for layer in group.layers:
+            number = int(layer.name.rpartition(".")[2])
+            if group.kind is GroupKind.STATE:
+                _fill_state(states[layer.name], layer, number, int(table[0]))
+            else:
+                _fill_pages(pages[layer.name], group, layer, number, table.tolist())
+
+
+def check(memory: OwnedCache, expected: OwnedCache) -> None:
+    """Raise TransferError unless all of a rank's memory is what it must be."""
+    found, wanted = memory.buffer.numpy(), expected.buffer.numpy()
+    if np.array_equal(found, wanted):
+        return
+    wrong = int((found != wanted).sum())
+    raise TransferError(
+        f"{wrong:,} of {len(found):,} bytes are not what they must be after a move: please report this"
+    )
+
+
+def _fill_pages(pages: torch.Tensor, group: Group, layer: Layer, number: int, table: list[int]) -> None:
+    _, heads, tokens, content = pages.shape
+    word = gcd(8, content)
+    words = pages.view(_WORDS[word])
+    base = _base(_first_head(layer), (heads, tokens, content // word))
+    for position, block in enumerate(table):
+        if block:
+            first = position * group.block_tokens
+            words[block].copy_(_mixed(base + _wrap(first * _TOKEN + number * _LAYER)).to(_WORDS[word]))
+
+
+def _fill_state(fields: dict[str, torch.Tensor], layer: Layer, number: int, block: int) -> None:
+    for index, (field, elements) in enumerate(fields.items()):
+        axis = next(f for f in layer.page.fields if f.name == field).axis("head")
+        heads, inner = elements.shape[1], elements.shape[2:]
+        base = _base(axis.start if axis else 0, (heads, 1, prod(inner)))
+        value = _mixed(base + _wrap(number * _LAYER + (index + 1) * _FIELD))
+        elements[block].copy_(value.reshape(heads, *inner).to(elements.dtype))
+
+
+def _first_head(layer: Layer) -> int:
+    axis = layer.page.fields[0].axis("head")
+    return axis.start if axis else 0
+
+
+@cache
+def _base(first_head: int, counts: tuple[int, int, int]) -> torch.Tensor:
+    """What distinguishes the words of one page; int64 of shape (heads, tokens, words)."""
+    head, token, word = (torch.arange(count, dtype=torch.int64) for count in counts)
+    return ((head + first_head) * _HEAD)[:, None, None] + (token * _TOKEN)[None, :, None] + word * _WORD
+
+
+def _mixed(value: torch.Tensor) -> torch.Tensor:
+    """Every bit of the result depends on many of the value's; changes `value`."""
+    value ^= value >> 29
+    value *= _MIX
+    return value.__ixor__(value >> 32)
+
+
+def _wrap(value: int) -> int:
+    """The 64-bit signed integer that is congruent."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
