@@ -63,9 +63,12 @@ class Engine:
         ]
         self._results = {}
 
-    def _agent(self, name: str) -> LocalAgent:
-        self.agents.append(LocalAgent(name))
-        return self.agents[-1]
+    def _agent(self, name: str, *, progress: bool) -> LocalAgent:
+        """One that is read from, or one that reads: those are in `agents`."""
+        made = LocalAgent(name)
+        if not progress:
+            self.agents.append(made)
+        return made
 
     @property
     def cards(self):
