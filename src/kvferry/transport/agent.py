@@ -44,7 +44,7 @@ class Agent:
             name: unique among all agents that ever talk to each other.
             progress: with a thread that does the transport's share while nobody looks, as whoever is read
                 from needs. Whoever reads looks often enough, and reads faster without: while short
-                descriptors are posted that thread wakes again and again, and contends with the one that posts.
+                descriptors are posted that thread wakes ever again, and contends with the one that posts.
             backends: NIXL plugins to use, first choice first.
 
         Raises:
