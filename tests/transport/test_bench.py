@@ -10,59 +10,79 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
-from kvferry.bench.shapes import Shape, block_table
+import typer
 
-from kvferry.bench import report
+from kvferry.bench import calibrate_report, layout, layout_report, report
+from kvferry.bench.calibrate import Job as CalibrateJob, calibrate
+from kvferry.bench.cells import WAYS
+from kvferry.bench.engines import Engine, engine, read_geometry
+from kvferry.bench.link import Producer
 from kvferry.bench.movers import Ferry
 from kvferry.bench.reader import Reader
-from kvferry.bench.transfer import Job, measure
+from kvferry.bench.transfer import Job, machine, measure
+from kvferry.cli.bench import register
 from kvferry.errors import TransferError
+from kvferry.plan.side import Side
+from kvferry.planning.strategy import Strategy
+from kvferry.transport.costs import read_costs, write_costs
 
 pytestmark = pytest.mark.transport
 
-TINY = Shape("tiny", layers=2, kv_heads=2, head_dim=32)
+TINY = read_geometry("Llama-3.1-8B", {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 32})
 TOKENS = 640
 BLOCKS = 40
+BLOCK_BYTES = 2 * 16 * 2 * 2 * 32 * 2
 
 
 def _quiet(_: str) -> None:
     """Progress is not looked at."""
 
 
+def _engine(name: str, seed: int, **side: int | str) -> Engine:
+    return engine(name, TINY, Side(**side), TOKENS, seed=seed)
+
+
+SOURCE = _engine("source", 1)
+
+
 @pytest.fixture
 def reader():
-    with Reader(TINY, BLOCKS + 1, {}) as reader:
+    with Producer([SOURCE], {}) as producer, Reader(_engine("destination", 2), producer) as reader:
         yield reader
 
 
 def test_everything_is_measured_once_through() -> None:
-    measured = measure(Job(TINY, TOKENS, "scattered", 7, planned_tokens=4096), _quiet)
+    measured = measure(Job(TINY, Side(), TOKENS, "scattered", 7, planned_tokens=4096), _quiet)
     loaded = json.loads(json.dumps(report.as_json(measured)))
-    assert loaded["comparison"]["ferry"]["bytes"] == BLOCKS * TINY.block_bytes
-    assert [series["bytes"] for series in loaded["comparison"]["others"]] == [BLOCKS * TINY.block_bytes] * 3
+    assert loaded["comparison"]["ferry"]["bytes"] == BLOCKS * BLOCK_BYTES
+    assert [series["bytes"] for series in loaded["comparison"]["others"]][1:] == [BLOCKS * BLOCK_BYTES] * 2
     assert all(len(series["seconds"]) == 7 for series in loaded["comparison"]["others"])
     assert measured.hooks.loads > measured.hooks.in_flight
     assert 0 < measured.hooks.median <= measured.hooks.p99 <= measured.hooks.longest
-    assert measured.planning.blocks == 256
+    assert measured.planning.pages == 512
 
 
-def test_a_move_is_checked_page_by_page(reader: Reader) -> None:
-    src, dst = block_table(BLOCKS, "scattered", 1), block_table(BLOCKS, "scattered", 2)
-    Ferry(reader, TOKENS, src, dst).move()
-    reader.pool.check(src, dst)
-    with pytest.raises(TransferError, match="80 of 80 pages"):
-        reader.pool.check(np.roll(src, 1), dst)
+def test_a_move_is_checked_byte_for_byte(reader: Reader) -> None:
+    Ferry("", reader, SOURCE).move()
+    reader.check()
+    reader.cache.buffer[-1] ^= 1
+    with pytest.raises(TransferError, match="1 of"):
+        reader.check()
+
+
+def test_what_is_read_in_the_wrong_order_is_noticed(reader: Reader) -> None:
+    other = _engine("source", 3)
+    with pytest.raises(TransferError, match="are not what they must be"):
+        Ferry("", reader, other).move()
 
 
 def test_every_lease_is_acknowledged(reader: Reader) -> None:
-    src, dst = block_table(BLOCKS, "scattered", 1), block_table(BLOCKS, "scattered", 2)
-    ferry = Ferry(reader, TOKENS, src, dst)
+    ferry = Ferry("", reader, SOURCE)
     tickets = []
     for _ in range(2):
         ferry.move()
-        wanted = reader.wanted(TOKENS, src, dst)
+        wanted = reader.wanted(SOURCE.span, SOURCE.tables, reader.engine.tables)
         tickets.append(wanted.ticket)
         reader.acknowledge(wanted.key)
         reader.producer.wait_ended()
@@ -73,9 +93,51 @@ def test_every_lease_is_acknowledged(reader: Reader) -> None:
 
 def test_a_producer_that_dies_is_one_sentence(reader: Reader) -> None:
     os.kill(reader.producer.pid, signal.SIGKILL)
-    src = block_table(BLOCKS, "scattered", 1)
     with pytest.raises(TransferError, match=r"the producer process \(pid \d+\) died: killed by signal 9"):
-        Ferry(reader, TOKENS, src, src).move()
+        Ferry("", reader, SOURCE).move()
+
+
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "Qwen3-Next-80B-A3B"])
+def test_layouts_are_compared_in_every_way(model: str) -> None:
+    changes = {"num_hidden_layers": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2}
+    job = layout.Job(("LBNHC", "BHLNC"), ((2, 1), (1, 2)), 7, 320, planned_tokens=2048)
+    table = layout.measure(job, read_geometry(model, changes), _quiet)
+    left_out = [cell for cell, _ in table.left_out]
+    hybrid = model.startswith("Qwen")
+    assert left_out == (["BHLNC TP 2→1", "BHLNC TP 1→2"] if hybrid else [])
+    assert [str(row.cell) for row in table.rows][:2] == ["LBNHC TP 2→1", "LBNHC TP 1→2"]
+    for row in table.rows:
+        assert [len(row.ratios[way]) for way in WAYS] == [7] * 4
+        assert row.strategy
+    assert len(table.raw) == 7
+    json.dumps(layout_report.as_json([table], machine()))
+
+
+def test_a_pinned_strategy_is_what_moves(reader: Reader) -> None:
+    for strategy in Strategy:
+        ferry = Ferry("", reader, SOURCE, strategy=strategy)
+        ferry.move()
+        assert ferry.strategies == (strategy,)
+
+
+def test_costs_are_fitted_and_nothing_is_written(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    app = typer.Typer()
+    register(app)
+    app(["bench", "calibrate", "--dry-run", "--json", "--repeats", "7"], standalone_mode=False)
+    said = json.loads(capsys.readouterr().out)
+    assert said["written"] is None
+    assert all(seconds > 0 for name, seconds in said["costs"].items() if name.endswith("byte_seconds"))
+    assert said["costs"]["ask_seconds"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_costs_are_written_where_they_are_wanted(tmp_path: Path) -> None:
+    small = CalibrateJob(7, None, (1 << 12, 1 << 16), 1 << 20, 64, (1024,), (1 << 14,), 1 << 18)
+    found = calibrate(small, _quiet)
+    facts = calibrate_report.facts(machine(), found)
+    write_costs(tmp_path / "costs.json", found.costs, "now", facts)
+    assert read_costs(tmp_path / "costs.json") == found.costs
 
 
 _RUN = """

@@ -1,4 +1,4 @@
-"""Packed on the way, over NIXL between two processes; from sources with little room, that lie, stop or die."""
+"""Packed reads between two processes: small areas, sources that stop, die, lie or have no room."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def _asking(job: Job, reader: Reader) -> Spread:
     outgoing = card.outgoing
     if outgoing is None:
         raise TransferError("the producer process does not gather: please report this")
-    route = GatherRoute(4096, 1 << 10, 64, ((Nest(card.geometry.regions[0].address, 0, 64),),))
+    route = GatherRoute(64, 2, 64, ((Nest(card.geometry.regions[0].address, 0, 64),),))
     context: zmq.Context[Any] = zmq.Context()
     client = GatherClient(context, outgoing.host, outgoing.port, [route], None)
     ticket = reader.producer.grant(0, "asking")

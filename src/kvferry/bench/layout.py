@@ -106,14 +106,21 @@ def measure(job: Job, reading: ModelReading, progress: Callable[[str], None]) ->
 
 def moved_tokens(job: Job, reading: ModelReading) -> int:
     """Tokens of the request, in whole blocks of every engine."""
-    sizes = {tp for pair in job.parallel for tp in pair}
-    step = lcm(*(block_tokens(reading, Side(tp=tp))[0] for tp in sizes))
+    step = lcm(*(_block_tokens(reading, tp) for tp in {tp for pair in job.parallel for tp in pair}))
     if job.tokens is not None:
         return -(-job.tokens // step) * step
     tokens = step
     while _bytes(reading, tokens + step) <= MOVED_BYTES:
         tokens += step
     return tokens
+
+
+def _block_tokens(reading: ModelReading, tp: int) -> int:
+    """Of an engine of so many ranks; 1 if there can be none, which is said where it is made."""
+    try:
+        return block_tokens(reading, Side(tp=tp))[0]
+    except GeometryError:
+        return 1
 
 
 def _bytes(reading: ModelReading, tokens: int) -> int:

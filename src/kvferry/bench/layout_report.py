@@ -22,7 +22,7 @@ def show(tables: Sequence[Table], machine: Machine, repeats: int, console: Conso
     transports = "not set" if machine.transports is None else machine.transports
     console.print(
         f"{machine.cores} cores, {machine.cpu}, UCX_TLS {transports}; two processes; median of {repeats} "
-        "interleaved rounds; scattered blocks",
+        "interleaved rounds; scattered blocks; by: direct, over-read, staged",
         highlight=False,
     )
     for table in tables:
@@ -74,12 +74,12 @@ def _show_table(table: Table, console: Console) -> None:
         f"raw NIXL at 2 MiB: {speed.median:.2f} GB/s ({speed.low:.2f}-{speed.high:.2f}) = 1",
         highlight=False,
     )
-    grid = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    grid = Grid(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for title in ("layout", "TP"):
         grid.add_column(title, no_wrap=True)
     for title in ("run", *Strategy, CHOSEN, "range"):
         grid.add_column(title, justify="right", no_wrap=True)
-    grid.add_column("which", no_wrap=True)
+    grid.add_column("by", no_wrap=True)
     grid.add_column("plan ms", justify="right", no_wrap=True)
     for row in table.rows:
         grid.add_row(*_cells(row))
@@ -97,6 +97,6 @@ def _cells(row: Row) -> list[str]:
         *(f"{row.ratio(way).median:.2f}" for way in Strategy),
         f"[bold]{chosen.median:.2f}[/]",
         f"{chosen.low:.2f}-{chosen.high:.2f}",
-        row.strategy,
+        "+".join(name[0] for name in row.strategy.split("+")),
         f"{row.planning.ours.median * 1e3:.2f}",
     ]

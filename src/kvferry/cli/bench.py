@@ -103,8 +103,7 @@ def layout(
     """Compare memory layouts, tensor-parallel sizes and strategies, over NIXL between two processes.
 
     A request with scattered blocks moves from an engine to one rank of another: direct, over-read, staged,
-    and as the planner chooses. Speeds are multiples of raw NIXL's with descriptors of 2 MiB in the same
-    round.
+    and as the planner chooses. Speeds are multiples of raw NIXL's at 2 MiB in the same round.
     """
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""`kvferry bench transfer` refuses in words what it cannot measure."""
+"""`kvferry bench` refuses in words what it cannot measure."""
 
 from __future__ import annotations
 
@@ -12,15 +12,27 @@ from kvferry.errors import ConfigError
 def _run(*arguments: str) -> None:
     app = typer.Typer()
     register(app)
-    app(["bench", "transfer", *arguments], standalone_mode=False)
+    app(["bench", *arguments], standalone_mode=False)
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--geometry", "gpt-9"), "--geometry gpt-9 is not known; choose one of llama-3.1-8b, qwen3-0.6b"),
-        (("--order", "sorted"), "--order sorted is not known; choose one of scattered, contiguous"),
-        (("--block-size", "1", "--kv-heads", "1", "--head-dim", "1"), "a page has 4 bytes"),
+        (
+            ("transfer", "--geometry", "Llama-3.1-9B"),
+            "no model is called 'Llama-3.1-9B'; did you mean Llama-3.1-8B",
+        ),
+        (("transfer", "--geometry", "gpt-oss-20b"), "layers of several kinds; bench layout measures those"),
+        (
+            ("transfer", "--order", "sorted"),
+            "--order sorted is not known; choose one of scattered, contiguous",
+        ),
+        (("layout", "--geometry", "gpt-9"), "no model is called 'gpt-9'"),
+        (("layout", "--layouts", "LBNHC,HND"), "--layouts HND is not known; choose of LBNHC"),
+        (("layout", "--parallel", "1:1,2"), "--parallel 2 is not two numbers of ranks, like 2:1"),
+        (("layout", "--parallel", "0:1"), "--parallel 0:1 is not two numbers of ranks"),
+        (("layout", "--parallel", "3:1", "--geometry", "Qwen3-0.6B"), "8 heads on 3 tensor-parallel ranks"),
+        (("layout", "--plot", "table.png"), r"--plot table.png is not an .svg file"),
     ],
 )
 def test_a_setting_that_cannot_be_used_is_named(arguments: tuple[str, ...], says: str) -> None:
@@ -28,6 +40,7 @@ def test_a_setting_that_cannot_be_used_is_named(arguments: tuple[str, ...], says
         _run(*arguments)
 
 
-def test_fewer_rounds_than_a_median_needs_are_refused() -> None:
+@pytest.mark.parametrize("command", ["transfer", "layout", "calibrate"])
+def test_fewer_rounds_than_a_median_needs_are_refused(command: str) -> None:
     with pytest.raises(Exception, match="7"):
-        _run("--repeats", "6")
+        _run(command, "--repeats", "6")

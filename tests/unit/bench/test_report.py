@@ -6,15 +6,16 @@ import io
 import json
 
 import pytest
-from kvferry.bench.shapes import SHAPES
 from rich.console import Console
 
 from kvferry.bench import report
+from kvferry.bench.engines import read_geometry
 from kvferry.bench.hooks import HookTimes
-from kvferry.bench.planning import Planning
+from kvferry.bench.planning import Arithmetic
 from kvferry.bench.rounds import Comparison, Series
 from kvferry.bench.stats import Spread
 from kvferry.bench.transfer import Job, Machine, Measured
+from kvferry.plan.side import Side
 
 
 def _measured(ferry_seconds: tuple[float, ...], planning_ms: float = 1.0) -> Measured:
@@ -25,11 +26,15 @@ def _measured(ferry_seconds: tuple[float, ...], planning_ms: float = 1.0) -> Mea
     )
     wide = Spread(planning_ms / 1e3, 108.53e-3, 1162.35e-3)
     return Measured(
-        Job(SHAPES["llama-3.1-8b"], 4096, "scattered", 9),
+        Job(read_geometry("Llama-3.1-8B"), Side(), 4096, "scattered", 9),
+        256,
+        32,
+        64 << 10,
         Machine(128, "Some Long-named Processor 9654P 96-Core @ 3.70GHz", "rc,cuda_copy,cuda_ipc,sm,self"),
         Comparison(Series("kvferry", size, ferry_seconds), raw, (1e-3, 0.1, 1e-3, 1e-3)),
         HookTimes(1500, 40, 4, 1024, 3e-6, 4e-5, 0.048),
-        Planning(131_072, 8192, 32, wide, wide, wide, wide),
+        Arithmetic(131_072, 262_144, ("direct",), wide, wide, wide),
+        wide,
     )
 
 
