@@ -37,6 +37,9 @@ from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.gather_messages import Gathered, GatherRoute
 
 
+_SMALL_RUN, _LARGE_RUN = 64, 2048
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """What is measured.
@@ -93,13 +96,15 @@ def calibrate(job: Job, progress: Callable[[str], None]) -> Calibrated:
         progress("reading descriptors of several sizes")
         with closing(RawReads(reader)) as raw:
             reads = _reads(job, raw, reader.cache.buffer.nbytes)
-        progress("asking for gathers")
-        ask = _asking(job, reader)
+            progress("asking for gathers")
+            with closing(_Asking(reader)) as asking:
+                ask = Spread.of([asking.small() for _ in range(10 * job.repeats + 1)][1:])
+                overlap = _overlap(job, asking, raw, reader.cache.buffer.nbytes // 2)
     progress("copying runs of several lengths")
     copies = _copies(job)
     read_descriptor, read_byte = reads.costs.tolist()
     call, run, byte = copies.costs.tolist()
-    costs = Costs(read_descriptor, read_byte, call, run, byte, ask.median)
+    costs = Costs(read_descriptor, read_byte, call, run, byte, ask.median, overlap)
     return Calibrated(costs, reads, copies, ask)
 
 
@@ -120,7 +125,7 @@ def _reads(job: Job, raw: RawReads, room: int) -> Fit:
         count = min(job.read_descriptors, min(job.read_bytes, room) // size)
         if count:
             lists.append(raw.large(count * size, size))
-    seconds = _rounds([partial(raw.read, made) for made in lists], job.repeats)
+    seconds = np.median(_rounds([partial(raw.read, made) for made in lists], job.repeats), axis=0)
     work = np.array([[len(made.indices.src), made.bytes] for made in lists], np.float64)
     return fit(work, seconds)
 
@@ -133,7 +138,7 @@ def _copies(job: Job) -> Fit:
         if cell >= run
         for copy in (_Copy(run, cell, job.copy_bytes, "src"), _Copy(run, cell, job.copy_bytes, "dst"))
     ]
-    seconds = _rounds([copy.once for copy in copies], job.repeats)
+    seconds = np.median(_rounds([copy.once for copy in copies], job.repeats), axis=0)
     return fit(np.array([copy.work for copy in copies], np.float64), seconds)
 
 
@@ -169,41 +174,74 @@ class _Copy:
         return time.perf_counter() - started
 
 
-def _asking(job: Job, reader: Reader) -> Spread:
-    """Seconds from asking a rank to gather next to nothing until its answer is here."""
-    (card,) = reader.cards[0]
-    outgoing = card.outgoing
-    if outgoing is None:
-        raise TransferError("the producer process does not gather: please report this")
-    route = GatherRoute(64, 2, 64, ((Nest(card.geometry.regions[0].address, 0, 64),),))
-    context: zmq.Context[Any] = zmq.Context()
-    client = GatherClient(context, outgoing.host, outgoing.port, [route], None)
-    ticket = reader.producer.grant(0, "asking")
-    seconds = []
-    try:
-        for _ in range(10 * job.repeats + 1):
-            give_up = Patience(reader.producer.check)
-            started = time.perf_counter()
-            chunk = client.ask(0, ticket, np.ones(1, np.int64), 0)
-            while (answer := client.answer(chunk)) is None:
-                give_up.look()
-                client.socket.poll(1)
-            seconds.append(time.perf_counter() - started)
-            if not isinstance(answer, Gathered):
-                raise TransferError(f"the producer process did not gather: {answer.reason}")
-            client.done(chunk)
-    finally:
-        client.close()
-        context.destroy(linger=0)
-        reader.acknowledge("asking")
-    return Spread.of(seconds[1:])
+class _Asking:
+    """The gather channel to the producer's one rank, and a READ beside it."""
+
+    def __init__(self, reader: Reader) -> None:
+        (card,) = reader.cards[0]
+        if card.outgoing is None:
+            raise TransferError("the producer process does not gather: please report this")
+        self._reader = reader
+        pool = card.geometry.regions[0]
+        first, room = pool.address, min(pool.length, card.outgoing.bytes // 2) // 2 // _LARGE_RUN * _LARGE_RUN
+        small = Nest(first, 0, _SMALL_RUN)
+        # Every other run of the first blocks, as much as is gathered at a time.
+        runs = max(2, room // _LARGE_RUN)
+        large = Nest(first, 0, _LARGE_RUN, (Loop(runs, 2 * _LARGE_RUN, _LARGE_RUN),))
+        routes = [
+            GatherRoute(_SMALL_RUN, 2, _SMALL_RUN, ((small,),)),
+            GatherRoute(_SMALL_RUN, 2, runs * _LARGE_RUN, ((large,),)),
+        ]
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._client = GatherClient(self._context, card.outgoing.host, card.outgoing.port, routes, None)
+        self._ticket = reader.producer.grant(0, "asking")
+
+    def small(self) -> float:
+        """Seconds from asking for next to nothing until the answer is here."""
+        return self._timed(0, lambda: None)
+
+    def large(self, beside: Callable[[], object] = lambda: None) -> float:
+        """Seconds of a gather that takes long, with something else done meanwhile."""
+        return self._timed(1, beside)
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._client.close()
+        self._context.destroy(linger=0)
+        self._reader.acknowledge("asking")
+
+    def _timed(self, route: int, beside: Callable[[], object]) -> float:
+        give_up = Patience(self._reader.producer.check)
+        started = time.perf_counter()
+        chunk = self._client.ask(route, self._ticket, np.ones(1, np.int64), 0)
+        beside()
+        while (answer := self._client.answer(chunk)) is None:
+            give_up.look()
+            self._client.socket.poll(1)
+        seconds = time.perf_counter() - started
+        if not isinstance(answer, Gathered):
+            raise TransferError(f"the producer process did not gather: {answer.reason}")
+        self._client.done(chunk)
+        return seconds
+
+
+def _overlap(job: Job, asking: _Asking, raw: RawReads, size: int) -> float:
+    """Share of the shorter of gathering and reading that is hidden when both are done at once."""
+    lists = raw.large(size)
+    timed = [
+        asking.large,
+        partial(raw.read, lists),
+        lambda: asking.large(lambda: raw.read(lists)),
+    ]
+    gather, read, both = _rounds(timed, 3 * job.repeats).T
+    return float(np.clip(np.median((gather + read - both) / np.minimum(gather, read)), 0, 1))
 
 
 def _rounds(timed: Sequence[Callable[[], float]], repeats: int) -> np.ndarray:
-    """Median seconds of each, over rounds in an order of their own; a round before does not count."""
+    """Seconds of each in every round, shape (rounds, n), in an order of its own; a round before does not count."""
     draw = np.random.default_rng(11)
     seconds = np.empty((repeats + 1, len(timed)))
     for number in range(repeats + 1):
         for which in draw.permutation(len(timed)):
             seconds[number, which] = timed[which]()
-    return np.asarray(np.median(seconds[1:], axis=0))
+    return seconds[1:]

@@ -26,7 +26,7 @@ from kvferry.planning.template import Route
 MAX_ROWS = 1 << 17
 """Runs of a cell, above which it is never moved one descriptor each."""
 
-CHUNKS = 8
+CHUNKS = 4
 """Images are moved in about so many chunks: one is gathered while the one before it is read."""
 
 SMALLEST_CHUNK_BYTES, LARGEST_CHUNK_BYTES = 2 << 20, 16 << 20
@@ -49,7 +49,9 @@ class Costs:
         read_descriptor_seconds, read_byte_seconds: a READ is a number of descriptors and of bytes.
         copy_call_seconds, copy_run_seconds, copy_byte_seconds: so is a gather or scatter, of calls of the
             copy operation (one per nest and cell), of contiguous runs, and of bytes.
-        ask_seconds: asking the source to gather, and hearing that it has.
+        ask_seconds: asking the source to gather a chunk, and hearing that it has.
+        overlap: how much of the shorter is hidden where a chunk is gathered while another is read: 1 between
+            two machines, 0 where both use one memory, which is then as busy with either as it can be.
     """
 
     read_descriptor_seconds: float = 2.0e-6
@@ -58,12 +60,13 @@ class Costs:
     copy_run_seconds: float = 7.5e-9
     copy_byte_seconds: float = 7.3e-11
     ask_seconds: float = 3.0e-4
+    overlap: float = 0.0
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
             value = getattr(self, name)
-            if not 0 <= value < 1:
-                raise ConfigError(f"{name} is {value}, it must be at least 0 and below a second")
+            if not 0 <= value <= 1:
+                raise ConfigError(f"{name} is {value}, it must be at least 0 and at most 1")
 
     @property
     def gap_bytes(self) -> int:
@@ -100,8 +103,8 @@ class Work:
         chunks = max(1.0, cells * self.read_bytes / chunk_bytes(cells * self.read_bytes))
         gather = self._copy(cells, self.gather_calls, self.gather_runs, c)
         here = read + scatter + chunks * c.read_descriptor_seconds
-        # The source gathers a chunk while the one before it is read.
-        return c.ask_seconds + max(gather, here) + min(gather, here) / chunks
+        hidden = c.overlap * min(gather, here) * (1 - 1 / chunks)
+        return chunks * c.ask_seconds + gather + here - hidden
 
     def _copy(self, cells: int, calls: float, runs: float, c: Costs) -> float:
         if not runs:
@@ -140,7 +143,7 @@ def chunk_bytes(total: float) -> int:
     """Bytes of one chunk, of images of so many bytes in all.
 
     >>> chunk_bytes(64 << 20) >> 20, chunk_bytes(1 << 30) >> 20
-    (8, 16)
+    (16, 16)
     """
     return int(min(max(total / CHUNKS, SMALLEST_CHUNK_BYTES), LARGEST_CHUNK_BYTES))
 
