@@ -1,4 +1,4 @@
-"""Packed on the way, over NIXL between two processes; from sources with little room, that lie, stop or die."""
+"""Packed on the way, over NIXL between two processes; by sources with little room, that lie, stop, die."""
 
 from __future__ import annotations
 

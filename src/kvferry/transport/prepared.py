@@ -104,10 +104,9 @@ class PreparedWay:
         images = np.arange(len(cells), dtype=np.int64)
         src = cells.src_block if self.gather < 0 else images + outgoing
         dst = images + landing if self.scatter else cells.dst_block
-        phase = cells.phase if len(self.rows) > 1 else np.zeros_like(cells.phase)
         return paired(
             self.rows,
-            phase,
+            cells.phase,
             Ends(src, self.src_count, self.src_base),
             Ends(dst, self.dst_count, self.dst_base),
         )
