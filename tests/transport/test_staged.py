@@ -1,4 +1,4 @@
-"""Packed reads between two processes: small areas, sources that stop, die, lie or have no room."""
+"""Packed on the way, over NIXL between two processes; by sources with little room, that lie, stop, die."""
 
 from __future__ import annotations
 

@@ -296,9 +296,12 @@ def test_a_source_that_does_not_answer_is_asked_no_more_for_a_while_and_everythi
     assert table.all_given_back()
 
 
-def test_chunks_wait_for_room_to_land_and_then_go_direct():
-    table = Table(cells=1, gathers=False)
+@pytest.mark.parametrize("gathers", [True, False])
+def test_chunks_wait_for_room_to_land_and_then_go_direct(gathers):
+    table = Table(cells=1, gathers=gathers)
     other = table.landing.take(15, STRIDE)
+    table.run()
+    table.answer()
     table.run()
     assert table.transport.posted == []
     table.now += ROOM_SECONDS

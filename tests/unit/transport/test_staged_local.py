@@ -46,6 +46,19 @@ def wide(tp=1, block=16, layout="LBHNC", blocks=180) -> EngineSpec:
     return EngineSpec(tp, (1,), (GroupSpec(FULL, 0, (0,), block),), layout, Interior(), blocks)
 
 
+HYBRID = (
+    Family(FULL, fields=KV),
+    Family(GroupKind.SLIDING, 24, KV),
+    Family(GroupKind.STATE, fields=(Stored("ssm", 4, 4, (("row", 3),)), Stored("x", 2, 4, (("width", 3),)))),
+)
+
+
+def hybrid(tp=1, block=16, layout="LBHNC") -> EngineSpec:
+    kinds = ((FULL, 0), (GroupKind.SLIDING, 24), (GroupKind.STATE, 0))
+    groups = tuple(GroupSpec(kind, reach, (i,), block) for i, (kind, reach) in enumerate(kinds))
+    return EngineSpec(tp, (3,), groups, layout, Interior(), 60)
+
+
 class Engine:
     """All ranks of an engine in this process."""
 
@@ -158,6 +171,7 @@ CASES = {
     "block 24 to 16": (dense(block=24), dense(block=16), DENSE, 200, 0),
     "block 16 to 24 from the middle of phases": (dense(block=16), dense(block=24), DENSE, 200, 72),
     "K transposed there": (dense(), dense(interior=PLANES), DENSE, 60, 0),
+    "groups of several kinds": (hybrid(2, 32), hybrid(1, 16, "LBNHC"), HYBRID, 150, 0),
     "many chunks of three phases": (wide(block=48, blocks=20), wide(block=16), WIDE, 600, 48),
     "many chunks, heads apart": (wide(tp=2), wide(tp=1, layout="LBNHC"), WIDE, 600, 0),
 }
@@ -385,9 +399,9 @@ def test_blocks_that_cannot_be_cleared_fail_that_read_only(world, monkeypatch):
     assert reader.result("b").failure is None
 
 
-def preparation(src, dst, families, **limits):
+def preparation(src, dst, families, outgoing=8 << 20):
     (theirs,), (ours,) = ranks(src, families), ranks(dst, families)
-    card = RankCard(theirs, b"", 0, 100, 1, Outgoing("127.0.0.1", 1, 1 << 50, 8 << 20, 8))
+    card = RankCard(theirs, b"", 0, 100, 1, Outgoing("127.0.0.1", 1, 1 << 50, outgoing, 8))
     made = Preparation(ours, Area(8 << 20, Region(0, 1)), card, Costs())
     (template,) = build_templates([theirs], ours)
     for route in template.routes:
@@ -417,6 +431,14 @@ def test_images_of_too_many_nests_are_not_introduced(monkeypatch):
     made = preparation(dense(), dense(layout="LBNHC"), DENSE)
     assert made.gathers == []
     assert {way.way.strategy for way in made.routes[0].ways} == {"direct", "over-read"}
+
+
+@pytest.mark.parametrize(("images", "fits"), [(3, False), (4, True)])
+def test_images_that_the_peer_has_no_room_for_are_not_staged(images, fits):
+    staged = preparation(wide(layout="LBNHC"), wide(), WIDE).routes[0].ways[-1]
+    assert staged.way.strategy is Strategy.STAGED
+    made = preparation(wide(layout="LBNHC"), wide(), WIDE, outgoing=images * staged.stride)
+    assert (made.routes[0].ways[-1].way.strategy is Strategy.STAGED) == fits == bool(made.gathers)
 
 
 def test_entries_lie_where_their_images_and_blocks_do():
