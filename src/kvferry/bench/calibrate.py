@@ -36,7 +36,6 @@ from kvferry.planning.strategy import LARGEST_CHUNK_BYTES, Costs
 from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.gather_messages import Gathered, GatherRoute
 
-
 _SMALL_RUN, _LARGE_RUN = 64, 2048
 
 
@@ -228,7 +227,7 @@ class _Asking:
 def _overlap(job: Job, asking: _Asking, raw: RawReads, size: int) -> float:
     """Share of the shorter of gathering and reading that is hidden when both are done at once."""
     lists = raw.large(size)
-    timed = [
+    timed: list[Callable[[], float]] = [
         asking.large,
         partial(raw.read, lists),
         lambda: asking.large(lambda: raw.read(lists)),
@@ -238,7 +237,7 @@ def _overlap(job: Job, asking: _Asking, raw: RawReads, size: int) -> float:
 
 
 def _rounds(timed: Sequence[Callable[[], float]], repeats: int) -> np.ndarray:
-    """Seconds of each in every round, shape (rounds, n), in an order of its own; a round before does not count."""
+    """Seconds of each in every round, shape (rounds, n), in an order of its own; the first does not count."""
     draw = np.random.default_rng(11)
     seconds = np.empty((repeats + 1, len(timed)))
     for number in range(repeats + 1):

@@ -81,7 +81,11 @@ def _at_least(value: float, least: float) -> str | None:
 
 def _near_best(row: Row) -> str | None:
     median, _, high = row.quartiles(CHOSEN, row.best)
-    return None if row.strategy == row.best or median >= NEAR_BEST or high >= 1 else f"{median:.2f} of {row.best}"
+    return (
+        None
+        if row.strategy == row.best or median >= NEAR_BEST or high >= 1
+        else f"{median:.2f} of {row.best}"
+    )
 
 
 def _floor(row: Row) -> float:

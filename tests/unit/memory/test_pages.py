@@ -1,0 +1,44 @@
+"""Asking for large pages changes nothing but how fast memory is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvferry.geometry import Region
+from kvferry.memory.pages import ask_large_pages
+
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.parametrize("touched", [False, True])
+def test_what_is_there_stays(touched: bool) -> None:
+    memory = np.arange(1 << 20, dtype=np.uint64)
+    region = Region(int(memory.ctypes.data) + 24, memory.nbytes - 24)
+    ask_large_pages(region, touched=touched)
+    assert (memory == np.arange(1 << 20)).all()
+
+
+@pytest.mark.parametrize(
+    "region", [Region(8, 100), Region(1 << 60, 1 << 20), Region(1 << 30, 1 << 20, "VRAM")]
+)
+def test_what_cannot_be_is_no_error(region: Region) -> None:
+    ask_large_pages(region, touched=True)
+
+
+@pytest.mark.skipif(
+    not THP.exists() or "[never]" in THP.read_text(), reason="this kernel gives no large pages"
+)
+def test_memory_that_was_touched_gets_them() -> None:
+    memory = np.frombuffer(bytearray(16 << 20), np.uint8)
+    before = _large()
+    ask_large_pages(Region(int(memory.ctypes.data), memory.nbytes), touched=True)
+    if _large() < before + (8 << 20):
+        pytest.skip("the kernel has none to give")
+
+
+def _large() -> int:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("AnonHugePages"))

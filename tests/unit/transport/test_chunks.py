@@ -1,0 +1,50 @@
+"""Chunks are cut by size, and several of them find room in the areas."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvferry.planning.image import Image
+from kvferry.planning.select import Cells
+from kvferry.planning.strategy import Strategy, Way, Work
+from kvferry.transport.packed import chunks_of
+from kvferry.transport.prepared import PreparedWay
+
+STRIDE = 1 << 20
+
+
+def _way(room: int, gather: int = 0, rows: tuple[int, ...] = (3,)) -> PreparedWay:
+    way = Way(Strategy.STAGED, Work(1, STRIDE), Image(STRIDE, (), ()))
+    return PreparedWay(way, rows, 100, room, 7, 1000, gather)
+
+
+def _cells(count: int) -> Cells:
+    blocks = np.arange(1, count + 1, dtype=np.int64)
+    return Cells(blocks, blocks[::-1], blocks % 2)
+
+
+@pytest.mark.parametrize(
+    ("count", "room", "sizes"),
+    [(64, 64, [16] * 4), (64, 20, [5] * 12 + [4]), (3, 64, [2, 1]), (2, 2, [1, 1])],
+)
+def test_chunks_are_a_quarter_of_what_moves_and_of_the_room(count: int, room: int, sizes: list[int]) -> None:
+    assert [len(chunk) for chunk in chunks_of(_way(room), _cells(count))] == sizes
+
+
+def test_together_they_are_all_cells_in_order() -> None:
+    cells = _cells(50)
+    chunks = chunks_of(_way(64), cells)
+    assert np.concatenate([chunk.dst_block for chunk in chunks]).tolist() == cells.dst_block.tolist()
+
+
+def test_entries_are_row_by_row_from_where_the_images_lie() -> None:
+    found = _way(64).indices(_cells(2), 5, 0)
+    assert found.src.tolist() == [105, 106, 169, 170, 233, 234]
+    assert found.dst.tolist() == [9, 8, 1009, 1008, 2009, 2008]
+
+
+def test_phases_follow_one_another() -> None:
+    found = _way(64, rows=(1, 2)).indices(_cells(4), 0, 0)
+    assert found.dst.tolist() == [7 + 3, 7 + 1, 1007 + 4, 1007 + 2, 2007 + 4, 2007 + 2]
+    assert found.src.dtype == np.int32
