@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import signal
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,12 @@ class Engine:
         self._process.join(5)
 
     def signal(self, number: int) -> None:
-        """Send a signal, SIGSTOP say."""
+        """Send a signal; returns from SIGSTOP when every thread has stopped, which takes its turn on a core."""
         os.kill(self.pid, number)
+        until = time.monotonic() + 30.0
+        while number == signal.SIGSTOP and not _stopped(self.pid):
+            assert time.monotonic() < until, "it does not stop"
+            time.sleep(0.001)
 
     def _answer(self, timeout: float) -> Any:
         try:
@@ -142,3 +147,9 @@ def _serve(
             pipe.send(("error", f"{type(error).__name__}: {error}"))
     inside.stop(engine)
     os._exit(0)
+
+
+def _stopped(pid: int) -> bool:
+    """Every thread of a process is stopped."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
