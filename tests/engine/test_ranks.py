@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ import pytest
 
 from kvferry.serving.demo.client import Answer, ask
 from kvferry.serving.demo.endpoint import routed
+from kvferry.serving.demo.pair import family_model
 from kvferry.serving.demo.transfers import Transfer, read_transfer
 from kvferry.serving.launch import Fleet, fleet_specs
 from kvferry.serving.tiny import tiny_checkpoint
@@ -54,6 +56,10 @@ PAIRS = (
     pytest.param(Ranks("gemma3", 2, 1, GEMMA3), id="gemma3-2-to-1", marks=pytest.mark.family),
     pytest.param(Ranks("qwen3", 1, 2, QWEN3), id="qwen3-1-to-2", marks=pytest.mark.family),
     pytest.param(Ranks("qwen3", 2, 1, QWEN3), id="qwen3-2-to-1", marks=pytest.mark.family),
+)
+LATENTS = (
+    pytest.param(Ranks("dsv3", 1, 2, 0), id="dsv3-1-to-2", marks=pytest.mark.family),
+    pytest.param(Ranks("dsv3", 2, 1, 0), id="dsv3-2-to-1", marks=pytest.mark.family),
 )
 
 
@@ -98,7 +104,7 @@ def served(
         prefill_tensor_parallel=ranks.prefill,
         decode_tensor_parallel=ranks.decode,
         decode_settings={"transfer_log": str(log)},
-        arguments=(*ENGINE, *ARGUMENTS),
+        arguments=(*ENGINE, *family_model(ranks.family).arguments, *ARGUMENTS),
     )
     specs = tuple(replace(spec, environment={**spec.environment, **ENVIRONMENT}) for spec in specs)
     with Fleet(specs, folder) as fleet:
@@ -130,6 +136,33 @@ def test_every_rank_gets_its_heads_and_the_answer_is_a_single_engines(served: Se
         assert here == there
         for url in (served.prefill, served.decode):
             assert answer.tokens == served.alone(url, text).tokens
+
+
+@pytest.mark.parametrize("served", LATENTS, indirect=True)
+def test_every_rank_gets_all_latents_and_the_answer_depends_on_them(served: Served) -> None:
+    for length in (301, 16):
+        text = prompt(length, length)
+        ask_ranks(served.decode, "witness_loads", None)
+        sound, transfer = served.through(text)
+        assert transfer is not None, "nothing was loaded"
+        assert transfer.outcome == "ready", transfer.reason
+        loads = [load for (load,) in ask_ranks(served.decode, "witnessed_loads")]
+        held = ask_ranks(served.prefill, "digests_held", {n: loads[0][n] for n in ("span", "tables")})
+        assert all(digests == held[0] for digests in (*held, *(load["digests"] for load in loads)))
+    # All of the last text is in one block. The engine does not agree with itself: a sound answer is near its
+    # own, a spoiled one is not.
+    alone = served.alone(served.decode, text)
+    ask_ranks(served.decode, "witness_loads", 0)
+    spoiled, _ = served.through(text)
+    assert apart(spoiled, sound) > 2 * apart(sound, alone)
+
+
+def apart(one: Answer, other: Answer) -> float:
+    """The largest difference of a log probability of the first token, among those that both name."""
+    first, second = one.logprobs[0], other.logprobs[0]
+    return max(
+        (abs(first[token] - second[token]) for token in first.keys() & second.keys()), default=math.inf
+    )
 
 
 @pytest.mark.parametrize("served", PAIRS, indirect=True)

@@ -38,10 +38,10 @@ class World:
         return producer.become(_order(spec, families, tables, seed))
 
     def shared_producer(
-        self, spec: EngineSpec, families: tuple[Family, ...], tables=None, seed: int = 0
+        self, spec: EngineSpec, families: tuple[Family, ...], tables=None, seed: int = 0, settings=None
     ) -> Producer:
         """The process that all tests share which do it no harm; holds this now, and nothing else."""
-        return self._shared.become(_order(spec, families, tables, seed))
+        return self._shared.become(_order(spec, families, tables, seed, settings))
 
     def reader(self, rank: RankGeometry, **options) -> Reader:
         reader = Reader(rank, f"D{next(_numbers)}.{os.getpid()}", **options)
@@ -49,8 +49,8 @@ class World:
         return reader
 
 
-def _order(spec: EngineSpec, families: tuple[Family, ...], tables, seed: int) -> Produce:
-    return Produce(f"P{next(_numbers)}.{os.getpid()}", spec, families, tables, seed, INCARNATION)
+def _order(spec: EngineSpec, families: tuple[Family, ...], tables, seed: int, settings=None) -> Produce:
+    return Produce(f"P{next(_numbers)}.{os.getpid()}", spec, families, tables, seed, INCARNATION, settings)
 
 
 @pytest.fixture(scope="session")

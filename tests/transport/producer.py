@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.transport.lease import LeaseWords
+from kvferry.transport.settings import TransferSettings
 from kvferry.transport.thread import TransferThread
 from support.engines import EngineSpec, Family, ranks
 from support.oracle import fill
@@ -34,6 +35,7 @@ class Produce:
     tables: tuple[np.ndarray, ...] | None
     seed: int
     incarnation: int
+    settings: TransferSettings | None = None
 
 
 class Engine:
@@ -47,7 +49,7 @@ class Engine:
             if order.tables is not None:
                 fill(rank, order.tables, memory)
             words = LeaseWords(order.incarnation + number, SLOTS)
-            thread = TransferThread(f"{order.name}/{number}", rank, words)
+            thread = TransferThread(f"{order.name}/{number}", rank, words, order.settings)
             self._memories.append(memory)
             self._threads.append(thread)
             self.cards.append(thread.card)

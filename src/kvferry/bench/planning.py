@@ -112,6 +112,9 @@ class _Paper(Agent):
     def prepare(self, *_: Any) -> Any:
         return None
 
+    def release_list(self, handle: Any) -> None:
+        pass
+
 
 class _OnPaper:
     """A peer as the transfer thread prepares it, at addresses where there is nothing.

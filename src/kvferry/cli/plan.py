@@ -53,6 +53,10 @@ def plan(
     bandwidth: Annotated[
         float | None, typer.Option(help="GB/s that the link of a rank has, if less than memory.")
     ] = None,
+    costs: Annotated[
+        str | None,
+        typer.Option(help="File of kvferry bench calibrate; this machine's by default, else built-in costs."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False,
     html: Annotated[Path | None, typer.Option(help="File for a picture of what goes where.")] = None,
     listed: Annotated[bool, typer.Option("--list", help="Print the table of models, with sources.")] = False,
@@ -81,6 +85,7 @@ def plan(
     from kvferry.plan.numbers import as_json as numbers
     from kvferry.plan.show import show
     from kvferry.plan.side import Side, layout_of
+    from kvferry.transport.costs import costs_of
 
     if tokens < 1:
         raise ConfigError(f"--tokens is {tokens}; a prompt has at least 1")
@@ -94,7 +99,8 @@ def plan(
     given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     sides = (source, replace(source, **given))
     separate = kv == "apart"
-    made = forecast(reading, sides, tokens, Pricing(link(bandwidth), pinned(strategy)), separate=separate)
+    pricing = Pricing(link(costs_of(costs), bandwidth), pinned(strategy))
+    made = forecast(reading, sides, tokens, pricing, separate=separate)
     if html is not None:
         from kvferry.plan.page import picture
 

@@ -51,18 +51,22 @@ class Pricing:
     pin: Strategy | None = None
 
 
-def link(gigabytes_per_second: float | None) -> Costs:
-    """The default costs, over a link that is no faster than so many 1e9 bytes per second.
+def link(costs: Costs, gigabytes_per_second: float | None) -> Costs:
+    """Costs over a link that is no faster than so many 1e9 bytes per second.
+
+    Args:
+        costs: of a machine.
+        gigabytes_per_second: None for a link as fast as its memory.
 
     Raises:
         ConfigError: a speed that is none.
     """
     if gigabytes_per_second is None:
-        return Costs()
+        return costs
     if not 0 < gigabytes_per_second < float("inf"):
         raise ConfigError(f"bandwidth is {gigabytes_per_second} GB/s, it must be above 0")
-    seconds = max(Costs().read_byte_seconds, 1 / (gigabytes_per_second * 1e9))
-    return replace(Costs(), read_byte_seconds=seconds)
+    seconds = max(costs.read_byte_seconds, 1 / (gigabytes_per_second * 1e9))
+    return replace(costs, read_byte_seconds=seconds)
 
 
 def pinned(name: str) -> Strategy | None:

@@ -104,7 +104,7 @@ def _packed(
     Returns:
         The nests with that side replaced; and address, offset in the image, and length of every stretch.
     """
-    nests = list(nests)
+    nests = [part for nest in nests for part in nest.ascending()]
     if not nests:
         return None
     shadows = [_shadow(nest, side) for nest in nests]

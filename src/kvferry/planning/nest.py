@@ -65,6 +65,19 @@ class Nest:
         """The same, further on by so many bytes on each side."""
         return replace(self, src=self.src + src, dst=self.dst + dst)
 
+    def ascending(self) -> tuple[Nest, ...]:
+        """The same runs in nests whose loops ascend on both sides, as a strided view of memory must.
+
+        >>> Nest(8, 0, 4, (Loop(2, -8, 100),)).ascending()
+        (Nest(src=8, dst=0, run=4, loops=()), Nest(src=0, dst=100, run=4, loops=()))
+        """
+        for number, loop in enumerate(self.loops):
+            if loop.src < 0 or loop.dst < 0:
+                rest = replace(self, loops=self.loops[:number] + self.loops[number + 1 :])
+                parts = [rest.at(i * loop.src, i * loop.dst) for i in range(loop.count)]
+                return tuple(found for part in parts for found in part.ascending())
+        return (self,)
+
     def pieces(self) -> Pieces:
         """Every run."""
         src, dst = np.array([self.src], np.int64), np.array([self.dst], np.int64)

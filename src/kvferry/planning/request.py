@@ -74,7 +74,7 @@ def paired(rows: Sequence[int], phase: Int64s, src: Ends, dst: Ends) -> Indices:
     do. Phases follow one another.
 
     Args:
-        rows: rows of a cell, by phase.
+        rows: rows of a cell, by phase; one number for all phases if they are alike.
         phase: of every cell, int64 of shape (n,).
         src, dst: of the same cells.
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Sequence
 from enum import Enum
 from typing import Any
@@ -44,7 +45,7 @@ class Agent:
             name: unique among all agents that ever talk to each other.
             progress: with a thread that does the transport's share while nobody looks, as whoever is read
                 from needs. Whoever reads looks often enough, and reads faster without: while short
-                descriptors are posted that thread wakes ever again, and contends with the one that posts.
+                descriptors are posted that thread wakes again and again, and contends with the poster.
             backends: NIXL plugins to use, first choice first.
 
         Raises:
@@ -61,6 +62,7 @@ class Agent:
                 f"NIXL has none of the backends {list(backends)}, it offers {self._nixl.plugin_list}"
             )
         self._registered: list[Any] = []
+        self._uses: Counter[str] = Counter()
 
     def register(self, regions: Sequence[Region]) -> None:
         """Register memory, so that it can be read from and into."""
@@ -82,11 +84,15 @@ class Agent:
             name = self._nixl.add_remote_agent(metadata)
         except Exception as error:
             raise TransferError(f"NIXL cannot use the peer's metadata: {error}") from error
-        return name.decode() if isinstance(name, bytes) else str(name)
+        name = name.decode() if isinstance(name, bytes) else str(name)
+        self._uses[name] += 1
+        return name
 
     def drop_peer(self, name: str) -> None:
-        """Forget a peer of which nothing is in flight."""
-        self._nixl.remove_remote_agent(name)
+        """Forget a peer of which nothing is in flight, if it was not added twice."""
+        self._uses[name] -= 1
+        if not self._uses[name]:
+            self._nixl.remove_remote_agent(name)
 
     def prepare(self, owner: str | None, region: Region, rows: npt.NDArray[np.int64]) -> Any:
         """Prepare a list of descriptors, each row standing for as many as it repeats.

@@ -35,7 +35,11 @@ _QUEUED = 10_000
 
 
 class GatherClient:
-    """Asks one rank to gather."""
+    """Asks one rank to gather.
+
+    Attributes:
+        silent_until: when it is worth asking again, by its user's clock; 0 once it has answered.
+    """
 
     def __init__(
         self,
@@ -46,15 +50,20 @@ class GatherClient:
         keys: security.Keys | None,
     ) -> None:
         """Connect, and say what will be asked for."""
+        self.silent_until = 0.0
         self._socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.maxmsgsize = MAX_MESSAGE_BYTES
         self._socket.sndhwm = _QUEUED
         security.as_client(self._socket, keys)
         self._socket.connect(endpoint(self._socket, host, port))
-        self._send(Introduce(PROTOCOL, list(routes)))
+        self._introduction = Introduce(PROTOCOL, list(routes))
+        self._introductions = 0
+        self._introduce()
         self._numbers = itertools.count(1)
-        self._wanted: set[int] = set()
+        self._wanted: dict[
+            int, int
+        ] = {}  # chunk to how often we had introduced ourselves when it was asked for
         self._answers: dict[int, Gathered | NotGathered] = {}
 
     @property
@@ -67,6 +76,11 @@ class GatherClient:
         """Something has been asked and not answered."""
         return bool(self._wanted)
 
+    def is_silent(self, now: float) -> bool:
+        """Whether it did not answer lately, and has not been heard from since."""
+        self._receive()
+        return now < self.silent_until
+
     def ask(self, route: int, ticket: Ticket, blocks: Int64s, phase: int) -> int:
         """Ask for the images of some cells; returns the number of the chunk.
 
@@ -77,7 +91,7 @@ class GatherClient:
             phase: of the first cell.
         """
         chunk = next(self._numbers) % (1 << 31)
-        self._wanted.add(chunk)
+        self._wanted[chunk] = self._introductions
         ids = blocks.astype(np.int32).tobytes()
         if not self._send(Gather(chunk, route, ticket.slot, ticket.generation, ids, phase)):
             self._answers[chunk] = NotGathered(chunk, "the producer's worker does not take requests")
@@ -88,12 +102,12 @@ class GatherClient:
         self._receive()
         found = self._answers.pop(chunk, None)
         if found is not None:
-            self._wanted.discard(chunk)
+            del self._wanted[chunk]
         return found
 
     def done(self, chunk: int) -> None:
         """A chunk has been read, or is no longer wanted."""
-        self._wanted.discard(chunk)
+        self._wanted.pop(chunk, None)
         self._answers.pop(chunk, None)
         self._send(Done(chunk))
 
@@ -107,12 +121,22 @@ class GatherClient:
                 reply = decode_reply(self._socket.recv())
             except ProtocolError:
                 continue
-            if reply.chunk in self._wanted:
-                self._answers[reply.chunk] = reply
+            self.silent_until = 0.0
+            if reply.chunk not in self._wanted:
+                continue
+            self._answers[reply.chunk] = reply
+            # It lost us: by a broken connection, or among too many readers. One of many such answers counts.
+            unknown = isinstance(reply, NotGathered) and reply.unknown
+            if unknown and self._wanted[reply.chunk] == self._introductions:
+                self._introduce()
+
+    def _introduce(self) -> None:
+        self._introductions += 1
+        self._send(self._introduction)
 
     def _send(self, message: Introduce | Gather | Done) -> bool:
         try:
             self._socket.send(encode(message), zmq.NOBLOCK)
-        except zmq.Again:
+        except zmq.ZMQError:
             return False
         return True

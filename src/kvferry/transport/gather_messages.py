@@ -18,12 +18,14 @@ import msgspec
 import numpy as np
 
 from kvferry.errors import ProtocolError
+from kvferry.planning.image import ALIGNMENT
 from kvferry.planning.nest import Nest
 from kvferry.planning.pieces import Int64s
 from kvferry.transport.messages import PROTOCOL
 
 MAX_MESSAGE_BYTES = 32 << 20
 MAX_NESTS = 1 << 14
+MAX_LOOPS = 32
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _HalfWord = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 _Stride = Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
@@ -96,10 +98,17 @@ class Gathered(msgspec.Struct, frozen=True, tag="gathered"):
 
 
 class NotGathered(msgspec.Struct, frozen=True, tag="not-gathered"):
-    """A chunk will not be; why."""
+    """A chunk will not be.
+
+    Attributes:
+        chunk: which.
+        reason: why, in words.
+        unknown: whether it is because the reader has to introduce itself again.
+    """
 
     chunk: int
     reason: str
+    unknown: bool = False
 
 
 Request: TypeAlias = Introduce | Gather | Done
@@ -149,22 +158,29 @@ def decode_reply(data: bytes) -> Reply:
 def _check(message: Introduce) -> None:
     if message.protocol != PROTOCOL:
         raise ProtocolError(f"protocol {message.protocol} there, {PROTOCOL} here; use the same kvferry")
-    nests = [nest for route in message.routes for phase in route.nests for nest in phase]
-    if len(nests) > MAX_NESTS:
-        raise ProtocolError(f"{len(nests)} nests, at most {MAX_NESTS}")
-    if not all(route.nests and route.src_blocks for route in message.routes):
-        raise ProtocolError("a route without phases or blocks")
+    phases = [(phase, route.image_stride) for route in message.routes for phase in route.nests]
+    most = max(len(message.routes), len(phases), sum(len(phase) for phase, _ in phases))
+    if most > MAX_NESTS:
+        raise ProtocolError(f"{most} routes, phases or nests, at most {MAX_NESTS}")
     for route in message.routes:
-        for nest in (nest for phase in route.nests for nest in phase):
-            _check_nest(nest, route.image_stride)
+        if not (route.nests and route.src_blocks) or route.image_stride % ALIGNMENT:
+            raise ProtocolError(
+                f"a route of {len(route.nests)} phases, {route.src_blocks} blocks, images every "
+                f"{route.image_stride} bytes; none may be 0, images begin at multiples of {ALIGNMENT}"
+            )
+    for phase, stride in phases:
+        for nest in phase:
+            _check_nest(nest, stride)
+        # What is dense in an image says at the same time that no nest repeats itself for hours.
+        if (size := sum(nest.bytes for nest in phase)) > stride:
+            raise ProtocolError(f"{size} bytes for an image of {stride}")
 
 
 def _check_nest(nest: Nest, stride: int) -> None:
     """An image must stay in its own room: what is past it belongs to another reader."""
-    if nest.run < 1 or any(loop.count < 1 for loop in nest.loops):
-        raise ProtocolError(f"a nest of runs of {nest.run} bytes in loops {nest.loops}")
-    reach = [(loop.count - 1) * loop.dst for loop in nest.loops]
-    low = nest.dst + sum(min(r, 0) for r in reach)
-    high = nest.dst + sum(max(r, 0) for r in reach) + nest.run
-    if low < 0 or high > stride:
-        raise ProtocolError(f"a nest covers bytes [{low}, {high}) of images of {stride}")
+    regular = all(loop.count > 1 and loop.src >= 0 and loop.dst >= 0 for loop in nest.loops)
+    if nest.run < 1 or len(nest.loops) > MAX_LOOPS or not regular:
+        raise ProtocolError(f"a nest of runs of {nest.run} bytes in loops {nest.loops[: MAX_LOOPS + 1]}")
+    high = nest.dst + sum((loop.count - 1) * loop.dst for loop in nest.loops) + nest.run
+    if nest.dst < 0 or high > stride:
+        raise ProtocolError(f"a nest covers bytes [{nest.dst}, {high}) of images of {stride}")

@@ -46,9 +46,13 @@ logger = logging.getLogger(__name__)
 LOT_SECONDS = 60.0
 """How long a reader may take to read what was gathered for it."""
 
+WAIT_SECONDS = 5.0
+"""How long a request waits for room; its reader does not wait much longer."""
+
 MAX_READERS = 1024
 MAX_WAITING = 4096
 _POLL_MS = 200
+_SWEEP_SECONDS = 1.0
 
 
 @dataclass(slots=True)
@@ -62,6 +66,13 @@ class _Reader:
 @dataclass(frozen=True, slots=True)
 class _Held:
     lot: Lot
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    sender: bytes
+    message: Gather
     since: float
 
 
@@ -103,7 +114,8 @@ class GatherServer:
         self._pool = Space(geometry.regions)
         self._device = "cpu" if area.region.memory == "DRAM" else f"cuda:{area.region.device}"
         self._readers: OrderedDict[bytes, _Reader] = OrderedDict()
-        self._waiting: deque[tuple[bytes, Gather]] = deque()
+        self._waiting: deque[_Waiting] = deque()
+        self._swept = clock()
         self._context: zmq.Context[Any] = zmq.Context()
         self._guard = security.guard(self._context, keys) if keys else None
         self._socket = self._context.socket(zmq.ROUTER)
@@ -134,10 +146,8 @@ class GatherServer:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         while not self._stop.is_set():
-            while poller.poll(_POLL_MS if not self._waiting else 1):
+            if poller.poll(_POLL_MS):
                 self._serve(self._socket.recv_multipart())
-                if self._stop.is_set():
-                    break
             self._expire()
             self._serve_waiting()
         self._end_context()
@@ -180,55 +190,67 @@ class GatherServer:
         if len(self._waiting) >= MAX_WAITING:
             self._refuse(sender, message, f"{MAX_WAITING} requests are waiting already")
         elif self._waiting or not self._gather(sender, message):
-            self._waiting.append((sender, message))
+            self._waiting.append(_Waiting(sender, message, self._clock()))
 
     def _serve_waiting(self) -> None:
-        while self._waiting and self._gather(*self._waiting[0]):
+        while self._waiting and self._gather(self._waiting[0].sender, self._waiting[0].message):
             self._waiting.popleft()
 
     def _gather(self, sender: bytes, message: Gather) -> bool:
         """Answer a request; False if there is no room for its images now."""
         reader = self._readers.get(sender)
-        blocks = message.ids()
-        if reader is None or message.route >= len(reader.routes):
-            return self._refuse(sender, message, "the reader has not introduced itself")
+        if reader is None:
+            return self._refuse(sender, message, "the reader has not introduced itself", unknown=True)
+        if message.route >= len(reader.routes):
+            return self._refuse(sender, message, f"there is no route {message.route}")
         route, loops = reader.routes[message.route]
+        blocks = message.ids()
         if reason := self._refusal(reader, route, message, blocks):
             return self._refuse(sender, message, reason)
         lot = self.area.take(len(blocks), route.image_stride)
         if lot is None:
             return False
-        slots = self.area.slots(route.image_stride)
-        ids = torch.from_numpy(blocks).to(self._device)
-        for first in range(min(len(loops), len(blocks))):
-            of_phase = loops[(message.phase + first) % len(loops)]
-            of_phase.gather(ids[first :: len(loops)], slots, lot.position + first, len(loops))
         # What was gathered is right only if no block had been given back by now.
-        if not self._holds(message):
+        if reason := self._copy(message, route, loops, lot) or self._ended(message):
             self.area.give_back(lot)
-            return self._refuse(sender, message, "the lease has ended")
+            return self._refuse(sender, message, reason)
         reader.lots[message.chunk] = _Held(lot, self._clock())
         word = self._first_word + lot.unit
         generation = int(self._words.array[word]) & 0xFFFFFFFF
         self._answer(sender, Gathered(message.chunk, lot.position, word, generation))
         return True
 
+    def _copy(self, message: Gather, route: GatherRoute, loops: list[Loops], lot: Lot) -> str | None:
+        """Fill a lot; why that cannot be done, None if it is done."""
+        slots = self.area.slots(route.image_stride)
+        try:
+            ids = torch.from_numpy(message.ids()).to(self._device)
+            for first in range(min(len(loops), len(ids))):
+                of_phase = loops[(message.phase + first) % len(loops)]
+                of_phase.gather(ids[first :: len(loops)], slots, lot.position + first, len(loops))
+        except Exception as error:
+            logger.exception("gather channel: a copy failed")
+            return f"the copy failed: {error}"
+        return None
+
     def _refusal(self, reader: _Reader, route: GatherRoute, message: Gather, blocks: Int64s) -> str | None:
+        if message.phase >= len(route.nests):
+            return f"phase {message.phase} of {len(route.nests)}"
         if blocks.min() < 1 or blocks.max() >= min(self._blocks, route.src_blocks):
             return f"blocks {blocks.min()} to {blocks.max()} are not in the pool"
         if message.chunk in reader.lots:
             return "a chunk of that name is held"
         if (len(blocks) + 1) * route.image_stride > self.area.units * UNIT_BYTES:
             return "the images of one request have no room in the staging area"
-        return None if self._holds(message) else "the lease has ended"
+        return self._ended(message)
 
-    def _holds(self, message: Gather) -> bool:
-        if message.slot >= self._first_word:
-            return False
-        return int(self._words.array[message.slot]) == self._words.incarnation << 32 | message.generation
+    def _ended(self, message: Gather) -> str | None:
+        word = self._words.incarnation << 32 | message.generation
+        holds = message.slot < self._first_word and int(self._words.array[message.slot]) == word
+        return None if holds else "the lease has ended"
 
-    def _refuse(self, sender: bytes, message: Gather, reason: str) -> bool:
-        self._answer(sender, NotGathered(message.chunk, reason))
+    def _refuse(self, sender: bytes, message: Gather, reason: str, *, unknown: bool = False) -> bool:
+        self._answer(sender, NotGathered(message.chunk, reason, unknown))
         return True
 
     def _answer(self, sender: bytes, reply: Gathered | NotGathered) -> None:
@@ -238,14 +260,20 @@ class GatherServer:
         reader = self._readers.get(sender)
         if reader is not None and (held := reader.lots.pop(chunk, None)):
             self._free(held)
-        self._waiting = deque(w for w in self._waiting if w[0] != sender or w[1].chunk != chunk)
-        self._serve_waiting()
+        self._waiting = deque(w for w in self._waiting if w.sender != sender or w.message.chunk != chunk)
 
     def _expire(self) -> None:
+        """Reclaim what nobody has read, and let go of those who wait in vain."""
         now = self._clock()
+        if now - self._swept < _SWEEP_SECONDS:
+            return
+        self._swept = now
         for reader in self._readers.values():
             for chunk in [c for c, held in reader.lots.items() if now - held.since > LOT_SECONDS]:
                 self._free(reader.lots.pop(chunk))
+        while self._waiting and now - self._waiting[0].since > WAIT_SECONDS:
+            late = self._waiting.popleft()
+            self._refuse(late.sender, late.message, f"no room in the staging area for {WAIT_SECONDS:g} s")
 
     def _free_all(self, reader: _Reader) -> None:
         for held in reader.lots.values():

@@ -2,7 +2,7 @@
 
     staged      ASKED ─gathered─▶ READING ─done─▶ CHECKING ─word equal─▶ (scattered) over
     over-read                     READING ─done──────────────────────────▶ scattered  over
-    any         ─refused, silent─▶ the same cells go direct:  READING ─done─▶ over
+    any         ─refused, silent, no room─▶ the same cells go direct:  READING ─done─▶ over
 
 A chunk holds a lot of the source's outgoing area from ASKED to CHECKING, and one of our landing area from
 READING until it is scattered. A chunk in READING or CHECKING is never let go of: NIXL cannot cancel.
@@ -22,7 +22,6 @@ import torch
 
 from kvferry.planning.request import Indices
 from kvferry.planning.select import Cells
-from kvferry.planning.strategy import chunk_bytes
 from kvferry.transport.agent import Agent, ReadState
 from kvferry.transport.area import Area, Lot
 from kvferry.transport.gather_client import GatherClient
@@ -36,6 +35,12 @@ AHEAD = 4
 ASK_SECONDS = 5.0
 """How long the source may take to gather a chunk before its cells go direct."""
 
+SILENT_SECONDS = 30.0
+"""How long a source that took longer is not asked again, unless it is heard from."""
+
+ROOM_SECONDS = 5.0
+"""How long a chunk waits for room to land before its cells go direct: READs that hang may hold it all."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bench:
@@ -46,7 +51,7 @@ class Bench:
         landing: where images are read into.
         device: of both areas.
         words: our landing place for words, uint64, registered.
-        free_words: positions in it that nobody uses.
+        free_words: positions in it that nobody uses; a chunk takes one before it reads what was gathered.
     """
 
     agent: Agent
@@ -58,16 +63,25 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class Lists:
-    """Prepared lists of one rank of the peer, and what its words begin with."""
+    """Prepared lists of one rank of the peer.
+
+    Attributes:
+        local, remote: everything but words.
+        local_words, remote_words: our landing place for words, and its words.
+        incarnation: the high half of its words.
+        area_words: numbers of those that belong to its outgoing area.
+    """
 
     local: Any
     remote: Any
     local_words: Any
     remote_words: Any
     incarnation: int
+    area_words: range = range(0)
 
 
 class _State(Enum):
+    NEW = "new"
     ASKED = "asked"
     GATHERED = "gathered"
     READING = "reading"
@@ -89,7 +103,7 @@ class _Chunk:
 
 def chunks_of(way: PreparedWay, cells: Cells) -> list[Cells]:
     """Cells as they are moved, so many at a time."""
-    per_chunk = max(1, min(chunk_bytes(len(cells) * way.stride) // way.stride, way.most_images))
+    per_chunk = way.chunk_cells(len(cells))
     return [cells[at : at + per_chunk] for at in range(0, len(cells), per_chunk)]
 
 
@@ -151,8 +165,9 @@ class PackedRead:
     def _ask_ahead(self) -> bool:
         moved = False
         while self._rest and len(self._chunks) < AHEAD and self.failure is None:
-            self._chunks.append(self._begun(self._rest.pop()))
-            moved = True
+            chunk = _Chunk(self._rest.pop(), _State.NEW, self._clock())
+            self._chunks.append(chunk)
+            moved |= self._stepped(chunk)
         return moved
 
     def _stepped(self, chunk: _Chunk) -> bool:
@@ -163,14 +178,29 @@ class PackedRead:
             self._fail(chunk, f"the transport failed: {error}")
             return True
 
-    def _begun(self, cells: Cells) -> _Chunk:
-        if self._way.gather < 0 or self._client is None:
-            return _Chunk(cells, _State.GATHERED, self._clock())
-        chunk = _Chunk(cells, _State.ASKED, self._clock())
-        chunk.number = self._client.ask(self._way.gather, self._ticket, cells.src_block, int(cells.phase[0]))
-        return chunk
+    def _begin(self, chunk: _Chunk) -> bool:
+        if self.failure is not None:
+            self._over(chunk)
+        elif self._way.gather < 0:
+            chunk.state = _State.GATHERED
+        elif self._source.is_silent(self._clock()):
+            self._go_direct(chunk, "it has not answered lately")
+        else:
+            cells = chunk.cells
+            chunk.number = self._source.ask(
+                self._way.gather, self._ticket, cells.src_block, int(cells.phase[0])
+            )
+            chunk.state = _State.ASKED
+        return True
+
+    @property
+    def _source(self) -> GatherClient:
+        assert self._client is not None  # noqa: S101 - there is one for whatever can be gathered
+        return self._client
 
     def _step(self, chunk: _Chunk) -> bool:
+        if chunk.state is _State.NEW:
+            return self._begin(chunk)
         if chunk.state is _State.ASKED:
             return self._hear(chunk)
         if chunk.state is _State.GATHERED:
@@ -189,26 +219,35 @@ class PackedRead:
         return True
 
     def _hear(self, chunk: _Chunk) -> bool:
-        assert self._client is not None  # noqa: S101 - asked through it
         if self.failure is not None:
             self._over(chunk)
             return True
-        answer = self._client.answer(chunk.number)
+        answer = self._source.answer(chunk.number)
         if isinstance(answer, Gathered):
-            chunk.gathered, chunk.state = answer, _State.GATHERED
-        elif answer is not None or self._clock() - chunk.since > ASK_SECONDS:
-            self._go_direct(chunk, answer.reason if answer else f"no answer within {ASK_SECONDS:g} s")
+            if not self._is_sound(chunk, answer):
+                self._go_direct(chunk, f"it names image {answer.position} and word {answer.word}")
+            else:
+                chunk.gathered, chunk.state, chunk.since = answer, _State.GATHERED, self._clock()
+        elif answer is not None:
+            self._go_direct(chunk, answer.reason)
+        elif self._clock() - chunk.since > ASK_SECONDS:
+            self._source.silent_until = self._clock() + SILENT_SECONDS
+            self._go_direct(chunk, f"no answer within {ASK_SECONDS:g} s")
         else:
             return False
         return True
 
+    def _is_sound(self, chunk: _Chunk, answer: Gathered) -> bool:
+        """Whether an answer names images and a word of the area: entries past them are other memory."""
+        inside = answer.position + len(chunk.cells) <= self._way.src_count
+        return inside and answer.word in self._lists.area_words
+
     def _go_direct(self, chunk: _Chunk, reason: str) -> None:
-        """The source does not gather these cells: every run is a descriptor."""
+        """These cells are not packed: every run is a descriptor."""
         if self._route.direct is None:
-            self._fail(chunk, f"the source did not gather: {reason}")
+            self._fail(chunk, f"cells that can only move packed were not: {reason}")
             return
-        assert self._client is not None  # noqa: S101 - asked through it
-        self._client.done(chunk.number)
+        self._give_back(chunk)
         chunk.direct = True
         self._post(chunk, self._route.direct_indices(chunk.cells))
 
@@ -216,12 +255,24 @@ class PackedRead:
         if self.failure is not None:
             self._over(chunk)
             return True
-        if self._way.scatter:
-            chunk.lot = self._bench.landing.take(len(chunk.cells), self._way.stride)
-            if chunk.lot is None:
+        if not self._has_room(chunk):
+            if self._clock() - chunk.since <= ROOM_SECONDS:
                 return False
+            self._go_direct(chunk, f"no room to land for {ROOM_SECONDS:g} s")
+            return True
         outgoing = chunk.gathered.position if chunk.gathered else 0
         self._post(chunk, self._way.indices(chunk.cells, outgoing, chunk.lot.position if chunk.lot else 0))
+        return True
+
+    def _has_room(self, chunk: _Chunk) -> bool:
+        """Take what reading needs: room for images to scatter, a place for the word of gathered ones."""
+        if chunk.gathered is not None and chunk.word < 0:
+            if not self._bench.free_words:
+                return False
+            chunk.word = self._bench.free_words.pop()
+        if self._way.scatter and chunk.lot is None:
+            chunk.lot = self._bench.landing.take(len(chunk.cells), self._way.stride)
+            return chunk.lot is not None
         return True
 
     def _post(self, chunk: _Chunk, indices: Indices) -> None:
@@ -232,7 +283,6 @@ class PackedRead:
 
     def _check(self, chunk: _Chunk, gathered: Gathered) -> None:
         """Read the word of the lot, now that the images are here."""
-        chunk.word = self._bench.free_words.pop()
         expected = self._word(gathered)
         self._bench.words[chunk.word] = ~np.uint64(expected)
         here, there = np.array([chunk.word], np.int32), np.array([gathered.word], np.int32)
@@ -271,11 +321,16 @@ class PackedRead:
         self._over(chunk)
 
     def _over(self, chunk: _Chunk) -> None:
-        """Nothing of this chunk is in flight: give back what it held."""
+        """Nothing of this chunk is in flight."""
         self._chunks.remove(chunk)
-        if chunk.number and self._client is not None and not chunk.direct:
+        self._give_back(chunk)
+
+    def _give_back(self, chunk: _Chunk) -> None:
+        """What the chunk holds, here and at the source."""
+        if chunk.number and self._client is not None:
             self._client.done(chunk.number)
         if chunk.lot is not None:
             self._bench.landing.give_back(chunk.lot)
         if chunk.word >= 0:
             self._bench.free_words.append(chunk.word)
+        chunk.number, chunk.lot, chunk.word = 0, None, -1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,13 +29,10 @@ from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.lease import Ticket
 from kvferry.transport.messages import RankCard
 from kvferry.transport.packed import Lists
-from kvferry.transport.prepared import Preparation, PreparedRoute, PreparedWay
+from kvferry.transport.prepared import MAX_DESCRIPTORS, Preparation, PreparedRoute, PreparedWay
 from kvferry.transport.settings import TransferSettings
 
 WORD_BYTES = 8
-MAX_DESCRIPTORS = 1 << 26
-"""Entries of one prepared list: indices are int32, and NIXL keeps some tens of bytes for each."""
-
 MAX_SOURCES = 256
 """Ranks of a peer that one rank may read from."""
 
@@ -170,13 +168,15 @@ class Peer:
         """
         if len(cards) > MAX_SOURCES:
             raise TransferError(f"the peer has {len(cards)} ranks, at most {MAX_SOURCES} can be read from")
-        self._ours, self._agent, self._settings = ours, agent, settings
+        self._ours, self._settings = ours, settings
         templates = build_templates([card.geometry for card in cards], ours)
-        prepare = _Preparing(agent, ours, words, landing, context, settings)
-        self.sources = tuple(
-            prepare.source(card, [*template.routes]) for card, template in zip(cards, templates, strict=True)
-        )
         self.src_groups = len(cards[0].geometry.groups)
+        with ExitStack() as made:
+            prepare = _Preparing(agent, ours, words, landing, context, settings, made)
+            self.sources = tuple(
+                prepare.source(card, template.routes) for card, template in zip(cards, templates, strict=True)
+            )
+            self._made = made.pop_all()
 
     def plan(self, order: ReadOrder) -> ReadPlan:
         """What is read for an order, and how.
@@ -226,14 +226,7 @@ class Peer:
 
     def close(self) -> None:
         """Give the lists back and forget the peer. Nothing may be in flight."""
-        for source in self.sources:
-            lists = source.lists
-            for handle in (lists.local, lists.remote, lists.local_words, lists.remote_words):
-                if handle is not None:
-                    self._agent.release_list(handle)
-            self._agent.drop_peer(source.agent)
-            if source.client is not None:
-                source.client.close()
+        self._made.close()
 
     def _check(self, order: ReadOrder) -> None:
         if len(order.src_tables) != self.src_groups or len(order.dst_tables) != len(self._ours.groups):
@@ -248,7 +241,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class _Preparing:
-    """What preparing a rank of a peer needs besides its card and template."""
+    """What preparing a rank of a peer needs besides its card and template; `made` undoes it."""
 
     agent: Agent
     ours: RankGeometry
@@ -256,6 +249,7 @@ class _Preparing:
     landing: Area
     context: zmq.Context[Any]
     settings: TransferSettings
+    made: ExitStack
 
     def source(self, card: RankCard, routes: Sequence[Route]) -> SourceRank:
         agent, preparation = self.agent, Preparation(self.ours, self.landing, card, self.settings.costs)
@@ -266,20 +260,28 @@ class _Preparing:
             raise TransferError(
                 f"{max(src.entries, dst.entries)} descriptors would be prepared, at most {MAX_DESCRIPTORS}"
             )
-        name = agent.add_peer(card.agent)
-        there = Region(card.words_address, card.words * WORD_BYTES)
-        lists = Lists(
-            agent.prepare(None, self.ours.regions[0], dst.table()) if dst.entries else None,
-            agent.prepare(name, card.geometry.regions[0], src.table()) if src.entries else None,
-            agent.prepare(None, self.words, _word_rows(self.words)),
-            agent.prepare(name, there, _word_rows(there)),
-            card.incarnation,
-        )
         client = None
         if preparation.gathers and card.outgoing is not None:
             there_host, port = card.outgoing.host, card.outgoing.port
             client = GatherClient(self.context, there_host, port, preparation.gathers, self.settings.keys)
+            self.made.callback(client.close)
+        name = agent.add_peer(card.agent)
+        self.made.callback(agent.drop_peer, name)
+        there = Region(card.words_address, card.words * WORD_BYTES)
+        lists = Lists(
+            self._list(None, self.ours.regions[0], dst.table()) if dst.entries else None,
+            self._list(name, card.geometry.regions[0], src.table()) if src.entries else None,
+            self._list(None, self.words, _word_rows(self.words)),
+            self._list(name, there, _word_rows(there)),
+            card.incarnation,
+            range(card.leases, card.words),
+        )
         return SourceRank(name, tuple(preparation.routes), lists, client, card.leases)
+
+    def _list(self, owner: str | None, region: Region, rows: Int64s) -> Any:
+        handle = self.agent.prepare(owner, region, rows)
+        self.made.callback(self.agent.release_list, handle)
+        return handle
 
 
 def _word_rows(region: Region) -> Int64s:

@@ -6,6 +6,7 @@ All of it is made at connect; what a request adds is which blocks, and where in 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -16,11 +17,32 @@ from kvferry.memory.space import Space
 from kvferry.planning.pieces import Int64s
 from kvferry.planning.request import Ends, Indices, Int32s, Tally, as_indices, paired, tally
 from kvferry.planning.select import Cells
-from kvferry.planning.strategy import Costs, Strategy, Way, choose, ways
+from kvferry.planning.strategy import Costs, Strategy, Way, choose, chunk_bytes, ways
 from kvferry.planning.template import Route
 from kvferry.transport.area import Area, positions
-from kvferry.transport.gather_messages import GatherRoute
+from kvferry.transport.gather_messages import MAX_NESTS, GatherRoute
 from kvferry.transport.messages import RankCard
+
+MAX_DESCRIPTORS = 1 << 26
+"""Entries of one prepared list: indices are int32, and NIXL keeps some tens of bytes for each."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """Rows of one side: address and length, int64 of shape (n,); of each so many entries, so far apart."""
+
+    address: Int64s
+    length: Int64s
+    stride: int
+    count: int
+
+    @property
+    def entries(self) -> int:
+        """Entries of all rows."""
+        return len(self.address) * self.count
+
+
+_Prepared: TypeAlias = tuple[Way, _Rows, _Rows]
 
 
 class List:
@@ -30,13 +52,13 @@ class List:
         self._tables = [np.empty((0, 4), np.int64)]
         self.entries = 0
 
-    def add(self, address: Int64s, length: Int64s, stride: int, count: int) -> int:
-        """Add rows of `count` entries each, `stride` bytes apart; returns where they begin."""
+    def add(self, rows: _Rows) -> int:
+        """Add rows; returns where their entries begin."""
         base = self.entries
-        table = np.empty((len(address), 4), np.int64)
-        table[:, 0], table[:, 1], table[:, 2], table[:, 3] = address, length, stride, count
+        table = np.empty((len(rows.address), 4), np.int64)
+        table[:, 0], table[:, 1], table[:, 2:] = rows.address, rows.length, (rows.stride, rows.count)
         self._tables.append(table)
-        self.entries += len(address) * count
+        self.entries += rows.entries
         return base
 
     def table(self) -> Int64s:
@@ -71,11 +93,11 @@ class PreparedWay:
         """Bytes from one image to the next."""
         return self.way.image.stride if self.way.image else 0
 
-    @property
-    def most_images(self) -> int:
-        """How many there should be in a chunk at most: several chunks must find room in either area."""
+    def chunk_cells(self, cells: int) -> int:
+        """Of so many cells, how many travel at a time: several chunks must find room in either area."""
         areas = [*([self.src_count] if self.gather >= 0 else []), *([self.dst_count] if self.scatter else [])]
-        return max(1, min(areas) // 4)
+        wanted = chunk_bytes(cells * self.stride) // self.stride
+        return max(1, min(wanted, *(room // 4 for room in areas)))
 
     def indices(self, cells: Cells, outgoing: int, landing: int) -> Indices:
         """Entries for a chunk of cells, whose images begin at these positions of the areas."""
@@ -155,7 +177,8 @@ class Preparation:
         there = self._card.outgoing
         room = min(self._landing.largest_image, there.bytes // 4 if there else 0)
         found = ways(route, self._costs, self._landing.largest_image, self._cuts)
-        made = [self._made(route, way) for way in found if self._possible(way, room)]
+        possible = [(way, *self._rows(route, way)) for way in found if self._possible(way, room)]
+        made = [self._made(route, *prepared) for prepared in self._fitting(possible)]
         if not made:
             raise TransferError(
                 f"cells of {route.cell_bytes} bytes in {route.row_count} runs can only move staged, and the "
@@ -174,43 +197,50 @@ class Preparation:
     def _possible(self, way: Way, room: int) -> bool:
         if way.strategy is not Strategy.STAGED or way.image is None:
             return True
-        return self._card.outgoing is not None and way.image.stride <= room
+        introduced = sum(len(phase) for gather in self.gathers for phase in gather.nests)
+        nests = introduced + sum(map(len, way.image.nests))
+        return self._card.outgoing is not None and way.image.stride <= room and nests <= MAX_NESTS
 
-    def _made(self, route: Route, way: Way) -> PreparedWay:
+    def _fitting(self, found: list[_Prepared]) -> list[_Prepared]:
+        """Without those of most entries, where the lists have no room for all."""
+        while len(found) > 1 and any(
+            so_far.entries + sum(rows[side].entries for _, *rows in found) > MAX_DESCRIPTORS
+            for side, so_far in enumerate((self.src, self.dst))
+        ):
+            most = max(range(len(found)), key=lambda i: max(rows.entries for rows in found[i][1:]))
+            found = found[:most] + found[most + 1 :]
+        return found
+
+    def _rows(self, route: Route, way: Way) -> tuple[_Rows, _Rows]:
+        """What a way takes in either list."""
         image = way.image
         if image is None:
             rows = route.rows
-            return PreparedWay(
-                way,
-                tuple(len(phase) for phase in route.phases),
-                self.src.add(rows.src, rows.length, route.src_stride, route.src_blocks),
-                route.src_blocks,
-                self.dst.add(rows.dst, rows.length, route.dst_stride, route.dst_blocks),
-                route.dst_blocks,
+            return (
+                _Rows(rows.src, rows.length, route.src_stride, route.src_blocks),
+                _Rows(rows.dst, rows.length, route.dst_stride, route.dst_blocks),
             )
-        here = positions(self._landing.region.length, image.stride)
-        scatter = self._scatter(route, way)
-        src, dst, length, rows_of = _rows(way)
-        landing = self._landing.region.address
+        src, dst, length = _stretches(way)
+        landing = self._landing.region
+        here = positions(landing.length, image.stride)
+        landed = _Rows(dst + landing.address, length, image.stride, here)
         if way.strategy is Strategy.OVER_READ:
-            src_base = self.src.add(src, length, route.src_stride, route.src_blocks)
-            dst_base = self.dst.add(dst + landing, length, image.stride, here)
-            return PreparedWay(way, rows_of, src_base, route.src_blocks, dst_base, here, -1, scatter)
+            return _Rows(src, length, route.src_stride, route.src_blocks), landed
         outgoing = self._card.outgoing
         assert outgoing is not None  # noqa: S101 - see _possible
         there = positions(outgoing.bytes, image.stride)
-        src_base = self.src.add(src + outgoing.address, length, image.stride, there)
-        if scatter:
-            dst_base, dst_count = self.dst.add(dst + landing, length, image.stride, here), here
-        else:
-            dst_base = self.dst.add(dst, length, route.dst_stride, route.dst_blocks)
-            dst_count = route.dst_blocks
-        gather = GatherRoute(route.src_stride, route.src_blocks, image.stride, image.nests)
+        in_place = _Rows(dst, length, route.dst_stride, route.dst_blocks)
+        return _Rows(src + outgoing.address, length, image.stride, there), landed if way.landing else in_place
+
+    def _made(self, route: Route, way: Way, src: _Rows, dst: _Rows) -> PreparedWay:
+        rows = _counts(route, way)
+        ends = self.src.add(src), src.count, self.dst.add(dst), dst.count
+        if way.strategy is not Strategy.STAGED or way.image is None:
+            return PreparedWay(way, rows, *ends, -1, self._scatter(route, way))
+        gather = GatherRoute(route.src_stride, route.src_blocks, way.image.stride, way.image.nests)
         if gather not in self.gathers:
             self.gathers.append(gather)
-        return PreparedWay(
-            way, rows_of, src_base, there, dst_base, dst_count, self.gathers.index(gather), scatter
-        )
+        return PreparedWay(way, rows, *ends, self.gathers.index(gather), self._scatter(route, way))
 
     def _scatter(self, route: Route, way: Way) -> tuple[Loops, ...]:
         if way.scatters is None:
@@ -220,17 +250,23 @@ class Preparation:
         )
 
 
-def _rows(way: Way) -> tuple[Int64s, Int64s, Int64s, tuple[int, ...]]:
-    """Source, destination and length of what is read of a cell, phase after phase; and rows by phase."""
+def _counts(route: Route, way: Way) -> tuple[int, ...]:
+    """Rows of a cell, by phase."""
+    if way.image is None:
+        return tuple(map(len, route.phases))
+    return (1,) if way.landing is not None else tuple(map(len, way.image.stretches))
+
+
+def _stretches(way: Way) -> tuple[Int64s, Int64s, Int64s]:
+    """Source, destination and length of what is read of a cell, phase after phase."""
     image = way.image
     assert image is not None  # noqa: S101
     if way.landing is not None:
         whole = np.array([image.bytes], np.int64)
-        return np.zeros(1, np.int64), np.zeros(1, np.int64), whole, (1,)
+        return np.zeros(1, np.int64), np.zeros(1, np.int64), whole
     parts = image.stretches
     return (
         np.concatenate([p.src for p in parts]),
         np.concatenate([p.dst for p in parts]),
         np.concatenate([p.length for p in parts]),
-        tuple(map(len, parts)),
     )

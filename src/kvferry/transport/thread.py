@@ -24,6 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -293,9 +294,14 @@ class TransferThread:
             _log_unexpected(error)
             self._results.append(ReadResult(order.key, str(error), None, 0.0, 0.0))
             return
+        try:
+            plan.clear()
+        except Exception as error:
+            logger.exception("transfer thread")
+            self._results.append(ReadResult(order.key, f"blocks cannot be cleared: {error}", None, 0.0, 0.0))
+            return
         read = _Read(order, self._free_landings.pop(), plan, started=time.perf_counter())
         self._reads.append(read)
-        plan.clear()
         for rank in plan.ranks:
             lists = rank.source.lists
             read.packed += [
@@ -383,11 +389,15 @@ class TransferThread:
         )
 
     def _shut(self, agent: Agent) -> None:
-        for peer in self._peers.values():
-            if isinstance(peer, Peer):
-                peer.close()
-        agent.close()
-        self._context.destroy(linger=0)
+        try:
+            with ExitStack() as rest:
+                rest.callback(self._context.destroy, linger=0)
+                rest.callback(agent.close)
+                for peer in self._peers.values():
+                    if isinstance(peer, Peer):
+                        rest.callback(peer.close)
+        except Exception:
+            logger.exception("transfer thread: while closing")
 
 
 def _log_unexpected(error: Exception) -> None:

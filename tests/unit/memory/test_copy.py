@@ -96,3 +96,14 @@ def test_words_divide_all_there_is():
     assert word_of(Nest(0, 0, 24, (Loop(2, 40, 64),)), 16) == 8
     assert word_of(Nest(0, 0, 24, (Loop(2, 40, 64),)), 6) == 2
     assert word_of(Nest(0, 0, 3)) == 1
+
+
+@pytest.mark.parametrize("distance", [12, 10, 9])
+def test_blocks_that_are_no_whole_words_apart_are_copied_whole(distance):
+    pool, region = memory(5 * distance, "cpu", 1)
+    area, area_region = memory(4 * IMAGE, "cpu", 2)
+    slots = Slots(Space([area_region]), area_region.address, IMAGE)
+    loops = Loops([Nest(region.address, 0, 8)], Space([region]), "src", distance, 5)
+    loops.gather(torch.tensor([1, 3]), slots, 0, 1)
+    for number, block in enumerate((1, 3)):
+        assert (area[number * IMAGE :][:8] == pool[block * distance :][:8]).all()

@@ -11,7 +11,7 @@ from kvferry.plan.forecast import forecast
 from kvferry.plan.side import Side, block_tokens, group_size
 from kvferry.planning.strategy import Costs, Strategy
 
-DIRECT = Pricing(link(None), Strategy.DIRECT)
+DIRECT = Pricing(Costs(), Strategy.DIRECT)
 # 4 layers, 4 KV heads of 16 elements of 2 bytes: 64 bytes per head and token, K and V.
 DENSE = {
     "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 8,
@@ -172,14 +172,14 @@ def test_time_is_the_planners_own_and_a_slow_link_makes_it_longer():
     made = planned(DENSE).whole
     expected = 40 * costs.read_descriptor_seconds + 40 * PAGE * costs.read_byte_seconds
     assert made.seconds == pytest.approx(expected)
-    slow = planned(DENSE, pricing=Pricing(link(1.0), Strategy.DIRECT)).whole
+    slow = planned(DENSE, pricing=Pricing(link(Costs(), 1.0), Strategy.DIRECT)).whole
     assert slow.seconds == pytest.approx(40 * costs.read_descriptor_seconds + 40 * PAGE * 1e-9)
-    assert link(1e6) == costs
+    assert link(Costs(), 1e6) == costs
 
 
 def test_short_runs_are_staged_and_a_pinned_strategy_is_kept():
     here, there = Side(), Side(2)
-    cheapest = planned(DENSE, here, there, 16_000, Pricing(link(None))).whole
+    cheapest = planned(DENSE, here, there, 16_000, Pricing(Costs())).whole
     direct = planned(DENSE, here, there, 16_000).whole
     assert cheapest.strategy == "staged"
     assert direct.strategy == "direct"

@@ -8,10 +8,11 @@ from __future__ import annotations
 import pytest
 
 from kvferry.geometry.models import read_model
-from kvferry.plan.cost import Pricing, link
+from kvferry.plan.cost import Pricing
 from kvferry.plan.find import find_config
 from kvferry.plan.forecast import forecast
 from kvferry.plan.side import Side
+from kvferry.planning.strategy import Costs
 
 KIB, MIB = 1 << 10, 1 << 20
 TABLE = [
@@ -32,7 +33,7 @@ def planned(model, tp, block, layout, *, separate=False):
     name, config = find_config(model)
     side = Side(tp, 1, layout, block)
     return forecast(
-        read_model(config, name=name), (side, side), 1024, Pricing(link(None)), separate=separate
+        read_model(config, name=name), (side, side), 1024, Pricing(Costs()), separate=separate
     ).whole
 
 

@@ -9,7 +9,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from kvferry.geometry.models import read_model
-from kvferry.plan.cost import Pricing, link
+from kvferry.plan.cost import Pricing
 from kvferry.plan.find import find_config
 from kvferry.plan.forecast import forecast
 from kvferry.plan.page import picture
@@ -19,6 +19,7 @@ from kvferry.plan.page.scene import MAX_RANKS, MAX_STRIPS, scene
 from kvferry.plan.page.strips import Strip, strips
 from kvferry.plan.setting import set_up
 from kvferry.plan.side import Side
+from kvferry.planning.strategy import Costs
 
 DENSE = {
     "model_type": "llama", "num_hidden_layers": 3, "hidden_size": 128, "num_attention_heads": 8,
@@ -55,7 +56,7 @@ class Tags(HTMLParser):
 def page_of(model, *sides):
     name, config = find_config(model)
     reading = read_model(config, name=name)
-    return picture(forecast(reading, sides, 4096, Pricing(link(None))), reading)
+    return picture(forecast(reading, sides, 4096, Pricing(Costs())), reading)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -95,7 +96,7 @@ def test_a_kind_of_layer_each_has_its_pictures():
 
 def test_names_from_outside_cannot_become_markup():
     reading = read_model(DENSE, name="<script>alert(1)</script>")
-    page = picture(forecast(reading, (Side(), Side()), 64, Pricing(link(None))), reading)
+    page = picture(forecast(reading, (Side(), Side()), 64, Pricing(Costs())), reading)
     assert "<script" not in page
     assert "&lt;script&gt;" in page
 

@@ -64,3 +64,23 @@ def test_loops_of_an_image_keep_inside_of_it():
         assert pieces.dst.min() >= 0
         assert (pieces.dst + pieces.length).max() <= image.bytes
         assert len(np.unique(pieces.dst)) == len(pieces)
+
+
+def test_what_lies_inside_of_another_stretch_is_read_with_it():
+    (phase,) = fetched([[Nest(0, 0, 100), Nest(10, 200, 10), Nest(50, 300, 8)]], 0).stretches
+    assert (phase.src.tolist(), phase.length.tolist()) == ([0], [100])
+
+
+def test_images_have_room_for_the_largest_phase():
+    image = fetched([[Nest(0, 0, 60)], [Nest(0, 0, 70)]], 0)
+    assert (image.stride, image.bytes) == (2 * ALIGNMENT, 70)
+
+
+def test_a_loop_that_descends_on_one_side_is_gathered_and_cut_out_by_loops_that_ascend():
+    backwards = Nest(200, 0, 8, (Loop(3, -100, 8),))
+    for image in (gathered([[backwards]]), fetched([[backwards]], 0)):
+        (nests,) = image.nests
+        assert all(loop.src >= 0 and loop.dst >= 0 for nest in nests for loop in nest.loops)
+        assert sum(nest.bytes for nest in nests) == 24
+    (into,) = gathered([[backwards]]).nests
+    assert sorted((nest.dst, nest.src) for nest in into) == [(0, 200), (8, 100), (16, 0)]

@@ -1,9 +1,11 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
-from kvferry.planning.select import Span, needed, select_cells
+from kvferry.planning.select import Span, needed, select_cells, uncovered
 from kvferry.planning.template import Route, build_templates
 from support.pages import kv_page, rank_of, state_page
 
@@ -124,3 +126,27 @@ def test_a_state_table_names_one_block():
 def test_a_cell_that_would_overwrite_the_local_prefix_is_an_error(kind, reach):
     with pytest.raises(TransferError, match="prefix ends at token 8, inside the cell of 16 tokens from 0"):
         select_cells(route(), kind, reach, Span(8, 60, 60), np.arange(1, 5), np.arange(1, 5))
+
+
+@pytest.mark.parametrize(("kind", "reach"), [(FULL, 0), (SLIDING, 24), (CHUNKED, 32)])
+@pytest.mark.parametrize(("src_tokens", "dst_tokens"), [(16, 48), (32, 48), (48, 16), (16, 16), (24, 64)])
+def test_uncovered_are_blocks_that_cells_fill_in_part_and_that_held_nothing(
+    src_tokens, dst_tokens, kind, reach
+):
+    found = replace(route(src_tokens, dst_tokens), src_blocks=40, dst_blocks=40)
+    ids = np.arange(1, 40)
+    seen = 0
+    for have in range(0, 100, found.cell_tokens):
+        for total in range(have, 200, 7):
+            span = Span(have, total, total + 1)
+            cells = select_cells(found, kind, reach, span, ids, ids)
+            blocks, counts = np.unique(cells.dst_block, return_counts=True)
+            partial = blocks[counts < found.dst_cells]
+            wanted = [b for b in partial.tolist() if (b - 1) * dst_tokens >= have]
+            assert uncovered(found, kind, reach, span, ids).tolist() == wanted
+            seen += len(wanted)
+    assert (seen > 0) == (found.dst_cells > 1)
+
+
+def test_a_snapshot_leaves_nothing_uncovered():
+    assert len(uncovered(state_route(), STATE, 0, Span(0, 40, 40), table(3))) == 0

@@ -43,6 +43,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ``over-read``, ``staged`` wherever it is possible.
         staging_mib: memory for packing what lies in short runs, MiB per direction and worker; 0 to move
             without.
+        costs: file that ``kvferry bench calibrate`` wrote; by default the user's on this machine, or costs
+            measured elsewhere if there is none.
         host_buffer: move through host memory with the engine's copy operation; by default only where the
             engine was
             told to (``kv_buffer_device``).
@@ -62,6 +64,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: Literal["auto", "engine"] | Layout = "auto"
     strategy: Literal["auto", "direct", "over-read", "staged"] = "auto"
     staging_mib: int = 64
+    costs: str | None = None
     host_buffer: bool | None = None
 
 

@@ -21,8 +21,9 @@ from kvferry.engines.vllm.producer import LEASE_SLOTS
 from kvferry.geometry import RankGeometry
 from kvferry.planning.pieces import Int64s
 from kvferry.planning.select import Span, blocks_needed
-from kvferry.planning.strategy import Costs, Strategy
+from kvferry.planning.strategy import Strategy
 from kvferry.transport import security
+from kvferry.transport.costs import costs_of
 from kvferry.transport.lease import LeaseWords, new_incarnation
 from kvferry.transport.peer import ReadOrder
 from kvferry.transport.settings import TransferSettings
@@ -167,7 +168,7 @@ class WorkerHalf:
 def _transfer_settings(config: ConnectorConfig) -> TransferSettings:
     return TransferSettings(
         None if config.strategy == "auto" else Strategy(config.strategy),
-        Costs(),
+        costs_of(config.costs),
         config.staging_mib << 20,
         config.host,
         config.advertise_host or config.host,

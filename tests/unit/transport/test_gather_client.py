@@ -1,0 +1,162 @@
+"""The reader's end of the gather channel, against a rank that says what it likes."""
+
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+import zmq
+
+from kvferry.planning.nest import Nest
+from kvferry.transport.gather_client import GatherClient
+from kvferry.transport.gather_messages import (
+    Done,
+    Gather,
+    Gathered,
+    GatherRoute,
+    Introduce,
+    NotGathered,
+    decode_request,
+    encode,
+)
+from kvferry.transport.lease import Ticket
+from kvferry.transport.messages import PROTOCOL
+
+ROUTES = [GatherRoute(4096, 8, 64, ((Nest(0, 0, 8),),))]
+TICKET = Ticket(3, 9, 1)
+BLOCKS = np.array([5, 2], np.int64)
+
+
+class Rank:
+    """The other end: hears everything, answers what it is told to."""
+
+    def __init__(self, socket) -> None:
+        self._socket = socket
+        self.sender = b""
+
+    def hear(self, seconds: float = 10.0):
+        if not self._socket.poll(seconds * 1000):
+            return None
+        self.sender, message = self._socket.recv_multipart()
+        return decode_request(message)
+
+    def say(self, reply) -> None:
+        self._socket.send_multipart([self.sender, reply if isinstance(reply, bytes) else encode(reply)])
+
+
+@pytest.fixture
+def ends():
+    with ExitStack() as stack:
+        context = zmq.Context()
+        stack.callback(context.destroy, linger=0)
+        router = context.socket(zmq.ROUTER)
+        client = GatherClient(
+            context, "127.0.0.1", router.bind_to_random_port("tcp://127.0.0.1"), ROUTES, None
+        )
+        rank = Rank(router)
+        assert rank.hear() == Introduce(PROTOCOL, ROUTES)
+        yield client, rank
+        client.close()
+
+
+def answer(client, chunk):
+    """Wait until there is one."""
+    client.socket.poll(10_000)
+    return client.answer(chunk)
+
+
+def test_what_is_asked_is_heard_and_answered_once(ends):
+    client, rank = ends
+    assert not client.waiting
+    chunk = client.ask(4, TICKET, BLOCKS, 1)
+    assert client.waiting
+    assert rank.hear() == Gather(chunk, 4, 3, 9, BLOCKS.astype(np.int32).tobytes(), 1)
+    assert client.answer(chunk) is None
+    rank.say(Gathered(chunk, 1, 2, 3))
+    assert answer(client, chunk) == Gathered(chunk, 1, 2, 3)
+    assert client.answer(chunk) is None
+    assert not client.waiting
+    client.done(chunk)
+    assert rank.hear() == Done(chunk)
+
+
+def test_answers_come_in_any_order_and_garbage_between_them(ends):
+    client, rank = ends
+    first, second = (client.ask(0, TICKET, BLOCKS, 0) for _ in range(2))
+    rank.hear()
+    for reply in (
+        b"",
+        b"\xc1\xc1",
+        Gathered(second, 2, 2, 2),
+        Gathered(999, 0, 0, 0),
+        NotGathered(first, "no"),
+    ):
+        rank.say(reply)
+    while (found := answer(client, first)) is None:
+        pass
+    assert found == NotGathered(first, "no")
+    assert client.answer(second) == Gathered(second, 2, 2, 2)
+    assert not client._answers
+
+
+def test_an_answer_that_is_no_longer_wanted_is_forgotten(ends):
+    client, rank = ends
+    chunk, other = (client.ask(0, TICKET, BLOCKS, 0) for _ in range(2))
+    client.done(chunk)
+    for _ in range(3):
+        rank.hear()
+    rank.say(Gathered(chunk, 0, 0, 0))
+    rank.say(Gathered(other, 0, 0, 0))
+    while answer(client, other) is None:
+        pass
+    assert client.answer(chunk) is None
+    assert not client._answers
+    assert not client.waiting
+
+
+def test_who_is_told_that_it_is_unknown_introduces_itself_again_once(ends):
+    client, rank = ends
+    chunks = [client.ask(0, TICKET, BLOCKS, 0) for _ in range(3)]
+    for chunk in chunks:
+        assert rank.hear().chunk == chunk
+        rank.say(NotGathered(chunk, "who are you", unknown=True))
+    for chunk in chunks:
+        while (found := answer(client, chunk)) is None:
+            pass
+        assert found.reason == "who are you"
+    assert rank.hear() == Introduce(PROTOCOL, ROUTES)
+    chunk = client.ask(0, TICKET, BLOCKS, 0)
+    assert rank.hear().chunk == chunk, "of three such answers to what was asked before, one counts"
+    rank.say(NotGathered(chunk, "who are you", unknown=True))
+    answer(client, chunk)
+    assert rank.hear() == Introduce(PROTOCOL, ROUTES)
+
+
+def test_any_answer_ends_silence(ends):
+    client, rank = ends
+    chunk = client.ask(0, TICKET, BLOCKS, 0)
+    rank.hear()
+    client.silent_until = 1e9
+    client.done(chunk)
+    rank.say(NotGathered(chunk, "late"))
+    client.socket.poll(10_000)
+    assert client.is_silent(1e8) is False
+    assert client.silent_until == 0
+
+
+def test_silence_ends_by_itself(ends):
+    client, _ = ends
+    client.silent_until = 50.0
+    assert client.is_silent(49.0)
+    assert not client.is_silent(50.0)
+
+
+def test_a_rank_that_takes_no_more_requests_refuses_at_once(monkeypatch):
+    monkeypatch.setattr("kvferry.transport.gather_client._QUEUED", 1)
+    context = zmq.Context()
+    client = GatherClient(context, "127.0.0.1", 1, ROUTES, None)
+    chunks = [client.ask(0, TICKET, BLOCKS, 0) for _ in range(3)]
+    assert client.answer(chunks[-1]).reason == "the producer's worker does not take requests"
+    client.done(chunks[-1])
+    client.close()
+    client.done(chunks[0])
+    context.term()

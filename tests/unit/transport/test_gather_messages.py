@@ -1,0 +1,171 @@
+"""Messages of the gather channel: what is sent arrives, and whatever else arrives is a ProtocolError."""
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from kvferry.errors import ProtocolError
+from kvferry.planning.nest import Loop, Nest
+from kvferry.transport.gather_messages import (
+    MAX_LOOPS,
+    MAX_NESTS,
+    Done,
+    Gather,
+    Gathered,
+    GatherRoute,
+    Introduce,
+    NotGathered,
+    decode_reply,
+    decode_request,
+    encode,
+)
+from kvferry.transport.messages import PROTOCOL
+
+QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=300)
+NEST = Nest(4096, 64, 8, (Loop(3, 100, 16), Loop(2, 8, 8)))
+
+
+def introduce(*nests: Nest, stride: int = 128, blocks: int = 9, phases: int = 1) -> Introduce:
+    return Introduce(PROTOCOL, [GatherRoute(4096, blocks, stride, (nests or (NEST,),) * phases)])
+
+
+def ids(*blocks: int) -> bytes:
+    return np.array(blocks, np.int32).tobytes()
+
+
+REQUESTS = [introduce(phases=2), Gather(7, 1, 3, 2**32 - 1, ids(1, 2, 3), 2), Done(9)]
+REPLIES = [Gathered(7, 12, 70, 5), NotGathered(7, "too late"), NotGathered(7, "who are you", unknown=True)]
+
+
+@pytest.mark.parametrize("message", REQUESTS, ids=lambda m: type(m).__name__)
+def test_a_request_arrives_as_it_was_sent(message):
+    assert decode_request(encode(message)) == message
+
+
+@pytest.mark.parametrize("message", REPLIES, ids=lambda m: type(m).__name__)
+def test_a_reply_arrives_as_it_was_sent(message):
+    assert decode_reply(encode(message)) == message
+
+
+def test_block_ids_are_read_as_they_were_written():
+    assert Gather(1, 0, 0, 0, ids(5, 2**31 - 1, 1), 0).ids().tolist() == [5, 2**31 - 1, 1]
+
+
+def test_requests_and_replies_are_not_taken_for_each_other():
+    for message in REQUESTS:
+        with pytest.raises(ProtocolError):
+            decode_reply(encode(message))
+    for message in REPLIES:
+        with pytest.raises(ProtocolError):
+            decode_request(encode(message))
+
+
+@QUICK
+@given(st.binary(max_size=200))
+def test_random_bytes_are_a_message_or_a_protocol_error(data):
+    for decode in (decode_request, decode_reply):
+        try:
+            decode(data)
+        except ProtocolError:
+            continue
+
+
+@QUICK
+@given(st.sampled_from(REQUESTS + REPLIES), st.data())
+def test_a_message_with_a_few_bytes_changed_is_a_message_or_a_protocol_error(message, data):
+    spoiled = bytearray(encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        spoiled[data.draw(st.integers(0, len(spoiled) - 1))] = data.draw(st.integers(0, 255))
+    for decode in (decode_request, decode_reply):
+        try:
+            decode(bytes(spoiled))
+        except ProtocolError:
+            continue
+
+
+numbers = st.one_of(
+    st.integers(-4, 200),
+    st.sampled_from([1 << 20, 1 << 31, 1 << 40, (1 << 63) - 1, -(1 << 63), (1 << 64) - 1]),
+)
+anything = st.builds(
+    Nest,
+    numbers,
+    numbers,
+    numbers,
+    st.lists(st.builds(Loop, numbers, numbers, numbers), max_size=3).map(tuple),
+)
+
+
+@QUICK
+@given(st.lists(anything, min_size=1, max_size=2))
+def test_nests_that_are_let_in_keep_inside_of_their_image_and_fill_no_byte_of_it_for_ever(nests):
+    try:
+        message = decode_request(encode(introduce(*nests)))
+    except ProtocolError:
+        return
+    assert isinstance(message, Introduce)
+    assert sum(nest.bytes for nest in nests) <= 128
+    for nest in nests:
+        pieces = nest.pieces()
+        assert pieces.dst.min() >= 0
+        assert (pieces.dst + pieces.length).max() <= 128
+
+
+@pytest.mark.parametrize(
+    ("nest", "says"),
+    [
+        (Nest(0, -1, 8), r"covers bytes \[-1, 7\) of images of 128"),
+        (Nest(0, 121, 8), r"covers bytes \[121, 129\) of images of 128"),
+        (Nest(0, 0, 8, (Loop(17, 8, 8),)), r"covers bytes \[0, 136\)"),
+        (Nest(0, 0, 8, (Loop(1 << 62, 0, 1 << 62),)), "covers bytes"),
+        (Nest(0, 0, 8, (Loop(1 << 40, 0, 0),)), f"{8 << 40} bytes for an image of 128"),
+        (Nest(0, 0, 1, (Loop(64, 0, 1), Loop(64, 0, 1))), "4096 bytes for an image of 128"),
+        (Nest(0, 64, 8, (Loop(2, 8, -8),)), "runs of 8 bytes in loops"),
+        (Nest(64, 0, 8, (Loop(2, -8, 8),)), "runs of 8 bytes in loops"),
+        (Nest(0, 0, 8, (Loop(1, 8, 1 << 62),)), "runs of 8 bytes in loops"),
+        (Nest(0, 0, 0), "runs of 0 bytes"),
+        (Nest(0, 0, 1, (Loop(2, 0, 0),) * (MAX_LOOPS + 1)), "runs of 1 bytes in loops"),
+    ],
+)
+def test_a_nest_that_would_write_elsewhere_or_endlessly_is_refused(nest, says):
+    with pytest.raises(ProtocolError, match=says):
+        decode_request(encode(introduce(nest)))
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (
+            introduce(*[Nest(0, 0, 1)] * 2, phases=MAX_NESTS // 2 + 1),
+            f"{MAX_NESTS + 2} routes, phases or nests",
+        ),
+        (Introduce(PROTOCOL, [GatherRoute(1, 1, 64, ((),) * (MAX_NESTS + 1))]), "routes, phases or nests"),
+        (Introduce(PROTOCOL, [GatherRoute(1, 1, 64, ((),))] * (MAX_NESTS + 1)), "routes, phases or nests"),
+        (introduce(phases=0), "a route of 0 phases"),
+        (introduce(blocks=0), "0 blocks"),
+        (introduce(stride=129), "images every 129 bytes"),
+        (Introduce(PROTOCOL + 1, []), f"protocol {PROTOCOL + 1} there, {PROTOCOL} here"),
+        (introduce(stride=1 << 40), "not a gather request"),
+        (Gather(1, 0, 0, 0, b"", 0), "0 bytes are no block ids"),
+        (Gather(1, 0, 0, 0, b"12345", 0), "5 bytes are no block ids"),
+        (Gather(1 << 31, 0, 0, 0, ids(1), 0), "not a gather request"),
+        (Gather(1, 0, 0, 1 << 32, ids(1), 0), "not a gather request"),
+        (Gather(1, 0, 0, 0, ids(1), -1), "not a gather request"),
+        (Done(-1), "not a gather request"),
+    ],
+)
+def test_what_is_out_of_bounds_is_refused_in_words(message, says):
+    with pytest.raises(ProtocolError, match=says):
+        decode_request(encode(message))
+
+
+@pytest.mark.parametrize("reply", [Gathered(7, -1, 0, 0), Gathered(7, 1 << 31, 0, 0), Gathered(7, 0, -1, 0)])
+def test_an_answer_that_names_no_place_is_refused(reply):
+    with pytest.raises(ProtocolError, match="not an answer"):
+        decode_reply(encode(reply))
+
+
+def test_as_many_nests_as_allowed_are_let_in():
+    message = introduce(Nest(0, 0, 1), phases=MAX_NESTS)
+    assert decode_request(msgspec.msgpack.encode(message)) == message

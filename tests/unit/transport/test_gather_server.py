@@ -1,0 +1,418 @@
+"""The producer's gatherer over real ZeroMQ on loopback, with a clock of its own."""
+
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+import zmq
+
+from kvferry.errors import ConfigError
+from kvferry.geometry import Region
+from kvferry.geometry.rank import RankGeometry
+from kvferry.planning.nest import Loop, Nest
+from kvferry.transport import gather_server, security
+from kvferry.transport.area import UNIT_BYTES, Area
+from kvferry.transport.gather_messages import (
+    Done,
+    Gather,
+    Gathered,
+    GatherRoute,
+    Introduce,
+    NotGathered,
+    decode_reply,
+    encode,
+)
+from kvferry.transport.gather_server import LOT_SECONDS, WAIT_SECONDS, GatherServer
+from kvferry.transport.lease import LeaseWords
+from kvferry.transport.messages import PROTOCOL
+
+# The last block of memory is none of the engine's.
+BLOCKS, STRIDE, LEASES, UNITS, INCARNATION = 8, 4096, 4, 3, 77
+HOST = "127.0.0.1"
+WIDE = UNIT_BYTES // 2
+"""An image as far from the next as this: two of them take more than a unit."""
+
+
+class World:
+    """A pool of noise, a gatherer, and whoever speaks to it."""
+
+    def __init__(self, stack: ExitStack, units: int = UNITS, keys: security.Keys | None = None) -> None:
+        self.stack, self.now = stack, 1000.0
+        self.pool = np.random.default_rng(1).integers(0, 256, BLOCKS * STRIDE, np.uint8)
+        self.address = int(self.pool.ctypes.data)
+        region = Region(self.address, len(self.pool))
+        self.area = Area(units * UNIT_BYTES, region)
+        self.words = LeaseWords(INCARNATION, LEASES)
+        first = self.words.extend(units)
+        geometry = RankGeometry(0, 1, 0, 1, BLOCKS - 1, (), (region,))
+        self.server = GatherServer(HOST, geometry, self.area, self.words, first, keys, lambda: self.now)
+        stack.callback(self.server.close)
+
+    def reader(self, *routes: GatherRoute, keys: security.Keys | None = None) -> "Reader":
+        reader = Reader(self, keys)
+        if routes:
+            reader.say(Introduce(PROTOCOL, list(routes)))
+        return reader
+
+    def route(self, *phases: Nest, stride: int = 64, blocks: int = BLOCKS) -> GatherRoute:
+        return GatherRoute(STRIDE, blocks, stride, tuple((nest.at(self.address, 0),) for nest in phases))
+
+    def images(self, position: int, stride: int, count: int) -> np.ndarray:
+        whole = self.area.slots(stride).space._flat(0, 1).numpy()
+        return whole[position * stride : (position + count) * stride].reshape(count, stride)
+
+    def word(self, gathered: Gathered) -> int:
+        return int(self.words.array[gathered.word])
+
+    def idle(self) -> None:
+        """Everything said so far has been dealt with, and the area is looked after."""
+        reader = self.reader(self.route(Nest(0, 0, 8)))
+        reader.say(ask(1, blocks=(0,)))
+        assert isinstance(reader.hear(), NotGathered)
+
+
+class Reader:
+    def __init__(self, world: World, keys: security.Keys | None) -> None:
+        context = zmq.Context()
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        security.as_client(self._socket, keys)
+        self._socket.connect(f"tcp://{HOST}:{world.server.port}")
+        world.stack.callback(context.term)
+        world.stack.callback(self._socket.close)
+
+    def say(self, *messages) -> None:
+        for message in messages:
+            self._socket.send(message if isinstance(message, bytes) else encode(message))
+
+    def frames(self, *frames: bytes) -> None:
+        self._socket.send_multipart(frames)
+
+    def hear(self, seconds: float = 10.0):
+        return decode_reply(self._socket.recv()) if self._socket.poll(seconds * 1000) else None
+
+
+def ask(
+    chunk: int, blocks=(1,), route: int = 0, slot: int = 0, generation: int = 0, phase: int = 0
+) -> Gather:
+    return Gather(chunk, route, slot, generation, np.array(blocks, np.int32).tobytes(), phase)
+
+
+@pytest.fixture
+def stack():
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def world(stack):
+    return World(stack)
+
+
+def test_it_gathers_what_the_nests_say(world):
+    reader = world.reader(world.route(Nest(16, 8, 4, (Loop(3, 100, 12),))))
+    before = world.area.slots(64).space._flat(0, 1).numpy().copy()
+    reader.say(ask(5, (3, 6, 1)))
+    found = reader.hear()
+    assert isinstance(found, Gathered)
+    assert (found.chunk, world.word(found)) == (5, INCARNATION << 32 | found.generation)
+    assert found.word == LEASES
+    expected = before[found.position * 64 :][: 3 * 64].reshape(3, 64).copy()
+    for number, block in enumerate((3, 6, 1)):
+        for row in range(3):
+            at = block * STRIDE + 16 + 100 * row
+            expected[number, 8 + 12 * row :][:4] = world.pool[at : at + 4]
+    assert (world.images(found.position, 64, 3) == expected).all()
+
+
+@pytest.mark.parametrize("phase", [0, 1, 2])
+def test_cells_begin_in_any_phase_and_follow_one_another(world, phase):
+    reader = world.reader(world.route(*[Nest(1000 * number, 0, 64) for number in range(3)]))
+    reader.say(ask(1, (1, 2, 3, 4, 5), phase=phase))
+    found = world.images(reader.hear().position, 64, 5)
+    for number, block in enumerate((1, 2, 3, 4, 5)):
+        at = block * STRIDE + (phase + number) % 3 * 1000
+        assert (found[number] == world.pool[at : at + 64]).all()
+
+
+def test_an_ended_lease_is_refused_and_nothing_is_gathered(world, monkeypatch):
+    copies = []
+    gather = gather_server.Loops.gather
+    monkeypatch.setattr(gather_server.Loops, "gather", lambda *order: copies.append(1) or gather(*order))
+    world.words.end([2])
+    reader = world.reader(world.route(Nest(0, 0, 8)))
+    reader.say(ask(1, slot=2), ask(2, slot=2, generation=1), ask(3, slot=LEASES), ask(4, slot=1 << 30))
+    assert reader.hear() == NotGathered(1, "the lease has ended")
+    assert isinstance(reader.hear(), Gathered)
+    assert reader.hear() == NotGathered(3, "the lease has ended"), "the area's words are no leases"
+    assert reader.hear() == NotGathered(4, "the lease has ended")
+    assert sum(world.area._taken) == len(copies) == 1
+
+
+def test_a_lease_that_ends_while_its_blocks_are_gathered_is_refused_and_gives_its_room_back(
+    world, monkeypatch
+):
+    gather = gather_server.Loops.gather
+
+    def ending(self, *arguments):
+        gather(self, *arguments)
+        world.words.end([0])
+
+    monkeypatch.setattr(gather_server.Loops, "gather", ending)
+    reader = world.reader(world.route(Nest(0, 0, 8)))
+    reader.say(ask(1))
+    assert reader.hear() == NotGathered(1, "the lease has ended")
+    assert not any(world.area._taken)
+
+
+def test_a_copy_that_fails_is_refused_and_gives_its_room_back(world, monkeypatch):
+    def failing(self, *arguments):
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(gather_server.Loops, "gather", failing)
+    reader = world.reader(world.route(Nest(0, 0, 8)))
+    reader.say(ask(1))
+    assert reader.hear() == NotGathered(1, "the copy failed: no such device")
+    assert not any(world.area._taken)
+    monkeypatch.undo()
+    reader.say(ask(2))
+    assert isinstance(reader.hear(), Gathered), "it serves on"
+
+
+def test_a_copy_that_fails_when_its_turn_comes_holds_up_nobody(world, monkeypatch):
+    reader = world.reader(world.route(Nest(0, 0, 8), stride=WIDE))
+    reader.say(ask(1, (1,) * 5), ask(2), ask(3))
+    assert reader.hear().chunk == 1
+    gather = gather_server.Loops.gather
+
+    def failing_once(self, *arguments):
+        monkeypatch.setattr(gather_server.Loops, "gather", gather)
+        raise RuntimeError("only once")
+
+    monkeypatch.setattr(gather_server.Loops, "gather", failing_once)
+    reader.say(Done(1))
+    assert reader.hear() == NotGathered(2, "the copy failed: only once")
+    assert isinstance(reader.hear(), Gathered)
+
+
+@pytest.mark.parametrize(
+    ("order", "says"),
+    [
+        (ask(1, route=1), "there is no route 1"),
+        (ask(1, phase=1), "phase 1 of 1"),
+        (ask(1, (3, 0)), "blocks 0 to 3 are not in the pool"),
+        (ask(1, (-1, 3)), "blocks -1 to 3 are not in the pool"),
+        (ask(1, (BLOCKS - 1,)), f"blocks {BLOCKS - 1} to {BLOCKS - 1} are not in the pool"),
+        (ask(1, (BLOCKS,)), f"blocks {BLOCKS} to {BLOCKS} are not in the pool"),
+        (ask(1, (1,) * (UNITS * 16384)), "the images of one request have no room in the staging area"),
+    ],
+)
+def test_what_cannot_be_gathered_is_refused_in_words(world, order, says):
+    reader = world.reader(world.route(Nest(0, 0, 8)))
+    reader.say(order)
+    assert reader.hear() == NotGathered(1, says)
+    assert not any(world.area._taken)
+
+
+def test_blocks_past_those_introduced_are_not_in_the_pool(world):
+    reader = world.reader(world.route(Nest(0, 0, 8), blocks=4))
+    reader.say(ask(1, (3,)), ask(2, (4,)))
+    assert isinstance(reader.hear(), Gathered)
+    assert reader.hear() == NotGathered(2, "blocks 4 to 4 are not in the pool")
+
+
+def test_a_chunk_of_a_name_that_is_held_is_refused_and_the_first_stays(world):
+    reader = world.reader(world.route(Nest(0, 0, 8)))
+    reader.say(ask(1), ask(1))
+    first = reader.hear()
+    assert reader.hear() == NotGathered(1, "a chunk of that name is held")
+    assert world.word(first) == INCARNATION << 32 | first.generation
+
+
+def test_who_has_not_introduced_itself_is_told_to(world):
+    reader = world.reader()
+    reader.say(ask(1))
+    assert reader.hear() == NotGathered(1, "the reader has not introduced itself", unknown=True)
+
+
+@pytest.mark.parametrize(
+    "nest",
+    [
+        Nest(-(1 << 40), 0, 8),
+        Nest(1 << 62, 0, 8),
+        Nest(STRIDE, 0, 8),
+        Nest(0, 0, 8, (Loop(2, STRIDE, 8),)),
+        Nest(0, 0, 8, (Loop(2, (1 << 63) - 1, 8),)),
+    ],
+)
+def test_nests_that_leave_the_pool_introduce_nobody(world, nest):
+    reader = world.reader(world.route(nest))
+    reader.say(ask(1))
+    assert reader.hear().unknown
+
+
+def test_without_room_a_request_waits_until_there_is_some(world):
+    reader = world.reader(world.route(Nest(0, 0, 8), stride=WIDE))
+    reader.say(ask(1, (1,) * 5), ask(2, (2,)))
+    first = reader.hear()
+    assert reader.hear(0.3) is None
+    reader.say(Done(1))
+    second = reader.hear()
+    assert (second.chunk, type(second)) == (2, Gathered)
+    assert world.word(first) != INCARNATION << 32 | first.generation, "its word was raised before"
+    assert (world.images(second.position, WIDE, 1)[0, :8] == world.pool[2 * STRIDE :][:8]).all()
+
+
+def test_small_requests_do_not_overtake_a_large_one(world):
+    large, small = (world.reader(world.route(Nest(0, 0, 8), stride=WIDE)) for _ in range(2))
+    small.say(ask(1))
+    assert isinstance(small.hear(), Gathered)
+    large.say(ask(1, (1,) * 5))
+    assert large.hear(0.3) is None
+    small.say(ask(2))
+    assert small.hear(0.3) is None
+    small.say(Done(1))
+    assert isinstance(large.hear(), Gathered)
+    large.say(Done(1))
+    assert isinstance(small.hear(), Gathered)
+
+
+def test_a_request_that_is_no_longer_wanted_does_not_wait_on(world):
+    reader = world.reader(world.route(Nest(0, 0, 8), stride=WIDE))
+    reader.say(ask(1, (1,) * 5), ask(2), ask(3), Done(2), Done(1))
+    assert [reader.hear().chunk, reader.hear().chunk] == [1, 3]
+
+
+def test_a_request_that_waits_in_vain_is_refused(world):
+    reader = world.reader(world.route(Nest(0, 0, 8), stride=WIDE))
+    reader.say(ask(1, (1,) * 5), ask(2))
+    assert reader.hear().chunk == 1
+    assert reader.hear(0.3) is None
+    world.now += WAIT_SECONDS + 1
+    assert reader.hear() == NotGathered(2, f"no room in the staging area for {WAIT_SECONDS:g} s")
+
+
+def test_what_a_silent_reader_holds_is_reclaimed_and_its_word_raised_before(world):
+    silent, other = (world.reader(world.route(Nest(0, 0, 8), stride=WIDE)) for _ in range(2))
+    silent.say(ask(1, (1,) * 5))
+    held = silent.hear()
+    world.now += LOT_SECONDS - 2
+    other.say(ask(1, (2,)))
+    assert other.hear(0.3) is None
+    assert world.word(held) == INCARNATION << 32 | held.generation
+    world.now += 1.5
+    assert other.hear(0.5) is None, "not before its time"
+    world.now += 1.5
+    assert isinstance(other.hear(), Gathered)
+    assert world.word(held) != INCARNATION << 32 | held.generation
+
+
+def test_it_is_reclaimed_while_others_speak_without_pause(world):
+    silent, talker = (world.reader(world.route(Nest(0, 0, 8))) for _ in range(2))
+    silent.say(ask(1))
+    held = silent.hear()
+    world.now += LOT_SECONDS + 1
+    for number in range(1, 40):
+        talker.say(ask(number), Done(number))
+        assert isinstance(talker.hear(), Gathered)
+        if world.word(held) != INCARNATION << 32 | held.generation:
+            return
+    pytest.fail("a reader that is gone holds its room for as long as others speak")
+
+
+def test_done_for_a_chunk_that_nobody_has_changes_nothing(world):
+    reader, stranger = world.reader(world.route(Nest(0, 0, 8))), world.reader()
+    reader.say(ask(1))
+    held = reader.hear()
+    reader.say(Done(2))
+    stranger.say(Done(1))
+    world.idle()
+    assert world.word(held) == INCARNATION << 32 | held.generation
+    assert sum(world.area._taken) == 1
+
+
+def test_done_raises_the_word_and_frees_the_room(world):
+    reader = world.reader(world.route(Nest(0, 0, 8)))
+    reader.say(ask(1))
+    held = reader.hear()
+    reader.say(Done(1))
+    world.idle()
+    assert world.word(held) == INCARNATION << 32 | held.generation + 1
+    assert not any(world.area._taken)
+
+
+def test_another_introduction_frees_what_was_held(world):
+    reader = world.reader(world.route(Nest(0, 0, 8)))
+    reader.say(ask(1))
+    held = reader.hear()
+    reader.say(Introduce(PROTOCOL, [world.route(Nest(8, 0, 8))]), ask(1))
+    again = reader.hear()
+    assert world.word(held) != INCARNATION << 32 | held.generation
+    assert (world.images(again.position, 64, 1)[0, :8] == world.pool[STRIDE + 8 :][:8]).all()
+    assert sum(world.area._taken) == 1
+
+
+def test_of_too_many_readers_the_first_is_forgotten(world, monkeypatch):
+    monkeypatch.setattr(gather_server, "MAX_READERS", 2)
+    readers = []
+    for _ in range(3):
+        readers.append(world.reader(world.route(Nest(0, 0, 8))))
+        readers[-1].say(ask(1))
+        assert isinstance(readers[-1].hear(), Gathered)
+    assert sum(world.area._taken) == 2
+    readers[0].say(ask(2))
+    assert readers[0].hear().unknown
+    readers[1].say(ask(2))
+    assert isinstance(readers[1].hear(), Gathered)
+
+
+def test_more_than_may_wait_are_refused(world, monkeypatch):
+    monkeypatch.setattr(gather_server, "MAX_WAITING", 1)
+    reader = world.reader(world.route(Nest(0, 0, 8), stride=WIDE))
+    reader.say(ask(1, (1,) * 5), ask(2), ask(3))
+    assert reader.hear().chunk == 1
+    assert reader.hear() == NotGathered(3, "1 requests are waiting already")
+
+
+def test_garbage_is_dropped_and_others_are_served(world):
+    reader = world.reader(world.route(Nest(0, 0, 8)))
+    for garbage in (
+        b"",
+        b"\xc1",
+        bytes(1000),
+        encode(NotGathered(1, "")),
+        np.random.default_rng(2).bytes(300),
+    ):
+        reader.say(garbage)
+    reader.frames(b"a", b"b", b"c")
+    reader.say(ask(1))
+    assert reader.hear().chunk == 1
+
+
+def test_keys_let_in_whoever_has_them_and_nobody_else(stack, tmp_path):
+    secrets = tmp_path / "one", tmp_path / "two"
+    for number, secret in enumerate(secrets):
+        secret.write_bytes(b"0123456789abcdef%d" % number)
+    right, wrong = (security.read_keys(str(secret)) for secret in secrets)
+    world = World(stack, keys=right)
+    route = world.route(Nest(0, 0, 8))
+    others = [world.reader(route, keys=wrong), world.reader(route)]
+    friend = world.reader(route, keys=right)
+    for reader in (*others, friend):
+        reader.say(ask(1))
+    assert isinstance(friend.hear(), Gathered)
+    assert all(reader.hear(0.3) is None for reader in others)
+
+
+def test_an_address_of_another_machine_is_refused_in_words(stack):
+    world = World(stack)
+    with pytest.raises(ConfigError, match=r"gather channel: cannot listen on 203\.0\.113\.1"):
+        GatherServer("203.0.113.1", RankGeometry(0, 1, 0, 1, 1, (), ()), world.area, world.words, LEASES)
+
+
+def test_closing_ends_the_thread_with_messages_still_to_come(world):
+    reader = world.reader(world.route(Nest(0, 0, 8)))
+    reader.say(*[ask(number) for number in range(100)])
+    world.server.close()
+    assert not world.server._thread.is_alive()
+    assert world.server._context.closed

@@ -1,0 +1,458 @@
+"""Whole transfers in one process, through a transport that copies: every byte of the reader's memory."""
+
+import itertools
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvferry.errors import TransferError
+from kvferry.geometry import GroupKind, Region
+from kvferry.planning.select import Span
+from kvferry.planning.strategy import Costs, Strategy
+from kvferry.planning.template import build_templates
+from kvferry.transport import prepared
+from kvferry.transport.agent import ReadState
+from kvferry.transport.area import UNIT_BYTES, Area
+from kvferry.transport.gather_client import GatherClient
+from kvferry.transport.lease import LeaseWords, Ticket
+from kvferry.transport.messages import Outgoing, RankCard
+from kvferry.transport.peer import ReadOrder
+from kvferry.transport.prepared import Preparation
+from kvferry.transport.settings import TransferSettings
+from kvferry.transport.thread import TransferThread
+from support.engines import EngineSpec, Family, GroupSpec, Interior, Stored, ranks
+from support.local_agent import LocalAgent
+from support.oracle import expect, fill
+from transport.memory import place, scattered_tables
+
+FULL = GroupKind.FULL
+KV = (Stored("k", 2, 4, (("content", 8),)), Stored("v", 2, 4, (("content", 8),)))
+DENSE = (Family(FULL, fields=KV),) * 3
+WIDE = (Family(FULL, fields=tuple(Stored(n, 2, 4, (("content", 512),)) for n in "kv")),)
+_names = itertools.count()
+
+
+def dense(tp=1, block=16, layout="LBHNC", interior=None, blocks=40) -> EngineSpec:
+    groups = (GroupSpec(FULL, 0, (0, 1, 2), block),)
+    return EngineSpec(tp, (3,), groups, layout, interior or Interior(), blocks)
+
+
+def wide(tp=1, block=16, layout="LBHNC", blocks=180) -> EngineSpec:
+    return EngineSpec(tp, (1,), (GroupSpec(FULL, 0, (0,), block),), layout, Interior(), blocks)
+
+
+HYBRID = (
+    Family(FULL, fields=KV),
+    Family(GroupKind.SLIDING, 24, KV),
+    Family(GroupKind.STATE, fields=(Stored("ssm", 4, 4, (("row", 3),)), Stored("x", 2, 4, (("width", 3),)))),
+)
+
+
+def hybrid(tp=1, block=16, layout="LBHNC") -> EngineSpec:
+    kinds = ((FULL, 0), (GroupKind.SLIDING, 24), (GroupKind.STATE, 0))
+    groups = tuple(GroupSpec(kind, reach, (i,), block) for i, (kind, reach) in enumerate(kinds))
+    return EngineSpec(tp, (3,), groups, layout, Interior(), 60)
+
+
+class Engine:
+    """All ranks of an engine in this process."""
+
+    def __init__(self, made_up, seed: int, settings: TransferSettings, in_flight: int = 8) -> None:
+        self.made_up = made_up
+        self.ranks, self.memories = zip(
+            *(place(rank, seed + i) for i, rank in enumerate(made_up)), strict=True
+        )
+        self.agents: list[LocalAgent] = []
+        self.threads = [
+            TransferThread(
+                f"{next(_names)}", rank, LeaseWords(100 + i, 4), settings, self._agent, in_flight=in_flight
+            )
+            for i, rank in enumerate(self.ranks)
+        ]
+        self._results = {}
+
+    def _agent(self, name: str, *, progress: bool) -> LocalAgent:
+        """One that is read from, or one that reads: those are in `agents`."""
+        made = LocalAgent(name)
+        if not progress:
+            self.agents.append(made)
+        return made
+
+    @property
+    def cards(self):
+        return [thread.card for thread in self.threads]
+
+    def result(self, key: str, rank: int = 0, seconds: float = 30.0):
+        deadline = time.monotonic() + seconds
+        while key not in self._results and time.monotonic() < deadline:
+            for result in self.threads[rank].results():
+                assert result.key not in self._results, "two results"
+                self._results[result.key] = result
+            time.sleep(0.001)
+        return self._results.get(key)
+
+
+class World:
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+
+    def engine(self, made_up, seed=0, in_flight=8, **settings) -> Engine:
+        engine = Engine(made_up, seed, TransferSettings(**settings), in_flight)
+        for thread in engine.threads:
+            self._stack.callback(thread.close, 10.0)
+        return engine
+
+
+@pytest.fixture
+def world():
+    with ExitStack() as stack:
+        yield World(stack)
+
+
+@pytest.fixture
+def gathered(monkeypatch):
+    """Answers that sources gave to readers, by class."""
+    found = []
+    answer = GatherClient.answer
+
+    def noting(self, chunk):
+        reply = answer(self, chunk)
+        if reply is not None:
+            found.append(type(reply).__name__)
+        return reply
+
+    monkeypatch.setattr(GatherClient, "answer", noting)
+    return found
+
+
+def moved(world, src, dst, families, total, have=0, **settings):
+    """Read a prompt and check every byte; returns the reader and what it did."""
+    span = Span(have, total, total)
+    src_tables, dst_tables = scattered_tables(src, total, 1), scattered_tables(dst, total, 2)
+    producer = world.engine(ranks(src, families), staging_bytes=settings.pop("theirs", 4 << 20))
+    for rank, memory in zip(producer.ranks, producer.memories, strict=True):
+        fill(rank, src_tables, memory)
+    reader = world.engine(ranks(dst, families), 1000, **settings)
+    results = []
+    for number, thread in enumerate(reader.threads):
+        before = reader.memories[number].bytes.copy()
+        thread.connect("P", producer.cards)
+        thread.submit(ReadOrder(f"{number}", "P", span, src_tables, dst_tables, Ticket(0, 0, 1)))
+        result = reader.result(f"{number}", number)
+        assert result is not None, "no result"
+        assert result.failure is None, result.failure
+        expected = expect(
+            reader.ranks[number],
+            ranks(src, families),
+            [span] * len(dst.groups),
+            dst_tables,
+            before,
+            cleared=True,
+        )
+        expected.check(reader.memories[number].bytes)
+        assert reader.agents[number].held["reads"] == 0
+        results.append(result)
+    for engine in (reader, producer):
+        for thread in engine.threads:
+            assert not any(thread._images._taken)
+    return producer, reader, results
+
+
+PLANES = Interior(planes=True, transposed=frozenset({"k"}))
+CASES = {
+    "one chunk": (dense(), dense(layout="LBNHC"), DENSE, 200, 0),
+    "TP 2 to 1": (dense(2), dense(), DENSE, 200, 0),
+    "TP 1 to 2": (dense(), dense(2), DENSE, 200, 48),
+    "block 24 to 16": (dense(block=24), dense(block=16), DENSE, 200, 0),
+    "block 16 to 24 from the middle of phases": (dense(block=16), dense(block=24), DENSE, 200, 72),
+    "K transposed there": (dense(), dense(interior=PLANES), DENSE, 60, 0),
+    "groups of several kinds": (hybrid(2, 32), hybrid(1, 16, "LBNHC"), HYBRID, 150, 0),
+    "many chunks of three phases": (wide(block=48, blocks=20), wide(block=16), WIDE, 600, 48),
+    "many chunks, heads apart": (wide(tp=2), wide(tp=1, layout="LBNHC"), WIDE, 600, 0),
+}
+
+
+@pytest.mark.parametrize("units", [1, 3])
+@pytest.mark.parametrize("strategy", [Strategy.STAGED, Strategy.OVER_READ])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_bytes_come_through_areas_of_any_size(world, gathered, case, strategy, units):
+    src, dst, families, total, have = case
+    settings = {"strategy": strategy, "staging_bytes": units * UNIT_BYTES, "theirs": units * UNIT_BYTES}
+    _, _, results = moved(world, src, dst, families, total, have, **settings)
+    assert all(set(result.plan.strategy_by_group) == {strategy} for result in results)
+    assert set(gathered) == ({"Gathered"} if strategy is Strategy.STAGED else set())
+
+
+@pytest.mark.parametrize("free", ["scatter", "place"])
+def test_staged_images_are_read_into_place_or_scattered(world, gathered, free):
+    """Both ways of staging, each where it costs nothing."""
+    cheap = {"copy_run_seconds": 0, "copy_byte_seconds": 0, "copy_call_seconds": 0}
+    costs = {
+        "scatter": Costs(**cheap, read_descriptor_seconds=0.5),
+        "place": Costs(copy_run_seconds=0.5, read_descriptor_seconds=0),
+    }[free]
+    settings = {"strategy": Strategy.STAGED, "staging_bytes": 4 << 20, "costs": costs}
+    _, reader, _ = moved(world, dense(block=24), dense(2, 16, "LBNHC"), DENSE, 200, 48, **settings)
+    assert set(gathered) == {"Gathered"}
+    words = reader.threads[0].words
+    assert all(word == words.incarnation << 32 for word in words.array.tolist()), "nobody read from it"
+
+
+@pytest.mark.parametrize("strategy", [Strategy.STAGED, Strategy.OVER_READ, None])
+@pytest.mark.parametrize(("theirs", "ours"), [(0, 4 << 20), (4 << 20, 0), (0, 0)])
+def test_without_staging_memory_on_either_side_bytes_go_without(world, gathered, strategy, theirs, ours):
+    moved(
+        world,
+        dense(),
+        dense(layout="LBNHC"),
+        DENSE,
+        100,
+        strategy=strategy,
+        staging_bytes=ours,
+        theirs=theirs,
+    )
+    assert "Gathered" not in gathered
+
+
+def test_layers_in_descending_order_of_addresses_are_gathered_and_cut_out(world, gathered):
+    src, dst = dense(layout="BLHNC"), dense(layout="LBHNC")
+    (made_up,) = ranks(dst, DENSE)
+    layers = made_up.groups[0].layers
+    turned = [
+        replace(layer, address=other.address) for layer, other in zip(layers, layers[::-1], strict=True)
+    ]
+    backwards = replace(made_up, groups=(replace(made_up.groups[0], layers=tuple(turned)),))
+    tables = scattered_tables(src, 200, 1)
+    for strategy in (Strategy.STAGED, Strategy.OVER_READ):
+        producer = world.engine(ranks(src, DENSE), staging_bytes=4 << 20)
+        fill(producer.ranks[0], tables, producer.memories[0])
+        reader = world.engine([backwards], 1000, strategy=strategy, staging_bytes=4 << 20)
+        before = reader.memories[0].bytes.copy()
+        reader.threads[0].connect("P", producer.cards)
+        reader.threads[0].submit(ReadOrder("a", "P", Span(0, 200, 200), tables, tables, Ticket(0, 0, 1)))
+        assert reader.result("a").failure is None
+        expect(reader.ranks[0], ranks(src, DENSE), [Span(0, 200, 200)], tables, before, cleared=True).check(
+            reader.memories[0].bytes
+        )
+    assert set(gathered) == {"Gathered"}
+
+
+@pytest.mark.parametrize("strategy", [Strategy.STAGED, Strategy.OVER_READ])
+def test_many_reads_share_a_small_area(world, strategy):
+    src, dst = wide(layout="LBNHC"), wide()
+    tables = scattered_tables(src, 16 * 20, 1)
+    producer = world.engine(ranks(src, WIDE), staging_bytes=1 << 20)
+    fill(producer.ranks[0], tables, producer.memories[0])
+    reader = world.engine(ranks(dst, WIDE), 1000, strategy=strategy, staging_bytes=1 << 20)
+    reader.threads[0].connect("P", producer.cards)
+    (ids,) = scattered_tables(dst, 16 * 160, 2)
+    for number in range(8):
+        part = (ids[number * 20 : number * 20 + 20],)
+        reader.threads[0].submit(
+            ReadOrder(f"{number}", "P", Span(0, 320, 320), tables, part, Ticket(0, 0, 1))
+        )
+    before = reader.memories[0].bytes.copy()
+    for number in range(8):
+        assert reader.result(f"{number}").failure is None
+    for number in range(8):
+        part = (ids[number * 20 : number * 20 + 20],)
+        expected = expect(reader.ranks[0], ranks(src, WIDE), [Span(0, 320, 320)], part, before)
+        assert (reader.memories[0].bytes == expected.value)[expected.must].all()
+    assert sum(reader.agents[0].held.values()) == 1 + 4
+
+
+def test_a_lot_that_was_given_to_another_while_it_was_read_is_a_failure(world):
+    src, dst = dense(), dense(layout="LBNHC")
+    tables = scattered_tables(src, 100, 1)
+    producer = world.engine(ranks(src, DENSE), staging_bytes=1 << 20)
+    reader = world.engine(ranks(dst, DENSE), 1000, strategy=Strategy.STAGED, staging_bytes=1 << 20)
+    area = producer.threads[0]._outgoing
+    first_word = producer.threads[0]._gatherer._first_word
+
+    def reclaimed(sources):
+        low = area.region.address
+        if ((sources >= low) & (sources < low + area.region.length)).any():
+            producer.threads[0].words.end([first_word])
+
+    reader.agents[0].before_post = reclaimed
+    reader.threads[0].connect("P", producer.cards)
+    reader.threads[0].submit(ReadOrder("a", "P", Span(0, 100, 100), tables, tables, Ticket(0, 0, 1)))
+    assert "used its staging area for others" in reader.result("a").failure
+
+
+def test_a_lease_that_ends_between_chunks_is_a_failure(world):
+    src, dst = wide(layout="LBNHC"), wide()
+    tables = scattered_tables(src, 16 * 100, 1)
+    producer = world.engine(ranks(src, WIDE), staging_bytes=2 << 20)
+    reader = world.engine(ranks(dst, WIDE), 1000, strategy=Strategy.STAGED, staging_bytes=2 << 20)
+    posted = []
+
+    def ended(sources):
+        posted.append(len(sources))
+        if len(posted) == 3:
+            producer.threads[0].words.end([0])
+
+    reader.agents[0].before_post = ended
+    reader.threads[0].connect("P", producer.cards)
+    reader.threads[0].submit(ReadOrder("a", "P", Span(0, 1600, 1600), tables, tables, Ticket(0, 0, 1)))
+    assert "gave the blocks back before they were read" in reader.result("a").failure
+
+
+def test_a_read_that_hangs_and_holds_all_room_does_not_hold_up_others_for_long(world, monkeypatch):
+    monkeypatch.setattr("kvferry.transport.packed.ROOM_SECONDS", 0.2)
+    src, dst = wide(layout="LBNHC"), wide()
+    tables = scattered_tables(src, 16 * 100, 1)
+    stuck, well = (world.engine(ranks(src, WIDE), staging_bytes=1 << 20) for _ in range(2))
+    reader = world.engine(ranks(dst, WIDE), 1000, strategy=Strategy.OVER_READ, staging_bytes=1 << 20)
+    agent, hangs = reader.agents[0], threading.Event()
+    low, length = stuck.ranks[0].regions[0].address, len(stuck.memories[0].bytes)
+    hangs.set()
+
+    def state(handle):
+        from_stuck = ((handle[1] >= low) & (handle[1] < low + length)).any()
+        return ReadState.IN_FLIGHT if from_stuck and hangs.is_set() else ReadState.DONE
+
+    agent.state = state
+    for name, producer in (("stuck", stuck), ("well", well)):
+        reader.threads[0].connect(name, producer.cards)
+        reader.threads[0].submit(ReadOrder(name, name, Span(0, 1600, 1600), tables, tables, Ticket(0, 0, 1)))
+    assert reader.result("well", seconds=10).failure is None
+    assert reader.result("stuck", seconds=0) is None
+    hangs.clear()
+    assert reader.result("stuck").failure is None
+
+
+def test_a_peer_that_cannot_be_prepared_to_the_end_leaves_nothing_behind(world):
+    producer = world.engine(ranks(dense(2), DENSE), staging_bytes=1 << 20)
+    reader = world.engine(ranks(dense(), DENSE), 1000, strategy=Strategy.STAGED, staging_bytes=1 << 20)
+    first, second = producer.cards
+    thread, agent = reader.threads[0], reader.agents[0]
+    tables = scattered_tables(dense(), 16, 1)
+    order = ReadOrder("a", "P", Span(0, 16, 16), tables, tables, Ticket(0, 0, 1))
+    for number, spoiled in enumerate(
+        [
+            msgspec.structs.replace(second, agent=b"nobody"),
+            msgspec.structs.replace(second, words_address=8),
+            msgspec.structs.replace(second, words=10**6),
+        ]
+    ):
+        thread.connect("P", [first, spoiled])
+        thread.submit(replace(order, key=f"{number}"))
+        assert "cannot be read from" in reader.result(f"{number}").failure
+        assert agent.held == {"peers": 0, "lists": 0, "reads": 0}
+        assert not [s for s in thread._context._sockets if not s.closed]
+    thread.connect("P", [first, second])
+    thread.submit(order)
+    assert reader.result("a").failure is None
+
+
+def test_closing_frees_everything(world):
+    _, reader, _ = moved(
+        world, dense(), dense(layout="LBNHC"), DENSE, 100, strategy=Strategy.STAGED, staging_bytes=1 << 20
+    )
+    (thread,), (agent,) = reader.threads, reader.agents
+    thread.close(10.0)
+    assert agent.held == {"peers": 0, "lists": 0, "reads": 0}
+    assert thread._context.closed
+    assert thread._gatherer is None
+    assert not thread._thread.is_alive()
+
+
+def test_one_thing_that_cannot_be_freed_does_not_keep_the_rest(world, caplog, monkeypatch):
+    release = LocalAgent.release_list
+
+    def failing(self, handle):
+        release(self, handle)
+        raise RuntimeError("of the transport's own making")
+
+    monkeypatch.setattr(LocalAgent, "release_list", failing)
+    _, reader, _ = moved(
+        world, dense(), dense(layout="LBNHC"), DENSE, 100, strategy=Strategy.STAGED, staging_bytes=1 << 20
+    )
+    (thread,), (agent,) = reader.threads, reader.agents
+    thread.close(10.0)
+    assert agent.held == {"peers": 0, "lists": 0, "reads": 0}
+    assert thread._context.closed
+    assert "while closing" in caplog.text
+
+
+def test_blocks_that_cannot_be_cleared_fail_that_read_only(world, monkeypatch):
+    producer = world.engine(ranks(dense(), DENSE))
+    reader = world.engine(ranks(dense(block=32), DENSE), 1000)
+    reader.threads[0].connect("P", producer.cards)
+    tables = scattered_tables(dense(), 16, 1)
+    order = ReadOrder("a", "P", Span(0, 16, 16), tables, tables, Ticket(0, 0, 1))
+
+    def failing(self, blocks):
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr("kvferry.memory.copy.Loops.clear", failing)
+    reader.threads[0].submit(order)
+    assert reader.result("a").failure == "blocks cannot be cleared: no such device"
+    monkeypatch.undo()
+    reader.threads[0].submit(replace(order, key="b"))
+    assert reader.result("b").failure is None
+
+
+def preparation(src, dst, families, outgoing=8 << 20):
+    (theirs,), (ours,) = ranks(src, families), ranks(dst, families)
+    card = RankCard(theirs, b"", 0, 100, 1, Outgoing("127.0.0.1", 1, 1 << 50, outgoing, 8))
+    made = Preparation(ours, Area(8 << 20, Region(0, 1)), card, Costs())
+    (template,) = build_templates([theirs], ours)
+    for route in template.routes:
+        made.add(route)
+    return made
+
+
+def test_ways_that_lists_have_no_room_for_are_left_out(monkeypatch):
+    everything = preparation(dense(), dense(layout="LBNHC"), DENSE)
+    assert [way.way.strategy for way in everything.routes[0].ways] == [
+        "direct",
+        "over-read",
+        "staged",
+        "staged",
+    ]
+    most = max(everything.src.entries, everything.dst.entries)
+    for room in (most, most - 1, most // 2, most // 8):
+        monkeypatch.setattr(prepared, "MAX_DESCRIPTORS", room)
+        made = preparation(dense(), dense(layout="LBNHC"), DENSE)
+        assert max(made.src.entries, made.dst.entries) <= room or len(made.routes[0].ways) == 1
+        assert (len(made.routes[0].ways) == 4) == (room == most)
+
+
+def test_images_of_too_many_nests_are_not_introduced(monkeypatch):
+    nests = sum(len(p) for g in preparation(dense(), dense(layout="LBNHC"), DENSE).gathers for p in g.nests)
+    monkeypatch.setattr(prepared, "MAX_NESTS", nests - 1)
+    made = preparation(dense(), dense(layout="LBNHC"), DENSE)
+    assert made.gathers == []
+    assert {way.way.strategy for way in made.routes[0].ways} == {"direct", "over-read"}
+
+
+@pytest.mark.parametrize(("images", "fits"), [(3, False), (4, True)])
+def test_images_that_the_peer_has_no_room_for_are_not_staged(images, fits):
+    staged = preparation(wide(layout="LBNHC"), wide(), WIDE).routes[0].ways[-1]
+    assert staged.way.strategy is Strategy.STAGED
+    made = preparation(wide(layout="LBNHC"), wide(), WIDE, outgoing=images * staged.stride)
+    assert (made.routes[0].ways[-1].way.strategy is Strategy.STAGED) == fits == bool(made.gathers)
+
+
+def test_entries_lie_where_their_images_and_blocks_do():
+    made = preparation(dense(block=24), dense(layout="LBNHC"), DENSE)
+    for routes in (made.routes,):
+        for way in routes[0].ways:
+            assert way.src_base + way.src_count <= made.src.entries
+            assert way.dst_base + way.dst_count <= made.dst.entries
+    assert np.unique([way.src_base for way in made.routes[0].ways]).size == len(made.routes[0].ways)
+
+
+def test_what_only_moves_staged_and_cannot_is_refused_in_words(monkeypatch):
+    monkeypatch.setattr("kvferry.planning.strategy.MAX_ROWS", 1)
+    monkeypatch.setattr("kvferry.planning.strategy._fetched", lambda *_: None)
+    monkeypatch.setattr(prepared, "MAX_NESTS", 0)
+    with pytest.raises(TransferError, match="can only move staged, and the peer does not gather"):
+        preparation(dense(), dense(layout="LBNHC"), DENSE)
