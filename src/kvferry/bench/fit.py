@@ -2,8 +2,8 @@
 
 A timing is some number of pieces of several kinds of work. What a piece of each kind costs is found by least
 squares in *relative* error: a transfer of 50 µs counts as much as one of 50 ms, since the planner compares
-ratios. No cost is below 0. Each timing is a median of repetitions, and whatever lies far from the fit is
-fitted again with less weight (Huber's weights): a burst of somebody else's work does not bend the rest.
+ratios. No cost is below 0. Each timing is a median of repetitions; one that is still too long, by whatever
+factor, since somebody else was at work, has a relative error of 1 at most, and bends the rest little.
 """
 
 from __future__ import annotations
@@ -16,10 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 Floats: TypeAlias = npt.NDArray[np.float64]
-
-_ROUNDS = 20
-_TOLERANCE = 1.345
-"""Huber's constant, in robust standard deviations: 95% as good as least squares where errors are normal."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,13 +54,7 @@ def fit(work: Floats, seconds: Floats) -> Fit:
         seconds: float64 of shape (n,), above 0.
     """
     relative = work / seconds[:, None]
-    weights = np.ones(len(seconds))
-    costs = np.zeros(work.shape[1])
-    for _ in range(_ROUNDS):
-        costs = _not_negative(relative * weights[:, None], weights)
-        off = np.abs(relative @ costs - 1)
-        scale = _TOLERANCE * max(float(np.median(off)) / 0.6745, 1e-12)
-        weights = np.sqrt(np.minimum(1, scale / np.maximum(off, 1e-300)))
+    costs = _not_negative(relative, np.ones(len(seconds)))
     return Fit(costs, np.abs(relative @ costs - 1))
 
 

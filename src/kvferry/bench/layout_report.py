@@ -84,8 +84,11 @@ def _show_table(table: Table, console: Console) -> None:
     for row in table.rows:
         grid.add_row(*_cells(row))
     console.print(grid)
-    for cell, why in table.left_out:
-        console.print(f"left out: {cell}: {why}", highlight=False)
+    if table.left_out:
+        cells = [cell for cell, _ in table.left_out]
+        console.print(
+            f"left out: {', '.join(cells)}; the first since {table.left_out[0][1]}", highlight=False
+        )
 
 
 def _cells(row: Row) -> list[str]:

@@ -30,7 +30,7 @@ def ask_large_pages(region: Region, *, touched: bool) -> None:
     """
     first = -(-region.address // _PAGE) * _PAGE
     length = (region.address + region.length - first) // _PAGE * _PAGE
-    if region.memory != "DRAM" or length <= 0 or os.uname().sysname != "Linux":
+    if region.memory != "DRAM" or os.uname().sysname != "Linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)
     for advice in (_HUGEPAGE, _COLLAPSE) if touched else (_HUGEPAGE,):

@@ -51,7 +51,7 @@ class Costs:
             copy operation (one per nest and cell), of contiguous runs, and of bytes.
         ask_seconds: asking the source to gather a chunk, and hearing that it has.
         overlap: how much of the shorter is hidden where a chunk is gathered while another is read: 1 between
-            two machines, 0 where both use one memory, which is then as busy with either as it can be.
+            two machines, as little as 0 where both share one that is busy.
     """
 
     read_descriptor_seconds: float = 2.0e-6

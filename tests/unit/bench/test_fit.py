@@ -27,11 +27,11 @@ def test_noise_of_ten_percent_moves_them_by_less(seed: int) -> None:
     assert found.median_error < 0.12
 
 
-def test_one_timing_of_a_busy_machine_does_not_bend_the_rest() -> None:
+def test_two_timings_of_a_busy_machine_do_not_bend_the_rest() -> None:
     seconds = WORK @ COSTS * (1 + 0.01 * np.random.default_rng(1).standard_normal(len(WORK)))
-    seconds[4] *= 5
+    seconds[-3:-1] *= 5
     found = fit(WORK, seconds)
-    assert found.costs == pytest.approx(COSTS, rel=0.03)
+    assert found.costs == pytest.approx(COSTS, rel=0.1)
     assert found.worst_error == pytest.approx(0.8, abs=0.03)
 
 

@@ -98,7 +98,7 @@ def test_it_fits_80_columns_and_cuts_nothing_off() -> None:
     assert max(map(len, out.getvalue().splitlines())) <= 80
     assert "…" not in out.getvalue()
     assert "0.12-1.25" in out.getvalue()
-    assert "left out: BHLNC TP 1→1: pages of two shapes" in out.getvalue()
+    assert "left out: BHLNC TP 1→1; the first since pages of two shapes" in out.getvalue()
 
 
 def test_json_holds_every_round() -> None:

@@ -32,10 +32,10 @@ def test_what_cannot_be_is_no_error(region: Region) -> None:
     not THP.exists() or "[never]" in THP.read_text(), reason="this kernel gives no large pages"
 )
 def test_memory_that_was_touched_gets_them() -> None:
-    memory = np.frombuffer(bytearray(16 << 20), np.uint8)
+    memory = np.frombuffer(bytearray(64 << 20), np.uint8)
     before = _large()
     ask_large_pages(Region(int(memory.ctypes.data), memory.nbytes), touched=True)
-    if _large() < before + (8 << 20):
+    if _large() < before + (32 << 20):
         pytest.skip("the kernel has none to give")
 
 
