@@ -96,7 +96,7 @@ class Engine:
         self._process.join(5)
 
     def signal(self, number: int) -> None:
-        """Send a signal; returns from SIGSTOP when every thread has stopped, which takes its turn on a core."""
+        """Send a signal; returns from SIGSTOP when every thread has stopped, which each does by itself."""
         os.kill(self.pid, number)
         until = time.monotonic() + 30.0
         while number == signal.SIGSTOP and not _stopped(self.pid):
