@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvferry.geometry import Region
+from kvferry.memory import pages
 from kvferry.memory.pages import ask_large_pages
 
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -26,6 +27,23 @@ def test_what_is_there_stays(touched: bool) -> None:
 )
 def test_what_cannot_be_is_no_error(region: Region) -> None:
     ask_large_pages(region, touched=True)
+
+
+def test_memory_too_large_to_copy_is_only_advised(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+
+    class Library:
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
+
+        def madvise(self, _first: object, _length: object, advice: int) -> int:
+            given.append(advice)
+            return 0
+
+    monkeypatch.setattr(pages.ctypes, "CDLL", Library)
+    for size in (pages.COLLAPSE_BYTES, pages.COLLAPSE_BYTES + 4096):
+        ask_large_pages(Region(1 << 40, size), touched=True)
+    assert given == [pages._HUGEPAGE, pages._COLLAPSE, pages._HUGEPAGE]
 
 
 @pytest.mark.skipif(
