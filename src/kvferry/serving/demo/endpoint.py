@@ -22,7 +22,16 @@ def routed(prefill: Sequence[str], decode: Sequence[str]) -> Iterator[str]:
     sock = listen("127.0.0.1", 0)
     url = url_of(sock)
     ended = threading.Event()
-    thread = threading.Thread(target=run_app, args=(app, sock, lambda: not ended.is_set()), name="router")
+
+    def serve() -> None:
+        try:
+            run_app(app, sock, lambda: not ended.is_set())
+        except BaseException:
+            # What fails to start because it is being ended has nothing to say.
+            if not ended.is_set():
+                raise
+
+    thread = threading.Thread(target=serve, name="router")
     thread.start()
     try:
         yield url
