@@ -38,6 +38,7 @@ class Area:
 
     Attributes:
         region: to be registered with the transport.
+        device: torch's name for where it is, which is where the cache is.
         units: how many there are.
     """
 
@@ -48,9 +49,11 @@ class Area:
             size: bytes, rounded down to whole units; 0 for an area that has no room.
             like: a region of the cache.
         """
-        device = "cpu" if like.memory == "DRAM" else f"cuda:{like.device}"
+        self.device = "cpu" if like.memory == "DRAM" else f"cuda:{like.device}"
         self.units = size // UNIT_BYTES
-        self._memory = torch.empty(self.units * UNIT_BYTES + _ALIGNMENT, dtype=torch.uint8, device=device)
+        self._memory = torch.empty(
+            self.units * UNIT_BYTES + _ALIGNMENT, dtype=torch.uint8, device=self.device
+        )
         address = -(-self._memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
         self.region = Region(address, max(self.units * UNIT_BYTES, 1), like.memory, like.device)
         self._space = Space([self.region])
@@ -64,10 +67,6 @@ class Area:
     def slots(self, stride: int) -> Slots:
         """Images of a stride, numbered from the start of the area."""
         return Slots(self._space, self.region.address, stride)
-
-    def positions(self, stride: int) -> int:
-        """How many images of a stride there is room for."""
-        return positions(self.region.length, stride)
 
     def take(self, images: int, stride: int) -> Lot | None:
         """Room for so many images of a stride, None if there is none now."""

@@ -112,7 +112,6 @@ class GatherServer:
         self._words, self._first_word, self._clock = words, first_word, clock
         self._blocks = geometry.num_blocks
         self._pool = Space(geometry.regions)
-        self._device = "cpu" if area.region.memory == "DRAM" else f"cuda:{area.region.device}"
         self._readers: OrderedDict[bytes, _Reader] = OrderedDict()
         self._waiting: deque[_Waiting] = deque()
         self._swept = clock()
@@ -224,7 +223,7 @@ class GatherServer:
         """Fill a lot; why that cannot be done, None if it is done."""
         slots = self.area.slots(route.image_stride)
         try:
-            ids = torch.from_numpy(message.ids()).to(self._device)
+            ids = torch.from_numpy(message.ids()).to(self.area.device)
             for first in range(min(len(loops), len(ids))):
                 of_phase = loops[(message.phase + first) % len(loops)]
                 of_phase.gather(ids[first :: len(loops)], slots, lot.position + first, len(loops))

@@ -49,14 +49,12 @@ class Bench:
     Attributes:
         agent: the transport.
         landing: where images are read into.
-        device: of both areas.
         words: our landing place for words, uint64, registered.
         free_words: positions in it that nobody uses; a chunk takes one before it reads what was gathered.
     """
 
     agent: Agent
     landing: Area
-    device: str
     words: npt.NDArray[np.uint64]
     free_words: list[int]
 
@@ -311,7 +309,7 @@ class PackedRead:
     def _scatter(self, chunk: _Chunk, lot: Lot) -> None:
         loops, cells = self._way.scatter, chunk.cells
         slots = self._bench.landing.slots(self._way.stride)
-        blocks = torch.from_numpy(cells.dst_block).to(self._bench.device)
+        blocks = torch.from_numpy(cells.dst_block).to(self._bench.landing.device)
         for first in range(min(len(loops), len(cells))):
             of_phase = loops[int(cells.phase[first])]
             of_phase.scatter(blocks[first :: len(loops)], slots, lot.position + first, len(loops))

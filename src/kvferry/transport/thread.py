@@ -1,9 +1,8 @@
 """The one thread of a worker that owns NIXL.
 
 The engine's thread hands over orders and takes results; it never waits for this one, and never calls NIXL.
-A post
-may take as long as its READ, planning a long prompt takes milliseconds, preparing a peer takes more: all
-    of it happens here.
+A post may take as long as its READ, planning a long prompt takes milliseconds, preparing a peer takes more:
+all of it happens here.
 
     ordered ─plan, post─▶ DATA ─all done─▶ WORDS ─equal─▶ ready
                  │          └─error─┐        └─changed─┐
@@ -14,7 +13,7 @@ one that reads, without. What goes direct is one READ per rank of the peer; what
 by chunk (`packed`).
 
 Every order gets exactly one result, and gets it when nothing of it is in flight any more: until then the
-    memory belongs to the transfer.
+memory belongs to the transfer.
 """
 
 from __future__ import annotations
@@ -237,7 +236,6 @@ class TransferThread:
         self._bench = Bench(
             agent,
             self._images,
-            "cpu" if self._images.region.memory == "DRAM" else f"cuda:{self._images.region.device}",
             self._landing,
             list(range(len(self._landing) - MAX_CHUNKS, len(self._landing))),
         )

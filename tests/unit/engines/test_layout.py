@@ -1,6 +1,7 @@
 """The memory layout that is asked for, and what is read back from tensors."""
 
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 
@@ -9,10 +10,17 @@ pytest.importorskip("vllm")
 import torch
 
 from kvferry.engines.vllm import compat, layout
-from kvferry.engines.vllm.config import LAYOUTS, ConnectorConfig
+from kvferry.engines.vllm.config import ConnectorConfig, Layout
 from kvferry.errors import ConfigError
+from kvferry.geometry.layout import LAYOUTS
 
 EVERY = list(LAYOUTS)
+
+
+def test_the_setting_names_every_layout_there_is():
+    assert get_args(Layout) == LAYOUTS
+
+
 AXES = {"L": 3, "B": 5, "H": 2, "N": 16, "C": 8}
 
 

@@ -106,7 +106,7 @@ class Table:
         self.landing = Area(4 * UNIT_BYTES, Region(0, 1))
         places = np.zeros(words, np.uint64)
         self.transport, self.source = Transport(places), Source()
-        self.bench = Bench(self.transport, self.landing, "cpu", places, list(range(words)))
+        self.bench = Bench(self.transport, self.landing, places, list(range(words)))
         self.scattered: list[tuple[int, list[int], int, int]] = []
         loops = tuple(SimpleNamespace(scatter=self._scatter(phase)) for phase in range(phases))
         self.way = SimpleNamespace(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import msgspec
 
@@ -15,7 +15,6 @@ _EVERYWHERE = ("0.0.0.0", "::", "*")  # noqa: S104 - names what is refused
 NODE = "node"
 
 Layout = Literal["LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
-LAYOUTS: tuple[str, ...] = get_args(Layout)
 """vLLM's names for the orders that layer, block, head, token and content can have in memory."""
 
 
@@ -37,7 +36,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         late_blocks: share of the block pool that reads past their deadline may hold before a peer is refused.
         transfer_log: file that gets one JSON line per finished load.
         layout: memory layout to ask the engine for: ``auto`` for one with blocks outermost, where the
-            attention backend declares it; ``engine`` to leave it to vLLM; or one of `LAYOUTS`, which the
+            attention backend declares it; ``engine`` to leave it to vLLM; or one of `Layout`, which the
             engine then must have.
         strategy: how bytes travel: ``auto`` for what should take least time, or one of ``direct``,
             ``over-read``, ``staged`` wherever it is possible.

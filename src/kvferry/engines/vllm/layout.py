@@ -13,8 +13,9 @@ from itertools import pairwise
 from typing import Any
 
 from kvferry.engines.vllm import compat
-from kvferry.engines.vllm.config import LAYOUTS, ConnectorConfig
+from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.errors import ConfigError
+from kvferry.geometry.layout import LAYOUTS
 
 _ONE_KIND, _SEVERAL_KINDS = "BHLNC", "BLHNC"
 """What suits models whose layers are all alike (any share of the heads is one stretch, too), and others."""
