@@ -22,6 +22,7 @@ from kvferry.planning.image import ALIGNMENT
 from kvferry.planning.nest import Nest
 from kvferry.planning.pieces import Int64s
 from kvferry.transport.messages import PROTOCOL
+from kvferry.transport.wire import reading
 
 MAX_MESSAGE_BYTES = 32 << 20
 MAX_NESTS = 1 << 14
@@ -117,7 +118,6 @@ Reply: TypeAlias = Gathered | NotGathered
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)
 _replies = msgspec.msgpack.Decoder(Reply)
-_UNREADABLE = (msgspec.DecodeError, ValueError, OverflowError, RecursionError)
 
 
 def encode(message: Request | Reply) -> bytes:
@@ -131,10 +131,8 @@ def decode_request(data: bytes) -> Request:
     Raises:
         ProtocolError: it is none, or is out of bounds.
     """
-    try:
+    with reading("a gather request"):
         message: Request = _requests.decode(data)
-    except _UNREADABLE as error:
-        raise ProtocolError(f"not a gather request: {error}") from error
     if isinstance(message, Introduce):
         _check(message)
     if isinstance(message, Gather) and (not message.blocks or len(message.blocks) % 4):
@@ -148,10 +146,8 @@ def decode_reply(data: bytes) -> Reply:
     Raises:
         ProtocolError: it is none.
     """
-    try:
+    with reading("an answer to a gather request"):
         message: Reply = _replies.decode(data)
-    except _UNREADABLE as error:
-        raise ProtocolError(f"not an answer to a gather request: {error}") from error
     return message
 
 

@@ -19,8 +19,9 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from kvferry.errors import GeometryError, ProtocolError
+from kvferry.errors import ProtocolError
 from kvferry.geometry import RankGeometry
+from kvferry.transport.wire import reading
 
 PROTOCOL = 2
 MAX_MESSAGE_BYTES = 64 << 20
@@ -140,9 +141,6 @@ _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)
 _replies = msgspec.msgpack.Decoder(Reply)
 
-_UNREADABLE = (msgspec.DecodeError, GeometryError, ValueError, OverflowError, RecursionError)
-"""What decoding hostile bytes raises: text that is not UTF-8 is a plain ValueError."""
-
 
 def encode(message: Request | Reply) -> bytes:
     """A message as bytes."""
@@ -155,10 +153,8 @@ def decode_request(data: bytes) -> Request:
     Raises:
         ProtocolError: it is none, or is out of bounds.
     """
-    try:
+    with reading(f"a request of protocol {PROTOCOL}"):
         message: Request = _requests.decode(data)
-    except _UNREADABLE as error:
-        raise ProtocolError(f"not a request of protocol {PROTOCOL}: {error}") from error
     if isinstance(message, Heartbeat | Release) and len(message.leases) > MAX_LEASES:
         raise ProtocolError(f"{len(message.leases)} leases in one message, at most {MAX_LEASES}")
     return message
@@ -170,13 +166,11 @@ def decode_reply(data: bytes) -> Reply:
     Raises:
         ProtocolError: it is none, or its geometry contradicts itself.
     """
-    try:
+    with reading(f"an answer of protocol {PROTOCOL}"):
         message: Reply = _replies.decode(data)
         if isinstance(message, Ranks):
             for card in message.ranks:
                 card.geometry.check()
-    except _UNREADABLE as error:
-        raise ProtocolError(f"not an answer of protocol {PROTOCOL}: {error}") from error
     return message
 
 

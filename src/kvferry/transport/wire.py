@@ -1,0 +1,22 @@
+"""Bytes that a peer has sent, which may be anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from kvferry.errors import GeometryError, ProtocolError
+
+# Text that is not UTF-8 is a plain ValueError.
+_UNREADABLE = (msgspec.DecodeError, GeometryError, ValueError, OverflowError, RecursionError)
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Whatever hostile bytes make a decoder or a check raise is a ProtocolError: they are not `what`."""
+    try:
+        yield
+    except _UNREADABLE as error:
+        raise ProtocolError(f"not {what}: {error}") from error
