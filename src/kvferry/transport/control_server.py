@@ -10,13 +10,10 @@ import logging
 import threading
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
 
-import zmq
-
-from kvferry.errors import ConfigError, ProtocolError
+from kvferry.errors import ProtocolError
 from kvferry.transport import security
-from kvferry.transport.endpoint import endpoint
+from kvferry.transport.listener import Listener
 from kvferry.transport.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL,
@@ -84,21 +81,8 @@ class ControlServer:
         self.events: deque[Heartbeat | Release] = deque()
         self.rejected = 0
         self._card = card
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._guard = security.guard(self._context, keys) if keys else None
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.linger = 0
-        self._socket.maxmsgsize = MAX_MESSAGE_BYTES
-        security.as_server(self._socket, keys)
-        try:
-            self._socket.bind(endpoint(self._socket, host, port or "*"))
-        except zmq.ZMQError as error:
-            self._end_context()
-            raise ConfigError(
-                f"control channel: cannot listen on {host} port {port}: {zmq.strerror(error.errno or 0)}; "
-                "set another port, or 0 for any free one"
-            ) from error
-        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+        self._listener = Listener("control channel", host, port, keys, MAX_MESSAGE_BYTES)
+        self.port = self._listener.port
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-control-server", daemon=True)
         self._thread.start()
@@ -109,21 +93,18 @@ class ControlServer:
         self._thread.join()
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
         punctual = Punctual("control channel, listening")
         while not self._stop.is_set():
-            heard = poller.poll(int(punctual.wait(_POLL_SECONDS) * 1000))
+            heard = self._listener.wait(punctual.wait(_POLL_SECONDS))
             punctual.back()
             if heard:
-                self._serve(self._socket.recv_multipart())
-        self._end_context()
+                self._serve()
+        self._listener.close()
 
-    def _serve(self, frames: list[bytes]) -> None:
+    def _serve(self) -> None:
         try:
-            if len(frames) != 2:
-                raise ProtocolError(f"{len(frames)} frames, expected a sender and one message")
-            message = decode_request(frames[1])
+            sender, data = self._listener.receive()
+            message = decode_request(data)
         except ProtocolError as error:
             self.rejected += 1
             level = logging.WARNING if self.rejected == 1 else logging.DEBUG
@@ -132,10 +113,4 @@ class ControlServer:
         if isinstance(message, Heartbeat | Release):
             self.events.append(message)
         elif reply := self._card.answer(message):
-            self._socket.send_multipart([frames[0], encode(reply)])
-
-    def _end_context(self) -> None:
-        if self._guard:
-            self._guard.stop()
-        self._socket.close()
-        self._context.term()
+            self._listener.send(sender, encode(reply))

@@ -15,19 +15,16 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-import zmq
 
-from kvferry.errors import ConfigError, KVFerryError, ProtocolError
+from kvferry.errors import KVFerryError
 from kvferry.geometry import RankGeometry
 from kvferry.memory.copy import Loops
 from kvferry.memory.space import Space
 from kvferry.planning.pieces import Int64s
 from kvferry.transport import security
 from kvferry.transport.area import UNIT_BYTES, Area, Lot
-from kvferry.transport.endpoint import endpoint
 from kvferry.transport.gather_messages import (
     MAX_MESSAGE_BYTES,
     Done,
@@ -40,6 +37,7 @@ from kvferry.transport.gather_messages import (
     encode,
 )
 from kvferry.transport.lease import LeaseWords
+from kvferry.transport.listener import Listener
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +49,7 @@ WAIT_SECONDS = 5.0
 
 MAX_READERS = 1024
 MAX_WAITING = 4096
-_POLL_MS = 200
+_POLL_SECONDS = 0.2
 _SWEEP_SECONDS = 1.0
 
 
@@ -115,21 +113,8 @@ class GatherServer:
         self._readers: OrderedDict[bytes, _Reader] = OrderedDict()
         self._waiting: deque[_Waiting] = deque()
         self._swept = clock()
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._guard = security.guard(self._context, keys) if keys else None
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.linger = 0
-        self._socket.maxmsgsize = MAX_MESSAGE_BYTES
-        security.as_server(self._socket, keys)
-        try:
-            self._socket.bind(endpoint(self._socket, host, "*"))
-        except zmq.ZMQError as error:
-            self._end_context()
-            raise ConfigError(
-                f"gather channel: cannot listen on {host}: {zmq.strerror(error.errno or 0)}; set host to "
-                "an address of this machine"
-            ) from error
-        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+        self._listener = Listener("gather channel", host, 0, keys, MAX_MESSAGE_BYTES)
+        self.port = self._listener.port
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-gather", daemon=True)
         self._thread.start()
@@ -142,26 +127,23 @@ class GatherServer:
     # -- the thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
         while not self._stop.is_set():
-            if poller.poll(_POLL_MS):
-                self._serve(self._socket.recv_multipart())
+            if self._listener.wait(_POLL_SECONDS):
+                self._serve()
             self._expire()
             self._serve_waiting()
-        self._end_context()
+        self._listener.close()
 
-    def _serve(self, frames: list[bytes]) -> None:
+    def _serve(self) -> None:
         try:
-            if len(frames) != 2:
-                raise ProtocolError(f"{len(frames)} frames, expected a sender and one message")
-            message = decode_request(frames[1])
+            sender, data = self._listener.receive()
+            message = decode_request(data)
             if isinstance(message, Introduce):
-                self._introduce(frames[0], message)
+                self._introduce(sender, message)
             elif isinstance(message, Done):
-                self._done(frames[0], message.chunk)
+                self._done(sender, message.chunk)
             else:
-                self._ask(frames[0], message)
+                self._ask(sender, message)
         except KVFerryError as error:
             logger.debug("gather channel: dropped a message: %s", error)
         except Exception:
@@ -253,7 +235,7 @@ class GatherServer:
         return True
 
     def _answer(self, sender: bytes, reply: Gathered | NotGathered) -> None:
-        self._socket.send_multipart([sender, encode(reply)])
+        self._listener.send(sender, encode(reply))
 
     def _done(self, sender: bytes, chunk: int) -> None:
         reader = self._readers.get(sender)
@@ -283,9 +265,3 @@ class GatherServer:
         """Give a lot back; first its word is raised, so that a READ that comes late is seen to be late."""
         self._words.end([self._first_word + held.lot.unit])
         self.area.give_back(held.lot)
-
-    def _end_context(self) -> None:
-        if self._guard:
-            self._guard.stop()
-        self._socket.close()
-        self._context.term()

@@ -352,6 +352,11 @@ def test_a_port_in_use_is_a_setting_to_change(ends):
             ControlServer(HOST, port, Card(facts(), cards()))
 
 
+def test_an_address_of_another_machine_is_a_host_to_change():
+    with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.1 port 7: .*; set host to an"):
+        ControlServer("203.0.113.1", 7, Card(facts(), cards()))
+
+
 def test_addresses_that_were_refused_are_forgotten_and_their_sockets_closed(ends, monkeypatch):
     monkeypatch.setattr(control_client, "REFUSAL_SECONDS", 0.3)
     client = ends.client(handshake_seconds=0.05, heartbeat_seconds=0.05)

@@ -406,7 +406,7 @@ def test_keys_let_in_whoever_has_them_and_nobody_else(stack, tmp_path):
 
 def test_an_address_of_another_machine_is_refused_in_words(stack):
     world = World(stack)
-    with pytest.raises(ConfigError, match=r"gather channel: cannot listen on 203\.0\.113\.1"):
+    with pytest.raises(ConfigError, match=r"gather channel: cannot listen on 203\.0\.113\.1: .*; set host"):
         GatherServer("203.0.113.1", RankGeometry(0, 1, 0, 1, 1, (), ()), world.area, world.words, LEASES)
 
 
@@ -415,4 +415,4 @@ def test_closing_ends_the_thread_with_messages_still_to_come(world):
     reader.say(*[ask(number) for number in range(100)])
     world.server.close()
     assert not world.server._thread.is_alive()
-    assert world.server._context.closed
+    assert world.server._listener._context.closed

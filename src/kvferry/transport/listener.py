@@ -1,0 +1,83 @@
+"""What peers connect to: a ROUTER socket in a context of its own."""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+import zmq
+
+from kvferry.errors import ConfigError, ProtocolError
+from kvferry.transport import security
+from kvferry.transport.endpoint import endpoint
+
+
+class Listener:
+    """Hears whoever connects, and answers; one thread at a time uses it.
+
+    Attributes:
+        port: listened on.
+    """
+
+    def __init__(
+        self, channel: str, host: str, port: int, keys: security.Keys | None, max_message_bytes: int
+    ) -> None:
+        """Bind.
+
+        Args:
+            channel: what it is for, in messages.
+            host: address to bind.
+            port: 0 for any free one.
+            keys: CURVE keys; None for a plain channel.
+            max_message_bytes: a peer that sends more is disconnected.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._guard = security.guard(self._context, keys) if keys else None
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.maxmsgsize = max_message_bytes
+        security.as_server(self._socket, keys)
+        try:
+            self._socket.bind(endpoint(self._socket, host, port or "*"))
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(
+                f"{channel}: cannot listen on {host}{f' port {port}' if port else ''}: "
+                f"{zmq.strerror(error.errno or 0)}; set {_remedy(error)}"
+            ) from error
+        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+
+    def wait(self, seconds: float) -> bool:
+        """Whether there is something to `receive`, at the latest after so long."""
+        return bool(self._socket.poll(int(seconds * 1000)))
+
+    def receive(self) -> tuple[bytes, bytes]:
+        """A sender and what it says.
+
+        Raises:
+            ProtocolError: it says more or less than one message.
+        """
+        frames = self._socket.recv_multipart()
+        if len(frames) != 2:
+            raise ProtocolError(f"{len(frames)} frames, expected a sender and one message")
+        return frames[0], frames[1]
+
+    def send(self, to: bytes, message: bytes) -> None:
+        """Answer a sender; dropped if it is gone."""
+        self._socket.send_multipart([to, message])
+
+    def close(self) -> None:
+        """Listen no more; what has not been sent is dropped."""
+        if self._guard:
+            self._guard.stop()
+        self._socket.close()
+        self._context.term()
+
+
+def _remedy(error: zmq.ZMQError) -> str:
+    if error.errno in (errno.EADDRINUSE, errno.EACCES):
+        return "another port, or 0 for any free one"
+    return "host to an address of this machine"
