@@ -119,10 +119,12 @@ class GatherServer:
         self._thread = threading.Thread(target=self._run, name="kvferry-gather", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Stop; returns when the thread has ended."""
+    def close(self, patience_seconds: float = 2.0) -> None:
+        """End the thread, or leave it behind if the copy it is at takes too long."""
         self._stop.set()
-        self._thread.join()
+        self._thread.join(patience_seconds)
+        if self._thread.is_alive():
+            logger.warning("gather channel: still busy after %g s, left behind", patience_seconds)
 
     # -- the thread ---------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """The producer's gatherer over real ZeroMQ on loopback, with a clock of its own."""
 
+import threading
 from contextlib import ExitStack
 
 import numpy as np
@@ -416,3 +417,17 @@ def test_closing_ends_the_thread_with_messages_still_to_come(world):
     world.server.close()
     assert not world.server._thread.is_alive()
     assert world.server._listener._context.closed
+
+
+def test_closing_leaves_a_copy_behind_that_hangs(world, monkeypatch, caplog):
+    begun, let_go = threading.Event(), threading.Event()
+    monkeypatch.setattr(gather_server.Loops, "gather", lambda *order: begun.set() or let_go.wait(30))
+    reader = world.reader(world.route(Nest(0, 0, 8)))
+    reader.say(ask(1))
+    assert begun.wait(5)
+    world.server.close(patience_seconds=0.1)
+    assert world.server._thread.is_alive()
+    assert "still busy after 0.1 s, left behind" in caplog.text
+    let_go.set()
+    world.server._thread.join(5)
+    assert world.server._listener._context.closed, "it ends by itself once the copy does"
