@@ -19,7 +19,8 @@ from kvferry.planning.pieces import Int64s
 from kvferry.planning.select import Span
 from kvferry.planning.strategy import Strategy
 from kvferry.planning.template import build_templates
-from kvferry.transport.control_client import ControlClient, Known, NotUsable
+from kvferry.transport.control_client import ControlClient
+from kvferry.transport.handshake import Known, NotUsable
 from kvferry.transport.lease import LeaseWords, new_incarnation
 from kvferry.transport.messages import Facts, RankCard
 from kvferry.transport.settings import TransferSettings

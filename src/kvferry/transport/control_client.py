@@ -1,10 +1,7 @@
 """The consumer's end of the control channel: one thread for all peers.
 
 The engine's thread asks `look_up` on every step it wants to know, and gets an answer at once: a handshake
-that is under way is an answer too. Many peers shake hands at the same time; each has its own deadline.
-
-    (unknown) ─look_up→ LOOKING ─ranks arrive→ KNOWN
-                            └─refused, silent or malformed→ REFUSED ─after a while→ (unknown)
+that is under way is an answer too. Many peers shake hands at the same time (`handshake`).
 
 Leases that a request holds are kept alive from here, so they live while the request waits in the engine's
 queue.
@@ -19,62 +16,25 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import zmq
 
-from kvferry.errors import Incompatible, KVFerryError, ProtocolError
 from kvferry.transport import security
 from kvferry.transport.endpoint import endpoint
+from kvferry.transport.handshake import Address, Answer, Handshakes
 from kvferry.transport.messages import (
     MAX_MESSAGE_BYTES,
-    PROTOCOL,
-    Accepted,
-    AskRanks,
     Facts,
     Heartbeat,
-    Hello,
     RankCard,
-    Ranks,
-    Refused,
     Release,
-    Reply,
     Request,
-    compare,
-    decode_reply,
     encode,
 )
 from kvferry.transport.punctual import Punctual
 
 logger = logging.getLogger(__name__)
-
-REFUSAL_SECONDS = 10.0
-"""How long a refusal stands before the peer is asked again."""
-
-Address: TypeAlias = tuple[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Looking:
-    """The handshake is under way."""
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """The peer can be read from."""
-
-    facts: Facts
-    ranks: tuple[RankCard, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class NotUsable:
-    """It cannot; why, in words."""
-
-    reason: str
-
-
-Answer: TypeAlias = Looking | Known | NotUsable
 
 
 @dataclass(slots=True)
@@ -82,13 +42,11 @@ class _Peer:
     """The thread's account of one address."""
 
     socket: zmq.Socket[Any]
-    deadline: float | None = None  # of the handshake that is under way; None means that none is
-    facts: Facts | None = None
     leases: set[str] = field(default_factory=set)
 
 
 class ControlClient:
-    """Handshakes with peers, and keeps leases alive."""
+    """Asks peers, and keeps leases alive."""
 
     def __init__(
         self,
@@ -107,11 +65,8 @@ class ControlClient:
             handshake_seconds: when a silent peer is given up.
             heartbeat_seconds: time between heartbeats.
         """
-        self._facts, self._check, self._keys = facts, check, keys
-        self._handshake_seconds, self._heartbeat_seconds = handshake_seconds, heartbeat_seconds
-        self._answers: dict[Address, Answer] = {}
-        self._refused_at: dict[Address, float] = {}
-        self._other_runs: set[tuple[Address, int, int]] = set()
+        self._keys, self._heartbeat_seconds = keys, heartbeat_seconds
+        self._handshakes = Handshakes(facts, check, handshake_seconds)
         self._commands: deque[tuple[str, Address, str]] = deque()
         self._context: zmq.Context[Any] = zmq.Context()
         self._peers: dict[Address, _Peer] = {}
@@ -123,27 +78,16 @@ class ControlClient:
     # -- the engine's thread ------------------------------------------------------------------------------
 
     def look_up(self, address: Address, incarnation: int) -> Answer:
-        """What is known of the peer at `address`, whose tickets say `incarnation`; asks it if nothing is.
-
-        A peer known by another incarnation may have been restarted: it is asked anew, once. If the answer
-        is the same, it is the ticket that is of another run, and the caller sees that from the facts.
-        """
-        answer = self._answers.get(address)
-        if isinstance(answer, NotUsable) and self._refusal_is_over(address):
-            answer = None
-        if isinstance(answer, Known) and answer.facts.incarnation != incarnation:
-            mismatch = (address, answer.facts.incarnation, incarnation)
-            if mismatch not in self._other_runs:
-                self._other_runs.add(mismatch)
-                answer = None
+        """What is known of the peer at `address`, see `Handshakes.known`; asks it if nothing is."""
+        answer = self._handshakes.known(address, incarnation)
         if answer is None:
-            answer = self._answers[address] = Looking()
+            answer = self._handshakes.start(address)
             self._command("hello", address, "")
         return answer
 
     def forget(self, address: Address) -> None:
         """Ask this peer anew next time: it did not deliver."""
-        self._answers.pop(address, None)
+        self._handshakes.forget(address)
 
     def hold(self, address: Address, lease: str) -> None:
         """Keep a lease alive until it is released."""
@@ -159,9 +103,6 @@ class ControlClient:
         os.eventfd_write(self._wake, 1)
         self._thread.join()
         os.close(self._wake)
-
-    def _refusal_is_over(self, address: Address) -> bool:
-        return time.monotonic() - self._refused_at.get(address, -REFUSAL_SECONDS) > REFUSAL_SECONDS
 
     def _command(self, verb: str, address: Address, lease: str) -> None:
         self._commands.append((verb, address, lease))
@@ -188,7 +129,7 @@ class ControlClient:
             if now >= beat:
                 beat = now + self._heartbeat_seconds
                 self._beat(poller)
-            self._give_up_on_silent(now)
+            self._handshakes.give_up_on_silent()
             if self._stop:
                 break
         for peer in self._peers.values():
@@ -197,20 +138,18 @@ class ControlClient:
 
     def _wait_seconds(self, beat: float) -> float:
         """Until the next deadline; at most a second, so that being kept from running does not hide in it."""
-        deadlines = (peer.deadline for peer in self._peers.values() if peer.deadline is not None)
-        return min(1.0, max(0.0, min([beat, *deadlines]) - time.monotonic()) + 0.001)
+        soonest = min([beat, *self._handshakes.deadlines])
+        return min(1.0, max(0.0, soonest - time.monotonic()) + 0.001)
 
     def _beat(self, poller: zmq.Poller) -> None:
         """Keep leases alive, and forget who was refused: anyone can make addresses up."""
         for address, peer in list(self._peers.items()):
             if peer.leases:
                 self._send(peer, Heartbeat(sorted(peer.leases)))
-            elif isinstance(self._answers.get(address), NotUsable) and self._refusal_is_over(address):
+            elif self._handshakes.forget_refusal(address):
                 poller.unregister(peer.socket)
                 peer.socket.close(linger=500)
                 del self._peers[address]
-                self._answers.pop(address, None)
-                self._refused_at.pop(address, None)
 
     def _obey(self, poller: zmq.Poller, verb: str, address: Address, lease: str) -> None:
         try:
@@ -218,7 +157,7 @@ class ControlClient:
         except (zmq.ZMQError, ValueError) as error:
             # An address that is none, a name that is not Unicode: they came with a request, and cost only it.
             if verb == "hello":
-                self._refuse(address, f"it cannot be asked: {error}")
+                self._handshakes.refuse(address, f"it cannot be asked: {error}")
             else:
                 logger.debug("control channel: %s for %a was dropped: %s", verb, address, error)
 
@@ -229,8 +168,7 @@ class ControlClient:
             peer = self._peers[address] = _Peer(self._connect(address))
             poller.register(peer.socket, zmq.POLLIN)
         if verb == "hello":
-            peer.facts, peer.deadline = None, time.monotonic() + self._handshake_seconds
-            self._send(peer, Hello(PROTOCOL, self._facts))
+            self._send(peer, self._handshakes.open(address))
         elif verb == "hold":
             peer.leases.add(lease)
         else:
@@ -258,49 +196,5 @@ class ControlClient:
     def _receive(self, address: Address) -> None:
         peer = self._peers[address]
         frames = peer.socket.recv_multipart()
-        if peer.deadline is None:
-            return  # nothing was asked, or it came too late
-        try:
-            self._take(address, peer, decode_reply(frames[-1]))
-        except KVFerryError as error:
-            self._refuse(address, str(error))
-        except Exception as error:  # a bad peer costs that peer, nothing else
-            logger.exception("control channel")
-            self._refuse(address, f"its answer cannot be used: {error}")
-
-    def _take(self, address: Address, peer: _Peer, reply: Reply) -> None:
-        if isinstance(reply, Refused):
-            self._refuse(address, "; ".join(reply.differences) or "it gave no reason")
-        elif isinstance(reply, Accepted):
-            if found := compare(reply.facts.must_agree, self._facts.must_agree):
-                raise Incompatible(found)
-            peer.facts = reply.facts
-            self._send(peer, AskRanks(PROTOCOL, self._facts))
-        elif isinstance(reply, Ranks):
-            if peer.facts is None or not reply.ranks:
-                raise ProtocolError("ranks came before the peer was accepted, or there are none")
-            ranks = tuple(reply.ranks)
-            self._check(ranks)
-            peer.deadline = None
-            self._answers[address] = Known(peer.facts, ranks)
-            logger.info(
-                "peer %s (%s) at %s:%d: %d rank(s) known",
-                peer.facts.engine_id,
-                peer.facts.software,
-                *address,
-                len(ranks),
-            )
-
-    def _refuse(self, address: Address, reason: str) -> None:
-        logger.warning("peer at %s:%d cannot be used: %s", *address, reason)
-        if peer := self._peers.get(address):
-            peer.deadline = None
-        self._refused_at[address] = time.monotonic()
-        self._answers[address] = NotUsable(reason)
-
-    def _give_up_on_silent(self, now: float) -> None:
-        for address, peer in self._peers.items():
-            if peer.deadline is not None and now >= peer.deadline:
-                self._refuse(
-                    address, f"no answer within {self._handshake_seconds:g} s; is it up, and reachable?"
-                )
+        if message := self._handshakes.hear(address, frames[-1]):
+            self._send(peer, message)

@@ -11,9 +11,10 @@ import pytest
 import zmq
 
 from kvferry.errors import ConfigError, Incompatible
-from kvferry.transport import control_client, security
-from kvferry.transport.control_client import ControlClient, Known, Looking, NotUsable
+from kvferry.transport import handshake, security
+from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import Card, ControlServer
+from kvferry.transport.handshake import Known, Looking, NotUsable
 from kvferry.transport.messages import PROTOCOL, Accepted, AskRanks, Hello, Ranks, Refused, encode
 from transport.cards import cards, facts
 
@@ -179,7 +180,7 @@ def test_a_refusal_stands_for_a_while_and_is_then_asked_anew(ends, monkeypatch):
     assert isinstance(settled(client, port), NotUsable)
     ends.server(port=port)
     assert isinstance(client.look_up((HOST, port), 1), NotUsable)
-    monkeypatch.setattr(control_client, "REFUSAL_SECONDS", 0.0)
+    monkeypatch.setattr(handshake, "REFUSAL_SECONDS", 0.0)
     assert isinstance(settled(client, port), Known)
 
 
@@ -187,7 +188,7 @@ def test_a_peer_that_was_given_up_has_its_full_time_when_it_is_asked_anew(ends, 
     obey = ControlClient._obey
 
     def late(self, *command):
-        self._give_up_on_silent(time.monotonic())  # as the thread does between two steps of the asking thread
+        self._handshakes.give_up_on_silent()  # as the thread does between two steps of the asking thread
         obey(self, *command)
 
     with socket.create_server((HOST, 0)) as silent:
@@ -358,12 +359,12 @@ def test_an_address_of_another_machine_is_a_host_to_change():
 
 
 def test_addresses_that_were_refused_are_forgotten_and_their_sockets_closed(ends, monkeypatch):
-    monkeypatch.setattr(control_client, "REFUSAL_SECONDS", 0.3)
+    monkeypatch.setattr(handshake, "REFUSAL_SECONDS", 0.3)
     client = ends.client(handshake_seconds=0.05, heartbeat_seconds=0.05)
     for port in range(1, 9):
         settled(client, port)
     until(lambda: not client._peers)
-    assert not client._answers
+    assert not client._handshakes._answers
 
 
 def test_ipv6_loopback_works_too(ends):

@@ -31,7 +31,8 @@ from kvferry.engines.vllm.transfer_log import TransferLog
 from kvferry.errors import ProtocolError
 from kvferry.geometry import GroupKind
 from kvferry.planning.select import Span
-from kvferry.transport.control_client import Address, ControlClient, Known, Looking, NotUsable
+from kvferry.transport.control_client import ControlClient
+from kvferry.transport.handshake import Address, Known, Looking, NotUsable
 
 
 class _State(Enum):
