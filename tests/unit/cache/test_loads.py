@@ -5,13 +5,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from kvferry.cache.loads import Loads, Settled
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from support.clock import Clock
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import pytest
 from kvferry.errors import Incompatible
 from kvferry.transport.handshake import REFUSAL_SECONDS, Handshakes, Known, Looking, NotUsable
 from kvferry.transport.messages import PROTOCOL, Accepted, AskRanks, Hello, Ranks, Refused, encode
+from support.clock import Clock
 from transport.cards import cards, facts
 
 PEER = "10.0.0.7", 7000
@@ -12,16 +13,9 @@ OURS = facts("D", 9)
 ACCEPTED, RANKS = encode(Accepted(facts())), encode(Ranks(list(cards())))
 
 
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    return Clock(1000.0)
 
 
 @pytest.fixture

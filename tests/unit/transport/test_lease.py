@@ -4,18 +4,12 @@ import pytest
 
 from kvferry.errors import TransferError
 from kvferry.transport.lease import LeaseBook, LeaseWords, Ticket, new_incarnation
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from support.clock import Clock
 
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(100.0)
 
 
 @pytest.fixture

@@ -5,18 +5,12 @@ import logging
 import pytest
 
 from kvferry.transport.punctual import Punctual
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from support.clock import Clock
 
 
 @pytest.fixture
 def clock():
-    return Clock()
+    return Clock(100.0)
 
 
 @pytest.fixture
