@@ -1,4 +1,4 @@
-"""Messages of the control channel: what is sent arrives, and whatever else arrives is a ProtocolError."""
+"""Messages of the control channel: a value that makes no sense is a ProtocolError, in words."""
 
 import copy
 from typing import Any
@@ -10,83 +10,17 @@ from hypothesis import given, settings, strategies as st
 from kvferry.errors import ProtocolError
 from kvferry.transport.messages import (
     MAX_LEASES,
-    PROTOCOL,
-    Accepted,
-    AskRanks,
     Heartbeat,
-    Hello,
     Ranks,
-    Refused,
     Release,
     compare,
     decode_reply,
     decode_request,
     encode,
 )
-from transport.cards import cards, facts
+from transport.cards import cards
 
 QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=300)
-REQUESTS = [Hello(PROTOCOL, facts()), AskRanks(PROTOCOL, facts()), Heartbeat(["a", "b"]), Release(["ü"])]
-REPLIES = [Accepted(facts()), Refused(["one", "two"]), Ranks(list(cards(2)))]
-
-
-@pytest.mark.parametrize("message", REQUESTS, ids=lambda m: type(m).__name__)
-def test_a_request_arrives_as_it_was_sent(message):
-    assert decode_request(encode(message)) == message
-
-
-@pytest.mark.parametrize("message", REPLIES, ids=lambda m: type(m).__name__)
-def test_a_reply_arrives_as_it_was_sent(message):
-    assert decode_reply(encode(message)) == message
-
-
-@pytest.mark.parametrize("message", REQUESTS, ids=lambda m: type(m).__name__)
-def test_a_request_cut_short_anywhere_is_refused(message):
-    data = encode(message)
-    for length in range(len(data)):
-        with pytest.raises(ProtocolError):
-            decode_request(data[:length])
-
-
-@pytest.mark.parametrize("message", REPLIES, ids=lambda m: type(m).__name__)
-def test_a_reply_cut_short_anywhere_is_refused(message):
-    data = encode(message)
-    for length in range(len(data)):
-        with pytest.raises(ProtocolError):
-            decode_reply(data[:length])
-
-
-def test_requests_and_replies_are_not_taken_for_each_other():
-    for message in REQUESTS:
-        with pytest.raises(ProtocolError):
-            decode_reply(encode(message))
-    for message in REPLIES:
-        with pytest.raises(ProtocolError):
-            decode_request(encode(message))
-
-
-@QUICK
-@given(st.binary(max_size=200))
-def test_random_bytes_are_a_message_or_a_protocol_error(data):
-    for decode in (decode_request, decode_reply):
-        try:
-            decode(data)
-        except ProtocolError:
-            continue
-
-
-@QUICK
-@given(st.sampled_from(REPLIES + REQUESTS), st.data())
-def test_a_message_with_a_few_bytes_changed_is_a_message_or_a_protocol_error(message, data):
-    spoiled = bytearray(encode(message))
-    for _ in range(data.draw(st.integers(1, 4))):
-        spoiled[data.draw(st.integers(0, len(spoiled) - 1))] = data.draw(st.integers(0, 255))
-    for decode in (decode_request, decode_reply):
-        try:
-            decode(bytes(spoiled))
-        except ProtocolError:
-            continue
-
 
 JUNK = st.one_of(
     st.none(),
