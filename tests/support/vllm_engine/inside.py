@@ -6,17 +6,9 @@ import time
 from typing import Any
 
 from kvferry.planning.select import Span
+from kvferry.serving.router.bodies import ASK_FOR_KV
 from support.vllm_engine import pages
 from support.vllm_engine.pages import Digests, digests_of, negate
-
-PREFILL_PARAMS = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 
 
 def start(settings: dict[str, Any]) -> Any:
@@ -136,7 +128,7 @@ def generate(
 
 def prefill(engine: Any, prompts: list[list[int]]) -> list[dict[str, Any]]:
     """Compute prompts for another engine."""
-    return generate(engine, prompts, [PREFILL_PARAMS] * len(prompts), tokens=1)
+    return generate(engine, prompts, [ASK_FOR_KV] * len(prompts), tokens=1)
 
 
 def own_gap(engine: Any, prompts: list[list[int]], tokens: int = 8) -> float:
@@ -210,7 +202,7 @@ def steps(engine: Any, count: int) -> list[str]:
 
 def prefill_among_others(engine: Any, prompts: list[list[int]]) -> list[dict[str, Any]]:
     """Like `prefill`, with whatever else the engine is doing; returns as soon as these are done."""
-    names = add(engine, prompts, [PREFILL_PARAMS] * len(prompts), 1)
+    names = add(engine, prompts, [ASK_FOR_KV] * len(prompts), 1)
     done: dict[str, Any] = {}
     while not done.keys() >= set(names):
         done |= {o.request_id: o.kv_transfer_params for o in engine.llm_engine.step() if o.finished}

@@ -22,7 +22,7 @@ _ANSWER_ONLY = (
     "top_logprobs",
 )
 
-_ASK_FOR_KV = {
+ASK_FOR_KV = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
     "remote_engine_id": None,
@@ -30,6 +30,7 @@ _ASK_FOR_KV = {
     "remote_host": None,
     "remote_port": None,
 }
+"""``kv_transfer_params`` of a request whose KV another engine will ask for."""
 
 
 class MalformedBody(KVFerryError):
@@ -57,7 +58,7 @@ def prefill_body(body: dict[str, Any]) -> bytes:
     ``ignore_eos`` because an engine hands over nothing for a request that its first token ended.
     """
     kept = {key: value for key, value in body.items() if key not in _ANSWER_ONLY}
-    kept |= {"max_tokens": 1, "stream": False, "ignore_eos": True, "kv_transfer_params": _ASK_FOR_KV}
+    kept |= {"max_tokens": 1, "stream": False, "ignore_eos": True, "kv_transfer_params": ASK_FOR_KV}
     if "max_completion_tokens" in body:
         kept["max_completion_tokens"] = 1
     return json.dumps(kept).encode()
