@@ -1,13 +1,27 @@
 """kv_transfer_params: an offer, none, or a ProtocolError; nothing else, whatever a router sends."""
 
 import json
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from kvferry.engines.vllm.offer import Lease, Offer, read_offer, wants_prefill, write_nothing, write_offer
+from kvferry.engines.vllm.offer import (
+    Lease,
+    Offer,
+    not_of_peer,
+    not_of_prompt,
+    read_offer,
+    wants_prefill,
+    write_nothing,
+    write_offer,
+)
+from kvferry.engines.vllm.prompt import digest_of
 from kvferry.errors import ProtocolError
+from kvferry.transport.handshake import Known
 from kvferry.transport.lease import Ticket
+from transport.cards import cards, facts
 
 OFFER = Offer(
     "engine", "request", "127.0.0.1", 5600, [[1, 2, 3], [0, 0, 4], [9]], 40, Lease(3, 7, 11), "ab12", 2, 1
@@ -142,3 +156,48 @@ def test_an_offer_with_anything_in_place_of_anything_is_read_or_a_protocol_error
         read_offer({**write_offer(OFFER), **changes})
     except ProtocolError:
         return
+
+
+def prompt(*tokens: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        prompt_token_ids=list(tokens), num_prompt_tokens=len(tokens), lora_request=None, mm_features=()
+    )
+
+
+def offer_of(request: SimpleNamespace, tokens: int) -> Offer:
+    return msgspec.structs.replace(OFFER, remote_num_tokens=tokens, remote_digest=digest_of(request, tokens))
+
+
+def test_an_offer_is_of_a_prompt_that_begins_with_its_tokens():
+    offer = offer_of(prompt(1, 2, 3, 4), 3)
+    assert not_of_prompt(offer, prompt(1, 2, 3, 9, 9)) is None
+    assert "hold other tokens than this prompt" in not_of_prompt(offer, prompt(1, 2, 9, 4))
+    assert not_of_prompt(offer, prompt(1, 2)) == "3 tokens are offered for a prompt of 2"
+
+
+def test_an_offer_of_no_tokens_is_of_no_prompt():
+    assert not_of_prompt(offer_of(prompt(1), 0), prompt(1)) == "0 tokens are offered for a prompt of 1"
+
+
+def test_an_offer_is_not_of_a_prompt_without_token_ids():
+    request = SimpleNamespace(prompt_token_ids=None, num_prompt_tokens=99)
+    assert not_of_prompt(OFFER, request) == "the prompt is not made of token ids"
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        (facts("engine", 11), None),
+        (facts("another", 11), "engine another answers at the address of engine"),
+        (facts("engine", 12), "the engine has been restarted since it made the offer"),
+    ],
+    ids=["itself", "another engine", "another run"],
+)
+def test_an_offer_is_of_the_run_of_the_engine_that_made_it(found, says):
+    offer = msgspec.structs.replace(OFFER, remote_block_ids=[[1]])
+    assert not_of_peer(offer, Known(found, cards())) == says
+
+
+def test_an_offer_has_a_block_table_for_each_group_of_the_peer():
+    peer = Known(facts("engine", 11), cards())
+    assert not_of_peer(OFFER, peer) == "block tables for 3 groups, the peer has 1"

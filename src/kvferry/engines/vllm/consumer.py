@@ -1,6 +1,6 @@
 """The scheduler half of an engine that takes prompts others have computed.
 
-One `_Pull` per request that came with an offer:
+One `Pull` per request that came with an offer:
 
     OFFERED ─admitted with blocks─▶ LOADING ─all workers ready─▶ SETTLED
        │                               └─failed or late─▶ (struck out) OFFERED ─▶ …
@@ -15,8 +15,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 from kvferry.cache.bids import Bid, Bidding
@@ -24,8 +22,8 @@ from kvferry.cache.pins import Pins
 from kvferry.engines.vllm import compat
 from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.meta import BlockIds, LoadOrder, Report, SchedulerMeta, WorkerMeta
-from kvferry.engines.vllm.offer import Offer, read_offer
-from kvferry.engines.vllm.prompt import digest_of
+from kvferry.engines.vllm.offer import not_of_peer, not_of_prompt, read_offer
+from kvferry.engines.vllm.pull import Pull, PullState
 from kvferry.engines.vllm.refusals import Refusals
 from kvferry.engines.vllm.transfer_log import TransferLog
 from kvferry.errors import ProtocolError
@@ -33,41 +31,6 @@ from kvferry.geometry import GroupKind
 from kvferry.planning.select import Span
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.handshake import Address, Known, Looking, NotUsable
-
-
-class _State(Enum):
-    OFFERED = "offered"
-    LOADING = "loading"
-    SETTLED = "settled"
-
-
-@dataclass(slots=True)
-class _Pull:
-    offer: Offer
-    bidding: Bidding
-    state: _State = _State.OFFERED
-    key: str = ""
-    span: Span | None = None
-    began: float = 0.0
-    reports: list[Report] = field(default_factory=list)
-    reported: int = 0
-
-    @property
-    def address(self) -> Address:
-        return self.offer.remote_host, self.offer.remote_port
-
-    @property
-    def lease(self) -> tuple[Address, str]:
-        """Whose lease, and its name there."""
-        return self.address, self.offer.remote_request_id
-
-    @property
-    def peer(self) -> str:
-        """Name under which workers know the peer: this run of this engine."""
-        incarnation = self.offer.remote_lease.ticket().incarnation
-        return (
-            f"{self.offer.remote_engine_id}@{self.offer.remote_host}:{self.offer.remote_port}#{incarnation:x}"
-        )
 
 
 class Consumer:
@@ -84,14 +47,9 @@ class Consumer:
     ) -> None:
         self._groups = kv_cache_config.kv_cache_groups
         self._blocks = kv_cache_config.num_blocks
-        self._kinds, self._config, self._client, self._workers, self._log = (
-            kinds,
-            config,
-            client,
-            workers,
-            log,
-        )
-        self._pulls: dict[str, _Pull] = {}
+        self._kinds, self._config, self._client = kinds, config, client
+        self._workers, self._log = workers, log
+        self._pulls: dict[str, Pull] = {}
         self._users: Counter[tuple[Address, str]] = Counter()
         self._of_key: dict[str, str] = {}
         self._pins: Pins[Any] = Pins(workers)
@@ -117,22 +75,22 @@ class Consumer:
             return
         if offer is None:
             return
-        pull = _Pull(offer, Bidding(self._config.attempts))
+        pull = Pull(offer, Bidding(self._config.attempts))
         self._pulls[request.request_id] = pull
         self._users[pull.lease] += 1
         self._client.hold(*pull.lease)
-        if mismatch := self._mismatch(request, offer):
+        if mismatch := not_of_prompt(offer, request):
             self._strike(request.request_id, pull, mismatch)
 
     def matched(self, request: Any, have: int) -> int | None:
         """Tokens that can be loaded beyond `have`; None while that is not known yet."""
         pull = self._pulls.get(request.request_id)
-        if pull is None or pull.state is not _State.OFFERED:
+        if pull is None or pull.state is not PullState.OFFERED:
             return 0
         best = pull.bidding.best([Bid(pull.peer, pull.offer.remote_num_tokens - have)])
         if best is None:
             return 0
-        answer = self._client.look_up(pull.address, pull.offer.remote_lease.ticket().incarnation)
+        answer = self._client.look_up(pull.address, pull.incarnation)
         if isinstance(answer, Looking):
             return None
         if refusal := self._refusal(pull, answer):
@@ -143,7 +101,7 @@ class Consumer:
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """The request has blocks; `external` tokens are to be loaded into them, or none."""
         pull = self._pulls.get(request.request_id)
-        if pull is None or pull.state is not _State.OFFERED:
+        if pull is None or pull.state is not PullState.OFFERED:
             return
         if external == 0:
             self._settle(request.request_id)
@@ -151,14 +109,10 @@ class Consumer:
         total = pull.offer.remote_num_tokens
         span = Span(total - external, total, request.num_prompt_tokens)
         self._loads += 1
-        pull.state, pull.span, pull.began = _State.LOADING, span, time.monotonic()
-        pull.key = f"{request.request_id}#{self._loads}"
-        pull.reports.clear()
-        pull.reported = 0
-        pull.bidding.take()
+        pull.begin(f"{request.request_id}#{self._loads}", span, time.monotonic())
         self._of_key[pull.key] = request.request_id
         self._pin(pull, blocks.blocks, span)
-        answer = self._client.look_up(pull.address, pull.offer.remote_lease.ticket().incarnation)
+        answer = self._client.look_up(pull.address, pull.incarnation)
         if isinstance(answer, Known) and pull.peer not in self._connected:
             self._connects[pull.peer] = answer
         self._orders.append(
@@ -179,7 +133,7 @@ class Consumer:
         pull = self._pulls.get(request_id)
         if pull is None:
             return
-        if pull.state is _State.LOADING:
+        if pull.state is PullState.LOADING:
             self._pins.late(pull.key)
         self._settle(request_id)
         del self._pulls[request_id]
@@ -209,59 +163,35 @@ class Consumer:
         if request_id is None or pull is None or pull.key != key:
             self._of_key.pop(key, None)
             return
-        pull.reports.append(report)
-        pull.reported += workers
-        if pull.reported < self._workers:
+        if pull.hear(report, workers) < self._workers:
             return
         del self._of_key[key]
-        whole = pull.reports[0]
-        for other in pull.reports[1:]:
-            whole = whole.with_other(other)
+        whole = pull.whole()
         assert pull.span is not None
         self._log.write(request_id, pull.peer, pull.span, whole, time.monotonic() - pull.began)
-        if pull.state is not _State.LOADING:
+        if pull.state is not PullState.LOADING:
             return
         if whole.failure is None:
             self._settle(request_id)
         else:
-            pull.state = _State.OFFERED
+            pull.state = PullState.OFFERED
             self._client.forget(pull.address)
             self._strike(request_id, pull, whole.failure)
 
     # -- pieces -------------------------------------------------------------------------------------------
 
-    def _mismatch(self, request: Any, offer: Offer) -> str | None:
-        """Why an offer cannot belong to this request."""
-        if not 0 < offer.remote_num_tokens <= request.num_prompt_tokens:
-            return f"{offer.remote_num_tokens} tokens are offered for a prompt of {request.num_prompt_tokens}"
-        if request.prompt_token_ids is None:
-            return "the prompt is not made of token ids"
-        if digest_of(request, offer.remote_num_tokens) != offer.remote_digest:
-            return (
-                "the offered blocks hold other tokens than this prompt (remote_digest differs); do both "
-                "engines use the same tokenizer and chat template, and does the router pair the right halves?"
-            )
-        return None
-
-    def _refusal(self, pull: _Pull, answer: Known | NotUsable) -> str | None:
+    def _refusal(self, pull: Pull, answer: Known | NotUsable) -> str | None:
         """Why a peer cannot be used."""
         if isinstance(answer, NotUsable):
             return answer.reason
-        if answer.facts.engine_id != pull.offer.remote_engine_id:
-            return f"engine {answer.facts.engine_id} answers at the address of {pull.offer.remote_engine_id}"
-        if answer.facts.incarnation != pull.offer.remote_lease.ticket().incarnation:
-            return "the engine has been restarted since it made the offer"
-        if len(answer.ranks[0].geometry.groups) != len(pull.offer.remote_block_ids):
-            return (
-                f"block tables for {len(pull.offer.remote_block_ids)} groups, "
-                f"the peer has {len(answer.ranks[0].geometry.groups)}"
-            )
+        if reason := not_of_peer(pull.offer, answer):
+            return reason
         held, most = self._pins.late_blocks(pull.peer), int(self._config.late_blocks * self._blocks)
         if held > most:
             return f"reads past their deadline still hold {held} blocks, at most {most} may be (late_blocks)"
         return None
 
-    def _pin(self, pull: _Pull, blocks: Sequence[Sequence[Any]], span: Span) -> None:
+    def _pin(self, pull: Pull, blocks: Sequence[Sequence[Any]], span: Span) -> None:
         """Take a reference to every block that the load may write."""
         held = [
             block
@@ -283,7 +213,7 @@ class Consumer:
             for kind, group, ids in zip(self._kinds, self._groups, block_ids, strict=True)
         )
 
-    def _strike(self, request_id: str, pull: _Pull, reason: str) -> None:
+    def _strike(self, request_id: str, pull: Pull, reason: str) -> None:
         if pull.bidding.strike(pull.peer, reason):
             self._refusals.say(request_id, pull.peer, reason)
         self._settle(request_id)
@@ -291,9 +221,9 @@ class Consumer:
     def _settle(self, request_id: str) -> None:
         """Release the producer, once nobody here needs the offer: parallel samples of a prompt share one."""
         pull = self._pulls[request_id]
-        if pull.state is _State.SETTLED:
+        if pull.state is PullState.SETTLED:
             return
-        pull.state = _State.SETTLED
+        pull.state = PullState.SETTLED
         self._users[pull.lease] -= 1
         if not self._users[pull.lease]:
             del self._users[pull.lease]

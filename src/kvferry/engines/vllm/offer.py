@@ -2,8 +2,8 @@
 
 The keys that vLLM's NixlConnector uses mean the same here, so routers made for it work unchanged. Three
 are added: ``remote_num_tokens`` (how much is offered), ``remote_lease`` (the ticket), ``remote_digest``
-    (of which tokens). A router copies the object as it is; what comes back may be anything, so it is read
-    against a schema.
+(of which tokens). A router copies the object as it is; what comes back may be anything, so it is read
+against a schema, and held against the prompt it came with and the peer that it names.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from typing import Annotated, Any
 
 import msgspec
 
+from kvferry.engines.vllm.prompt import digest_of
 from kvferry.errors import ProtocolError
+from kvferry.transport.handshake import Known
 from kvferry.transport.lease import Ticket
 
 _Port = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
@@ -42,8 +44,7 @@ class Offer(msgspec.Struct, frozen=True):
         remote_engine_id, remote_request_id: who keeps them, under which name.
         remote_host, remote_port: its control channel.
         remote_block_ids: block ids by position per group; 0 where it no longer holds any; for a state
-            group the
-            one block with the snapshot.
+            group the one block with the snapshot.
         remote_num_tokens: tokens offered, from the start of the prompt.
         remote_lease: the promise.
         remote_digest: `keys.prompt_digest` of these tokens.
@@ -79,6 +80,32 @@ def read_offer(params: Any) -> Offer | None:
         return msgspec.convert(params, Offer)
     except msgspec.ValidationError as error:
         raise ProtocolError(f"kv_transfer_params: {error}") from error
+
+
+def not_of_prompt(offer: Offer, request: Any) -> str | None:
+    """Why an offer cannot belong to the request it came with."""
+    if not 0 < offer.remote_num_tokens <= request.num_prompt_tokens:
+        return f"{offer.remote_num_tokens} tokens are offered for a prompt of {request.num_prompt_tokens}"
+    if request.prompt_token_ids is None:
+        return "the prompt is not made of token ids"
+    if digest_of(request, offer.remote_num_tokens) != offer.remote_digest:
+        return (
+            "the offered blocks hold other tokens than this prompt (remote_digest differs); do both "
+            "engines use the same tokenizer and chat template, and does the router pair the right halves?"
+        )
+    return None
+
+
+def not_of_peer(offer: Offer, peer: Known) -> str | None:
+    """Why an offer cannot be that of the peer at its address."""
+    if peer.facts.engine_id != offer.remote_engine_id:
+        return f"engine {peer.facts.engine_id} answers at the address of {offer.remote_engine_id}"
+    if peer.facts.incarnation != offer.remote_lease.incarnation:
+        return "the engine has been restarted since it made the offer"
+    offered, groups = len(offer.remote_block_ids), len(peer.ranks[0].geometry.groups)
+    if offered != groups:
+        return f"block tables for {offered} groups, the peer has {groups}"
+    return None
 
 
 def write_offer(offer: Offer) -> dict[str, Any]:
