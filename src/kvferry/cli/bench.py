@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from kvferry.cli.options import given, write
 from kvferry.errors import ConfigError
 
 _REPEATS_HELP = "Rounds; each moves the bytes once in every way."
@@ -59,9 +60,8 @@ def transfer(
 
     if order not in ORDERS:
         raise ConfigError(f"--order {order} is not known; choose one of {', '.join(ORDERS)}")
-    changes = {"num_hidden_layers": layers, "num_key_value_heads": kv_heads, "head_dim": head_dim}
-    changed = {name: value for name, value in changes.items() if value is not None}
-    reading = read_geometry(geometry, changed, dtype)
+    changes = given(num_hidden_layers=layers, num_key_value_heads=kv_heads, head_dim=head_dim)
+    reading = read_geometry(geometry, changes, dtype)
     if len(set(reading.cache.layers)) > 1:
         raise ConfigError(
             f"--geometry {geometry} has layers of several kinds; bench layout measures those, this command "
@@ -120,7 +120,7 @@ def layout(
     with Console(stderr=True).status("starting") as status:
         tables = [measure(job, reading, lambda text: status.update(f"{text} ...")) for reading in readings]
     if plot is not None:
-        plot.write_text(picture(tables))
+        write(plot, picture(tables))
     if as_json:
         print(json.dumps(layout_report.as_json(tables, machine())))
     else:

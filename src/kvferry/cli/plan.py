@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvferry.cli.options import given, write
 from kvferry.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvferry.geometry.models import ModelReading
+    from kvferry.plan.forecast import Forecast
 
 
 def register(app: typer.Typer) -> None:
@@ -66,50 +70,62 @@ def plan(
     No engine runs and no weights are read: the memory of both engines is laid out as vLLM would, and the
     planner of real transfers works on it, with block tables as scattered as on a busy engine.
     """
-    from rich.console import Console
-
-    console = Console(highlight=False)
     if listed:
-        from kvferry.plan.show import show_table
-
-        show_table(console)
+        _print_table()
         return
     if model is None:
         raise ConfigError(
             "MODEL is missing: a config.json, its folder, or a name that `kvferry plan --list` has"
         )
-    from kvferry.geometry.models import read_model
-    from kvferry.plan.cost import Pricing, link, pinned
-    from kvferry.plan.find import find_config
-    from kvferry.plan.forecast import forecast
-    from kvferry.plan.numbers import as_json as numbers
-    from kvferry.plan.show import show
-    from kvferry.plan.side import Side, layout_of
-    from kvferry.transport.costs import costs_of
-
     if tokens < 1:
         raise ConfigError(f"--tokens is {tokens}; a prompt has at least 1")
     if kv not in ("packed", "apart"):
         raise ConfigError(f"--kv {kv} is not known; choose packed or apart")
+    from kvferry.geometry.models import read_model
+    from kvferry.plan.cost import Pricing, link, pinned
+    from kvferry.plan.find import find_config
+    from kvferry.plan.forecast import forecast
+    from kvferry.plan.side import Side, layout_of
+    from kvferry.transport.costs import costs_of
+
     name, config = find_config(model)
     reading = read_model(config, dtype, name=name, draft=mtp)
     source = Side(tp, pp, layout_of(layout, reading), block_size)
     to = layout_of(to_layout, reading) if to_layout else None
-    asked = {"tp": to_tp, "pp": to_pp, "layout": to, "block_tokens": to_block_size}
-    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
-    sides = (source, replace(source, **given))
-    separate = kv == "apart"
-    pricing = Pricing(link(costs_of(costs), bandwidth), pinned(strategy))
-    made = forecast(reading, sides, tokens, pricing, separate=separate)
+    destination = replace(source, **given(tp=to_tp, pp=to_pp, layout=to, block_tokens=to_block_size))
+    pricing, separate = Pricing(link(costs_of(costs), bandwidth), pinned(strategy)), kv == "apart"
+    made = forecast(reading, (source, destination), tokens, pricing, separate=separate)
     if html is not None:
-        from kvferry.plan.page import picture
-
-        try:
-            html.write_text(picture(made, reading, separate=separate), encoding="utf-8")
-        except OSError as error:
-            said = os.strerror(error.errno or 0)
-            raise ConfigError(f"cannot write {html}: {said}; name a file that can be written") from error
+        _draw(html, made, reading, separate=separate)
     if as_json:
-        print(json.dumps(numbers(made)))
+        _print_json(made)
     else:
-        show(made, console)
+        _print(made)
+
+
+def _print_table() -> None:
+    from rich.console import Console
+
+    from kvferry.plan.show import show_table
+
+    show_table(Console(highlight=False))
+
+
+def _print(made: Forecast) -> None:
+    from rich.console import Console
+
+    from kvferry.plan.show import show
+
+    show(made, Console(highlight=False))
+
+
+def _print_json(made: Forecast) -> None:
+    from kvferry.plan.numbers import as_json
+
+    print(json.dumps(as_json(made)))
+
+
+def _draw(path: Path, made: Forecast, reading: ModelReading, *, separate: bool) -> None:
+    from kvferry.plan.page import picture
+
+    write(path, picture(made, reading, separate=separate))

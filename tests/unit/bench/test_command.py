@@ -44,3 +44,10 @@ def test_a_setting_that_cannot_be_used_is_named(arguments: tuple[str, ...], says
 def test_fewer_rounds_than_a_median_needs_are_refused(command: str) -> None:
     with pytest.raises(Exception, match="7"):
         _run(command, "--repeats", "6")
+
+
+def test_a_picture_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.bench.layout.measure", lambda *_: None)
+    monkeypatch.setattr("kvferry.bench.layout_plot.picture", lambda tables: "<svg/>")
+    with pytest.raises(ConfigError, match=r"cannot write /nowhere/x\.svg: No such file"):
+        _run("layout", "--geometry", "Qwen3-0.6B", "--plot", "/nowhere/x.svg")

@@ -1,0 +1,27 @@
+"""What commands do with their options."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from kvferry.errors import ConfigError
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """Those that were given: whose value is not None."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def write(path: Path, text: str) -> None:
+    """Write the file that an option names.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        said = os.strerror(error.errno or 0)
+        raise ConfigError(f"cannot write {path}: {said}; name a file that can be written") from error
