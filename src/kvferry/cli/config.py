@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.serving.kv_config import Role, kv_transfer_config, kv_transfer_json
+from kvferry.serving.role import Role
 
 
 def register(app: typer.Typer) -> None:
@@ -43,6 +43,8 @@ def config(
 
     vllm serve MODEL --kv-transfer-config "$(kvferry config --role decode)"
     """
+    from kvferry.serving.kv_config import kv_transfer_config, kv_transfer_json
+
     settings = {
         "host": host,
         "port": port,

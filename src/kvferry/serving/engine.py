@@ -15,7 +15,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from kvferry.serving.kv_config import Role, kv_transfer_json
+from kvferry.serving.kv_config import kv_transfer_json
+from kvferry.serving.role import Role
 
 _HEALTH_TIMEOUT_SECONDS = 2.0
 _GUARD_MARGIN_SECONDS = 8.0

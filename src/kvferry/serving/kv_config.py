@@ -4,38 +4,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import Any
 
 from kvferry.engines.vllm.config import parse_config
+from kvferry.serving.role import Role
 from kvferry.transport import security
-
-
-class Role(StrEnum):
-    """What an engine does for a request that is served by two."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    BOTH = "both"
-
+from kvferry.transport.costs import costs_of
 
 _VLLM_ROLE = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}
 
 
 def kv_transfer_config(role: Role, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The object for an engine of this role.
+    """The object for an engine of this role on this machine: what it would refuse at start is refused here.
 
     Args:
         role: of the engine.
         settings: keys of `ConnectorConfig`; a key whose value is None is left out.
 
     Raises:
-        ConfigError: an unknown key, a wrong type or a value out of range; or a host that would let anyone in.
+        ConfigError: an unknown key, a wrong type or a value out of range; a host that would let anyone in; or
+            a file of secrets or costs that cannot be used.
     """
     extra = {key: value for key, value in (settings or {}).items() if value is not None}
     config = parse_config(extra)
-    if config.secret_file is None:
-        security.check_host(config.host, None, config.allow_insecure)
+    security.check_host(config.host, security.read_keys(config.secret_file), config.allow_insecure)
+    costs_of(config.costs)
     return {
         "kv_connector": "KVFerryConnector",
         "kv_connector_module_path": "kvferry.engines.vllm.connector",

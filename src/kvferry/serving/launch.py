@@ -22,8 +22,8 @@ from typing import Self
 
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.serving.engine import Engine, EngineSpec, EngineState
-from kvferry.serving.kv_config import Role
 from kvferry.serving.log_tail import telling_line
+from kvferry.serving.role import Role
 from kvferry.serving.specs import fleet_specs
 
 __all__ = ["Engine", "EngineSpec", "EngineState", "Fleet", "LaunchError", "Role", "fleet_specs"]

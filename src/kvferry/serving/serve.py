@@ -10,10 +10,10 @@ from rich.console import Console
 
 from kvferry.errors import KVFerryError
 from kvferry.serving.engine import Engine, EngineSpec, EngineState
-from kvferry.serving.kv_config import Role
 from kvferry.serving.launch import Fleet, death_notice
 from kvferry.serving.ports import url_of
 from kvferry.serving.progress import startup_progress
+from kvferry.serving.role import Role
 from kvferry.serving.router import RouterSettings, router_app
 from kvferry.serving.run import run_app
 from kvferry.serving.signals import StopRequested, StopSignals

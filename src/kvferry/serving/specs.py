@@ -9,8 +9,9 @@ from typing import Any
 from kvferry.errors import ConfigError
 from kvferry.serving.devices import Machine, engine_environments, memory_arguments, this_machine
 from kvferry.serving.engine import EngineSpec
-from kvferry.serving.kv_config import Role, kv_transfer_config
+from kvferry.serving.kv_config import kv_transfer_config
 from kvferry.serving.ports import free_ports
+from kvferry.serving.role import Role
 
 # What differs from engine to engine, with what sets it for the fleet.
 _OURS = {

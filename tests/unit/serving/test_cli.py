@@ -31,11 +31,23 @@ def test_config_prints_one_line_of_json():
     assert config["kv_connector_extra_config"] == {"port": 7000, "lease_seconds": 5.0}
 
 
+def test_config_lets_a_secret_open_other_addresses(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef")
+    done = run("config", "--host", "10.0.0.7", "--secret-file", str(secret))
+    extra = json.loads(done.stdout)["kv_connector_extra_config"]
+    assert extra == {"host": "10.0.0.7", "secret_file": str(secret)}
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["config", "--lease-seconds", "-1"], "lease_seconds is -1.0"),
         (["config", "--host", "10.0.0.7"], "host 10.0.0.7 is not loopback and no secret_file is set"),
+        (["config", "--attempts", "99"], "attempts is 99, it must be 1 to 16"),
+        (["config", "--secret-file", "/nowhere"], "secret_file /nowhere: No such file"),
+        (["config", "--secret-file", "/dev/null"], "secret_file /dev/null holds 0 bytes"),
+        (["config", "--costs", "/nowhere"], "costs: cannot read /nowhere: No such file"),
         (["config", "--strategy", "fast"], "kv_connector_extra_config: Invalid enum value 'fast'"),
         (["router", "--decode", "http://127.0.0.1:1"], "the router has no prefill engine"),
         (["router", "--prefill", "http://127.0.0.1:1"], "the router has no decode engine"),

@@ -6,7 +6,8 @@ import pytest
 
 from kvferry.errors import ConfigError
 from kvferry.serving.devices import Machine, engine_environments, memory_arguments
-from kvferry.serving.kv_config import Role, kv_transfer_config, kv_transfer_json
+from kvferry.serving.kv_config import kv_transfer_config, kv_transfer_json
+from kvferry.serving.role import Role
 from kvferry.serving.specs import fleet_specs
 
 CPU = Machine(gpus=(), cores=(0, 1, 4, 5))
