@@ -142,11 +142,11 @@ class ControlClient:
         return min(1.0, max(0.0, soonest - time.monotonic()) + 0.001)
 
     def _beat(self, poller: zmq.Poller) -> None:
-        """Keep leases alive, and forget who was refused: anyone can make addresses up."""
+        """Keep leases alive, and let go of peers that are of no use: anyone can make addresses up."""
         for address, peer in list(self._peers.items()):
             if peer.leases:
                 self._send(peer, Heartbeat(sorted(peer.leases)))
-            elif self._handshakes.forget_refusal(address):
+            elif self._handshakes.is_unknown(address):
                 poller.unregister(peer.socket)
                 peer.socket.close(linger=500)
                 del self._peers[address]

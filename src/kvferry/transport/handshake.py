@@ -156,13 +156,14 @@ class Handshakes:
         for address in [a for a, handshake in self._under_way.items() if now >= handshake.deadline]:
             self.refuse(address, f"no answer within {self._patience_seconds:g} s; is it up, and reachable?")
 
-    def forget_refusal(self, address: Address) -> bool:
-        """Forget a refusal that no longer stands; whether there was one."""
-        if not (isinstance(self._answers.get(address), NotUsable) and self._refusal_is_over(address)):
-            return False
-        self._answers.pop(address, None)
-        self._refused_at.pop(address, None)
-        return True
+    def is_unknown(self, address: Address) -> bool:
+        """Whether nothing is known of a peer, nor asked; forgets a refusal that no longer stands."""
+        answer = self._answers.get(address)
+        if isinstance(answer, NotUsable) and self._refusal_is_over(address):
+            self._answers.pop(address, None)
+            self._refused_at.pop(address, None)
+            return True
+        return answer is None and address not in self._under_way
 
     def _take(self, address: Address, handshake: _UnderWay, reply: Reply) -> AskRanks | None:
         if isinstance(reply, Refused):

@@ -367,6 +367,19 @@ def test_addresses_that_were_refused_are_forgotten_and_their_sockets_closed(ends
     assert not client._handshakes._answers
 
 
+def test_addresses_that_were_never_asked_are_forgotten_once_no_lease_is_held_there(ends):
+    client = ends.client(heartbeat_seconds=0.05)
+    for port in range(1, 9):
+        client.hold((HOST, port), "a lease")
+        client.hold((HOST, port), "another")
+        client.release((HOST, port), "a lease")
+    time.sleep(0.2)
+    assert len(client._peers) == 8
+    for port in range(1, 9):
+        client.release((HOST, port), "another")
+    until(lambda: not client._peers)
+
+
 def test_ipv6_loopback_works_too(ends):
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()

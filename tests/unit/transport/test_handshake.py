@@ -69,19 +69,31 @@ def test_a_refusal_stands_for_its_time_and_is_then_forgotten(handshakes, clock):
     begun(handshakes).hear(PEER, encode(Refused(["one", "two"])))
     clock.now += REFUSAL_SECONDS
     assert handshakes.known(PEER, 1) == NotUsable("one; two")
-    assert not handshakes.forget_refusal(PEER)
+    assert not handshakes.is_unknown(PEER)
     clock.now += 0.1
     assert handshakes.known(PEER, 1) is None
-    assert handshakes.forget_refusal(PEER)
-    assert not handshakes.forget_refusal(PEER)
+    assert handshakes.is_unknown(PEER)
+    assert not handshakes._answers
+    assert not handshakes._refused_at
 
 
 def test_a_peer_that_is_asked_again_is_not_forgotten_with_its_old_refusal(handshakes, clock):
     begun(handshakes).hear(PEER, encode(Refused([])))
     clock.now += REFUSAL_SECONDS + 1
     handshakes.start(PEER)
-    assert not handshakes.forget_refusal(PEER)
+    assert not handshakes.is_unknown(PEER)
     assert handshakes.known(PEER, 1) == Looking()
+
+
+def test_a_peer_is_unknown_until_it_is_asked_and_once_it_is_forgotten(handshakes):
+    assert handshakes.is_unknown(PEER)
+    begun(handshakes).hear(PEER, ACCEPTED)
+    handshakes.forget(PEER)
+    assert not handshakes.is_unknown(PEER), "its answer is still to come"
+    handshakes.hear(PEER, RANKS)
+    assert not handshakes.is_unknown(PEER)
+    handshakes.forget(PEER)
+    assert handshakes.is_unknown(PEER)
 
 
 def test_ranks_that_do_not_fit_are_refused_with_every_difference(clock):
