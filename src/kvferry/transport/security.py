@@ -1,8 +1,7 @@
 """Who may speak on the control channel.
 
-With a secret, both sides derive the same CURVE key pair from it: traffic is encrypted, and a server lets
-    in only those whose public key is that one. Without a secret the channel is plain, and then only
-    loopback may be
+With a secret, both sides derive the same CURVE key pair from it: traffic is encrypted, and a server lets in
+only those whose public key is that one. Without a secret the channel is plain, and then only loopback may be
 listened on, unless the operator says otherwise: transport metadata lets whoever has it read this memory.
 """
 

@@ -45,8 +45,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         costs: file that ``kvferry bench calibrate`` wrote; by default the user's on this machine, or costs
             measured elsewhere if there is none.
         host_buffer: move through host memory with the engine's copy operation; by default only where the
-            engine was
-            told to (``kv_buffer_device``).
+            engine was told to (``kv_buffer_device``).
     """
 
     host: str = "127.0.0.1"
