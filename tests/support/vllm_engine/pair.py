@@ -133,6 +133,16 @@ class Pair:
         self.prefill.call("reset_prefix_cache")
         return answers
 
+    def own_words(self, text: list[int], tokens: int = 8) -> tuple[list[int], dict[str, Any]]:
+        """`text` with a single engine's next token, and what that engine goes on to say.
+
+        It has computed the text at once and its own token by itself, which is how a pair computes the two
+        together: what a pair says to them is the same to the last bit, in any dtype and of any family.
+        """
+        (said,) = self.reference([text], tokens + 1)
+        rest = {name: said[name][1:] for name in ("tokens", "logprobs")}
+        return text + said["tokens"][:1], rest
+
     def through(
         self, prompts: list[list[int]], tokens: int = 8, prefill: str = "prefill"
     ) -> list[dict[str, Any]]:
