@@ -115,6 +115,16 @@ def test_a_forced_layout_that_did_not_come_about_says_what_the_backend_supports(
     layout.check_forced(engine.vllm_config, forced, "BHLNC")
 
 
+def test_a_forced_layout_that_only_layers_cannot_have_is_not_named_as_supported(engine):
+    engine.supported = ["LBHNC", "BLHNC", "BHLNC", "LHBNC"]
+    with pytest.raises(ConfigError) as caught:
+        layout.check_forced(engine.vllm_config, ConnectorConfig(layout="BHLNC"), "LBHNC")
+    assert str(caught.value) == (
+        "layout is 'BHLNC', but the engine's cache has LBHNC: layers that are not all alike support LBHNC, "
+        "BLHNC; set layout to one of these, or to 'auto'"
+    )
+
+
 def test_the_operators_own_layout_wins_over_auto_and_contradicts_a_forced_one(engine):
     engine.operators = "LBHNC"
     for setting in ("auto", "engine", "LBHNC"):

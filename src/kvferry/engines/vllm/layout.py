@@ -15,7 +15,7 @@ from typing import Any
 from kvferry.engines.vllm import compat
 from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.errors import ConfigError
-from kvferry.geometry.layout import LAYOUTS
+from kvferry.geometry.pagemap import LAYOUTS, is_compact
 
 _ONE_KIND, _SEVERAL_KINDS = "BHLNC", "BLHNC"
 """What suits models whose layers are all alike (any share of the heads is one stretch, too), and others."""
@@ -58,10 +58,13 @@ def check_forced(vllm_config: Any, config: ConnectorConfig, found: str) -> None:
             f"layout is {config.layout!r}, but VLLM_KV_CACHE_LAYOUT={operators} gave the cache layout "
             f"{found}; unset one of the two"
         )
-    supported = ", ".join(compat.supported_layouts(vllm_config))
+    who, supported = "its attention backends", compat.supported_layouts(vllm_config)
+    if config.layout in supported:
+        # The engine drops what the backends could if pages of different shape could not share slots in it.
+        who, supported = "layers that are not all alike", [name for name in supported if is_compact(name)]
     raise ConfigError(
-        f"layout is {config.layout!r}, but the engine's cache has {found}: its attention backends support "
-        f"{supported}; set layout to one of these, or to 'auto'"
+        f"layout is {config.layout!r}, but the engine's cache has {found}: {who} support "
+        f"{', '.join(supported)}; set layout to one of these, or to 'auto'"
     )
 
 
