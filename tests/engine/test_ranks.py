@@ -1,8 +1,9 @@
-"""Engines of different tensor parallelism, served: every rank gets its heads, and only those."""
+"""Engines of other tensor parallelism and block size, served: every rank gets its heads, and only those."""
 
 from __future__ import annotations
 
 import math
+import re
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -26,8 +27,8 @@ ENGINE = (
     "--enforce-eager", "--dtype=float32", "--max-model-len=1024", "--max-num-seqs=4",
     f"--kv-cache-memory-bytes={64 << 20}",
 )  # fmt: skip
-LAYER_BLOCK = 128 * 2 * 2 * 32 * 4
-"""Bytes of a block of one layer over all ranks: tokens, heads, K and V, elements, bytes of each."""
+LAYER_TOKEN = 2 * 2 * 32 * 4
+"""Bytes of a token in one layer over all ranks: heads, K and V, elements, bytes of each."""
 
 
 @dataclass(frozen=True)
@@ -37,29 +38,42 @@ class Ranks:
     Attributes:
         family: of `kvferry.serving.tiny`.
         prefill, decode: tensor-parallel ranks.
-        blocks: layers' blocks that 300 tokens move.
+        moved: layers' tokens that move for 300 tokens, in whole cells: what blocks of both sides share.
+        blocks: tokens in a block of the prefill and of the decode engine.
     """
 
     family: str
     prefill: int
     decode: int
-    blocks: int
+    moved: int
+    blocks: tuple[int, int] = (128, 128)
 
     def __str__(self) -> str:
-        return f"{self.family}-{self.prefill}-to-{self.decode}"
+        ends = zip((self.prefill, self.decode), self.blocks, strict=True)
+        return f"{self.family}-" + "-to-".join(f"{ranks}x{tokens}" for ranks, tokens in ends)
 
 
 # 300 tokens are blocks 0 to 2; token 300 sees 237 to 299 through a window of 64: blocks 1 and 2.
-QWEN3, GEMMA3 = 4 * 3, 3 + 5 * 2
+QWEN3, GEMMA3 = 4 * 3 * 128, (3 + 5 * 2) * 128
+# Halves of those: 0 to 4, and 3 and 4.
+QWEN3_HALVES, GEMMA3_HALVES = 4 * 5 * 64, (5 + 5 * 2) * 64
 PAIRS = (
     pytest.param(Ranks("gemma3", 1, 2, GEMMA3), id="gemma3-1-to-2"),
     pytest.param(Ranks("gemma3", 2, 1, GEMMA3), id="gemma3-2-to-1", marks=pytest.mark.family),
     pytest.param(Ranks("qwen3", 1, 2, QWEN3), id="qwen3-1-to-2", marks=pytest.mark.family),
     pytest.param(Ranks("qwen3", 2, 1, QWEN3), id="qwen3-2-to-1", marks=pytest.mark.family),
+    *(
+        pytest.param(ranks, id=str(ranks), marks=pytest.mark.family)
+        for ranks in (
+            Ranks("qwen3", 1, 2, QWEN3_HALVES, (128, 64)),
+            Ranks("qwen3", 2, 1, QWEN3_HALVES, (64, 128)),
+            Ranks("gemma3", 1, 2, GEMMA3_HALVES, (64, 128)),
+        )
+    ),
 )
 LATENTS = (
-    pytest.param(Ranks("dsv3", 1, 2, 0), id="dsv3-1-to-2", marks=pytest.mark.family),
-    pytest.param(Ranks("dsv3", 2, 1, 0), id="dsv3-2-to-1", marks=pytest.mark.family),
+    pytest.param(Ranks("dsv3", 1, 2, 0, (16, 16)), id="dsv3-1-to-2", marks=pytest.mark.family),
+    pytest.param(Ranks("dsv3", 2, 1, 0, (16, 16)), id="dsv3-2-to-1", marks=pytest.mark.family),
 )
 
 
@@ -106,7 +120,14 @@ def served(
         decode_settings={"transfer_log": str(log)},
         arguments=(*ENGINE, *family_model(ranks.family).arguments, *ARGUMENTS),
     )
-    specs = tuple(replace(spec, environment={**spec.environment, **ENVIRONMENT}) for spec in specs)
+    specs = tuple(
+        replace(
+            spec,
+            environment={**spec.environment, **ENVIRONMENT},
+            arguments=(*spec.arguments, f"--block-size={tokens}"),
+        )
+        for spec, tokens in zip(specs, ranks.blocks, strict=True)
+    )
     with Fleet(specs, folder) as fleet:
         fleet.wait_ready()
         with routed(fleet.prefill_urls, fleet.decode_urls) as url:
@@ -124,7 +145,8 @@ def test_every_rank_gets_its_heads_and_the_answer_is_a_single_engines(served: Se
         assert transfer is not None, "nothing was loaded"
         assert transfer.outcome == "ready", transfer.reason
         if length == 301:
-            assert transfer.bytes == served.ranks.blocks * LAYER_BLOCK
+            assert transfer.bytes == served.ranks.moved * LAYER_TOKEN
+            assert (block_tokens(served.prefill), block_tokens(served.decode)) == served.ranks.blocks
         here: dict[str, list[str]] = {}
         for (load,) in (loads := ask_ranks(served.decode, "witnessed_loads")):
             assert here.keys().isdisjoint(load["digests"]), "a head came to two ranks"
@@ -136,6 +158,12 @@ def test_every_rank_gets_its_heads_and_the_answer_is_a_single_engines(served: Se
         assert here == there
         for url in (served.prefill, served.decode):
             assert answer.tokens == served.alone(url, text).tokens
+
+
+def block_tokens(url: str) -> int:
+    """Tokens in a block of an engine, as it tells."""
+    told = httpx.get(f"{url}/metrics", trust_env=False).text
+    return int(re.search(r'^vllm:cache_config_info{.*?\bblock_size="(\d+)"', told, re.MULTILINE)[1])
 
 
 @pytest.mark.parametrize("served", LATENTS, indirect=True)
