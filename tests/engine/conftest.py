@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from support.namespaces import Host, NotPermitted, two_hosts
 from support.vllm_engine.pair import Pair, Setup
 
 
@@ -47,3 +48,12 @@ def running(tmp_path_factory: pytest.TempPathFactory, checkpoints: Path) -> Iter
 def pair(request: pytest.FixtureRequest, running: _Running) -> Pair:
     """The pair of this module's parameter, a `Setup`."""
     return running.pair(request.param)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[Host, Host]]:
+    try:
+        with two_hosts() as hosts:
+            yield hosts
+    except NotPermitted as error:
+        pytest.skip(str(error))

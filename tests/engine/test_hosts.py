@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.namespaces import Host, NotPermitted, two_hosts
+from support.namespaces import Host
 from support.vllm_engine.inside import distance
 from support.vllm_engine.pair import Pair, Setup, connector, prompt
 
@@ -15,15 +15,6 @@ pytestmark = pytest.mark.engine
 
 HANDSHAKE, LOAD = 4.0, 4.0
 """Seconds until a peer is given up, and until a load is."""
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[tuple[Host, Host]]:
-    try:
-        with two_hosts() as hosts:
-            yield hosts
-    except NotPermitted as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 _PREFIX = "kvferry-test-"
+_LIBC = ctypes.CDLL(None, use_errno=True)
 _CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000
 
 
@@ -31,6 +33,21 @@ class Host:
     name: str
     address: str
     device: str
+
+    def command(self, *command: str) -> list[str]:
+        """The command line that runs this one there, with a /sys that shows its devices."""
+        return ["ip", "netns", "exec", self.name, *command]
+
+    @contextmanager
+    def visited(self) -> Iterator[None]:
+        """What this thread connects to, while the block runs, it connects to from there."""
+        with Path("/proc/thread-self/ns/net").open() as home:
+            with Path("/run/netns", self.name).open() as there:
+                _setns(there)
+            try:
+                yield
+            finally:
+                _setns(home)
 
     def received_bytes(self) -> int:
         """What has come in over the link so far."""
@@ -74,12 +91,17 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 
 def enter(name: str) -> None:
     """Move this process, and those it starts, into a namespace, with a /sys that shows its devices to UCX."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with Path("/run/netns", name).open() as handle:
-        if libc.setns(handle.fileno(), _CLONE_NEWNET) or libc.unshare(_CLONE_NEWNS):
-            raise OSError(ctypes.get_errno(), f"cannot enter network namespace {name}")
+    with Path("/run/netns", name).open() as there:
+        _setns(there)
+    if _LIBC.unshare(_CLONE_NEWNS):
+        raise OSError(ctypes.get_errno(), "cannot have a /sys of its own")
     for command in (["--make-rslave", "/"], ["-t", "sysfs", name, "/sys"]):
         subprocess.run(["mount", *command], check=True, timeout=10)
+
+
+def _setns(namespace: TextIO) -> None:
+    if _LIBC.setns(namespace.fileno(), _CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), f"cannot enter network namespace {namespace.name}")
 
 
 def _sweep() -> None:
