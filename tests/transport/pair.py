@@ -20,11 +20,12 @@ import numpy as np
 from kvferry.geometry import RankGeometry
 from kvferry.planning.select import Span
 from kvferry.transport.agent import Agent, ReadState
+from kvferry.transport.lane import ReadResult
 from kvferry.transport.lease import LeaseWords, Ticket
 from kvferry.transport.messages import RankCard
-from kvferry.transport.peer import ReadOrder
+from kvferry.transport.read_plan import ReadOrder
 from kvferry.transport.settings import TransferSettings
-from kvferry.transport.thread import ReadResult, TransferThread
+from kvferry.transport.transfers import Transfers
 from transport.memory import place
 from transport.producer import Produce
 
@@ -39,6 +40,10 @@ main(Connection(int(sys.argv[1])))
 """
 
 
+def _path() -> str:
+    return os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 class Producer:
     """A process that holds an engine's blocks."""
 
@@ -47,7 +52,7 @@ class Producer:
         self.process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
-            env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": _path(), "OMP_NUM_THREADS": "1"},
         )
         theirs.close()
         self._connection: Connection[Any, Any] = Connection(ours.detach())
@@ -155,15 +160,22 @@ class Reader:
     ) -> None:
         self.rank, self.memory = place(made_up, 1000)
         self.before = self.memory.bytes.copy()
-        self.agent: Watched
-        self.thread = TransferThread(name, self.rank, LeaseWords(1, 1), settings, self._make_agent, in_flight)
+        self.agents: list[Watched] = []
+        settings = settings or TransferSettings(lanes=1)
+        self.thread = Transfers(name, self.rank, LeaseWords(1, 1), settings, self._make_agent, in_flight)
         self._results: dict[str, ReadResult] = {}
 
     def _make_agent(self, name: str, *, progress: bool) -> Agent:
         if progress:
             return Agent(name)
-        self.agent = Watched(name, progress=False)
-        return self.agent
+        self.agents.append(Watched(name, progress=False))
+        return self.agents[-1]
+
+    @property
+    def agent(self) -> Watched:
+        """Of the only lane."""
+        (agent,) = self.agents
+        return agent
 
     def submit(
         self,
@@ -195,6 +207,7 @@ class Reader:
             time.sleep(0.001)
 
     def end(self) -> None:
-        self.agent.gate.set()
+        for agent in self.agents:
+            agent.gate.set()
         self.thread.close(10.0)
-        assert self.agent.released_in_flight == 0, "a READ was given back in flight"
+        assert not any(agent.released_in_flight for agent in self.agents), "a READ was given back in flight"

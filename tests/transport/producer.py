@@ -14,7 +14,7 @@ import numpy as np
 
 from kvferry.transport.lease import LeaseWords
 from kvferry.transport.settings import TransferSettings
-from kvferry.transport.thread import TransferThread
+from kvferry.transport.transfers import Transfers
 from support.engines import EngineSpec, Family, ranks
 from support.oracle import fill
 from transport.memory import place
@@ -49,7 +49,7 @@ class Engine:
             if order.tables is not None:
                 fill(rank, order.tables, memory)
             words = LeaseWords(order.incarnation + number, SLOTS)
-            thread = TransferThread(f"{order.name}/{number}", rank, words, order.settings)
+            thread = Transfers(f"{order.name}/{number}", rank, words, order.settings)
             self._memories.append(memory)
             self._threads.append(thread)
             self.cards.append(thread.card)

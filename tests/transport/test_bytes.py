@@ -90,7 +90,9 @@ def test_what_is_read_is_what_was_written(world, case, strategy):
     sources = ranks(case.src, case.families)
     assert len(producer.cards) == len(sources)
     for number, rank in enumerate(ranks(case.dst, case.families)):
-        reader = world.reader(rank, settings=TransferSettings(strategy, staging_bytes=8 << 20))
+        reader = world.reader(
+            rank, settings=TransferSettings(strategy, staging_bytes=8 << 20, lanes=2, lane_bytes=1)
+        )
         reader.thread.connect("P", producer.cards)
         reader.submit(f"load {number}", "P", span, src_tables, dst_tables)
         result = reader.result(f"load {number}")

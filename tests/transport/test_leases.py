@@ -86,7 +86,7 @@ def test_what_an_earlier_read_left_in_a_landing_place_is_not_taken_for_an_answer
     seen, read = [], reader.agent.read
 
     def looking(*arguments):
-        seen.append(int(reader.thread._landing[0]))
+        seen.append(int(reader.thread._lanes[0]._landing[0]))
         return read(*arguments)
 
     reader.agent.read = looking

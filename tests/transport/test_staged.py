@@ -42,7 +42,7 @@ PACKED = [Strategy.STAGED, Strategy.OVER_READ]
 
 
 def settings(strategy: Strategy | None = Strategy.STAGED, staging: int = 2 * MIB) -> TransferSettings:
-    return TransferSettings(strategy, staging_bytes=staging)
+    return TransferSettings(strategy, staging_bytes=staging, lanes=1)
 
 
 def part(number: int, blocks: int = 16) -> tuple[np.ndarray, ...]:
@@ -94,7 +94,7 @@ def test_a_prompt_larger_than_the_area_comes_in_many_chunks(world, make_producer
     right(reader, INTO, TOKENS)
     assert len(answers.found) >= (8 if strategy is Strategy.STAGED else 0)
     assert all(isinstance(reply, Gathered) for reply in answers.found)
-    assert not any(reader.thread._images._taken)
+    assert not any(reader.thread._lanes[0]._images._taken)
 
 
 @pytest.mark.parametrize("theirs", [MIB, 64 * MIB])
@@ -186,7 +186,7 @@ def test_a_source_killed_between_gathering_and_reading_is_a_failure(over_tcp, wo
     result = reader.result("load", PATIENCE)
     assert result is not None, "a dead peer's read never ends"
     assert result.failure is not None
-    assert not any(reader.thread._images._taken)
+    assert not any(reader.thread._lanes[0]._images._taken)
     answers.hooks.clear()
     reader.thread.connect("well", make_producer().cards)
     reader.submit("well", "well", Span(0, 256, 256), FROM, part(0))
@@ -259,6 +259,6 @@ def test_closing_frees_everything(world, make_producer, strategy):
     assert reader.result("load").failure is None
     reader.thread.close()
     assert reader.agent.held == {"peers": 0, "lists": 0, "reads": 0, "regions": 0}
-    assert reader.thread._context.closed
-    assert reader.thread._gatherer is None
-    assert not reader.thread._thread.is_alive()
+    assert reader.thread._lanes[0]._context.closed
+    assert reader.thread._exposed._gatherer is None
+    assert not reader.thread._lanes[0]._thread.is_alive()

@@ -16,7 +16,7 @@ from kvferry.bench.raw import Lists, Patience, RawReads
 from kvferry.bench.reader import Reader
 from kvferry.errors import TransferError
 from kvferry.planning.strategy import Strategy
-from kvferry.transport.thread import ReadResult
+from kvferry.transport.lane import ReadResult
 
 _HOOK_POLL_SECONDS = 1e-3
 

@@ -30,7 +30,8 @@ from kvferry.transport.area import Area
 from kvferry.transport.lease import Ticket
 from kvferry.transport.messages import Outgoing, RankCard
 from kvferry.transport.packed import chunks_of
-from kvferry.transport.peer import Peer, ReadOrder
+from kvferry.transport.peer import Peer
+from kvferry.transport.read_plan import ReadOrder
 from kvferry.transport.settings import TransferSettings
 
 _WORDS = Region(1 << 30, 4096)

@@ -20,7 +20,7 @@ from kvferry.errors import KVFerryError
 from kvferry.transport.control_server import Card, ControlServer
 from kvferry.transport.lease import LeaseBook, LeaseWords, Ticket, new_incarnation
 from kvferry.transport.messages import Facts, Heartbeat
-from kvferry.transport.thread import TransferThread
+from kvferry.transport.transfers import Transfers
 
 LEASE_SLOTS = 1024
 LEASE_SECONDS = 60.0
@@ -117,12 +117,12 @@ class _Producer:
 
     def __init__(self, engine: Engine, incarnation: int) -> None:
         self._caches = [engine.allocated(rank) for rank in range(engine.shape.ranks)]
-        self._threads: list[TransferThread] = []
+        self._threads: list[Transfers] = []
         for number, cache in enumerate(self._caches):
             fill(cache, engine)
             words = LeaseWords(new_incarnation(), LEASE_SLOTS)
             name = f"bench-producer/{engine.name}/{number}/{words.incarnation:x}"
-            self._threads.append(TransferThread(name, cache.geometry, words))
+            self._threads.append(Transfers(name, cache.geometry, words))
         self._book = LeaseBook(incarnation, LEASE_SLOTS, LEASE_SECONDS, time.monotonic)
         facts = Facts(f"bench-producer/{engine.name}", incarnation, "kvferry bench", {})
         self._server = ControlServer(_HOST, 0, Card(facts, tuple(thread.card for thread in self._threads)))

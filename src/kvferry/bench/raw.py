@@ -18,7 +18,8 @@ from kvferry.planning.request import Indices
 from kvferry.planning.strategy import Strategy
 from kvferry.transport.agent import Agent, ReadState
 from kvferry.transport.area import Area
-from kvferry.transport.peer import Peer, ReadOrder
+from kvferry.transport.peer import Peer
+from kvferry.transport.read_plan import ReadOrder
 from kvferry.transport.settings import TransferSettings
 
 LARGE_BYTES = 2 << 20

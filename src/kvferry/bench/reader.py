@@ -24,7 +24,7 @@ from kvferry.transport.handshake import Known, NotUsable
 from kvferry.transport.lease import LeaseWords, new_incarnation
 from kvferry.transport.messages import Facts, RankCard
 from kvferry.transport.settings import TransferSettings
-from kvferry.transport.thread import TransferThread
+from kvferry.transport.transfers import Transfers
 
 _HANDSHAKE_SECONDS = 10.0
 _LEASE_SLOTS = 1
@@ -71,7 +71,7 @@ class Reader:
             fill(self._expected, engine)
             words = LeaseWords(new_incarnation(), _LEASE_SLOTS)
             name = f"bench-reader/{engine.name}/{words.incarnation:x}"
-            thread = TransferThread(name, self.cache.geometry, words, settings)
+            thread = Transfers(name, self.cache.geometry, words, settings)
             stack.callback(thread.close)
             self.steps = Steps(thread)
             facts = Facts("bench-reader", new_incarnation(), "kvferry bench", {})

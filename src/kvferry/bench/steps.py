@@ -16,9 +16,10 @@ from kvferry.cache.loads import Loads
 from kvferry.planning.pieces import Int64s
 from kvferry.planning.select import Span
 from kvferry.planning.strategy import Strategy
+from kvferry.transport.lane import ReadResult
 from kvferry.transport.lease import Ticket
-from kvferry.transport.peer import ReadOrder
-from kvferry.transport.thread import ReadResult, TransferThread
+from kvferry.transport.read_plan import ReadOrder
+from kvferry.transport.transfers import Transfers
 
 LOAD_SECONDS = 60.0
 
@@ -61,7 +62,7 @@ class Stepped:
 class Steps:
     """The loads of one rank, step by step."""
 
-    def __init__(self, thread: TransferThread) -> None:
+    def __init__(self, thread: Transfers) -> None:
         self._thread = thread
         self._loads = Loads(time.monotonic)
 

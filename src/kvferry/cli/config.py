@@ -37,6 +37,7 @@ def config(
     staging_mib: Annotated[
         int | None, typer.Option(help="Memory for packing, per direction; 0: none.")
     ] = None,
+    lanes: Annotated[int | None, typer.Option(help="Threads per worker that read.")] = None,
     costs: Annotated[str | None, typer.Option(help="File of kvferry bench calibrate.")] = None,
 ) -> None:
     """Print the JSON for vLLM's --kv-transfer-config, in one line.
@@ -59,6 +60,7 @@ def config(
         "layout": layout,
         "strategy": strategy,
         "staging_mib": staging_mib,
+        "lanes": lanes,
         "costs": costs,
     }
     print(kv_transfer_json(kv_transfer_config(role, settings)))

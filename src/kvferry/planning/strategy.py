@@ -27,10 +27,13 @@ MAX_ROWS = 1 << 17
 """Runs of a cell, above which it is never moved one descriptor each."""
 
 CHUNKS = 4
-"""Images are moved in about so many chunks: one is gathered while the one before it is read."""
+"""Gathered images are moved in about so many chunks: one is gathered while the one before it is read."""
 
 SMALLEST_CHUNK_BYTES, LARGEST_CHUNK_BYTES = 2 << 20, 16 << 20
-"""Of a chunk: each costs a round trip, and all hold staging memory."""
+"""Of a gathered chunk: each costs a round trip, and all hold staging memory."""
+
+FETCHED_CHUNK_BYTES = 4 << 20
+"""Of a chunk that is fetched without asking: what was read is scattered while the cache still has it."""
 
 
 class Strategy(StrEnum):
@@ -140,7 +143,7 @@ class Way:
 
 
 def chunk_bytes(total: float) -> int:
-    """Bytes of one chunk, of images of so many bytes in all.
+    """Bytes of one chunk that is gathered, of images of so many bytes in all.
 
     >>> chunk_bytes(64 << 20) >> 20, chunk_bytes(1 << 30) >> 20
     (16, 16)

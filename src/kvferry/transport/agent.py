@@ -1,6 +1,6 @@
 """NIXL behind the few verbs that are used.
 
-Only the transfer thread calls these (`transport.thread`): a post may run the whole READ inside the call. NIXL
+Never called in an engine's hook (`transport.lane`): a post may run the whole READ inside the call. NIXL
 cannot cancel: bytes of a READ in flight still land after its handle was released, so `release` is for
     handles that are finished, and whoever owns the memory keeps it until then.
 """

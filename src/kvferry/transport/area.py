@@ -7,6 +7,7 @@ A worker has two areas, registered with the transport: *outgoing*, into which it
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +35,7 @@ class Lot:
 
 
 class Area:
-    """Memory of one direction. Not thread-safe: one thread takes and gives back.
+    """Memory of one direction; any thread takes and gives back.
 
     Attributes:
         region: to be registered with the transport.
@@ -58,6 +59,7 @@ class Area:
         self.region = Region(address, max(self.units * UNIT_BYTES, 1), like.memory, like.device)
         self._space = Space([self.region])
         self._taken = bytearray(self.units)
+        self._lock = threading.Lock()
 
     @property
     def largest_image(self) -> int:
@@ -72,15 +74,17 @@ class Area:
         """Room for so many images of a stride, None if there is none now."""
         # One more: images are numbered from the start of the area, and a lot begins anywhere.
         units = -(-(images + 1) * stride // UNIT_BYTES)
-        unit = self._taken.find(bytes(units))
-        if unit < 0:
-            return None
-        self._taken[unit : unit + units] = b"\1" * units
+        with self._lock:
+            unit = self._taken.find(bytes(units))
+            if unit < 0:
+                return None
+            self._taken[unit : unit + units] = b"\1" * units
         return Lot(unit, units, -(-unit * UNIT_BYTES // stride))
 
     def give_back(self, lot: Lot) -> None:
         """Nothing reads or writes these units any more."""
-        self._taken[lot.unit : lot.unit + lot.units] = bytes(lot.units)
+        with self._lock:
+            self._taken[lot.unit : lot.unit + lot.units] = bytes(lot.units)
 
 
 def positions(length: int, stride: int) -> int:

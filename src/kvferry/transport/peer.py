@@ -13,125 +13,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 import zmq
 
 from kvferry.errors import TransferError
 from kvferry.geometry import RankGeometry, Region
 from kvferry.planning.pieces import Int64s
-from kvferry.planning.request import Indices, Tally
-from kvferry.planning.select import Cells, Span, select_cells, uncovered
+from kvferry.planning.request import Indices
+from kvferry.planning.select import select_cells, uncovered
 from kvferry.planning.strategy import Strategy
 from kvferry.planning.template import Route, build_templates
 from kvferry.transport.agent import Agent
 from kvferry.transport.area import Area
 from kvferry.transport.gather_client import GatherClient
-from kvferry.transport.lease import Ticket
 from kvferry.transport.messages import RankCard
 from kvferry.transport.packed import Lists
-from kvferry.transport.prepared import MAX_DESCRIPTORS, Preparation, PreparedRoute, PreparedWay
+from kvferry.transport.prepared import MAX_DESCRIPTORS, Preparation, PreparedRoute
+from kvferry.transport.read_plan import PackedCells, RankRead, ReadOrder, ReadPlan, SourceRank, summed
 from kvferry.transport.settings import TransferSettings
 
 WORD_BYTES = 8
 MAX_SOURCES = 256
 """Ranks of a peer that one rank may read from."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadOrder:
-    """One request's blocks, to be read.
-
-    Attributes:
-        key: names this attempt; no other attempt has it.
-        peer: name under which the peer was connected.
-        span: how much of the prompt.
-        src_tables, dst_tables: block ids by position per group of each side, int64 arrays.
-        ticket: the producer's promise.
-        strategy: pinned for this one; None: as the settings say.
-    """
-
-    key: str
-    peer: str
-    span: Span
-    src_tables: tuple[Int64s, ...]
-    dst_tables: tuple[Int64s, ...]
-    ticket: Ticket
-    strategy: Strategy | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PackedCells:
-    """Cells of one route that do not go direct."""
-
-    route: PreparedRoute
-    way: PreparedWay
-    cells: Cells
-
-
-@dataclass(frozen=True, slots=True)
-class RankRead:
-    """What one read takes from one rank of the peer.
-
-    Attributes:
-        source: which rank.
-        direct: entries that are read as they are, None if there are none.
-        packed: everything else.
-    """
-
-    source: SourceRank
-    direct: Indices | None
-    packed: tuple[PackedCells, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ReadPlan:
-    """All of one read.
-
-    Attributes:
-        ranks: per rank of the peer that supplies anything.
-        clears: (route, blocks) that are written in part: the rest of what the route holds there is zeroed
-            before.
-        bytes_by_group: useful bytes per group of ours.
-        strategy_by_group: how they travel; empty for a group of which nothing does.
-        tally: totals.
-        seconds: what planning took.
-    """
-
-    ranks: tuple[RankRead, ...]
-    clears: tuple[tuple[PreparedRoute, Int64s], ...]
-    bytes_by_group: tuple[int, ...]
-    strategy_by_group: tuple[str, ...]
-    tally: Tally
-    seconds: float
-
-    def clear(self) -> None:
-        """Zero what would be left over in blocks that are written in part."""
-        for route, blocks in self.clears:
-            route.clearing.clear(torch.from_numpy(blocks))
-
-
-@dataclass(frozen=True, slots=True)
-class SourceRank:
-    """One rank of the peer, prepared.
-
-    Attributes:
-        agent: the transport's name for it.
-        routes: what we read from it, in every way.
-        lists: the prepared lists.
-        client: asks it to gather; None if nothing is ever gathered.
-        leases: number of its lease words.
-    """
-
-    agent: str
-    routes: tuple[PreparedRoute, ...]
-    lists: Lists
-    client: GatherClient | None
-    leases: int
-
-    @property
-    def incarnation(self) -> int:
-        """The high half of its words."""
-        return self.lists.incarnation
 
 
 class Peer:
@@ -191,6 +93,7 @@ class Peer:
         strategies: list[dict[Strategy, None]] = [{} for _ in by_group]
         ranks, tallies = [], []
         clears = list[tuple[PreparedRoute, Int64s]]()
+        number = 0
         for source in self.sources:
             direct, packed = list[Indices](), list[PackedCells]()
             for prepared in source.routes:
@@ -200,6 +103,8 @@ class Peer:
                 cells = select_cells(
                     route, group.kind, group.reach, order.span, order.src_tables[route.src_group], dst_table
                 )
+                cells = order.share.of(cells, route.cell_bytes, number)
+                number += 1
                 if not len(cells):
                     continue
                 way = prepared.chosen(len(cells), self._settings.costs, pinned)
@@ -211,7 +116,8 @@ class Peer:
                     direct.append(prepared.direct_indices(cells))
                 else:
                     packed.append(PackedCells(prepared, way, cells))
-                if len(left := uncovered(route, group.kind, group.reach, order.span, dst_table)):
+                left = uncovered(route, group.kind, group.reach, order.span, dst_table)
+                if len(left) and len(left := left[np.isin(left, cells.dst_block)]):
                     clears.append((prepared, left))
             if direct or packed:
                 ranks.append(RankRead(source, _joined(direct), tuple(packed)))
@@ -220,7 +126,7 @@ class Peer:
             tuple(clears),
             tuple(by_group),
             tuple("+".join(found) for found in strategies),
-            _summed(tallies),
+            summed(tallies),
             time.perf_counter() - started,
         )
 
@@ -292,12 +198,3 @@ def _joined(parts: Sequence[Indices]) -> Indices | None:
     if len(parts) < 2:
         return parts[0] if parts else None
     return Indices(np.concatenate([p.src for p in parts]), np.concatenate([p.dst for p in parts]))
-
-
-def _summed(tallies: Sequence[Tally]) -> Tally:
-    return Tally(
-        sum(t.bytes for t in tallies),
-        sum(t.pages for t in tallies),
-        sum(t.descriptors for t in tallies),
-        max((t.largest_run for t in tallies), default=0),
-    )

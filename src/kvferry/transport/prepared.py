@@ -17,7 +17,7 @@ from kvferry.memory.space import Space
 from kvferry.planning.pieces import Int64s
 from kvferry.planning.request import Ends, Indices, Int32s, Tally, as_indices, paired, tally
 from kvferry.planning.select import Cells
-from kvferry.planning.strategy import Costs, Strategy, Way, choose, chunk_bytes, ways
+from kvferry.planning.strategy import FETCHED_CHUNK_BYTES, Costs, Strategy, Way, choose, chunk_bytes, ways
 from kvferry.planning.template import Route
 from kvferry.transport.area import Area, positions
 from kvferry.transport.gather_messages import MAX_NESTS, GatherRoute
@@ -96,7 +96,8 @@ class PreparedWay:
     def chunk_cells(self, cells: int) -> int:
         """Of so many cells, how many travel at a time: several chunks must find room in either area."""
         areas = [*([self.src_count] if self.gather >= 0 else []), *([self.dst_count] if self.scatter else [])]
-        wanted = chunk_bytes(cells * self.stride) // self.stride
+        size = chunk_bytes(cells * self.stride) if self.gather >= 0 else FETCHED_CHUNK_BYTES
+        wanted = size // self.stride
         return max(1, min(wanted, *(room // 4 for room in areas)))
 
     def indices(self, cells: Cells, outgoing: int, landing: int) -> Indices:

@@ -19,6 +19,8 @@ class TransferSettings:
         host: address that the gather channel listens on.
         advertise_host: address that readers are told.
         keys: CURVE keys; None for a plain channel.
+        lanes: threads that read, at least 1.
+        lane_bytes: a route of fewer is not shared out among lanes.
     """
 
     strategy: Strategy | None = None
@@ -27,3 +29,5 @@ class TransferSettings:
     host: str = "127.0.0.1"
     advertise_host: str = "127.0.0.1"
     keys: Keys | None = None
+    lanes: int = 2
+    lane_bytes: int = 2 << 20

@@ -51,6 +51,7 @@ def test_a_key_like_no_other_is_refused_with_all_known_ones():
         ({"host": ["127.0.0.1"]}, "Expected `str`, got `array` - at `$.host`"),
         ({"layout": "NHD"}, "Invalid enum value 'NHD' - at `$.layout`"),
         ({"strategy": "fast"}, "Invalid enum value 'fast' - at `$.strategy`"),
+        ({"lanes": 0}, "lanes is 0, it must be 1 to 16"),
         ({"staging_mib": -1}, "staging_mib is -1, it must be 0 to 65536"),
         ({"layout": None}, "Expected `str`, got `null` - at `$.layout`"),
         ({"port": 70000}, "port is 70000, it must be 0 to 65535"),

@@ -21,10 +21,10 @@ from kvferry.transport.area import UNIT_BYTES, Area
 from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.lease import LeaseWords, Ticket
 from kvferry.transport.messages import Outgoing, RankCard
-from kvferry.transport.peer import ReadOrder
 from kvferry.transport.prepared import Preparation
+from kvferry.transport.read_plan import ReadOrder
 from kvferry.transport.settings import TransferSettings
-from kvferry.transport.thread import TransferThread
+from kvferry.transport.transfers import Transfers
 from support.engines import EngineSpec, Family, GroupSpec, Interior, Stored, ranks
 from support.local_agent import LocalAgent
 from support.oracle import expect, fill
@@ -69,7 +69,7 @@ class Engine:
         )
         self.agents: list[LocalAgent] = []
         self.threads = [
-            TransferThread(
+            Transfers(
                 f"{next(_names)}", rank, LeaseWords(100 + i, 4), settings, self._agent, in_flight=in_flight
             )
             for i, rank in enumerate(self.ranks)
@@ -102,7 +102,7 @@ class World:
         self._stack = stack
 
     def engine(self, made_up, seed=0, in_flight=8, **settings) -> Engine:
-        engine = Engine(made_up, seed, TransferSettings(**settings), in_flight)
+        engine = Engine(made_up, seed, TransferSettings(**{"lanes": 1, **settings}), in_flight)
         for thread in engine.threads:
             self._stack.callback(thread.close, 10.0)
         return engine
@@ -155,11 +155,11 @@ def moved(world, src, dst, families, total, have=0, **settings):
             cleared=True,
         )
         expected.check(reader.memories[number].bytes)
-        assert reader.agents[number].held["reads"] == 0
+        assert not any(agent.held["reads"] for agent in reader.agents)
         results.append(result)
     for engine in (reader, producer):
         for thread in engine.threads:
-            assert not any(thread._images._taken)
+            assert not any(thread._lanes[0]._images._taken)
     return producer, reader, results
 
 
@@ -175,6 +175,22 @@ CASES = {
     "many chunks of three phases": (wide(block=48, blocks=20), wide(block=16), WIDE, 600, 48),
     "many chunks, heads apart": (wide(tp=2), wide(tp=1, layout="LBNHC"), WIDE, 600, 0),
 }
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3])
+@pytest.mark.parametrize("strategy", list(Strategy))
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_lanes_read_every_part_once(world, case, strategy, lanes):
+    src, dst, families, total, have = case
+    settings = {"strategy": strategy, "lanes": lanes, "lane_bytes": 1, "staging_bytes": 4 << 20}
+    _, reader, results = moved(world, src, dst, families, total, have, **settings)
+    moved_bytes = {sum(length for _, length in agent.reads if length > 8) for agent in reader.agents}
+    assert lanes == 1 or 0 not in moved_bytes, "a lane had nothing to do"
+    alone = moved(world, src, dst, families, total, have, strategy=strategy, staging_bytes=4 << 20)[2]
+    for shared, whole in zip(results, alone, strict=True):
+        assert shared.plan.bytes_by_group == whole.plan.bytes_by_group
+        assert shared.plan.tally.pages == whole.plan.tally.pages
+        assert shared.plan.strategy_by_group == whole.plan.strategy_by_group
 
 
 @pytest.mark.parametrize("units", [1, 3])
@@ -271,8 +287,8 @@ def test_a_lot_that_was_given_to_another_while_it_was_read_is_a_failure(world):
     tables = scattered_tables(src, 100, 1)
     producer = world.engine(ranks(src, DENSE), staging_bytes=1 << 20)
     reader = world.engine(ranks(dst, DENSE), 1000, strategy=Strategy.STAGED, staging_bytes=1 << 20)
-    area = producer.threads[0]._outgoing
-    first_word = producer.threads[0]._gatherer._first_word
+    area = producer.threads[0]._exposed._gatherer.area
+    first_word = producer.threads[0]._exposed._gatherer._first_word
 
     def reclaimed(sources):
         low = area.region.address
@@ -345,7 +361,7 @@ def test_a_peer_that_cannot_be_prepared_to_the_end_leaves_nothing_behind(world):
         thread.submit(replace(order, key=f"{number}"))
         assert "cannot be read from" in reader.result(f"{number}").failure
         assert agent.held == {"peers": 0, "lists": 0, "reads": 0}
-        assert not [s for s in thread._context._sockets if not s.closed]
+        assert not [s for s in thread._lanes[0]._context._sockets if not s.closed]
     thread.connect("P", [first, second])
     thread.submit(order)
     assert reader.result("a").failure is None
@@ -358,9 +374,9 @@ def test_closing_frees_everything(world):
     (thread,), (agent,) = reader.threads, reader.agents
     thread.close(10.0)
     assert agent.held == {"peers": 0, "lists": 0, "reads": 0}
-    assert thread._context.closed
-    assert thread._gatherer is None
-    assert not thread._thread.is_alive()
+    assert thread._lanes[0]._context.closed
+    assert thread._exposed._gatherer is None
+    assert not thread._lanes[0]._thread.is_alive()
 
 
 def test_one_thing_that_cannot_be_freed_does_not_keep_the_rest(world, caplog, monkeypatch):
@@ -377,7 +393,7 @@ def test_one_thing_that_cannot_be_freed_does_not_keep_the_rest(world, caplog, mo
     (thread,), (agent,) = reader.threads, reader.agents
     thread.close(10.0)
     assert agent.held == {"peers": 0, "lists": 0, "reads": 0}
-    assert thread._context.closed
+    assert thread._lanes[0]._context.closed
     assert "while closing" in caplog.text
 
 

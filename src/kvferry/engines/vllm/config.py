@@ -42,6 +42,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ``over-read``, ``staged`` wherever it is possible.
         staging_mib: memory for packing what lies in short runs, MiB per direction and worker; 0 to move
             without.
+        lanes: threads per worker that read; large requests are shared out among them.
         costs: file that ``kvferry bench calibrate`` wrote; by default the user's on this machine, or costs
             measured elsewhere if there is none.
         host_buffer: move through host memory with the engine's copy operation; by default only where the
@@ -62,6 +63,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: Literal["auto", "engine"] | Layout = "auto"
     strategy: Literal["auto", "direct", "over-read", "staged"] = "auto"
     staging_mib: int = 64
+    lanes: int = 2
     costs: str | None = None
     host_buffer: bool | None = None
 
@@ -96,6 +98,8 @@ def _check_ranges(config: ConnectorConfig) -> None:
         raise ConfigError(f"attempts is {config.attempts}, it must be 1 to 16")
     if not 0 <= config.staging_mib <= 65_536:
         raise ConfigError(f"staging_mib is {config.staging_mib}, it must be 0 to 65536")
+    if not 1 <= config.lanes <= 16:
+        raise ConfigError(f"lanes is {config.lanes}, it must be 1 to 16")
     if not 0 < config.late_blocks <= 1:
         raise ConfigError(f"late_blocks is {config.late_blocks}, it must be above 0 and at most 1")
     if config.host in _EVERYWHERE and not config.advertise_host:

@@ -24,10 +24,11 @@ from kvferry.planning.select import Span, blocks_needed
 from kvferry.planning.strategy import Strategy
 from kvferry.transport import security
 from kvferry.transport.costs import costs_of
+from kvferry.transport.lane import ReadResult
 from kvferry.transport.lease import LeaseWords, new_incarnation
-from kvferry.transport.peer import ReadOrder
+from kvferry.transport.read_plan import ReadOrder
 from kvferry.transport.settings import TransferSettings
-from kvferry.transport.thread import ReadResult, TransferThread
+from kvferry.transport.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class WorkerHalf:
         self._copy: CopyBlocks | None = None
         self._host: HostBuffer | None = None
         self._geometry: RankGeometry | None = None
-        self._thread: TransferThread | None = None
+        self._thread: Transfers | None = None
         self._loads = Loads(time.monotonic)
         self._orders: dict[str, LoadOrder] = {}
         self._results: dict[str, ReadResult] = {}
@@ -85,7 +86,7 @@ class WorkerHalf:
         self._geometry = describe_cache(self._vllm_config, kv_cache_config, caches, tp_rank, pp_rank)
         words = LeaseWords(new_incarnation(), LEASE_SLOTS)
         name = f"{self.engine_id}/{pp_rank}.{tp_rank}/{words.incarnation:x}"
-        self._thread = TransferThread(name, self._geometry, words, _transfer_settings(settings))
+        self._thread = Transfers(name, self._geometry, words, _transfer_settings(settings))
         return WorkerCard(self._thread.card)
 
     def begin(self, meta: SchedulerMeta) -> None:
@@ -152,7 +153,7 @@ class WorkerHalf:
             self._thread.close()
             self._thread = None
 
-    def _running(self) -> tuple[TransferThread, RankGeometry]:
+    def _running(self) -> tuple[Transfers, RankGeometry]:
         assert self._thread is not None, "start comes first"
         assert self._geometry is not None
         return self._thread, self._geometry
@@ -173,6 +174,7 @@ def _transfer_settings(config: ConnectorConfig) -> TransferSettings:
         config.host,
         config.advertise_host or config.host,
         security.read_keys(config.secret_file),
+        config.lanes,
     )
 
 

@@ -1,16 +1,13 @@
-"""The one thread of a worker that owns NIXL.
+"""A lane: one thread with one agent, which reads.
 
-The engine's thread hands over orders and takes results; it never waits for this one, and never calls NIXL.
-A post may take as long as its READ, planning a long prompt takes milliseconds, preparing a peer takes more:
-all of it happens here.
+Whoever hands it orders and takes its results never waits for it. A post may take as long as its READ,
+planning a long prompt takes milliseconds, preparing a peer takes more: all of it happens here.
 
     ordered ─plan, post─▶ DATA ─all done─▶ WORDS ─equal─▶ ready
                  │          └─error─┐        └─changed─┐
                  └──────────────────┴───────────────────┴─▶ failed
 
-It has two agents: one that is read from, with a thread of the transport that serves while nobody looks, and
-one that reads, without. What goes direct is one READ per rank of the peer; what goes packed is moved on chunk
-by chunk (`packed`).
+What goes direct is one READ per rank of the peer; what goes packed is moved on chunk by chunk (`packed`).
 
 Every order gets exactly one result, and gets it when nothing of it is in flight any more: until then the
 memory belongs to the transfer.
@@ -32,19 +29,16 @@ import zmq
 
 from kvferry.errors import KVFerryError
 from kvferry.geometry import RankGeometry, Region
-from kvferry.memory.pages import ask_large_pages
 from kvferry.transport.agent import Agent, ReadState
 from kvferry.transport.area import Area
-from kvferry.transport.gather_server import GatherServer
-from kvferry.transport.lease import LeaseWords
-from kvferry.transport.messages import Outgoing, RankCard
+from kvferry.transport.messages import RankCard
 from kvferry.transport.packed import Bench, PackedRead
-from kvferry.transport.peer import MAX_SOURCES, Peer, ReadOrder, ReadPlan
+from kvferry.transport.peer import MAX_SOURCES, Peer
+from kvferry.transport.read_plan import ReadOrder, ReadPlan
 from kvferry.transport.settings import TransferSettings
 
 logger = logging.getLogger(__name__)
 
-MAX_IN_FLIGHT = 256
 MAX_CHUNKS = 4096
 """Chunks of all reads whose words are being read."""
 
@@ -96,51 +90,32 @@ class _Read:
     data_done: float = 0.0
 
 
-class TransferThread:
-    """Owns the agent; see the module.
-
-    Attributes:
-        words: our lease words.
-    """
+class Lane:
+    """See the module."""
 
     def __init__(
         self,
         name: str,
         geometry: RankGeometry,
-        words: LeaseWords,
-        settings: TransferSettings | None = None,
-        make_agent: MakeAgent = Agent,
-        in_flight: int = MAX_IN_FLIGHT,
+        landing: Area,
+        settings: TransferSettings,
+        make_agent: MakeAgent,
+        in_flight: int,
     ) -> None:
-        """Start the thread, register the memory; returns when that is done.
+        """Start the thread; `wait_ready` says when it can read.
 
         Args:
             name: the agent's name, unique among all engines' ranks.
             geometry: our rank.
-            words: our lease words; words for what is gathered are added to them.
-            settings: strategies, costs, staging memory.
-            make_agent: called in the thread, for the agent that is read from and the one that reads.
+            landing: where images are read into; lanes share it.
+            settings: strategies, costs.
+            make_agent: called in the thread.
             in_flight: how many reads may be in flight; more wait their turn.
-
-        Raises:
-            ConfigError: NIXL cannot be used, or the memory cannot be registered.
         """
-        self.words = words
-        self._settings = settings or TransferSettings()
-        self._metadata = b""
-        self._geometry = geometry
+        self._settings, self._geometry, self._images = settings, geometry, landing
         self._landing = np.zeros(in_flight * MAX_SOURCES + MAX_CHUNKS, np.uint64)
         self._landing_region = Region(int(self._landing.ctypes.data), self._landing.nbytes)
         self._free_landings = list(range(0, in_flight * MAX_SOURCES, MAX_SOURCES))
-        like = geometry.regions[0]
-        self._images, outgoing = (Area(self._settings.staging_bytes, like) for _ in range(2))
-        self._outgoing = outgoing
-        first_word = words.extend(outgoing.units)
-        self._gatherer: GatherServer | None = None
-        if outgoing.units:
-            self._gatherer = GatherServer(
-                self._settings.host, geometry, outgoing, words, first_word, self._settings.keys
-            )
         self._orders: deque[ReadOrder] = deque()
         self._connects: deque[tuple[str, tuple[RankCard, ...]]] = deque()
         self._results: deque[ReadResult] = deque()
@@ -148,34 +123,22 @@ class TransferThread:
         self._reads: list[_Read] = []
         self._wake = threading.Event()
         self._stop = False
-        ready = threading.Event()
+        self._ready = threading.Event()
         self._fault: BaseException | None = None
         self._thread = threading.Thread(
-            target=self._run, args=(name, make_agent, ready), name=f"kvferry-transfer {name}", daemon=True
+            target=self._run, args=(name, make_agent), name=f"kvferry-transfer {name}", daemon=True
         )
         self._thread.start()
-        ready.wait()
-        if self._fault is not None:
-            self._close_gatherer()
-            raise self._fault
 
-    @property
-    def card(self) -> RankCard:
-        """What a peer needs to read from us."""
-        outgoing = None
-        if self._gatherer is not None:
-            region = self._outgoing.region
-            outgoing = Outgoing(
-                self._settings.advertise_host,
-                self._gatherer.port,
-                region.address,
-                region.length,
-                self._outgoing.units,
-            )
-        words = self.words
-        return RankCard(
-            self._geometry, self._metadata, words.address, len(words.array), words.incarnation, outgoing
-        )
+    def wait_ready(self) -> None:
+        """Return when the agent runs and memory is registered.
+
+        Raises:
+            ConfigError: NIXL cannot be used, or the memory cannot be registered.
+        """
+        self._ready.wait()
+        if self._fault is not None:
+            raise self._fault
 
     # -- the engine's thread ------------------------------------------------------------------------------
 
@@ -196,42 +159,28 @@ class TransferThread:
             taken.append(self._results.popleft())
         return taken
 
-    def close(self, patience_seconds: float = 2.0) -> None:
-        """End the thread once nothing is in flight, or leave it behind if that takes too long."""
+    def stop(self) -> None:
+        """Have the thread end once nothing is in flight."""
         self._stop = True
         self._wake.set()
-        self._close_gatherer()
-        self._thread.join(patience_seconds)
-        if self._thread.is_alive():
-            logger.warning(
-                "transfer thread: reads are still in flight after %g s, left behind", patience_seconds
-            )
 
-    def _close_gatherer(self) -> None:
-        if self._gatherer is not None:
-            self._gatherer.close()
-            self._gatherer = None
+    def join(self, patience_seconds: float) -> bool:
+        """Whether the thread has ended by then."""
+        self._thread.join(patience_seconds)
+        return not self._thread.is_alive()
 
     # -- the thread ---------------------------------------------------------------------------------------
 
-    def _run(self, name: str, make_agent: MakeAgent, ready: threading.Event) -> None:
+    def _run(self, name: str, make_agent: MakeAgent) -> None:
         try:
-            serving = make_agent(name, progress=True)
-            agent = make_agent(f"{name}/reads", progress=False)
-            words = Region(self.words.address, self.words.array.nbytes)
-            images, outgoing = ([a.region] if a.units else [] for a in (self._images, self._outgoing))
-            for region in self._geometry.regions:
-                ask_large_pages(region, touched=True)
-            for region in (*images, *outgoing):
-                ask_large_pages(region, touched=False)
-            serving.register([*self._geometry.regions, *outgoing, words])
+            agent = make_agent(name, progress=False)
+            images = [self._images.region] if self._images.units else []
             agent.register([*self._geometry.regions, *images, self._landing_region])
-            self._metadata = serving.metadata()
         except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
             self._fault = error
             return
         finally:
-            ready.set()
+            self._ready.set()
         self._context: zmq.Context[Any] = zmq.Context()
         self._bench = Bench(
             agent,
@@ -252,7 +201,6 @@ class TransferThread:
                 self._wake.wait()
                 self._wake.clear()
         self._shut(agent)
-        serving.close()
 
     def _take_orders(self, agent: Agent) -> bool:
         busy = False
@@ -295,7 +243,7 @@ class TransferThread:
         try:
             plan.clear()
         except Exception as error:
-            logger.exception("transfer thread")
+            logger.exception("lane")
             self._results.append(ReadResult(order.key, f"blocks cannot be cleared: {error}", None, 0.0, 0.0))
             return
         read = _Read(order, self._free_landings.pop(), plan, started=time.perf_counter())
@@ -395,9 +343,9 @@ class TransferThread:
                     if isinstance(peer, Peer):
                         rest.callback(peer.close)
         except Exception:
-            logger.exception("transfer thread: while closing")
+            logger.exception("lane: while closing")
 
 
 def _log_unexpected(error: Exception) -> None:
     if not isinstance(error, KVFerryError):
-        logger.error("transfer thread", exc_info=error)
+        logger.error("lane", exc_info=error)

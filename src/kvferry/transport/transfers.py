@@ -1,0 +1,124 @@
+"""What a worker moves: lanes that read from peers, and what peers read from it.
+
+An order is shared out among lanes, each of which plans and reads its own part: descriptors are posted, and
+images scattered, on several cores. Every order gets exactly one result, when no lane has anything of it in
+flight.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+from kvferry.geometry import RankGeometry
+from kvferry.memory.pages import ask_large_pages
+from kvferry.transport.agent import Agent
+from kvferry.transport.area import Area
+from kvferry.transport.exposed import Exposed
+from kvferry.transport.lane import Lane, MakeAgent, ReadResult
+from kvferry.transport.lease import LeaseWords
+from kvferry.transport.messages import RankCard
+from kvferry.transport.read_plan import ReadOrder, Share, joined
+from kvferry.transport.settings import TransferSettings
+
+logger = logging.getLogger(__name__)
+
+MAX_IN_FLIGHT = 256
+
+
+class Transfers:
+    """See the module. All methods are for one thread, the engine's; none waits for a transfer.
+
+    Attributes:
+        words: our lease words.
+        card: what a peer needs to read from us.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        geometry: RankGeometry,
+        words: LeaseWords,
+        settings: TransferSettings | None = None,
+        make_agent: MakeAgent = Agent,
+        in_flight: int = MAX_IN_FLIGHT,
+    ) -> None:
+        """Start the lanes, register the memory; returns when that is done.
+
+        Args:
+            name: of the agent that is read from, unique among all engines' ranks.
+            geometry: our rank.
+            words: our lease words; words for what is gathered are added to them.
+            settings: strategies, costs, staging memory, lanes.
+            make_agent: called for the agent that is read from, and in every lane for the one that reads.
+            in_flight: how many reads a lane may have in flight; more wait their turn.
+
+        Raises:
+            ConfigError: NIXL cannot be used, or the memory cannot be registered.
+        """
+        settings = settings or TransferSettings()
+        self.words = words
+        self._least_bytes = settings.lane_bytes
+        self._turns = itertools.count()
+        self._parts: dict[str, list[ReadResult]] = {}
+        landing = Area(settings.staging_bytes, geometry.regions[0])
+        if landing.units:
+            ask_large_pages(landing.region, touched=False)
+        with ExitStack() as started:
+            self._exposed = Exposed(geometry, words, settings, make_agent(name, progress=True))
+            started.callback(self._exposed.close)
+            self._lanes = [
+                Lane(f"{name}/reads-{number}", geometry, landing, settings, make_agent, in_flight)
+                for number in range(settings.lanes)
+            ]
+            for lane in self._lanes:
+                started.callback(lane.stop)
+            for lane in self._lanes:
+                lane.wait_ready()
+            started.pop_all()
+        self.card: RankCard = self._exposed.card
+
+    def connect(self, peer: str, cards: Sequence[RankCard]) -> None:
+        """Prepare a peer; orders for it may follow at once."""
+        for lane in self._lanes:
+            lane.connect(peer, cards)
+
+    def submit(self, order: ReadOrder) -> None:
+        """Have an order carried out; lanes take the first share in turn."""
+        turn, lanes = next(self._turns), len(self._lanes)
+        self._parts[order.key] = []
+        for number, lane in enumerate(self._lanes):
+            lane.submit(replace(order, share=Share((number + turn) % lanes, lanes, self._least_bytes)))
+
+    def results(self) -> list[ReadResult]:
+        """Take the results of orders that have come to an end since the last call."""
+        done = []
+        for result in itertools.chain.from_iterable(lane.results() for lane in self._lanes):
+            parts = self._parts[result.key]
+            parts.append(result)
+            if len(parts) == len(self._lanes):
+                done.append(_joined(self._parts.pop(result.key)))
+        return done
+
+    def close(self, patience_seconds: float = 2.0) -> None:
+        """End the lanes once nothing is in flight, or leave them behind if that takes too long."""
+        for lane in self._lanes:
+            lane.stop()
+        ended = [lane.join(patience_seconds) for lane in self._lanes]
+        if not all(ended):
+            logger.warning("transfers: reads are still in flight after %g s, left behind", patience_seconds)
+        self._exposed.close()
+
+
+def _joined(parts: list[ReadResult]) -> ReadResult:
+    plans = [part.plan for part in parts if part.plan is not None]
+    return ReadResult(
+        parts[0].key,
+        next((part.failure for part in parts if part.failure is not None), None),
+        joined(plans) if plans else None,
+        max(part.transfer_seconds for part in parts),
+        max(part.check_seconds for part in parts),
+    )
