@@ -1,7 +1,7 @@
 """How long the hooks of an engine's step take while transfers run.
 
 A step comes about every millisecond. Requests are always under way: one that ends is followed by another on
-the same blocks, begun in the next step. Whatever holds up the hooks counts: the transfer thread works in the
+the same blocks, begun in the next step. Whatever holds up the hooks counts: the lanes work in the
 same process and now and then has the interpreter when a hook wants it.
 """
 

@@ -1,12 +1,13 @@
 """What one long request costs the decode side before its first byte moves.
 
 Our own arithmetic needs no memory and no transport: it runs on the real geometry at made-up addresses,
-through the same code that the transfer thread calls. What NIXL adds is measured on the same number of blocks
+through the same code that a lane calls. What NIXL adds is measured on the same number of blocks
 and layers with pages so small that they fit in memory: the number of descriptors is what it depends on.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -47,8 +48,10 @@ class Arithmetic:
         pages: one per block and layer, of the blocks that this rank needs.
         strategies: by group, how the bytes would travel.
         tables: block tables from lists of numbers to arrays, both sides.
-        plan: everything from there to the index arrays: choosing, cells, checks of ids, counts, indices.
-        ours: `tables` and `plan` together.
+        plan: everything from there to the index arrays of what is read first: choosing, cells, checks of ids,
+            counts, indices.
+        ours: `tables` and `plan` together: what precedes the first byte.
+        chunks: index arrays of all chunks after the first, each made when the one before has been posted.
     """
 
     tokens: int
@@ -57,27 +60,36 @@ class Arithmetic:
     tables: Spread
     plan: Spread
     ours: Spread
+    chunks: Spread
 
 
 def measure(src: Engine, dst: Engine, repeats: int, rank: int = 0) -> Arithmetic:
     """Plan a request from `src` to a rank of `dst`, `repeats` times after one that does not count."""
-    tables, plan = [], []
+    tables, plan, chunks = [], [], []
     with closing(_OnPaper(src, dst, rank)) as paper:
         src_lists, dst_lists = ([table.tolist() for table in one.tables] for one in (src, dst))
         for _ in range(repeats + 1):
             started = time.perf_counter()
             arrays = as_arrays(src_lists), as_arrays(dst_lists)
             tables.append(time.perf_counter() - started)
-            plan.append(paper.plan(ReadOrder("", "", src.span, *arrays, _TICKET)))
+            first, later = paper.plan(ReadOrder("", "", src.span, *arrays, _TICKET))
+            plan.append(first)
+            chunks.append(later)
         pages = sum(
             int((table > 0).sum()) * len(group.layers)
             for table, group in zip(dst.tables, paper.ours.groups, strict=True)
         )
     # The first of each does not count: it touches memory for the first time.
-    del tables[0], plan[0]
+    del tables[0], plan[0], chunks[0]
     ours = [a + b for a, b in zip(tables, plan, strict=True)]
     return Arithmetic(
-        dst.tokens, pages, paper.strategies, Spread.of(tables), Spread.of(plan), Spread.of(ours)
+        dst.tokens,
+        pages,
+        paper.strategies,
+        Spread.of(tables),
+        Spread.of(plan),
+        Spread.of(ours),
+        Spread.of(chunks),
     )
 
 
@@ -118,7 +130,7 @@ class _Paper(Agent):
 
 
 class _OnPaper:
-    """A peer as the transfer thread prepares it, at addresses where there is nothing.
+    """A peer as a lane prepares it, at addresses where there is nothing.
 
     Attributes:
         ours: the reading rank.
@@ -135,16 +147,19 @@ class _OnPaper:
             _Paper(), self.ours, self._cards(src), _WORDS, self._landing, self._context, settings
         )
 
-    def plan(self, order: ReadOrder) -> float:
-        """Seconds that planning takes, the indices of every chunk included."""
+    def plan(self, order: ReadOrder) -> tuple[float, float]:
+        """Seconds that planning takes until something can be read, and of all index arrays after that."""
         started = time.perf_counter()
         plan = self._peer.plan(order)
-        for part in (part for source in plan.ranks for part in source.packed):
-            for cells in chunks_of(part.way, part.cells):
-                part.way.indices(cells, 0, 0)
-        seconds = time.perf_counter() - started
+        packed = (part for source in plan.ranks for part in source.packed)
+        chunks = ((part.way, cells) for part in packed for cells in chunks_of(part.way, part.cells))
+        for way, cells in itertools.islice(chunks, 1):
+            way.indices(cells, 0, 0)
+        first = time.perf_counter()
+        for way, cells in chunks:
+            way.indices(cells, 0, 0)
         self.strategies = plan.strategy_by_group
-        return seconds
+        return first - started, time.perf_counter() - first
 
     def close(self) -> None:
         """Give everything back."""

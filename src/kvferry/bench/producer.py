@@ -1,6 +1,6 @@
 """The process that is read from: what prefill engines have, without the engines.
 
-Every rank of every engine has its cache with the request's content and a transfer thread that registered it;
+Every rank of every engine has its cache with the request's content and transfers that registered it;
 every engine has a control server and a lease book. The reader asks for tickets through a pipe, as a request's
 parameters would carry them; everything else goes over the control channels.
 """

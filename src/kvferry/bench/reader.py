@@ -1,4 +1,4 @@
-"""The decode side, without the engine: one rank's cache, its transfer thread, handshakes with producers."""
+"""The decode side, without the engine: one rank's cache, its transfers, handshakes with producers."""
 
 from __future__ import annotations
 

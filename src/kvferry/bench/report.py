@@ -100,8 +100,8 @@ def _show_planning(measured: Measured, console: Console) -> None:
         "our arithmetic", _spread_ms(plan.ours), f"target under {_ms(TARGET_PLANNING_SECONDS)}: {good}"
     )
     table.add_row("  block tables to arrays", _spread_ms(plan.tables), "in the hook")
-    table.add_row("  plan", _spread_ms(plan.plan), "in the transfer thread")
-    table.add_row("NIXL makes the transfer", _spread_ms(measured.making), "in the transfer thread")
+    table.add_row("  plan", _spread_ms(plan.plan), "in every lane")
+    table.add_row("NIXL makes the transfer", _spread_ms(measured.making), "in every lane")
     console.print(table)
 
 

@@ -1,7 +1,7 @@
 """What an engine's hooks do on every step of a rank that reads: the same calls, without an engine.
 
 An engine's scheduler hands over block tables as lists of numbers; the hooks make arrays of them, start the
-request's clock, hand the order to the transfer thread, take what has come to an end, and settle the clocks.
+request's clock, hand the order to the lanes, take what has come to an end, and settle the clocks.
 """
 
 from __future__ import annotations

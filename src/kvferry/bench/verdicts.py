@@ -55,7 +55,7 @@ def verdicts(tables: Iterable[Table]) -> tuple[Verdict, ...]:
             lambda row: _at_least(row.ratio(CHOSEN).median, _floor(row)),
         ),
         _judge(
-            f"planning under {PLANNING_SECONDS * 1e3:g} ms",
+            f"planning under {PLANNING_SECONDS * 1e3:g} ms before the first byte",
             rows,
             lambda row: (
                 None

@@ -1,6 +1,6 @@
 """The reader's end of the gather channel: one DEALER socket per rank it reads from.
 
-Owned by the transfer thread, which looks at it between other things; nothing here waits.
+Owned by a lane, which looks at it between other things; nothing here waits.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
       └─no room─▶ waiting ─room─▶ ...          gathered ─silent for too long─▶ word raised ─▶ free
 
 A reader that is given a part of the area is told its word; the word is raised before the part is given to
-another. NIXL is never called here: the area has been registered by the transfer thread.
+another. NIXL is never called here: the area has been registered already.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The worker half: what happens on each rank, inside the engine's hooks.
 
-Hooks exchange values with the transfer thread and return; they never wait and never call NIXL.
+Hooks exchange values with the lanes that read and return; they never wait and never call NIXL.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerHalf:
-    """One rank's cache, its transfer thread, and its loads.
+    """One rank's cache, its transfers, and its loads.
 
     Attributes:
         engine_id: whose rank it is.
@@ -66,7 +66,7 @@ class WorkerHalf:
         self._copy = copy
 
     def start(self, kv_cache_config: Any) -> WorkerCard:
-        """Describe and register the cache, start the transfer thread.
+        """Describe and register the cache, start the transfers.
 
         Returns:
             What peers will need to read from this rank.
@@ -148,7 +148,7 @@ class WorkerHalf:
         return meta or None
 
     def shutdown(self) -> None:
-        """End the transfer thread."""
+        """End the transfers."""
         if self._thread is not None:
             self._thread.close()
             self._thread = None
