@@ -66,7 +66,7 @@ def test_tables_of_another_number_of_groups_are_a_failure(world, reader):
 
 def test_a_peer_that_was_never_connected_is_a_failure(reader):
     reader.submit("load", "nobody", large.span(1), large.FORWARD, large.FORWARD)
-    assert reader.result("load").failure == "peer nobody was never connected"
+    assert reader.result("load").failure == "peer nobody is not connected"
 
 
 def test_metadata_that_is_not_nixls_costs_that_peer_only(world, reader):

@@ -80,6 +80,7 @@ class _Read:
     """An order being carried out."""
 
     order: ReadOrder
+    peer: Peer
     landing: int
     plan: ReadPlan
     handles: list[Any] = field(default_factory=list)
@@ -117,9 +118,10 @@ class Lane:
         self._landing_region = Region(int(self._landing.ctypes.data), self._landing.nbytes)
         self._free_landings = list(range(0, in_flight * MAX_SOURCES, MAX_SOURCES))
         self._orders: deque[ReadOrder] = deque()
-        self._connects: deque[tuple[str, tuple[RankCard, ...]]] = deque()
+        self._connects: deque[tuple[str, tuple[RankCard, ...] | None]] = deque()
         self._results: deque[ReadResult] = deque()
         self._peers: dict[str, Peer | str] = {}
+        self._leaving: list[Peer] = []
         self._reads: list[_Read] = []
         self._wake = threading.Event()
         self._stop = False
@@ -145,6 +147,11 @@ class Lane:
     def connect(self, peer: str, cards: Sequence[RankCard]) -> None:
         """Prepare a peer; orders for it may follow at once."""
         self._connects.append((peer, tuple(cards)))
+        self._wake.set()
+
+    def disconnect(self, peer: str) -> None:
+        """Forget a peer, once nothing of it is in flight; orders for it that have not begun fail."""
+        self._connects.append((peer, None))
         self._wake.set()
 
     def submit(self, order: ReadOrder) -> None:
@@ -206,7 +213,12 @@ class Lane:
         busy = False
         while self._connects:
             busy = True
-            self._connect(agent, *self._connects.popleft())
+            name, cards = self._connects.popleft()
+            if cards is not None:
+                self._connect(agent, name, cards)
+            elif isinstance(peer := self._peers.pop(name, None), Peer):
+                self._leaving.append(peer)
+        self._let_go()
         while self._orders and self._free_landings:
             busy = True
             self._start(agent, self._orders.popleft())
@@ -229,8 +241,18 @@ class Lane:
             _log_unexpected(error)
             self._peers[name] = f"peer {name} cannot be read from: {error}"
 
+    def _let_go(self) -> None:
+        """Close the peers that were disconnected and of which nothing is in flight any more."""
+        in_use = [read.peer for read in self._reads]
+        for peer in [peer for peer in self._leaving if peer not in in_use]:
+            self._leaving.remove(peer)
+            try:
+                peer.close()
+            except Exception:
+                logger.exception("lane: while forgetting a peer")
+
     def _start(self, agent: Agent, order: ReadOrder) -> None:
-        peer = self._peers.get(order.peer, f"peer {order.peer} was never connected")
+        peer = self._peers.get(order.peer, f"peer {order.peer} is not connected")
         if isinstance(peer, str):
             self._results.append(ReadResult(order.key, peer, None, 0.0, 0.0))
             return
@@ -246,7 +268,7 @@ class Lane:
             logger.exception("lane")
             self._results.append(ReadResult(order.key, f"blocks cannot be cleared: {error}", None, 0.0, 0.0))
             return
-        read = _Read(order, self._free_landings.pop(), plan, started=time.perf_counter())
+        read = _Read(order, peer, self._free_landings.pop(), plan, started=time.perf_counter())
         self._reads.append(read)
         for rank in plan.ranks:
             lists = rank.source.lists
@@ -339,7 +361,7 @@ class Lane:
             with ExitStack() as rest:
                 rest.callback(self._context.destroy, linger=0)
                 rest.callback(agent.close)
-                for peer in self._peers.values():
+                for peer in (*self._leaving, *self._peers.values()):
                     if isinstance(peer, Peer):
                         rest.callback(peer.close)
         except Exception:

@@ -86,6 +86,11 @@ class Transfers:
         for lane in self._lanes:
             lane.connect(peer, cards)
 
+    def disconnect(self, peer: str) -> None:
+        """Forget a peer, once nothing of it is in flight; orders for it that have not begun fail."""
+        for lane in self._lanes:
+            lane.disconnect(peer)
+
     def submit(self, order: ReadOrder) -> None:
         """Have an order carried out; lanes take the first share in turn."""
         turn, lanes = next(self._turns), len(self._lanes)

@@ -108,6 +108,14 @@ class World:
         return engine
 
 
+def until(there, seconds: float = 10.0) -> None:
+    """Wait for something that a thread does."""
+    deadline = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < deadline, f"still not so after {seconds} s"
+        time.sleep(0.001)
+
+
 @pytest.fixture
 def world():
     with ExitStack() as stack:
@@ -365,6 +373,28 @@ def test_a_peer_that_cannot_be_prepared_to_the_end_leaves_nothing_behind(world):
     thread.connect("P", [first, second])
     thread.submit(order)
     assert reader.result("a").failure is None
+
+
+def test_a_peer_that_is_disconnected_is_let_go_of_when_nothing_is_in_flight(world):
+    producer = world.engine(ranks(dense(), DENSE))
+    reader = world.engine(ranks(dense(), DENSE), 1000)
+    (thread,), (agent,) = reader.threads, reader.agents
+    tables = scattered_tables(dense(), 16, 1)
+    order = ReadOrder("a", "P", Span(0, 16, 16), tables, tables, Ticket(0, 0, 1))
+    thread.connect("P", producer.cards)
+    agent.gate.clear()
+    thread.submit(order)
+    until(lambda: agent.held["reads"])
+    thread.disconnect("P")
+    thread.submit(replace(order, key="b"))
+    assert reader.result("b").failure == "peer P is not connected"
+    assert agent.held["peers"] == 1
+    agent.gate.set()
+    assert reader.result("a").failure is None
+    until(lambda: agent.held == {"peers": 0, "lists": 0, "reads": 0})
+    thread.connect("P", producer.cards)
+    thread.submit(replace(order, key="c"))
+    assert reader.result("c").failure is None
 
 
 def test_closing_frees_everything(world):
