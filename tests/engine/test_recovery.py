@@ -209,6 +209,18 @@ def test_a_malformed_offer_is_said_and_computed_here(pair: Pair, what: str) -> N
     pair.prefill.call("reset_prefix_cache")
 
 
+def test_a_peer_that_nothing_was_read_from_for_a_while_is_forgotten_and_met_again(pair: Pair) -> None:
+    for seed, seconds, known in ((20, 0.0, 0), (21, 600.0, 1)):
+        text = prompt(300, seed)
+        answer = pair.through([text])[0]
+        assert answer["moved"]
+        pair.agree(answer, pair.reference([text])[0])
+        pair.decode.call("forget_peers_after", seconds)
+        pair.decode.call("step", 0.5)
+        assert pair.decode.call("peers") == known
+        pair.forget()
+
+
 def test_a_producer_that_died_costs_its_requests_a_recompute_and_nothing_else(pair: Pair) -> None:
     """Last: the pair is not used after it."""
     texts = [prompt(300, 10), prompt(310, 11)]

@@ -71,15 +71,15 @@ class Reader:
             fill(self._expected, engine)
             words = LeaseWords(new_incarnation(), _LEASE_SLOTS)
             name = f"bench-reader/{engine.name}/{words.incarnation:x}"
-            thread = Transfers(name, self.cache.geometry, words, settings)
-            stack.callback(thread.close)
-            self.steps = Steps(thread)
+            transfers = Transfers(name, self.cache.geometry, words, settings)
+            stack.callback(transfers.close)
+            self.steps = Steps(transfers)
             facts = Facts("bench-reader", new_incarnation(), "kvferry bench", {})
             self._client = ControlClient(facts, self._fits)
             stack.callback(self._client.close)
             self.cards: Mapping[int, tuple[RankCard, ...]] = {peer: self._known(peer) for peer in peers}
             for peer, cards in self.cards.items():
-                thread.connect(_name(peer), cards)
+                transfers.connect(_name(peer), cards)
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Self:

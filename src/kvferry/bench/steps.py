@@ -62,8 +62,8 @@ class Stepped:
 class Steps:
     """The loads of one rank, step by step."""
 
-    def __init__(self, thread: Transfers) -> None:
-        self._thread = thread
+    def __init__(self, transfers: Transfers) -> None:
+        self._transfers = transfers
         self._loads = Loads(time.monotonic)
 
     def step(self, wanted: Sequence[Wanted] = ()) -> Stepped:
@@ -75,11 +75,11 @@ class Steps:
         for load in wanted:
             self._loads.begin(load.key, LOAD_SECONDS)
             tables = as_arrays(load.src_tables), as_arrays(load.dst_tables)
-            self._thread.submit(
+            self._transfers.submit(
                 ReadOrder(load.key, load.peer, load.span, *tables, load.ticket, load.strategy)
             )
         stepped = Stepped()
-        for result in self._thread.results():
+        for result in self._transfers.results():
             stepped.results[result.key] = result
             self._loads.landed(result.key, result.failure)
         stepped.failures = self._loads.settle().reported

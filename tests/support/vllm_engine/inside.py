@@ -248,6 +248,18 @@ def step(engine: Any, seconds: float) -> None:
         time.sleep(0.002)
 
 
+def forget_peers_after(engine: Any, seconds: float) -> None:
+    """Of nothing being read from them."""
+    from kvferry.engines.vllm import consumer
+
+    consumer.UNUSED_SECONDS = seconds
+
+
+def peers(engine: Any) -> int:
+    """How many the worker knows."""
+    return len(_worker_half(engine)._transfers._lanes[0]._peers)
+
+
 def requests_left(engine: Any) -> int:
     """Requests the scheduler still knows, finished ones whose blocks are kept included."""
     return len(_scheduler(engine).requests)

@@ -33,6 +33,10 @@ from kvferry.transport.control_client import ControlClient
 from kvferry.transport.handshake import Address, Known, Looking, NotUsable
 
 
+UNUSED_SECONDS = 600.0
+"""When workers forget a peer that nothing is read from: it may have been replaced. Meeting it again is cheap."""
+
+
 class Consumer:
     """Bids for offered prompts, orders loads, and sees them to their end."""
 
@@ -56,7 +60,7 @@ class Consumer:
         self._pool: Any = None
         self._orders: list[LoadOrder] = []
         self._connects: dict[str, Known] = {}
-        self._connected: set[str] = set()
+        self._connected: dict[str, float] = {}  # peers that workers know, and when each was last used
         self._loads = 0
         self._refusals = Refusals()
 
@@ -113,8 +117,10 @@ class Consumer:
         self._of_key[pull.key] = request.request_id
         self._pin(pull, blocks.blocks, span)
         answer = self._client.look_up(pull.address, pull.incarnation)
-        if isinstance(answer, Known) and pull.peer not in self._connected:
-            self._connects[pull.peer] = answer
+        if isinstance(answer, Known):
+            if pull.peer not in self._connected:
+                self._connects[pull.peer] = answer
+            self._connected[pull.peer] = time.monotonic()
         self._orders.append(
             LoadOrder(
                 pull.key,
@@ -143,8 +149,11 @@ class Consumer:
     def hand_over(self, meta: SchedulerMeta) -> None:
         """Give the workers what has been decided since the last step."""
         meta.connects = {name: known.ranks for name, known in self._connects.items()}
-        self._connected |= self._connects.keys()
         self._connects.clear()
+        now = time.monotonic()
+        meta.disconnects = [name for name, used in self._connected.items() if now - used > UNUSED_SECONDS]
+        for name in meta.disconnects:
+            del self._connected[name]
         meta.orders, self._orders = self._orders, []
 
     def take_reports(self, meta: WorkerMeta) -> None:

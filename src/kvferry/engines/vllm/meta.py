@@ -58,6 +58,7 @@ class SchedulerMeta(KVConnectorMetadata):
     Attributes:
         engine_id: whose step this is.
         connects: peer name to the cards of its ranks, before the first order for it.
+        disconnects: peers that nothing has been read from for a while.
         orders: loads to begin.
         ended: request to lease slot; raise the word, then report the request as sent.
         saves: (block ids by position per group, tokens) of prompts this step completes, to be copied to
@@ -66,6 +67,7 @@ class SchedulerMeta(KVConnectorMetadata):
 
     engine_id: str
     connects: dict[str, tuple[RankCard, ...]] = field(default_factory=dict)
+    disconnects: list[str] = field(default_factory=list)
     orders: list[LoadOrder] = field(default_factory=list)
     ended: dict[str, int] = field(default_factory=dict)
     saves: list[tuple[BlockIds, int]] = field(default_factory=list)

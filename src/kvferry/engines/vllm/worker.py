@@ -54,7 +54,7 @@ class WorkerHalf:
         self._copy: CopyBlocks | None = None
         self._host: HostBuffer | None = None
         self._geometry: RankGeometry | None = None
-        self._thread: Transfers | None = None
+        self._transfers: Transfers | None = None
         self._loads = Loads(time.monotonic)
         self._orders: dict[str, LoadOrder] = {}
         self._results: dict[str, ReadResult] = {}
@@ -86,21 +86,23 @@ class WorkerHalf:
         self._geometry = describe_cache(self._vllm_config, kv_cache_config, caches, tp_rank, pp_rank)
         words = LeaseWords(new_incarnation(), LEASE_SLOTS)
         name = f"{self.engine_id}/{pp_rank}.{tp_rank}/{words.incarnation:x}"
-        self._thread = Transfers(name, self._geometry, words, _transfer_settings(settings))
-        return WorkerCard(self._thread.card)
+        self._transfers = Transfers(name, self._geometry, words, _transfer_settings(settings))
+        return WorkerCard(self._transfers.card)
 
     def begin(self, meta: SchedulerMeta) -> None:
         """Take this step's orders."""
-        thread, _ = self._running()
+        transfers, _ = self._running()
         for peer, cards in meta.connects.items():
-            thread.connect(peer, cards)
+            transfers.connect(peer, cards)
+        for peer in meta.disconnects:
+            transfers.disconnect(peer)
         if meta.ended:
-            thread.words.end(meta.ended.values())
+            transfers.words.end(meta.ended.values())
             self._sent.update(meta.ended)
         for order in meta.orders:
             self._loads.begin(order.key, order.timeout_seconds)
             self._orders[order.key] = order
-            thread.submit(
+            transfers.submit(
                 ReadOrder(
                     order.key,
                     order.peer,
@@ -120,8 +122,8 @@ class WorkerHalf:
 
     def results(self) -> compat.KVConnectorTransferResults:
         """What has come to an end, for the engine; details go to the scheduler half with `take_meta`."""
-        thread, _ = self._running()
-        for result in thread.results():
+        transfers, _ = self._running()
+        for result in transfers.results():
             self._results[result.key] = result
             self._loads.landed(result.key, result.failure)
         settled = self._loads.settle()
@@ -149,14 +151,14 @@ class WorkerHalf:
 
     def shutdown(self) -> None:
         """End the transfers."""
-        if self._thread is not None:
-            self._thread.close()
-            self._thread = None
+        if self._transfers is not None:
+            self._transfers.close()
+            self._transfers = None
 
     def _running(self) -> tuple[Transfers, RankGeometry]:
-        assert self._thread is not None, "start comes first"
+        assert self._transfers is not None, "start comes first"
         assert self._geometry is not None
-        return self._thread, self._geometry
+        return self._transfers, self._geometry
 
     def _needed(self, span: Span, tables: BlockIds) -> list[Int64s]:
         groups = self._running()[1].groups
