@@ -32,9 +32,8 @@ from kvferry.planning.select import Span
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.handshake import Address, Known, Looking, NotUsable
 
-
 UNUSED_SECONDS = 600.0
-"""When workers forget a peer that nothing is read from: it may have been replaced. Meeting it again is cheap."""
+"""When workers forget a peer that nothing is read from: it may be gone. Meeting it again is cheap."""
 
 
 class Consumer:
