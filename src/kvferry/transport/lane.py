@@ -75,6 +75,14 @@ class ReadResult:
     check_seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Connect:
+    """A peer to be prepared, or to be forgotten if there are no cards."""
+
+    peer: str
+    cards: tuple[RankCard, ...] | None
+
+
 @dataclass(slots=True)
 class _Read:
     """An order being carried out."""
@@ -117,8 +125,7 @@ class Lane:
         self._landing = np.zeros(in_flight * MAX_SOURCES + MAX_CHUNKS, np.uint64)
         self._landing_region = Region(int(self._landing.ctypes.data), self._landing.nbytes)
         self._free_landings = list(range(0, in_flight * MAX_SOURCES, MAX_SOURCES))
-        self._orders: deque[ReadOrder] = deque()
-        self._connects: deque[tuple[str, tuple[RankCard, ...] | None]] = deque()
+        self._asked: deque[ReadOrder | _Connect] = deque()
         self._results: deque[ReadResult] = deque()
         self._peers: dict[str, Peer | str] = {}
         self._leaving: list[Peer] = []
@@ -146,17 +153,17 @@ class Lane:
 
     def connect(self, peer: str, cards: Sequence[RankCard]) -> None:
         """Prepare a peer; orders for it may follow at once."""
-        self._connects.append((peer, tuple(cards)))
+        self._asked.append(_Connect(peer, tuple(cards)))
         self._wake.set()
 
     def disconnect(self, peer: str) -> None:
         """Forget a peer, once nothing of it is in flight; orders for it that have not begun fail."""
-        self._connects.append((peer, None))
+        self._asked.append(_Connect(peer, None))
         self._wake.set()
 
     def submit(self, order: ReadOrder) -> None:
         """Have an order carried out."""
-        self._orders.append(order)
+        self._asked.append(order)
         self._wake.set()
 
     def results(self) -> list[ReadResult]:
@@ -197,7 +204,7 @@ class Lane:
         )
         nap = _SHORTEST_NAP
         while not (self._stop and not self._reads):
-            busy = self._take_orders(agent)
+            busy = self._take_asked(agent)
             busy |= self._progress(agent)
             if busy:
                 nap = _SHORTEST_NAP
@@ -209,19 +216,19 @@ class Lane:
                 self._wake.clear()
         self._shut(agent)
 
-    def _take_orders(self, agent: Agent) -> bool:
+    def _take_asked(self, agent: Agent) -> bool:
+        """Do what was asked for, in that order; False if nothing was."""
         busy = False
-        while self._connects:
+        while self._asked and (self._free_landings or isinstance(self._asked[0], _Connect)):
             busy = True
-            name, cards = self._connects.popleft()
-            if cards is not None:
-                self._connect(agent, name, cards)
-            elif isinstance(peer := self._peers.pop(name, None), Peer):
+            asked = self._asked.popleft()
+            if isinstance(asked, ReadOrder):
+                self._start(agent, asked)
+            elif asked.cards is not None:
+                self._connect(agent, asked.peer, asked.cards)
+            elif isinstance(peer := self._peers.pop(asked.peer, None), Peer):
                 self._leaving.append(peer)
         self._let_go()
-        while self._orders and self._free_landings:
-            busy = True
-            self._start(agent, self._orders.popleft())
         return busy
 
     def _connect(self, agent: Agent, name: str, cards: tuple[RankCard, ...]) -> None:
