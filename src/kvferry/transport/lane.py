@@ -157,7 +157,7 @@ class Lane:
         self._wake.set()
 
     def disconnect(self, peer: str) -> None:
-        """Forget a peer, once nothing of it is in flight; orders for it that have not begun fail."""
+        """Forget a peer, once nothing of it is in flight; later orders for it fail."""
         self._asked.append(_Connect(peer, None))
         self._wake.set()
 

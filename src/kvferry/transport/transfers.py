@@ -87,7 +87,7 @@ class Transfers:
             lane.connect(peer, cards)
 
     def disconnect(self, peer: str) -> None:
-        """Forget a peer, once nothing of it is in flight; orders for it that have not begun fail."""
+        """Forget a peer, once nothing of it is in flight; later orders for it fail."""
         for lane in self._lanes:
             lane.disconnect(peer)
 
