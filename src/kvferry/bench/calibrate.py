@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,8 +36,10 @@ from kvferry.planning.nest import Loop, Nest
 from kvferry.planning.strategy import LARGEST_CHUNK_BYTES, Costs
 from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.gather_messages import Gathered, GatherRoute
+from kvferry.transport.settings import TransferSettings
 
 _SMALL_RUN, _LARGE_RUN = 64, 2048
+_LANE_RUN = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,8 @@ def calibrate(job: Job, progress: Callable[[str], None]) -> Calibrated:
         progress("reading descriptors of several sizes")
         with closing(RawReads(reader)) as raw:
             reads = _reads(job, raw, reader.cache.buffer.nbytes)
+            progress("reading with several lanes")
+            gain = _lanes_gain(job, reader, raw, reader.cache.buffer.nbytes)
             progress("asking for gathers")
             with closing(_Asking(reader)) as asking:
                 ask = Spread.of([asking.small() for _ in range(10 * job.repeats + 1)][1:])
@@ -103,7 +108,7 @@ def calibrate(job: Job, progress: Callable[[str], None]) -> Calibrated:
     copies = _copies(job)
     read_descriptor, read_byte = reads.costs.tolist()
     call, run, byte = copies.costs.tolist()
-    costs = Costs(read_descriptor, read_byte, call, run, byte, ask.median, overlap)
+    costs = Costs(read_descriptor, read_byte, call, run, byte, ask.median, overlap, gain)
     return Calibrated(costs, reads, copies, ask)
 
 
@@ -127,6 +132,24 @@ def _reads(job: Job, raw: RawReads, room: int) -> Fit:
     seconds = np.median(_rounds([partial(raw.read, made) for made in lists], job.repeats), axis=0)
     work = np.array([[len(made.indices.src), made.bytes] for made in lists], np.float64)
     return fit(work, seconds)
+
+
+def _lanes_gain(job: Job, reader: Reader, alone: RawReads, room: int) -> float:
+    """How many times as fast as one lane as many as a worker has read: the same bytes, shared out."""
+    lanes, size = TransferSettings().lanes, min(job.read_bytes, room)
+    with ExitStack() as stack:
+        others = [stack.enter_context(closing(RawReads(reader))) for _ in range(lanes - 1)]
+        threads = stack.enter_context(ThreadPoolExecutor(lanes))
+        parts = [(raw, raw.large(size // lanes, _LANE_RUN)) for raw in (alone, *others)]
+        whole = alone.large(size, _LANE_RUN)
+
+        def together() -> float:
+            started = time.perf_counter()
+            wait([threads.submit(raw.read, lists) for raw, lists in parts])
+            return time.perf_counter() - started
+
+        one, all_of_them = _rounds([partial(alone.read, whole), together], 3 * job.repeats).T
+    return float(np.clip(np.median(one / all_of_them), 1, lanes))
 
 
 def _copies(job: Job) -> Fit:

@@ -21,6 +21,7 @@ _WHAT = {
     "copy_run_seconds": ("a run of one", 1e9, "ns"),
     "copy_byte_seconds": ("a byte of one", 1e12, "ps"),
     "ask_seconds": ("asking for a gather", 1e6, "µs"),
+    "lanes_gain": ("all lanes are as fast as so many", 1, ""),
     "overlap": ("hidden of the shorter, gathering while reading", 1e2, "%"),
 }
 

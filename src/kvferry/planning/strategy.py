@@ -36,6 +36,10 @@ FETCHED_CHUNK_BYTES = 4 << 20
 """Of a chunk that is fetched without asking: what was read is scattered while the cache still has it."""
 
 
+LANE_BYTES = 2 << 20
+"""Of a route, that one lane gets at least: less is not shared out."""
+
+
 class Strategy(StrEnum):
     """How bytes travel."""
 
@@ -55,6 +59,8 @@ class Costs:
         ask_seconds: asking the source to gather a chunk, and hearing that it has.
         overlap: how much of the shorter is hidden where a chunk is gathered while another is read: 1 between
             two machines, as little as 0 where both share one that is busy.
+        lanes_gain: how many times as fast a worker's lanes together read and scatter what is shared out among
+            them as one does. The other costs are those of one lane.
     """
 
     read_descriptor_seconds: float = 2.0e-6
@@ -64,12 +70,14 @@ class Costs:
     copy_byte_seconds: float = 7.3e-11
     ask_seconds: float = 3.0e-4
     overlap: float = 0.0
+    lanes_gain: float = 1.3
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
             value = getattr(self, name)
-            if not 0 <= value <= 1:
-                raise ConfigError(f"{name} is {value}, it must be at least 0 and at most 1")
+            low, high = (1, 64) if name == "lanes_gain" else (0, 1)
+            if not low <= value <= high:
+                raise ConfigError(f"{name} is {value}, it must be at least {low} and at most {high}")
 
     @property
     def gap_bytes(self) -> int:
@@ -99,8 +107,9 @@ class Work:
     def seconds(self, cells: int, costs: Costs) -> float:
         """Expected time for so many cells."""
         c = costs
+        gain = c.lanes_gain if cells * self.bytes >= 2 * LANE_BYTES else 1.0
         read = cells * (self.descriptors * c.read_descriptor_seconds + self.read_bytes * c.read_byte_seconds)
-        scatter = self._copy(cells, self.scatter_calls, self.scatter_runs, c)
+        read, scatter = read / gain, self._copy(cells, self.scatter_calls, self.scatter_runs, c) / gain
         if not self.gather_runs:
             return read + scatter
         chunks = max(1.0, cells * self.read_bytes / chunk_bytes(cells * self.read_bytes))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvferry.planning.strategy import Costs, Strategy
+from kvferry.planning.strategy import LANE_BYTES, Costs, Strategy
 from kvferry.transport.security import Keys
 
 
@@ -30,4 +30,4 @@ class TransferSettings:
     advertise_host: str = "127.0.0.1"
     keys: Keys | None = None
     lanes: int = 2
-    lane_bytes: int = 2 << 20
+    lane_bytes: int = LANE_BYTES
