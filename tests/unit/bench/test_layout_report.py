@@ -37,7 +37,7 @@ def _row(
         strategy,
         ways,
         ratios,
-        Arithmetic(131072, 262144, (strategy,), spread, spread, spread),
+        Arithmetic(131072, 262144, (strategy,), spread, spread, spread, spread),
     )
 
 

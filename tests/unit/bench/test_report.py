@@ -33,7 +33,7 @@ def _measured(ferry_seconds: tuple[float, ...], planning_ms: float = 1.0) -> Mea
         Machine(128, "Some Long-named Processor 9654P 96-Core @ 3.70GHz", "rc,cuda_copy,cuda_ipc,sm,self"),
         Comparison(Series("kvferry", size, ferry_seconds), raw, (1e-3, 0.1, 1e-3, 1e-3)),
         HookTimes(1500, 40, 4, 1024, 3e-6, 4e-5, 0.048),
-        Arithmetic(131_072, 262_144, ("direct",), wide, wide, wide),
+        Arithmetic(131_072, 262_144, ("direct",), wide, wide, wide, wide),
         wide,
     )
 
