@@ -149,6 +149,18 @@ def test_channels_may_be_cut_inside_a_unit(cuts: list[int]):
     hand_over(writers, only_pool(canonical), readers)
 
 
+def test_a_copy_beside_a_share_touches_every_unit_but_holds_only_the_shares_whole():
+    def page(start: int) -> PageFormat:
+        share = Field("conv.x", 2, 0, (Axis("channel", ((2, 2),), start, 4),))
+        copied = Field("conv.b", 2, 4, (Axis("channel", ((4, 2),)),))
+        return PageFormat("state", 0, 12, (share, copied))
+
+    ranks = [rank_of(page(2 * rank), kind=GroupKind.STATE, tp=(rank, 2)) for rank in range(2)]
+    (group,) = canonical_of(ranks, 16).groups
+    touched = [units_touched(group, rank)[0] for rank in ranks]
+    assert [(t.units, t.whole) for t in touched] == [(range(4), range(2)), (range(4), range(2, 4))]
+
+
 def hand_over(writers, pool, readers) -> None:
     """A snapshot through slot 4, every byte checked."""
     memories = [Memory.of(rank, n) for n, rank in enumerate(writers)]
