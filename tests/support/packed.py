@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from hypothesis import event
 
 from kvferry.planning.image import Image
 from kvferry.planning.nest import Nest
 from kvferry.planning.pieces import Pieces
 from kvferry.planning.select import Cells
-from kvferry.planning.strategy import Strategy, Way
+from kvferry.planning.strategy import Costs, Strategy, Way, ways
 from kvferry.planning.template import Route
 from support.oracle import Memory, copy
 
@@ -33,6 +34,17 @@ def move(route: Route, way: Way, cells: Cells, src: Memory, dst: Memory, writes:
         into = image.stretches[phase] if landing is None else runs(landing[phase])
         copy(shifted(into, at, dst_block), packed, dst, writes)
     assert ignored.max(initial=0) <= 1, "a byte of an image was written twice"
+
+
+def way_of(route: Route, how: str, gap: int) -> Way:
+    """A way of `how`: "over-read" with gaps of so many bytes, "staged", or "staged, landed"."""
+    costs = Costs(read_descriptor_seconds=gap * 1e-9, read_byte_seconds=1e-9)
+    for way in ways(route, costs, 1 << 30):
+        wanted = Strategy.OVER_READ if how == "over-read" else Strategy.STAGED
+        if way.strategy is wanted and (way.landing is not None) == how.endswith("landed"):
+            event(how)
+            return way
+    raise AssertionError(f"no way that is {how}")
 
 
 def runs(nests: Sequence[Nest]) -> Pieces:

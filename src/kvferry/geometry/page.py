@@ -23,6 +23,9 @@ from kvferry.errors import GeometryError
 
 TOKEN = "token"
 
+_SHARD = "shard"
+"""Axis of an opaque page: whose it is."""
+
 
 @dataclass(frozen=True, slots=True)
 class Axis:
@@ -83,7 +86,8 @@ class Field:
         name: what both sides call it.
         item_bytes: bytes of one element; never split.
         offset: byte offset of the first element held, from the start of the page.
-        axes: its named axes; the order carries no meaning.
+        axes: its named axes. Their order carries no meaning between engines, but the canonical form of a
+            chunk keeps it: a content adapter names axes in the same order everywhere, the fastest last.
     """
 
     name: str
@@ -162,6 +166,11 @@ class PageFormat:
         """Bytes of all elements of all fields."""
         return sum(field.elements * field.item_bytes for field in self.fields)
 
+    @property
+    def opaque(self) -> bool:
+        """Whether some of its bytes are of unknown meaning (`opaque_page`)."""
+        return any(field.axis(_SHARD) for field in self.fields)
+
 
 def opaque_page(content: str, block_tokens: int, page_bytes: int, rank: int, ranks: int) -> PageFormat:
     """A page whose interior is not known: it moves whole, and only to the same rank of as many.
@@ -176,6 +185,6 @@ def opaque_page(content: str, block_tokens: int, page_bytes: int, rank: int, ran
         rank: which shard this is.
         ranks: number of shards, 1 when all ranks hold the same bytes.
     """
-    shard = Axis("shard", ((1, 0),), rank, ranks)
+    shard = Axis(_SHARD, ((1, 0),), rank, ranks)
     field = Field(f"opaque {content}", page_bytes, 0, (shard,))
     return PageFormat(content, block_tokens, page_bytes, (field,))

@@ -84,7 +84,12 @@ class Group:
     @property
     def label(self) -> str:
         """Name for people and metrics, e.g. ``sliding_window(64)``."""
-        return f"{self.kind}({self.reach})" if self.reach else str(self.kind)
+        return group_label(self.kind, self.reach)
+
+
+def group_label(kind: GroupKind, reach: int) -> str:
+    """Name of a group for people and metrics, e.g. ``sliding_window(64)``."""
+    return f"{kind}({reach})" if reach else str(kind)
 
 
 @dataclass(frozen=True, slots=True)

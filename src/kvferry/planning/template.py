@@ -16,7 +16,7 @@ from kvferry.errors import Incompatible
 from kvferry.geometry import Field, GroupKind, Layer, PageFormat, RankGeometry
 from kvferry.planning.nest import Nest, fused, spelled
 from kvferry.planning.pieces import Pieces, concatenate
-from kvferry.planning.retile import differences, retile
+from kvferry.planning.retile import Retiled, differences, retile
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,12 @@ class Template:
 
 @dataclass(frozen=True, slots=True)
 class _RouteKey:
-    """What layers must share to be one route."""
+    """What layers must share to be one route. Pages may differ: their nests are one list anyway."""
 
     src_group: int
     dst_group: int
-    src_page: PageFormat
-    dst_page: PageFormat
+    src_tokens: int
+    dst_tokens: int
     src_stride: int
     dst_stride: int
     fields: frozenset[str]
@@ -123,8 +123,8 @@ def build_templates(srcs: Sequence[RankGeometry], dst: RankGeometry) -> tuple[Te
                 key = _RouteKey(
                     holder.group,
                     dst_group,
-                    theirs.page,
-                    layer.page,
+                    theirs.page.block_tokens,
+                    layer.page.block_tokens,
                     theirs.block_stride,
                     layer.block_stride,
                     fields,
@@ -216,7 +216,11 @@ def _range(field: Field, along: str) -> tuple[int, int]:
 
 
 def _route(key: _RouteKey, layers: list[tuple[Layer, Layer]], src: RankGeometry, dst: RankGeometry) -> Route:
-    retiled = retile(key.src_page, key.dst_page, key.fields)
+    alike: dict[tuple[PageFormat, PageFormat], list[tuple[int, int]]] = defaultdict(list)
+    for theirs, ours in layers:
+        alike[theirs.page, ours.page].append((theirs.address, ours.address))
+    found = [(retile(*pages, key.fields), addresses) for pages, addresses in alike.items()]
+    retiled = found[0][0]
     return Route(
         key.src_group,
         key.dst_group,
@@ -228,13 +232,18 @@ def _route(key: _RouteKey, layers: list[tuple[Layer, Layer]], src: RankGeometry,
         key.dst_stride,
         src.num_blocks,
         dst.num_blocks,
-        tuple(_placed(nests, layers) for nests in retiled.phases),
+        tuple(_placed(found, phase) for phase in range(len(retiled.phases))),
     )
 
 
-def _placed(nests: Sequence[Nest], layers: Sequence[tuple[Layer, Layer]]) -> tuple[Nest, ...]:
-    """The nests of every layer at absolute addresses."""
-    return fused(nest.at(a.address, b.address) for a, b in layers for nest in nests)
+def _placed(found: Sequence[tuple[Retiled, Sequence[tuple[int, int]]]], phase: int) -> tuple[Nest, ...]:
+    """The nests of every layer at absolute addresses; pairs of those are given with each way to retile."""
+    return fused(
+        nest.at(src, dst)
+        for retiled, addresses in found
+        for src, dst in addresses
+        for nest in retiled.phases[phase]
+    )
 
 
 def kept_too_little(srcs: Sequence[RankGeometry], dst: RankGeometry) -> list[str]:

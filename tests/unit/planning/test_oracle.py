@@ -7,11 +7,10 @@ from kvferry.geometry import RankGeometry
 from kvferry.planning.pieces import merge
 from kvferry.planning.request import Tally, as_addresses, as_indices, tally
 from kvferry.planning.select import Cells, select_cells
-from kvferry.planning.strategy import Costs, Strategy, Way, ways
 from kvferry.planning.template import Route, Template, build_templates
 from support.engines import ranks
 from support.oracle import Memory, copy, expect, fill
-from support.packed import move
+from support.packed import move, way_of
 from support.ready import source_of
 from support.strategies import Transfer, transfers
 
@@ -50,16 +49,6 @@ def check_bytes(transfer: Transfer, how: str, gap: int) -> None:
         expected.check(memory.bytes)
         assert writes.max(initial=0) <= 1, "a byte was read from two places"
         event("moves something" if writes.any() else "moves nothing")
-
-
-def way_of(route: Route, how: str, gap: int) -> Way:
-    costs = Costs(read_descriptor_seconds=gap * 1e-9, read_byte_seconds=1e-9)
-    for way in ways(route, costs, 1 << 30):
-        wanted = Strategy.OVER_READ if how == "over-read" else Strategy.STAGED
-        if way.strategy is wanted and (way.landing is not None) == how.endswith("landed"):
-            event(how)
-            return way
-    raise AssertionError(f"no way that is {how}")
 
 
 @given(transfers())

@@ -41,6 +41,15 @@ def test_per_layer_to_cross_layer_is_one_row_per_layer():
     assert template.routes[0].rows.length.tolist() == [512] * 3
 
 
+def test_layers_whose_pages_differ_are_one_route_where_their_blocks_go_together():
+    rank = rank_of(kv_page(heads=2), kv_page(heads=4), kv_page(heads=2))
+    (template,) = build_templates([rank], cross_layer(rank))
+    assert [route.layers for route in template.routes] == [("layers.0", "layers.2"), ("layers.1",)]
+    (template,) = build_templates([cross_layer(rank)], cross_layer(rank))
+    (route,) = template.routes
+    assert route.rows.length.tolist() == [512 + 1024 + 512]
+
+
 def test_head_outside_layer_needs_one_row_per_block_and_half_of_the_heads():
     family = Family(
         GroupKind.FULL, 0, (Stored("k", 2, 4, (("content", 8),)), Stored("v", 2, 4, (("content", 8),)))

@@ -1,0 +1,23 @@
+"""The canonical form: what a chunk's bytes are, whoever wrote them.
+
+A *chunk* is a fixed number of tokens of one KV cache group, or one snapshot of recurrent state. `form` says
+which byte of it is what, independent of parallel sizes, layout and block size; `derive` finds that for an
+engine; `place` puts chunks into memory, as a `RankGeometry` in which one block is one chunk. Storing is then
+a plan from the engine's ranks to that geometry, loading a plan from it, by the planner of every movement.
+"""
+
+from kvferry.geometry.canonical.derive import canonical_of
+from kvferry.geometry.canonical.form import Canonical, CanonicalGroup, Part, Section, unit_count
+from kvferry.geometry.canonical.place import Touched, chunk_pool, units_touched
+
+__all__ = [
+    "Canonical",
+    "CanonicalGroup",
+    "Part",
+    "Section",
+    "Touched",
+    "canonical_of",
+    "chunk_pool",
+    "unit_count",
+    "units_touched",
+]

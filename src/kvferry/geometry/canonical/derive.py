@@ -1,0 +1,157 @@
+"""The canonical form of an engine's cache, from the geometry of its ranks.
+
+Nothing in it may depend on how the engine is set up. So which axis of a field is sharded is told by its name,
+since at one rank none is; layers are in the order of their names, numbers by value; and groups are by what a
+continuation needs, since engines deal equal layers out to groups as they like.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvferry.errors import GeometryError
+from kvferry.geometry.canonical.form import Canonical, CanonicalGroup, Part, Section
+from kvferry.geometry.page import TOKEN, Field
+from kvferry.geometry.rank import Group, GroupKind, Layer, RankGeometry, group_label
+
+SHARDED = ("head", "channel")
+"""Names of axes that tensor parallelism shards. A field that has both (a head's channels) is sharded by the
+first."""
+
+
+def canonical_of(ranks: Sequence[RankGeometry], chunk_tokens: int) -> Canonical:
+    """What chunks of an engine's cache are.
+
+    Two engines of one model, at TP 4 with 2 KV heads (two ranks hold copies of each) and at TP 2:
+
+    >>> from kvferry.geometry.layout import EngineShape, lay_out
+    >>> from kvferry.geometry.store import LayerStore, ModelCache, Stored
+    >>> fields = tuple(Stored(name, 2, 2, (("content", 128),)) for name in ("k", "v"))
+    >>> model = ModelCache("gqa", (LayerStore(GroupKind.FULL, 0, fields),) * 4)
+    >>> tp4 = canonical_of(lay_out(model, EngineShape(4, (2, 2), 128, "LBHNC", 10)), 256)
+    >>> tp2 = canonical_of(lay_out(model, EngineShape(2, (4,), 16, "BLNHC", 10)), 256)
+    >>> tp4 == tp2, tp4.content == tp2.content
+    (True, True)
+    >>> [(s.axis, s.units, s.unit_bytes) for s in tp2.groups[0].sections]   # 4 layers, 256 tokens, K and V
+    [('head', 2, 524288)]
+
+    A latent is on every rank: one unit. A Mamba2 state has its heads and its channels apart:
+
+    >>> latent = ModelCache("mla", (LayerStore(GroupKind.MLA, 0, (Stored("latent", 2, 0, (("c", 576),)),)),))
+    >>> [(s.axis, s.units, s.unit_bytes) for s in
+    ...  canonical_of(lay_out(latent, EngineShape(8, (1,), 64, "LBNHC", 10)), 256).groups[0].sections]
+    [('', 1, 294912)]
+
+    >>> from kvferry.geometry.page import Axis, PageFormat
+    >>> from kvferry.geometry.rank import Region
+    >>> def conv(name, at, channels):
+    ...     axes = Axis("channel", ((channels, 2),)), Axis("width", ((3, 2 * 3072),))
+    ...     return Field(name, 2, at, axes)
+    >>> ssm = Axis("head", ((32, 32768),)), Axis("channel", ((64, 512),)), Axis("state", ((128, 4),))
+    >>> fields = conv("conv.x", 0, 2048), conv("conv.b", 4096, 512), conv("conv.c", 5120, 512)
+    >>> page = PageFormat("MAMBA2", 0, 1067008, (*fields, Field("ssm", 4, 18432, ssm)))
+    >>> group = Group(GroupKind.STATE, 128, 0, (Layer("layers.0", 0, 1067008, page),))
+    >>> mamba = RankGeometry(0, 1, 0, 1, 4, (group,), (Region(0, 4 * 1067008),))
+    >>> [(s.axis, s.total, s.units, s.unit_bytes) for s in canonical_of([mamba], 256).groups[0].sections]
+    [('head', 32, 32, 32768), ('channel', 512, 64, 96), ('channel', 2048, 64, 192)]
+
+    Args:
+        ranks: all of one engine, tensor- and pipeline-parallel, in any order.
+        chunk_tokens: tokens of a chunk, at least 1.
+
+    Raises:
+        GeometryError: ranks are missing or disagree, or a page holds what has no canonical form: opaque
+            bytes, one value per block instead of per token, a shard of an axis that is none of `SHARDED`.
+    """
+    if chunk_tokens < 1:
+        raise GeometryError(f"chunks of {chunk_tokens} tokens")
+    _check_complete(ranks)
+    stored: dict[str, _StoredLayer] = {}
+    for rank in ranks:
+        for group in rank.groups:
+            for layer in group.layers:
+                found = _stored(group, layer)
+                if stored.setdefault(layer.name, found) != found:
+                    raise GeometryError(
+                        f"layer {layer.name!r}: ranks of one engine describe it differently, "
+                        f"{found} and {stored[layer.name]}"
+                    )
+    kinds = sorted({(of.kind, of.reach) for of in stored.values()}, key=lambda kind: group_label(*kind))
+    return Canonical(chunk_tokens, tuple(_group(*kind, stored, chunk_tokens) for kind in kinds))
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredLayer:
+    """What a layer keeps over all ranks: its kind, and (axis, total, part) of every field."""
+
+    kind: GroupKind
+    reach: int
+    fields: tuple[tuple[str, int, Part], ...]
+
+
+def _check_complete(ranks: Sequence[RankGeometry]) -> None:
+    have = sorted((rank.pp_rank, rank.tp_rank) for rank in ranks)
+    sizes = {(rank.pp_size, rank.tp_size) for rank in ranks}
+    if len(sizes) == 1:
+        (pp, tp) = sizes.pop()
+        if have == [(stage, rank) for stage in range(pp) for rank in range(tp)]:
+            return
+    raise GeometryError(f"the canonical form needs every rank of one engine once, these are {have}")
+
+
+def _stored(group: Group, layer: Layer) -> _StoredLayer:
+    """What a layer keeps; fields of large elements first, so that none lies at an odd place."""
+    if layer.page.opaque:
+        raise GeometryError(
+            f"layer {layer.name!r}: {layer.page.content} has no canonical form, its bytes are opaque; "
+            "it can be handed over to an equal engine, but not be stored"
+        )
+    found = [_sharded(layer.name, field, group.kind) for field in layer.page.fields]
+    found.sort(key=lambda one: (-one[2].item_bytes, one[2].field))
+    return _StoredLayer(group.kind, group.reach, tuple(found))
+
+
+def _sharded(layer: str, field: Field, kind: GroupKind) -> tuple[str, int, Part]:
+    """Axis along which a field is sharded, its total, and the field."""
+    axis = next((axis for axis in map(field.axis, SHARDED) if axis is not None), None)
+    name, total = (axis.name, axis.total) if axis else ("", 1)
+    if others := [other for other, _, _ in field.held if other != name]:
+        raise GeometryError(
+            f"layer {layer!r}: field {field.name!r} is sharded along {others[0]!r}; "
+            f"the canonical form knows {', '.join(SHARDED)}"
+        )
+    if kind is not GroupKind.STATE and field.axis(TOKEN) is None:
+        raise GeometryError(
+            f"layer {layer!r}: field {field.name!r} has one value per block; "
+            "the canonical form has only what every token has, since blocks differ between engines"
+        )
+    inner = tuple((one.name, one.count) for one in field.axes if one.name not in (TOKEN, name))
+    return name, total, Part(layer, field.name, field.item_bytes, inner)
+
+
+def _group(kind: GroupKind, reach: int, stored: dict[str, _StoredLayer], chunk_tokens: int) -> CanonicalGroup:
+    sections: dict[tuple[str, int], list[Part]] = {}
+    for layer in sorted(stored, key=_by_number):
+        if (stored[layer].kind, stored[layer].reach) == (kind, reach):
+            for axis, total, part in stored[layer].fields:
+                sections.setdefault((axis, total), []).append(part)
+    tokens = 0 if kind is GroupKind.STATE else chunk_tokens
+    found = [Section(axis, total, tokens, tuple(parts)) for (axis, total), parts in sections.items()]
+    return CanonicalGroup(kind, reach, tuple(sorted(found, key=_by_element)))
+
+
+def _by_number(name: str) -> tuple[tuple[int, int, str], ...]:
+    """Sorts names as people do: layers.9 before layers.10.
+
+    >>> sorted(["layers.10.attn", "layers.9.attn", "layers.9.mamba"], key=_by_number)
+    ['layers.9.attn', 'layers.9.mamba', 'layers.10.attn']
+    """
+    words: Iterable[str] = re.split(r"(\d+)", name)
+    return tuple((0, int(word), word) if word.isdecimal() else (1, 0, word) for word in words)
+
+
+def _by_element(section: Section) -> tuple[int, str, int]:
+    """Large elements first, here too."""
+    return (-max(part.item_bytes for part in section.parts), section.axis, section.total)

@@ -1,0 +1,189 @@
+"""Which byte of a chunk is what.
+
+    chunk    [section][section]...
+    section  [unit][unit]...                          one per (axis, total) that fields are sharded by
+    unit     [layer][token][field][index][inner...]   all layers of the group; a snapshot has no token
+
+A *unit* is what tensor parallelism hands to a rank whole: a KV head, a state head, a stretch of channels;
+what every rank has whole is a section of one unit. So a rank's slice is one contiguous run of units per
+section, and readers that check units read little else. Nothing is padded: every byte of a chunk is content.
+
+K and V lie side by side per token, as GPU backends keep them: one head of one layer is then one run on both
+sides where the engine keeps heads outside of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from itertools import accumulate, groupby
+from math import gcd, prod
+
+from kvferry.geometry.rank import GroupKind, group_label
+
+FORMAT = 1
+"""Changes whenever the same bytes would mean something else."""
+
+EVERY_ELEMENT = 256
+"""Axes up to this long have a unit per element."""
+
+FINEST = 960
+"""Longer axes (channels) have as many units as they share with this, a number that the usual sizes divide."""
+
+
+def unit_count(total: int) -> int:
+    """Units of an axis of `total` elements over all ranks.
+
+    A tensor-parallel size that divides it gives every rank whole units. Any other split works too: what is at
+    its edges is then part of a unit.
+
+    >>> [unit_count(heads) for heads in (1, 8, 25, 128)]
+    [1, 8, 25, 128]
+    >>> [unit_count(channels) for channels in (2048, 8192, 5120, 6144)]   # 5120: TP 5, 10; 6144: 3, 6
+    [64, 64, 320, 192]
+    """
+    return total if total <= EVERY_ELEMENT else gcd(total, FINEST)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One field of one layer, as a section keeps it.
+
+    Attributes:
+        layer, field: names, as in every engine.
+        item_bytes: bytes of one element.
+        inner: (name, count) of the axes that are neither sharded nor the token's, the last one fastest.
+    """
+
+    layer: str
+    field: str
+    item_bytes: int
+    inner: tuple[tuple[str, int], ...]
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes at one index of the section's axis, of one token where there are tokens."""
+        return self.item_bytes * prod(count for _, count in self.inner)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Everything in a chunk that is shared out along one axis.
+
+    Two layers of 4 KV heads in chunks of 16 tokens, K and V of 8 elements of 2 bytes: 4 units of 2 · 16 · 32
+    bytes.
+
+    >>> parts = [Part(layer, name, 2, (("content", 8),)) for layer in ("a", "b") for name in ("k", "v")]
+    >>> section = Section("head", 4, 16, tuple(parts))
+    >>> section.units, section.unit_bytes, section.bytes
+    (4, 1024, 4096)
+
+    Attributes:
+        axis: its name; "" for what every rank has whole.
+        total: elements of the axis over all ranks, 1 without one.
+        tokens: tokens of a chunk, 0 for a snapshot.
+        parts: by layer in the model's order, within a layer in the order in which they lie.
+    """
+
+    axis: str
+    total: int
+    tokens: int
+    parts: tuple[Part, ...]
+
+    @property
+    def units(self) -> int:
+        """Number of units."""
+        return unit_count(self.total)
+
+    @property
+    def unit_elements(self) -> int:
+        """Elements of the axis per unit: 1 for heads, more for channels."""
+        return self.total // self.units
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of a unit: of all layers and all tokens."""
+        return max(self.tokens, 1) * self.unit_elements * sum(part.element_bytes for part in self.parts)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all units."""
+        return self.units * self.unit_bytes
+
+    def layers(self) -> Iterator[tuple[str, tuple[Part, ...]]]:
+        """Name and parts of every layer, in order."""
+        for name, parts in groupby(self.parts, lambda part: part.layer):
+            yield name, tuple(parts)
+
+
+@dataclass(frozen=True)
+class CanonicalGroup:
+    """A chunk of one group: all layers of which a continuation needs the same tokens.
+
+    An engine may spread them over several groups of its own: it has as many block tables, a chunk has not.
+
+    Attributes:
+        kind, reach: as of `Group`.
+        sections: in the order in which they lie.
+    """
+
+    kind: GroupKind
+    reach: int
+    sections: tuple[Section, ...]
+
+    @property
+    def label(self) -> str:
+        """Name, the same as `Group.label` of every engine's group that is part of it."""
+        return group_label(self.kind, self.reach)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """First byte of every section."""
+        return (0, *accumulate(section.bytes for section in self.sections[:-1]))
+
+    @cached_property
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk."""
+        return sum(section.bytes for section in self.sections)
+
+
+@dataclass(frozen=True)
+class Canonical:
+    """What chunks of a model are: the same value from every engine that serves it.
+
+    Attributes:
+        chunk_tokens: tokens of a chunk.
+        groups: by label.
+    """
+
+    chunk_tokens: int
+    groups: tuple[CanonicalGroup, ...]
+
+    def index(self, label: str) -> int:
+        """Number of the group with this label.
+
+        Raises:
+            KeyError: there is none.
+        """
+        return {group.label: number for number, group in enumerate(self.groups)}[label]
+
+    def describe(self) -> Iterator[str]:
+        """Everything that decides what the bytes mean, in lines of text.
+
+        Elements are told apart by size alone: that they are of one dtype is for whoever compares models.
+        """
+        yield f"kvferry canonical form {FORMAT}, chunks of {self.chunk_tokens} tokens"
+        for group in self.groups:
+            yield f"group {group.label}"
+            for section in group.sections:
+                yield f"section {section.axis!r} {section.total} in {section.units} units"
+                for part in section.parts:
+                    inner = " ".join(f"{name!r}:{count}" for name, count in part.inner)
+                    yield f"part {part.layer!r} {part.field!r} {part.item_bytes} bytes {inner}"
+
+    @cached_property
+    def content(self) -> str:
+        """SHA-256 of `describe`, hexadecimal: chunks of equal content are read as one's own."""
+        return sha256("\n".join(self.describe()).encode()).hexdigest()

@@ -1,0 +1,288 @@
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from kvferry.errors import GeometryError
+from kvferry.geometry import Axis, Field, GroupKind, PageFormat, RankGeometry, opaque_page
+from kvferry.geometry.canonical import Canonical, canonical_of, chunk_pool, units_touched
+from kvferry.geometry.layout import EngineShape, lay_out
+from kvferry.geometry.store import LayerStore, ModelCache, Stored
+from kvferry.planning.request import as_addresses
+from kvferry.planning.select import Span, select_cells
+from kvferry.planning.template import build_templates
+from support.oracle import Memory, copy, expect, fill
+from support.pages import kv_page, rank_of, state_page
+
+GQA = ModelCache(
+    "gqa",
+    (LayerStore(GroupKind.FULL, 0, tuple(Stored(n, 2, 8, (("content", 64),)) for n in ("k", "v"))),) * 4,
+)
+MLA = ModelCache("mla", (LayerStore(GroupKind.MLA, 0, (Stored("latent", 2, 0, (("content", 576),)),)),) * 4)
+TABLE = np.arange(1, 5)
+"""Blocks, or slots, 1 to 4."""
+
+
+def engine(model: ModelCache, tp: int, tokens: int = 128, layout: str = "LBHNC") -> tuple[RankGeometry, ...]:
+    return lay_out(model, EngineShape(tp, (len(model.layers),), tokens, layout, 5))
+
+
+def only_pool(canonical: Canonical) -> RankGeometry:
+    assert len(canonical.groups) == 1
+    return chunk_pool(canonical, 0, 1 << 50, 5)
+
+
+def bytes_stored(ranks) -> list[int]:
+    """Bytes of a chunk that every rank stores."""
+    pool = only_pool(canonical_of(ranks, 128))
+    return [sum(r.rows.total_bytes for r in t.routes) for t in build_templates(ranks, pool)]
+
+
+# -- who stores what, who reads what
+
+
+def test_gqa_stored_by_four_is_read_by_two_as_one_run():
+    four, two = engine(GQA, 4), engine(GQA, 2, layout="BHLNC")
+    canonical = canonical_of(four, 128)
+    assert canonical == canonical_of(two, 128)
+    (section,) = canonical.groups[0].sections
+    assert (section.units, section.unit_bytes) == (8, 4 * 128 * 2 * 64 * 2)
+    for rank in two:
+        (template,) = build_templates([only_pool(canonical)], rank)
+        (route,) = template.routes
+        assert route.rows.length.tolist() == [4 * section.unit_bytes]
+    assert [units_touched(canonical.groups[0], rank)[0].whole for rank in two] == [range(4), range(4, 8)]
+
+
+def test_a_head_of_a_layer_is_one_run_from_a_head_major_page():
+    (template,) = build_templates(engine(GQA, 1), only_pool(canonical_of(engine(GQA, 1), 128)))
+    assert set(template.routes[0].rows.length.tolist()) == {128 * 2 * 64 * 2}
+
+
+def test_what_ranks_hold_copies_of_is_stored_by_one():
+    latent = 4 * 128 * 576 * 2
+    assert bytes_stored(engine(MLA, 4)) == [latent, 0, 0, 0]
+    head = 4 * 128 * 2 * 64 * 2
+    assert bytes_stored(engine(GQA, 16)) == [head, 0] * 8
+
+
+def test_a_latent_is_one_unit_that_every_rank_touches():
+    ranks = engine(MLA, 4)
+    (group,) = canonical_of(ranks, 128).groups
+    assert [(s.axis, s.units, s.unit_bytes) for s in group.sections] == [("", 1, 4 * 128 * 576 * 2)]
+    assert [units_touched(group, rank)[0].whole for rank in ranks] == [range(1)] * 4
+
+
+# -- recurrent state: heads and channels
+
+
+def mamba2(ranges: list[tuple[int, int]], layers: int = 3) -> list[RankGeometry]:
+    """Ranks that hold these of 16 heads of 4 · 8 floats and 32 channels of x each; a single b is on all."""
+    found = []
+    for rank, (start, stop) in enumerate(ranges):
+        heads, channels = stop - start, 32 * (stop - start)
+        row = (channels + 8) * 2
+        width = Axis("width", ((3, row),))
+        x = Field("conv.x", 2, 0, (Axis("channel", ((channels, 2),), 32 * start, 512), width))
+        b = Field("conv.b", 2, channels * 2, (Axis("channel", ((8, 2),)), width))
+        inner = Axis("channel", ((4, 32),)), Axis("state", ((8, 4),))
+        ssm = Field("ssm", 4, 3 * row, (Axis("head", ((heads, 128),), start, 16), *inner))
+        page = PageFormat("MAMBA2", 0, 3 * row + heads * 128, (x, b, ssm))
+        tp = (rank, len(ranges))
+        found.append(rank_of(*[page] * layers, kind=GroupKind.STATE, tp=tp, address=(1 + rank) << 40))
+    return found
+
+
+EVEN, QUARTERS, UNEVEN = (
+    [(0, 16)],
+    [(0, 4), (4, 8), (8, 12), (12, 16)],
+    [(0, 3), (3, 10), (10, 16)],
+)
+
+
+@pytest.mark.parametrize("ranges", [EVEN, QUARTERS, UNEVEN])
+def test_a_rank_reads_one_run_of_units_of_every_section_of_a_state(ranges: list[tuple[int, int]]):
+    ranks = mamba2(ranges)
+    canonical = canonical_of(ranks, 256)
+    assert canonical == canonical_of(mamba2(EVEN), 256)
+    (group,) = canonical.groups
+    assert [(s.axis, s.total, s.units, s.unit_bytes) for s in group.sections] == [
+        ("head", 16, 16, 3 * 128),
+        ("channel", 8, 8, 3 * 3 * 2),
+        ("channel", 512, 64, 3 * 8 * 3 * 2),
+    ]
+    pool = only_pool(canonical)
+    for rank, (start, stop) in zip(ranks, ranges, strict=True):
+        whole = [touched.whole for touched in units_touched(group, rank)]
+        assert whole == [range(start, stop), range(8), range(4 * start, 4 * stop)]
+        (template,) = build_templates([pool], rank)
+        (route,) = template.routes
+        read, expected = np.zeros((2, group.chunk_bytes), bool)
+        for at, length in zip(route.rows.src - pool.regions[0].address, route.rows.length, strict=True):
+            read[at : at + length] = True
+        for section, first, units in zip(group.sections, group.starts, whole, strict=True):
+            expected[first + units.start * section.unit_bytes : first + units.stop * section.unit_bytes] = (
+                True
+            )
+        assert np.array_equal(read, expected)
+
+
+@pytest.mark.parametrize("cuts", [[0, 100, 299, 512], [0, 7, 9, 512], [0, 512]])
+def test_channels_may_be_cut_inside_a_unit(cuts: list[int]):
+    def ranks(at: list[int], base: int) -> list[RankGeometry]:
+        pages = [state_page(b - a, a, 512) for a, b in pairwise(at)]
+        return [
+            rank_of(page, page, kind=GroupKind.STATE, tp=(n, len(pages)), address=base + (n << 32))
+            for n, page in enumerate(pages)
+        ]
+
+    writers, readers = ranks(cuts, 1 << 40), ranks([0, 256, 512], 1 << 44)
+    canonical = canonical_of(writers, 1)
+    assert canonical == canonical_of(readers, 1)
+    (group,) = canonical.groups
+    touched = [units_touched(group, rank)[0] for rank in writers]
+    assert [t.units for t in touched] == [range(a // 8, -(-b // 8)) for a, b in pairwise(cuts)]
+    assert [t.whole for t in touched] == [
+        range(-(-a // 8), b // 8) if -(-a // 8) < b // 8 else range(0) for a, b in pairwise(cuts)
+    ]
+    hand_over(writers, only_pool(canonical), readers)
+
+
+def test_a_copy_beside_a_share_touches_every_unit_but_holds_only_the_shares_whole():
+    def page(start: int) -> PageFormat:
+        share = Field("conv.x", 2, 0, (Axis("channel", ((2, 2),), start, 4),))
+        copied = Field("conv.b", 2, 4, (Axis("channel", ((4, 2),)),))
+        return PageFormat("state", 0, 12, (share, copied))
+
+    ranks = [rank_of(page(2 * rank), kind=GroupKind.STATE, tp=(rank, 2)) for rank in range(2)]
+    (group,) = canonical_of(ranks, 16).groups
+    touched = [units_touched(group, rank)[0] for rank in ranks]
+    assert [(t.units, t.whole) for t in touched] == [(range(4), range(2)), (range(4), range(2, 4))]
+
+
+def hand_over(writers, pool, readers) -> None:
+    """A snapshot through slot 4, every byte checked."""
+    memories = [Memory.of(rank, n) for n, rank in enumerate(writers)]
+    for rank, memory in zip(writers, memories, strict=True):
+        fill(rank, [TABLE[:1]], memory)
+    kept = Memory.of(pool, 100)
+    carried(writers, memories, pool, kept, TABLE[:1], TABLE[3:])
+    for rank in readers:
+        memory = Memory.of(rank, 200)
+        expected = expect(rank, [pool], [Span(0, 9, 9)], [TABLE[2:3]], memory.bytes.copy())
+        carried([pool], [kept], rank, memory, TABLE[3:], TABLE[2:3])
+        expected.check(memory.bytes)
+
+
+def carried(srcs, memories, dst, memory, src_table, dst_table) -> None:
+    writes = np.zeros(len(memory.bytes), np.int64)
+    for template, source in zip(build_templates(srcs, dst), memories, strict=True):
+        for route in template.routes:
+            cells = select_cells(route, GroupKind.STATE, 0, Span(0, 9, 9), src_table, dst_table)
+            copy(as_addresses(route, cells), source, memory, writes)
+    assert writes.max() == 1
+
+
+# -- one value whatever the engine
+
+
+def test_layers_are_in_the_order_of_their_numbers_whichever_rank_has_them():
+    (rank,) = engine(ModelCache("deep", GQA.layers * 3), 1)
+    (group,) = rank.groups
+    backwards = replace(rank, groups=(replace(group, layers=group.layers[::-1]),))
+    names = [name for name, _ in canonical_of([backwards], 16).groups[0].sections[0].layers()]
+    assert names == [f"layers.{number}" for number in range(12)]
+
+
+def test_layers_that_need_the_same_are_one_chunk_however_the_engine_groups_them():
+    fields = GQA.layers[0].fields
+    windows = ModelCache(
+        "gemma", (*[LayerStore(GroupKind.SLIDING, 64, fields)] * 5, LayerStore(GroupKind.FULL, 0, fields))
+    )
+    apart = lay_out(windows, EngineShape(2, (6,), 16, "BLHNC", 5, group_size=1))
+    together = lay_out(windows, EngineShape(1, (2, 4), 16, "LBHNC", 5))
+    assert [len(ranks[0].groups) for ranks in (apart, together)] == [6, 2]
+    canonical = canonical_of(apart, 32)
+    assert canonical == canonical_of(together, 32)
+    assert [group.label for group in canonical.groups] == ["full_attention", "sliding_window(64)"]
+    assert [canonical.index(group.label) for group in apart[0].groups] == [1, 1, 1, 1, 1, 0]
+
+
+def test_layers_of_different_heads_have_sections_of_their_own():
+    ranks = [rank_of(kv_page(heads=2), kv_page(heads=4))]
+    (group,) = canonical_of(ranks, 16).groups
+    assert [(s.total, s.unit_bytes) for s in group.sections] == [(2, 256), (4, 256)]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        kv_page(item=4),
+        kv_page(width=4),
+        kv_page(heads=4),
+        replace(kv_page(), fields=(replace(kv_page().fields[0], name="k"),)),
+    ],
+    ids=["element", "width", "heads", "name"],
+)
+def test_what_changes_the_meaning_of_bytes_changes_the_content(other: PageFormat):
+    assert canonical_of([rank_of(kv_page())], 16).content != canonical_of([rank_of(other)], 16).content
+
+
+def test_content_stays_what_it_was():
+    # Chunks on disk are found by it: if this changes, raise FORMAT.
+    assert canonical_of([rank_of(kv_page())], 16).content[:16] == "cf86635b757b1a04"
+
+
+# -- what has no canonical form
+
+
+def refusal(ranks, chunk_tokens: int = 16) -> str:
+    with pytest.raises(GeometryError) as caught:
+        canonical_of(ranks, chunk_tokens)
+    return str(caught.value)
+
+
+def test_opaque_pages_are_refused_in_words():
+    said = refusal([rank_of(kv_page(), opaque_page("FLASH_SPARSE", 16, 64, 0, 1))])
+    assert said.startswith("layer 'layers.1': FLASH_SPARSE has no canonical form, its bytes are opaque")
+
+
+def test_one_value_per_block_is_refused():
+    field = Field("scale", 4, 0, (Axis("head", ((2, 4),)),))
+    assert "field 'scale' has one value per block" in refusal([rank_of(PageFormat("kv", 16, 8, (field,)))])
+
+
+def test_a_shard_of_another_axis_is_refused():
+    field = Field("kv", 2, 0, (Axis("token", ((16, 2),)), Axis("content", ((1, 2),), 0, 2)))
+    assert "sharded along 'content'" in refusal([rank_of(PageFormat("kv", 16, 32, (field,)))])
+
+
+def test_missing_and_doubled_ranks_are_refused():
+    first, second = engine(GQA, 2)
+    for ranks in ([first], [first, first], [first, second, second], [], [first, engine(GQA, 4)[1]]):
+        assert "needs every rank of one engine once" in refusal(ranks)
+
+
+def test_ranks_that_disagree_are_refused():
+    first, second = rank_of(kv_page(), tp=(0, 2)), rank_of(kv_page(width=4), tp=(1, 2))
+    assert "layer 'layers.0': ranks of one engine describe it differently" in refusal([first, second])
+
+
+def test_chunks_of_no_tokens_are_refused():
+    assert refusal([rank_of(kv_page())], 0) == "chunks of 0 tokens"
+
+
+def test_slots_that_do_not_hold_a_chunk_are_refused():
+    canonical = canonical_of(engine(GQA, 1), 128)
+    with pytest.raises(
+        GeometryError, match=r"5 slots of 4096 bytes for chunks of 1048576 bytes \(full_attention\)"
+    ):
+        chunk_pool(canonical, 0, 0, 5, stride=4096)
+    with pytest.raises(GeometryError, match="0 slots"):
+        chunk_pool(canonical, 0, 0, 0)
+
+
+def test_a_label_that_no_group_has_is_a_key_error():
+    with pytest.raises(KeyError):
+        canonical_of(engine(GQA, 1), 128).index("state")

@@ -1,0 +1,203 @@
+"""Chunks stored by some engines and loaded by others, against bytes computed without the planner."""
+
+from collections.abc import Sequence
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import numpy as np
+from hypothesis import event, given, settings, strategies as st
+
+from kvferry.geometry import GroupKind, RankGeometry
+from kvferry.geometry.canonical import Canonical, canonical_of, chunk_pool, units_touched
+from kvferry.planning.request import as_addresses
+from kvferry.planning.select import Cells, Span, select_cells
+from kvferry.planning.template import Route, build_templates
+from support.chunks import Engine, Finest, Kept, chunk_of, kept
+from support.engines import ranks
+from support.oracle import Memory, copy, expect, fill, visible
+from support.packed import move, way_of
+from support.ready import source_of
+
+EXAMPLES = 3 * settings.get_profile("ci").max_examples // 4
+WAYS = ("direct", "direct", "over-read", "staged", "staged, landed")
+
+
+@settings(max_examples=EXAMPLES)
+@given(kept(), st.sampled_from(WAYS))
+def test_what_some_engines_store_another_loads(case: Kept, how: str):
+    try:
+        check_bytes(case, how)
+    except BaseException as error:
+        error.add_note(f"\ndef test_this_case():\n    check_bytes({source_of(case)}, {how!r})\n")
+        raise
+
+
+def check_bytes(case: Kept, how: str) -> None:
+    with cut_like(case.finest):
+        canonical = form_of(case)
+        pools = pools_of(canonical, case)
+        tables = slots_of(canonical, case)
+        memories = [Memory.of(pool, 500 + number) for number, pool in enumerate(pools)]
+        written = [np.zeros(len(memory.bytes), np.int64) for memory in memories]
+        halves = (range(case.cut), range(case.cut, case.chunks))
+        for seed, (engine, chunks) in enumerate(zip(case.writers, halves, strict=True)):
+            store(case, engine, chunks, pools, tables, memories, written, seed, how)
+        for group, pool, table, memory, count in zip(
+            canonical.groups, pools, tables, memories, written, strict=True
+        ):
+            check_chunks(case, group, pool, table, memory, count)
+        load(case, pools, tables, memories, how)
+
+
+def store(
+    case: Kept,
+    engine: Engine,
+    chunks: range,
+    pools: Sequence[RankGeometry],
+    tables: Sequence[np.ndarray],
+    memories: Sequence[Memory],
+    written: Sequence[np.ndarray],
+    seed: int,
+    how: str,
+) -> None:
+    """Some chunks; a snapshot is stored by whoever stores the last chunk."""
+    sources = ranks(engine.spec, case.families)
+    filled = [Memory.of(rank, seed * 100 + number) for number, rank in enumerate(sources)]
+    for rank, memory in zip(sources, filled, strict=True):
+        rank.check()
+        fill(rank, engine.tables, memory)
+    if not chunks:
+        return
+    span = Span(
+        chunks.start * case.chunk_tokens, chunks.stop * case.chunk_tokens, case.chunks * case.chunk_tokens
+    )
+    for number, pool in enumerate(pools):
+        kind = pool.groups[number].kind
+        if kind is GroupKind.STATE and chunks.stop != case.chunks:
+            continue
+        kind = kind if kind is GroupKind.STATE else GroupKind.FULL
+        for template, source in zip(build_templates(sources, pool), filled, strict=True):
+            for route in template.routes:
+                cells = select_cells(
+                    route, kind, 0, span, engine.tables[route.src_group], tables[route.dst_group]
+                )
+                carry(route, cells, source, memories[number], written[number], how)
+
+
+def check_chunks(case, group, pool, table, memory, written) -> None:
+    before = Memory.of(pool, 500 + pool.pp_rank).bytes
+    stride = pool.groups[pool.pp_rank].layers[0].block_stride
+    expected, times = before.copy(), np.zeros(len(before), np.int64)
+    for chunk, slot in enumerate(table.tolist()):
+        tokens = range(chunk * case.chunk_tokens, (chunk + 1) * case.chunk_tokens)
+        value = chunk_of(case.families, group.kind, group.reach, tokens, case.finest)
+        assert len(value) == group.chunk_bytes
+        expected[slot * stride : slot * stride + len(value)] = value
+        times[slot * stride : slot * stride + len(value)] = 1
+    assert np.array_equal(memory.bytes, expected), "a chunk is not what it should be"
+    assert np.array_equal(written, times), "a byte was stored twice"
+
+
+def load(case: Kept, pools, tables, memories, how: str) -> None:
+    for rank in ranks(case.reader.spec, case.families):
+        rank.check()
+        memory = Memory.of(rank, 1000)
+        expected = expect(rank, pools, case.spans, case.reader.tables, memory.bytes.copy())
+        writes = np.zeros(len(memory.bytes), np.int64)
+        for source, template in zip(memories, build_templates(pools, rank), strict=True):
+            for route in template.routes:
+                group, span = rank.groups[route.dst_group], case.spans[route.dst_group]
+                at_hand = needed_slots(case, group, span, tables[route.src_group])
+                cells = select_cells(
+                    route, group.kind, group.reach, span, at_hand, case.reader.tables[route.dst_group]
+                )
+                carry(route, cells, source, memory, writes, how)
+        expected.check(memory.bytes)
+        assert writes.max(initial=0) <= 1, "a byte was read from two places"
+        event("loads something" if writes.any() else "loads nothing")
+
+
+def needed_slots(case: Kept, group, span: Span, table: np.ndarray) -> np.ndarray:
+    """Null slots for chunks that nobody needs: a window does not ask for what is before it."""
+    if group.kind is GroupKind.STATE:
+        return table
+    chunks = {token // case.chunk_tokens for token in visible(group.kind, group.reach, span)}
+    return np.where(np.isin(np.arange(len(table)), sorted(chunks)), table, 0)
+
+
+def carry(route: Route, cells: Cells, src: Memory, dst: Memory, writes: np.ndarray, how: str) -> None:
+    if how == "direct":
+        copy(as_addresses(route, cells), src, dst, writes)
+    elif len(cells):
+        move(route, way_of(route, how, 64), cells, src, dst, writes)
+
+
+@settings(max_examples=EXAMPLES // 2)
+@given(kept())
+def test_engines_of_one_model_agree_on_the_canonical_form(case: Kept):
+    with cut_like(case.finest):
+        forms = [
+            canonical_of(ranks(engine.spec, case.families), case.chunk_tokens)
+            for engine in (*case.writers, case.reader)
+        ]
+        assert forms[0] == forms[1] == forms[2]
+        assert len({form.content for form in forms}) == 1
+        assert form_of(case, case.chunk_tokens + 1).content != forms[0].content
+
+
+@settings(max_examples=EXAMPLES // 2)
+@given(kept())
+def test_the_units_that_a_rank_touches_are_those_that_it_reads(case: Kept):
+    with cut_like(case.finest):
+        canonical = form_of(case)
+        pools = pools_of(canonical, case)
+        for rank in ranks(case.reader.spec, case.families):
+            for group, pool, template in zip(
+                canonical.groups, pools, build_templates(pools, rank), strict=True
+            ):
+                read = bytes_read(group.chunk_bytes, pool, template)
+                for section, start, touched in zip(
+                    group.sections, group.starts, units_touched(group, rank), strict=True
+                ):
+                    units = read[start : start + section.bytes].reshape(section.units, section.unit_bytes)
+                    assert np.flatnonzero(units.any(1)).tolist() == list(touched.units)
+                    assert np.flatnonzero(units.all(1)).tolist() == list(touched.whole)
+                    event("partly" if touched.units != touched.whole else "wholly")
+
+
+def bytes_read(chunk_bytes: int, pool: RankGeometry, template) -> np.ndarray:
+    """Which bytes of slot 0 all cells of all routes read: bool of shape (chunk_bytes,)."""
+    read = np.zeros(chunk_bytes, bool)
+    for route in template.routes:
+        for pieces in route.phases:
+            for at, length in zip(
+                (pieces.src - pool.regions[0].address).tolist(), pieces.length.tolist(), strict=True
+            ):
+                read[at : at + length] = True
+    return read
+
+
+def form_of(case: Kept, chunk_tokens: int = 0) -> Canonical:
+    return canonical_of(ranks(case.writers[0].spec, case.families), chunk_tokens or case.chunk_tokens)
+
+
+def pools_of(canonical: Canonical, case: Kept) -> list[RankGeometry]:
+    """A pool per group, with a gap between slots."""
+    return [
+        chunk_pool(canonical, number, (1 << 50) + (number << 32), case.chunks + 2, group.chunk_bytes + 3)
+        for number, group in enumerate(canonical.groups)
+    ]
+
+
+def slots_of(canonical: Canonical, case: Kept) -> list[np.ndarray]:
+    """Slots by chunk, none of them 0; of a snapshot, the one."""
+    order = np.random.default_rng(case.seed).permutation(case.chunks + 1)[: case.chunks] + 1
+    return [order[:1] if group.kind is GroupKind.STATE else order for group in canonical.groups]
+
+
+@contextmanager
+def cut_like(finest: Finest):
+    """Units of several elements, though the axes of made-up models are short."""
+    form = "kvferry.geometry.canonical.form"
+    with patch(f"{form}.EVERY_ELEMENT", finest.every_element), patch(f"{form}.FINEST", finest.finest):
+        yield
