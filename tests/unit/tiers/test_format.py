@@ -104,14 +104,19 @@ def test_a_header_signed_by_a_liar_is_refused_or_is_the_one_image_of_its_chunk(c
     for at, value in changes:
         made[at : at + len(value)] = value
     made[length - 32 : length] = header_digest(made[: length - 32])
-    try:
-        header = decode_header(made)
-    except ChunkError as error:
-        assert len(str(error)) < 300
-        assert "\n" not in str(error)
-    else:
+    header, said = tried(made)
+    assert len(said) < 300
+    assert "\n" not in said
+    if header is not None:
         span = aligned(header.chunk.header_bytes)
         assert chunk_format.encode_header(header.chunk, header.digests) == made[:span]
+
+
+def tried(made):
+    try:
+        return decode_header(made), ""
+    except ChunkError as error:
+        return None, str(error)
 
 
 @pytest.mark.parametrize(
