@@ -61,19 +61,15 @@ def read_header(fd: int) -> Header:
     return header
 
 
-def verify_file(path: str) -> Header:
+def verify_file(fd: int) -> Header:
     """Read and check every byte of a file.
 
     Raises:
         ChunkError: some byte is not what was written.
         OSError: it cannot be read.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        header = read_header(fd)
-        return verify(lambda at, size: _read(fd, at, size), header.chunk.file_bytes)
-    finally:
-        os.close(fd)
+    header = read_header(fd)
+    return verify(lambda at, size: _read(fd, at, size), header.chunk.file_bytes)
 
 
 def _read(fd: int, offset: int, size: int) -> Buffer:

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvferry.errors import ChunkError
+from kvferry.tiers.aside import set_aside
 from kvferry.tiers.checksum import Buffer
 from kvferry.tiers.chunk_io import read_header, read_into, write_all
 from kvferry.tiers.decode import Header, check_units
@@ -27,7 +28,7 @@ from kvferry.tiers.index import Index
 from kvferry.tiers.ledger import Busy, Ledger
 from kvferry.tiers.opening import Namespace, check_directory, take_into_use
 from kvferry.tiers.outcome import FileStats, Get, Put, Tally
-from kvferry.tiers.place import chunk_path, key_of, quarantine_path
+from kvferry.tiers.place import chunk_path, key_of
 from kvferry.tiers.room import Full, Room
 
 _log = logging.getLogger(__name__)
@@ -244,7 +245,7 @@ class FileStore:
                 _fetch(fd, header, one)
             self._used(fd)
         except ChunkError as error:
-            self._quarantine(fd, path, key)
+            self._tally.add(quarantined=set_aside(self._root, self._ledger, fd, path))
             raise _Bad(f"{path}: {error}") from error
         finally:
             os.close(fd)
@@ -256,13 +257,6 @@ class FileStore:
             # Whoever may read but not write uses chunks without being noticed.
             with suppress(OSError):
                 os.utime(fd, ns=(int(now * 1e9),) * 2)
-
-    def _quarantine(self, fd: int, path: str, key: bytes) -> None:
-        """Move a bad file aside, unless it is there no more or another one has taken its place."""
-        with suppress(Busy, OSError), self._ledger.held():
-            if os.path.samestat(os.fstat(fd), os.stat(path)):
-                os.rename(path, quarantine_path(self._root, self._namespace, key))
-                self._tally.add(quarantined=1)
 
     def _gone(self, path: str) -> None:
         folder, name = os.path.split(path)

@@ -37,12 +37,14 @@ class Account:
     Attributes:
         capacity: bytes that all files may add up to.
         used: bytes that they add up to, or more.
+        lost: the ledger could not be read, so this was counted.
     """
 
     def __init__(self, fd: int, root: str, capacity: int) -> None:
         self._fd = fd
         self._root = root
         found = _parse(os.pread(fd, LEDGER_BYTES, 0))
+        self.lost = found is None
         self.capacity, self.used = found or (capacity, 0)
         if found is None:
             self.count()
@@ -82,6 +84,7 @@ class Ledger:
 
     Attributes:
         capacity: bytes, what a ledger that is lost is made anew with.
+        after_loss: called when it was, held.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class Ledger:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.capacity = 0
+        self.after_loss: Callable[[Account], None] = lambda _: None
         self._root = root
         self._path = f"{root}/{LEDGER}"
         self._lock_seconds = lock_seconds
@@ -114,7 +118,13 @@ class Ledger:
         fd = self._lock(self._lock_seconds if seconds is None else seconds)
         try:
             account = Account(fd, self._root, self.capacity)
-            self.capacity = account.capacity
+            if account.capacity:
+                self.capacity = account.capacity
+            elif self.capacity:
+                # Made anew by a process that did not know it.
+                account.limit(self.capacity)
+            if account.lost:
+                self.after_loss(account)
             while self._owed:
                 account.release(self._owed.popleft())
             yield account

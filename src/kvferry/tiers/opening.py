@@ -94,16 +94,14 @@ def take_into_use(root: str, ledger: Ledger, room: Room, namespace: Namespace, c
         ConfigError: the directory cannot be used, or not with that capacity.
     """
     try:
-        os.makedirs(f"{root}/{QUARANTINE}", exist_ok=True)
-        os.makedirs(f"{root}/{namespace.digest.hex()}", exist_ok=True)
         with ledger.held(_PATIENCE_SECONDS) as account:
             room.settle(account)
             account.limit(_capacity(root, account, capacity))
             ledger.capacity = account.capacity
             room.make_room(account)
-            _note(f"{root}/{MARKER}", {"kvferry": _SIGNATURE, "directory": DIRECTORY_VERSION}, account, room)
-            note = {"namespace": namespace.digest.hex(), "facts": dict(namespace.facts)}
-            _note(f"{root}/{namespace.digest.hex()}/{NAMESPACE_NOTE}", note, account, room)
+            _furnish(root, namespace, account, room)
+        # A directory that an operator clears is furnished again by the engines that go on using it.
+        ledger.after_loss = lambda account: _furnish(root, namespace, account, room)
     except Busy as error:
         raise ConfigError(f"file tier: {error}; see which process that is, and end it") from error
     except OSError as error:
@@ -128,6 +126,16 @@ def _capacity(root: str, account: Account, asked: int | None) -> int:
             f"for {_size(asked)}; lower the capacity or free space"
         )
     return asked
+
+
+def _furnish(root: str, namespace: Namespace, account: Account, room: Room) -> None:
+    """Make what every directory has, where it is missing. The ledger is held."""
+    folder = f"{root}/{namespace.digest.hex()}"
+    os.makedirs(f"{root}/{QUARANTINE}", exist_ok=True)
+    os.makedirs(folder, exist_ok=True)
+    _note(f"{root}/{MARKER}", {"kvferry": _SIGNATURE, "directory": DIRECTORY_VERSION}, account, room)
+    note = {"namespace": namespace.digest.hex(), "facts": dict(namespace.facts)}
+    _note(f"{folder}/{NAMESPACE_NOTE}", note, account, room)
 
 
 def _note(path: str, content: Mapping[str, object], account: Account, room: Room) -> None:

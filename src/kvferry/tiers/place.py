@@ -81,8 +81,15 @@ def temporary_path(final: str, reserved: int) -> str:
     return f"{folder}/.{stem}.{reserved}.{boot_id()}.{secrets.token_hex(8)}.tmp"
 
 
-def quarantine_path(root: str, namespace: bytes, key: bytes) -> str:
-    """Where a bad file of a key goes; another name every time."""
+def identity(path: str) -> tuple[bytes, bytes]:
+    """Namespace and key of the chunk that lies at a path of `chunk_path`."""
+    folders, name = os.path.split(path)
+    return bytes.fromhex(folders.split("/")[-2]), key_of(name) or b""
+
+
+def quarantine_path(root: str, path: str) -> str:
+    """Where a bad file goes that lies at a path of `chunk_path`; another name every time."""
+    namespace, key = identity(path)
     return f"{root}/{QUARANTINE}/{namespace.hex()}-{key.hex()}-{secrets.token_hex(8)}.bad"
 
 

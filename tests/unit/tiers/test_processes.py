@@ -111,7 +111,8 @@ def test_processes_that_are_killed_while_they_write_break_nothing(tmp_path):
         assert one["puts"][Put.STORED] > 20
     assert not list((path / "quarantine").iterdir())
     for chunk in path.rglob("*.kv"):
-        verify_file(str(chunk))
+        with chunk.open("rb") as file:
+            verify_file(file.fileno())
     open_store(path)
     assert not temporaries(path)
     assert read_ledger(path) == (_CAPACITY, total(path))
@@ -164,7 +165,8 @@ def test_a_store_killed_at_any_system_call_leaves_nothing_wrong(tmp_path, call):
     assert read_ledger(tmp_path)[1] >= total(tmp_path)
     assert total(tmp_path) <= 3 * FILE_BYTES
     for chunk in tmp_path.rglob("*.kv"):
-        verify_file(str(chunk))
+        with chunk.open("rb") as file:
+            verify_file(file.fileno())
     for number in (4, 5, 6):
         assert store.put(key(number), parts(number)) is Put.STORED
         assert total(tmp_path) <= 3 * FILE_BYTES
