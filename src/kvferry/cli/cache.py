@@ -46,7 +46,7 @@ def ls(path: _Path, as_json: _Json = False) -> None:
             print(f"  {line}")
         held = f"{one.chunks} chunks, {one.tokens} tokens, {size(one.total_bytes)}"
         if one.oldest is not None and one.newest is not None:
-            held += f"; last used {_age(one.newest)} ago, the oldest {_age(one.oldest)}"
+            held += f"; last used {_age(one.newest)} ago, the oldest {_age(one.oldest)} ago"
         print(f"  {held}")
         if one.unreadable:
             print(f"  {one.unreadable} of them cannot be read; see kvferry cache verify")

@@ -13,9 +13,8 @@ import fcntl
 import os
 import struct
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from kvferry.tiers.checksum import unit_digests
 from kvferry.tiers.place import LEDGER, Kind, walk
@@ -102,7 +101,6 @@ class Ledger:
         self._clock = clock
         self._sleep = sleep
         self._device = os.stat(root).st_dev
-        self._owed: deque[int] = deque()
 
     @contextmanager
     def held(self, seconds: float | None = None) -> Iterator[Account]:
@@ -125,17 +123,9 @@ class Ledger:
                 account.limit(self.capacity)
             if account.lost:
                 self.after_loss(account)
-            while self._owed:
-                account.release(self._owed.popleft())
             yield account
         finally:
             os.close(fd)
-
-    def release_later(self, size: int) -> None:
-        """Release `size` bytes now, or, if the ledger cannot be had, when it is held next."""
-        self._owed.append(size)
-        with suppress(Busy, OSError), self.held():
-            pass
 
     def _lock(self, seconds: float) -> int:
         deadline = self._clock() + seconds

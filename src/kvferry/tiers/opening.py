@@ -101,7 +101,7 @@ def take_into_use(root: str, ledger: Ledger, room: Room, namespace: Namespace, c
             room.make_room(account)
             _furnish(root, namespace, account, room)
         # A directory that an operator clears is furnished again by the engines that go on using it.
-        ledger.after_loss = lambda account: _furnish(root, namespace, account, room)
+        ledger.after_loss = lambda account: _furnish_again(root, namespace, account, room)
     except Busy as error:
         raise ConfigError(f"file tier: {error}; see which process that is, and end it") from error
     except OSError as error:
@@ -136,6 +136,12 @@ def _furnish(root: str, namespace: Namespace, account: Account, room: Room) -> N
     _note(f"{root}/{MARKER}", {"kvferry": _SIGNATURE, "directory": DIRECTORY_VERSION}, account, room)
     note = {"namespace": namespace.digest.hex(), "facts": dict(namespace.facts)}
     _note(f"{folder}/{NAMESPACE_NOTE}", note, account, room)
+
+
+def _furnish_again(root: str, namespace: Namespace, account: Account, room: Room) -> None:
+    # Notes are for people; no store is dropped because one cannot be written.
+    with suppress(ConfigError, OSError):
+        _furnish(root, namespace, account, room)
 
 
 def _note(path: str, content: Mapping[str, object], account: Account, room: Room) -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from kvferry.tiers.ledger import Account, Ledger
+from kvferry.tiers.ledger import Account, Busy, Ledger
 from kvferry.tiers.outcome import Tally
 from kvferry.tiers.place import Entry, Kind, boot_id, temporary_path, walk
 
@@ -109,16 +109,17 @@ class Room:
             return False
 
     def abandon(self, temporary: str, size: int) -> None:
-        """Remove a file that could not be written, and release its bytes."""
-        try:
+        """Remove a file that could not be written, and release its bytes.
+
+        If that cannot be done now, the file stays, emptied, and charged as its name says: it is a leftover that
+        the next sweep finds once its writer has closed it.
+        """
+        with suppress(OSError):
+            os.truncate(temporary, 0)
+        # Held from before it is gone: who counts in between would not see it, and it would be released twice.
+        with suppress(Busy, OSError), self._ledger.held() as account:
             os.unlink(temporary)
-        except FileNotFoundError:
-            # Swept, with its bytes.
-            return
-        except OSError:
-            # It may be there still; it stays charged, and is swept when this process has ended.
-            return
-        self._ledger.release_later(size)
+            account.release(size)
 
     def settle(self, account: Account) -> None:
         """Remove what dead writers left, and count all files again. Takes walks of the directory."""

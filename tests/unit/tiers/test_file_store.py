@@ -406,9 +406,40 @@ def test_a_ledger_lost_while_a_file_is_written_costs_no_space_for_ever(tmp_path,
     assert store.put(key(1), parts(1)) is Put.BUSY
     held.close()
     monkeypatch.undo()
-    assert not temporaries(tmp_path)
-    assert store.put(key(2), parts(2)) is Put.STORED
+    (left,) = temporaries(tmp_path)
+    assert left.stat().st_size == 0
+    for number in range(2, 30):
+        assert store.put(key(number), parts(number)) is Put.STORED
+    assert store.stats.swept == 1
     assert read_ledger(tmp_path)[1] == total(tmp_path)
+
+
+def test_no_file_comes_or_goes_unless_the_ledger_is_held(store, tmp_path, monkeypatch):
+    seen = []
+
+    def checked(name):
+        real = getattr(os, name)
+
+        def checking(path, *args, **kwargs):
+            if name != "open" or args[0] & os.O_EXCL:
+                with (tmp_path / "ledger").open("rb") as file, pytest.raises(BlockingIOError):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                seen.append(name)
+            return real(path, *args, **kwargs)
+
+        return checking
+
+    for name in ("unlink", "rename", "open"):
+        monkeypatch.setattr(os, name, checked(name))
+    for number in range(20):
+        store.put(key(number), parts(number))
+    spoil(file_of(tmp_path, 19), 5000)
+    assert fetch(store, 19)[0] is Get.CORRUPT
+    assert set(seen) == {"unlink", "rename", "open"}
+    seen.clear()
+    monkeypatch.setattr(file_store, "write_all", out_of_space)
+    assert store.put(key(50), parts(50)) is Put.NO_SPACE
+    assert seen == ["unlink", "open", "unlink"]
 
 
 def test_a_full_device_drops_the_store_in_words_and_leaves_nothing(store, tmp_path, monkeypatch, caplog):
@@ -541,6 +572,10 @@ def test_a_file_that_cannot_be_read_is_a_miss_and_stays(store, tmp_path, monkeyp
     assert fetch(store, 1)[0] is Get.IO_ERROR
     monkeypatch.undo()
     assert file_of(tmp_path, 1).exists()
+
+
+def out_of_space(fd, image):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def spoil(path, at):
