@@ -111,8 +111,8 @@ class Room:
     def abandon(self, temporary: str, size: int) -> None:
         """Remove a file that could not be written, and release its bytes.
 
-        If that cannot be done now, the file stays, emptied, and charged as its name says: it is a leftover that
-        the next sweep finds once its writer has closed it.
+        If that cannot be done now, the file stays, emptied, and charged as its name says: it is a leftover
+        that the next sweep finds once its writer has closed it.
         """
         with suppress(OSError):
             os.truncate(temporary, 0)
