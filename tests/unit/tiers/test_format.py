@@ -164,6 +164,13 @@ def test_what_cannot_be_a_chunk_is_refused_in_words(make, said):
         make()
 
 
+def test_a_damaged_header_is_known_by_its_checksum_before_anything_in_it_is_used():
+    made = bytearray(image(_CHUNK))
+    made[24] = 200
+    with pytest.raises(ChunkError, match="a header whose checksum is not that of its bytes"):
+        decode_header(made)
+
+
 def test_the_header_is_found_from_the_first_bytes_of_a_file():
     made = image(_CHUNK)
     assert header_span(made[:128]) == _CHUNK.offsets[0] == 4096
