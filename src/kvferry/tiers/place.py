@@ -119,6 +119,15 @@ def walk(root: str) -> Iterator[Entry]:
             yield from _stat(entry, Kind.TEMPORARY, found=found)
 
 
+def folders(root: str) -> Iterator[str]:
+    """All folders of the tier under `root`, those within others first."""
+    for name, is_folder, entry in _scan(root):
+        if is_folder and _NAMESPACE.fullmatch(name):
+            yield from (one.path for inner, nested, one in _scan(entry.path) if nested and is_bucket(inner))
+        if is_folder and (name == QUARANTINE or _NAMESPACE.fullmatch(name)):
+            yield entry.path
+
+
 def _walk_namespace(folder: str, namespace: str) -> Iterator[Entry]:
     for name, is_folder, entry in _scan(folder):
         if is_folder and is_bucket(name):

@@ -11,7 +11,7 @@ from kvferry.errors import ConfigError
 from kvferry.tiers.ledger import Account, Busy, Ledger
 from kvferry.tiers.opening import cannot
 from kvferry.tiers.outcome import Tally
-from kvferry.tiers.place import MARKER, QUARANTINE, Kind, walk
+from kvferry.tiers.place import MARKER, Kind, folders, walk
 from kvferry.tiers.room import Room
 
 # Engines may be counting a large directory.
@@ -82,18 +82,11 @@ def clear(root: str) -> tuple[int, int]:
             except FileNotFoundError:
                 continue
             removed, removed_bytes = removed + 1, removed_bytes + size
-            if entry.kind is not Kind.LEDGER:
-                _remove_folders(root, os.path.dirname(entry.path))
-        _remove_folders(root, f"{root}/{QUARANTINE}")
+        for folder in list(folders(root)):
+            # Where something else lies, the folder stays.
+            with suppress(OSError):
+                os.rmdir(folder)
     return removed, removed_bytes
-
-
-def _remove_folders(root: str, folder: str) -> None:
-    """Remove a folder of the tier and those above it, as far as they are empty."""
-    with suppress(OSError):
-        while folder != root:
-            os.rmdir(folder)
-            folder = os.path.dirname(folder)
 
 
 @contextmanager

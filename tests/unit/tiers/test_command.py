@@ -125,6 +125,7 @@ def test_clear_removes_what_is_kvferrys_and_nothing_else(cache):
 
 
 def test_clear_leaves_an_empty_folder(cache):
+    kvferry("gc", cache, "--capacity-gib", 100_000 / (1 << 30))
     kvferry("clear", cache, "--yes")
     assert not list(cache.iterdir())
 

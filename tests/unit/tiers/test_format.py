@@ -130,6 +130,7 @@ def tried(made):
         (90, b"\1", "bytes that mean nothing"),
         (128, b"\xff", "a name of 255 bytes; expected 1 to 31"),
         (128 + 2 * 40 + 40, b"\xff" * 8, "bytes; its sections make|a chunk of"),
+        (128 + 2 * 40 + 40, b"\0\x40", "lengths of 536 and 20480 bytes; its sections make 536 and 65536"),
         (128 + 2 * 40 + 48, b"\xff" * 4, "a header of .* bytes; at most 16777216"),
     ],
 )
