@@ -140,6 +140,27 @@ def test_a_good_file_under_the_name_of_another_is_a_miss(store, tmp_path):
     assert fetch(store, 1) == (Get.HIT, True)
 
 
+def test_a_file_cut_off_while_it_is_read_is_a_miss(store, tmp_path, monkeypatch):
+    store.put(key(1), parts(1))
+    read = file_store.read_header
+
+    def cut_off_after(fd):
+        header = read(fd)
+        os.truncate(file_of(tmp_path, 1), 5000)
+        return header
+
+    monkeypatch.setattr(file_store, "read_header", cut_off_after)
+    assert fetch(store, 1)[0] is Get.CORRUPT
+
+
+def test_short_writes_and_reads_are_continued(store, monkeypatch):
+    write, read = os.writev, os.preadv
+    monkeypatch.setattr(os, "writev", lambda fd, buffers: write(fd, [buffers[0][:1000]]))
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: read(fd, [buffers[0][:999]], at))
+    assert store.put(key(1), parts(1)) is Put.STORED
+    assert fetch(store, 1) == (Get.HIT, True)
+
+
 def test_a_bad_file_that_a_good_one_has_replaced_leaves_the_good_one_alone(store, tmp_path, monkeypatch):
     store.put(key(1), parts(1))
     spoil(file_of(tmp_path, 1), 5000)
