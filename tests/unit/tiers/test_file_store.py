@@ -56,6 +56,14 @@ def test_a_chunk_that_is_there_is_not_written_again(store, tmp_path):
     assert file_of(tmp_path, 1).stat().st_ino == inode
 
 
+def test_no_room_is_made_for_a_chunk_that_is_there(store):
+    for number in range(30):
+        store.put(key(number), parts(number))
+    evicted = store.stats.evicted
+    assert store.put(key(29), parts(29)) is Put.PRESENT
+    assert store.stats.evicted == evicted > 0
+
+
 def test_a_chunk_that_two_write_at_once_is_there_once_and_counted_once(store, tmp_path, monkeypatch):
     other = open_store(tmp_path)
     write = file_store.write_all
