@@ -394,7 +394,7 @@ def test_space_that_killed_writers_hold_is_found_before_a_store_is_dropped(tmp_p
     assert (store.stats.swept, store.stats.evicted) == (1, 0)
 
 
-@pytest.mark.parametrize("damage", [b"", b"x", bytes(64), b"KVFLEDGR" + bytes(56)])
+@pytest.mark.parametrize("damage", [b"", b"x", bytes(64), b"KVFLEDGR\1" + bytes(55)])
 def test_a_damaged_ledger_is_counted_anew(store, tmp_path, damage):
     for number in range(5):
         store.put(key(number), parts(number))
@@ -409,6 +409,24 @@ def test_a_ledger_that_says_too_much_is_counted_anew_before_a_store_is_dropped(s
         account.charge(1 << 30)
     assert store.put(key(1), parts(1)) is Put.STORED
     assert read_ledger(tmp_path)[1] == total(tmp_path)
+
+
+def test_a_ledger_that_was_replaced_while_it_was_waited_for_is_held_anew(store, tmp_path, monkeypatch):
+    lock = fcntl.flock
+
+    def replaced_before(fd, operation):
+        monkeypatch.undo()
+        (tmp_path / "ledger").rename(tmp_path / "cleared")
+        (tmp_path / "ledger").write_bytes((tmp_path / "cleared").read_bytes())
+        lock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", replaced_before)
+    with (
+        store._ledger.held(),
+        (tmp_path / "ledger").open("rb") as file,
+        pytest.raises(BlockingIOError),
+    ):
+        lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_a_ledger_held_by_a_process_that_hangs_drops_the_store_and_not_the_fetch(tmp_path, caplog):
