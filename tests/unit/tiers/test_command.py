@@ -14,6 +14,7 @@ from kvferry.tiers.format import Group, Section
 from kvferry.tiers.ledger import read_ledger
 from kvferry.tiers.opening import Namespace
 from kvferry.tiers.outcome import Get, Put
+from kvferry.tiers.upkeep import clear
 from support.chunks import key
 from support.stores import FILE_BYTES, fetch, file_of, open_store, parts, total
 
@@ -126,6 +127,24 @@ def test_clear_removes_what_is_kvferrys_and_nothing_else(cache):
 
 def test_clear_leaves_an_empty_folder(cache):
     kvferry("gc", cache, "--capacity-gib", 100_000 / (1 << 30))
+    kvferry("clear", cache, "--yes")
+    assert not list(cache.iterdir())
+
+
+def test_a_clear_that_is_interrupted_can_be_repeated(cache, monkeypatch):
+    unlink, left = os.unlink, [3]
+
+    def interrupted(path):
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        clear(str(cache))
+    monkeypatch.undo()
+    assert len(list(cache.rglob("*.kv"))) == 2
     kvferry("clear", cache, "--yes")
     assert not list(cache.iterdir())
 
