@@ -11,6 +11,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -54,6 +55,18 @@ def test_a_chunk_that_is_there_is_not_written_again(store, tmp_path):
     inode = file_of(tmp_path, 1).stat().st_ino
     assert store.put(key(1), parts(1)) is Put.PRESENT
     assert file_of(tmp_path, 1).stat().st_ino == inode
+
+
+def test_threads_share_a_store(store, tmp_path):
+    def both(number):
+        return store.put(key(number % 40), parts(number % 40)), fetch(store, (number * 7) % 40)
+
+    with ThreadPoolExecutor(8) as pool:
+        done = list(pool.map(both, range(400)))
+    assert {put for put, _ in done} == {Put.STORED, Put.PRESENT}
+    assert {got for _, got in done} == {(Get.HIT, True), (Get.ABSENT, False)}
+    assert read_ledger(tmp_path) == (1 << 20, total(tmp_path))
+    assert sum(store.stats.puts.values()) == sum(store.stats.gets.values()) == 400
 
 
 def test_no_room_is_made_for_a_chunk_that_is_there(store):
