@@ -8,7 +8,7 @@ from kvferry.tiers.file_store import FileStore, Part, Wanted
 from kvferry.tiers.format import Chunk, Group, Section
 from kvferry.tiers.opening import Namespace
 from kvferry.tiers.outcome import Get
-from support.chunks import content, key
+from support.chunk_files import content, key
 
 NAMESPACE = Namespace(bytes(range(32)), {"model": "tests/small", "kv_dtype": "bfloat16"})
 # Header 4 KiB, two sections of 28 KiB: a file of 60 KiB.

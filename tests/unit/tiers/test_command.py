@@ -15,7 +15,7 @@ from kvferry.tiers.ledger import read_ledger
 from kvferry.tiers.opening import Namespace
 from kvferry.tiers.outcome import Get, Put
 from kvferry.tiers.upkeep import clear
-from support.chunks import key
+from support.chunk_files import key
 from support.stores import FILE_BYTES, fetch, file_of, open_store, parts, total
 
 KVFERRY = [sys.executable, "-c", "from kvferry.cli.main import main; main()", "cache"]

@@ -25,7 +25,7 @@ from kvferry.tiers.ledger import read_ledger
 from kvferry.tiers.opening import Namespace
 from kvferry.tiers.outcome import Get, Put
 from kvferry.tiers.place import temporary_path
-from support.chunks import key
+from support.chunk_files import key
 from support.stores import (
     FILE_BYTES,
     GROUP,

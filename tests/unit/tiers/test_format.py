@@ -13,7 +13,7 @@ from kvferry.tiers import format as chunk_format
 from kvferry.tiers.checksum import header_digest
 from kvferry.tiers.decode import check_units, decode_header, header_span, verify_bytes
 from kvferry.tiers.format import Chunk, Group, Section, aligned, encode
-from support.chunks import CHUNKS, content, image
+from support.chunk_files import CHUNKS, content, image
 
 _KV = Group("full", 16, (Section("k", 3, 1000), Section("v", 3, 1000)))
 _STATE = Group("mamba", 0, (Section("ssm", 2, 4096),))

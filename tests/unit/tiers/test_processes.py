@@ -17,7 +17,7 @@ from kvferry.tiers import chunk_io, file_store, ledger as ledgers
 from kvferry.tiers.chunk_io import verify_file
 from kvferry.tiers.ledger import Ledger, read_ledger
 from kvferry.tiers.outcome import Get, Put
-from support.chunks import key
+from support.chunk_files import key
 from support.stores import FILE_BYTES, fetch, open_store, parts, temporaries, total
 
 _SPAWN = get_context("spawn")
