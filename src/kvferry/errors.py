@@ -7,6 +7,7 @@ KVFerryError
 ├── Incompatible           two descriptions between which bytes cannot be moved; one sentence per difference
 ├── ProtocolError          a message of a peer that cannot be understood or is out of bounds
 ├── TransferError          bytes that could not be moved, or that cannot be trusted after they were
+├── ChunkError             a chunk of a cache tier that cannot be written, or whose bytes cannot be believed
 └── beside the code that raises them, in `kvferry.serving`:
     LaunchError, ListenError, FleetLost (engines), MalformedBody (router), AskError (demo)
 """
@@ -50,3 +51,7 @@ class ProtocolError(KVFerryError):
 
 class TransferError(KVFerryError):
     """Bytes that could not be moved, or that cannot be trusted after they were."""
+
+
+class ChunkError(KVFerryError):
+    """A chunk of a cache tier that cannot be written, or whose bytes cannot be believed."""

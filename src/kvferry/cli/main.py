@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from kvferry.cli import bench, config, demo, plan, router, serve
+from kvferry.cli import bench, cache, config, demo, plan, router, serve
 from kvferry.errors import ConfigError, KVFerryError
 
 _FAILED = 1
@@ -21,7 +21,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _module in (serve, router, config, demo, plan, bench):
+for _module in (serve, router, config, demo, plan, cache, bench):
     _module.register(app)
 
 

@@ -1,0 +1,170 @@
+"""How many bytes a directory may hold and does hold, agreed on by all processes that use it.
+
+The ledger is one small file. It is read and written under an exclusive flock on it, opened anew each time, so
+that threads and forked processes exclude one another too. Its number is never less than what the files add up
+to: bytes are charged before a file is made and released after one is gone, so a process that is killed in
+between leaves the number too large, and `count` mends that.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from kvferry.tiers.checksum import unit_digests
+from kvferry.tiers.place import LEDGER, Kind, walk
+
+LEDGER_BYTES = 64
+_MAGIC = b"KVFLEDGR"
+_VERSION = 1
+_FIELDS = struct.Struct("<8s II QQ 16x")
+_PAUSE_SECONDS = 0.001
+
+
+class Busy(Exception):
+    """Other processes held the ledger for too long."""
+
+
+class Account:
+    """The ledger while it is held. Changes are written at once.
+
+    Attributes:
+        capacity: bytes that all files may add up to.
+        used: bytes that they add up to, or more.
+        lost: the ledger could not be read, so this was counted.
+    """
+
+    def __init__(self, fd: int, root: str, capacity: int) -> None:
+        self._fd = fd
+        self._root = root
+        found = _parse(os.pread(fd, LEDGER_BYTES, 0))
+        self.lost = found is None
+        self.capacity, self.used = found or (capacity, 0)
+        if found is None:
+            self.count()
+
+    def charge(self, size: int) -> None:
+        """Count `size` bytes as used; before they are."""
+        self._set(self.capacity, self.used + size)
+
+    def release(self, size: int) -> None:
+        """Count `size` bytes as free; after they are."""
+        self._set(self.capacity, max(0, self.used - size))
+
+    def limit(self, capacity: int) -> None:
+        """Change the capacity, for all processes."""
+        self._set(capacity, self.used)
+
+    def count(self) -> None:
+        """Count all files again. Takes a walk of the directory."""
+        # The ledger counts as what it is after its first write, which may be this one.
+        others = sum(entry.charged for entry in walk(self._root) if entry.kind is not Kind.LEDGER)
+        self._set(self.capacity, LEDGER_BYTES + others)
+
+    def _set(self, capacity: int, used: int) -> None:
+        fields = _FIELDS.pack(_MAGIC, _VERSION, 0, capacity, used)
+        os.pwrite(self._fd, fields + unit_digests(fields, _FIELDS.size), 0)
+        self.capacity, self.used = capacity, used
+
+
+class Ledger:
+    """The ledger of one directory, to be held.
+
+    Args:
+        root: the directory; it stays on the device where it is now.
+        lock_seconds: how long to wait for other processes, unless `held` is told.
+        clock: monotonic seconds.
+        sleep: waits that many seconds.
+
+    Attributes:
+        capacity: bytes, what a ledger that is lost is made anew with.
+        after_loss: called when it was, held.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        lock_seconds: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.capacity = 0
+        self.after_loss: Callable[[Account], None] = lambda _: None
+        self._root = root
+        self._path = f"{root}/{LEDGER}"
+        self._lock_seconds = lock_seconds
+        self._clock = clock
+        self._sleep = sleep
+        self._device = os.stat(root).st_dev
+
+    @contextmanager
+    def held(self, seconds: float | None = None) -> Iterator[Account]:
+        """Hold it: no other process charges, releases, makes or renames a file meanwhile.
+
+        Args:
+            seconds: how long to wait, if not as long as always.
+
+        Raises:
+            Busy: others held it for that long.
+            OSError: it cannot be opened or written; ESTALE when another disk is mounted here than before.
+        """
+        fd = self._lock(self._lock_seconds if seconds is None else seconds)
+        try:
+            account = Account(fd, self._root, self.capacity)
+            if account.capacity:
+                self.capacity = account.capacity
+            elif self.capacity:
+                # Made anew by a process that did not know it.
+                account.limit(self.capacity)
+            if account.lost:
+                self.after_loss(account)
+            yield account
+        finally:
+            os.close(fd)
+
+    def _lock(self, seconds: float) -> int:
+        deadline = self._clock() + seconds
+        while True:
+            fd = self._open()
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Whoever cleared the directory has unlinked what was locked here.
+                if os.path.samestat(os.fstat(fd), os.stat(self._path)):
+                    return fd
+            except (BlockingIOError, FileNotFoundError):
+                pass
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+            if self._clock() >= deadline:
+                raise Busy(f"{self._path} was held by other processes for {seconds:g} s")
+            self._sleep(_PAUSE_SECONDS)
+
+    def _open(self) -> int:
+        # An unmounted disk leaves an empty folder on another one, which must not be filled.
+        if os.stat(self._root).st_dev != self._device:
+            raise OSError(errno.ESTALE, "another file system is mounted here than at the start", self._root)
+        return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+
+def read_ledger(root: str) -> tuple[int, int] | None:
+    """Capacity and bytes used as the ledger has them, without holding it; None if there is none to read."""
+    try:
+        with open(f"{root}/{LEDGER}", "rb") as file:
+            return _parse(file.read(LEDGER_BYTES))
+    except OSError:
+        return None
+
+
+def _parse(data: bytes) -> tuple[int, int] | None:
+    fields = data[: _FIELDS.size]
+    if len(data) != LEDGER_BYTES or data[_FIELDS.size :] != unit_digests(fields, _FIELDS.size):
+        return None
+    magic, version, _, capacity, used = _FIELDS.unpack(fields)
+    return (capacity, used) if (magic, version) == (_MAGIC, _VERSION) else None

@@ -1,0 +1,184 @@
+"""Taking a directory into use: whose it is, how much it may hold, what was left behind in it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from kvferry.errors import ConfigError
+from kvferry.tiers.chunk_io import write_all
+from kvferry.tiers.format import NAMESPACE_BYTES
+from kvferry.tiers.ledger import Account, Busy, Ledger
+from kvferry.tiers.place import DIRECTORY_VERSION, MARKER, NAMESPACE_NOTE, QUARANTINE, temporary_path
+from kvferry.tiers.room import Room
+
+# Of the free space, what a directory may hold if nobody says.
+DEFAULT_SHARE = 10
+
+# Others may be counting a large directory.
+_PATIENCE_SECONDS = 60.0
+
+_SIGNATURE = "file tier"
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """What makes bytes from another run wrong.
+
+    Attributes:
+        digest: 32 bytes, the fingerprint.
+        facts: what it was made from, for people to read; `model`, say.
+    """
+
+    digest: bytes
+    facts: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.digest) != NAMESPACE_BYTES:
+            raise ConfigError(f"a namespace of {len(self.digest)} bytes; expected {NAMESPACE_BYTES}")
+
+
+def check_directory(root: str) -> None:
+    """See that a directory is there and not of another version.
+
+    Raises:
+        ConfigError: it is not, or it is.
+    """
+    if not os.path.isdir(root):
+        found = "is no directory" if os.path.exists(root) else "does not exist"
+        raise ConfigError(f"file tier: {root} {found}; make the directory, or mount the disk it is on")
+    version = read_marker(root)
+    if version is not None and version != DIRECTORY_VERSION:
+        raise ConfigError(
+            f"file tier: {root} was written as directory version {version}, this release knows version "
+            f"{DIRECTORY_VERSION}; name another directory, or empty this one with the release that wrote it"
+        )
+
+
+def read_marker(root: str) -> object | None:
+    """Version of the directory as its marker says, None where there is no marker.
+
+    Raises:
+        ConfigError: there is a marker that cannot be understood.
+    """
+    path = f"{root}/{MARKER}"
+    try:
+        with open(path, "rb") as file:
+            found = json.loads(file.read(4096))
+        if found["kvferry"] != _SIGNATURE:
+            raise KeyError
+        version: object = found["directory"]
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"file tier: {path} is not what kvferry writes; name another directory") from error
+    except OSError as error:
+        raise cannot(root, error) from error
+    return version
+
+
+def take_into_use(root: str, ledger: Ledger, room: Room, namespace: Namespace, capacity: int | None) -> None:
+    """Sweep, count, set the capacity and keep it, and write the notes.
+
+    Args:
+        root: the directory, checked.
+        ledger: its ledger; the capacity it falls back to is set.
+        room: its space.
+        namespace: the one that will be used.
+        capacity: bytes for all files of all processes; None: as it was, or a tenth of the free space.
+
+    Raises:
+        ConfigError: the directory cannot be used, or not with that capacity.
+    """
+    try:
+        with ledger.held(_PATIENCE_SECONDS) as account:
+            room.settle(account)
+            account.limit(_capacity(root, account, capacity))
+            ledger.capacity = account.capacity
+            room.make_room(account)
+            _furnish(root, namespace, account, room)
+        # A directory that an operator clears is furnished again by the engines that go on using it.
+        ledger.after_loss = lambda account: _furnish_again(root, namespace, account, room)
+    except Busy as error:
+        raise ConfigError(f"file tier: {error}; see which process that is, and end it") from error
+    except OSError as error:
+        raise cannot(root, error) from error
+
+
+def cannot(root: str, error: OSError) -> ConfigError:
+    """What to tell about a directory that gives an error."""
+    said = os.strerror(error.errno or 0)
+    where = error.filename or root
+    return ConfigError(f"file tier: cannot use {root}: {said} ({where}); see to its owner, mode and mount")
+
+
+def _capacity(root: str, account: Account, asked: int | None) -> int:
+    space = os.statvfs(root)
+    free = space.f_bavail * space.f_frsize
+    if asked is None:
+        return account.capacity or (free + account.used) // DEFAULT_SHARE
+    if asked > free + account.used:
+        raise ConfigError(
+            f"file tier: {_size(free)} free and {_size(account.used)} of cache under {root}, capacity asks "
+            f"for {_size(asked)}; lower the capacity or free space"
+        )
+    return asked
+
+
+def _furnish(root: str, namespace: Namespace, account: Account, room: Room) -> None:
+    """Make what every directory has, where it is missing. The ledger is held."""
+    folder = f"{root}/{namespace.digest.hex()}"
+    os.makedirs(f"{root}/{QUARANTINE}", exist_ok=True)
+    os.makedirs(folder, exist_ok=True)
+    _note(f"{root}/{MARKER}", {"kvferry": _SIGNATURE, "directory": DIRECTORY_VERSION}, account, room)
+    note = {"namespace": namespace.digest.hex(), "facts": dict(namespace.facts)}
+    _note(f"{folder}/{NAMESPACE_NOTE}", note, account, room)
+
+
+def _furnish_again(root: str, namespace: Namespace, account: Account, room: Room) -> None:
+    # Notes are for people; no store is dropped because one cannot be written.
+    with suppress(ConfigError, OSError):
+        _furnish(root, namespace, account, room)
+
+
+def _note(path: str, content: Mapping[str, object], account: Account, room: Room) -> None:
+    """Write a note that is not there yet. The ledger is held."""
+    if os.path.exists(path):
+        return
+    data = json.dumps(content, indent=1, sort_keys=True).encode() + b"\n"
+    if not room.make_room(account, len(data)):
+        needed = _size(account.used + len(data))
+        raise ConfigError(
+            f"file tier: a capacity of {_size(account.capacity)} cannot hold the {needed} that are needed "
+            "before the first chunk; raise the capacity"
+        )
+    temporary = temporary_path(path, len(data))
+    account.charge(len(data))
+    fd = -1
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        write_all(fd, [data])
+        os.rename(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(temporary)
+        account.release(len(data))
+        raise
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _size(size: int) -> str:
+    """A number of bytes, to be read.
+
+    >>> _size(1000), _size(5 << 30)
+    ('1000 bytes', '5.0 GiB')
+    """
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{size} bytes"

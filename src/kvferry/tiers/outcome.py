@@ -1,0 +1,102 @@
+"""What became of a chunk that was to be kept or fetched, and how often."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import StrEnum
+from threading import Lock
+
+
+class Put(StrEnum):
+    """What became of a chunk that was to be kept. All but the first two are dropped stores."""
+
+    STORED = "stored"
+    PRESENT = "present"  # it was there already
+    TOO_LARGE = "larger than the capacity"
+    FULL = "nothing left to evict"
+    NO_SPACE = "no space on the device"
+    BUSY = "ledger held by others"
+    IO_ERROR = "I/O error"
+
+    @property
+    def dropped(self) -> bool:
+        """Whether the chunk is not there now."""
+        return self not in (Put.STORED, Put.PRESENT)
+
+
+class Get(StrEnum):
+    """What became of a chunk that was wanted. All but the first are misses."""
+
+    HIT = "hit"
+    ABSENT = "absent"
+    CORRUPT = "corrupt"  # it was moved to quarantine
+    OTHER_SHAPE = "other shape"  # a good file, but not of the groups that were wanted
+    IO_ERROR = "I/O error"
+
+
+@dataclass(frozen=True, slots=True)
+class FileStats:
+    """What a file store did since it was opened. Bytes are of files for stores and evictions, read for hits.
+
+    Attributes:
+        puts: how many chunks became what.
+        gets: the same.
+        evicted: files that had to go to make room.
+        quarantined: bad files that were moved aside.
+        swept: leftovers of dead writers that were removed.
+    """
+
+    puts: dict[Put, int]
+    gets: dict[Get, int]
+    stored_bytes: int
+    hit_bytes: int
+    evicted: int
+    evicted_bytes: int
+    quarantined: int
+    swept: int
+
+    @property
+    def dropped(self) -> dict[Put, int]:
+        """Stores that were dropped, by reason."""
+        return {reason: count for reason, count in self.puts.items() if reason.dropped}
+
+    @property
+    def misses(self) -> dict[Get, int]:
+        """Chunks that were wanted and not had, by reason."""
+        return {reason: count for reason, count in self.gets.items() if reason is not Get.HIT}
+
+
+@dataclass
+class Tally:
+    """Counts, from any thread, what `FileStats` says."""
+
+    _puts: Counter[Put] = field(default_factory=Counter)
+    _gets: Counter[Get] = field(default_factory=Counter)
+    _sums: Counter[str] = field(default_factory=Counter)
+    _lock: Lock = field(default_factory=Lock)
+
+    def put(self, what: Put, file_bytes: int) -> bool:
+        """Count a store; says whether it is the first that became this."""
+        with self._lock:
+            self._puts[what] += 1
+            self._sums["stored_bytes"] += file_bytes if what is Put.STORED else 0
+            return self._puts[what] == 1
+
+    def get(self, what: Get, read_bytes: int) -> bool:
+        """Count a fetch; says whether it is the first that became this."""
+        with self._lock:
+            self._gets[what] += 1
+            self._sums["hit_bytes"] += read_bytes if what is Get.HIT else 0
+            return self._gets[what] == 1
+
+    def add(self, **counts: int) -> None:
+        """Add to the sums that `FileStats` names."""
+        with self._lock:
+            self._sums.update(counts)
+
+    def stats(self) -> FileStats:
+        """What was counted so far."""
+        names = ("stored_bytes", "hit_bytes", "evicted", "evicted_bytes", "quarantined", "swept")
+        with self._lock:
+            return FileStats(dict(self._puts), dict(self._gets), **{name: self._sums[name] for name in names})

@@ -1,0 +1,168 @@
+"""Where things lie in a directory of the file tier, and what is there. `docs/format.md` draws it.
+
+Only what carries one of the names made here is ever counted, moved or removed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+
+DIRECTORY_VERSION = 1
+MARKER = "kvferry.json"
+LEDGER = "ledger"
+QUARANTINE = "quarantine"
+NAMESPACE_NOTE = "namespace.json"
+
+_NAMESPACE = re.compile(r"[0-9a-f]{64}")
+_BUCKET = re.compile(r"[0-9a-f]{2}")
+_CHUNK = re.compile(r"((?:[0-9a-f]{2}){16,32})\.kv")
+_TEMPORARY = re.compile(r"\.[0-9a-z]+\.(\d{1,19})\.([0-9a-f]+)\.[0-9a-f]{16}\.tmp")
+_BAD = re.compile(r"[0-9a-f]{64}-[0-9a-f]{32,64}-[0-9a-f]{16}\.bad")
+
+
+class Kind(StrEnum):
+    """What a file is."""
+
+    CHUNK = "chunk"
+    TEMPORARY = "temporary"
+    QUARANTINED = "quarantined"
+    NOTE = "note"
+    LEDGER = "ledger"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A file of the tier.
+
+    Attributes:
+        path: where it is.
+        kind: what it is.
+        charged: bytes it counts for: its size; what its writer reserved, for a temporary file.
+        used_ns: when it was last used, nanoseconds since 1970.
+        namespace: 64 hex digits; empty for what belongs to none.
+        boot: of the machine that writes a temporary file; empty for others.
+    """
+
+    path: str
+    kind: Kind
+    charged: int
+    used_ns: int
+    namespace: str = ""
+    boot: str = ""
+
+
+def chunk_path(root: str, namespace: bytes, key: bytes) -> str:
+    """Where the chunk of a key is, if it is there."""
+    return f"{root}/{namespace.hex()}/{key[:1].hex()}/{key.hex()}.kv"
+
+
+def key_of(name: str) -> bytes | None:
+    """The key that a file name says, or None if it is no chunk's."""
+    found = _CHUNK.fullmatch(name)
+    return bytes.fromhex(found[1]) if found else None
+
+
+def is_bucket(name: str) -> bool:
+    """Whether chunks lie in a folder of that name."""
+    return _BUCKET.fullmatch(name) is not None
+
+
+def temporary_path(final: str, reserved: int) -> str:
+    """A name beside `final`, used by nobody else, that says how many bytes were reserved for it."""
+    folder, name = os.path.split(final)
+    stem = name.partition(".")[0]
+    return f"{folder}/.{stem}.{reserved}.{boot_id()}.{secrets.token_hex(8)}.tmp"
+
+
+def identity(path: str) -> tuple[bytes, bytes]:
+    """Namespace and key of the chunk that lies at a path of `chunk_path`."""
+    folders, name = os.path.split(path)
+    return bytes.fromhex(folders.split("/")[-2]), key_of(name) or b""
+
+
+def quarantine_path(root: str, path: str) -> str:
+    """Where a bad file goes that lies at a path of `chunk_path`; another name every time."""
+    namespace, key = identity(path)
+    return f"{root}/{QUARANTINE}/{namespace.hex()}-{key.hex()}-{secrets.token_hex(8)}.bad"
+
+
+@cache
+def boot_id() -> str:
+    """Names this machine since it started, in hex."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
+    except OSError:
+        return os.uname().nodename.encode().hex()
+
+
+def walk(root: str) -> Iterator[Entry]:
+    """All files of the tier under `root`; what goes away meanwhile is left out.
+
+    Raises:
+        OSError: a folder that is there cannot be read.
+    """
+    for name, is_folder, entry in _scan(root):
+        if is_folder and _NAMESPACE.fullmatch(name):
+            yield from _walk_namespace(entry.path, name)
+        elif is_folder and name == QUARANTINE:
+            yield from _files(entry.path, {_BAD: Kind.QUARANTINED})
+        elif not is_folder and name in (MARKER, LEDGER):
+            yield from _stat(entry, Kind.NOTE if name == MARKER else Kind.LEDGER)
+        elif not is_folder and (found := _TEMPORARY.fullmatch(name)):
+            yield from _stat(entry, Kind.TEMPORARY, found=found)
+
+
+def folders(root: str) -> Iterator[str]:
+    """All folders of the tier under `root`, those within others first."""
+    for name, is_folder, entry in _scan(root):
+        if is_folder and _NAMESPACE.fullmatch(name):
+            yield from (one.path for inner, nested, one in _scan(entry.path) if nested and is_bucket(inner))
+        if is_folder and (name == QUARANTINE or _NAMESPACE.fullmatch(name)):
+            yield entry.path
+
+
+def _walk_namespace(folder: str, namespace: str) -> Iterator[Entry]:
+    for name, is_folder, entry in _scan(folder):
+        if is_folder and is_bucket(name):
+            yield from _files(entry.path, {_CHUNK: Kind.CHUNK, _TEMPORARY: Kind.TEMPORARY}, namespace)
+        elif not is_folder and name == NAMESPACE_NOTE:
+            yield from _stat(entry, Kind.NOTE, namespace)
+        elif not is_folder and (found := _TEMPORARY.fullmatch(name)):
+            yield from _stat(entry, Kind.TEMPORARY, namespace, found)
+
+
+def _files(folder: str, kinds: dict[re.Pattern[str], Kind], namespace: str = "") -> Iterator[Entry]:
+    for name, is_folder, entry in _scan(folder):
+        for pattern, kind in kinds.items():
+            if not is_folder and (found := pattern.fullmatch(name)):
+                yield from _stat(entry, kind, namespace, found)
+
+
+def _scan(folder: str) -> Iterator[tuple[str, bool, os.DirEntry[str]]]:
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if not entry.is_symlink():
+                    yield entry.name, entry.is_dir(follow_symlinks=False), entry
+    except FileNotFoundError:
+        return
+
+
+def _stat(
+    entry: os.DirEntry[str], kind: Kind, namespace: str = "", found: re.Match[str] | None = None
+) -> Iterator[Entry]:
+    try:
+        status = entry.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return
+    if kind is Kind.TEMPORARY and found is not None:
+        yield Entry(entry.path, kind, int(found[1]), status.st_mtime_ns, namespace, found[2])
+    else:
+        yield Entry(entry.path, kind, status.st_size, status.st_mtime_ns, namespace)

@@ -1,0 +1,212 @@
+"""Making room before a byte is written: reserve, then write, then commit or abandon.
+
+What must go is the file that was used longest ago, of any namespace, chunk or quarantined. Files are looked
+through outside the ledger's lock and kept in order of use; each is looked at again before it goes, because
+other processes use, evict and write as well.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import heapq
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from kvferry.tiers.ledger import Account, Busy, Ledger
+from kvferry.tiers.outcome import Tally
+from kvferry.tiers.place import Entry, Kind, boot_id, temporary_path, walk
+
+# Where another machine's locks may not be seen, its temporary files are left alone for so long.
+FOREIGN_LEFTOVER_SECONDS = 900.0
+
+_EVICTABLE = (Kind.CHUNK, Kind.QUARANTINED)
+
+
+class Full(Exception):
+    """No room can be made.
+
+    Attributes:
+        hopeless: not even if the directory were empty.
+    """
+
+    def __init__(self, size: int, account: Account) -> None:
+        super().__init__(f"{size} bytes do not fit; {account.used} of {account.capacity} are in use")
+        self.hopeless = size > account.capacity
+
+
+class Room:
+    """The space of one directory. Any thread may use it.
+
+    Args:
+        root: the directory.
+        ledger: its ledger.
+        tally: counts what was evicted and swept.
+        gone: told the path of every file that had to go.
+        clock: seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        ledger: Ledger,
+        tally: Tally,
+        gone: Callable[[str], None],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._root = root
+        self._ledger = ledger
+        self._tally = tally
+        self._gone = gone
+        self._clock = clock
+        # A heap of (time of last use, path), of one walk; changed only while the ledger is held. What came or
+        # was used after the walk is newer than all in it.
+        self._oldest: list[tuple[int, str]] = []
+
+    def reserve(self, final: str, size: int) -> tuple[int, str]:
+        """Make room for a file and make it, empty, under a temporary name.
+
+        Returns:
+            Its descriptor, open for writing and flocked, and its path.
+
+        Raises:
+            Full: there is nothing left to evict, or the file is larger than the capacity.
+            Busy: the ledger cannot be had.
+            OSError: the file cannot be made.
+        """
+        with self._ledger.held() as account:
+            if size > account.capacity:
+                raise Full(size, account)
+            if self.make_room(account, size):
+                return _create(account, final, size)
+        found = list(walk(self._root))
+        with self._ledger.held() as account:
+            self._take_in(found, account)
+            if self.make_room(account, size):
+                return _create(account, final, size)
+            # Before giving up: killed writers may have charged bytes for files that they never made.
+            self.settle(account)
+            if self.make_room(account, size):
+                return _create(account, final, size)
+            raise Full(size, account)
+
+    def commit(self, temporary: str, final: str, size: int) -> bool:
+        """Give a written file its name, unless another process was first.
+
+        Returns:
+            Whether it has it; if not, the temporary file is gone and its bytes are released.
+
+        Raises:
+            Busy, OSError: it cannot be renamed; it is still there.
+        """
+        with self._ledger.held() as account:
+            if not os.path.exists(final):
+                os.rename(temporary, final)
+                return True
+            os.unlink(temporary)
+            account.release(size)
+            return False
+
+    def abandon(self, temporary: str, size: int) -> None:
+        """Remove a file that could not be written, and release its bytes.
+
+        If that cannot be done now, the file stays, emptied, and charged as its name says: it is a leftover
+        that the next sweep finds once its writer has closed it.
+        """
+        with suppress(OSError):
+            os.truncate(temporary, 0)
+        # Held from before it is gone: who counts in between would not see it, and it would be released twice.
+        with suppress(Busy, OSError), self._ledger.held() as account:
+            os.unlink(temporary)
+            account.release(size)
+
+    def settle(self, account: Account) -> None:
+        """Remove what dead writers left, and count all files again. Takes walks of the directory."""
+        self._take_in(list(walk(self._root)), account)
+        account.count()
+
+    def make_room(self, account: Account, size: int = 0) -> bool:
+        """Evict until `size` bytes more than are in use are within the capacity; says whether they are."""
+        return size <= account.capacity and self._evict_to(account, account.capacity - size)
+
+    def _evict_to(self, account: Account, goal: int) -> bool:
+        while account.used > goal and self._oldest:
+            used_ns, path = heapq.heappop(self._oldest)
+            try:
+                status = os.stat(path, follow_symlinks=False)
+                if status.st_mtime_ns > used_ns:
+                    # Used since: no older than what is not listed. The next walk lists it again.
+                    continue
+                os.unlink(path)
+            except OSError:
+                # Evicted by another process, or not ours to remove: the next one then.
+                continue
+            account.release(status.st_size)
+            self._tally.add(evicted=1, evicted_bytes=status.st_size)
+            self._gone(path)
+        return account.used <= goal
+
+    def _take_in(self, found: Sequence[Entry], account: Account) -> None:
+        """Sweep what a walk has found of dead writers, and list the rest by use."""
+        self._tally.add(swept=sweep(found, account, self._clock))
+        self._oldest = [(entry.used_ns, entry.path) for entry in found if entry.kind in _EVICTABLE]
+        heapq.heapify(self._oldest)
+
+
+def sweep(found: Sequence[Entry], account: Account, clock: Callable[[], float] = time.time) -> int:
+    """Remove what dead writers left behind.
+
+    A writer holds a flock on its file, so what can be locked has none. Files of another boot must be older
+    than 15 minutes as well, since a shared mount may not show the locks of other machines.
+
+    Args:
+        found: files of the directory.
+        account: its ledger, held; the bytes are released.
+        clock: seconds since 1970.
+
+    Returns:
+        How many files were removed.
+    """
+    here, swept = boot_id(), 0
+    for entry in found:
+        if entry.kind is not Kind.TEMPORARY:
+            continue
+        young = clock() - entry.used_ns / 1e9 < FOREIGN_LEFTOVER_SECONDS
+        if (entry.boot != here and young) or _has_writer(entry.path):
+            continue
+        with suppress(OSError):
+            os.unlink(entry.path)
+            account.release(entry.charged)
+            swept += 1
+    return swept
+
+
+def _create(account: Account, final: str, size: int) -> tuple[int, str]:
+    """Make an empty temporary file for `size` bytes, which are charged first."""
+    path = temporary_path(final, size)
+    account.charge(size)
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    except OSError:
+        account.release(size)
+        raise
+    # Nobody sweeps while the ledger is held, so nobody can have locked it.
+    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return fd, path
+
+
+def _has_writer(path: str) -> bool:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        # Gone, or another user's.
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(fd)

@@ -1,0 +1,38 @@
+"""Chunks for tests: drawn by hypothesis, and made from a number."""
+
+from __future__ import annotations
+
+import hashlib
+
+from hypothesis import strategies as st
+
+from kvferry.tiers.format import Chunk, Group, Section, encode
+
+_NAMES = st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=31)
+_SECTIONS = st.builds(Section, _NAMES, st.integers(1, 9), st.one_of(st.integers(1, 40), st.just(4096)))
+
+
+def _some(element):
+    return st.lists(element, min_size=1, max_size=3, unique_by=lambda one: one.name).map(tuple)
+
+
+GROUPS = _some(st.builds(Group, _NAMES, st.integers(0, 2**32 - 1), _some(_SECTIONS)))
+CHUNKS = st.builds(Chunk, st.binary(min_size=32, max_size=32), st.binary(min_size=16, max_size=32), GROUPS)
+
+
+def content(chunk: Chunk) -> list[bytes]:
+    """Bytes for the sections of a chunk that depend on its key, section and position."""
+    return [
+        hashlib.shake_128(chunk.key + bytes([index])).digest(section.total_bytes)
+        for index, section in enumerate(chunk.sections)
+    ]
+
+
+def image(chunk: Chunk, data: list[bytes] | None = None) -> bytes:
+    """The file of a chunk."""
+    return b"".join(encode(chunk, content(chunk) if data is None else data))
+
+
+def key(number: int) -> bytes:
+    """The key of a chunk that tests know by a number."""
+    return hashlib.sha256(b"%d" % number).digest()[:20]

@@ -1,0 +1,177 @@
+"""`kvferry cache`, on real folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kvferry.tiers.file_store import Part
+from kvferry.tiers.format import Group, Section
+from kvferry.tiers.ledger import read_ledger
+from kvferry.tiers.opening import Namespace
+from kvferry.tiers.outcome import Get, Put
+from kvferry.tiers.upkeep import clear
+from support.chunk_files import key
+from support.stores import FILE_BYTES, fetch, file_of, open_store, parts, total
+
+KVFERRY = [sys.executable, "-c", "from kvferry.cli.main import main; main()", "cache"]
+OTHER = Namespace(bytes(32), {"model": "tests/other", **{f"fact {n}": "x" * n for n in range(12)}})
+
+
+def kvferry(*args, code=0, answer=""):
+    done = subprocess.run(
+        [*KVFERRY, *map(str, args)], capture_output=True, text=True, check=False, input=answer
+    )
+    assert done.returncode == code, done.stderr + done.stdout
+    return done.stdout if code != 2 else done.stderr
+
+
+@pytest.fixture
+def cache(tmp_path):
+    store = open_store(tmp_path, capacity=1 << 20)
+    for number in range(3):
+        store.put(key(number), parts(number))
+    group = Group("full", 16, (Section("kv", 1, 10),))
+    open_store(tmp_path, namespace=OTHER).put(key(1), [Part(group, (bytes(10),))])
+    return tmp_path
+
+
+def spoil(path):
+    with path.open("r+b") as file:
+        file.seek(5000)
+        file.write(b"spoiled")
+
+
+def test_ls_shows_namespaces_by_the_facts_of_their_models(cache):
+    os.utime(file_of(cache, 1), (0, 0))
+    said = kvferry("ls", cache)
+    assert "0001020304050607  tests/small" in said
+    assert "kv_dtype bfloat16" in said
+    assert "3 chunks, 192 tokens, 180 KiB; last used 0 s ago" in said.replace("1 s ago", "0 s ago")
+    assert " d ago" in said
+    assert "1 chunks, 16 tokens, 8 KiB" in said
+    assert max(map(len, said.splitlines())) <= 80
+    first = json.loads(kvferry("ls", cache, "--json"))[1]
+    assert first["facts"] == {"model": "tests/small", "kv_dtype": "bfloat16"}
+    assert (first["chunks"], first["tokens"], first["total_bytes"]) == (3, 192, 3 * FILE_BYTES)
+    assert first["oldest"] == 0
+
+
+def test_ls_counts_chunks_whose_header_is_damaged(cache):
+    file_of(cache, 0).write_bytes(b"no chunk")
+    assert "1 of them cannot be read" in kvferry("ls", cache)
+
+
+def test_stat_says_what_there_is_and_may_be(cache):
+    found = json.loads(kvferry("stat", cache, "--json"))
+    assert found["total_bytes"] == found["charged"] == total(cache)
+    assert (found["capacity"], found["chunks"], found["namespaces"]) == (1 << 20, 4, 2)
+    said = kvferry("stat", cache)
+    assert "capacity       1 MiB" in said
+    assert max(map(len, said.splitlines())) <= 80
+    (cache / "ledger").write_bytes(b"")
+    assert "unknown: the ledger is damaged" in kvferry("stat", cache)
+
+
+def test_verify_names_what_is_bad_and_moves_it_only_when_told_to(cache):
+    assert "4 chunks, 188 KiB: 0 bad" in kvferry("verify", cache)
+    spoil(file_of(cache, 1))
+    file_of(cache, 0).replace(file_of(cache, 2))
+    said = kvferry("verify", cache, code=1)
+    assert f"{file_of(cache, 1)}\n  unit 0 of section k is not what was written" in said
+    assert "3 chunks, 128 KiB: 2 bad" in said
+    assert "under another name" in said
+    assert file_of(cache, 1).exists()
+    found = json.loads(kvferry("verify", cache, "--quarantine", "--json", code=1))
+    assert [bad["moved"] for bad in found["bad"]] == [True, True]
+    assert len(list((cache / "quarantine").iterdir())) == 2
+    assert "1 chunks" in kvferry("verify", cache)
+
+
+def test_gc_evicts_what_was_used_longest_ago(cache):
+    os.utime(file_of(cache, 1), (0, 0))
+    assert "0 files evicted" in kvferry("gc", cache)
+    done = json.loads(kvferry("gc", cache, "--capacity-gib", 150_000 / (1 << 30), "--json"))
+    assert done["evicted"] == 1
+    assert done["evicted_bytes"] == FILE_BYTES
+    assert not file_of(cache, 1).exists()
+    assert read_ledger(cache) == (1 << 20, total(cache))
+
+
+def test_gc_of_a_lost_ledger_asks_for_a_capacity_and_leaves_engines_theirs(cache):
+    store = open_store(cache)
+    (cache / "ledger").write_bytes(b"lost")
+    assert "give a capacity" in kvferry("gc", cache, code=2)
+    assert store.put(key(7), parts(7)) is Put.STORED
+    assert read_ledger(cache) == (1 << 20, total(cache))
+
+
+def test_clear_removes_what_is_kvferrys_and_nothing_else(cache):
+    spoil(file_of(cache, 1))
+    kvferry("verify", cache, "--quarantine", code=1)
+    (cache / "notes.txt").write_text("mine")
+    bucket = file_of(cache, 0).parent
+    mine = [bucket / "mine.kv", bucket / (key(0).hex() + ".kv.orig"), cache / "ab" / "mine"]
+    (cache / "ab").mkdir()
+    for path in mine:
+        path.write_text("mine")
+    (bucket / ("ab" * 20 + ".kv")).symlink_to(cache / "notes.txt")
+    assert "files removed" in kvferry("clear", cache, "--yes")
+    left = {path for path in cache.rglob("*") if not path.is_dir()}
+    assert left == {cache / "notes.txt", bucket / ("ab" * 20 + ".kv"), *mine}
+
+
+def test_clear_leaves_an_empty_folder(cache):
+    kvferry("gc", cache, "--capacity-gib", 100_000 / (1 << 30))
+    kvferry("clear", cache, "--yes")
+    assert not list(cache.iterdir())
+
+
+def test_a_clear_that_is_interrupted_can_be_repeated(cache, monkeypatch):
+    unlink, left = os.unlink, [3]
+
+    def interrupted(path):
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        clear(str(cache))
+    monkeypatch.undo()
+    assert len(list(cache.rglob("*.kv"))) == 2
+    kvferry("clear", cache, "--yes")
+    assert not list(cache.iterdir())
+
+
+def test_clear_asks(cache):
+    assert "Nothing was removed." in kvferry("clear", cache, answer="n\n")
+    assert "pass --yes" in kvferry("clear", cache, code=2)
+    assert file_of(cache, 0).exists()
+    kvferry("clear", cache, answer="y\n")
+    assert not file_of(cache, 0).exists()
+
+
+def test_an_engine_goes_on_after_a_clear_within_its_capacity(cache):
+    store = open_store(cache)
+    kvferry("clear", cache, "--yes")
+    assert fetch(store, 0)[0] is Get.ABSENT
+    for number in range(30):
+        assert store.put(key(number), parts(number)) is Put.STORED
+        assert total(cache) <= 1 << 20
+    assert read_ledger(cache) == (1 << 20, total(cache))
+    assert "chunks" in kvferry("ls", cache)
+
+
+@pytest.mark.parametrize("command", ["ls", "stat", "verify", "gc", "clear"])
+def test_a_path_that_is_no_cache_is_refused_in_one_sentence(tmp_path, command):
+    said = kvferry(command, tmp_path, code=2)
+    assert said.startswith(f"kvferry: {tmp_path} is no cache of kvferry: it has no kvferry.json; name the ")
+    assert said.count("\n") == 1
+    assert "does not exist" in kvferry(command, tmp_path / "absent", code=2)
+    assert not list(tmp_path.iterdir())
