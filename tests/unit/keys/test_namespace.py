@@ -81,7 +81,8 @@ def test_it_is_the_same_in_another_process_with_another_hash_seed(seed):
     program = (
         "from kvferry.keys import Namespace;"
         "model = dict.fromkeys(sorted({'b','a','c'}, key=hash), 0.1);"
-        "print(Namespace.of(weights='w', model=model, dtype='d', kv_dtype='k', scales={}, groups=GROUPS, chunk_tokens=1, format_version=1).digest)"
+        "print(Namespace.of(weights='w', model=model, dtype='d', kv_dtype='k', scales={}, groups=GROUPS,"
+        "chunk_tokens=1, format_version=1).digest)"
     )
     groups = "from kvferry.keys import GroupFacts; from kvferry.geometry.rank import GroupKind;"
     groups += "GROUPS = [GroupFacts(GroupKind.FULL, 0, 'canonical', ())];"
