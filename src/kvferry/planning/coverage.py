@@ -57,8 +57,8 @@ class Cut:
             the end is the tail.
         chunk_tokens: tokens of a chunk.
         prompt: tokens of the whole prompt.
-        have: tokens that the engine has already, from the start, of every group; need not be on a boundary. Of a
-            window it may have the last one only: a prefix that ends farther looks less far back.
+        have: tokens that the engine has already, from the start, of every group; need not be on a boundary.
+            Of a window it may have the last one only: a prefix that ends farther looks less far back.
     """
 
     tokens: int
