@@ -313,3 +313,23 @@ def test_the_memory_is_in_the_users_cache_directory(file, tmp_path, monkeypatch)
     assert (tmp_path / "xdg" / "kvferry" / "weights.json").exists()
     left = [path.name for path in (tmp_path / "xdg" / "kvferry").iterdir()]
     assert left == ["weights.json"], "nothing temporary is left"
+
+
+@pytest.mark.parametrize("place", [1, 2], ids=["inode", "device"])
+def test_files_that_differ_in_place_alone_are_not_one(file, place):
+    stat = list(file("a", b"weights").stat())
+    other = [*stat[:place], stat[place] + 1, *stat[place + 1 :]]
+    assert weights._key(os.stat_result(stat)) != weights._key(os.stat_result(other))
+
+
+def test_two_that_write_the_memory_at_once_do_not_write_one_file(memory, monkeypatch):
+    dump = json.dump
+
+    def interrupted(*args):
+        monkeypatch.setattr(weights.json, "dump", dump)
+        weights._remember(memory, {f"other {number}": "cd" * 32 for number in range(9)})
+        dump(*args)
+
+    monkeypatch.setattr(weights.json, "dump", interrupted)
+    weights._remember(memory, {"one": "ab" * 32})
+    assert weights._read_memory(memory) == {"one": "ab" * 32}
