@@ -4,6 +4,7 @@ KVFerryError
 ├── ConfigError            a setting that cannot be used; the message says which, why, and what to set
 ├── GeometryError          memory that cannot be described, or a description that contradicts itself
 ├── SilentCopy             an operation on a view of a cache that would have gone on with a copy of it
+├── Unnameable             content whose name would not be certain; the message says what is ambiguous
 ├── Incompatible           two descriptions between which bytes cannot be moved; one sentence per difference
 ├── ProtocolError          a message of a peer that cannot be understood or is out of bounds
 ├── TransferError          bytes that could not be moved, or that cannot be trusted after they were
@@ -31,6 +32,10 @@ class GeometryError(KVFerryError):
 
 class SilentCopy(KVFerryError):
     """An operation on a view of a cache that would have gone on with a copy of it."""
+
+
+class Unnameable(KVFerryError):
+    """Content whose name would not be certain: a token id out of range, a fact that has no exact text."""
 
 
 class Incompatible(KVFerryError):

@@ -19,9 +19,10 @@ def prompt_digest(tokens: Sequence[int], extras: Sequence[str] = ()) -> str:
         tokens: token ids whose content is meant, in order.
         extras: what else decides it, in a fixed order: LoRA adapter, multimodal hashes, cache salt.
 
-    >>> prompt_digest([1, 2, 3]) == prompt_digest((1, 2, 3)), prompt_digest([1, 2]) == prompt_digest([1, 2,
-    3])
-    (True, False)
+    >>> prompt_digest([1, 2, 3]) == prompt_digest((1, 2, 3))
+    True
+    >>> prompt_digest([1, 2, 3]) == prompt_digest([1, 2])
+    False
     """
     digest = hashlib.blake2b(digest_size=16, person=b"kvferry-prompt")
     # Lengths come first, so that no tokens read like an extra, nor two extras like one.

@@ -5,5 +5,7 @@
 - `template`: one rank's geometry against all ranks of a peer: the pieces each peer rank supplies, as
   lists a transport can prepare at handshake.
 - `select`: which tokens, hence which blocks, a request needs of each group.
+- `coverage`: how much of a prefix can be used, when every group has other chunks of it at hand; which chunks
+  that takes, and what was missing for more.
 - `request`: template and block tables to the descriptors of one request, without a Python loop over them.
 """

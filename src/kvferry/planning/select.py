@@ -8,6 +8,7 @@ the snapshot.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -43,6 +44,24 @@ class Span:
         return min(self.total, self.prompt - 1)
 
 
+Position = TypeVar("Position", int, Int64s)
+
+
+def first_seen(kind: GroupKind, reach: int, next_token: Position) -> Position:
+    """Position of the first token that is looked at when `next_token` is computed; below 0 means all.
+
+    The rule of each kind, in one place: for one position, or for an array of them.
+
+    >>> first_seen(GroupKind.SLIDING, 24, 63), first_seen(GroupKind.CHUNKED, 32, 63)
+    (40, 32)
+    """
+    if kind is GroupKind.SLIDING:
+        return next_token - reach + 1
+    if kind is GroupKind.CHUNKED:
+        return next_token // reach * reach
+    return next_token * 0
+
+
 def needed(kind: GroupKind, reach: int, span: Span) -> tuple[int, int]:
     """Tokens ``[low, high)`` whose content a continuation needs and the destination lacks.
 
@@ -53,11 +72,7 @@ def needed(kind: GroupKind, reach: int, span: Span) -> tuple[int, int]:
 
     For a state group, ``high`` is where the snapshot stands; it is needed whenever anything is.
     """
-    low = span.have
-    if kind is GroupKind.SLIDING:
-        low = max(low, span.next_token - reach + 1)
-    elif kind is GroupKind.CHUNKED:
-        low = max(low, span.next_token // reach * reach)
+    low = max(span.have, first_seen(kind, reach, span.next_token))
     return min(low, span.total), span.total
 
 

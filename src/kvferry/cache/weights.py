@@ -1,0 +1,159 @@
+"""Whose weights: a digest of a checkpoint's content.
+
+A model's name says nothing about its weights, and headers and sizes are equal for different ones, so the
+files are read whole: several GB/s with BLAKE3 on all cores. What was read is remembered per file by device,
+inode, size, and the times of its last modification and change. The time of change is in it because the other
+one can be set: a copy that keeps times, over another file of the same size, would pass for it.
+
+The memory is a shortcut and nothing else. Missing, spoiled or not writable, the files are read again.
+Processes that write it at once lose at most each other's news, never its form.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from io import FileIO
+from pathlib import Path
+
+from blake3 import blake3
+
+from kvferry.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+_BUFFER_BYTES = 4 << 20
+_TOLD_BYTES = 8 << 30
+"""Progress is told each time so much has been read; less than that is over in seconds."""
+_SETTLED_SECONDS = 2.0
+"""Times are as coarse as this on some file systems: a file changed more recently may change again unseen."""
+_MOST_FILES = 4096
+
+
+def weights_of(model: Path) -> str | None:
+    """Digest of the weights of a checkpoint, None if there are none.
+
+    Names do not count, but their order does: it is the order in which the files are digested.
+
+    Args:
+        model: its directory, or its only file.
+
+    Raises:
+        ConfigError: a file cannot be read, or changes while it is.
+    """
+    files = [model] if model.is_file() else sorted({f for each in _WEIGHTS for f in model.glob(each)})
+    return digest_of_files(files) if files else None
+
+
+def digest_of_files(
+    files: Sequence[Path], memory: Path | None = None, now: Callable[[], float] = time.time
+) -> str:
+    """Digest of the content of files, in this order; 32 hex digits.
+
+    Args:
+        files: what to read.
+        memory: JSON file that remembers digests; by default in the user's cache directory.
+        now: seconds of the clock that times of files are in.
+
+    Raises:
+        ConfigError: a file cannot be read, or changes while it is.
+    """
+    memory = memory or _default_memory()
+    known, news = _read_memory(memory), {}
+    whole, progress = hashlib.blake2b(digest_size=16), _Progress(files)
+    for file in files:
+        try:
+            with file.open("rb", buffering=0) as opened:
+                stat = os.fstat(opened.fileno())
+                key = _key(stat)
+                if key not in known:
+                    known[key] = _digest(opened, progress)
+                    if _key(os.fstat(opened.fileno())) != key:
+                        raise ConfigError(
+                            f"weights {file.name} changed while they were read; wait until they are complete"
+                        )
+                    if max(stat.st_mtime, stat.st_ctime) < now() - _SETTLED_SECONDS:
+                        news[key] = known[key]
+        except OSError as error:
+            raise ConfigError(f"weights {file.name} cannot be read: {error.strerror}") from error
+        whole.update(bytes.fromhex(known[key]))
+    if news:
+        _remember(memory, news)
+    return whole.hexdigest()
+
+
+def _key(stat: os.stat_result) -> str:
+    return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
+
+
+class _Progress:
+    """Bytes that have been read, told from time to time."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._of = f"{len(files)} weight files"
+        self._read = 0
+
+    def add(self, count: int) -> None:
+        before, self._read = self._read, self._read + count
+        if before // _TOLD_BYTES != self._read // _TOLD_BYTES:
+            logger.info("hashing %s, once: %.1f GB so far", self._of, self._read / 1e9)
+
+
+def _digest(file: FileIO, progress: _Progress) -> str:
+    """Read by calls, not through a mapping: a file cut short meanwhile would kill the process (SIGBUS)."""
+    hasher = blake3(max_threads=blake3.AUTO)
+    buffer = memoryview(bytearray(_BUFFER_BYTES))
+    while count := file.readinto(buffer):
+        hasher.update(buffer[:count])
+        progress.add(count)
+    return str(hasher.hexdigest())
+
+
+def _default_memory() -> Path | None:
+    """None where a user has no home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvferry" / "weights.json"
+    except RuntimeError:
+        return None
+
+
+def _read_memory(memory: Path | None) -> dict[str, str]:
+    """What is remembered: nothing, if a single bit of it is not as it was written."""
+    if memory is None:
+        return {}
+    try:
+        read = json.loads(memory.read_text())
+        files: dict[str, str] = read["files"]
+        return files if read["check"] == _check(files) else {}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return {}
+
+
+def _check(files: dict[str, str]) -> str:
+    return hashlib.blake2b(json.dumps(files, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def _remember(memory: Path | None, news: dict[str, str]) -> None:
+    """Add to what is remembered now, which may be more than when it was read; the oldest are forgotten."""
+    if memory is None:
+        return
+    kept = {key: digest for key, digest in _read_memory(memory).items() if key not in news} | news
+    files = dict(list(kept.items())[-_MOST_FILES:])
+    try:
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f"{memory.name}.", dir=memory.parent)
+        try:
+            with os.fdopen(handle, "w") as temporary:
+                json.dump({"check": _check(files), "files": files}, temporary)
+            Path(name).replace(memory)
+        except OSError:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        logger.debug("digests of weights are not remembered: %s", error)

@@ -1,0 +1,236 @@
+"""Coverage: how much of a prompt's prefix can be used, when every group has other parts of it at hand.
+
+A prompt is cut in chunks from its first token on; the last one may be a shorter *tail*. Where a chunk ends is
+a *boundary*. A prefix can be used up to a boundary if every group can continue there, that is, has at hand
+what the next computed token will look at (`select.first_seen`) and the engine lacks:
+
+- full attention and MLA: every chunk before the boundary;
+- sliding window: the chunks with tokens of the next token's window; chunked-local: of its attention chunk;
+- state: the snapshot at the boundary itself, and nothing else.
+
+For every kind that is one run of chunks that ends at the boundary, so one question answers for all of them:
+is any chunk missing between the first of the run and its last? Running counts of missing chunks answer it for
+all boundaries at once. Block sizes have no part in this.
+
+Which boundaries may be used at all: the engine always computes the last prompt token itself, to sample from
+it. Attention writes that token's content over what was loaded, which is the same, so a prefix may reach to
+the end of the prompt; the next computed token is then the last one, and its window counts. A state *after*
+the last token would take that token in twice: with a state group in the model, a prefix ends at
+``prompt - 1`` at most (`farthest`), and a snapshot at the end of the prompt is of no use to that prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import TransferError
+from kvferry.geometry import GroupKind
+from kvferry.planning.pieces import Int64s
+from kvferry.planning.select import first_seen
+
+Bools: TypeAlias = npt.NDArray[np.bool_]
+
+
+class Continued(Protocol):
+    """What decides how a group is continued; a `geometry.Group` and a `geometry.store.LayerStore` say it."""
+
+    @property
+    def kind(self) -> GroupKind:
+        """What a continuation needs of the group."""
+
+    @property
+    def reach(self) -> int:
+        """Window or attention chunk in tokens, else 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A prompt that is looked up in chunks.
+
+    Attributes:
+        tokens: how much of it is looked up, from its start; not more than `prompt`. What is no whole chunk at
+            the end is the tail.
+        chunk_tokens: tokens of a chunk.
+        prompt: tokens of the whole prompt.
+        have: tokens that the engine has already, from the start, of every group; need not be on a boundary.
+            Of a window it may have the last one only: a prefix that ends farther looks less far back.
+    """
+
+    tokens: int
+    chunk_tokens: int
+    prompt: int
+    have: int = 0
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens < 1 or not 0 <= self.tokens <= self.prompt or self.have < 0:
+            raise TransferError(
+                f"{self.tokens} of {self.prompt} tokens in chunks of {self.chunk_tokens}, {self.have} there"
+            )
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks, the tail included."""
+        return -(-self.tokens // self.chunk_tokens)
+
+    @property
+    def boundaries(self) -> Int64s:
+        """Where the chunks end, in tokens; int64 of shape (chunks,), ascending."""
+        ends = np.arange(1, self.chunks + 1, dtype=np.int64) * self.chunk_tokens
+        return np.minimum(ends, self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """What keeps a group from continuing at a boundary.
+
+    Attributes:
+        group: its number.
+        chunk: the first chunk that it lacks there; for a state group, the one whose end has no snapshot.
+    """
+
+    group: int
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """How far a prefix can be used, and why not farther.
+
+    Attributes:
+        tokens: the usable prefix; `Cut.have` if there is nothing to gain.
+        alone: how far each group could be used if the others had everything, in tokens.
+        better: the boundary that was closest to being usable: of all beyond `tokens` that may be used, the
+            one at which the fewest groups fail, and of those the nearest; None if there is none.
+        missing: why it was not, for each group that fails there; empty if `better` is None.
+    """
+
+    tokens: int
+    alone: tuple[int, ...]
+    better: int | None
+    missing: tuple[Missing, ...]
+
+
+def farthest(groups: Sequence[Continued], prompt: int) -> int:
+    """The longest prefix of a prompt that may be used at all, in tokens."""
+    return max(prompt - any(group.kind is GroupKind.STATE for group in groups), 0)
+
+
+def coverage(groups: Sequence[Continued], cut: Cut, at_hand: Bools) -> Coverage:
+    """The longest prefix from which every group can continue.
+
+    Args:
+        groups: all groups of the model.
+        cut: the prompt.
+        at_hand: whether a group has the content of a chunk, bool of shape (groups, `cut.chunks`); for a state
+            group, whether it has the snapshot at the chunk's end. Chunks inside `cut.have` need not be at
+            hand, a snapshot at the end must be. For attention, a longer chunk that begins with the tail
+            serves as one.
+
+    Raises:
+        TransferError: `at_hand` is of another shape, or there is no group.
+
+    >>> from kvferry.geometry.store import LayerStore
+    >>> full, state = LayerStore(GroupKind.FULL, 0, ()), LayerStore(GroupKind.STATE, 0, ())
+    >>> found = np.array([[True, True, True, False], [False, True, False, True]])
+    >>> coverage([full, state], Cut(tokens=1024, chunk_tokens=256, prompt=1025), found)
+    Coverage(tokens=512, alone=(768, 1024), better=768, missing=(Missing(group=1, chunk=2),))
+    """
+    if not groups or at_hand.shape != (len(groups), cut.chunks) or at_hand.dtype != np.bool_:
+        raise TransferError(
+            f"what is at hand is {at_hand.dtype} of shape {at_hand.shape}, not bool of ({len(groups)}, "
+            f"{cut.chunks}): groups of the model, chunks of the prompt"
+        )
+    ends = cut.boundaries
+    first = _first_chunks(groups, cut, ends)
+    lacks = _lacking(at_hand, first)
+    failing = np.add.reduce(lacks, axis=0, dtype=np.int64)
+    usable = (ends > cut.have) & (ends <= farthest(groups, cut.prompt))
+    rows = np.vstack([failing == 0, ~lacks]) & usable
+    tokens, *alone = _last(ends, rows, cut.have)
+    beyond = np.flatnonzero(usable & (ends > tokens))
+    if not len(beyond):
+        return Coverage(tokens, tuple(alone), None, ())
+    better = int(beyond[failing[beyond].argmin()])
+    missing = []
+    for group in np.flatnonzero(lacks[:, better]).tolist():
+        begin = int(first[group][better])
+        missing.append(Missing(group, begin + int(at_hand[group, begin : better + 1].argmin())))
+    return Coverage(tokens, tuple(alone), int(ends[better]), tuple(missing))
+
+
+def to_load(groups: Sequence[Continued], cut: Cut, tokens: int) -> tuple[Int64s, ...]:
+    """The chunks of each group that a prefix of `tokens` takes, beyond what the engine has.
+
+    Args:
+        groups: all groups of the model.
+        cut: the prompt.
+        tokens: a boundary, or `cut.have` or less, which takes none.
+
+    Returns:
+        Numbers of chunks, int64, ascending, per group; of a state group, the one whose end has the snapshot.
+
+    Raises:
+        TransferError: there is no boundary at `tokens`, or it lies beyond the farthest that may be used.
+    """
+    if tokens <= cut.have:
+        return tuple(np.zeros(0, np.int64) for _ in groups)
+    last, rest = divmod(tokens, cut.chunk_tokens)
+    if (rest and tokens != cut.tokens) or tokens > min(cut.tokens, farthest(groups, cut.prompt)):
+        raise TransferError(
+            f"a prefix of {tokens} tokens ends on no boundary of {cut.tokens} tokens in chunks of "
+            f"{cut.chunk_tokens}, or beyond the {farthest(groups, cut.prompt)} that may be used"
+        )
+    stop = last + bool(rest)
+    first = _first_chunks(groups, cut, np.array([tokens], np.int64))
+    return tuple(np.arange(begin.item(), stop, dtype=np.int64) for begin in first)
+
+
+def _first_chunks(groups: Sequence[Continued], cut: Cut, ends: Int64s) -> list[Int64s]:
+    """First chunk of the run that a continuation takes, the one after its last if it takes none.
+
+    As `select.needed`, for all boundaries at once. Of a state, the run is the last chunk alone.
+
+    Args:
+        groups: all groups of the model.
+        cut: the prompt.
+        ends: boundaries, int64 of shape (n,).
+
+    Returns:
+        Per group, int64 of shape (n,); groups that are continued alike share an array.
+    """
+    computed, none = np.minimum(ends, cut.prompt - 1), -(-ends // cut.chunk_tokens)
+    found: dict[tuple[GroupKind, int], Int64s] = {}
+    for group in groups:
+        if (group.kind, group.reach) in found:
+            continue
+        state = group.kind is GroupKind.STATE
+        low = ends - 1 if state else first_seen(group.kind, group.reach, computed)
+        low = np.maximum(low, cut.have)
+        found[group.kind, group.reach] = np.where(low < ends, low // cut.chunk_tokens, none)
+    return [found[group.kind, group.reach] for group in groups]
+
+
+def _lacking(at_hand: Bools, first: Sequence[Int64s]) -> Bools:
+    """Whether a group lacks a chunk of the run to a boundary, bool of shape (groups, chunks)."""
+    groups, chunks = at_hand.shape
+    before = np.zeros((groups, chunks + 1), np.int64)
+    np.cumsum(~at_hand, axis=1, out=before[:, 1:])
+    lacks = np.empty((groups, chunks), np.bool_)
+    for row in range(groups):
+        np.not_equal(before[row, 1:], before[row].take(first[row]), out=lacks[row])
+    return lacks
+
+
+def _last(ends: Int64s, usable: Bools, have: int) -> list[int]:
+    """Of each row, the last usable boundary, or what is there anyway; `usable` is of shape (rows, chunks)."""
+    if not len(ends):
+        return [have] * len(usable)
+    back = usable[:, ::-1].argmax(axis=1)
+    at = len(ends) - 1 - back
+    found: list[int] = np.where(usable[np.arange(len(usable)), at], ends[at], have).tolist()
+    return found

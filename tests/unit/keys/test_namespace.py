@@ -1,0 +1,294 @@
+"""A namespace: equal when nothing that counts differs, and able to say what does."""
+
+import enum
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections import OrderedDict
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from kvferry.errors import Unnameable
+from kvferry.geometry.rank import GroupKind
+from kvferry.geometry.store import Stored
+from kvferry.keys import GroupFacts, Namespace, differences
+
+QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=300)
+FACTS = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=3), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+KV = (Stored("kv", 2, 4, (("content", 128),)),)
+GROUPS = (
+    GroupFacts(GroupKind.FULL, 0, "canonical", (("layers.0", KV),)),
+    GroupFacts(GroupKind.SLIDING, 64, "canonical", (("layers.1", KV),)),
+)
+
+
+def made(**changes) -> Namespace:
+    facts = {
+        "weights": "0123abcd",
+        "model": {
+            "rope_theta": 10000.0,
+            "layers": 2,
+            "tied": True,
+            "scaling": None,
+            "types": ["full", "slide"],
+        },
+        "dtype": "bfloat16",
+        "kv_dtype": "auto",
+        "scales": {"layers.0.k": 0.1},
+        "groups": GROUPS,
+        "chunk_tokens": 256,
+        "format_version": 1,
+    }
+    return Namespace.of(**(facts | changes))
+
+
+def of_model(value) -> Namespace:
+    return made(model={"x": value})
+
+
+def test_the_digest_is_fixed_for_ever():
+    assert made().digest == "490d27693a50137305a94e4b7719a9d5"
+
+
+def test_the_text_is_one_that_people_can_read_and_b2sum_can_check():
+    text = made().text
+    assert text.startswith(
+        '{\n "chunk_tokens": 256,\n "dtype": "bfloat16",\n "format_version": 1,\n "groups": [\n'
+    )
+    assert text.endswith(' "scales": {\n  "layers.0.k": 0.1\n },\n "weights": "0123abcd"\n}\n')
+    summed = subprocess.run(["b2sum", "-l", "128"], input=text.encode(), capture_output=True, check=True)
+    assert summed.stdout.split()[0].decode() == made().digest
+
+
+@pytest.mark.parametrize("seed", ["0", "12345"])
+def test_it_is_the_same_in_another_process_with_another_hash_seed(seed):
+    program = (
+        "from kvferry.keys import Namespace;"
+        "model = dict.fromkeys(sorted({'b','a','c'}, key=hash), 0.1);"
+        "print(Namespace.of(weights='w', model=model, dtype='d', kv_dtype='k', scales={}, groups=GROUPS,"
+        "chunk_tokens=1, format_version=1).digest)"
+    )
+    groups = "from kvferry.keys import GroupFacts; from kvferry.geometry.rank import GroupKind;"
+    groups += "GROUPS = [GroupFacts(GroupKind.FULL, 0, 'canonical', ())];"
+    output = subprocess.run(
+        [sys.executable, "-c", groups + program],
+        env={**os.environ, "PYTHONHASHSEED": seed},
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    facts = {
+        "weights": "w", "model": {"a": 0.1, "b": 0.1, "c": 0.1}, "dtype": "d", "kv_dtype": "k", "scales": {},
+        "groups": [{"content": "canonical", "kind": "full_attention", "layers": {}, "reach": 0}],
+        "chunk_tokens": 1, "format_version": 1,
+    }  # fmt: skip
+    text = json.dumps(facts, sort_keys=True, indent=1) + "\n"
+    assert output.strip() == hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weights": "0123abce"},
+        {"model": {}},
+        {"dtype": "float16"},
+        {"kv_dtype": "fp8"},
+        {"scales": {"layers.0.k": 0.1 + 2**-56}},
+        {"scales": {}},
+        {"groups": GROUPS[::-1]},
+        {"groups": GROUPS[:1]},
+        {"chunk_tokens": 128},
+        {"format_version": 2},
+        {"groups": [GroupFacts(GroupKind.FULL, 0, "opaque", (("layers.0", KV),)), GROUPS[1]]},
+        {"groups": [GroupFacts(GroupKind.MLA, 0, "canonical", (("layers.0", KV),)), GROUPS[1]]},
+        {"groups": [GROUPS[0], GroupFacts(GroupKind.SLIDING, 65, "canonical", (("layers.1", KV),))]},
+        {"groups": [GroupFacts(GroupKind.FULL, 0, "canonical", (("layers.9", KV),)), GROUPS[1]]},
+        *(
+            {"groups": [GroupFacts(GroupKind.FULL, 0, "canonical", (("layers.0", (field,)),)), GROUPS[1]]}
+            for field in (
+                Stored("kx", 2, 4, (("content", 128),)),
+                Stored("kv", 1, 4, (("content", 128),)),
+                Stored("kv", 2, 8, (("content", 128),)),
+                Stored("kv", 2, 4, (("content", 64),)),
+                Stored("kv", 2, 4, (("other", 128),)),
+                Stored("kv", 2, 4),
+            )
+        ),
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_everything_counts_and_is_named(change):
+    one, other = made(), made(**change)
+    assert one.digest != other.digest
+    assert one != other
+    said = differences(one, other)
+    assert said
+    assert all(sentence.startswith(next(iter(change))) for sentence in said), said
+
+
+def test_differences_are_all_named_with_both_sides():
+    other = made(model={"rope_theta": 10000, "layers": 3, "new": None, "types": ["full"]}, dtype="float16")
+    assert differences(made(), other) == (
+        'dtype: the first has "bfloat16", the second has "float16"',
+        "model.layers: the first has 2, the second has 3",
+        "model.new: the first has none, the second has null",
+        "model.rope_theta: the first has 10000.0, the second has 10000",
+        "model.scaling: the first has null, the second has none",
+        "model.tied: the first has true, the second has none",
+        'model.types: the first has ["full", "slide"], the second has ["full"]',
+    )
+    assert differences(made(), made()) == ()
+
+
+def test_a_difference_that_is_too_long_to_say_is_said_by_its_extent():
+    one, other = of_model(["x" * 9] * 100), of_model({"layers": ["x" * 9] * 100})
+    assert differences(one, other) == ("model.x: the first has a list of 100, the second has 1 facts",)
+    (said,) = differences(of_model("x" * 1000), of_model("y"))
+    assert len(said) < 200
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(1, True), (0, False), (0, None), (1, 1.0), (0.0, -0.0), ("1", 1), ("", None), ([], None), ([], {}),
+     (["a", "b"], ["ab"]), ([["a"], "b"], ["a", ["b"]]), ({"a": {}}, {"a": None}), ({"a": 1}, [["a", 1]]),
+     (0.1, 0.10000000000000002), ("\u00e9", "e\u0301"), ("null", None),
+     ("\\u00e9", "\u00e9")],
+)  # fmt: skip
+def test_what_looks_alike_is_told_apart(one, other):
+    assert of_model(one).digest != of_model(other).digest
+    assert differences(of_model(one), of_model(other))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [({"a": 1, "b": 2}, {"b": 2, "a": 1}), ([1, 2], (1, 2)), ({"a": 1}, OrderedDict(a=1)),
+     ({"a": 1}, MappingProxyType({"a": 1}))],
+)  # fmt: skip
+def test_how_it_is_held_does_not_count(one, other):
+    assert of_model(one) == of_model(other)
+
+
+class Number(enum.IntEnum):
+    ONE = 1
+
+
+class Word(enum.StrEnum):
+    ONE = "one"
+
+
+def deep(levels):
+    value = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+CIRCULAR: list = []
+CIRCULAR.append(CIRCULAR)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (float("nan"), "namespace: model.x is nan"),
+        (float("inf"), "namespace: model.x is inf"),
+        (np.float32(0.5), r"namespace: model.x is a numpy.float32, which has no exact text"),
+        (np.float64(0.5), "numpy.float64"),
+        (np.int64(5), "numpy.int64"),
+        (np.bool_(1), "numpy"),
+        (np.zeros(2), "numpy.ndarray"),
+        (Number.ONE, "Number"),
+        (Word.ONE, "Word"),
+        ({1, 2}, "builtins.set"),
+        (b"bytes", "builtins.bytes"),
+        (1j, "builtins.complex"),
+        (object(), "builtins.object"),
+        ({1: "a"}, r"model.x has the key 1, which is no text"),
+        ({None: "a"}, "the key None"),
+        ({"a": [0, {"b": {3}}]}, r"model.x.a\[1\].b is a builtins.set"),
+        ("\ud83d\ude00", "model.x has half a character"),
+        ({"\ud800": 1}, "half a character"),
+        (2**64, "model.x is a number of more than 64 bits"),
+        (-(2**63) - 1, "more than 64 bits"),
+        (10**5000, "more than 64 bits"),
+        (deep(40), "nested deeper than 32"),
+        (CIRCULAR, "nested deeper than 32"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_has_no_exact_text_is_refused_in_one_sentence(value, said):
+    with pytest.raises(Unnameable, match=said) as error:
+        of_model(value)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 200
+
+
+@pytest.mark.parametrize("name", ["weights", "dtype", "kv_dtype", "groups"])
+def test_a_namespace_that_leaves_out_what_everything_depends_on_is_refused(name):
+    with pytest.raises(Unnameable, match=f"namespace: {name} is empty"):
+        made(**{name: ""})
+
+
+def test_a_layer_counts_once_in_a_group():
+    with pytest.raises(Unnameable, match="a group of kind full_attention names one layer twice"):
+        made(groups=[GroupFacts(GroupKind.FULL, 0, "canonical", (("layers.0", KV), ("layers.0", ())))])
+
+
+@QUICK
+@given(FACTS)
+def test_facts_come_back_exactly_from_what_is_written(value):
+    namespace = of_model(value)
+    read = Namespace(namespace.text)
+    assert read == namespace
+    assert read.digest == namespace.digest
+    assert repr(read.facts["model"]["x"]) == repr(json.loads(json.dumps(value, sort_keys=True)))
+
+
+@QUICK
+@given(FACTS, FACTS)
+def test_namespaces_differ_exactly_when_they_can_say_how(one, other):
+    a, b = of_model(one), of_model(other)
+    assert (a == b) == (a.digest == b.digest) == (not differences(a, b))
+
+
+def test_what_facts_gives_is_the_callers_own():
+    namespace = made()
+    namespace.facts["model"]["layers"] = 3
+    assert namespace.facts["model"]["layers"] == 2
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda text: "",
+        lambda text: text[:-1],
+        lambda text: text + "\n",
+        lambda text: text.replace("256", "256.00"),
+        lambda text: text.replace('"chunk_tokens": 256', '"chunk_tokens": 1,\n "chunk_tokens": 256'),
+        lambda text: text.replace(" ", ""),
+        lambda text: text.replace("256", "NaN"),
+        lambda text: text.replace("256", "1e999"),
+        lambda text: text.replace("256", "9" * 5000),
+        lambda text: "[" * 100_000,
+        lambda text: "[]",
+        lambda text: "null\n",
+        lambda text: json.dumps("text") + "\n",
+    ],
+)
+def test_what_is_not_in_the_form_is_not_read(spoil):
+    with pytest.raises(Unnameable, match="namespace: "):
+        Namespace(spoil(made().text))

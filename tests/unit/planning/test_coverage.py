@@ -1,0 +1,298 @@
+"""Coverage against a token-by-token oracle, and the cases that people meet."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import event, given, settings, strategies as st
+
+from kvferry.errors import TransferError
+from kvferry.geometry import GroupKind
+from kvferry.geometry.store import LayerStore
+from kvferry.planning.coverage import Coverage, Cut, Missing, coverage, farthest, to_load
+from kvferry.planning.select import Span, needed
+
+FULL, SLIDING, CHUNKED, MLA, STATE = (
+    GroupKind.FULL, GroupKind.SLIDING, GroupKind.CHUNKED, GroupKind.MLA, GroupKind.STATE
+)  # fmt: skip
+MANY = settings(max_examples=5 * settings.get_profile("ci").max_examples)
+
+
+def group(kind: GroupKind, reach: int = 0) -> LayerStore:
+    return LayerStore(kind, reach, ())
+
+
+@dataclass(frozen=True)
+class Case:
+    groups: list[LayerStore]
+    cut: Cut
+    at_hand: np.ndarray
+
+
+@st.composite
+def cases(draw):
+    kinds = draw(st.lists(st.sampled_from((FULL, SLIDING, CHUNKED, MLA, STATE)), min_size=1, max_size=4))
+    windows = st.integers(1, 30)
+    groups = [group(kind, draw(windows) if kind in (SLIDING, CHUNKED) else 0) for kind in kinds]
+    tokens = draw(st.integers(0, 50))
+    prompt = tokens + draw(st.sampled_from((0, 0, 1, 1, 2, 9)))
+    cut = Cut(
+        tokens, draw(st.integers(1, 9)), prompt, draw(st.sampled_from((0, 0, draw(st.integers(0, prompt)))))
+    )
+    rows = [draw(row(cut.chunks)) for _ in groups]
+    return Case(groups, cut, np.array(rows, np.bool_).reshape(len(groups), cut.chunks))
+
+
+@st.composite
+def row(draw, chunks):
+    """All, all but a few, few, or any: usable prefixes are rare where everything is a coin's toss."""
+    some = draw(st.sets(st.integers(0, max(chunks - 1, 0)), max_size=3))
+    how = draw(st.sampled_from(("all", "all but", "only", "any")))
+    if how == "any":
+        return draw(st.lists(st.booleans(), min_size=chunks, max_size=chunks))
+    return [how == "all" or (number in some) == (how == "only") for number in range(chunks)]
+
+
+def seen(group: LayerStore, cut: Cut, end: int) -> list[int]:
+    """Tokens before `end` that the next computed token attends to and the engine lacks, one by one."""
+    computed = end if end < cut.prompt else cut.prompt - 1
+    return [
+        token
+        for token in range(min(cut.have, end), end)
+        if group.kind in (FULL, MLA)
+        or (group.kind is SLIDING and computed - token < group.reach)
+        or (group.kind is CHUNKED and computed // group.reach == token // group.reach)
+    ]
+
+
+def wanted(group: LayerStore, cut: Cut, end: int) -> set[int]:
+    """Chunks that a prefix up to `end` takes of one group."""
+    if end <= cut.have:
+        return set()
+    if group.kind is STATE:
+        return {(end - 1) // cut.chunk_tokens}
+    return {token // cut.chunk_tokens for token in seen(group, cut, end)}
+
+
+def ends_of(case: Case) -> list[int]:
+    """All boundaries that may be used and are beyond what the engine has."""
+    stateful = any(group.kind is STATE for group in case.groups)
+    ends = {min(end, case.cut.tokens) for end in range(1, case.cut.tokens + 9)
+            if not end % case.cut.chunk_tokens}  # fmt: skip
+    return sorted(end for end in ends if end > case.cut.have and not (stateful and end == case.cut.prompt))
+
+
+def lacking(case: Case, end: int) -> dict[int, int]:
+    """Groups that cannot continue at `end`, and the first chunk that each lacks."""
+    found = {}
+    for number, group in enumerate(case.groups):
+        if gone := [chunk for chunk in wanted(group, case.cut, end) if not case.at_hand[number, chunk]]:
+            found[number] = min(gone)
+    return found
+
+
+def oracle(case: Case) -> Coverage:
+    ends = ends_of(case)
+    usable = [end for end in ends if not lacking(case, end)]
+    tokens = max(usable, default=case.cut.have)
+    alone = tuple(
+        max((end for end in ends if number not in lacking(case, end)), default=case.cut.have)
+        for number in range(len(case.groups))
+    )
+    beyond = [end for end in ends if end > tokens]
+    if not beyond:
+        return Coverage(tokens, alone, None, ())
+    better = min(beyond, key=lambda end: (len(lacking(case, end)), end))
+    missing = sorted(lacking(case, better).items())
+    return Coverage(tokens, alone, better, tuple(Missing(*each) for each in missing))
+
+
+@MANY
+@given(cases())
+def test_coverage_is_what_going_token_by_token_finds(case: Case):
+    found = coverage(case.groups, case.cut, case.at_hand)
+    assert found == oracle(case)
+    event("something to gain" if found.tokens > case.cut.have else "nothing to gain")
+    event(f"{len(found.missing)} groups fail at the next")
+    if found.tokens % case.cut.chunk_tokens and found.tokens > case.cut.have:
+        event("a tail is used")
+
+
+@given(cases())
+def test_what_is_loaded_is_at_hand_and_is_what_the_next_token_sees(case: Case):
+    found = coverage(case.groups, case.cut, case.at_hand)
+    for number, chunks in enumerate(to_load(case.groups, case.cut, found.tokens)):
+        assert case.at_hand[number, chunks].all()
+    for end in ends_of(case):
+        loads = to_load(case.groups, case.cut, end)
+        assert [set(chunks.tolist()) for chunks in loads] == [
+            wanted(group, case.cut, end) for group in case.groups
+        ]
+        assert all((np.diff(chunks) == 1).all() and chunks.dtype == np.int64 for chunks in loads)
+
+
+@given(cases())
+def test_the_chunks_are_those_of_the_tokens_that_a_hand_over_moves(case: Case):
+    for end in ends_of(case):
+        span = Span(case.cut.have, end, case.cut.prompt)
+        for group, chunks in zip(case.groups, to_load(case.groups, case.cut, end), strict=True):
+            if group.kind is not STATE:
+                low, high = needed(group.kind, group.reach, span)
+                size = case.cut.chunk_tokens
+                assert chunks.tolist() == (list(range(low // size, -(-high // size))) if low < high else [])
+
+
+@given(cases())
+def test_more_at_hand_never_means_less_of_a_prefix(case: Case):
+    found = coverage(case.groups, case.cut, case.at_hand).tokens
+    for number in range(len(case.groups)):
+        more = case.at_hand.copy()
+        more[number] = True
+        assert coverage(case.groups, case.cut, more).tokens >= found
+
+
+def prefix(groups, cut: Cut, *rows: str) -> Coverage:
+    """Rows: a letter per chunk, ``x`` at hand and ``.`` not."""
+    at_hand = np.array([[letter == "x" for letter in row] for row in rows], np.bool_)
+    return coverage(groups, cut, at_hand)
+
+
+PROMPT = Cut(tokens=64, chunk_tokens=16, prompt=100)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reach", "row", "tokens"),
+    [
+        (FULL, 0, "xxxx", 64), (FULL, 0, "xx.x", 32), (FULL, 0, ".xxx", 0), (MLA, 0, "xxx.", 48),
+        (SLIDING, 17, "...x", 64), (SLIDING, 18, "...x", 0), (SLIDING, 18, "..xx", 64),
+        (SLIDING, 17, "xx..", 32), (SLIDING, 99, "xxxx", 64), (SLIDING, 99, ".xxx", 0),
+        (SLIDING, 1, "....", 64),
+        (CHUNKED, 32, "....", 64), (CHUNKED, 40, ".xx.", 48), (CHUNKED, 40, "..x.", 48),
+        (CHUNKED, 40, ".x..", 0),
+        (CHUNKED, 48, "...x", 64), (CHUNKED, 99, "xxx.", 48), (CHUNKED, 24, ".x..", 48),
+        (CHUNKED, 24, "...x", 64),
+        (STATE, 0, "...x", 64), (STATE, 0, "x.x.", 48), (STATE, 0, "....", 0),
+    ],
+)  # fmt: skip
+def test_each_kind_continues_from_what_its_next_token_sees(kind, reach, row, tokens):
+    assert prefix([group(kind, reach)], PROMPT, row).tokens == tokens
+
+
+def test_the_prefix_is_where_all_can_continue_not_where_the_shortest_ends():
+    """States at 32 and 64, the window at 48 and 64 only: two holes that a minimum would not see."""
+    found = prefix([group(STATE), group(SLIDING, 17)], PROMPT, ".x.x", "..x.")
+    assert (found.tokens, found.alone) == (0, (64, 48))
+    assert prefix([group(STATE), group(SLIDING, 17)], PROMPT, ".x.x", "..xx").tokens == 64
+
+
+@pytest.mark.parametrize(
+    ("have", "row", "tokens"),
+    [
+        (16, ".xxx", 64),
+        (17, ".xxx", 64),
+        (17, "..xx", 17),
+        (31, "..xx", 31),
+        (32, "..xx", 64),
+        (70, "....", 70),
+    ],
+)
+def test_what_the_engine_has_need_not_be_at_hand(have, row, tokens):
+    assert prefix([group(FULL)], Cut(64, 16, 100, have), row).tokens == tokens
+
+
+def test_a_snapshot_is_needed_at_the_boundary_whatever_the_engine_has():
+    cut = Cut(64, 16, 100, have=32)
+    assert prefix([group(FULL), group(STATE)], cut, "..xx", "xx..").tokens == 32
+    assert prefix([group(FULL), group(STATE)], cut, "..xx", "..x.").tokens == 48
+    assert [chunks.tolist() for chunks in to_load([group(FULL), group(STATE)], cut, 64)] == [[2, 3], [3]]
+
+
+def test_attention_may_be_loaded_to_the_end_of_the_prompt_a_state_may_not():
+    cut = Cut(tokens=64, chunk_tokens=16, prompt=64)
+    assert prefix([group(FULL)], cut, "xxxx").tokens == 64
+    found = prefix([group(FULL), group(STATE)], cut, "xxxx", "xxxx")
+    assert (found.tokens, found.better, found.missing) == (48, None, ())
+    assert farthest([group(FULL)], 64) == 64
+    assert farthest([group(FULL), group(STATE)], 64) == 63
+    with pytest.raises(TransferError, match="a prefix of 64 tokens ends on no boundary"):
+        to_load([group(STATE)], cut, 64)
+
+
+def test_at_the_end_of_the_prompt_the_window_of_the_last_token_counts():
+    """Window 17: token 64 sees 48 to 64, token 63, computed again, sees 47 to 63."""
+    longer, whole = Cut(64, 16, 65), Cut(64, 16, 64)
+    assert prefix([group(SLIDING, 17)], longer, "...x").tokens == 64
+    assert prefix([group(SLIDING, 17)], whole, "...x").tokens == 0
+    assert prefix([group(SLIDING, 17)], whole, "..xx").tokens == 64
+
+
+def test_a_state_one_token_before_the_end_is_a_tail():
+    cut = Cut(tokens=63, chunk_tokens=16, prompt=64)
+    assert prefix([group(FULL), group(STATE)], cut, "xxxx", "...x").tokens == 63
+    assert prefix([group(FULL), group(STATE)], cut, "xxxx", "..x.").tokens == 48
+    assert prefix([group(FULL), group(STATE)], cut, "xxx.", "..xx").tokens == 48
+
+
+@pytest.mark.parametrize("groups", [[group(FULL)], [group(STATE)], [group(SLIDING, 4), group(STATE)]])
+def test_a_prompt_of_one_token_or_none_has_no_prefix_for_a_state(groups):
+    stateful = groups[-1].kind is STATE
+    for prompt in (0, 1):
+        cut = Cut(prompt, 16, prompt)
+        found = coverage(groups, cut, np.ones((len(groups), cut.chunks), np.bool_))
+        assert found.tokens == (0 if stateful else prompt)
+        assert farthest(groups, prompt) == found.tokens
+
+
+def test_the_reason_is_the_group_without_which_more_could_be_used():
+    groups = [group(FULL), group(SLIDING, 17), group(STATE)]
+    assert prefix(groups, PROMPT, "xxxx", "xxxx", ".x..").missing == (Missing(2, 2),)
+    assert prefix(groups, PROMPT, "x.xx", "xxxx", "xxxx").missing == (Missing(0, 1),)
+    found = prefix(groups, PROMPT, "xxxx", "x.x.", "x..x")
+    assert (found.tokens, found.better, found.missing) == (16, 48, (Missing(2, 2),))
+    assert prefix(groups, PROMPT, "....", "....", "....").missing == (
+        Missing(0, 0),
+        Missing(1, 0),
+        Missing(2, 0),
+    )
+    assert prefix(groups, PROMPT, "xxxx", "xxxx", "xxxx").missing == ()
+
+
+def test_what_is_missing_is_named_as_the_first_chunk_that_is():
+    found = prefix([group(FULL), group(STATE)], PROMPT, "x..x", "...x")
+    assert found == Coverage(0, (16, 64), 16, (Missing(1, 0),))
+    found = prefix([group(SLIDING, 40), group(STATE)], PROMPT, "xx.x", "...x")
+    assert found == Coverage(0, (32, 64), 16, (Missing(1, 0),))
+    found = prefix([group(SLIDING, 40)], Cut(64, 16, 100, 40), "xx..")
+    assert found.missing == (Missing(0, 2),)
+
+
+@pytest.mark.parametrize(
+    "at_hand",
+    [np.ones((1, 3), np.bool_), np.ones((2, 4), np.bool_), np.ones(4, np.bool_), np.ones((1, 4), np.int8)],
+)
+def test_an_answer_to_another_question_is_an_error(at_hand):
+    with pytest.raises(TransferError, match=r"what is at hand is .* not bool of \(1, 4\)"):
+        coverage([group(FULL)], PROMPT, at_hand)
+
+
+def test_a_model_without_groups_is_an_error():
+    with pytest.raises(TransferError, match="groups of the model"):
+        coverage([], PROMPT, np.ones((0, 4), np.bool_))
+
+
+@pytest.mark.parametrize("made", [(5, 0, 5), (6, 4, 5), (-1, 4, 5), (5, 4, 5, -1)])
+def test_a_cut_that_cannot_be_is_an_error(made):
+    with pytest.raises(TransferError, match=f"{made[0]} of 5 tokens"):
+        Cut(*made)
+
+
+@pytest.mark.parametrize("tokens", [8, 65, 80, 63])
+def test_chunks_up_to_what_is_no_boundary_are_an_error(tokens):
+    with pytest.raises(TransferError, match=f"a prefix of {tokens} tokens ends on no boundary"):
+        to_load([group(FULL)], PROMPT, tokens)
+
+
+def test_nothing_is_loaded_up_to_what_the_engine_has():
+    for tokens in (0, 8, 17):
+        loads = to_load([group(FULL), group(STATE)], Cut(64, 16, 100, 17), tokens)
+        assert [chunks.tolist() for chunks in loads] == [[], []]
