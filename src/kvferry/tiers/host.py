@@ -9,6 +9,9 @@ back.
 A chunk of a ticket stays where it is until every rank has reported, so ranks must report on every ticket, and
 only when nothing of theirs is in flight. Nothing here waits, and nothing that can be foreseen raises: a store
 that finds no room is dropped, a report that nobody waits for is counted.
+
+A prompt's later chunks are of no use without the earlier ones, and policies keep longest what was used last:
+so let ranks report on, and close, the chunks of a prompt from its end to its beginning.
 """
 
 from __future__ import annotations

@@ -336,6 +336,21 @@ def test_memory_moves_between_groups_as_they_are_used(policy):
     assert host.counters.dropped == {}
 
 
+def test_a_slab_is_emptied_for_another_group_when_what_leaves_is_scattered():
+    shapes = (ChunkShape((3,), (ALIGNMENT,)), ChunkShape((12,), (4 * ALIGNMENT,)))
+    host = tier(pages=48 * 40, shapes=shapes)
+    slab_bytes = host._book.slabs.slab_bytes
+    offsets = {}
+    while host.counters.evicted == 0:
+        offsets[b"%d" % len(offsets)] = stored(host, b"%d" % len(offsets)).offset
+    for key in sorted(offsets, key=lambda key: (offsets[key] % slab_bytes, offsets[key])):
+        if opened := host.open(key):
+            close(host, opened)
+    before = host.counters.evicted
+    stored(host, b"large", 1)
+    assert (host.counters.evicted - before) * shapes[0].stride <= 2 * slab_bytes
+
+
 def test_two_groups_in_balance_evict_hardly_more_than_they_store():
     shapes = (ChunkShape((3,), (ALIGNMENT,)), ChunkShape((3,), (2 * ALIGNMENT,)))
     host = tier(pages=900, shapes=shapes)
@@ -381,3 +396,19 @@ def test_a_lookup_of_512_keys_takes_far_less_than_a_millisecond():
         return time.perf_counter() - began
 
     assert min(seconds() for _ in range(20)) < 1e-3
+
+
+@pytest.mark.parametrize("runs", [[(0, 2), (0, 2), (2, 2)], [(-2, 2), (0, 4)], [(5, 2), (0, 4)]])
+def test_units_written_twice_or_that_do_not_exist_do_not_count_for_those_that_are_missing(runs):
+    host = tier(ranks=1)
+    ticket = host.reserve(KEYS[0], 0)
+    host.commit(ticket, 0, [(first, digests(KEYS[0], 0, units)) for first, units in runs])
+    assert not host.contains([KEYS[0]])[0]
+    assert host.counters.dropped == {Drop.FAILED: 1}
+
+
+def test_digests_cut_off_drop_the_chunk():
+    host = tier(ranks=1)
+    ticket = host.reserve(KEYS[0], 0)
+    host.commit(ticket, 0, [(3, digests(KEYS[0], 3, 3)), (0, digests(KEYS[0], 0, 3) + b"x")])
+    assert not host.contains([KEYS[0]])[0]

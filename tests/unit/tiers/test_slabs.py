@@ -49,18 +49,18 @@ def test_hardly_anything_is_lost_at_the_ends_of_slabs(strides):
 
 
 def test_a_slab_is_offered_to_another_size_when_as_much_is_free():
-    slabs = Slabs(64 * 10, [10, 20])
+    slabs = Slabs(600, [10, 30])
     per_slab = slabs.slab_bytes // 10
     offsets = [slabs.take(10) for _ in range(slabs.count * per_slab)]
-    assert not slabs.has_room(20)
+    assert not slabs.has_room(30)
     for offset in offsets[: per_slab - 1]:
         slabs.give(offset)
-    assert slabs.crowding(20) == []
+    assert slabs.crowding(30) == []
     slabs.give(offsets[-1])
-    assert slabs.crowding(20) == [offsets[0] // slabs.slab_bytes, offsets[-1] // slabs.slab_bytes]
+    assert slabs.crowding(30) == [offsets[0] // slabs.slab_bytes, offsets[-1] // slabs.slab_bytes]
     assert slabs.crowding(10) == []
     slabs.give(offsets[per_slab - 1])
-    assert slabs.has_room(20)
+    assert slabs.has_room(30)
 
 
 def test_a_capacity_without_a_slab_for_every_size_is_refused():
