@@ -60,6 +60,10 @@ def ask(pipes, verb, *arguments):
     return [pipe.recv() for pipe in pipes]
 
 
+def open_files():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 def shared_files():
     """Files of ours that others could find, and mapped ones of this process."""
     maps = Path("/proc/self/maps").read_text(encoding="ascii")
@@ -138,10 +142,10 @@ def test_another_file_under_the_same_number_is_not_taken_for_the_arena():
         for name in (replace(other.name, fd=one.name.fd), replace(one.name, size=SIZE // 2)):
             with pytest.raises(TransferError, match="its owner has ended"):
                 Arena.attach(name)
-        open_files = len(list(Path("/proc/self/fd").iterdir()))
+        before = open_files()
         with pytest.raises(TransferError):
             Arena.attach(replace(other.name, fd=one.name.fd))
-        assert len(list(Path("/proc/self/fd").iterdir())) == open_files
+        assert open_files() == before
 
 
 def test_nobody_can_shrink_an_arena_under_its_users():
@@ -162,6 +166,7 @@ def test_the_memory_is_there_from_the_start():
 
 
 def test_a_closed_arena_is_unmapped_once_nobody_looks_at_it():
+    before = open_files()
     arena = Arena.create(SIZE)
     kept = arena.memory[:10]
     arena.close()
@@ -170,6 +175,7 @@ def test_a_closed_arena_is_unmapped_once_nobody_looks_at_it():
     assert shared_files()[1] == 1
     del kept, arena
     assert shared_files()[1] == 0
+    assert open_files() == before
 
 
 def test_what_is_gathered_into_slots_lies_in_the_chunks():
