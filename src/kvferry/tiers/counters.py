@@ -1,0 +1,57 @@
+"""What a host tier has done, for whoever asks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Drop(StrEnum):
+    """Why a chunk was not stored."""
+
+    PRESENT = "present"
+    """It is here, or is being stored."""
+    NO_ROOM = "no room"
+    """Everything that could leave for it is held, or more than is sensible would have to."""
+    FAILED = "failed"
+    """A rank did not write its units, or not all of them."""
+    CANCELLED = "cancelled"
+    """It was not wanted any more."""
+
+
+class Miss(StrEnum):
+    """Why a chunk was not read."""
+
+    ABSENT = "absent"
+    """It was never here, or so long ago that it is not remembered."""
+    EVICTED = "evicted"
+    """It was here lately: with a larger capacity it still were."""
+    FILLING = "filling"
+    """It is being stored."""
+
+
+@dataclass(slots=True)
+class HostCounters:
+    """Counts since the start; bytes are of content, without what pads it.
+
+    Attributes:
+        stored, stored_bytes: chunks that became readable.
+        dropped: chunks that did not, by reason.
+        hits, hit_bytes: chunks opened for reading.
+        misses: chunks asked for that were not, by reason.
+        evicted, evicted_bytes: chunks that made room for others.
+        damaged: chunks thrown away because their bytes were not, or might not be, what was written.
+        late: reports of ranks on holds that had been given up.
+    """
+
+    stored: int = 0
+    stored_bytes: int = 0
+    dropped: Counter[Drop] = field(default_factory=Counter)
+    hits: int = 0
+    hit_bytes: int = 0
+    misses: Counter[Miss] = field(default_factory=Counter)
+    evicted: int = 0
+    evicted_bytes: int = 0
+    damaged: int = 0
+    late: int = 0

@@ -1,0 +1,120 @@
+"""ARC: an LRU of what was used once, an LRU of what was used again, and a boundary that learns.
+
+Nimrod Megiddo and Dharmendra S. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003,
+figure 4. `recent` is the paper's T1, `frequent` T2, and their ghosts B1 and B2; `target` is p, the bytes that
+`recent` should have. A key that comes back while its ghost is in B1 says that `recent` was too small, one in
+B2 that `frequent` was.
+
+Simplified against the paper:
+- bytes in place of pages: a ghost hit moves the target by the key's size, times the ratio of the ghosts'
+  bytes;
+- the victim is named before it is known what comes in, so the target moves after the replacement it would
+  have decided, and the tie-break of REPLACE for a page of B2 falls away;
+- ghosts are trimmed when something is added, to T1 + B1 within the capacity and all four within twice that.
+"""
+
+from __future__ import annotations
+
+from kvferry.tiers.eviction.base import check_admission
+from kvferry.tiers.eviction.queue import ByteQueue, check_disjoint
+
+
+class ARC:
+    """A scan passes through `recent` and leaves `frequent` alone."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self._target = 0.0
+        self._recent, self._frequent = ByteQueue(), ByteQueue()
+        self._recent_ghosts, self._frequent_ghosts = ByteQueue(), ByteQueue()
+
+    @property
+    def used_bytes(self) -> int:
+        """As of `Policy`."""
+        return self._recent.total + self._frequent.total
+
+    def __len__(self) -> int:
+        """As of `Policy`."""
+        return len(self._recent) + len(self._frequent)
+
+    def __contains__(self, key: object) -> bool:
+        """As of `Policy`."""
+        return key in self._recent or key in self._frequent
+
+    def admit(self, key: bytes, size: int) -> None:
+        """As of `Policy`."""
+        check_admission(self, key, size)
+        again = self._learn(key, size)
+        (self._frequent if again else self._recent).push(key, size)
+        self._trim()
+
+    def touch(self, key: bytes) -> None:
+        """As of `Policy`."""
+        if key in self._recent:
+            self._recent.move(key, self._frequent)
+        else:
+            self._frequent.renew(key)
+
+    def pin(self, key: bytes) -> None:
+        """As of `Policy`."""
+        self._home(key).pin(key)
+
+    def unpin(self, key: bytes) -> None:
+        """As of `Policy`."""
+        self._home(key).unpin(key)
+
+    def remove(self, key: bytes) -> None:
+        """As of `Policy`."""
+        self._home(key).remove(key)
+
+    def evict(self) -> bytes | None:
+        """As of `Policy`: REPLACE of the paper."""
+        if self._recent.loose and (self._recent.total > self._target or not self._frequent.loose):
+            queue, ghosts = self._recent, self._recent_ghosts
+        elif self._frequent.loose:
+            queue, ghosts = self._frequent, self._frequent_ghosts
+        else:
+            return None
+        key, size = queue.pop()
+        ghosts.push(key, size)
+        self._trim()
+        return key
+
+    def check_integrity(self) -> None:
+        """As of `Policy`."""
+        check_disjoint(
+            recent=self._recent,
+            frequent=self._frequent,
+            recent_ghosts=self._recent_ghosts,
+            frequent_ghosts=self._frequent_ghosts,
+        )
+        recent = self._recent.total + self._recent_ghosts.total
+        everything = recent + self._frequent.total + self._frequent_ghosts.total
+        if self.used_bytes > self.capacity_bytes:
+            raise AssertionError(f"{self.used_bytes} bytes are admitted, capacity is {self.capacity_bytes}")
+        if recent > self.capacity_bytes or everything > 2 * self.capacity_bytes:
+            raise AssertionError(f"T1 + B1 are {recent} bytes, all {everything}, of {self.capacity_bytes}")
+        if not 0 <= self._target <= self.capacity_bytes:
+            raise AssertionError(f"target {self._target} is outside the capacity {self.capacity_bytes}")
+
+    def _home(self, key: bytes) -> ByteQueue:
+        return self._recent if key in self._recent else self._frequent
+
+    def _learn(self, key: bytes, size: int) -> bool:
+        """Move the target if the key has a ghost, which ends; returns whether it had."""
+        recent, frequent = self._recent_ghosts.total, self._frequent_ghosts.total
+        if key in self._recent_ghosts:
+            self._target = min(self._target + size * max(1.0, frequent / recent), self.capacity_bytes)
+            self._recent_ghosts.remove(key)
+        elif key in self._frequent_ghosts:
+            self._target = max(self._target - size * max(1.0, recent / frequent), 0.0)
+            self._frequent_ghosts.remove(key)
+        else:
+            return False
+        return True
+
+    def _trim(self) -> None:
+        """Keep the ghosts within the paper's bounds, the oldest go."""
+        self._recent_ghosts.trim(self.capacity_bytes - self._recent.total)
+        rest = 2 * self.capacity_bytes - self.used_bytes - self._recent_ghosts.total
+        self._frequent_ghosts.trim(rest)

@@ -1,0 +1,120 @@
+"""S3-FIFO: three first-in-first-out queues; most of what comes in is used once and should go quickly.
+
+Juncheng Yang, Yazhuo Zhang, Ziyue Qiu, Yao Yue, K. V. Rashmi, "FIFO queues are all you need for cache
+eviction", SOSP 2023, algorithm 1. New keys pass through a *small* queue of a tenth of the bytes. At its end
+those used at least twice move to the *main* queue, the others go and leave a ghost; a key whose ghost is
+there when it comes back goes to main directly. At main's end a key that was used goes round once more.
+
+      admit ──▶ small ──used twice──▶ main ─┐ used: round again
+        │         └──else──▶ ghost    ▲  └──┘ else: gone
+        └──────── ghost ──────────────┘
+
+Simplified against the paper:
+- bytes in place of objects: the ghosts stand for at most as many bytes as main's share;
+- a pinned key leaves its queue and comes back at the end where new ones come in;
+- uses are counted under a cap of 3 per key in a dictionary, not in two bits.
+"""
+
+from __future__ import annotations
+
+from kvferry.tiers.eviction.base import check_admission
+from kvferry.tiers.eviction.queue import ByteQueue, check_disjoint
+
+_SMALL_SHARE = 10
+"""The small queue has one part in so many of the bytes."""
+_MOST_USES, _PROMOTED_FROM = 3, 2
+
+
+class S3FIFO:
+    """A scan passes through the small queue and leaves main alone."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self._small_bytes = capacity_bytes // _SMALL_SHARE
+        self._small, self._main, self._ghosts = ByteQueue(), ByteQueue(), ByteQueue()
+        self._uses: dict[bytes, int] = {}
+
+    @property
+    def used_bytes(self) -> int:
+        """As of `Policy`."""
+        return self._small.total + self._main.total
+
+    def __len__(self) -> int:
+        """As of `Policy`."""
+        return len(self._uses)
+
+    def __contains__(self, key: object) -> bool:
+        """As of `Policy`."""
+        return key in self._uses
+
+    def admit(self, key: bytes, size: int) -> None:
+        """As of `Policy`."""
+        check_admission(self, key, size)
+        known = key in self._ghosts
+        if known:
+            self._ghosts.remove(key)
+        (self._main if known else self._small).push(key, size)
+        self._uses[key] = 0
+
+    def touch(self, key: bytes) -> None:
+        """As of `Policy`."""
+        self._uses[key] = min(self._uses[key] + 1, _MOST_USES)
+
+    def pin(self, key: bytes) -> None:
+        """As of `Policy`."""
+        self._home(key).pin(key)
+
+    def unpin(self, key: bytes) -> None:
+        """As of `Policy`."""
+        self._home(key).unpin(key)
+
+    def remove(self, key: bytes) -> None:
+        """As of `Policy`."""
+        self._home(key).remove(key)
+        del self._uses[key]
+
+    def evict(self) -> bytes | None:
+        """As of `Policy`; on average over calls it passes over as many keys as were touched."""
+        while self._small.loose or self._main.loose:
+            small = self._small.total >= self._small_bytes or not self._main.loose
+            key = self._evict_small() if small and self._small.loose else self._evict_main()
+            if key is not None:
+                return key
+        return None
+
+    def check_integrity(self) -> None:
+        """As of `Policy`."""
+        check_disjoint(small=self._small, main=self._main, ghosts=self._ghosts)
+        if self.used_bytes > self.capacity_bytes:
+            raise AssertionError(f"{self.used_bytes} bytes are admitted, capacity is {self.capacity_bytes}")
+        if self._ghosts.total > self.capacity_bytes - self._small_bytes:
+            raise AssertionError(f"ghosts stand for {self._ghosts.total} bytes of {self.capacity_bytes}")
+        if len(self._uses) != len(self._small) + len(self._main) or any(
+            key not in self._small and key not in self._main for key in self._uses
+        ):
+            raise AssertionError("uses are counted of other keys than those in the queues")
+
+    def _home(self, key: bytes) -> ByteQueue:
+        return self._small if key in self._small else self._main
+
+    def _evict_small(self) -> bytes | None:
+        """The oldest of the small queue moves to main or goes; returns it if it goes."""
+        key, size = self._small.pop()
+        if self._uses[key] >= _PROMOTED_FROM:
+            self._uses[key] = 0
+            self._main.push(key, size)
+            return None
+        del self._uses[key]
+        self._ghosts.push(key, size)
+        self._ghosts.trim(self.capacity_bytes - self._small_bytes)
+        return key
+
+    def _evict_main(self) -> bytes | None:
+        """The oldest of main goes round or goes; returns it if it goes."""
+        key, size = self._main.pop()
+        if self._uses[key]:
+            self._uses[key] -= 1
+            self._main.push(key, size)
+            return None
+        del self._uses[key]
+        return key

@@ -1,0 +1,267 @@
+"""Every policy against a plain model of it: lists of (key, size), searched from end to end."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvferry.tiers.eviction import POLICIES
+
+KEYS = [bytes([n]) for n in range(24)]
+
+
+def size_of(entries):
+    return sum(size for _, size in entries)
+
+
+def without(entries, key):
+    return [entry for entry in entries if entry[0] != key]
+
+
+class Model:
+    """What all models share: named lists of (key, size), oldest first, and which keys are pinned."""
+
+    def __init__(self, capacity):
+        self.capacity = capacity
+        self.lists = {name: [] for name in self.NAMES}
+        self.pinned = set()
+
+    def home(self, key):
+        return next((name for name in self.HOMES if key in dict(self.lists[name])), None)
+
+    def entries(self):
+        return [entry for name in self.HOMES for entry in self.lists[name]]
+
+    def take(self, key, names):
+        """Remove a key from the lists of these names; its size, or None."""
+        for name in names:
+            if key in dict(self.lists[name]):
+                size = dict(self.lists[name])[key]
+                self.lists[name] = without(self.lists[name], key)
+                return size
+        return None
+
+    def loose(self, name):
+        return [entry for entry in self.lists[name] if entry[0] not in self.pinned]
+
+    def trim(self, name, most):
+        while size_of(self.lists[name]) > most:
+            self.lists[name].pop(0)
+
+    def pin(self, key):
+        self.pinned.add(key)
+
+    def unpin(self, key):
+        """Newest in its list."""
+        name = self.home(key)
+        size = self.take(key, [name])
+        self.lists[name].append((key, size))
+        self.pinned.discard(key)
+
+    def remove(self, key):
+        self.take(key, self.HOMES)
+        self.pinned.discard(key)
+
+
+class LRUModel(Model):
+    NAMES = HOMES = ("all",)
+
+    def admit(self, key, size):
+        self.lists["all"].append((key, size))
+
+    def touch(self, key):
+        size = self.take(key, ["all"])
+        self.lists["all"].append((key, size))
+
+    def evict(self):
+        if not (loose := self.loose("all")):
+            return None
+        self.take(loose[0][0], ["all"])
+        return loose[0][0]
+
+
+class ARCModel(Model):
+    NAMES = ("T1", "T2", "B1", "B2")
+    HOMES = ("T1", "T2")
+    p = 0.0
+
+    def admit(self, key, size):
+        b1, b2 = size_of(self.lists["B1"]), size_of(self.lists["B2"])
+        to = "T2"
+        if self.take(key, ["B1"]) is not None:
+            self.p = min(self.capacity, self.p + size * max(1, b2 / b1))
+        elif self.take(key, ["B2"]) is not None:
+            self.p = max(0, self.p - size * max(1, b1 / b2))
+        else:
+            to = "T1"
+        self.lists[to].append((key, size))
+        self.bound()
+
+    def touch(self, key):
+        size = self.take(key, self.HOMES)
+        self.lists["T2"].append((key, size))
+
+    def evict(self):
+        names = ["T1", "T2"] if size_of(self.lists["T1"]) > self.p else ["T2", "T1"]
+        for name in names:
+            if loose := self.loose(name):
+                self.take(loose[0][0], [name])
+                self.lists["B" + name[1]].append(loose[0])
+                self.bound()
+                return loose[0][0]
+        return None
+
+    def bound(self):
+        self.trim("B1", self.capacity - size_of(self.lists["T1"]))
+        self.trim("B2", 2 * self.capacity - size_of(self.entries()) - size_of(self.lists["B1"]))
+
+
+class S3FIFOModel(Model):
+    NAMES = ("S", "M", "G")
+    HOMES = ("S", "M")
+
+    def __init__(self, capacity):
+        super().__init__(capacity)
+        self.uses = {}
+
+    def admit(self, key, size):
+        name = "S" if self.take(key, ["G"]) is None else "M"
+        self.lists[name].append((key, size))
+        self.uses[key] = 0
+
+    def touch(self, key):
+        self.uses[key] = min(3, self.uses[key] + 1)
+
+    def evict(self):
+        share = self.capacity // 10
+        while self.loose("S") or self.loose("M"):
+            small = self.loose("S") and (size_of(self.lists["S"]) >= share or not self.loose("M"))
+            key, size = self.loose("S" if small else "M")[0]
+            self.take(key, self.HOMES)
+            if small and self.uses[key] > 1:
+                self.uses[key] = 0
+                self.lists["M"].append((key, size))
+            elif not small and self.uses[key] > 0:
+                self.uses[key] -= 1
+                self.lists["M"].append((key, size))
+            else:
+                if small:
+                    self.lists["G"].append((key, size))
+                    self.trim("G", self.capacity - share)
+                return key
+        return None
+
+
+MODELS = {"lru": LRUModel, "arc": ARCModel, "s3fifo": S3FIFOModel}
+
+
+class Comparison(RuleBasedStateMachine):
+    """One policy and its model, driven together."""
+
+    name: str
+
+    @initialize(capacity=st.integers(20, 120))
+    def make(self, capacity):
+        self.policy = POLICIES[self.name](capacity)
+        self.model = MODELS[self.name](capacity)
+
+    def known(self, data, *, pinned=None):
+        keys = [key for key, _ in self.model.entries()]
+        if pinned is not None:
+            keys = [key for key in keys if (key in self.model.pinned) == pinned]
+        return data.draw(st.sampled_from(sorted(keys))) if keys else None
+
+    def evict_one(self):
+        victim = self.policy.evict()
+        assert victim == self.model.evict()
+        assert victim is None or victim not in self.model.pinned
+        return victim
+
+    @rule(key=st.sampled_from(KEYS), size=st.integers(1, 20))
+    def use(self, key, size):
+        """As a cache does: touch what is there, else make room and admit."""
+        if key in self.policy:
+            self.policy.touch(key)
+            self.model.touch(key)
+            return
+        while self.policy.used_bytes + size > self.policy.capacity_bytes:
+            if self.evict_one() is None:
+                return
+        self.policy.admit(key, size)
+        self.model.admit(key, size)
+
+    @rule()
+    def evict(self):
+        self.evict_one()
+
+    @rule(data=st.data())
+    def pin(self, data):
+        if key := self.known(data, pinned=False):
+            self.policy.pin(key)
+            self.model.pin(key)
+
+    @rule(data=st.data())
+    def unpin(self, data):
+        if key := self.known(data, pinned=True):
+            self.policy.unpin(key)
+            self.model.unpin(key)
+
+    @rule(data=st.data())
+    def remove(self, data):
+        if key := self.known(data):
+            self.policy.remove(key)
+            self.model.remove(key)
+
+    @precondition(lambda self: self.policy.used_bytes)
+    @rule(data=st.data())
+    def refuse(self, data):
+        """What the contract says raises, raises and changes nothing."""
+        key = self.known(data)
+        with pytest.raises(ValueError, match="admitted already"):
+            self.policy.admit(key, 1)
+        with pytest.raises(ValueError, match="evict before admitting"):
+            self.policy.admit(b"other", self.policy.capacity_bytes - self.policy.used_bytes + 1)
+        with pytest.raises(KeyError):
+            (self.policy.pin if key in self.model.pinned else self.policy.unpin)(key)
+        for verb in (self.policy.touch, self.policy.pin, self.policy.unpin, self.policy.remove):
+            with pytest.raises(KeyError):
+                verb(b"other")
+
+    @invariant()
+    def same(self):
+        self.policy.check_integrity()
+        entries = self.model.entries()
+        assert self.policy.used_bytes == size_of(entries)
+        assert len(self.policy) == len(entries)
+        assert all((key in self.policy) == (key in dict(entries)) for key in KEYS)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_evicts_what_a_plain_model_of_it_evicts(name):
+    machine = type(f"Comparison_{name}", (Comparison,), {"name": name})
+    machine.TestCase.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+    case = machine.TestCase()
+    case.runTest()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_long_random_run_evicts_what_the_model_evicts(name):
+    chance = random.Random(name)
+    for capacity in (20, 50, 100):
+        policy, model = POLICIES[name](capacity), MODELS[name](capacity)
+        for _ in range(3000):
+            key = KEYS[min(int(chance.expovariate(0.12)), len(KEYS) - 1)]
+            if key in policy:
+                policy.touch(key)
+                model.touch(key)
+                continue
+            size = chance.randint(1, 8)
+            while policy.used_bytes + size > capacity:
+                victim = policy.evict()
+                assert victim == model.evict()
+            policy.admit(key, size)
+            model.admit(key, size)
+        policy.check_integrity()

@@ -1,0 +1,94 @@
+"""How often the policies hit on traces whose answer is known."""
+
+from __future__ import annotations
+
+import random
+import time
+from itertools import count
+
+import pytest
+
+from kvferry.tiers.eviction import POLICIES
+
+
+def hits(name, capacity, trace):
+    """Hits of a cache of `capacity` bytes on a trace of (key number, size)."""
+    policy = POLICIES[name](capacity)
+    found = 0
+    for number, size in trace:
+        key = number.to_bytes(4)
+        if key in policy:
+            found += 1
+            policy.touch(key)
+            continue
+        while policy.used_bytes + size > capacity:
+            policy.evict()
+        policy.admit(key, size)
+    policy.check_integrity()
+    return found
+
+
+def loops_and_scans(rounds):
+    """60 keys, each used twice a round; between two rounds 80 that are used once. Room is for 100."""
+    scanned = count(1000)
+    for _ in range(rounds):
+        yield from ((key, 1) for _ in range(2) for key in range(60))
+        yield from ((next(scanned), 1) for _ in range(80))
+
+
+def test_what_is_used_again_survives_scans_under_arc_and_s3fifo_and_not_under_lru():
+    found = {name: hits(name, 100, loops_and_scans(50)) for name in POLICIES}
+    assert found["lru"] < 0.6 * 50 * 120
+    assert found["arc"] > 0.9 * 50 * 120
+    assert found["s3fifo"] > 0.9 * 50 * 120
+
+
+def test_arc_and_s3fifo_beat_lru_where_few_keys_are_popular():
+    chance = random.Random(1)
+    trace = [(int(chance.paretovariate(0.6)) % 5000, chance.choice([1, 4])) for _ in range(20_000)]
+    found = {name: hits(name, 600, trace) for name in POLICIES}
+    assert found["arc"] > found["lru"]
+    assert found["s3fifo"] > found["lru"]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_everything_that_fits_stays(name):
+    assert hits(name, 100, [(key, 1) for _ in range(5) for key in range(100)]) == 400
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_bytes_are_what_counts_not_keys(name):
+    policy = POLICIES[name](100)
+    policy.admit(b"large", 90)
+    for number in range(10):
+        policy.admit(b"%d" % number, 1)
+    assert policy.evict() == b"large"
+    assert policy.used_bytes == 10
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_whose_keys_are_all_pinned_names_none(name):
+    policy = POLICIES[name](10)
+    for key in (b"a", b"b"):
+        policy.admit(key, 5)
+        policy.touch(key)
+        policy.pin(key)
+    assert policy.evict() is None
+    policy.unpin(b"a")
+    assert [policy.evict(), policy.evict()] == [b"a", None]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_an_eviction_takes_no_longer_among_many_pinned_keys(name):
+    def seconds(pinned):
+        policy = POLICIES[name](2 * pinned)
+        for number in range(2 * pinned):
+            policy.admit(number.to_bytes(4), 1)
+            if number < pinned:
+                policy.pin(number.to_bytes(4))
+        began = time.perf_counter()
+        for _ in range(100):
+            policy.evict()
+        return time.perf_counter() - began
+
+    assert min(seconds(50_000) for _ in range(3)) < 20 * min(seconds(500) for _ in range(3))

@@ -1,0 +1,204 @@
+"""Memory that processes share: seen by all, of one owner, and gone with the last of them."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvferry.errors import ConfigError, TransferError
+from kvferry.geometry import Region
+from kvferry.memory.copy import Loops
+from kvferry.memory.space import Space
+from kvferry.planning.nest import Nest
+from kvferry.tiers.arena import Arena
+from kvferry.tiers.book import ArenaBook
+from kvferry.tiers.digests import digests_of, intact
+from kvferry.tiers.eviction import POLICIES
+from kvferry.tiers.host import HostTier
+from support.arena_worker import SHAPE, digest, owner_process, rank_process
+
+SIZE = 4 << 20
+SPAWN = multiprocessing.get_context("spawn")
+
+
+@contextmanager
+def arena_of(size=SIZE):
+    arena = Arena.create(size)
+    try:
+        yield arena
+    finally:
+        arena.close()
+
+
+@contextmanager
+def started(target, *arguments):
+    """A process and the pipe to it."""
+    ours, theirs = SPAWN.Pipe()
+    process = SPAWN.Process(target=target, args=(*arguments, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield process, ours
+    finally:
+        ours.close()
+        process.kill()
+        process.join()
+
+
+def ask(pipes, verb, *arguments):
+    for pipe in pipes:
+        pipe.send((verb, *arguments))
+    assert all(pipe.poll(60) for pipe in pipes)
+    return [pipe.recv() for pipe in pipes]
+
+
+def open_files():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def shared_files():
+    """Files of ours that others could find, and mapped ones of this process."""
+    maps = Path("/proc/self/maps").read_text(encoding="ascii")
+    named = [path.name for path in Path("/dev/shm").iterdir() if "kvferry" in path.name]
+    return named, maps.count("kvferry-")
+
+
+def test_ranks_in_other_processes_store_and_load_through_one_arena():
+    host = HostTier(ArenaBook(SIZE, [SHAPE], ranks=2, digest_bytes=8), POLICIES["lru"])
+    with (
+        arena_of() as arena,
+        started(rank_process, arena.name, 0) as (_, one),
+        started(rank_process, arena.name, 1) as (_, other),
+    ):
+        for number in range(30):
+            key = b"chunk %d" % number
+            ticket = host.reserve(key, 0)
+            for rank, runs in enumerate(ask((one, other), "fill", ticket.offset, key)):
+                host.commit(ticket, rank, runs)
+        host.check_integrity()
+        assert host.counters.stored == 30
+        assert host.counters.evicted == 30 - len(host) > 0
+        for number in range(30):
+            if opened := host.open(b"chunk %d" % number):
+                assert ask((one, other), "check", opened.ticket.offset, opened.digests) == [True, True]
+                assert intact(arena, opened.ticket.offset, SHAPE, 0, 6, digest, opened.digests)
+                for rank in (0, 1):
+                    host.close(opened.ticket, rank, intact=True)
+        opened = host.open(b"chunk 29")
+        arena.memory[opened.ticket.offset + SHAPE.at(5) + 2_999] ^= 1
+        assert ask((one, other), "check", opened.ticket.offset, opened.digests) == [True, False]
+    assert shared_files() == ([], 0)
+
+
+def test_a_killed_rank_costs_its_stores_and_leaves_nothing_behind():
+    host = HostTier(ArenaBook(SIZE, [SHAPE], ranks=2, digest_bytes=8), POLICIES["lru"])
+    with (
+        arena_of() as arena,
+        started(rank_process, arena.name, 0) as (_, one),
+        started(rank_process, arena.name, 1) as (process, other),
+    ):
+        ticket = host.reserve(b"chunk", 0)
+        host.commit(ticket, 0, ask([one], "fill", ticket.offset, b"chunk")[0])
+        other.send(("die",))
+        process.join(60)
+        assert process.exitcode == -9
+        assert host.used_bytes == SHAPE.stride
+        host.lost(1)
+        assert host.used_bytes == 0
+        with started(rank_process, arena.name, 1) as (_, again):
+            ticket = host.reserve(b"chunk", 0)
+            for rank, runs in enumerate(ask((one, again), "fill", ticket.offset, b"chunk")):
+                host.commit(ticket, rank, runs)
+            assert host.open(b"chunk") is not None
+    assert shared_files() == ([], 0)
+
+
+def test_a_killed_owner_leaves_nothing_behind_and_a_new_one_starts_clean():
+    with started(owner_process, SIZE) as (process, pipe):
+        assert pipe.poll(60)
+        name = pipe.recv()
+        arena = Arena.attach(name)
+        process.kill()
+        process.join()
+        assert (arena.memory == 7).all(), "who has attached keeps what there is"
+        with pytest.raises(TransferError, match="no shared memory"):
+            Arena.attach(name)
+        arena.close()
+    assert shared_files() == ([], 0)
+    with arena_of() as arena:
+        assert not arena.memory.any()
+
+
+def test_another_file_under_the_same_number_is_not_taken_for_the_arena():
+    with arena_of() as one, arena_of() as other:
+        for name in (replace(other.name, fd=one.name.fd), replace(one.name, size=SIZE // 2)):
+            with pytest.raises(TransferError, match="its owner has ended"):
+                Arena.attach(name)
+        before = open_files()
+        with pytest.raises(TransferError):
+            Arena.attach(replace(other.name, fd=one.name.fd))
+        assert open_files() == before
+
+
+def test_nobody_can_shrink_an_arena_under_its_users():
+    with arena_of() as arena, pytest.raises(OSError, match="not permitted") as caught:
+        os.ftruncate(arena.name.fd, 0)
+    assert caught.value.errno == errno.EPERM
+
+
+def test_memory_that_the_machine_has_not_is_refused_in_words():
+    with pytest.raises(ConfigError, match=r"1048576\.0 GiB .* lower its capacity"):
+        Arena.create(1 << 50)
+
+
+def test_the_memory_is_there_from_the_start():
+    with arena_of(SIZE + 1) as arena:
+        assert arena.name.size == SIZE + 4096
+        assert os.fstat(arena.name.fd).st_blocks * 512 >= SIZE
+
+
+def test_a_closed_arena_is_unmapped_once_nobody_looks_at_it():
+    before = open_files()
+    arena = Arena.create(SIZE)
+    kept = arena.memory[:10]
+    arena.close()
+    arena.close()
+    kept[:] = 1
+    assert shared_files()[1] == 1
+    del kept, arena
+    assert shared_files()[1] == 0
+    assert open_files() == before
+
+
+def test_what_is_gathered_into_slots_lies_in_the_chunks():
+    blocks = torch.arange(6 * 64, dtype=torch.uint8)
+    pool = Space([Region(blocks.data_ptr(), 6 * 64, "DRAM", 0)])
+    with arena_of() as arena:
+        loops = Loops([Nest(blocks.data_ptr(), 0, 32, ())], pool, "src", 64, 6)
+        loops.gather(torch.tensor([4, 1]), arena.slots(8192, 4096), first=1, step=2)
+        found = [bytes(arena.bytes_at(8192 + number * 4096, 32)) for number in (1, 3)]
+        assert found == [bytes(blocks[at : at + 32].numpy()) for at in (256, 64)]
+        assert np.count_nonzero(arena.memory) == sum(np.count_nonzero(list(piece)) for piece in found)
+        del loops
+
+
+def test_digests_are_of_units_across_sections_and_a_flipped_bit_is_noticed_in_every_unit():
+    with arena_of() as arena:
+        arena.memory[:] = np.random.default_rng(1).integers(0, 256, SIZE, np.uint8)
+        expected = digests_of(arena, 4096, SHAPE, 0, 6, digest)
+        assert len(expected) == 6 * 8
+        for unit in range(6):
+            assert digests_of(arena, 4096, SHAPE, unit, 1, digest) == expected[8 * unit : 8 * unit + 8]
+            last = 4096 + SHAPE.at(unit) + SHAPE.unit_bytes[SHAPE.section(unit)] - 1
+            arena.memory[last] ^= 128
+            found = [intact(arena, 4096, SHAPE, one, 1, digest, expected) for one in range(6)]
+            assert found == [one != unit for one in range(6)]
+            arena.memory[last] ^= 128
