@@ -28,6 +28,8 @@ from kvferry.geometry.models import ModelReading
 from kvferry.plan.side import Side, block_tokens
 from kvferry.planning.select import needed
 from kvferry.planning.strategy import Strategy
+from kvferry.transport.costs import costs_of
+from kvferry.transport.settings import TransferSettings
 
 LAYOUTS = ("LBNHC", "LBHNC", "BLHNC", "BHLNC")
 PARALLEL = ((1, 1), (2, 1), (1, 2), (4, 2))
@@ -69,6 +71,7 @@ def measure(job: Job, reading: ModelReading, progress: Callable[[str], None]) ->
     os.environ.update(settings)
     tokens = moved_tokens(job, reading)
     found = _Engines.of(job, reading, tokens)
+    transfer = TransferSettings(costs=costs_of())
     with ExitStack() as stack:
         progress(f"{reading.cache.name}: starting the producer process")
         producer = stack.enter_context(Producer(list(found.sources.values()), settings))
@@ -76,7 +79,7 @@ def measure(job: Job, reading: ModelReading, progress: Callable[[str], None]) ->
         readers: dict[tuple[str, int], Reader] = {}
         for key, dst in found.destinations.items():
             read = [peers[c.layout, c.src_tp] for c in found.cells if (c.layout, c.dst_tp) == key]
-            readers[key] = stack.enter_context(Reader(dst, producer, read))
+            readers[key] = stack.enter_context(Reader(dst, producer, read, settings=transfer))
         ferries = {
             (cell, way): Ferry(
                 f"{cell} {way}", readers[cell.layout, cell.dst_tp], found.sources[cell.layout, cell.src_tp],

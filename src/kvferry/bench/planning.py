@@ -28,6 +28,7 @@ from kvferry.geometry.models import ModelReading
 from kvferry.plan.side import Side
 from kvferry.transport.agent import Agent
 from kvferry.transport.area import Area
+from kvferry.transport.costs import costs_of
 from kvferry.transport.lease import Ticket
 from kvferry.transport.messages import Outgoing, RankCard
 from kvferry.transport.packed import chunks_of
@@ -140,7 +141,7 @@ class _OnPaper:
     def __init__(self, src: Engine, dst: Engine, rank: int) -> None:
         self.ours = lay_out(dst.model, dst.shape)[rank]
         self.strategies: tuple[str, ...] = ()
-        settings = TransferSettings()
+        settings = TransferSettings(costs=costs_of())
         self._landing = Area(settings.staging_bytes, self.ours.regions[0])
         self._context: zmq.Context[Any] = zmq.Context()
         self._peer = Peer(
