@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+
 # A shell starts what runs in the background with SIGINT ignored, and children inherit that: what is sent an
 # interrupt here must be able to hear it. A handler becomes the default again when a child is executed.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def own_cache_directory(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What this machine's user has calibrated is not what tests plan with; engines keep their caches."""
+    if request.node.get_closest_marker("engine") is None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))

@@ -39,7 +39,7 @@ from kvferry.transport.gather_messages import Gathered, GatherRoute
 from kvferry.transport.settings import TransferSettings
 
 _SMALL_RUN, _LARGE_RUN = 64, 2048
-_LANE_RUN = 64 << 10
+_LANE_RUNS = 2 << 10, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,10 @@ def calibrate(job: Job, progress: Callable[[str], None]) -> Calibrated:
         with closing(RawReads(reader)) as raw:
             reads = _reads(job, raw, reader.cache.buffer.nbytes)
             progress("reading with several lanes")
-            gain = _lanes_gain(job, reader, raw, reader.cache.buffer.nbytes)
+            work, byte_gain = (
+                _lanes_gain(job, reader, raw, run, min(job.read_bytes, reader.cache.buffer.nbytes))
+                for run in _LANE_RUNS
+            )
             progress("asking for gathers")
             with closing(_Asking(reader)) as asking:
                 ask = Spread.of([asking.small() for _ in range(10 * job.repeats + 1)][1:])
@@ -108,7 +111,7 @@ def calibrate(job: Job, progress: Callable[[str], None]) -> Calibrated:
     copies = _copies(job)
     read_descriptor, read_byte = reads.costs.tolist()
     call, run, byte = copies.costs.tolist()
-    costs = Costs(read_descriptor, read_byte, call, run, byte, ask.median, overlap, gain)
+    costs = Costs(read_descriptor, read_byte, call, run, byte, ask.median, overlap, work, byte_gain)
     return Calibrated(costs, reads, copies, ask)
 
 
@@ -134,14 +137,14 @@ def _reads(job: Job, raw: RawReads, room: int) -> Fit:
     return fit(work, seconds)
 
 
-def _lanes_gain(job: Job, reader: Reader, alone: RawReads, room: int) -> float:
+def _lanes_gain(job: Job, reader: Reader, alone: RawReads, run: int, room: int) -> float:
     """How many times as fast as one lane as many as a worker has read: the same bytes, shared out."""
-    lanes, size = TransferSettings().lanes, min(job.read_bytes, room)
+    lanes, size = TransferSettings().lanes, min(room, run * job.read_descriptors)
     with ExitStack() as stack:
         others = [stack.enter_context(closing(RawReads(reader))) for _ in range(lanes - 1)]
         threads = stack.enter_context(ThreadPoolExecutor(lanes))
-        parts = [(raw, raw.large(size // lanes, _LANE_RUN)) for raw in (alone, *others)]
-        whole = alone.large(size, _LANE_RUN)
+        parts = [(raw, raw.large(size // lanes, run)) for raw in (alone, *others)]
+        whole = alone.large(size, run)
 
         def together() -> float:
             started = time.perf_counter()

@@ -21,7 +21,8 @@ _WHAT = {
     "copy_run_seconds": ("a run of one", 1e9, "ns"),
     "copy_byte_seconds": ("a byte of one", 1e12, "ps"),
     "ask_seconds": ("asking for a gather", 1e6, "µs"),
-    "lanes_gain": ("all lanes are as fast as so many", 1, ""),
+    "lanes_work_gain": ("lanes are as fast as so many, short runs", 1, ""),
+    "lanes_byte_gain": ("and long ones", 1, ""),
     "overlap": ("hidden of the shorter, gathering while reading", 1e2, "%"),
 }
 

@@ -49,6 +49,7 @@ class Job:
         repeats: rounds.
         tokens: of the request; None for about `MOVED_BYTES` on one rank.
         transports: value of UCX_TLS, None to leave it as it is.
+        lanes: threads that read.
         planned_tokens: of the request that is planned.
     """
 
@@ -57,6 +58,7 @@ class Job:
     repeats: int = 9
     tokens: int | None = None
     transports: str | None = None
+    lanes: int = 2
     planned_tokens: int = PLANNED_TOKENS
 
 
@@ -71,7 +73,7 @@ def measure(job: Job, reading: ModelReading, progress: Callable[[str], None]) ->
     os.environ.update(settings)
     tokens = moved_tokens(job, reading)
     found = _Engines.of(job, reading, tokens)
-    transfer = TransferSettings(costs=costs_of())
+    transfer = TransferSettings(costs=costs_of(), lanes=job.lanes)
     with ExitStack() as stack:
         progress(f"{reading.cache.name}: starting the producer process")
         producer = stack.enter_context(Producer(list(found.sources.values()), settings))

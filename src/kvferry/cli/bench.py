@@ -95,6 +95,7 @@ def layout(
     transports: Annotated[
         str | None, typer.Option(help="UCX_TLS for both processes, e.g. tcp,self. By default as it is.")
     ] = None,
+    lanes: Annotated[int, typer.Option(min=1, max=16, help="Threads that read.")] = 2,
     plot: Annotated[Path | None, typer.Option(help="File for a picture of the table, *.svg.")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON: all rounds, in seconds and bytes.")
@@ -116,7 +117,7 @@ def layout(
     if plot is not None and plot.suffix != ".svg":
         raise ConfigError(f"--plot {plot} is not an .svg file, which is the only kind that is written")
     readings = [read_geometry(name) for name in geometry.split(",")]
-    job = Job(_layouts(layouts), _parallel(parallel), repeats, tokens, transports)
+    job = Job(_layouts(layouts), _parallel(parallel), repeats, tokens, transports, lanes)
     with Console(stderr=True).status("starting") as status:
         tables = [measure(job, reading, lambda text: status.update(f"{text} ...")) for reading in readings]
     if plot is not None:

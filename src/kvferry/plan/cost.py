@@ -67,7 +67,7 @@ def link(costs: Costs, gigabytes_per_second: float | None) -> Costs:
         raise ConfigError(f"bandwidth is {gigabytes_per_second} GB/s, it must be above 0")
     seconds = max(costs.read_byte_seconds, 1 / (gigabytes_per_second * 1e9))
     # Lanes share the link.
-    return replace(costs, read_byte_seconds=seconds, lanes_gain=1.0)
+    return replace(costs, read_byte_seconds=seconds, lanes_byte_gain=1.0)
 
 
 def pinned(name: str) -> Strategy | None:

@@ -14,7 +14,7 @@ and NIXL over UCX on one host.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from kvferry.errors import ConfigError
@@ -59,8 +59,9 @@ class Costs:
         ask_seconds: asking the source to gather a chunk, and hearing that it has.
         overlap: how much of the shorter is hidden where a chunk is gathered while another is read: 1 between
             two machines, as little as 0 where both share one that is busy.
-        lanes_gain: how many times as fast a worker's lanes together read and scatter what is shared out among
-            them as one does. The other costs are those of one lane.
+        lanes_work_gain, lanes_byte_gain: how many times as fast a worker's lanes together are as one, where
+            they read and scatter what is shared out among them: with descriptors, calls and runs, which keep
+            a core busy, and with bytes, which keep memory busy. The other costs are those of one lane.
     """
 
     read_descriptor_seconds: float = 2.0e-6
@@ -70,14 +71,26 @@ class Costs:
     copy_byte_seconds: float = 7.3e-11
     ask_seconds: float = 3.0e-4
     overlap: float = 0.0
-    lanes_gain: float = 1.3
+    lanes_work_gain: float = 1.8
+    lanes_byte_gain: float = 1.2
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
             value = getattr(self, name)
-            low, high = (1, 64) if name == "lanes_gain" else (0, 1)
+            low, high = (1, 64) if name.endswith("_gain") else (0, 1)
             if not low <= value <= high:
                 raise ConfigError(f"{name} is {value}, it must be at least {low} and at most {high}")
+
+    def of_lanes(self) -> Costs:
+        """What the same work costs on all lanes together."""
+        return replace(
+            self,
+            read_descriptor_seconds=self.read_descriptor_seconds / self.lanes_work_gain,
+            read_byte_seconds=self.read_byte_seconds / self.lanes_byte_gain,
+            copy_call_seconds=self.copy_call_seconds / self.lanes_work_gain,
+            copy_run_seconds=self.copy_run_seconds / self.lanes_work_gain,
+            copy_byte_seconds=self.copy_byte_seconds / self.lanes_byte_gain,
+        )
 
     @property
     def gap_bytes(self) -> int:
@@ -107,16 +120,19 @@ class Work:
     def seconds(self, cells: int, costs: Costs) -> float:
         """Expected time for so many cells."""
         c = costs
-        gain = c.lanes_gain if cells * self.bytes >= 2 * LANE_BYTES else 1.0
-        read = cells * (self.descriptors * c.read_descriptor_seconds + self.read_bytes * c.read_byte_seconds)
-        read, scatter = read / gain, self._copy(cells, self.scatter_calls, self.scatter_runs, c) / gain
+        shared = cells * self.bytes >= 2 * LANE_BYTES
+        here = c.of_lanes() if shared else c
+        read = cells * (
+            self.descriptors * here.read_descriptor_seconds + self.read_bytes * here.read_byte_seconds
+        )
+        scatter = self._copy(cells, self.scatter_calls, self.scatter_runs, here)
         if not self.gather_runs:
             return read + scatter
         chunks = max(1.0, cells * self.read_bytes / chunk_bytes(cells * self.read_bytes))
         gather = self._copy(cells, self.gather_calls, self.gather_runs, c)
-        here = read + scatter + chunks * c.read_descriptor_seconds
-        hidden = c.overlap * min(gather, here) * (1 - 1 / chunks)
-        return chunks * c.ask_seconds + gather + here - hidden
+        ours = read + scatter + chunks * c.read_descriptor_seconds
+        hidden = c.overlap * min(gather, ours) * (1 - 1 / chunks)
+        return chunks * c.ask_seconds + gather + ours - hidden
 
     def _copy(self, cells: int, calls: float, runs: float, c: Costs) -> float:
         if not runs:

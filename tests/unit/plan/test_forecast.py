@@ -176,7 +176,7 @@ def test_time_is_the_planners_own_and_a_slow_link_makes_it_longer():
     assert made.seconds == pytest.approx(expected)
     slow = planned(DENSE, pricing=Pricing(link(Costs(), 1.0), Strategy.DIRECT)).whole
     assert slow.seconds == pytest.approx(40 * costs.read_descriptor_seconds + 40 * PAGE * 1e-9)
-    assert link(Costs(), 1e6) == replace(costs, lanes_gain=1.0)
+    assert link(Costs(), 1e6) == replace(costs, lanes_byte_gain=1.0)
 
 
 def test_short_runs_are_staged_and_a_pinned_strategy_is_kept():

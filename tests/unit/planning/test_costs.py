@@ -8,7 +8,7 @@ from kvferry.errors import ConfigError
 from kvferry.planning.strategy import Costs, Work, chunk_bytes
 
 CELL = 1 << 20
-COSTS = Costs(2e-6, 1e-10, 1e-6, 1e-8, 1e-10, 3e-4, lanes_gain=1.0)
+COSTS = Costs(2e-6, 1e-10, 1e-6, 1e-8, 1e-10, 3e-4, 0.0, 1.0, 1.0)
 DIRECT = Work(512, CELL, bytes=CELL)
 STAGED = Work(1, CELL, 1, 512, bytes=CELL)
 
@@ -26,19 +26,19 @@ def test_a_gather_is_asked_for_chunk_by_chunk() -> None:
 
 
 def test_what_overlaps_is_hidden_except_in_one_chunk() -> None:
-    hides = Costs(2e-6, 1e-10, 1e-6, 1e-8, 1e-10, 3e-4, overlap=1.0, lanes_gain=1.0)
+    hides = Costs(2e-6, 1e-10, 1e-6, 1e-8, 1e-10, 3e-4, 1.0, 1.0, 1.0)
     assert STAGED.seconds(1, hides) == pytest.approx(STAGED.seconds(1, COSTS))
     alone, hidden = (STAGED.seconds(1024, costs) for costs in (COSTS, hides))
     assert 0.5 * alone < hidden < 0.6 * alone
 
 
 def test_what_is_shared_out_among_lanes_is_read_and_scattered_faster_but_gathered_no_faster() -> None:
-    lanes = Costs(2e-6, 1e-10, 1e-6, 1e-8, 1e-10, 3e-4, lanes_gain=2.0)
+    lanes = Costs(2e-6, 1e-10, 1e-6, 1e-8, 1e-10, 3e-4, 0.0, 4.0, 2.0)
     assert DIRECT.seconds(3, lanes) == DIRECT.seconds(3, COSTS)
-    assert DIRECT.seconds(4, lanes) == pytest.approx(DIRECT.seconds(4, COSTS) / 2)
+    assert DIRECT.seconds(4, lanes) == pytest.approx(4 * (512 * 2e-6 / 4 + CELL * 1e-10 / 2))
     gather = 64 * (1e-6 + 512 * 1e-8 + CELL * 1e-10)
-    read = 64 * (2e-6 + CELL * 1e-10)
-    assert STAGED.seconds(64, COSTS) - STAGED.seconds(64, lanes) == pytest.approx(read / 2)
+    saved = 64 * (2e-6 * 3 / 4 + CELL * 1e-10 / 2)
+    assert STAGED.seconds(64, COSTS) - STAGED.seconds(64, lanes) == pytest.approx(saved)
     assert STAGED.seconds(64, lanes) > gather
 
 
@@ -54,7 +54,7 @@ def test_chunks_have_bounds(total: int, chunk: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"overlap": 1.5}, {"lanes_gain": 0.5}, {"ask_seconds": -1e-9}, {"copy_run_seconds": 2.0}]
+    "change", [{"overlap": 1.5}, {"lanes_byte_gain": 0.5}, {"ask_seconds": -1e-9}, {"copy_run_seconds": 2.0}]
 )
 def test_costs_that_cannot_be_are_refused(change: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(change))):
