@@ -1,8 +1,9 @@
 """What one long request costs the decode side before its first byte moves.
 
 Our own arithmetic needs no memory and no transport: it runs on the real geometry at made-up addresses,
-through the same code that a lane calls. What NIXL adds is measured on the same number of blocks
-and layers with pages so small that they fit in memory: the number of descriptors is what it depends on.
+through the same code that a lane calls, for the part that one lane gets. What NIXL adds is measured on the
+same number of blocks and layers with pages so small that they fit in memory: the number of descriptors is
+what it depends on.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from kvferry.geometry import Region
 from kvferry.geometry.layout import lay_out
 from kvferry.geometry.models import ModelReading
 from kvferry.plan.side import Side
+from kvferry.planning.strategy import LANE_BYTES
 from kvferry.transport.agent import Agent
 from kvferry.transport.area import Area
 from kvferry.transport.costs import costs_of
@@ -33,11 +35,13 @@ from kvferry.transport.lease import Ticket
 from kvferry.transport.messages import Outgoing, RankCard
 from kvferry.transport.packed import chunks_of
 from kvferry.transport.peer import Peer
-from kvferry.transport.read_plan import ReadOrder
+from kvferry.transport.read_plan import ReadOrder, Share
 from kvferry.transport.settings import TransferSettings
 
 _WORDS = Region(1 << 30, 4096)
 _TICKET = Ticket(0, 0, 1)
+_SHARE = Share(0, TransferSettings().lanes, LANE_BYTES)
+"""What the first lane plans, while the others plan theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ def measure(src: Engine, dst: Engine, repeats: int, rank: int = 0) -> Arithmetic
             started = time.perf_counter()
             arrays = as_arrays(src_lists), as_arrays(dst_lists)
             tables.append(time.perf_counter() - started)
-            first, later = paper.plan(ReadOrder("", "", src.span, *arrays, _TICKET))
+            first, later = paper.plan(ReadOrder("", "", src.span, *arrays, _TICKET, None, _SHARE))
             plan.append(first)
             chunks.append(later)
         pages = sum(
