@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import uuid
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from kvferry.serving.demo.pair import family_model
 from kvferry.serving.demo.transfers import Transfer, read_transfer
 from kvferry.serving.launch import Fleet, fleet_specs
 from kvferry.serving.tiny import tiny_checkpoint
+from support.vllm_engine.any_layout import write_plugin
 from support.vllm_engine.pair import prompt
 from support.vllm_engine.ranks import ARGUMENTS, ENVIRONMENT, ask_ranks
 
@@ -40,6 +42,7 @@ class Ranks:
         prefill, decode: tensor-parallel ranks.
         moved: layers' tokens that move for 300 tokens, in whole cells: what blocks of both sides share.
         blocks: tokens in a block of the prefill and of the decode engine.
+        layout: of both, where the backend declares all that its kernels can do; None if it does not.
     """
 
     family: str
@@ -47,10 +50,12 @@ class Ranks:
     decode: int
     moved: int
     blocks: tuple[int, int] = (128, 128)
+    layout: str | None = None
 
     def __str__(self) -> str:
         ends = zip((self.prefill, self.decode), self.blocks, strict=True)
-        return f"{self.family}-" + "-to-".join(f"{ranks}x{tokens}" for ranks, tokens in ends)
+        label = f"{self.family}-" + "-to-".join(f"{ranks}x{tokens}" for ranks, tokens in ends)
+        return f"{label}-{self.layout}" if self.layout else label
 
 
 # 300 tokens are blocks 0 to 2; token 300 sees 237 to 299 through a window of 64: blocks 1 and 2.
@@ -68,6 +73,8 @@ PAIRS = (
             Ranks("qwen3", 1, 2, QWEN3_HALVES, (128, 64)),
             Ranks("qwen3", 2, 1, QWEN3_HALVES, (64, 128)),
             Ranks("gemma3", 1, 2, GEMMA3_HALVES, (64, 128)),
+            Ranks("qwen3", 2, 1, QWEN3, layout="BHLNC"),
+            Ranks("gemma3", 1, 2, GEMMA3, layout="BLHNC"),
         )
     ),
 )
@@ -120,16 +127,25 @@ def served(
         decode_settings={"transfer_log": str(log)},
         arguments=(*ENGINE, *family_model(ranks.family).arguments, *ARGUMENTS),
     )
+    environment = dict(ENVIRONMENT)
+    if ranks.layout:
+        environment["PYTHONPATH"] += f"{os.pathsep}{write_plugin(folder / 'plugin')}"
     specs = tuple(
         replace(
             spec,
-            environment={**spec.environment, **ENVIRONMENT},
+            environment={**spec.environment, **environment},
             arguments=(*spec.arguments, f"--block-size={tokens}"),
         )
         for spec, tokens in zip(specs, ranks.blocks, strict=True)
     )
     with Fleet(specs, folder) as fleet:
         fleet.wait_ready()
+        held = {
+            layout
+            for url in fleet.prefill_urls + fleet.decode_urls
+            for layout in ask_ranks(url, "layout_held")
+        }
+        assert ranks.layout is None or held == {ranks.layout}
         with routed(fleet.prefill_urls, fleet.decode_urls) as url:
             served = Served(ranks, fleet, url, model, log)
             yield served

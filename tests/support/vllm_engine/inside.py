@@ -7,7 +7,7 @@ from typing import Any
 
 from kvferry.planning.select import Span
 from kvferry.serving.router.bodies import ASK_FOR_KV
-from support.vllm_engine import pages
+from support.vllm_engine import any_layout, pages
 from support.vllm_engine.pages import Digests, digests_of, negate
 
 
@@ -30,7 +30,7 @@ def start(settings: dict[str, Any]) -> Any:
     if settings.pop("test_device", False):
         _make_test_device()
     if settings.pop("any_layout", False):
-        _take_any_layout()
+        any_layout.declare()
     transfer = settings.pop("kv_transfer_config", None)
     if transfer is not None:
         settings["kv_transfer_config"] = KVTransferConfig(**transfer)
@@ -50,15 +50,6 @@ def _make_test_device() -> None:
 
     CpuPlatform.insert_blocks_to_device = classmethod(copy)
     CpuPlatform.swap_out_blocks_to_host = classmethod(copy)
-
-
-def _take_any_layout() -> None:
-    """Let the CPU backend declare what its kernels can do: they take strides, only the interior is fixed."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-    from vllm.v1.kv_cache_layout import KVCacheLayout
-
-    layouts = tuple(KVCacheLayout[name] for name in ("LBHNC", "BLHNC", "BHLNC", "LHBNC"))
-    CPUAttentionBackend.supported_kv_cache_layouts = classmethod(lambda cls: layouts)
 
 
 def start_another(engine: Any, settings: dict[str, Any]) -> dict[str, Any]:

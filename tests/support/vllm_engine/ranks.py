@@ -45,6 +45,10 @@ class RankWitness:
         taken, half.witnessed = half.witnessed, []
         return taken
 
+    def layout_held(self) -> str:
+        """Memory layout of the cache."""
+        return str(_half().layout)
+
     def digests_held(self, load: str) -> dict[str, list[str]]:
         """Digests of what a load was to bring, on the rank it came from."""
         from kvferry.planning.select import Span
