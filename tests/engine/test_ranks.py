@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
+import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -105,6 +109,21 @@ class Served:
         body = {"model": self._model, "prompt": text, "max_tokens": 8, "logprobs": 5, **more}
         return ask(self._client, url, body, request_id=name)
 
+    def logged(self) -> list[dict[str, Any]]:
+        """Lines of the decode engine's transfer log."""
+        return [json.loads(line) for line in self._log.read_text().splitlines()]
+
+    def metrics(self, url: str) -> dict[tuple[str, str], float]:
+        """kvferry's metrics of an engine: by name, and labels but for those of all engines."""
+        told = self._client.get(f"{url}/metrics").text
+        found = re.findall(r"^kvferry_transfer_(\w+?)(?:_total)?{(.*)} (\S+)$", told, re.MULTILINE)
+        labels = re.compile(r'\b(group|strategy|outcome)="([^"]*)"')
+        return {
+            (name, ",".join(v for _, v in labels.findall(of))): float(value)
+            for name, of, value in found
+            if not name.endswith(("_created", "_bucket"))
+        }
+
     def close(self) -> None:
         self._client.close()
 
@@ -174,6 +193,37 @@ def test_every_rank_gets_its_heads_and_the_answer_is_a_single_engines(served: Se
         assert here == there
         for url in (served.prefill, served.decode):
             assert answer.tokens == served.alone(url, text).tokens
+
+
+@pytest.mark.parametrize("served", PAIRS[:1], indirect=True)
+def test_metrics_are_what_the_log_says_whatever_the_number_of_ranks(served: Served) -> None:
+    # A request that is not timed: engines tell of a step in the one after it.
+    served.through(prompt(40, 900))
+    counted, logged = settled(served), len(served.logged())
+    for seed in (901, 902):
+        served.through(prompt(300, seed))
+    lines = served.logged()[logged:]
+    expected: Counter[tuple[str, str]] = Counter({("loads", "ready"): 2, ("seconds_count", ""): 2})
+    for line in lines:
+        expected["pages", ""] += line["pages"]
+        expected["descriptors", ""] += line["descriptors"]
+        for group, moved in line["bytes_by_group"].items():
+            expected["bytes", f"{group},{line['strategy_by_group'][group]}"] += moved
+    now = settled(served)
+    grown = {key: value - counted.get(key, 0.0) for key, value in now.items()}
+    seconds = grown.pop(("seconds_sum", ""))
+    assert seconds == pytest.approx(sum(line["transfer_seconds"] for line in lines))
+    assert grown == expected
+    assert not any(value for key, value in served.metrics(served.prefill).items() if key[0] == "loads")
+
+
+def settled(served: Served) -> dict[tuple[str, str], float]:
+    """Metrics of the decode engine once they tell of every load that has been logged."""
+    deadline = time.monotonic() + 20
+    while (found := served.metrics(served.decode)).get(("loads", "ready"), 0) < len(served.logged()):
+        assert time.monotonic() < deadline, f"{len(served.logged())} loads were logged, {found} are counted"
+        time.sleep(0.1)
+    return found
 
 
 def block_tokens(url: str) -> int:

@@ -25,6 +25,7 @@ from kvferry.engines.vllm.meta import BlockIds, LoadOrder, Report, SchedulerMeta
 from kvferry.engines.vllm.offer import not_of_peer, not_of_prompt, read_offer
 from kvferry.engines.vllm.pull import Pull, PullState
 from kvferry.engines.vllm.refusals import Refusals
+from kvferry.engines.vllm.stats import TransferStats
 from kvferry.engines.vllm.transfer_log import TransferLog
 from kvferry.errors import ProtocolError
 from kvferry.geometry import GroupKind
@@ -37,7 +38,11 @@ UNUSED_SECONDS = 600.0
 
 
 class Consumer:
-    """Bids for offered prompts, orders loads, and sees them to their end."""
+    """Bids for offered prompts, orders loads, and sees them to their end.
+
+    Attributes:
+        stats: of the loads that have ended; whoever takes them puts empty ones in their place.
+    """
 
     def __init__(
         self,
@@ -52,6 +57,7 @@ class Consumer:
         self._blocks = kv_cache_config.num_blocks
         self._kinds, self._config, self._client = kinds, config, client
         self._workers, self._log = workers, log
+        self.stats = TransferStats()
         self._pulls: dict[str, Pull] = {}
         self._users: Counter[tuple[Address, str]] = Counter()
         self._of_key: dict[str, str] = {}
@@ -176,6 +182,7 @@ class Consumer:
         del self._of_key[key]
         whole = pull.whole()
         assert pull.span is not None
+        self.stats.note(whole, self._log.labels)
         self._log.write(request_id, pull.peer, pull.span, whole, time.monotonic() - pull.began)
         if pull.state is not PullState.LOADING:
             return

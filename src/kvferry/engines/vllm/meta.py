@@ -97,6 +97,11 @@ class Report:
     check_seconds: float = 0.0
     strategy_by_group: tuple[str, ...] = ()
 
+    @property
+    def outcome(self) -> str:
+        """``ready``, ``expired`` at its deadline, or ``failed``."""
+        return "ready" if self.failure is None else "expired" if self.late else "failed"
+
     def with_other(self, other: Report) -> Report:
         """Two workers' reports of one load as one."""
         longer = self.bytes_by_group or (0,) * len(other.bytes_by_group)

@@ -11,6 +11,7 @@ from kvferry.engines.vllm.geometry import kind_of
 from kvferry.engines.vllm.identity import facts_of
 from kvferry.engines.vllm.meta import BlockIds, SchedulerMeta, WorkerCard, WorkerMeta
 from kvferry.engines.vllm.producer import Producer
+from kvferry.engines.vllm.stats import TransferStats
 from kvferry.engines.vllm.transfer_log import TransferLog
 from kvferry.errors import Incompatible
 from kvferry.geometry import GroupKind, RankGeometry
@@ -102,6 +103,13 @@ class SchedulerHalf:
             self.consumer.take_reports(output.kv_connector_worker_meta)
         if output.finished_sending:
             self._producer.sent(output.finished_sending)
+
+    def take_stats(self) -> TransferStats | None:
+        """What loads came to since the last call."""
+        if self._consumer is None or self._consumer.stats.is_empty():
+            return None
+        taken, self._consumer.stats = self._consumer.stats, TransferStats()
+        return taken
 
     def shutdown(self) -> None:
         """End both threads."""

@@ -17,7 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 class TransferLog:
-    """Appends to a file, or does nothing without one. A full disk stops the log, not the engine."""
+    """Appends to a file, or does nothing without one. A full disk stops the log, not the engine.
+
+    Attributes:
+        labels: name per group, with its number.
+    """
 
     def __init__(
         self, path: str | None, labels: Sequence[str], block_tokens: int, block_bytes: float
@@ -32,7 +36,7 @@ class TransferLog:
         Raises:
             ConfigError: the file cannot be opened for appending.
         """
-        self._labels = [f"{number} {label}" for number, label in enumerate(labels)]
+        self.labels = [f"{number} {label}" for number, label in enumerate(labels)]
         self._block_tokens, self._block_bytes = block_tokens, block_bytes
         self._file: FileIO | None = None
         if path is not None:
@@ -47,16 +51,15 @@ class TransferLog:
         """Log one load."""
         if self._file is None:
             return
-        outcome = "ready" if report.failure is None else "expired" if report.late else "failed"
         line = {
             "request_id": request_id,
-            "outcome": outcome,
+            "outcome": report.outcome,
             "reason": report.failure,
             "peer": peer,
             "tokens": span.total - span.have,
             "bytes": sum(report.bytes_by_group),
-            "bytes_by_group": dict(zip(self._labels, report.bytes_by_group, strict=False)),
-            "strategy_by_group": dict(zip(self._labels, report.strategy_by_group, strict=False)),
+            "bytes_by_group": dict(zip(self.labels, report.bytes_by_group, strict=False)),
+            "strategy_by_group": dict(zip(self.labels, report.strategy_by_group, strict=False)),
             "full_attention_bytes": round(self._block_bytes * self._blocks(span)),
             "descriptors": report.descriptors,
             "pages": report.pages,
