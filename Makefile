@@ -56,7 +56,7 @@ check: $(VENV)/.dev ## ruff, mypy --strict, import-linter
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-test: $(VENV)/.dev ## unit, transport and representative engine tests (under 20 minutes on 2 cores)
+test: $(VENV)/.dev ## unit, transport and representative engine tests (20 to 25 minutes on 2 cores)
 	$(PYTHON) -m pytest -m "not family"
 
 test-unit: $(VENV)/.dev ## what needs neither an engine nor a second process (seconds)
