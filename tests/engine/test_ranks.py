@@ -69,8 +69,6 @@ QWEN3_HALVES, GEMMA3_HALVES = 4 * 5 * 64, (5 + 5 * 2) * 64
 PAIRS = (
     pytest.param(Ranks("gemma3", 1, 2, GEMMA3), id="gemma3-1-to-2"),
     pytest.param(Ranks("gemma3", 2, 1, GEMMA3), id="gemma3-2-to-1", marks=pytest.mark.family),
-    pytest.param(Ranks("qwen3", 1, 2, QWEN3), id="qwen3-1-to-2", marks=pytest.mark.family),
-    pytest.param(Ranks("qwen3", 2, 1, QWEN3), id="qwen3-2-to-1", marks=pytest.mark.family),
     *(
         pytest.param(ranks, id=str(ranks), marks=pytest.mark.family)
         for ranks in (
