@@ -27,6 +27,27 @@ def test_every_hook_of_the_connector_is_one_of_vllms_with_the_same_arguments() -
         assert len(parameters(ours)) == len(parameters(theirs)), name
 
 
+def test_the_multi_connector_can_read_our_stats_and_show_them() -> None:
+    from prometheus_client import Counter, Gauge, Histogram
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+        MultiConnector,
+        MultiKVConnectorPromMetrics,
+    )
+
+    from kvferry.engines.vllm.connector import KVFerryConnector
+    from kvferry.engines.vllm.meta import Report
+
+    stats = KVFerryConnector.build_kv_connector_stats()
+    stats.note(Report("gone"), ())
+    sent = {"KVFerryConnector": stats.to_dict()}
+    assert MultiConnector.build_kv_connector_stats(sent).reduce()["KVFerryConnector"]["failed loads"] == 1
+    config = type("Config", (), {"kv_transfer_config": None})
+    given = config, {kind: kind for kind in (Counter, Gauge, Histogram)}, ["engine"], {0: ["0"]}
+    ours = KVFerryConnector.build_prom_metrics(*given)
+    MultiKVConnectorPromMetrics(*given, {"KVFerryConnector": ours}).observe(sent)
+    KVFerryConnector.build_prom_metrics(*given)
+
+
 def test_requests_have_what_trimming_a_prompt_touches() -> None:
     from vllm import SamplingParams
     from vllm.v1.request import Request

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -148,7 +148,8 @@ def _lanes_gain(job: Job, reader: Reader, alone: RawReads, run: int, room: int) 
 
         def together() -> float:
             started = time.perf_counter()
-            wait([threads.submit(raw.read, lists) for raw, lists in parts])
+            for read in [threads.submit(raw.read, lists) for raw, lists in parts]:
+                read.result()
             return time.perf_counter() - started
 
         one, all_of_them = _rounds([partial(alone.read, whole), together], 3 * job.repeats).T

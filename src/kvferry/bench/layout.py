@@ -202,6 +202,6 @@ def _row(
     }
     step = lcm(src.shape.block_tokens, dst.shape.block_tokens)
     long = pair_of(cell, reading, -(-job.planned_tokens // step) * step)
-    planned = planning.measure(*long, max(5, np.size(speed)))
+    planned = planning.measure(*long, max(5, np.size(speed)), lanes=job.lanes)
     strategy = "+".join(dict.fromkeys(s for s in chosen.strategies if s))
     return Row(cell, runs_of(src, dst), strategy, ways, ratios, planned)

@@ -40,8 +40,6 @@ from kvferry.transport.settings import TransferSettings
 
 _WORDS = Region(1 << 30, 4096)
 _TICKET = Ticket(0, 0, 1)
-_SHARE = Share(0, TransferSettings().lanes, LANE_BYTES)
-"""What the first lane plans, while the others plan theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +66,14 @@ class Arithmetic:
     chunks: Spread
 
 
-def measure(src: Engine, dst: Engine, repeats: int, rank: int = 0) -> Arithmetic:
-    """Plan a request from `src` to a rank of `dst`, `repeats` times after one that does not count."""
+def measure(
+    src: Engine, dst: Engine, repeats: int, rank: int = 0, lanes: int = TransferSettings().lanes
+) -> Arithmetic:
+    """Plan the first lane's part of a request from `src` to a rank of `dst`, while the others plan theirs.
+
+    It is planned `repeats` times after one that does not count.
+    """
+    share = Share(0, lanes, LANE_BYTES)
     tables, plan, chunks = [], [], []
     with closing(_OnPaper(src, dst, rank)) as paper:
         src_lists, dst_lists = ([table.tolist() for table in one.tables] for one in (src, dst))
@@ -77,7 +81,7 @@ def measure(src: Engine, dst: Engine, repeats: int, rank: int = 0) -> Arithmetic
             started = time.perf_counter()
             arrays = as_arrays(src_lists), as_arrays(dst_lists)
             tables.append(time.perf_counter() - started)
-            first, later = paper.plan(ReadOrder("", "", src.span, *arrays, _TICKET, None, _SHARE))
+            first, later = paper.plan(ReadOrder("", "", src.span, *arrays, _TICKET, None, share))
             plan.append(first)
             chunks.append(later)
         pages = sum(

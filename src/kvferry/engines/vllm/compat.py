@@ -12,6 +12,7 @@ from typing import Any
 from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.distributed.device_communicators import shm_broadcast
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -74,6 +75,7 @@ __all__ = [
     "operators_layout",
     "ranks",
     "reach_of",
+    "register",
     "share_logging",
     "spec_of_layer",
     "state_position",
@@ -286,3 +288,9 @@ def layers_are_alike(vllm_config: VllmConfig) -> bool:
         and getattr(text, "index_topk", None) is None
         and vllm_config.speculative_config is None
     )
+
+
+def register(name: str, module: str) -> None:
+    """Make a connector class known by name, by which alone vLLM's MultiConnector finds whose stats it has."""
+    if name not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(name, module, name)

@@ -166,3 +166,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         meta = self._get_connector_metadata()
         assert isinstance(meta, SchedulerMeta)
         return meta
+
+
+compat.register(KVFerryConnector.__name__, __name__)
