@@ -91,9 +91,11 @@ def check_chunks(case, group, pool, table, memory, written) -> None:
     for chunk, slot in enumerate(table.tolist()):
         tokens = range(chunk * case.chunk_tokens, (chunk + 1) * case.chunk_tokens)
         value = chunk_of(case.families, group.kind, group.reach, tokens, case.finest)
-        assert len(value) == group.chunk_bytes
-        expected[slot * stride : slot * stride + len(value)] = value
-        times[slot * stride : slot * stride + len(value)] = 1
+        assert len(value) == group.content_bytes
+        for section, start in zip(group.sections, group.starts, strict=True):
+            at, part, value = slot * stride + start, value[: section.bytes], value[section.bytes :]
+            expected[at : at + section.bytes] = part
+            times[at : at + section.bytes] = 1
     assert np.array_equal(memory.bytes, expected), "a chunk is not what it should be"
     assert np.array_equal(written, times), "a byte was stored twice"
 

@@ -1,12 +1,13 @@
 """Which byte of a chunk is what.
 
-    chunk    [section][section]...
+    chunk    [section][section]...                    each from a page (4096 bytes) on, padded with zeros
     section  [unit][unit]...                          one per (axis, total) that fields are sharded by
     unit     [layer][token][field][index][inner...]   all layers of the group; a snapshot has no token
 
 A *unit* is what tensor parallelism hands to a rank whole: a KV head, a state head, a stretch of channels;
 what every rank has whole is a section of one unit. So a rank's slice is one contiguous run of units per
-section, and readers that check units read little else. Nothing is padded: every byte of a chunk is content.
+section. Sections begin at pages, so that storage can be read into a chunk's memory directly; else every byte
+is content.
 
 K and V lie side by side per token, as GPU backends keep them: one head of one layer is then one run on both
 sides where the engine keeps heads outside of tokens.
@@ -25,6 +26,9 @@ from kvferry.geometry.rank import GroupKind, group_label
 
 FORMAT = 1
 """Changes whenever the same bytes would mean something else."""
+
+ALIGNMENT = 4096
+"""Bytes of a page: sections begin at multiples of it."""
 
 EVERY_ELEMENT = 256
 """Axes up to this long have a unit per element."""
@@ -141,12 +145,22 @@ class CanonicalGroup:
     @cached_property
     def starts(self) -> tuple[int, ...]:
         """First byte of every section."""
-        return (0, *accumulate(section.bytes for section in self.sections[:-1]))
+        return tuple(self._ends[:-1])
 
     @cached_property
     def chunk_bytes(self) -> int:
-        """Bytes of a chunk."""
+        """Bytes of a chunk, padding included: whole pages."""
+        return self._ends[-1]
+
+    @cached_property
+    def content_bytes(self) -> int:
+        """Bytes of a chunk without what pads it."""
         return sum(section.bytes for section in self.sections)
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        pages = (-(-section.bytes // ALIGNMENT) for section in self.sections)
+        return list(accumulate((n * ALIGNMENT for n in pages), initial=0))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,45 @@
+"""A chunk in memory is the body of its file."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.errors import ChunkError
+from kvferry.geometry.canonical import CanonicalGroup, Part, Section
+from kvferry.geometry.rank import GroupKind
+from kvferry.tiers.decode import decode_header, verify_bytes
+from kvferry.tiers.format import Chunk
+from kvferry.tiers.image import check_body, group_of, header_of
+
+PARTS = (Part("layers.0", "ssm", 4, (("channel", 9),)),)
+CONV = (Part("layers.0", "conv", 2, (("width", 3),)),)
+STATE = CanonicalGroup(GroupKind.STATE, 0, (Section("head", 3, 0, PARTS), Section("channel", 1024, 0, CONV)))
+CHUNK = Chunk(bytes(32), bytes(range(32)), (group_of(STATE, 0),))
+
+
+def body() -> bytearray:
+    made = bytearray(b"\xee" * STATE.chunk_bytes)  # what was in the slot before
+    for number, (section, start) in enumerate(zip(STATE.sections, STATE.starts, strict=True)):
+        made[start : start + section.bytes] = bytes((7 * i + number) % 251 for i in range(section.bytes))
+    return made
+
+
+def test_header_and_body_are_a_file() -> None:
+    made = body()
+    header = header_of(CHUNK, memoryview(made))
+    assert verify_bytes(header + made).chunk == CHUNK
+    check_body(decode_header(header), memoryview(made))
+
+
+@pytest.mark.parametrize("at", [0, 107, 108, 4095, 4096, 4096 + 6143, 4096 + 6144, 4096 + 8191])
+def test_every_byte_of_a_body_counts(at: int) -> None:
+    made = body()
+    header = decode_header(header_of(CHUNK, memoryview(made)))
+    made[at] ^= 1
+    with pytest.raises(ChunkError, match="head.3|channel.1024"):
+        check_body(header, memoryview(made))
+
+
+def test_a_body_of_another_length_is_refused() -> None:
+    with pytest.raises(ChunkError, match="a body of 4096 bytes; the chunk's has 12288"):
+        header_of(CHUNK, memoryview(bytearray(4096)))
