@@ -1,0 +1,131 @@
+"""A rank's thread that copies chunks between its blocks and the arena.
+
+The engine's hooks hand it orders and take what it has done; they never wait. Parts of loads go before stores:
+a request waits for the first, nobody for the second.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from itertools import count
+from typing import TypeAlias
+
+from kvferry.cache.chunk_routes import ChunkRoutes
+from kvferry.cache.orders import ArenaCard, ChunkOrders, LoadEnd, LoadPart, Moved, StoreOrder
+from kvferry.errors import KVFerryError
+from kvferry.geometry.canonical import canonical_of
+from kvferry.tiers.arena import Arena
+
+logger = logging.getLogger(__name__)
+
+_FIRST, _LOAD, _STORE, _LAST = range(4)
+"""What goes before what."""
+
+_Job: TypeAlias = Callable[[], None]
+
+
+class ChunkMover:
+    """See the module. Its methods are for the engine's thread."""
+
+    def __init__(self, place: tuple[int, int]) -> None:
+        """Start the thread.
+
+        Args:
+            place: (pp_rank, tp_rank) of this rank.
+        """
+        self._place = place
+        self._jobs: queue.PriorityQueue[tuple[int, int, _Job | None]] = queue.PriorityQueue()
+        self._numbers = count()
+        self._moved: deque[Moved] = deque()
+        self._ended: deque[LoadEnd] = deque()
+        self._routes: ChunkRoutes | None = None
+        self._arena: Arena | None = None
+        self._unusable = "no arena yet"
+        self._thread = threading.Thread(target=self._run, name="kvferry-chunks", daemon=True)
+        self._thread.start()
+
+    def load(self, orders: ChunkOrders) -> None:
+        """Take what an engine step says about loads."""
+        if orders.arena is not None:
+            self._put(_FIRST, lambda card=orders.arena: self._attach(card))
+        for part in orders.parts:
+            self._put(_LOAD, lambda part=part: self._part(part))
+        for end in orders.ends:
+            self._put(_LOAD, lambda end=end: self._ended.append(end))
+
+    def store(self, orders: ChunkOrders, computed: Callable[[], None]) -> None:
+        """Take what an engine step is to store.
+
+        Args:
+            orders: of the step.
+            computed: waits until the step's forward has written its blocks.
+        """
+        for order in orders.stores:
+            self._put(_STORE, lambda order=order: self._store(order, computed))
+
+    def moved(self) -> list[Moved]:
+        """What has been done since the last call."""
+        return _taken(self._moved)
+
+    def ended(self) -> list[LoadEnd]:
+        """Loads of which all parts have been done and no more will come."""
+        return _taken(self._ended)
+
+    def close(self) -> None:
+        """End the thread, once it has done what it was told."""
+        self._put(_LAST, None)
+        self._thread.join()
+        self._routes = None
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+    def _put(self, rank: int, job: _Job | None) -> None:
+        self._jobs.put((rank, next(self._numbers), job))
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()[2]) is not None:
+            job()
+
+    def _attach(self, card: ArenaCard) -> None:
+        try:
+            canonical = canonical_of(card.ranks, card.chunk_tokens)
+            self._arena = Arena.attach(card.name)
+            self._routes = ChunkRoutes(canonical, card.ranks, self._place, self._arena.memory)
+        except KVFerryError as error:
+            self._unusable = str(error)
+            logger.error("tiers: rank %s can neither store nor load: %s", self._place, error)  # noqa: TRY400 - said in full
+
+    def _store(self, order: StoreOrder, computed: Callable[[], None]) -> None:
+        computed()
+        self._do(order.key, lambda routes: routes.store(order))
+
+    def _part(self, part: LoadPart) -> None:
+        self._do(part.key, lambda routes: routes.load(part))
+
+    def _do(self, key: str, what: Callable[[ChunkRoutes], tuple[int, ...]]) -> None:
+        if self._routes is None:
+            self._moved.append(Moved(key, self._unusable))
+            return
+        began = time.perf_counter()
+        try:
+            moved = what(self._routes)
+        except KVFerryError as error:
+            self._moved.append(Moved(key, str(error)))
+        except Exception as error:
+            logger.exception("tiers: order %s", key)
+            self._moved.append(Moved(key, f"{type(error).__name__}: {error}"))
+        else:
+            self._moved.append(Moved(key, None, moved, time.perf_counter() - began))
+
+
+def _taken(of: deque[Moved] | deque[LoadEnd]) -> list:  # type: ignore[type-arg]
+    found = []
+    while of:
+        found.append(of.popleft())
+    return found

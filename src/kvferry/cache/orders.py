@@ -1,0 +1,143 @@
+"""What the ranks of an engine are told to do with chunks in host memory, and what they answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvferry.geometry import RankGeometry
+from kvferry.planning.chunks import Stretch
+from kvferry.planning.select import Span
+from kvferry.tiers.arena import ArenaName
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A chunk of one group, and where it is in the arena.
+
+    Attributes:
+        group: number of the canonical group.
+        number: of the chunk in the prompt.
+        offset: bytes from the start of the arena.
+    """
+
+    group: int
+    number: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaCard:
+    """What a rank needs to know before the first order.
+
+    Attributes:
+        name: of the arena.
+        ranks: geometry of all ranks of the engine.
+        chunk_tokens: tokens of a chunk.
+    """
+
+    name: ArenaName
+    ranks: tuple[RankGeometry, ...]
+    chunk_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOrder:
+    """Copy chunks from blocks to the arena; every rank does its part, and says when.
+
+    Attributes:
+        key: names the order.
+        pieces: by group, then by number.
+        tables: the blocks that hold them, per group of the engine; None for groups that are no part of it.
+        partial: the last chunk of every group is a tail: what is beyond its tokens becomes zero.
+    """
+
+    key: str
+    pieces: tuple[Piece, ...]
+    tables: tuple[Stretch | None, ...]
+    partial: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPart:
+    """Copy chunks that are in the arena now to blocks, as part of a load.
+
+    Attributes:
+        key: names the part.
+        load: names the load.
+        span: how much the whole load brings.
+        pieces: by group, then by number.
+        tables: destination blocks per group of the engine.
+        first: no part of this load came before.
+    """
+
+    key: str
+    load: str
+    span: Span
+    pieces: tuple[Piece, ...]
+    tables: tuple[Stretch, ...]
+    first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBegin:
+    """A load from the tiers has begun; parts follow, then an end.
+
+    Attributes:
+        key: names the load.
+        request_id: the engine's.
+        timeout_seconds: when to give up, counted from when the rank hears of it.
+    """
+
+    key: str
+    request_id: str
+    timeout_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadEnd:
+    """No more parts will follow.
+
+    Attributes:
+        key: of the load.
+        failure: why it is not whole, None if it is.
+    """
+
+    key: str
+    failure: str | None
+
+
+@dataclass(slots=True)
+class ChunkOrders:
+    """All that ranks are told in one step, in the order in which it is meant.
+
+    Attributes:
+        arena: in the first step.
+        stores, begins, parts, ends: see each.
+    """
+
+    arena: ArenaCard | None = None
+    stores: list[StoreOrder] = field(default_factory=list)
+    begins: list[LoadBegin] = field(default_factory=list)
+    parts: list[LoadPart] = field(default_factory=list)
+    ends: list[LoadEnd] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        """There is something to do."""
+        return bool(self.arena or self.stores or self.begins or self.parts or self.ends)
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """An order that a rank has done, or could not do; nothing of it is in flight.
+
+    Attributes:
+        key: of a store or a part of a load.
+        failure: None if it is done.
+        bytes_by_group: that this rank copied, per canonical group.
+        seconds: that it took.
+    """
+
+    key: str
+    failure: str | None
+    bytes_by_group: tuple[int, ...] = ()
+    seconds: float = 0.0

@@ -1,0 +1,127 @@
+"""Which cells of which chunks: what a rank copies to store chunks of a prompt, or to load a prefix from them.
+
+Both are `select.select_cells`, whose tables say by position where things are. Chunks are numbered by their
+place in the prompt; in a table of chunks, entry ``number`` is 1 + the chunk's index among those at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.geometry import GroupKind
+from kvferry.planning.coverage import Continued
+from kvferry.planning.pieces import Int64s
+from kvferry.planning.select import Cells, Span, needed, select_cells
+from kvferry.planning.template import Route
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Part of a block table: what a movement may need of it.
+
+    Attributes:
+        first: position of the first entry.
+        ids: block ids from there on; of a state group, the one block with the snapshot, `first` being 0.
+    """
+
+    first: int
+    ids: tuple[int, ...]
+
+    def table(self) -> Int64s:
+        """As a table by position, null blocks before it.
+
+        >>> Stretch(2, (7, 9)).table().tolist()
+        [0, 0, 7, 9]
+        """
+        return np.array((0,) * self.first + self.ids, np.int64)
+
+
+def stretch_of(ids: Sequence[int], low: int, high: int, block_tokens: int) -> Stretch:
+    """The part of a table that holds tokens ``[low, high)``.
+
+    >>> stretch_of([5, 6, 7, 8], 100, 200, 64)
+    Stretch(first=1, ids=(6, 7, 8))
+    """
+    first = low // block_tokens
+    return Stretch(first, tuple(ids[first : -(-high // block_tokens)]))
+
+
+def runs_of(numbers: Sequence[int]) -> list[range]:
+    """Ascending numbers as ranges.
+
+    >>> runs_of([3, 4, 5, 9])
+    [range(3, 6), range(9, 10)]
+    """
+    found: list[range] = []
+    for number in numbers:
+        if found and found[-1].stop == number:
+            found[-1] = range(found[-1].start, number + 1)
+        else:
+            found.append(range(number, number + 1))
+    return found
+
+
+def chunk_table(numbers: Sequence[int]) -> Int64s:
+    """Chunks by their number in the prompt.
+
+    >>> chunk_table([1, 3]).tolist()
+    [0, 1, 0, 2]
+    """
+    table = np.zeros(max(numbers) + 1, np.int64)
+    table[list(numbers)] = np.arange(1, len(numbers) + 1)
+    return table
+
+
+def cells_to_store(route: Route, chunk_tokens: int, numbers: Sequence[int], blocks: Stretch) -> list[Cells]:
+    """Cells that fill chunks whole, from blocks that all hold their tokens.
+
+    Args:
+        route: from a rank to a pool of chunks.
+        chunk_tokens: tokens of a chunk.
+        numbers: of the chunks, ascending; of a snapshot, one.
+        blocks: of the route's source group.
+
+    Raises:
+        TransferError: a block is missing or null.
+    """
+    if not route.cell_tokens:
+        one = Span(0, 1, 2)
+        return [select_cells(route, GroupKind.STATE, 0, one, blocks.table(), np.ones(1, np.int64))]
+    table, chunks = blocks.table(), chunk_table(numbers)
+    spans = [Span(run.start * chunk_tokens, run.stop * chunk_tokens, 0) for run in runs_of(numbers)]
+    return [
+        select_cells(route, GroupKind.FULL, 0, Span(span.have, span.total, span.total), table, chunks)
+        for span in spans
+    ]
+
+
+def cells_to_load(
+    route: Route, chunk_tokens: int, group: Continued, span: Span, numbers: Sequence[int], blocks: Stretch
+) -> list[Cells]:
+    """Cells that a continuation takes from some of the chunks that it needs.
+
+    Args:
+        route: from pools of chunks to a rank.
+        chunk_tokens: tokens of a chunk.
+        group: the route's destination group.
+        span: the prefix that is loaded, all of it.
+        numbers: of the chunks, ascending; of a snapshot, one.
+        blocks: of the group.
+
+    Raises:
+        TransferError: a block is missing or null, or the prefix at hand ends inside a cell.
+    """
+    table = blocks.table()
+    if not route.cell_tokens:
+        return [select_cells(route, group.kind, group.reach, span, np.ones(1, np.int64), table)]
+    low, high = needed(group.kind, group.reach, span)
+    low = max(low // route.cell_tokens * route.cell_tokens, span.have)
+    chunks, found = chunk_table(numbers), []
+    for run in runs_of(numbers):
+        first, last = max(low, run.start * chunk_tokens), min(high, run.stop * chunk_tokens)
+        part = Span(first, last, max(first, last))
+        found.append(select_cells(route, GroupKind.FULL, 0, part, chunks, table))
+    return found
