@@ -1,4 +1,4 @@
-"""One rank's part in storing and loading chunks: its routes to and from an arena, and the copies over them."""
+"""One rank's part in storing and loading chunks: routes to and from an arena, and the copies over them."""
 
 from __future__ import annotations
 

@@ -12,8 +12,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from itertools import count
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from kvferry.cache.chunk_routes import ChunkRoutes
 from kvferry.cache.orders import ArenaCard, ChunkOrders, LoadEnd, LoadPart, Moved, StoreOrder
@@ -27,6 +28,7 @@ _FIRST, _LOAD, _STORE, _LAST = range(4)
 """What goes before what."""
 
 _Job: TypeAlias = Callable[[], None]
+_Item = TypeVar("_Item")
 
 
 class ChunkMover:
@@ -52,11 +54,11 @@ class ChunkMover:
     def load(self, orders: ChunkOrders) -> None:
         """Take what an engine step says about loads."""
         if orders.arena is not None:
-            self._put(_FIRST, lambda card=orders.arena: self._attach(card))
+            self._put(_FIRST, partial(self._attach, orders.arena))
         for part in orders.parts:
-            self._put(_LOAD, lambda part=part: self._part(part))
+            self._put(_LOAD, partial(self._part, part))
         for end in orders.ends:
-            self._put(_LOAD, lambda end=end: self._ended.append(end))
+            self._put(_LOAD, partial(self._ended.append, end))
 
     def store(self, orders: ChunkOrders, computed: Callable[[], None]) -> None:
         """Take what an engine step is to store.
@@ -66,7 +68,7 @@ class ChunkMover:
             computed: waits until the step's forward has written its blocks.
         """
         for order in orders.stores:
-            self._put(_STORE, lambda order=order: self._store(order, computed))
+            self._put(_STORE, partial(self._store, order, computed))
 
     def moved(self) -> list[Moved]:
         """What has been done since the last call."""
@@ -124,7 +126,7 @@ class ChunkMover:
             self._moved.append(Moved(key, None, moved, time.perf_counter() - began))
 
 
-def _taken(of: deque[Moved] | deque[LoadEnd]) -> list:  # type: ignore[type-arg]
+def _taken(of: deque[_Item]) -> list[_Item]:
     found = []
     while of:
         found.append(of.popleft())
