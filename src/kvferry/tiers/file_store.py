@@ -27,7 +27,7 @@ from kvferry.tiers.format import Chunk, Group, encode
 from kvferry.tiers.index import Index
 from kvferry.tiers.ledger import Busy, Ledger
 from kvferry.tiers.opening import Namespace, check_directory, take_into_use
-from kvferry.tiers.outcome import FileStats, Get, Put, Tally
+from kvferry.tiers.outcome import Get, Put, Tally, TierStats
 from kvferry.tiers.place import chunk_path, key_of
 from kvferry.tiers.room import Full, Room
 
@@ -135,7 +135,7 @@ class FileStore:
         self._index.refresh()
 
     @property
-    def stats(self) -> FileStats:
+    def stats(self) -> TierStats:
         """What this process did with the directory since it was opened."""
         return self._tally.stats()
 
