@@ -4,13 +4,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvferry.keys import Namespace
 from kvferry.tiers.file_store import FileStore, Part, Wanted
 from kvferry.tiers.format import Chunk, Group, Section
-from kvferry.tiers.opening import Namespace
 from kvferry.tiers.outcome import Get
 from support.chunk_files import content, key
 
-NAMESPACE = Namespace(bytes(range(32)), {"model": "tests/small", "kv_dtype": "bfloat16"})
+
+def namespace_of(weights: str, name: str) -> Namespace:
+    """Of a model with these weights."""
+    return Namespace.of(
+        weights=weights,
+        model={"layers": 2},
+        dtype="bfloat16",
+        kv_dtype="auto",
+        scales={},
+        form=["chunks of 64 tokens", "group full"],
+        name=name,
+    )
+
+
+NAMESPACE = namespace_of("0123abcd", "tests/small")
+OTHER = namespace_of("4567cdef", "tests/other")
 # Header 4 KiB, two sections of 28 KiB: a file of 60 KiB.
 GROUP = Group("full", 64, (Section("k", 4, 7 << 10), Section("v", 4, 7 << 10)))
 FILE_BYTES = 60 << 10

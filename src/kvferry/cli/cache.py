@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -39,10 +40,8 @@ def ls(path: _Path, as_json: _Json = False) -> None:
         print(json.dumps([asdict(one) for one in found]))
         return
     for one in found:
-        facts = one.facts
-        print(f"{one.namespace[:16]}  {facts.get('model', 'no model named')}"[:80])
-        said = [f"{name} {value}" for name, value in facts.items() if name != "model"]
-        for line in _lines(said):
+        print(f"{one.namespace[:16]}  {_shown(one.name) or 'no model named'}"[:80])
+        for line in _lines(_said(one.facts)):
             print(f"  {line}")
         held = f"{one.chunks} chunks, {one.tokens} tokens, {size(one.total_bytes)}"
         if one.oldest is not None and one.newest is not None:
@@ -147,6 +146,18 @@ def clear(
         print(json.dumps({"files": files, "total_bytes": total_bytes}))
     else:
         print(f"{files} files removed, {size(total_bytes)}")
+
+
+def _said(facts: Mapping[str, object]) -> list[str]:
+    """Facts that are short; of the form, which has a line for every field of every layer, the first."""
+    said = [f"{fact} {value}" for fact, value in facts.items() if isinstance(value, str | int | float)]
+    form = facts.get("form")
+    return [_shown(one) for one in (*said, *(map(str, form[:1]) if isinstance(form, list) else ()))]
+
+
+def _shown(text: str) -> str:
+    """Text of a file that anybody may have written, for a terminal."""
+    return "".join(each if each.isprintable() else "?" for each in text)
 
 
 def _lines(words: list[str], width: int = 78) -> list[str]:

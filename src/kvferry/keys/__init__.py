@@ -6,13 +6,12 @@
 """
 
 from kvferry.keys.chunk import KEY_BYTES, ChunkKeys, Item
-from kvferry.keys.namespace import GroupFacts, Namespace, differences
+from kvferry.keys.namespace import Namespace, differences
 from kvferry.keys.prompt import prompt_digest
 
 __all__ = [
     "KEY_BYTES",
     "ChunkKeys",
-    "GroupFacts",
     "Item",
     "Namespace",
     "differences",

@@ -7,7 +7,9 @@ that people can be told what differs.
 The text is JSON of one form only: keys sorted, one space of indentation, ASCII, a line feed at the end.
 Whole numbers, floats (the shortest decimal that reads back as the same float, always with a point or an
 exponent), texts, true, false, null, lists and mappings; nothing that has two spellings. It is what is
-digested and what is written beside the chunks: ``b2sum -l 128`` of that file is the digest.
+digested. The *note* that is written beside the chunks is JSON of this form as well, with these facts under
+"facts" and what people call the model under "name": other weights of one name are another namespace, the same
+weights of another name are not.
 """
 
 from __future__ import annotations
@@ -15,13 +17,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
 from kvferry.errors import Unnameable
-from kvferry.geometry.rank import GroupKind
-from kvferry.geometry.store import Stored
 
 Fact: TypeAlias = bool | int | float | str | Sequence["Fact"] | Mapping[str, "Fact"] | None
 
@@ -29,55 +29,19 @@ _DEEPEST = 32
 
 
 @dataclass(frozen=True, slots=True)
-class GroupFacts:
-    """One KV cache group, as far as it decides what a chunk of it holds.
-
-    Attributes:
-        kind: what a continuation needs of it.
-        reach: window in tokens for SLIDING, chunk in tokens for CHUNKED, 0 otherwise.
-        content: id of the form its bytes are in. Canonical bytes are the same whoever wrote them; opaque ones
-            name backend, ISA, block size and the rank's place as well.
-        layers: name and fields of every layer of the model in this group, over all ranks.
-    """
-
-    kind: GroupKind
-    reach: int
-    content: str
-    layers: tuple[tuple[str, tuple[Stored, ...]], ...]
-
-    def facts(self) -> dict[str, Fact]:
-        """The same as plain data."""
-        layers = {name: [_field(field) for field in fields] for name, fields in self.layers}
-        if len(layers) != len(self.layers):
-            raise Unnameable(f"namespace: a group of kind {self.kind} names one layer twice")
-        return {"content": self.content, "kind": self.kind.value, "layers": layers, "reach": self.reach}
-
-
-def _field(field: Stored) -> dict[str, Fact]:
-    return {
-        "heads": field.heads,
-        "inner": [[name, count] for name, count in field.inner],
-        "item_bytes": field.item_bytes,
-        "name": field.name,
-    }
-
-
-@dataclass(frozen=True, slots=True)
 class Namespace:
-    """A namespace, by its facts. Made by `of`, or by `read` from what `text` was written to.
+    """A namespace, by its facts. Made by `of`, or by `read` from a note.
 
     Attributes:
         text: the facts, in the one form described above.
+        name: what people call the model. Not compared, not in the digest.
     """
 
     text: str
+    name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        try:
-            facts = json.loads(self.text)
-        except (ValueError, RecursionError) as error:
-            raise Unnameable(f"namespace: what was read is no JSON ({error})") from error
-        if not isinstance(facts, dict) or _canonical(facts) != self.text:
+        if _canonical(_parsed(self.text)) != self.text:
             raise Unnameable("namespace: what was read is not in the form in which namespaces are written")
 
     @classmethod
@@ -89,9 +53,8 @@ class Namespace:
         dtype: str,
         kv_dtype: str,
         scales: Mapping[str, float],
-        groups: Sequence[GroupFacts],
-        chunk_tokens: int,
-        format_version: int,
+        form: Sequence[str],
+        name: str,
     ) -> Namespace:
         """The namespace of an engine.
 
@@ -101,26 +64,41 @@ class Namespace:
             dtype: what is computed in.
             kv_dtype: element type of the cache.
             scales: of quantised KV, by name; those that were computed at run time differ from run to run.
-            groups: in the order in which chunks name them.
-            chunk_tokens: tokens of a chunk.
-            format_version: of the canonical form.
+            form: what every byte of a chunk is, the lines of `Canonical.describe`.
+            name: the model's, for people.
 
         Raises:
             Unnameable: a fact has no exact text. The message says which, and what to give instead.
         """
         facts: dict[str, Fact] = {
-            "chunk_tokens": chunk_tokens,
             "dtype": dtype,
-            "format_version": format_version,
-            "groups": [group.facts() for group in groups],
+            "form": form,
             "kv_dtype": kv_dtype,
             "model": model,
             "scales": scales,
             "weights": weights,
         }
-        if missing := [name for name in ("weights", "dtype", "kv_dtype", "groups") if not facts[name]]:
+        if missing := [fact for fact in ("weights", "dtype", "kv_dtype", "form") if not facts[fact]]:
             raise Unnameable(f"namespace: {missing[0]} is empty, so chunks of anything would be taken")
-        return cls(_canonical(facts))
+        return cls(_canonical(facts), name)
+
+    @classmethod
+    def read(cls, note: str) -> Namespace:
+        """The namespace that a note says; whether it is the right one, its digest tells.
+
+        Raises:
+            Unnameable: this is no note.
+        """
+        found = _parsed(note)
+        facts, name = found.get("facts"), found.get("name")
+        if not isinstance(facts, dict) or not isinstance(name, str):
+            raise Unnameable("namespace: what was read is no note; expected facts and a name")
+        return cls(_canonical(facts), name)
+
+    @property
+    def note(self) -> str:
+        """Facts and name, to be written beside the chunks."""
+        return _dumped({"facts": self.facts, "name": self.name})
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -129,9 +107,9 @@ class Namespace:
         return found
 
     @property
-    def digest(self) -> str:
-        """32 hex digits (BLAKE2b, 128 bits) of the text: nobody but the operator chooses facts."""
-        return blake2b(self.text.encode("ascii"), digest_size=16).hexdigest()
+    def digest(self) -> bytes:
+        """32 bytes (BLAKE2b, 256 bits) of the text, ``b2sum -l 256``."""
+        return blake2b(self.text.encode("ascii"), digest_size=32).digest()
 
 
 def differences(a: Namespace, b: Namespace) -> tuple[str, ...]:
@@ -177,8 +155,21 @@ def _kind(value: Any) -> str:
     return f"{len(value)} facts" if isinstance(value, dict) else f"{_said(value)[:100]}"
 
 
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Unnameable(f"namespace: what was read is no JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise Unnameable("namespace: what was read is no mapping of facts")
+    return found
+
+
 def _canonical(facts: Mapping[str, Fact]) -> str:
-    plain = _plain("", facts, 0)
+    return _dumped(_plain("", facts, 0))
+
+
+def _dumped(plain: Any) -> str:
     return json.dumps(plain, sort_keys=True, indent=1, separators=(",", ": "), allow_nan=False) + "\n"
 
 

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvferry.errors import ChunkError
+from kvferry.keys.namespace import Namespace
 from kvferry.tiers.aside import set_aside
 from kvferry.tiers.checksum import Buffer
 from kvferry.tiers.chunk_io import read_header, read_into, write_all
@@ -26,8 +27,8 @@ from kvferry.tiers.decode import Header, check_units
 from kvferry.tiers.format import Chunk, Group, encode
 from kvferry.tiers.index import Index
 from kvferry.tiers.ledger import Busy, Ledger
-from kvferry.tiers.opening import Namespace, check_directory, take_into_use
-from kvferry.tiers.outcome import FileStats, Get, Put, Tally
+from kvferry.tiers.opening import check_directory, take_into_use
+from kvferry.tiers.outcome import Get, Put, Tally, TierStats
 from kvferry.tiers.place import chunk_path, key_of
 from kvferry.tiers.room import Full, Room
 
@@ -135,7 +136,7 @@ class FileStore:
         self._index.refresh()
 
     @property
-    def stats(self) -> FileStats:
+    def stats(self) -> TierStats:
         """What this process did with the directory since it was opened."""
         return self._tally.stats()
 

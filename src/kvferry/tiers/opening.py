@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 from kvferry.errors import ConfigError
+from kvferry.keys.namespace import Namespace
 from kvferry.tiers.chunk_io import write_all
-from kvferry.tiers.format import NAMESPACE_BYTES
 from kvferry.tiers.ledger import Account, Busy, Ledger
 from kvferry.tiers.place import DIRECTORY_VERSION, MARKER, NAMESPACE_NOTE, QUARANTINE, temporary_path
 from kvferry.tiers.room import Room
@@ -22,23 +20,6 @@ DEFAULT_SHARE = 10
 _PATIENCE_SECONDS = 60.0
 
 _SIGNATURE = "file tier"
-
-
-@dataclass(frozen=True)
-class Namespace:
-    """What makes bytes from another run wrong.
-
-    Attributes:
-        digest: 32 bytes, the fingerprint.
-        facts: what it was made from, for people to read; `model`, say.
-    """
-
-    digest: bytes
-    facts: Mapping[str, str | int | float | bool] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if len(self.digest) != NAMESPACE_BYTES:
-            raise ConfigError(f"a namespace of {len(self.digest)} bytes; expected {NAMESPACE_BYTES}")
 
 
 def check_directory(root: str) -> None:
@@ -133,9 +114,9 @@ def _furnish(root: str, namespace: Namespace, account: Account, room: Room) -> N
     folder = f"{root}/{namespace.digest.hex()}"
     os.makedirs(f"{root}/{QUARANTINE}", exist_ok=True)
     os.makedirs(folder, exist_ok=True)
-    _note(f"{root}/{MARKER}", {"kvferry": _SIGNATURE, "directory": DIRECTORY_VERSION}, account, room)
-    note = {"namespace": namespace.digest.hex(), "facts": dict(namespace.facts)}
-    _note(f"{folder}/{NAMESPACE_NOTE}", note, account, room)
+    marker = json.dumps({"kvferry": _SIGNATURE, "directory": DIRECTORY_VERSION}, indent=1, sort_keys=True)
+    _note(f"{root}/{MARKER}", marker + "\n", account, room)
+    _note(f"{folder}/{NAMESPACE_NOTE}", namespace.note, account, room)
 
 
 def _furnish_again(root: str, namespace: Namespace, account: Account, room: Room) -> None:
@@ -144,11 +125,11 @@ def _furnish_again(root: str, namespace: Namespace, account: Account, room: Room
         _furnish(root, namespace, account, room)
 
 
-def _note(path: str, content: Mapping[str, object], account: Account, room: Room) -> None:
+def _note(path: str, text: str, account: Account, room: Room) -> None:
     """Write a note that is not there yet. The ledger is held."""
     if os.path.exists(path):
         return
-    data = json.dumps(content, indent=1, sort_keys=True).encode() + b"\n"
+    data = text.encode("ascii")
     if not room.make_room(account, len(data)):
         needed = _size(account.used + len(data))
         raise ConfigError(

@@ -30,20 +30,22 @@ class Get(StrEnum):
 
     HIT = "hit"
     ABSENT = "absent"
-    CORRUPT = "corrupt"  # it was moved to quarantine
-    OTHER_SHAPE = "other shape"  # a good file, but not of the groups that were wanted
+    CORRUPT = "corrupt"  # it was moved aside
+    OTHER_SHAPE = "other shape"  # a good chunk, but not of the group that was wanted
     IO_ERROR = "I/O error"
 
 
 @dataclass(frozen=True, slots=True)
-class FileStats:
-    """What a file store did since it was opened. Bytes are of files for stores and evictions, read for hits.
+class TierStats:
+    """What a process did with a tier since it was opened.
 
     Attributes:
-        puts: how many chunks became what.
-        gets: the same.
-        evicted: files that had to go to make room.
-        quarantined: bad files that were moved aside.
+        puts, gets: how many chunks became what.
+        stored_bytes: of what was stored, as storage has it: header and padding included.
+        hit_bytes: of chunks, in memory.
+        evicted: chunks that had to go to make room.
+        evicted_bytes: of these, as storage had them.
+        quarantined: bad chunks that were moved aside.
         swept: leftovers of dead writers that were removed.
     """
 
@@ -69,18 +71,18 @@ class FileStats:
 
 @dataclass
 class Tally:
-    """Counts, from any thread, what `FileStats` says."""
+    """Counts, from any thread, what `TierStats` says."""
 
     _puts: Counter[Put] = field(default_factory=Counter)
     _gets: Counter[Get] = field(default_factory=Counter)
     _sums: Counter[str] = field(default_factory=Counter)
     _lock: Lock = field(default_factory=Lock)
 
-    def put(self, what: Put, file_bytes: int) -> bool:
+    def put(self, what: Put, stored_bytes: int) -> bool:
         """Count a store; says whether it is the first that became this."""
         with self._lock:
             self._puts[what] += 1
-            self._sums["stored_bytes"] += file_bytes if what is Put.STORED else 0
+            self._sums["stored_bytes"] += stored_bytes if what is Put.STORED else 0
             return self._puts[what] == 1
 
     def get(self, what: Get, read_bytes: int) -> bool:
@@ -91,12 +93,12 @@ class Tally:
             return self._gets[what] == 1
 
     def add(self, **counts: int) -> None:
-        """Add to the sums that `FileStats` names."""
+        """Add to the sums that `TierStats` names."""
         with self._lock:
             self._sums.update(counts)
 
-    def stats(self) -> FileStats:
+    def stats(self) -> TierStats:
         """What was counted so far."""
         names = ("stored_bytes", "hit_bytes", "evicted", "evicted_bytes", "quarantined", "swept")
         with self._lock:
-            return FileStats(dict(self._puts), dict(self._gets), **{name: self._sums[name] for name in names})
+            return TierStats(dict(self._puts), dict(self._gets), **{name: self._sums[name] for name in names})

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvferry.errors import ChunkError, ConfigError
+from kvferry.errors import ChunkError, ConfigError, Unnameable
+from kvferry.keys.namespace import Namespace
 from kvferry.tiers.aside import set_aside
 from kvferry.tiers.chunk_io import read_header, verify_file
 from kvferry.tiers.ledger import Ledger, read_ledger
 from kvferry.tiers.opening import check_directory, read_marker
 from kvferry.tiers.place import MARKER, NAMESPACE_NOTE, Entry, Kind, identity, walk
+
+_LONGEST_NOTE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,8 @@ class Holding:
 
     Attributes:
         namespace: 64 hex digits.
-        facts: of its note.
+        name: the model's, as whoever came first calls it; empty where there is no note to believe.
+        facts: what the namespace was made from; none where there is no note to believe.
         chunks: files.
         tokens: of all chunks; of the group that has most, where one has several.
         total_bytes: of the files.
@@ -31,6 +34,7 @@ class Holding:
     """
 
     namespace: str
+    name: str
     facts: dict[str, object]
     chunks: int
     tokens: int
@@ -173,9 +177,11 @@ def _holding(root: str, namespace: str, entries: list[Entry]) -> Holding:
     chunks = [entry for entry in entries if entry.kind is Kind.CHUNK]
     tokens = [_tokens(entry.path) for entry in chunks]
     used = [entry.used_ns / 1e9 for entry in chunks]
+    note = _note(root, namespace)
     return Holding(
         namespace=namespace,
-        facts=_facts(root, namespace),
+        name=note.name if note else "",
+        facts=note.facts if note else {},
         chunks=len(chunks),
         tokens=sum(each or 0 for each in tokens),
         total_bytes=sum(entry.charged for entry in chunks),
@@ -196,12 +202,14 @@ def _tokens(path: str) -> int | None:
         return None
 
 
-def _facts(root: str, namespace: str) -> dict[str, object]:
+def _note(root: str, namespace: str) -> Namespace | None:
+    """What the note of a namespace says; None where it cannot be read or is another's."""
     try:
-        with open(f"{root}/{namespace}/{NAMESPACE_NOTE}", "rb") as file:
-            return dict(json.loads(file.read(1 << 20))["facts"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+        with open(f"{root}/{namespace}/{NAMESPACE_NOTE}", encoding="ascii") as file:
+            found = Namespace.read(file.read(_LONGEST_NOTE))
+    except (OSError, ValueError, Unnameable):
+        return None
+    return found if found.digest.hex() == namespace else None
 
 
 def _bytes(entry: Entry) -> int:

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from kvferry.errors import Unnameable
-from kvferry.geometry.rank import GroupKind
-from kvferry.geometry.store import Stored
-from kvferry.keys import GroupFacts, Namespace, differences
+from kvferry.geometry import GroupKind
+from kvferry.geometry.canonical import Canonical, CanonicalGroup, Part, Section
+from kvferry.keys import Namespace, differences
 
 QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=300)
 FACTS = st.recursive(
@@ -31,11 +31,13 @@ FACTS = st.recursive(
     ),
     max_leaves=8,
 )
-KV = (Stored("kv", 2, 4, (("content", 128),)),)
-GROUPS = (
-    GroupFacts(GroupKind.FULL, 0, "canonical", (("layers.0", KV),)),
-    GroupFacts(GroupKind.SLIDING, 64, "canonical", (("layers.1", KV),)),
-)
+PART = Part("layers.0", "kv", 2, (("content", 128),))
+
+
+def form(part=PART, kind=GroupKind.FULL, reach=0, axis=("head", 4), chunk_tokens=256) -> list[str]:
+    """What chunks of a model with one group of one field are."""
+    section = Section(*axis, 0 if kind is GroupKind.STATE else chunk_tokens, (part,))
+    return list(Canonical(chunk_tokens, (CanonicalGroup(kind, reach, (section,)),)).describe())
 
 
 def made(**changes) -> Namespace:
@@ -51,9 +53,8 @@ def made(**changes) -> Namespace:
         "dtype": "bfloat16",
         "kv_dtype": "auto",
         "scales": {"layers.0.k": 0.1},
-        "groups": GROUPS,
-        "chunk_tokens": 256,
-        "format_version": 1,
+        "form": form(),
+        "name": "tests/small",
     }
     return Namespace.of(**(facts | changes))
 
@@ -63,17 +64,17 @@ def of_model(value) -> Namespace:
 
 
 def test_the_digest_is_fixed_for_ever():
-    assert made().digest == "490d27693a50137305a94e4b7719a9d5"
+    assert made().digest.hex() == "3811a8260ec9c9f3117236966a467f9a33bccd79ebe1db87664c01bc0bf3add2"
 
 
 def test_the_text_is_one_that_people_can_read_and_b2sum_can_check():
     text = made().text
     assert text.startswith(
-        '{\n "chunk_tokens": 256,\n "dtype": "bfloat16",\n "format_version": 1,\n "groups": [\n'
+        '{\n "dtype": "bfloat16",\n "form": [\n  "kvferry canonical form 1, chunks of 256 tokens",\n'
     )
     assert text.endswith(' "scales": {\n  "layers.0.k": 0.1\n },\n "weights": "0123abcd"\n}\n')
-    summed = subprocess.run(["b2sum", "-l", "128"], input=text.encode(), capture_output=True, check=True)
-    assert summed.stdout.split()[0].decode() == made().digest
+    summed = subprocess.run(["b2sum", "-l", "256"], input=text.encode(), capture_output=True, check=True)
+    assert summed.stdout.split()[0].decode() == made().digest.hex()
 
 
 @pytest.mark.parametrize("seed", ["0", "12345"])
@@ -81,23 +82,20 @@ def test_it_is_the_same_in_another_process_with_another_hash_seed(seed):
     program = (
         "from kvferry.keys import Namespace;"
         "model = dict.fromkeys(sorted({'b','a','c'}, key=hash), 0.1);"
-        "print(Namespace.of(weights='w', model=model, dtype='d', kv_dtype='k', scales={}, groups=GROUPS,"
-        "chunk_tokens=1, format_version=1).digest)"
+        "print(Namespace.of(weights='w', model=model, dtype='d', kv_dtype='k', scales={}, form=['f'],"
+        "name=str(hash('w'))).digest.hex())"
     )
-    groups = "from kvferry.keys import GroupFacts; from kvferry.geometry.rank import GroupKind;"
-    groups += "GROUPS = [GroupFacts(GroupKind.FULL, 0, 'canonical', ())];"
     output = subprocess.run(
-        [sys.executable, "-c", groups + program],
+        [sys.executable, "-c", program],
         env={**os.environ, "PYTHONHASHSEED": seed},
         capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     facts = {
         "weights": "w", "model": {"a": 0.1, "b": 0.1, "c": 0.1}, "dtype": "d", "kv_dtype": "k", "scales": {},
-        "groups": [{"content": "canonical", "kind": "full_attention", "layers": {}, "reach": 0}],
-        "chunk_tokens": 1, "format_version": 1,
+        "form": ["f"],
     }  # fmt: skip
     text = json.dumps(facts, sort_keys=True, indent=1) + "\n"
-    assert output.strip() == hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    assert output.strip() == hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
 
 
 @pytest.mark.parametrize(
@@ -109,25 +107,20 @@ def test_it_is_the_same_in_another_process_with_another_hash_seed(seed):
         {"kv_dtype": "fp8"},
         {"scales": {"layers.0.k": 0.1 + 2**-56}},
         {"scales": {}},
-        {"groups": GROUPS[::-1]},
-        {"groups": GROUPS[:1]},
-        {"chunk_tokens": 128},
-        {"format_version": 2},
-        {"groups": [GroupFacts(GroupKind.FULL, 0, "opaque", (("layers.0", KV),)), GROUPS[1]]},
-        {"groups": [GroupFacts(GroupKind.MLA, 0, "canonical", (("layers.0", KV),)), GROUPS[1]]},
-        {"groups": [GROUPS[0], GroupFacts(GroupKind.SLIDING, 65, "canonical", (("layers.1", KV),))]},
-        {"groups": [GroupFacts(GroupKind.FULL, 0, "canonical", (("layers.9", KV),)), GROUPS[1]]},
-        *(
-            {"groups": [GroupFacts(GroupKind.FULL, 0, "canonical", (("layers.0", (field,)),)), GROUPS[1]]}
-            for field in (
-                Stored("kx", 2, 4, (("content", 128),)),
-                Stored("kv", 1, 4, (("content", 128),)),
-                Stored("kv", 2, 8, (("content", 128),)),
-                Stored("kv", 2, 4, (("content", 64),)),
-                Stored("kv", 2, 4, (("other", 128),)),
-                Stored("kv", 2, 4),
-            )
-        ),
+        {"form": form()[::-1]},
+        {"form": form()[:-1]},
+        {"form": form(chunk_tokens=128)},
+        {"form": form(kind=GroupKind.MLA)},
+        {"form": form(kind=GroupKind.SLIDING, reach=65)},
+        {"form": form(kind=GroupKind.STATE)},
+        {"form": form(axis=("head", 8))},
+        {"form": form(axis=("", 1))},
+        {"form": form(Part("layers.9", "kv", 2, (("content", 128),)))},
+        {"form": form(Part("layers.0", "kx", 2, (("content", 128),)))},
+        {"form": form(Part("layers.0", "kv", 1, (("content", 128),)))},
+        {"form": form(Part("layers.0", "kv", 2, (("content", 64),)))},
+        {"form": form(Part("layers.0", "kv", 2, (("other", 128),)))},
+        {"form": form(Part("layers.0", "kv", 2, ()))},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -237,15 +230,10 @@ def test_what_has_no_exact_text_is_refused_in_one_sentence(value, said):
     assert len(str(error.value)) < 200
 
 
-@pytest.mark.parametrize("name", ["weights", "dtype", "kv_dtype", "groups"])
+@pytest.mark.parametrize("name", ["weights", "dtype", "kv_dtype", "form"])
 def test_a_namespace_that_leaves_out_what_everything_depends_on_is_refused(name):
     with pytest.raises(Unnameable, match=f"namespace: {name} is empty"):
         made(**{name: ""})
-
-
-def test_a_layer_counts_once_in_a_group():
-    with pytest.raises(Unnameable, match="a group of kind full_attention names one layer twice"):
-        made(groups=[GroupFacts(GroupKind.FULL, 0, "canonical", (("layers.0", KV), ("layers.0", ())))])
 
 
 @QUICK
@@ -277,12 +265,12 @@ def test_what_facts_gives_is_the_callers_own():
         lambda text: "",
         lambda text: text[:-1],
         lambda text: text + "\n",
-        lambda text: text.replace("256", "256.00"),
-        lambda text: text.replace('"chunk_tokens": 256', '"chunk_tokens": 1,\n "chunk_tokens": 256'),
+        lambda text: text.replace("10000.0", "10000.00"),
+        lambda text: text.replace('"layers": 2', '"layers": 1,\n  "layers": 2'),
         lambda text: text.replace(" ", ""),
-        lambda text: text.replace("256", "NaN"),
-        lambda text: text.replace("256", "1e999"),
-        lambda text: text.replace("256", "9" * 5000),
+        lambda text: text.replace("10000.0", "NaN"),
+        lambda text: text.replace("10000.0", "1e999"),
+        lambda text: text.replace("10000.0", "9" * 5000),
         lambda text: "[" * 100_000,
         lambda text: "[]",
         lambda text: "null\n",
@@ -292,3 +280,28 @@ def test_what_facts_gives_is_the_callers_own():
 def test_what_is_not_in_the_form_is_not_read(spoil):
     with pytest.raises(Unnameable, match="namespace: "):
         Namespace(spoil(made().text))
+
+
+def test_the_name_is_for_people_alone():
+    one, other = made(), made(name="tests/renamed")
+    assert one == other
+    assert one.digest == other.digest
+    assert not differences(one, other)
+    assert (one.name, other.name) == ("tests/small", "tests/renamed")
+
+
+def test_a_note_holds_facts_and_name_and_is_read_again():
+    note = made().note
+    assert json.loads(note) == {"name": "tests/small", "facts": made().facts}
+    # Every line of the text, one deeper.
+    inside = note.removeprefix('{\n "facts": ').removesuffix(',\n "name": "tests/small"\n}\n')
+    assert inside.replace("\n ", "\n") + "\n" == made().text
+    read = Namespace.read(note)
+    assert (read, read.digest, read.name) == (made(), made().digest, "tests/small")
+
+
+@pytest.mark.parametrize("note", ["", "{}", "7", '{"facts": {}}', '{"facts": [], "name": "x"}',
+                                  '{"facts": {}, "name": 1}', "\0", "[" * 100_000])  # fmt: skip
+def test_what_is_no_note_is_refused(note):
+    with pytest.raises(Unnameable, match="namespace: what was read is no"):
+        Namespace.read(note)

@@ -6,20 +6,19 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from kvferry.tiers.file_store import Part
 from kvferry.tiers.format import Group, Section
 from kvferry.tiers.ledger import read_ledger
-from kvferry.tiers.opening import Namespace
 from kvferry.tiers.outcome import Get, Put
 from kvferry.tiers.upkeep import clear
 from support.chunk_files import key
-from support.stores import FILE_BYTES, fetch, file_of, open_store, parts, total
+from support.stores import FILE_BYTES, NAMESPACE, OTHER, fetch, file_of, open_store, parts, total
 
 KVFERRY = [sys.executable, "-c", "from kvferry.cli.main import main; main()", "cache"]
-OTHER = Namespace(bytes(32), {"model": "tests/other", **{f"fact {n}": "x" * n for n in range(12)}})
 
 
 def kvferry(*args, code=0, answer=""):
@@ -49,16 +48,25 @@ def spoil(path):
 def test_ls_shows_namespaces_by_the_facts_of_their_models(cache):
     os.utime(file_of(cache, 1), (0, 0))
     said = kvferry("ls", cache)
-    assert "0001020304050607  tests/small" in said
-    assert "kv_dtype bfloat16" in said
+    assert f"{NAMESPACE.digest.hex()[:16]}  tests/small\n  dtype bfloat16, kv_dtype auto" in said
+    assert "weights 0123abcd, chunks of 64 tokens\n" in said
     assert "3 chunks, 192 tokens, 180 KiB; last used 0 s ago" in said.replace("1 s ago", "0 s ago")
     assert " d ago" in said
     assert "1 chunks, 16 tokens, 8 KiB" in said
     assert max(map(len, said.splitlines())) <= 80
-    first = json.loads(kvferry("ls", cache, "--json"))[1]
-    assert first["facts"] == {"model": "tests/small", "kv_dtype": "bfloat16"}
+    (first,) = [one for one in json.loads(kvferry("ls", cache, "--json")) if one["name"] == "tests/small"]
+    assert first["facts"] == NAMESPACE.facts
     assert (first["chunks"], first["tokens"], first["total_bytes"]) == (3, 192, 3 * FILE_BYTES)
     assert first["oldest"] == 0
+
+
+def test_ls_believes_no_note_but_that_of_the_namespace(cache):
+    note = cache / NAMESPACE.digest.hex() / "namespace.json"
+    note.write_text(OTHER.note)
+    said = kvferry("ls", cache)
+    assert f"{NAMESPACE.digest.hex()[:16]}  no model named\n  3 chunks" in said
+    note.write_text(replace(NAMESPACE, name="evil\x1b[2J\udc80").note)
+    assert f"{NAMESPACE.digest.hex()[:16]}  evil?[2J?\n" in kvferry("ls", cache)
 
 
 def test_ls_counts_chunks_whose_header_is_damaged(cache):

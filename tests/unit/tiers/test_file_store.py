@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 
 from kvferry.errors import ChunkError, ConfigError
+from kvferry.keys import Namespace
 from kvferry.tiers import chunk_io, file_store
 from kvferry.tiers.file_store import Part, Wanted
 from kvferry.tiers.format import Group, Section
 from kvferry.tiers.ledger import read_ledger
-from kvferry.tiers.opening import Namespace
 from kvferry.tiers.outcome import Get, Put
 from kvferry.tiers.place import temporary_path
 from support.chunk_files import key
@@ -30,8 +30,10 @@ from support.stores import (
     FILE_BYTES,
     GROUP,
     NAMESPACE,
+    OTHER,
     fetch,
     file_of,
+    namespace_of,
     open_store,
     parts,
     temporaries,
@@ -152,9 +154,8 @@ def test_a_good_file_under_the_name_of_another_is_a_miss(store, tmp_path):
     store.put(key(2), parts(2))
     shutil.copy(file_of(tmp_path, 1), file_of(tmp_path, 2))
     assert fetch(store, 2)[0] is Get.CORRUPT
-    elsewhere = Namespace(bytes(32))
-    other = open_store(tmp_path, namespace=elsewhere)
-    path = tmp_path / elsewhere.digest.hex() / file_of(tmp_path, 1).parent.name
+    other = open_store(tmp_path, namespace=OTHER)
+    path = tmp_path / OTHER.digest.hex() / file_of(tmp_path, 1).parent.name
     path.mkdir()
     shutil.copy(file_of(tmp_path, 1), path)
     assert fetch(other, 1)[0] is Get.CORRUPT
@@ -231,7 +232,7 @@ def test_what_was_used_after_it_was_listed_for_eviction_is_spared(tmp_path, cloc
 def test_the_capacity_is_kept_across_namespaces_and_quarantine_counts(tmp_path, clock):
     capacity = 5 * FILE_BYTES
     store = open_store(tmp_path, capacity=capacity, clock=clock)
-    other = open_store(tmp_path, namespace=Namespace(bytes(32)), clock=clock)
+    other = open_store(tmp_path, namespace=OTHER, clock=clock)
     for number in range(40):
         clock.now += 60
         assert (store if number % 5 else other).put(key(number), parts(number)) is Put.STORED
@@ -333,11 +334,16 @@ def test_a_new_process_finds_what_was_stored(store, tmp_path):
 
 
 def test_the_namespace_can_be_read_by_people(store, tmp_path):
-    note = json.loads((tmp_path / NAMESPACE.digest.hex() / "namespace.json").read_text())
-    assert note == {
-        "namespace": NAMESPACE.digest.hex(),
-        "facts": {"model": "tests/small", "kv_dtype": "bfloat16"},
-    }
+    note = (tmp_path / NAMESPACE.digest.hex() / "namespace.json").read_text()
+    assert json.loads(note) == {"name": "tests/small", "facts": NAMESPACE.facts}
+    assert Namespace.read(note) == NAMESPACE
+
+
+def test_a_model_of_another_name_shares_chunks_and_leaves_the_note_alone(store, tmp_path):
+    store.put(key(1), parts(1))
+    other = open_store(tmp_path, namespace=namespace_of("0123abcd", "tests/renamed"))
+    assert fetch(other, 1) == (Get.HIT, True)
+    assert "tests/small" in (tmp_path / NAMESPACE.digest.hex() / "namespace.json").read_text()
 
 
 def test_a_durable_chunk_is_flushed_and_then_its_folder(tmp_path, monkeypatch):
