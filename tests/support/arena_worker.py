@@ -7,35 +7,24 @@ import os
 import signal
 
 from kvferry.tiers.arena import Arena
-from kvferry.tiers.digests import digests_of, intact
-from kvferry.tiers.shape import ChunkShape
 
-SHAPE = ChunkShape((4, 2), (70_000, 3_000))
-
-
-def digest(data, unit_bytes):
-    """As many digests of 8 bytes as there are units."""
-    pieces = (data[at : at + unit_bytes] for at in range(0, len(data), unit_bytes))
-    return b"".join(hashlib.blake2b(piece, digest_size=8).digest() for piece in pieces)
+CHUNK_BYTES = 280 << 10
+"""Of a chunk; every one of two ranks writes a half."""
 
 
-def units_of(rank):
-    """Runs of a rank of two: half of each section."""
-    return [(2 * rank, 2), (4 + rank, 1)]
+def content(key):
+    return hashlib.shake_128(key).digest(CHUNK_BYTES)
 
 
-def fill(arena, offset, key, rank):
-    """Write a rank's units of a chunk; returns what it reports."""
-    for first, units in units_of(rank):
-        size = SHAPE.unit_bytes[SHAPE.section(first)]
-        data = hashlib.shake_128(key + bytes([first])).digest(units * size)
-        arena.bytes_at(offset + SHAPE.at(first), len(data))[:] = data
-    return [(first, digests_of(arena, offset, SHAPE, first, n, digest)) for first, n in units_of(rank)]
+def fill(arena, rank, offset, key):
+    """Write a rank's half of a chunk."""
+    half = CHUNK_BYTES // 2
+    arena.bytes_at(offset + rank * half, half)[:] = content(key)[rank * half :][:half]
 
 
-def check(arena, offset, expected, rank):
-    """Whether the units of a rank are what was written."""
-    return all(intact(arena, offset, SHAPE, first, n, digest, expected) for first, n in units_of(rank))
+def check(arena, rank, offset, key):
+    """Whether both halves are what was written."""
+    return arena.bytes_at(offset, CHUNK_BYTES) == content(key)
 
 
 def rank_process(name, rank, pipe):
@@ -48,7 +37,7 @@ def rank_process(name, rank, pipe):
             return
         if verb == "die":
             os.kill(os.getpid(), signal.SIGKILL)
-        pipe.send({"fill": fill, "check": check}[verb](arena, *arguments, rank))
+        pipe.send({"fill": fill, "check": check}[verb](arena, rank, *arguments))
 
 
 def owner_process(size, pipe):

@@ -6,7 +6,9 @@ import hashlib
 
 from hypothesis import strategies as st
 
-from kvferry.tiers.format import Chunk, Group, Section, encode
+from kvferry.tiers.direct_io import whole_pages
+from kvferry.tiers.format import Chunk, Group, Section
+from kvferry.tiers.image import header_of
 
 _NAMES = st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=31)
 _SECTIONS = st.builds(Section, _NAMES, st.integers(1, 9), st.one_of(st.integers(1, 40), st.just(4096)))
@@ -28,9 +30,20 @@ def content(chunk: Chunk) -> list[bytes]:
     ]
 
 
+def body_of(chunk: Chunk, data: list[bytes] | None = None) -> memoryview:
+    """The chunk in memory, in whole pages, with what was there before between its sections."""
+    made = whole_pages(chunk.body_bytes)
+    made[:] = b"\xee" * chunk.body_bytes
+    for offset, part in zip(chunk.offsets, content(chunk) if data is None else data, strict=True):
+        start = offset - chunk.offsets[0]
+        made[start : start + len(part)] = part
+    return made
+
+
 def image(chunk: Chunk, data: list[bytes] | None = None) -> bytes:
     """The file of a chunk."""
-    return b"".join(encode(chunk, content(chunk) if data is None else data))
+    body = body_of(chunk, data)
+    return header_of(chunk, body) + body
 
 
 def key(number: int) -> bytes:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvferry.keys import Namespace
-from kvferry.tiers.file_store import FileStore, Part, Wanted
+from kvferry.tiers.direct_io import whole_pages
+from kvferry.tiers.file_store import FileStore
 from kvferry.tiers.format import Chunk, Group, Section
-from kvferry.tiers.outcome import Get
-from support.chunk_files import content, key
+from kvferry.tiers.outcome import Get, Put
+from support.chunk_files import body_of, key
 
 
 def namespace_of(weights: str, name: str) -> Namespace:
@@ -45,22 +46,30 @@ def open_store(path: Path, **options) -> FileStore:
     return FileStore(path, options.pop("namespace", NAMESPACE), **options)
 
 
-def parts(number: int, group: Group = GROUP) -> list[Part]:
+def body(number: int, group: Group = GROUP) -> memoryview:
     """What the chunk of a number holds."""
-    return [Part(group, tuple(content(Chunk(NAMESPACE.digest, key(number), (group,)))))]
+    return body_of(Chunk(NAMESPACE.digest, key(number), (group,)))
 
 
-def fetch(store: FileStore, number: int, first: int = 0, units: int = 4) -> tuple[Get, bool]:
-    """Fetch units of both sections: what became of it, and whether they are what was stored."""
-    wanted = [
-        Wanted(GROUP, one.name, first, units, bytearray(units * one.unit_bytes)) for one in GROUP.sections
-    ]
-    done = store.get(key(number), wanted)
-    right = [
-        data[first * one.unit_bytes : (first + units) * one.unit_bytes]
-        for data, one in zip(parts(number)[0].data, GROUP.sections, strict=True)
-    ]
-    return done, [bytes(one.into) for one in wanted] == right
+def keep(store: FileStore, number: int, group: Group = GROUP) -> Put:
+    """Store the chunk of a number."""
+    return store.put(key(number), group, body(number, group))
+
+
+def fetch(store: FileStore, number: int, group: Group = GROUP) -> tuple[Get, bool]:
+    """Fetch the chunk of a number: what became of it, and whether it is what was stored."""
+    stored = body(number, group)
+    into = whole_pages(len(stored))
+    done = store.get(key(number), group, into)
+    pairs = zip(*(sections(group, memory) for memory in (stored, into)), strict=True)
+    return done, all(one == other for one, other in pairs)
+
+
+def sections(group: Group, memory: memoryview) -> list[memoryview]:
+    """The sections of a chunk in memory, without what pads them."""
+    chunk = Chunk(bytes(32), bytes(16), (group,))
+    starts = [offset - chunk.offsets[0] for offset in chunk.offsets]
+    return [memory[at : at + one.total_bytes] for at, one in zip(starts, group.sections, strict=True)]
 
 
 def file_of(root: Path, number: int) -> Path:

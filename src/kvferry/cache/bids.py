@@ -3,7 +3,7 @@
 A source that failed a request is struck out for that request; the request is admitted anew and the best
 bid that is left is taken, recompute at the latest. Attempts are capped, so that admission ends.
 
-    (new) ─take─▶ LOADING ─succeeded─▶ SERVED
+    (new) ─take─▶ LOADING ─succeeded─▶ SERVED (─preempted─▶ take)
                      └─failed─▶ (source struck out) ─take─▶ … until no bid or no attempt is left: recompute
 """
 
@@ -46,6 +46,10 @@ class Bidding:
         """An attempt is spent; returns its number, counting down from the cap."""
         self._left -= 1
         return self._left
+
+    def succeeded(self) -> None:
+        """An attempt that has brought something does not count: a preempted request may be served again."""
+        self._left += 1
 
     def strike(self, source: str, reason: str) -> bool:
         """Ask this source no more; True if that is new."""

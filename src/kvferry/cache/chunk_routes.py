@@ -15,7 +15,7 @@ from kvferry.geometry import RankGeometry
 from kvferry.geometry.canonical import Canonical, chunk_pool
 from kvferry.memory.chunks import ChunkCopies, offsets_of
 from kvferry.memory.space import Space
-from kvferry.planning.chunks import cells_to_load, cells_to_store
+from kvferry.planning.chunks import cells_past, cells_to_load, cells_to_store
 from kvferry.planning.select import uncovered
 from kvferry.planning.template import Route, build_templates
 
@@ -90,9 +90,12 @@ class ChunkRoutes:
                 blocks = order.tables[each.route.src_group]
                 if blocks is None:
                     raise TransferError(f"no blocks of group {each.route.src_group} in a store of it")
-                for cells in cells_to_store(each.route, self._canonical.chunk_tokens, numbers, blocks):
+                tokens = self._canonical.chunk_tokens
+                for cells in cells_to_store(each.route, tokens, numbers, order.until, blocks):
                     each.copies.store(cells, offsets)
                     found[group] += len(cells) * each.route.cell_bytes
+                past = cells_past(each.route, tokens, numbers[-1], order.until)
+                each.copies.blank(past, pieces[-1].offset)
         return tuple(found)
 
     def load(self, part: LoadPart) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from typing import TypeAlias, TypeVar
 
 from kvferry.cache.chunk_routes import ChunkRoutes
 from kvferry.cache.orders import ArenaCard, ChunkOrders, LoadEnd, LoadPart, Moved, StoreOrder
-from kvferry.errors import KVFerryError
+from kvferry.errors import KVFerryError, TransferError
 from kvferry.geometry.canonical import canonical_of
 from kvferry.tiers.arena import Arena
 
@@ -48,6 +48,7 @@ class ChunkMover:
         self._routes: ChunkRoutes | None = None
         self._arena: Arena | None = None
         self._unusable = "no arena yet"
+        self._failed: dict[str, str] = {}
         self._thread = threading.Thread(target=self._run, name="kvferry-chunks", daemon=True)
         self._thread.start()
 
@@ -58,7 +59,7 @@ class ChunkMover:
         for part in orders.parts:
             self._put(_LOAD, partial(self._part, part))
         for end in orders.ends:
-            self._put(_LOAD, partial(self._ended.append, end))
+            self._put(_LOAD, partial(self._end, end))
 
     def store(self, orders: ChunkOrders, computed: Callable[[], None]) -> None:
         """Take what an engine step is to store.
@@ -108,22 +109,30 @@ class ChunkMover:
         self._do(order.key, lambda routes: routes.store(order))
 
     def _part(self, part: LoadPart) -> None:
-        self._do(part.key, lambda routes: routes.load(part))
+        failure = self._do(part.key, lambda routes: routes.load(part))
+        if failure is not None:
+            self._failed.setdefault(part.load, failure)
 
-    def _do(self, key: str, what: Callable[[ChunkRoutes], tuple[int, ...]]) -> None:
-        if self._routes is None:
-            self._moved.append(Moved(key, self._unusable))
-            return
+    def _end(self, end: LoadEnd) -> None:
+        failure = self._failed.pop(end.key, None)
+        self._ended.append(LoadEnd(end.key, end.failure or failure))
+
+    def _do(self, key: str, what: Callable[[ChunkRoutes], tuple[int, ...]]) -> str | None:
+        """Carry an order out and say so; why it could not be."""
         began = time.perf_counter()
+        moved: tuple[int, ...] = ()
+        failure = None
         try:
+            if self._routes is None:
+                raise TransferError(self._unusable)
             moved = what(self._routes)
         except KVFerryError as error:
-            self._moved.append(Moved(key, str(error)))
+            failure = str(error)
         except Exception as error:
             logger.exception("tiers: order %s", key)
-            self._moved.append(Moved(key, f"{type(error).__name__}: {error}"))
-        else:
-            self._moved.append(Moved(key, None, moved, time.perf_counter() - began))
+            failure = f"{type(error).__name__}: {error}"
+        self._moved.append(Moved(key, failure, moved, time.perf_counter() - began))
+        return failure
 
 
 def _taken(of: deque[_Item]) -> list[_Item]:

@@ -48,13 +48,14 @@ class StoreOrder:
         key: names the order.
         pieces: by group, then by number.
         tables: the blocks that hold them, per group of the engine; None for groups that are no part of it.
-        partial: the last chunk of every group is a tail: what is beyond its tokens becomes zero.
+        until: tokens of the prompt that are at hand; where they end inside a chunk, the rest of it becomes
+            zero.
     """
 
     key: str
     pieces: tuple[Piece, ...]
     tables: tuple[Stretch | None, ...]
-    partial: bool = False
+    until: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,3 +142,37 @@ class Moved:
     failure: str | None
     bytes_by_group: tuple[int, ...] = ()
     seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class MovedByAll:
+    """An order that all ranks have done, or some could not.
+
+    Attributes:
+        key, failure: as of `Moved`.
+        bytes_by_group: over all ranks.
+        seconds: the slowest rank's.
+        ranks: how many have said so.
+    """
+
+    key: str
+    failure: str | None
+    bytes_by_group: tuple[int, ...]
+    seconds: float
+    ranks: int = 1
+
+    @classmethod
+    def of(cls, moved: Moved) -> MovedByAll:
+        """What one rank says."""
+        return cls(moved.key, moved.failure, moved.bytes_by_group, moved.seconds)
+
+    def with_other(self, other: MovedByAll) -> MovedByAll:
+        """What other ranks say of the same order, added."""
+        ours, theirs = self.bytes_by_group, other.bytes_by_group
+        return MovedByAll(
+            self.key,
+            self.failure or other.failure,
+            tuple(a + b for a, b in zip(ours, theirs, strict=True)) if ours and theirs else ours or theirs,
+            max(self.seconds, other.seconds),
+            self.ranks + other.ranks,
+        )

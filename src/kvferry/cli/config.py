@@ -39,12 +39,25 @@ def config(
     ] = None,
     lanes: Annotated[int | None, typer.Option(help="Threads per worker that read.")] = None,
     costs: Annotated[str | None, typer.Option(help="File of kvferry bench calibrate.")] = None,
+    tiers: Annotated[
+        str | None, typer.Option(help='Where chunks are kept: default, or JSON: [{"type": "host"}, ...].')
+    ] = None,
+    transfer: Annotated[
+        bool | None,
+        typer.Option(
+            "--transfer/--no-transfer", help="Exchange KV with other engines; by default without tiers."
+        ),
+    ] = None,
+    chunk_tokens: Annotated[int | None, typer.Option(help="Tokens of a chunk in the tiers.")] = None,
+    snapshot_tokens: Annotated[
+        int | None, typer.Option(help="Distance at which windows and snapshots are kept.")
+    ] = None,
 ) -> None:
     """Print the JSON for vLLM's --kv-transfer-config, in one line.
 
     vllm serve MODEL --kv-transfer-config "$(kvferry config --role decode)"
     """
-    from kvferry.serving.kv_config import kv_transfer_config, kv_transfer_json
+    from kvferry.serving.kv_config import kv_transfer_config, kv_transfer_json, tiers_of
 
     settings = {
         "host": host,
@@ -62,5 +75,9 @@ def config(
         "staging_mib": staging_mib,
         "lanes": lanes,
         "costs": costs,
+        "tiers": tiers_of(tiers),
+        "transfer": transfer,
+        "chunk_tokens": chunk_tokens,
+        "snapshot_tokens": snapshot_tokens,
     }
     print(kv_transfer_json(kv_transfer_config(role, settings)))

@@ -80,6 +80,12 @@ class ChunkCopies:
         """Copy cells from chunks to blocks; as `store`, with `src_block` as the index."""
         self._each(cells, cells.dst_block, offsets[cells.src_block])
 
+    def blank(self, cells: Cells, offset: int) -> None:
+        """Zero cells of the chunk at `offset`."""
+        for phase in cells.phase.tolist():
+            for copy in self._phases[phase]:
+                self._image(copy, offset)[...] = 0
+
     def clear(self, blocks: Int64s) -> None:
         """Zero what the route covers of these blocks, in every phase."""
         for copies in self._phases:

@@ -75,13 +75,16 @@ def chunk_table(numbers: Sequence[int]) -> Int64s:
     return table
 
 
-def cells_to_store(route: Route, chunk_tokens: int, numbers: Sequence[int], blocks: Stretch) -> list[Cells]:
-    """Cells that fill chunks whole, from blocks that all hold their tokens.
+def cells_to_store(
+    route: Route, chunk_tokens: int, numbers: Sequence[int], until: int, blocks: Stretch
+) -> list[Cells]:
+    """Cells that fill chunks, from blocks that all hold their tokens.
 
     Args:
         route: from a rank to a pool of chunks.
         chunk_tokens: tokens of a chunk.
         numbers: of the chunks, ascending; of a snapshot, one.
+        until: tokens of the prompt; where they end inside the last chunk, it is filled that far.
         blocks: of the route's source group.
 
     Raises:
@@ -90,12 +93,25 @@ def cells_to_store(route: Route, chunk_tokens: int, numbers: Sequence[int], bloc
     if not route.cell_tokens:
         one = Span(0, 1, 2)
         return [select_cells(route, GroupKind.STATE, 0, one, blocks.table(), np.ones(1, np.int64))]
-    table, chunks = blocks.table(), chunk_table(numbers)
-    spans = [Span(run.start * chunk_tokens, run.stop * chunk_tokens, 0) for run in runs_of(numbers)]
-    return [
-        select_cells(route, GroupKind.FULL, 0, Span(span.have, span.total, span.total), table, chunks)
-        for span in spans
-    ]
+    table, chunks, found = blocks.table(), chunk_table(numbers), []
+    for run in runs_of(numbers):
+        high = min(run.stop * chunk_tokens, until)
+        part = Span(run.start * chunk_tokens, high, high)
+        found.append(select_cells(route, GroupKind.FULL, 0, part, table, chunks))
+    return found
+
+
+def cells_past(route: Route, chunk_tokens: int, number: int, until: int) -> Cells:
+    """Cells of a chunk, the only one at hand, that lie past the last token of the prompt.
+
+    Args:
+        route, chunk_tokens, until: as of `cells_to_store`.
+        number: of the chunk.
+    """
+    cell = route.cell_tokens
+    first, last = (-(-until // cell), (number + 1) * chunk_tokens // cell) if cell else (0, 0)
+    cells = np.arange(first, last, dtype=np.int64)
+    return Cells(np.zeros(len(cells), np.int64), np.ones(len(cells), np.int64), cells % len(route.phases))
 
 
 def cells_to_load(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvferry.engines.vllm.config import parse_config
+from kvferry.errors import ConfigError
 from kvferry.serving.role import Role
 from kvferry.transport import security
 from kvferry.transport.costs import costs_of
@@ -36,6 +37,26 @@ def kv_transfer_config(role: Role, settings: Mapping[str, Any] | None = None) ->
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": extra,
     }
+
+
+def tiers_of(text: str | None) -> Any:
+    """The value of the key ``tiers`` from a command line; None if it was not given.
+
+    Args:
+        text: ``default``, or JSON: a list of objects with a "type".
+
+    Raises:
+        ConfigError: it is neither. What the objects hold, `kv_transfer_config` checks.
+    """
+    if text is None or text == "default":
+        return text
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(
+            f"tiers is {text!r}, which is no JSON ({error}); write default, or a list such as "
+            '[{"type": "host", "capacity": "8GiB"}]'
+        ) from error
 
 
 def kv_transfer_json(config: Mapping[str, Any]) -> str:

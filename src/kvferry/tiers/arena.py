@@ -81,7 +81,7 @@ class Arena:
             ConfigError: the machine has not so much.
         """
         size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        if size > (available := _available_bytes()):
+        if size > (available := available_bytes()):
             raise ConfigError(_too_large(size, f"{available / 2**30:.1f} GiB are available"))
         token = secrets.token_hex(16)
         fd = os.memfd_create(_file_name(token), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -164,7 +164,7 @@ def _file_name(token: str) -> str:
     return f"kvferry-{token}"
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """Memory that the kernel thinks can be had without swapping."""
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-from kvferry.tiers.ledger import Busy, Ledger
+from kvferry.tiers.ledger import Ledger
 from kvferry.tiers.place import quarantine_path
+from kvferry.tiers.relay import Busy
 
 
 def set_aside(root: str, ledger: Ledger, fd: int, path: str) -> bool:

@@ -11,13 +11,13 @@ class Drop(StrEnum):
     """Why a chunk was not stored."""
 
     PRESENT = "present"
-    """It is here, or is being stored."""
+    """It is here, or is being filled."""
     NO_ROOM = "no room"
     """Everything that could leave for it is held, or more than is sensible would have to."""
     FAILED = "failed"
-    """A rank did not write its units, or not all of them."""
-    CANCELLED = "cancelled"
-    """It was not wanted any more."""
+    """It was not filled."""
+    CLEARED = "cleared"
+    """All was forgotten while it was being filled."""
 
 
 class Miss(StrEnum):
@@ -28,12 +28,12 @@ class Miss(StrEnum):
     EVICTED = "evicted"
     """It was here lately: with a larger capacity it still were."""
     FILLING = "filling"
-    """It is being stored."""
+    """It is being filled."""
 
 
 @dataclass(slots=True)
 class HostCounters:
-    """Counts since the start; bytes are of content, without what pads it.
+    """Counts since the start; bytes are of slots.
 
     Attributes:
         stored, stored_bytes: chunks that became readable.
@@ -41,8 +41,7 @@ class HostCounters:
         hits, hit_bytes: chunks opened for reading.
         misses: chunks asked for that were not, by reason.
         evicted, evicted_bytes: chunks that made room for others.
-        damaged: chunks thrown away because their bytes were not, or might not be, what was written.
-        late: reports of ranks on holds that had been given up.
+        discarded: chunks thrown away because their bytes were doubted.
     """
 
     stored: int = 0
@@ -53,5 +52,4 @@ class HostCounters:
     misses: Counter[Miss] = field(default_factory=Counter)
     evicted: int = 0
     evicted_bytes: int = 0
-    damaged: int = 0
-    late: int = 0
+    discarded: int = 0

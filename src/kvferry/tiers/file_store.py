@@ -16,21 +16,25 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from kvferry.errors import ChunkError
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.aside import set_aside
-from kvferry.tiers.checksum import Buffer
-from kvferry.tiers.chunk_io import read_header, read_into, write_all
-from kvferry.tiers.decode import Header, check_units
-from kvferry.tiers.format import Chunk, Group, encode
+from kvferry.tiers.chunk_io import read_header
+from kvferry.tiers.direct_io import read_all, set_direct, whole_pages, write_all
+from kvferry.tiers.format import Chunk, Group
+from kvferry.tiers.image import check_body, check_size, header_of, is_image
 from kvferry.tiers.index import Index
-from kvferry.tiers.ledger import Busy, Ledger
+from kvferry.tiers.ledger import Ledger
 from kvferry.tiers.opening import check_directory, take_into_use
 from kvferry.tiers.outcome import Get, Put, Tally, TierStats
 from kvferry.tiers.place import chunk_path, key_of
+from kvferry.tiers.relay import Busy
 from kvferry.tiers.room import Full, Room
+from kvferry.tiers.slow import SlowTier
 
 _log = logging.getLogger(__name__)
 
@@ -47,55 +51,12 @@ _ADVICE = {
     Put.BUSY: "see which process holds it, or whether the mount hangs",
     Put.IO_ERROR: "see to the disk or mount",
     Get.CORRUPT: "see to the disk; the file was moved aside and is computed anew",
-    Get.OTHER_SHAPE: "the namespace is the same, the groups are not: tell kvferry's authors",
+    Get.OTHER_SHAPE: "the namespace is the same, the group is not: tell kvferry's authors",
     Get.IO_ERROR: "see to the disk or mount",
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What is stored of one group.
-
-    Attributes:
-        group: its name, tokens and sections.
-        data: the bytes of each section, in their order; read, not kept.
-    """
-
-    group: Group
-    data: tuple[Buffer, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """Units that are fetched.
-
-    Attributes:
-        group: as the chunk must have it, in full: another shape is a miss.
-        section: name of one of its sections.
-        first: the first unit.
-        units: how many, at least 1.
-        into: memory for just these units, contiguous and writable.
-    """
-
-    group: Group
-    section: str
-    first: int
-    units: int
-    into: bytearray | memoryview
-
-    def __post_init__(self) -> None:
-        found = next((one for one in self.group.sections if one.name == self.section), None)
-        if found is None:
-            raise ChunkError(f"section {self.section} is wanted of group {self.group.name}, which has none")
-        if not (self.first >= 0 and 1 <= self.units <= found.units - self.first):
-            last = self.first + self.units - 1
-            raise ChunkError(f"units {self.first} to {last} are wanted of {found.units} of {self.section}")
-        size = memoryview(self.into).nbytes
-        if size != self.units * found.unit_bytes:
-            raise ChunkError(f"memory of {size} bytes for {self.units} units of {found.unit_bytes}")
-
-
-class FileStore:
+class FileStore(SlowTier):
     """The chunks of one namespace in a directory, which may hold others and be used by other processes.
 
     Args:
@@ -112,6 +73,8 @@ class FileStore:
         ConfigError: the path is missing, cannot be written, is of another version, or the capacity is more
             than the disk has.
     """
+
+    name = "file"
 
     def __init__(
         self,
@@ -144,32 +107,21 @@ class FileStore:
         """Chunks of the namespace, as far as is known."""
         return len(self._index)
 
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which of `keys` are there, as far as is known; a fetch may still find one evicted.
-
-        Those that are not known are looked for on the disk, one look each.
-        """
-        return self._index.contains(keys)
+    def known(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """Which of `keys` are there, as far as is known; see `SlowTier.known`."""
+        return self._index.known(keys)
 
     def refresh(self) -> int:
         """Learn what other processes stored and evicted; says how many folders had changed."""
         return self._index.refresh()
 
-    def put(self, key: bytes, parts: Sequence[Part]) -> Put:
-        """Keep a chunk.
-
-        Args:
-            key: 16 to 32 bytes.
-            parts: one per group, at least one.
-
-        Raises:
-            ChunkError: parts that are no chunk: sizes that are not those of the sections, names twice.
-        """
-        chunk = Chunk(self._namespace, key, tuple(part.group for part in parts))
-        pieces = [section for part in parts for section in part.data]
+    def put(self, key: bytes, group: Group, body: memoryview) -> Put:
+        """Keep a chunk; see `SlowTier.put`."""
+        chunk = Chunk(self._namespace, key, (group,))
+        check_size(chunk, body)
         detail = ""
         try:
-            done = self._put(chunk, pieces)
+            done = self._put(chunk, body)
         except Busy as error:
             done, detail = Put.BUSY, str(error)
         except Full as error:
@@ -182,33 +134,35 @@ class FileStore:
             self._warn(f"a chunk of {chunk.file_bytes} bytes is not stored", done, detail)
         return done
 
-    def get(self, key: bytes, wanted: Sequence[Wanted]) -> Get:
-        """Fetch units of a chunk.
-
-        The memory of `wanted` is overwritten; unless this is a hit, what is in it means nothing.
-        """
+    def get(self, key: bytes, group: Group, into: memoryview) -> Get:
+        """Fetch a chunk; see `SlowTier.get`."""
+        chunk = Chunk(self._namespace, key, (group,))
+        check_size(chunk, into)
         detail = ""
         try:
-            done = self._get(key, wanted)
+            done = self._get(chunk, into)
         except OSError as error:
             done, detail = Get.ABSENT if error.errno in _EVICTED else Get.IO_ERROR, str(error)
-            self._index.discard(key)
         except _Bad as bad:
             done, detail = Get.CORRUPT, str(bad)
+        if done is not Get.HIT:
             self._index.discard(key)
-        if self._tally.get(done, sum(memoryview(one.into).nbytes for one in wanted)) and done in _ADVICE:
+        if self._tally.get(done, chunk.body_bytes) and done in _ADVICE:
             self._warn(f"chunk {key.hex()} is not used", done, detail)
         return done
 
-    def _put(self, chunk: Chunk, pieces: Sequence[Buffer]) -> Put:
+    def close(self) -> None:
+        """Nothing is open between calls."""
+
+    def _put(self, chunk: Chunk, body: memoryview) -> Put:
         final = chunk_path(self._root, self._namespace, chunk.key)
         if os.path.exists(final):
             return Put.PRESENT
-        image = encode(chunk, pieces)
-        self._make_folder(final)
-        fd, temporary = self._room.reserve(final, chunk.file_bytes)
+        header = whole_pages(chunk.offsets[0])
+        header[:] = header_of(chunk, body)
+        fd, temporary = self._reserve(final, chunk.file_bytes)
         try:
-            self._write(fd, image)
+            self._write(fd, (header, body))
             first = self._room.commit(temporary, final, chunk.file_bytes)
         except BaseException:
             self._room.abandon(temporary, chunk.file_bytes)
@@ -219,32 +173,33 @@ class FileStore:
             _sync(os.path.dirname(final))
         return Put.STORED if first else Put.PRESENT
 
-    def _write(self, fd: int, image: Sequence[Buffer]) -> None:
+    def _write(self, fd: int, image: Sequence[memoryview]) -> None:
         write_all(fd, image)
         now = int(self._clock() * 1e9)
         os.utime(fd, ns=(now, now))
         if self._durable:
             os.fdatasync(fd)
 
-    def _make_folder(self, final: str) -> None:
-        folder = os.path.dirname(final)
-        if not os.path.isdir(folder):
+    def _reserve(self, final: str, size: int) -> tuple[int, str]:
+        try:
+            return self._room.reserve(final, size)
+        except FileNotFoundError:
+            folder = os.path.dirname(final)
             os.makedirs(folder, exist_ok=True)
             if self._durable:
                 _sync(os.path.dirname(folder))
+        return self._room.reserve(final, size)
 
-    def _get(self, key: bytes, wanted: Sequence[Wanted]) -> Get:
-        path = chunk_path(self._root, self._namespace, key)
+    def _get(self, chunk: Chunk, into: memoryview) -> Get:
+        path = chunk_path(self._root, self._namespace, chunk.key)
+        header = whole_pages(chunk.offsets[0])
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            header = read_header(fd)
-            if (header.chunk.namespace, header.chunk.key) != (self._namespace, key):
-                raise ChunkError(f"the chunk of key {header.chunk.key.hex()} under the name of {key.hex()}")
-            if not {one.group for one in wanted} <= set(header.chunk.groups):
-                return Get.OTHER_SHAPE
-            for one in wanted:
-                _fetch(fd, header, one)
-            self._used(fd)
+            read = read_all(fd, (header, into))
+            status = os.fstat(fd)
+            if (read, status.st_size) != (chunk.file_bytes,) * 2 or not is_image(chunk, header, into):
+                return self._why_not(fd, chunk, into)
+            self._used(fd, status.st_mtime)
         except ChunkError as error:
             self._tally.add(quarantined=set_aside(self._root, self._ledger, fd, path))
             raise _Bad(f"{path}: {error}") from error
@@ -252,9 +207,24 @@ class FileStore:
             os.close(fd)
         return Get.HIT
 
-    def _used(self, fd: int) -> None:
+    def _why_not(self, fd: int, chunk: Chunk, into: memoryview) -> Get:
+        """What is the matter with a file whose bytes are not those of a file of `chunk`.
+
+        Raises:
+            ChunkError: it is damaged, or not in its place.
+        """
+        set_direct(fd, on=False)
+        header = read_header(fd)
+        if (header.chunk.namespace, header.chunk.key) != (chunk.namespace, chunk.key):
+            raise ChunkError(f"the chunk of key {header.chunk.key.hex()} under the name of {chunk.key.hex()}")
+        if header.chunk != chunk:
+            return Get.OTHER_SHAPE
+        check_body(header, into)
+        raise OSError(errno.EIO, "a header that was another when it was read again")
+
+    def _used(self, fd: int, last: float) -> None:
         now = self._clock()
-        if now - os.fstat(fd).st_mtime >= _USE_SECONDS:
+        if now - last >= _USE_SECONDS:
             # Whoever may read but not write uses chunks without being noticed.
             with suppress(OSError):
                 os.utime(fd, ns=(int(now * 1e9),) * 2)
@@ -272,15 +242,6 @@ class FileStore:
 
 class _Bad(Exception):
     """A file that failed a check and was moved aside."""
-
-
-def _fetch(fd: int, header: Header, one: Wanted) -> None:
-    index = header.chunk.place(one.group.name, one.section)
-    if index is None:
-        raise ChunkError(f"no section {one.section}")
-    section = header.chunk.sections[index]
-    read_into(fd, header.chunk.offsets[index] + one.first * section.unit_bytes, one.into)
-    check_units(header, index, one.first, memoryview(one.into).cast("B"))
 
 
 def _sync(folder: str) -> None:

@@ -15,17 +15,16 @@ become the same bytes.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
 
 from kvferry.errors import ChunkError
 from kvferry.tiers.checksum import (
     HEADER_DIGEST_BYTES,
     UNIT_DIGEST_BYTES,
-    Buffer,
     header_digest,
-    unit_digests,
 )
 
 MAGIC = b"KVFCHUNK"
@@ -93,87 +92,106 @@ class Group:
         _check_different(f"group {self.name}", "section", [section.name for section in self.sections])
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the parts of a chunk file lie. All offsets and sizes are in bytes.
+
+    Attributes:
+        sections: those of all groups, in order of the file.
+        tables: the group table and the section table.
+        header_bytes: header with its digest, without what pads it to 4096.
+        offsets: where each section begins.
+        file_bytes: the whole file.
+    """
+
+    sections: tuple[Section, ...]
+    tables: bytes
+    header_bytes: int
+    offsets: tuple[int, ...]
+    file_bytes: int
+
+    @staticmethod
+    @lru_cache(maxsize=16)
+    def of(groups: tuple[Group, ...]) -> Layout:
+        """The layout of a chunk of these groups.
+
+        Raises:
+            ChunkError: they are no chunk.
+        """
+        _check_different("chunk", "group", [group.name for group in groups])
+        sections = tuple(section for group in groups for section in group.sections)
+        digests = UNIT_DIGEST_BYTES * sum(section.units for section in sections)
+        tables = GROUP.size * len(groups) + SECTION.size * len(sections)
+        header_bytes = PREAMBLE.size + tables + digests + HEADER_DIGEST_BYTES
+        if header_bytes > MAX_HEADER_BYTES:
+            too_long = f"a header of {header_bytes} bytes; at most {MAX_HEADER_BYTES}"
+            raise ChunkError(f"{too_long}: use larger units")
+        sizes = (aligned(section.total_bytes) for section in sections)
+        *offsets, file_bytes = accumulate(sizes, initial=aligned(header_bytes))
+        if file_bytes > _U64:
+            raise ChunkError(f"a chunk of {file_bytes} bytes; at most {_U64}")
+        rows = [
+            *(GROUP.pack(*_name(group.name), group.tokens, len(group.sections)) for group in groups),
+            *(
+                SECTION.pack(*_name(one.name), offset, one.unit_bytes, one.units, 0)
+                for one, offset in zip(sections, offsets, strict=True)
+            ),
+        ]
+        return Layout(sections, b"".join(rows), header_bytes, tuple(offsets), file_bytes)
+
+
 @dataclass(frozen=True)
 class Chunk:
-    """Whose bytes a chunk is, and where they lie in its file. All offsets and sizes are in bytes.
+    """Whose bytes a chunk is, and where they lie in its file.
 
     Attributes:
         namespace: 32 bytes, the fingerprint of model and format.
         key: 16 to 32 bytes, the hash that names the content.
         groups: at least one, of different names.
+        layout: where they lie, found from the groups.
     """
 
     namespace: bytes
     key: bytes
     groups: tuple[Group, ...]
+    layout: Layout = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.namespace) != NAMESPACE_BYTES:
             raise ChunkError(f"a namespace of {len(self.namespace)} bytes; expected {NAMESPACE_BYTES}")
         if len(self.key) not in KEY_BYTES:
             raise ChunkError(f"a key of {len(self.key)} bytes; expected {KEY_BYTES[0]} to {KEY_BYTES[-1]}")
-        _check_different("chunk", "group", [group.name for group in self.groups])
-        if self.header_bytes > MAX_HEADER_BYTES:
-            raise ChunkError(
-                f"a header of {self.header_bytes} bytes; at most {MAX_HEADER_BYTES}: use larger units"
-            )
-        if self.file_bytes > _U64:
-            raise ChunkError(f"a chunk of {self.file_bytes} bytes; at most {_U64}")
+        object.__setattr__(self, "layout", Layout.of(self.groups))
 
-    @cached_property
+    @property
     def sections(self) -> tuple[Section, ...]:
         """Those of all groups, in order of the file."""
-        return tuple(section for group in self.groups for section in group.sections)
+        return self.layout.sections
 
-    @cached_property
+    @property
     def header_bytes(self) -> int:
         """Header with its digest, without what pads it to 4096."""
-        digests = UNIT_DIGEST_BYTES * sum(section.units for section in self.sections)
-        tables = GROUP.size * len(self.groups) + SECTION.size * len(self.sections)
-        return PREAMBLE.size + tables + digests + HEADER_DIGEST_BYTES
+        return self.layout.header_bytes
 
-    @cached_property
+    @property
     def offsets(self) -> tuple[int, ...]:
         """Where each section begins."""
-        at = aligned(self.header_bytes)
-        starts = []
-        for section in self.sections:
-            starts.append(at)
-            at += aligned(section.total_bytes)
-        return tuple(starts)
+        return self.layout.offsets
 
-    @cached_property
+    @property
     def file_bytes(self) -> int:
         """The whole file."""
-        return self.offsets[-1] + aligned(self.sections[-1].total_bytes)
+        return self.layout.file_bytes
 
-    def place(self, group: str, section: str) -> int | None:
-        """Index of a section among `sections`, or None where there is no such one."""
-        names = [(one.name, part.name) for one in self.groups for part in one.sections]
-        return names.index((group, section)) if (group, section) in names else None
+    @property
+    def body_bytes(self) -> int:
+        """The file without its header."""
+        return self.file_bytes - self.offsets[0]
 
 
 def aligned(size: int) -> int:
     """`size` bytes, rounded up to where the next section may begin."""
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def encode(chunk: Chunk, data: Sequence[Buffer]) -> list[Buffer]:
-    """The file of a chunk, as pieces to be written one after another; `data` is not copied.
-
-    Args:
-        chunk: what it is.
-        data: the bytes of `chunk.sections`, in order.
-
-    Raises:
-        ChunkError: `data` is not as many bytes as the sections have.
-    """
-    found = [memoryview(part).nbytes for part in data]
-    expected = [section.total_bytes for section in chunk.sections]
-    if found != expected:
-        raise ChunkError(f"sections of {found} bytes were given; the chunk's are {expected}")
-    digests = [unit_digests(part, one.unit_bytes) for part, one in zip(data, chunk.sections, strict=True)]
-    return [encode_header(chunk, b"".join(digests)), *_body(data)]
 
 
 def encode_header(chunk: Chunk, digests: bytes) -> bytes:
@@ -183,28 +201,13 @@ def encode_header(chunk: Chunk, digests: bytes) -> bytes:
         chunk: what the header describes.
         digests: of all units, in order of the file, 16 bytes each.
     """
-    written = [
-        PREAMBLE.pack(
-            *(MAGIC, VERSION, chunk.header_bytes, chunk.file_bytes, len(chunk.groups), len(chunk.sections)),
-            *(chunk.namespace, len(chunk.key), chunk.key, b""),
-        ),
-        *(GROUP.pack(*_name(group.name), group.tokens, len(group.sections)) for group in chunk.groups),
-        *(
-            SECTION.pack(*_name(one.name), offset, one.unit_bytes, one.units, 0)
-            for one, offset in zip(chunk.sections, chunk.offsets, strict=True)
-        ),
-        digests,
-    ]
-    header = b"".join(written)
-    return (header + header_digest(header)).ljust(aligned(chunk.header_bytes), b"\0")
-
-
-def _body(data: Sequence[Buffer]) -> Iterator[Buffer]:
-    for part in data:
-        yield part
-        size = memoryview(part).nbytes
-        if padding := aligned(size) - size:
-            yield bytes(padding)
+    layout = chunk.layout
+    preamble = PREAMBLE.pack(
+        *(MAGIC, VERSION, layout.header_bytes, layout.file_bytes, len(chunk.groups), len(layout.sections)),
+        *(chunk.namespace, len(chunk.key), chunk.key, b""),
+    )
+    header = b"".join((preamble, layout.tables, digests))
+    return (header + header_digest(header)).ljust(layout.offsets[0], b"\0")
 
 
 def _name(name: str) -> tuple[int, bytes]:

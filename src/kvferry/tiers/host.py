@@ -1,47 +1,34 @@
 """The host tier: chunks in an arena, within its capacity, the least useful leave first.
 
-Scheduler side only: it touches no chunk. What it answers is for the ranks, who move the bytes and report
-back.
+It touches no chunk: it answers with slots, for those who move the bytes.
 
-    store   reserve ─▶ Ticket ─▶ every rank: commit or abort      (cancel: not wanted any more)
-    load    open ─▶ Opened ─▶ every rank: close
+    store   reserve ─▶ Slot ─▶ commit or abort
+    load    open ─▶ Slot ─▶ close
 
-A chunk of a ticket stays where it is until every rank has reported, so ranks must report on every ticket, and
-only when nothing of theirs is in flight. Nothing here waits, and nothing that can be foreseen raises: a store
-that finds no room is dropped, a report that nobody waits for is counted.
+Every slot is given back by one of these, once all ranks have done and nothing is in flight any more; until
+then it stays the caller's. Nothing here waits, and nothing that can be foreseen raises: a store that finds no
+room is dropped, and counted. A slot that is given back twice is the caller's mistake, and a KeyError.
 
 A prompt's later chunks are of no use without the earlier ones, and policies keep longest what was used last:
-so let ranks report on, and close, the chunks of a prompt from its end to its beginning.
+so commit, and close, the chunks of a prompt from its end to its beginning.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.tiers.book import ArenaBook, Chunk, State, Ticket
+from kvferry.tiers.book import ArenaBook, Slot
 from kvferry.tiers.counters import Drop, HostCounters, Miss
 from kvferry.tiers.eviction import Policy
 
+__all__ = ["HostTier", "Slot"]
+
 _REMEMBERED = 1 << 16
 """So many evicted keys are told from such as were never here."""
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A chunk that may be read until it is closed.
-
-    Attributes:
-        ticket: where it is, and what to close.
-        digests: of all units, one after another; what does not match them must not be used.
-    """
-
-    ticket: Ticket
-    digests: bytes
 
 
 class HostTier:
@@ -52,20 +39,27 @@ class HostTier:
         capacity_bytes, used_bytes: of slots; the first is never exceeded.
     """
 
-    def __init__(self, book: ArenaBook, policy: Callable[[int], Policy]) -> None:
+    def __init__(
+        self, capacity_bytes: int, chunk_bytes: Sequence[int], policy: Callable[[int], Policy]
+    ) -> None:
         """Empty.
 
         Args:
-            book: of the arena, without chunks; from here on nobody else's.
+            capacity_bytes: of the arena.
+            chunk_bytes: of a chunk of every KV cache group, multiples of 4096.
             policy: makes one for a capacity in bytes (`kvferry.tiers.eviction.POLICIES`).
+
+        Raises:
+            GeometryError: chunks are not whole pages.
+            ConfigError: the arena is too small for them.
         """
         self.counters = HostCounters()
-        self.capacity_bytes = book.slabs.capacity_bytes
-        self._book = book
+        self._book = ArenaBook(capacity_bytes, chunk_bytes)
+        self.capacity_bytes = self._book.slabs.capacity_bytes
+        self._make_policy = policy
         self._policy = policy(self.capacity_bytes)
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
-        kinds = len({shape.stride for shape in book.shapes})
-        self._most_evicted = (kinds + 1) * book.slabs.slab_bytes
+        self._most_evicted = (len(set(chunk_bytes)) + 1) * self._book.slabs.slab_bytes
 
     def __len__(self) -> int:
         """Chunks that can be read."""
@@ -80,55 +74,35 @@ class HostTier:
         """Which of these could be opened now: bool of shape (len(keys),). Changes and counts nothing."""
         return np.fromiter(map(self._book.ready.__contains__, keys), np.bool_, len(keys))
 
-    def reserve(self, key: bytes, group: int) -> Ticket | None:
+    def reserve(self, key: bytes, group: int) -> Slot | None:
         """Make room for a chunk, where need be by evicting others; None: dropped, and counted."""
         if key in self._book.ready or key in self._book.filling:
-            self._drop(Drop.PRESENT)
+            self.counters.dropped[Drop.PRESENT] += 1
             return None
         self._make_room(group)
-        ticket = self._book.reserve(key, group)
-        if ticket is None:
-            self._drop(Drop.NO_ROOM)
-        return ticket
+        slot = self._book.reserve(key, group)
+        if slot is None:
+            self.counters.dropped[Drop.NO_ROOM] += 1
+        return slot
 
-    def commit(self, ticket: Ticket, rank: int, runs: Sequence[tuple[int, bytes]]) -> None:
-        """A rank has written its units; with the last rank the chunk can be read.
+    def commit(self, slot: Slot) -> bool:
+        """All bytes of the chunk are there: from now on it is found. False if all was forgotten meanwhile."""
+        if not self._book.commit(slot):
+            return False
+        size = self._book.chunk_bytes[slot.group]
+        self._policy.admit(slot.key, size)
+        self._evicted.pop(slot.key, None)
+        self.counters.stored += 1
+        self.counters.stored_bytes += size
+        return True
 
-        Args:
-            ticket: of the store.
-            rank: who reports.
-            runs: first unit, and digests of it and the units after it; none of a rank that had none.
-        """
-        if not self._book.owes(ticket, rank):
-            return self._trespassed(ticket)
-        chunk = self._book.chunk(ticket)
-        was = chunk.state
-        if self._book.wrote(ticket, rank, runs) is not None:
-            self._policy.admit(chunk.key, self._book.stride(chunk.group))
-            self._evicted.pop(chunk.key, None)
-            self.counters.stored += 1
-            self.counters.stored_bytes += self._content(chunk)
-        elif was is not chunk.state:
-            self._drop(Drop.FAILED)
-        return None
+    def abort(self, slot: Slot) -> None:
+        """The chunk was not filled, and nothing is in flight any more."""
+        if self._book.abort(slot):
+            self.counters.dropped[Drop.FAILED] += 1
 
-    def abort(self, ticket: Ticket, rank: int) -> None:
-        """A rank has not written its units, and has nothing in flight: the chunk is dropped."""
-        if not self._book.owes(ticket, rank):
-            return self._trespassed(ticket)
-        if self._book.chunk(ticket).state is State.FILLING:
-            self._drop(Drop.FAILED)
-        return self._book.failed(ticket, rank)
-
-    def cancel(self, ticket: Ticket) -> None:
-        """A store is not wanted any more; its ranks still report. Nothing if it is over."""
-        before = len(self._book.filling)
-        self._book.cancel(ticket)
-        if len(self._book.filling) < before:
-            self._drop(Drop.CANCELLED)
-
-    def open(self, key: bytes) -> Opened | None:
-        """Hold a chunk for reading by all ranks; None if it is not here, which is counted."""
+    def open(self, key: bytes) -> Slot | None:
+        """Hold a chunk for reading, every call anew; None if it is not here, which is counted."""
         chunk = self._book.ready.get(key)
         if chunk is None:
             self.counters.misses[self._why_missed(key)] += 1
@@ -137,46 +111,35 @@ class HostTier:
         if not chunk.holds:
             self._policy.pin(key)
         self.counters.hits += 1
-        self.counters.hit_bytes += self._content(chunk)
-        return Opened(self._book.read(key), bytes(chunk.digests))
+        self.counters.hit_bytes += chunk.size
+        return self._book.open(key)
 
-    def close(self, ticket: Ticket, rank: int, *, intact: bool) -> None:
-        """A rank reads no more.
+    def hold(self, key: bytes) -> Slot | None:
+        """As `open`, for who does not use the chunk but moves it on: nothing is counted."""
+        chunk = self._book.ready.get(key)
+        if chunk is None:
+            return None
+        if not chunk.holds:
+            self._policy.pin(key)
+        return self._book.open(key)
 
-        Args:
-            ticket: of `Opened`.
-            rank: who reports.
-            intact: all it read had the digests that it should; if not, nobody opens this chunk again.
-        """
-        if not self._book.owes(ticket, rank):
-            self.counters.late += 1
-            return
-        chunk = self._book.chunk(ticket)
-        if not intact:
-            self._distrust(chunk)
-        self._book.done(ticket, rank)
-        if chunk.state is State.READY and not chunk.holds:
-            self._policy.unpin(chunk.key)
+    def close(self, slot: Slot) -> None:
+        """It is read no more by this hold."""
+        if self._book.close(slot):
+            self._policy.unpin(slot.key)
 
-    def lost(self, rank: int) -> None:
-        """A rank's process has ended and can touch nothing any more: settle what it owes.
-
-        Its stores have failed, its loads are closed. Another process may take its number.
-        """
-        for ticket, storing in self._book.owed_by(rank):
-            if storing:
-                self.abort(ticket, rank)
-            else:
-                self.close(ticket, rank, intact=True)
-
-    def clear(self) -> None:
-        """Forget all chunks, and those being stored: what the keys named has changed."""
-        for key in list(self._book.ready):
+    def discard(self, key: bytes) -> None:
+        """Nobody finds this chunk again, since its bytes are doubted; nothing if it cannot be read anyway."""
+        if key in self._book.ready:
             self._policy.remove(key)
             self._book.evict(key)
-        for chunk in list(self._book.filling.values()):
-            self._book.spoil(chunk)
-            self._drop(Drop.CANCELLED)
+            self.counters.discarded += 1
+
+    def clear(self) -> None:
+        """Forget all chunks, and those being filled: what the keys named has changed."""
+        self.counters.dropped[Drop.CLEARED] += self._book.clear()
+        self._policy = self._make_policy(self.capacity_bytes)
+        self._evicted.clear()
 
     def check_integrity(self) -> None:
         """Compare book and policy with themselves and with each other; takes time with the number of chunks.
@@ -189,7 +152,7 @@ class HostTier:
         ready = self._book.ready
         if len(ready) != len(self._policy) or any(key not in self._policy for key in ready):
             raise AssertionError("the policy ranks other keys than those that can be read")
-        if self._policy.used_bytes != sum(self._book.stride(chunk.group) for chunk in ready.values()):
+        if self._policy.used_bytes != sum(chunk.size for chunk in ready.values()):
             raise AssertionError("the policy counts other bytes than those that can be read")
         if self.used_bytes > self.capacity_bytes:
             raise AssertionError(f"{self.used_bytes} bytes are used, capacity is {self.capacity_bytes}")
@@ -200,8 +163,8 @@ class HostTier:
         The next to leave may be of another size. Its slot then waits for the next chunk of that size; when
         such slots come to a slab, one slab is emptied, so no size keeps more than a slab from the others.
         """
-        stride, evicted = self._book.stride(group), 0
-        while not self._book.slabs.has_room(stride) and evicted < self._most_evicted:
+        size, evicted = self._book.chunk_bytes[group], 0
+        while not self._book.slabs.has_room(size) and evicted < self._most_evicted:
             keys = self._book.crowding(group)
             for key in keys:
                 self._policy.remove(key)
@@ -213,40 +176,16 @@ class HostTier:
             evicted += sum(self._evict(key) for key in keys)
 
     def _evict(self, key: bytes) -> int:
-        """Give up a chunk that the policy has let go; returns the bytes of its slot."""
-        chunk = self._book.ready[key]
-        self._book.evict(key)
+        """Give up a chunk that the policy has let go; returns its bytes."""
+        size = self._book.evict(key).size
         self.counters.evicted += 1
-        self.counters.evicted_bytes += self._content(chunk)
+        self.counters.evicted_bytes += size
         self._evicted[key] = None
         if len(self._evicted) > _REMEMBERED:
             self._evicted.popitem(last=False)
-        return self._book.stride(chunk.group)
-
-    def _distrust(self, chunk: Chunk) -> None:
-        """The bytes of a chunk are not what was written, or may not be."""
-        if chunk.state is State.EVICTED:
-            return
-        if chunk.state is State.READY:
-            self._policy.remove(chunk.key)
-        else:
-            self._drop(Drop.FAILED)
-        self._book.spoil(chunk)
-        self.counters.damaged += 1
-
-    def _trespassed(self, ticket: Ticket) -> None:
-        """A rank reports on a store that was given up: what is there now may have been written over."""
-        self.counters.late += 1
-        for chunk in self._book.trespassed(ticket):
-            self._distrust(chunk)
-
-    def _drop(self, reason: Drop) -> None:
-        self.counters.dropped[reason] += 1
+        return size
 
     def _why_missed(self, key: bytes) -> Miss:
         if key in self._book.filling:
             return Miss.FILLING
         return Miss.EVICTED if key in self._evicted else Miss.ABSENT
-
-    def _content(self, chunk: Chunk) -> int:
-        return self._book.shapes[chunk.group].content_bytes

@@ -1,7 +1,7 @@
 """How many bytes a directory may hold and does hold, agreed on by all processes that use it.
 
-The ledger is one small file. It is read and written under an exclusive flock on it, opened anew each time, so
-that threads and forked processes exclude one another too. Its number is never less than what the files add up
+The ledger is one small file. It is read and written under an exclusive flock on it, which the threads of a
+process hand on to one another (`relay`). Its number is never less than what the files add up
 to: bytes are charged before a file is made and released after one is gone, so a process that is killed in
 between leaves the number too large, and `count` mends that.
 """
@@ -18,16 +18,13 @@ from contextlib import contextmanager
 
 from kvferry.tiers.checksum import unit_digests
 from kvferry.tiers.place import LEDGER, Kind, walk
+from kvferry.tiers.relay import Busy, Relay
 
 LEDGER_BYTES = 64
 _MAGIC = b"KVFLEDGR"
 _VERSION = 1
 _FIELDS = struct.Struct("<8s II QQ 16x")
 _PAUSE_SECONDS = 0.001
-
-
-class Busy(Exception):
-    """Other processes held the ledger for too long."""
 
 
 class Account:
@@ -47,6 +44,10 @@ class Account:
         self.capacity, self.used = found or (capacity, 0)
         if found is None:
             self.count()
+
+    def close(self) -> None:
+        """Let others have it."""
+        os.close(self._fd)
 
     def charge(self, size: int) -> None:
         """Count `size` bytes as used; before they are."""
@@ -101,6 +102,7 @@ class Ledger:
         self._clock = clock
         self._sleep = sleep
         self._device = os.stat(root).st_dev
+        self._relay = Relay(self._path, self._get, Account.close, clock, sleep)
 
     @contextmanager
     def held(self, seconds: float | None = None) -> Iterator[Account]:
@@ -113,7 +115,11 @@ class Ledger:
             Busy: others held it for that long.
             OSError: it cannot be opened or written; ESTALE when another disk is mounted here than before.
         """
-        fd = self._lock(self._lock_seconds if seconds is None else seconds)
+        with self._relay.had(self._lock_seconds if seconds is None else seconds) as account:
+            yield account
+
+    def _get(self, deadline: float) -> Account:
+        fd = self._lock(deadline)
         try:
             account = Account(fd, self._root, self.capacity)
             if account.capacity:
@@ -123,12 +129,13 @@ class Ledger:
                 account.limit(self.capacity)
             if account.lost:
                 self.after_loss(account)
-            yield account
-        finally:
+        except BaseException:
             os.close(fd)
+            raise
+        return account
 
-    def _lock(self, seconds: float) -> int:
-        deadline = self._clock() + seconds
+    def _lock(self, deadline: float) -> int:
+        start = self._clock()
         while True:
             fd = self._open()
             try:
@@ -142,8 +149,8 @@ class Ledger:
                 os.close(fd)
                 raise
             os.close(fd)
-            if self._clock() >= deadline:
-                raise Busy(f"{self._path} was held by other processes for {seconds:g} s")
+            if (now := self._clock()) >= deadline:
+                raise Busy(f"{self._path} was held by other processes for {now - start:.2g} s")
             self._sleep(_PAUSE_SECONDS)
 
     def _open(self) -> int:

@@ -8,9 +8,10 @@ from contextlib import suppress
 
 from kvferry.errors import ConfigError
 from kvferry.keys.namespace import Namespace
-from kvferry.tiers.chunk_io import write_all
-from kvferry.tiers.ledger import Account, Busy, Ledger
+from kvferry.tiers.direct_io import write_all
+from kvferry.tiers.ledger import Account, Ledger
 from kvferry.tiers.place import DIRECTORY_VERSION, MARKER, NAMESPACE_NOTE, QUARANTINE, temporary_path
+from kvferry.tiers.relay import Busy
 from kvferry.tiers.room import Room
 
 # Of the free space, what a directory may hold if nobody says.

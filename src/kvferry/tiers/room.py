@@ -1,22 +1,26 @@
 """Making room before a byte is written: reserve, then write, then commit or abandon.
 
 What must go is the file that was used longest ago, of any namespace, chunk or quarantined. Files are looked
-through outside the ledger's lock and kept in order of use; each is looked at again before it goes, because
+through outside the ledger's lock and listed in order of use; each is looked at again before it goes, because
 other processes use, evict and write as well.
 """
 
 from __future__ import annotations
 
 import fcntl
-import heapq
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from threading import Lock
 
-from kvferry.tiers.ledger import Account, Busy, Ledger
+from kvferry.tiers.ledger import Account, Ledger
+from kvferry.tiers.oldest import LISTED, oldest
 from kvferry.tiers.outcome import Tally
 from kvferry.tiers.place import Entry, Kind, boot_id, temporary_path, walk
+from kvferry.tiers.relay import Busy
 
 # Where another machine's locks may not be seen, its temporary files are left alone for so long.
 FOREIGN_LEFTOVER_SECONDS = 900.0
@@ -34,6 +38,21 @@ class Full(Exception):
     def __init__(self, size: int, account: Account) -> None:
         super().__init__(f"{size} bytes do not fit; {account.used} of {account.capacity} are in use")
         self.hopeless = size > account.capacity
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a walk has found.
+
+    Attributes:
+        temporary: files that are being written, or were.
+        listed: when the files that may go were last used, and their paths, those used longest ago first.
+        more: whether there are more that may go.
+    """
+
+    temporary: list[Entry]
+    listed: list[tuple[int, str]]
+    more: bool
 
 
 class Room:
@@ -60,9 +79,11 @@ class Room:
         self._tally = tally
         self._gone = gone
         self._clock = clock
-        # A heap of (time of last use, path), of one walk; changed only while the ledger is held. What came or
-        # was used after the walk is newer than all in it.
-        self._oldest: list[tuple[int, str]] = []
+        # Times of last use and paths, of one walk; changed only while the ledger is held. What came or was
+        # used after the walk, and what the walk saw but did not list, is newer than all of these.
+        self._oldest: deque[tuple[int, str]] = deque()
+        self._more = False
+        self._walking = Lock()
 
     def reserve(self, final: str, size: int) -> tuple[int, str]:
         """Make room for a file and make it, empty, under a temporary name.
@@ -78,18 +99,23 @@ class Room:
         with self._ledger.held() as account:
             if size > account.capacity:
                 raise Full(size, account)
-            if self.make_room(account, size):
+            if self._evict_to(account, account.capacity - size):
                 return _create(account, final, size)
-        found = list(walk(self._root))
-        with self._ledger.held() as account:
-            self._take_in(found, account)
-            if self.make_room(account, size):
-                return _create(account, final, size)
-            # Before giving up: killed writers may have charged bytes for files that they never made.
-            self.settle(account)
-            if self.make_room(account, size):
-                return _create(account, final, size)
-            raise Full(size, account)
+        # One thread walks; the others find that there is room, or something to evict.
+        with self._walking:
+            with self._ledger.held() as account:
+                if self._evict_to(account, account.capacity - size):
+                    return _create(account, final, size)
+            found = self._look()
+            with self._ledger.held() as account:
+                self._take_in(found, account)
+                if self.make_room(account, size):
+                    return _create(account, final, size)
+                # Before giving up: killed writers may have charged bytes for files that they never made.
+                self.settle(account)
+                if self.make_room(account, size):
+                    return _create(account, final, size)
+                raise Full(size, account)
 
     def commit(self, temporary: str, final: str, size: int) -> bool:
         """Give a written file its name, unless another process was first.
@@ -123,16 +149,25 @@ class Room:
 
     def settle(self, account: Account) -> None:
         """Remove what dead writers left, and count all files again. Takes walks of the directory."""
-        self._take_in(list(walk(self._root)), account)
+        self._take_in(self._look(), account)
         account.count()
 
     def make_room(self, account: Account, size: int = 0) -> bool:
-        """Evict until `size` bytes more than are in use are within the capacity; says whether they are."""
-        return size <= account.capacity and self._evict_to(account, account.capacity - size)
+        """Evict until `size` bytes more than are in use are within the capacity; says whether they are.
+
+        Takes walks of the directory if more must go than are listed.
+        """
+        goal, before = account.capacity - size, -1
+        while goal >= 0 and not self._evict_to(account, goal):
+            if not self._more or account.used == before:
+                return False
+            before = account.used
+            self._take_in(self._look(), account)
+        return goal >= 0
 
     def _evict_to(self, account: Account, goal: int) -> bool:
         while account.used > goal and self._oldest:
-            used_ns, path = heapq.heappop(self._oldest)
+            used_ns, path = self._oldest.popleft()
             try:
                 status = os.stat(path, follow_symlinks=False)
                 if status.st_mtime_ns > used_ns:
@@ -147,11 +182,24 @@ class Room:
             self._gone(path)
         return account.used <= goal
 
-    def _take_in(self, found: Sequence[Entry], account: Account) -> None:
-        """Sweep what a walk has found of dead writers, and list the rest by use."""
-        self._tally.add(swept=sweep(found, account, self._clock))
-        self._oldest = [(entry.used_ns, entry.path) for entry in found if entry.kind in _EVICTABLE]
-        heapq.heapify(self._oldest)
+    def _look(self) -> _Found:
+        temporary: list[Entry] = []
+
+        def evictable() -> Iterator[tuple[int, str]]:
+            for entry in walk(self._root):
+                if entry.kind in _EVICTABLE:
+                    yield entry.used_ns, entry.path
+                elif entry.kind is Kind.TEMPORARY:
+                    temporary.append(entry)
+
+        listed, more = oldest(evictable(), LISTED)
+        return _Found(temporary, listed, more)
+
+    def _take_in(self, found: _Found, account: Account) -> None:
+        """Sweep what a walk has found of dead writers, and list what can be evicted."""
+        self._tally.add(swept=sweep(found.temporary, account, self._clock))
+        self._oldest = deque(found.listed)
+        self._more = found.more
 
 
 def sweep(found: Sequence[Entry], account: Account, clock: Callable[[], float] = time.time) -> int:
@@ -161,7 +209,7 @@ def sweep(found: Sequence[Entry], account: Account, clock: Callable[[], float] =
     than 15 minutes as well, since a shared mount may not show the locks of other machines.
 
     Args:
-        found: files of the directory.
+        found: temporary files of the directory.
         account: its ledger, held; the bytes are released.
         clock: seconds since 1970.
 
@@ -170,8 +218,6 @@ def sweep(found: Sequence[Entry], account: Account, clock: Callable[[], float] =
     """
     here, swept = boot_id(), 0
     for entry in found:
-        if entry.kind is not Kind.TEMPORARY:
-            continue
         young = clock() - entry.used_ns / 1e9 < FOREIGN_LEFTOVER_SECONDS
         if (entry.boot != here and young) or _has_writer(entry.path):
             continue

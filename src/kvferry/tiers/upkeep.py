@@ -8,10 +8,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from kvferry.errors import ConfigError
-from kvferry.tiers.ledger import Account, Busy, Ledger
+from kvferry.tiers.ledger import Account, Ledger
 from kvferry.tiers.opening import cannot
 from kvferry.tiers.outcome import Tally
 from kvferry.tiers.place import MARKER, Kind, folders, walk
+from kvferry.tiers.relay import Busy
 from kvferry.tiers.room import Room
 
 # Engines may be counting a large directory.

@@ -37,7 +37,7 @@ def start(settings: dict[str, Any]) -> Any:
     engine = LLM(**settings)
     worker = _worker_half(engine)
     if worker is not None:
-        engine.witness = Witness(worker, _scheduler(engine).connector.scheduler_half.consumer)
+        engine.witness = Witness(worker, _scheduler(engine).connector.scheduler_half.admission)
     return engine
 
 
@@ -239,11 +239,66 @@ def step(engine: Any, seconds: float) -> None:
         time.sleep(0.002)
 
 
+def bids(engine: Any) -> list[int]:
+    """Tokens that the connector offered to load, at every admission since the last call.
+
+    The first call begins. Who is asked a second time did not load what was offered first.
+    """
+    if not hasattr(engine, "bids"):
+        engine.bids = []
+        admission = _scheduler(engine).connector.scheduler_half.admission
+        inner = admission.matched
+
+        def matched(request: Any, have: int) -> int | None:
+            tokens = inner(request, have)
+            if tokens is not None:
+                engine.bids.append(tokens)
+            return tokens
+
+        admission.matched = matched
+    seen, engine.bids = engine.bids, []
+    return seen
+
+
+def settle_tiers(engine: Any, seconds: float = 30.0) -> None:
+    """Step until the tiers have nothing left to do, as a server does."""
+    half = _scheduler(engine).connector.scheduler_half
+    until = time.monotonic() + seconds
+    while half.busy or any(len(writing) for writing in half._tiering._cache.writing):
+        assert time.monotonic() < until, "the tiers are still busy"
+        half._tiering._cache.poll()
+        engine.llm_engine.step()
+        time.sleep(0.002)
+
+
+def forget_host_memory(engine: Any) -> None:
+    """What is in the tiers' host memory; what is behind it stays, and is looked at anew."""
+    cache = _scheduler(engine).connector.scheduler_half._tiering._cache
+    cache.clear()
+    for queue in cache._queues:
+        queue.tier.refresh()
+
+
+def tier_counts(engine: Any) -> dict[str, Any]:
+    """What the tiers have done so far."""
+    tiering = _scheduler(engine).connector.scheduler_half._tiering
+    cache, source = tiering._cache, tiering.source
+    return {
+        "stored": cache.counts.stored,
+        "failed": cache.counts.failed,
+        "fetched": dict(cache.counts.fetched),
+        "missed": {f"{name} {what}": n for (name, what), n in cache.counts.missed.items()},
+        "dropped": dict(tiering._storing.dropped),
+        "loads": dict(source.counts.loads),
+        "lost": [writing.lost for writing in cache.writing],
+    }
+
+
 def forget_peers_after(engine: Any, seconds: float) -> None:
     """Of nothing being read from them."""
-    from kvferry.engines.vllm import consumer
+    from kvferry.engines.vllm import peer_source
 
-    consumer.UNUSED_SECONDS = seconds
+    peer_source.UNUSED_SECONDS = seconds
 
 
 def peers(engine: Any) -> int:
@@ -269,15 +324,18 @@ def digests(engine: Any, tables: list[list[int]], tokens: int, have: int = 0) ->
 class Witness:
     """Sees every load of an engine at the moment its bytes are believed: looks at them, or spoils them."""
 
-    def __init__(self, worker: Any, consumer: Any) -> None:
+    def __init__(self, worker: Any, admission: Any) -> None:
+        from kvferry.engines.vllm.meta import LoadOrder
+
+        self._kind = LoadOrder
         self.loaded: dict[str, Digests] = {}
         self.admitted: list[tuple[str, int, int | None]] = []
         self.spoil_group: int | None = None
         self._worker = worker
         self._results = worker.results
         worker.results = self._watched
-        self._matched = consumer.matched
-        consumer.matched = self._asked
+        self._matched = admission.matched
+        admission.matched = self._asked
 
     def _asked(self, request: Any, have: int) -> int | None:
         tokens = self._matched(request, have)
@@ -286,7 +344,7 @@ class Witness:
         return tokens
 
     def _watched(self) -> Any:
-        orders = dict(self._worker._orders)
+        orders = {key: order for key, order in self._worker._orders.items() if isinstance(order, self._kind)}
         results = self._results()
         for order in orders.values():
             if order.request_id in results.finished_recving - results.failed_recving:
@@ -324,8 +382,8 @@ def counters(engine: Any) -> dict[str, Any]:
     return {
         "leases": len(half._producer._book),
         "expired": half._producer._book.expired,
-        "pins": len(half.consumer._pins),
-        "pulls": len(half.consumer._pulls),
+        "pins": len(half.admission.pins),
+        "pulls": len(half._peers) if half._peers else 0,
     }
 
 

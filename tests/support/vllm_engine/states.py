@@ -47,7 +47,7 @@ class Page:
 
 
 class RankEngine(process.Engine):
-    """An engine of any number of ranks, which can also run `kept_states`, `spoil_states` and `bids`."""
+    """An engine of any number of ranks, which can also run `kept_states` and `spoil_states`."""
 
     def __init__(self, log: Path, environment: dict[str, str] | None = None, **settings: Any) -> None:
         self.log = log
@@ -62,7 +62,6 @@ class RankEngine(process.Engine):
 def _serve(pipe: Any, log: str, environment: dict[str, str], settings: dict[str, Any]) -> None:
     inside.kept_states = kept_states
     inside.spoil_states = spoil_states
-    inside.bids = bids
     process._serve(pipe, log, environment, settings)
 
 
@@ -74,27 +73,6 @@ def kept_states(engine: Any, offer: dict[str, Any]) -> list[Page]:
 def spoil_states(engine: Any, offer: dict[str, Any]) -> None:
     """Invert the sign of every element of that state, on every rank."""
     engine.collective_rpc(_spoil, args=_asked(offer))
-
-
-def bids(engine: Any) -> list[int]:
-    """Tokens that the connector offered to load, at every admission since the last call.
-
-    The first call begins. Who is asked a second time did not load what was offered first.
-    """
-    if not hasattr(engine, "bids"):
-        engine.bids = []
-        consumer = inside._scheduler(engine).connector.scheduler_half.consumer
-        inner = consumer.matched
-
-        def matched(request: Any, have: int) -> int | None:
-            tokens = inner(request, have)
-            if tokens is not None:
-                engine.bids.append(tokens)
-            return tokens
-
-        consumer.matched = matched
-    seen, engine.bids = engine.bids, []
-    return seen
 
 
 def _asked(offer: dict[str, Any]) -> tuple[list[list[int]], int]:

@@ -49,3 +49,12 @@ def test_asking_spends_nothing():
 
 def test_a_source_that_is_still_looking_bids_with_what_it_may_come_to():
     assert Bidding(1).best([Bid("a", 16), Bid("b", 32, looking=True)]).looking
+
+
+def test_attempts_that_succeeded_do_not_count():
+    bidding = Bidding(1)
+    for _ in range(3):
+        assert bidding.best([Bid("a", 1)]) is not None
+        bidding.take()
+        assert bidding.best([Bid("a", 1)]) is None
+        bidding.succeeded()

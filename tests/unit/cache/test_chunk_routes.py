@@ -98,7 +98,9 @@ def test_what_one_engine_stored_another_loads_and_stores_the_same(
     a, b = engines(writer, reader)
     numbers = range(TOKENS // CHUNK)
     pieces = pieces_of(a, numbers)
-    stored = [routes.store(StoreOrder("s", pieces, a.tables(0, TOKENS))) for routes in a.routes(arena)]
+    stored = [
+        routes.store(StoreOrder("s", pieces, a.tables(0, TOKENS), TOKENS)) for routes in a.routes(arena)
+    ]
     content = sum(
         group.content_bytes * (1 if group.kind is GroupKind.STATE else len(numbers))
         for group in canonical_of(a.ranks, CHUNK).groups
@@ -112,7 +114,9 @@ def test_what_one_engine_stored_another_loads_and_stores_the_same(
     assert any((cache.buffer != old).any() for cache, old in zip(b.caches, before, strict=True))
     arena.memory[4096:] = 0
     for routes in b.routes(arena):
-        routes.store(StoreOrder("t", tuple(p for p in pieces if whole_in(b, p, span)), b.tables(0, TOKENS)))
+        routes.store(
+            StoreOrder("t", tuple(p for p in pieces if whole_in(b, p, span)), b.tables(0, TOKENS), TOKENS)
+        )
     for piece in pieces:
         if whole_in(b, piece, span):
             size = canonical_of(a.ranks, CHUNK).groups[piece.group].chunk_bytes
@@ -130,7 +134,7 @@ def test_a_load_in_parts_is_the_same_as_whole(arena: Arena) -> None:
     a, b = engines(1, 2)
     pieces = pieces_of(a, range(3))
     for routes in a.routes(arena):
-        routes.store(StoreOrder("s", pieces, a.tables(0, TOKENS)))
+        routes.store(StoreOrder("s", pieces, a.tables(0, TOKENS), TOKENS))
     span = Span(64, 192, 400)
     needed = tuple(p for p in pieces if p.number >= (2 if p.group == sliding(a) else 1))
     whole = loaded(b, arena, [needed], span)
@@ -156,7 +160,7 @@ def test_what_a_load_fills_in_part_is_zeroed_first(arena: Arena) -> None:
     a, b = engines(2, 4)  # blocks of 128 tokens: the second holds tokens 128 to 191, and nothing
     pieces = pieces_of(a, range(3))
     for routes in a.routes(arena):
-        routes.store(StoreOrder("s", pieces, a.tables(0, TOKENS)))
+        routes.store(StoreOrder("s", pieces, a.tables(0, TOKENS), TOKENS))
     needed = tuple(p for p in pieces if p.group != sliding(a) or p.number == 2)
     loaded(b, arena, [needed], Span(0, 192, 400))
     full = next(n for n, group in enumerate(b.groups) if group.kind is GroupKind.FULL)
@@ -167,6 +171,22 @@ def test_what_a_load_fills_in_part_is_zeroed_first(arena: Arena) -> None:
         assert not pages[:, 64:].any()
 
 
+@pytest.mark.parametrize("writer", [1, 2, 4])
+def test_a_tail_holds_nothing_past_its_tokens(arena: Arena, writer: int) -> None:
+    a, _ = engines(writer, 1)
+    number = next(n for n, group in enumerate(a.groups) if group.kind is GroupKind.FULL)
+    group = canonical_of(a.ranks, CHUNK).groups[number]
+    cell = min(a.groups[number].block_tokens, CHUNK)
+    arena.memory[4096 : 4096 + group.chunk_bytes] = 0xEE
+    tail = TOKENS - CHUNK + 20
+    for routes in a.routes(arena):
+        routes.store(StoreOrder("s", (Piece(number, 2, 4096),), a.tables(0, tail), tail))
+    found = arena.memory[4096 : 4096 + group.content_bytes].reshape(4, 2, CHUNK, -1)  # head, layer, token
+    here = -(-20 // cell) * cell
+    assert found[:, :, :here].any(axis=(0, 1, 3)).all()
+    assert not found[:, :, here:].any()
+
+
 def test_a_chunk_of_a_block_that_is_gone_is_not_stored(arena: Arena) -> None:
     a, _ = engines(1, 2)
     tables = list(a.tables(0, TOKENS))
@@ -174,7 +194,7 @@ def test_a_chunk_of_a_block_that_is_gone_is_not_stored(arena: Arena) -> None:
     tables[full] = stretch_of([0, 0, *tables[full].ids[2:]], 0, TOKENS, 32)
     (routes,) = a.routes(arena)
     with pytest.raises(TransferError, match="null block"):
-        routes.store(StoreOrder("s", pieces_of(a, range(3)), tuple(tables)))
+        routes.store(StoreOrder("s", pieces_of(a, range(3)), tuple(tables), TOKENS))
 
 
 def test_a_mover_does_loads_first_and_says_what_it_did(arena: Arena) -> None:
@@ -182,9 +202,9 @@ def test_a_mover_does_loads_first_and_says_what_it_did(arena: Arena) -> None:
     pieces, tables = pieces_of(a, range(3)), a.tables(0, TOKENS)
     mover = ChunkMover((0, 0))
     waited = []
-    mover.store(ChunkOrders(stores=[StoreOrder("early", pieces, tables)]), lambda: waited.append(1))
+    mover.store(ChunkOrders(stores=[StoreOrder("early", pieces, tables, TOKENS)]), lambda: waited.append(1))
     mover.load(ChunkOrders(arena=ArenaCard(arena.name, tuple(a.ranks), CHUNK)))
-    mover.store(ChunkOrders(stores=[StoreOrder("s", pieces, tables)]), lambda: waited.append(1))
+    mover.store(ChunkOrders(stores=[StoreOrder("s", pieces, tables, TOKENS)]), lambda: waited.append(1))
     part = LoadPart("p", "l", Span(0, TOKENS, 400), pieces, tables[:1], first=True)
     mover.load(ChunkOrders(parts=[part], ends=[LoadEnd("l", None)]))
     mover.close()
@@ -193,5 +213,5 @@ def test_a_mover_does_loads_first_and_says_what_it_did(arena: Arena) -> None:
     assert moved["s"].failure is None
     assert sum(moved["s"].bytes_by_group) > 0
     assert moved["p"].failure is not None, "tables for one group of three"
-    assert [end.key for end in mover.ended()] == ["l"]
+    assert [(end.key, end.failure) for end in mover.ended()] == [("l", moved["p"].failure)]
     assert len(waited) == 2

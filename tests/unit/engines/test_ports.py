@@ -8,6 +8,7 @@ pytest.importorskip("vllm")
 
 from kvferry.engines.vllm import scheduler
 from kvferry.engines.vllm.config import ConnectorConfig
+from kvferry.engines.vllm.meta import WorkerCard
 from kvferry.errors import ConfigError
 from kvferry.serving.ports import free_ports
 from kvferry.transport.messages import RankCard
@@ -32,7 +33,8 @@ def listen(monkeypatch):
         cache = SimpleNamespace(kv_cache_groups=[], num_blocks=8, hash_block_size=16)
         half = scheduler.SchedulerHalf(vllm_config, cache, ConnectorConfig(port=port))
         halves.append(half)
-        half.start((RankCard(rank_of(kv_page()), b"", 0, 8, 1),))
+        rank = rank_of(kv_page())
+        half.start((WorkerCard(rank, RankCard(rank, b"", 0, 8, 1)),))
         return half._server.port
 
     yield start

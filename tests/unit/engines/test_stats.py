@@ -30,9 +30,11 @@ def test_loads_are_counted_by_outcome_and_bytes_by_group_and_strategy() -> None:
         "descriptors": 4,
         "pages": 9,
         "seconds": [0.25, 0.75],
+        "tiers": [],
     }
     assert noted.reduce() == {
-        "ready loads": 2, "failed loads": 1, "expired loads": 2, "MiB": 0.0, "median ms": 500.0,
+        "ready loads": 2, "failed loads": 1, "expired loads": 2, "MiB": 0.0, "tokens from tiers": 0,
+        "median ms": 500.0,
     }  # fmt: skip
 
 
@@ -57,14 +59,16 @@ def metrics():
         return TransferMetrics(config, kinds, ["engine"], {0: ["0"], 1: ["1"]})
 
     yield made
-    for collector in [c for c in REGISTRY._collector_to_names if getattr(c, "_name", "").startswith(PREFIX)]:
+    for collector in [
+        c for c in REGISTRY._collector_to_names if getattr(c, "_name", "").startswith("kvferry_")
+    ]:
         REGISTRY.unregister(collector)
 
 
-def told() -> dict[str, float]:
+def told(prefix: str = PREFIX) -> dict[str, float]:
     lines = generate_latest(REGISTRY).decode().splitlines()
-    found = dict(line.rsplit(" ", 1) for line in lines if line.startswith(PREFIX) and "_created" not in line)
-    return {name.removeprefix(f"{PREFIX}_"): float(value) for name, value in found.items()}
+    found = dict(line.rsplit(" ", 1) for line in lines if line.startswith(prefix) and "_created" not in line)
+    return {name.removeprefix(f"{prefix}_"): float(value) for name, value in found.items()}
 
 
 def test_every_engine_has_its_own_metrics(metrics) -> None:
@@ -88,3 +92,15 @@ def test_a_second_engine_in_the_process_begins_anew(metrics) -> None:
     metrics().observe(stats(READY).to_dict())
     metrics()
     assert not told()
+
+
+def test_what_tiers_counted_is_added_with_its_labels(metrics) -> None:
+    shown, noted = metrics(), stats()
+    noted.data["tiers"] = [("missed_chunks", ("file", "corrupt"), 2), ("hit_tokens", (), 512)]
+    assert not noted.is_empty()
+    assert noted.reduce()["tokens from tiers"] == 512
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(noted.aggregate(noted).to_dict()))
+    shown.observe(sent)
+    values = told("kvferry_tier")
+    assert values['missed_chunks_total{engine="0",reason="corrupt",tier="file"}'] == 4
+    assert values['hit_tokens_total{engine="0"}'] == 1024

@@ -85,10 +85,16 @@ def test_a_block_size_that_was_chosen_is_said(capsys):
 JSON_KEYS = {
     "model", "tokens", "source", "destination", "kv_bytes_per_token", "state_bytes", "page_bytes",
     "to_page_bytes", "pages", "descriptors", "bytes", "full_attention_bytes", "run_bytes", "block_run_bytes",
-    "strategy", "read_descriptors", "read_bytes", "seconds", "groups", "notes",
+    "strategy", "read_descriptors", "read_bytes", "seconds", "groups", "notes", "tiers",
 }  # fmt: skip
-GROUP_KEYS = JSON_KEYS - {"model", "source", "destination", "groups", "notes"} | {
+GROUP_KEYS = JSON_KEYS - {"model", "source", "destination", "groups", "notes", "tiers"} | {
     "kind", "reach", "fields", "layers", "block_tables",
+}  # fmt: skip
+
+TIER_KEYS = {
+    "prompt_tokens", "chunk_tokens", "first_tokens", "groups", "settings", "why_not", "label", "layers",
+    "content_bytes", "chunk_bytes", "file_bytes", "snapshot", "prefix_cache_retention_interval",
+    "max_num_batched_tokens", "snapshot_tokens", "snapshots", "bytes", "gap_tokens",
 }  # fmt: skip
 
 
@@ -111,9 +117,38 @@ def test_json_has_every_number_for_the_whole_and_for_each_group(capsys, config):
     assert 0 < said["seconds"] == group["seconds"] < 1
 
 
+def test_json_has_what_the_tiers_keep(capsys):
+    tiers = json.loads(printed(capsys, "Qwen3-Next-80B-A3B", "--json", "--kept-tokens", "8192"))["tiers"]
+    assert {*tiers, *tiers["groups"][0], *tiers["settings"][0]} == TIER_KEYS
+    assert (tiers["chunk_tokens"], tiers["first_tokens"], tiers["why_not"]) == (136, 544, "")
+    # 60 chunks of 136 tokens of 24 KiB and snapshots of 37.69 MiB, each with a page of header.
+    attention, state = 60 * (136 * 24576 + 4096), 39518208 + 4096
+    assert [(s["snapshots"], s["bytes"]) for s in tiers["settings"]] == [
+        (count, attention + count * state) for count in (1, 5, 15)
+    ]
+
+
+def test_the_tiers_are_a_table_of_settings(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    out = printed(capsys, "Qwen3-Next-80B-A3B", "--retention", "none", "--step-tokens", "1632")
+    assert "Tiers: chunks of 136 tokens, snapshots at multiples of 544 at the closest." in out
+    said = [
+        line.split() for line in out.partition("A prompt of 131,072 tokens, by settings:")[2].splitlines()
+    ]
+    assert said[-2:] == [
+        ["None", "1,632", "80", "5.95", "GiB", "1,632"],
+        ["None", "544", "240", "11.84", "GiB", "544"],
+    ]
+
+
+def test_a_prompt_of_which_nothing_can_be_loaded_is_said(capsys):
+    out = " ".join(printed(capsys, "Qwen3-Next-80B-A3B", "--kept-tokens", "500").split())
+    assert "Nothing of it can be loaded: no prefix below 544 tokens can be loaded, the prompt has 500." in out
+
+
 def test_every_key_of_the_json_is_documented():
     text = (Path(__file__).parents[3] / "docs" / "plan.md").read_text()
-    assert not [key for key in JSON_KEYS | GROUP_KEYS if f"`{key}`" not in text]
+    assert not [key for key in JSON_KEYS | GROUP_KEYS | TIER_KEYS if f"`{key}`" not in text]
 
 
 def test_flags_of_the_side_that_gets_it_follow_those_of_the_other(capsys, config):

@@ -39,6 +39,18 @@ def test_config_lets_a_secret_open_other_addresses(tmp_path):
     assert extra == {"host": "10.0.0.7", "secret_file": str(secret)}
 
 
+def test_config_takes_the_default_tiers():
+    done = run("config", "--tiers", "default", "--chunk-tokens", "128", "--snapshot-tokens", "4096")
+    extra = json.loads(done.stdout)["kv_connector_extra_config"]
+    assert extra == {"tiers": "default", "chunk_tokens": 128, "snapshot_tokens": 4096}
+
+
+def test_config_takes_tiers_as_json_and_transfer_beside_them():
+    tiers = [{"type": "host", "capacity": "8GiB"}, {"type": "file", "path": "/mnt/kv", "write": "back"}]
+    done = run("config", "--tiers", json.dumps(tiers), "--transfer")
+    assert json.loads(done.stdout)["kv_connector_extra_config"] == {"tiers": tiers, "transfer": True}
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -49,6 +61,18 @@ def test_config_lets_a_secret_open_other_addresses(tmp_path):
         (["config", "--secret-file", "/dev/null"], "secret_file /dev/null holds 0 bytes"),
         (["config", "--costs", "/nowhere"], "costs: cannot read /nowhere: No such file"),
         (["config", "--strategy", "fast"], "kv_connector_extra_config: Invalid enum value 'fast'"),
+        (["config", "--tiers", "[{"], "tiers is '[{', which is no JSON (Expecting property name"),
+        (["config", "--tiers", "3"], 'tiers is 3; it must be "default" or a list of objects with a "type"'),
+        (["config", "--tiers", '[{"type": "disk"}]'], "tiers[0] is {'type': 'disk'}; it must be an object"),
+        (
+            ["config", "--tiers", '[{"type": "file", "pat": "x"}]'],
+            "tiers[0] (file) has no key 'pat'; did you mean 'path'?",
+        ),
+        (["config", "--no-transfer"], "transfer is false and there are no tiers"),
+        (
+            ["config", "--tiers", "default", "--chunk-tokens", "0"],
+            "chunk_tokens is 0, it must be 1 to 1048576",
+        ),
         (["router", "--decode", "http://127.0.0.1:1"], "the router has no prefill engine"),
         (["router", "--prefill", "http://127.0.0.1:1"], "the router has no decode engine"),
         (["router", "--prefill", "x", "--decode", "y"], "--prefill x is no URL"),

@@ -19,11 +19,9 @@ from kvferry.memory.copy import Loops
 from kvferry.memory.space import Space
 from kvferry.planning.nest import Nest
 from kvferry.tiers.arena import Arena
-from kvferry.tiers.book import ArenaBook
-from kvferry.tiers.digests import digests_of, intact
 from kvferry.tiers.eviction import POLICIES
 from kvferry.tiers.host import HostTier
-from support.arena_worker import SHAPE, digest, owner_process, rank_process
+from support.arena_worker import CHUNK_BYTES, owner_process, rank_process
 
 SIZE = 4 << 20
 SPAWN = multiprocessing.get_context("spawn")
@@ -72,52 +70,47 @@ def shared_files():
 
 
 def test_ranks_in_other_processes_store_and_load_through_one_arena():
-    host = HostTier(ArenaBook(SIZE, [SHAPE], ranks=2, digest_bytes=8), POLICIES["lru"])
+    host = HostTier(SIZE, [CHUNK_BYTES], POLICIES["lru"])
     with (
         arena_of() as arena,
         started(rank_process, arena.name, 0) as (_, one),
         started(rank_process, arena.name, 1) as (_, other),
     ):
         for number in range(30):
-            key = b"chunk %d" % number
-            ticket = host.reserve(key, 0)
-            for rank, runs in enumerate(ask((one, other), "fill", ticket.offset, key)):
-                host.commit(ticket, rank, runs)
-        host.check_integrity()
-        assert host.counters.stored == 30
+            slot = host.reserve(b"chunk %d" % number, 0)
+            ask((one, other), "fill", slot.offset, slot.key)
+            assert host.commit(slot)
         assert host.counters.evicted == 30 - len(host) > 0
         for number in range(30):
-            if opened := host.open(b"chunk %d" % number):
-                assert ask((one, other), "check", opened.ticket.offset, opened.digests) == [True, True]
-                assert intact(arena, opened.ticket.offset, SHAPE, 0, 6, digest, opened.digests)
-                for rank in (0, 1):
-                    host.close(opened.ticket, rank, intact=True)
-        opened = host.open(b"chunk 29")
-        arena.memory[opened.ticket.offset + SHAPE.at(5) + 2_999] ^= 1
-        assert ask((one, other), "check", opened.ticket.offset, opened.digests) == [True, False]
+            if slot := host.open(b"chunk %d" % number):
+                assert ask((one, other), "check", slot.offset, slot.key) == [True, True]
+                host.close(slot)
+        assert host.counters.hits == len(host) > 0
+        slot = host.open(b"chunk 29")
+        arena.memory[slot.offset + CHUNK_BYTES - 1] ^= 1
+        assert ask((one, other), "check", slot.offset, slot.key) == [False, False]
     assert shared_files() == ([], 0)
 
 
-def test_a_killed_rank_costs_its_stores_and_leaves_nothing_behind():
-    host = HostTier(ArenaBook(SIZE, [SHAPE], ranks=2, digest_bytes=8), POLICIES["lru"])
+def test_a_killed_rank_leaves_nothing_behind_and_another_takes_its_place():
+    host = HostTier(SIZE, [CHUNK_BYTES], POLICIES["lru"])
     with (
         arena_of() as arena,
         started(rank_process, arena.name, 0) as (_, one),
         started(rank_process, arena.name, 1) as (process, other),
     ):
-        ticket = host.reserve(b"chunk", 0)
-        host.commit(ticket, 0, ask([one], "fill", ticket.offset, b"chunk")[0])
+        slot = host.reserve(b"chunk", 0)
+        ask([one], "fill", slot.offset, slot.key)
         other.send(("die",))
         process.join(60)
         assert process.exitcode == -9
-        assert host.used_bytes == SHAPE.stride
-        host.lost(1)
-        assert host.used_bytes == 0
+        assert ask([one], "check", slot.offset, slot.key) == [False]
+        host.abort(slot)
         with started(rank_process, arena.name, 1) as (_, again):
-            ticket = host.reserve(b"chunk", 0)
-            for rank, runs in enumerate(ask((one, again), "fill", ticket.offset, b"chunk")):
-                host.commit(ticket, rank, runs)
-            assert host.open(b"chunk") is not None
+            slot = host.reserve(b"chunk", 0)
+            ask((one, again), "fill", slot.offset, slot.key)
+            assert host.commit(slot)
+            assert ask((one, again), "check", slot.offset, slot.key) == [True, True]
     assert shared_files() == ([], 0)
 
 
@@ -188,17 +181,3 @@ def test_what_is_gathered_into_slots_lies_in_the_chunks():
         assert found == [bytes(blocks[at : at + 32].numpy()) for at in (256, 64)]
         assert np.count_nonzero(arena.memory) == sum(np.count_nonzero(list(piece)) for piece in found)
         del loops
-
-
-def test_digests_are_of_units_across_sections_and_a_flipped_bit_is_noticed_in_every_unit():
-    with arena_of() as arena:
-        arena.memory[:] = np.random.default_rng(1).integers(0, 256, SIZE, np.uint8)
-        expected = digests_of(arena, 4096, SHAPE, 0, 6, digest)
-        assert len(expected) == 6 * 8
-        for unit in range(6):
-            assert digests_of(arena, 4096, SHAPE, unit, 1, digest) == expected[8 * unit : 8 * unit + 8]
-            last = 4096 + SHAPE.at(unit) + SHAPE.unit_bytes[SHAPE.section(unit)] - 1
-            arena.memory[last] ^= 128
-            found = [intact(arena, 4096, SHAPE, one, 1, digest, expected) for one in range(6)]
-            assert found == [one != unit for one in range(6)]
-            arena.memory[last] ^= 128

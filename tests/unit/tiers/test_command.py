@@ -10,13 +10,12 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.tiers.file_store import Part
 from kvferry.tiers.format import Group, Section
 from kvferry.tiers.ledger import read_ledger
 from kvferry.tiers.outcome import Get, Put
 from kvferry.tiers.upkeep import clear
 from support.chunk_files import key
-from support.stores import FILE_BYTES, NAMESPACE, OTHER, fetch, file_of, open_store, parts, total
+from support.stores import FILE_BYTES, NAMESPACE, OTHER, fetch, file_of, keep, open_store, total
 
 KVFERRY = [sys.executable, "-c", "from kvferry.cli.main import main; main()", "cache"]
 
@@ -33,9 +32,9 @@ def kvferry(*args, code=0, answer=""):
 def cache(tmp_path):
     store = open_store(tmp_path, capacity=1 << 20)
     for number in range(3):
-        store.put(key(number), parts(number))
+        keep(store, number)
     group = Group("full", 16, (Section("kv", 1, 10),))
-    open_store(tmp_path, namespace=OTHER).put(key(1), [Part(group, (bytes(10),))])
+    keep(open_store(tmp_path, namespace=OTHER), 1, group)
     return tmp_path
 
 
@@ -114,7 +113,7 @@ def test_gc_of_a_lost_ledger_asks_for_a_capacity_and_leaves_engines_theirs(cache
     store = open_store(cache)
     (cache / "ledger").write_bytes(b"lost")
     assert "give a capacity" in kvferry("gc", cache, code=2)
-    assert store.put(key(7), parts(7)) is Put.STORED
+    assert keep(store, 7) is Put.STORED
     assert read_ledger(cache) == (1 << 20, total(cache))
 
 
@@ -170,7 +169,7 @@ def test_an_engine_goes_on_after_a_clear_within_its_capacity(cache):
     kvferry("clear", cache, "--yes")
     assert fetch(store, 0)[0] is Get.ABSENT
     for number in range(30):
-        assert store.put(key(number), parts(number)) is Put.STORED
+        assert keep(store, number) is Put.STORED
         assert total(cache) <= 1 << 20
     assert read_ledger(cache) == (1 << 20, total(cache))
     assert "chunks" in kvferry("ls", cache)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from hypothesis import given, strategies as st
 
 from kvferry.errors import ChunkError
 from kvferry.geometry.canonical import CanonicalGroup, Part, Section
 from kvferry.geometry.rank import GroupKind
 from kvferry.tiers.decode import decode_header, verify_bytes
 from kvferry.tiers.format import Chunk
-from kvferry.tiers.image import check_body, group_of, header_of
+from kvferry.tiers.image import check_body, group_of, header_of, is_image
+from support.chunk_files import CHUNKS, image
 
 PARTS = (Part("layers.0", "ssm", 4, (("channel", 9),)),)
 CONV = (Part("layers.0", "conv", 2, (("width", 3),)),)
@@ -29,6 +33,18 @@ def test_header_and_body_are_a_file() -> None:
     header = header_of(CHUNK, memoryview(made))
     assert verify_bytes(header + made).chunk == CHUNK
     check_body(decode_header(header), memoryview(made))
+    assert is_image(CHUNK, header, memoryview(made))
+
+
+@given(CHUNKS, st.data())
+def test_an_image_is_what_verifies_and_nothing_else(chunk: Chunk, data: st.DataObject) -> None:
+    made = bytearray(image(chunk))
+    start = chunk.offsets[0]
+    assert is_image(chunk, made[:start], memoryview(made)[start:])
+    other = replace(chunk, key=bytes([chunk.key[0] ^ 1]) + chunk.key[1:])
+    assert not is_image(other, made[:start], memoryview(made)[start:])
+    made[data.draw(st.integers(0, len(made) - 1))] ^= data.draw(st.integers(1, 255))
+    assert not is_image(chunk, made[:start], memoryview(made)[start:])
 
 
 @pytest.mark.parametrize("at", [0, 107, 108, 4095, 4096, 4096 + 6143, 4096 + 6144, 4096 + 8191])

@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.tiers import chunk_io, file_store, ledger as ledgers
+from kvferry.tiers import direct_io, ledger as ledgers
 from kvferry.tiers.chunk_io import verify_file
 from kvferry.tiers.ledger import Ledger, read_ledger
 from kvferry.tiers.outcome import Get, Put
-from support.chunk_files import key
-from support.stores import FILE_BYTES, fetch, open_store, parts, temporaries, total
+from support.stores import FILE_BYTES, fetch, keep, open_store, temporaries, total
 
 _SPAWN = get_context("spawn")
 _CAPACITY = 20 * FILE_BYTES
@@ -32,24 +31,22 @@ def work(path: Path, seed: int, report: Path, fetching: bool = True) -> None:
     """Store and fetch until killed or told to stop; report what became of it."""
     draw = random.Random(seed)
     store = open_store(path)
-    write = file_store.write_all
+    write = os.pwritev
 
-    def in_steps(fd, image):
+    def in_steps(fd, pieces, at):
         # Slow enough to be caught in the middle.
-        for piece in image:
-            write(fd, [piece])
-            time.sleep(draw.random() * 0.002)
+        time.sleep(draw.random() * 0.002)
+        return write(fd, pieces[:1], at)
 
-    file_store.write_all = in_steps
+    direct_io.os.pwritev = in_steps
     wrong = 0
     while not report.with_suffix(".stop").exists():
         number = draw.randrange(_NUMBERS)
         if fetching and draw.random() < 0.5:
-            first = draw.randrange(4)
-            done, right = fetch(store, number, first, draw.randint(1, 4 - first))
+            done, right = fetch(store, number)
             wrong += done is Get.HIT and not right
         else:
-            store.put(key(number), parts(number))
+            keep(store, number)
     stats = store.stats
     report.write_text(
         json.dumps({"puts": stats.puts, "gets": stats.gets, "wrong": wrong, "swept": stats.swept})
@@ -157,7 +154,7 @@ def test_the_disk_itself_never_sees_more_than_the_capacity(tmp_path):
 def test_a_store_killed_at_any_system_call_leaves_nothing_wrong(tmp_path, call):
     store = open_store(tmp_path, capacity=3 * FILE_BYTES)
     for number in (1, 2):
-        store.put(key(number), parts(number))
+        keep(store, number)
     killed = get_context("fork").Process(target=die_at, args=(tmp_path, call))
     killed.start()
     killed.join()
@@ -168,7 +165,7 @@ def test_a_store_killed_at_any_system_call_leaves_nothing_wrong(tmp_path, call):
         with chunk.open("rb") as file:
             verify_file(file.fileno())
     for number in (4, 5, 6):
-        assert store.put(key(number), parts(number)) is Put.STORED
+        assert keep(store, number) is Put.STORED
         assert total(tmp_path) <= 3 * FILE_BYTES
     open_store(tmp_path)
     assert read_ledger(tmp_path)[1] == total(tmp_path)
@@ -194,10 +191,10 @@ def die_at(path: Path, call: int) -> None:
         (ledgers.os, "unlink"),
         (ledgers.os, "rename"),
         (ledgers.os, "utime"),
-        (chunk_io.os, "writev"),
+        (direct_io.os, "pwritev"),
         (ledgers.fcntl, "flock"),
     ):
         setattr(module, name, counted(getattr(module, name)))
     with suppress(OSError):
-        store.put(key(3), parts(3))
+        keep(store, 3)
     os._exit(0)

@@ -7,7 +7,6 @@ import random
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.tiers.shape import ChunkShape
 from kvferry.tiers.slabs import Slabs
 
 
@@ -66,15 +65,3 @@ def test_a_slab_is_offered_to_another_size_when_as_much_is_free():
 def test_a_capacity_without_a_slab_for_every_size_is_refused():
     with pytest.raises(ConfigError, match="chunks of 2 sizes up to 80 bytes need 160 or more"):
         Slabs(159, [10, 80])
-
-
-@pytest.mark.parametrize("shape", [((), ()), ((1,), (1, 2)), ((0,), (1,)), ((1,), (0,))])
-def test_a_shape_without_content_is_refused(shape):
-    with pytest.raises(ConfigError, match="at least one unit of one byte"):
-        ChunkShape(*shape)
-
-
-def test_units_are_numbered_through_sections_that_begin_on_pages():
-    shape = ChunkShape((3, 2), (5000, 10))
-    assert [shape.at(unit) for unit in range(5)] == [0, 5000, 10_000, 16_384, 16_394]
-    assert (shape.stride, shape.content_bytes, shape.total_units) == (20_480, 15_020, 5)

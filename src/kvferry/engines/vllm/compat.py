@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.distributed.device_communicators import shm_broadcast
@@ -51,7 +53,8 @@ from vllm.v1.request import RequestStatus
 from kvferry.geometry import GroupKind
 
 __all__ = [
-    "PEER_HITS",
+    "HITS",
+    "CacheHitSource",
     "KVCacheConfig",
     "KVConnectorBase_V1",
     "KVConnectorHandshakeMetadata",
@@ -63,6 +66,7 @@ __all__ = [
     "KVConnectorWorkerMetadata",
     "SupportsHMA",
     "VllmConfig",
+    "after_forward",
     "attention_layer",
     "conv_channels_first",
     "current_config",
@@ -77,6 +81,7 @@ __all__ = [
     "reach_of",
     "register",
     "share_logging",
+    "snapshot_tokens",
     "spec_of_layer",
     "state_position",
     "stored_rope",
@@ -85,8 +90,13 @@ __all__ = [
     "trim_prompt",
 ]
 
-PEER_HITS = CacheHitSource.P2P
-"""How vLLM's own counters label tokens that came from a peer."""
+HITS = {
+    "peer": CacheHitSource.P2P,
+    "host": CacheHitSource.HOST,
+    "file": CacheHitSource.DISK,
+    "object": CacheHitSource.EXTERNAL_UNSPECIFIED,
+}
+"""How vLLM's own counters label tokens, by where they came from."""
 
 _UNKNOWN = (
     RSWASpec,
@@ -141,6 +151,28 @@ def state_position(spec: KVCacheSpec, tokens: int) -> int:
     spec = _first(spec)
     assert isinstance(spec, MambaSpec)
     return 0 if spec.mamba_cache_mode == "none" else (tokens - 1) // spec.block_size
+
+
+def snapshot_tokens(spec: KVCacheSpec) -> int | None:
+    """How far apart a recurrent group's snapshots may be at the closest; 0 if it keeps none, None for others.
+
+    In `align` mode they lie at ends of blocks, where a step ended, and are announced step by step; other
+    modes announce none.
+    """
+    spec = _first(spec)
+    if not isinstance(spec, MambaSpec):
+        return None
+    return int(spec.block_size) if spec.mamba_cache_mode == "align" else 0
+
+
+def after_forward() -> Callable[[], None]:
+    """Waits, in any thread, until what the engine has given its device so far is done."""
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return lambda: None
+    event = torch.cuda.Event()
+    event.record()
+    wait: Callable[[], None] = event.synchronize
+    return wait
 
 
 def share_logging() -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from kvferry.engines.vllm.tier_config import read_tiers
 from kvferry.errors import ConfigError
 
 _EVERYWHERE = ("0.0.0.0", "::", "*")  # noqa: S104 - names what is refused
@@ -47,6 +48,12 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             measured elsewhere if there is none.
         host_buffer: move through host memory with the engine's copy operation; by default only where the
             engine was told to (``kv_buffer_device``).
+        tiers: where chunks are kept, see `tier_config`: a list, or ``default`` for host memory and a
+            directory in the user's cache directory; none if not set.
+        transfer: exchange KV with other engines; by default where there are no tiers.
+        chunk_tokens: tokens of a chunk; by default 256, or less so that snapshots of recurrent state end one.
+        snapshot_tokens: distance of positions at which windows and snapshots of recurrent state are kept, a
+            multiple of `chunk_tokens`; by default wherever a chunk ends.
     """
 
     host: str = "127.0.0.1"
@@ -66,6 +73,15 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lanes: int = 2
     costs: str | None = None
     host_buffer: bool | None = None
+    tiers: Any = None
+    transfer: bool | None = None
+    chunk_tokens: int | None = None
+    snapshot_tokens: int | None = None
+
+    @property
+    def transfers(self) -> bool:
+        """Whether KV is exchanged with other engines."""
+        return not self.tiers if self.transfer is None else self.transfer
 
 
 def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:
@@ -88,23 +104,33 @@ def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:
     return config
 
 
+_RANGES = {
+    "port": (0, 65_535),
+    "attempts": (1, 16),
+    "staging_mib": (0, 65_536),
+    "lanes": (1, 16),
+    "chunk_tokens": (1, 1 << 20),
+    "snapshot_tokens": (1, 1 << 20),
+}
+
+
 def _check_ranges(config: ConnectorConfig) -> None:
     for name in ("lease_seconds", "load_timeout_seconds", "handshake_seconds"):
         if not 0 < getattr(config, name) < 86_400:
             raise ConfigError(f"{name} is {getattr(config, name)}, it must be above 0 and below a day")
-    if not 0 <= config.port < 65_536:
-        raise ConfigError(f"port is {config.port}, it must be 0 to 65535")
-    if not 1 <= config.attempts <= 16:
-        raise ConfigError(f"attempts is {config.attempts}, it must be 1 to 16")
-    if not 0 <= config.staging_mib <= 65_536:
-        raise ConfigError(f"staging_mib is {config.staging_mib}, it must be 0 to 65536")
-    if not 1 <= config.lanes <= 16:
-        raise ConfigError(f"lanes is {config.lanes}, it must be 1 to 16")
+    for name, (low, high) in _RANGES.items():
+        value = getattr(config, name)
+        if value is not None and not low <= value <= high:
+            raise ConfigError(f"{name} is {value}, it must be {low} to {high}")
     if not 0 < config.late_blocks <= 1:
         raise ConfigError(f"late_blocks is {config.late_blocks}, it must be above 0 and at most 1")
     if config.host in _EVERYWHERE and not config.advertise_host:
         raise ConfigError(
             f"host {config.host} listens everywhere, so advertise_host must say where peers find it"
+        )
+    if read_tiers(config.tiers) is None and not config.transfers:
+        raise ConfigError(
+            "transfer is false and there are no tiers, so nothing is left to do; set one of them"
         )
 
 

@@ -26,7 +26,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     the first one's. So a worker instance holds a half per engine, and every step's metadata says whose it is.
     """
 
-    _cache_hit_source = compat.PEER_HITS
     _cache_configs: ClassVar[dict[str, Any]] = {}
     """Engine id to the cache configuration that its scheduler instance in this process was made with."""
 
@@ -47,6 +46,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._cache_configs[vllm_config.kv_transfer_config.engine_id] = kv_cache_config
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, config)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """What is handed to another engine must arrive; what a cache does not get is computed again."""
+        return bool(read_settings(self._vllm_config).transfers and super().requires_kv_delivery)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -70,14 +74,31 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler_half.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        tokens = self.scheduler_half.consumer.matched(request, num_computed_tokens)
+        tokens = self.scheduler_half.admission.matched(request, num_computed_tokens)
         return tokens, bool(tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         return tuple(self._kv_cache_config.transfer_group_ids)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self.scheduler_half.consumer.allocated(request, blocks, num_external_tokens)
+        self.scheduler_half.admission.allocated(request, blocks, num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[compat.CacheHitSource, int]:
+        if not num_external_tokens:
+            return {}
+        return {compat.HITS[self.scheduler_half.admission.origin(request.request_id)]: num_external_tokens}
+
+    def has_pending_push_work(self) -> bool:
+        return self.scheduler_half.busy
+
+    def has_pending_block_frees(self) -> bool:
+        return self.scheduler_half.holds_blocks
+
+    def reset_cache(self) -> bool | None:
+        self.scheduler_half.reset()
+        return True
 
     def build_connector_meta(self, scheduler_output: Any) -> SchedulerMeta:
         return self.scheduler_half.build_meta(scheduler_output)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvferry.cache.orders import ChunkOrders, MovedByAll
 from kvferry.engines.vllm.compat import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
+from kvferry.geometry import RankGeometry
 from kvferry.planning.select import Span
 from kvferry.transport.lease import Ticket
 from kvferry.transport.messages import RankCard
@@ -22,9 +24,15 @@ BlockIds = tuple[list[int], ...]
 
 @dataclass(frozen=True, slots=True)
 class WorkerCard(KVConnectorHandshakeMetadata):
-    """What a worker tells its scheduler at start: what peers will need to read from it."""
+    """What a worker tells its scheduler at start.
 
-    card: RankCard
+    Attributes:
+        geometry: where its pages lie.
+        card: what peers will need to read from it; None if there are none.
+    """
+
+    geometry: RankGeometry
+    card: RankCard | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +71,7 @@ class SchedulerMeta(KVConnectorMetadata):
         ended: request to lease slot; raise the word, then report the request as sent.
         saves: (block ids by position per group, tokens) of prompts this step completes, to be copied to
             the host buffer.
+        chunks: what to do with chunks of the tiers.
     """
 
     engine_id: str
@@ -71,6 +80,7 @@ class SchedulerMeta(KVConnectorMetadata):
     orders: list[LoadOrder] = field(default_factory=list)
     ended: dict[str, int] = field(default_factory=dict)
     saves: list[tuple[BlockIds, int]] = field(default_factory=list)
+    chunks: ChunkOrders = field(default_factory=ChunkOrders)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,17 +146,21 @@ class WorkerMeta(KVConnectorWorkerMetadata):
         reports: load to its report; every worker reports every load once.
         released: load to how many workers have nothing of it in flight any more.
         reported: load to how many workers' reports are merged in `reports`.
+        moved: order to what became of it: chunks stored, or parts of loads.
     """
 
     reports: dict[str, Report] = field(default_factory=dict)
     reported: dict[str, int] = field(default_factory=dict)
     released: dict[str, int] = field(default_factory=dict)
+    moved: dict[str, MovedByAll] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Merge another worker's into this one."""
         assert isinstance(other, WorkerMeta)
         for key, report in other.reports.items():
             self.reports[key] = self.reports[key].with_other(report) if key in self.reports else report
+        for key, moved in other.moved.items():
+            self.moved[key] = self.moved[key].with_other(moved) if key in self.moved else moved
         for mine, theirs in ((self.reported, other.reported), (self.released, other.released)):
             for key, count in theirs.items():
                 mine[key] = mine.get(key, 0) + count
@@ -154,4 +168,4 @@ class WorkerMeta(KVConnectorWorkerMetadata):
 
     def __bool__(self) -> bool:
         """There is something to say."""
-        return bool(self.reports or self.released)
+        return bool(self.reports or self.released or self.moved)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvferry.cache.pins import Pins
 from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.admission import Admission
 from kvferry.engines.vllm.config import ConnectorConfig
-from kvferry.engines.vllm.consumer import Consumer
 from kvferry.engines.vllm.geometry import kind_of
 from kvferry.engines.vllm.identity import facts_of
 from kvferry.engines.vllm.meta import BlockIds, SchedulerMeta, WorkerCard, WorkerMeta
+from kvferry.engines.vllm.peer_source import PeerSource
 from kvferry.engines.vllm.producer import Producer
+from kvferry.engines.vllm.refusals import Refusals
+from kvferry.engines.vllm.source import Source
 from kvferry.engines.vllm.stats import TransferStats
+from kvferry.engines.vllm.tier_config import read_tiers
+from kvferry.engines.vllm.tiering import Tiering
 from kvferry.engines.vllm.transfer_log import TransferLog
 from kvferry.errors import Incompatible
 from kvferry.geometry import GroupKind, RankGeometry
@@ -24,100 +30,164 @@ from kvferry.transport.messages import RankCard
 
 
 class SchedulerHalf:
-    """Producer and consumer of one engine, and its two ends of the control channel."""
+    """Producer, admission and tiers of one engine, and its two ends of the control channel."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
-        self._config = config
-        self._kv_cache_config = kv_cache_config
+        self._config, self._tiers = config, read_tiers(config.tiers)
+        self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._keys = security.read_keys(config.secret_file)
         security.check_host(config.host, self._keys, config.allow_insecure)
-        incarnation = new_incarnation()
         self._kinds = tuple(kind_of(group) for group in kv_cache_config.kv_cache_groups)
-        self._data_parallel_index = int(vllm_config.parallel_config.data_parallel_index)
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
-        self._facts = facts_of(vllm_config, compat.stored_rope(vllm_config.model_config), incarnation)
-        self._producer = Producer(vllm_config, kv_cache_config, config, self._kinds, incarnation)
+        self._incarnation = new_incarnation()
+        self._producer = Producer(vllm_config, kv_cache_config, config, self._kinds, self._incarnation)
+        self._refusals = Refusals()
         self._pool: Any = None
         self._server: ControlServer | None = None
         self._client: ControlClient | None = None
-        self._consumer: Consumer | None = None
+        self._peers: PeerSource | None = None
+        self._tiering: Tiering | None = None
+        self._admission: Admission | None = None
 
     def bind_pool(self, pool: Any) -> None:
         """The engine's block pool."""
         self._pool = pool
 
-    def start(self, cards: tuple[RankCard, ...]) -> None:
-        """All workers are up: listen, and be ready to ask.
+    def start(self, cards: tuple[WorkerCard, ...]) -> None:
+        """All workers are up: listen, and be ready to ask; open the tiers.
 
         Raises:
-            ConfigError: the control channel cannot listen where it should.
+            ConfigError: the control channel cannot listen where it should, or the tiers could keep nothing.
         """
+        pins: Pins[Any] = Pins(len(cards))
+        sources: list[Source] = []
+        ranks = [card.card for card in cards if card.card is not None]
+        if ranks:
+            sources.append(self._meet_peers(tuple(ranks), pins))
+        if self._tiers is not None:
+            self._tiering = Tiering(
+                self._tiers,
+                self._config,
+                self._vllm_config,
+                self._kv_cache_config,
+                [card.geometry for card in cards],
+                self._pool,
+                self._refusals,
+            )
+            sources.append(self._tiering.source)
+        self._admission = Admission(
+            self._kv_cache_config,
+            self._kinds,
+            pins,
+            self._pool,
+            len(cards),
+            self._config.attempts,
+            sources,
+        )
+
+    def _meet_peers(self, ranks: tuple[RankCard, ...], pins: Pins[Any]) -> PeerSource:
+        """Both ends of the control channel, and what comes over it."""
         config = self._config
-        port = config.port + self._data_parallel_index if config.port else 0
-        self._server = ControlServer(config.host, port, Card(self._facts, cards), self._keys)
+        facts = facts_of(
+            self._vllm_config, compat.stored_rope(self._vllm_config.model_config), self._incarnation
+        )
+        index = int(self._vllm_config.parallel_config.data_parallel_index)
+        port = config.port + index if config.port else 0
+        self._server = ControlServer(config.host, port, Card(facts, ranks), self._keys)
         self._producer.port = self._server.port
         self._client = ControlClient(
-            self._facts,
-            lambda theirs: _check_all(theirs, cards),
+            facts,
+            lambda theirs: _check_all(theirs, ranks),
             self._keys,
             config.handshake_seconds,
             config.lease_seconds / 4,
         )
-        geometries = [card.geometry for card in cards]
+        geometries = [card.geometry for card in ranks]
         labels = [group.label for group in geometries[0].groups]
         log = TransferLog(config.transfer_log, labels, *full_attention_block(geometries))
-        self._consumer = Consumer(
-            self._kv_cache_config, config, self._kinds, self._client, len(cards), log
-        )  # fmt: skip
-        self._consumer.bind_pool(self._pool)
+        most_late = int(config.late_blocks * self._kv_cache_config.num_blocks)
+        self._peers = PeerSource(
+            self._client, pins, log, self._refusals, config.load_timeout_seconds, most_late
+        )
+        return self._peers
 
     @property
-    def consumer(self) -> Consumer:
+    def admission(self) -> Admission:
         """Set once the workers are up, which is before the first request."""
-        assert self._consumer is not None
-        return self._consumer
+        assert self._admission is not None
+        return self._admission
+
+    @property
+    def busy(self) -> bool:
+        """The engine must go on stepping, requests or not."""
+        return self._tiering is not None and self._tiering.busy
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Blocks will come free without a request being preempted."""
+        return self._tiering is not None and self._tiering.holds_blocks
 
     def on_new_request(self, request: Any) -> None:
         """A request has come in."""
-        self._producer.on_new_request(request)
-        self.consumer.on_new_request(request)
+        if self._config.transfers:
+            self._producer.on_new_request(request)
+        self.admission.on_new_request(request)
+        if self._tiering is not None:
+            self._tiering.on_new_request(request)
 
     def finished(self, request: Any, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended; see `Producer.finished`."""
-        self.consumer.finished(request.request_id)
-        return self._producer.finished(request, block_ids)
+        self.admission.finished(request.request_id)
+        if self._tiering is not None:
+            self._tiering.finished(request, block_ids)
+        return self._producer.finished(request, block_ids) if self._config.transfers else (False, None)
 
     def build_meta(self, scheduler_output: Any) -> SchedulerMeta:
         """What the workers are to do in the coming step."""
         meta = SchedulerMeta(self._engine_id)
+        if self._admission is None:
+            return meta
         if self._server is not None:
             self._producer.take_events(self._server.events, meta)
-            self.consumer.hand_over(meta)
-            if self._config.host_buffer:
-                self._save_completed(scheduler_output, meta)
+        if self._tiering is not None:
+            self._tiering.schedule(scheduler_output, meta)
+        self._admission.hand_over(meta)
+        if self._config.host_buffer:
+            self._save_completed(scheduler_output, meta)
         return meta
 
     def take_output(self, output: Any) -> None:
         """What the workers did in the last step."""
         if isinstance(output.kv_connector_worker_meta, WorkerMeta):
-            self.consumer.take_reports(output.kv_connector_worker_meta)
+            if self._tiering is not None:
+                self._tiering.take_reports(output.kv_connector_worker_meta)
+            self.admission.take_reports(output.kv_connector_worker_meta)
         if output.finished_sending:
             self._producer.sent(output.finished_sending)
 
+    def reset(self) -> None:
+        """Nothing that was kept so far is to be used again."""
+        if self._tiering is not None:
+            self._tiering.start_anew()
+
     def take_stats(self) -> TransferStats | None:
-        """What loads came to since the last call."""
-        if self._consumer is None or self._consumer.stats.is_empty():
-            return None
-        taken, self._consumer.stats = self._consumer.stats, TransferStats()
-        return taken
+        """What loads and tiers came to since the last call."""
+        taken = TransferStats()
+        if self._peers is not None:
+            taken, self._peers.stats = self._peers.stats, taken
+        if self._tiering is not None:
+            taken.data["tiers"] += self._tiering.counts.take()
+        return None if taken.is_empty() else taken
 
     def shutdown(self) -> None:
-        """End both threads."""
+        """End all threads."""
         if self._client is not None:
             self._client.close()
         if self._server is not None:
             self._server.close()
-        self._client = self._server = None
+        if self._tiering is not None:
+            self._tiering.shutdown()
+        self._client = self._server = self._tiering = None
 
     def _save_completed(self, scheduler_output: Any, meta: SchedulerMeta) -> None:
         """Prompts that the coming step completes go to the host buffer in it, before they are offered."""
@@ -128,11 +198,11 @@ class SchedulerHalf:
             meta.saves.append((tuple(tables), tokens))
 
 
-def sorted_cards(metadata: dict[tuple[int, int], Any]) -> tuple[RankCard, ...]:
+def sorted_cards(metadata: dict[tuple[int, int], Any]) -> tuple[WorkerCard, ...]:
     """Workers' cards by (pp_rank, tp_rank)."""
     cards = [metadata[place] for place in sorted(metadata)]
     assert all(isinstance(card, WorkerCard) for card in cards)
-    return tuple(card.card for card in cards)
+    return tuple(cards)
 
 
 def _check_all(theirs: tuple[RankCard, ...], ours: tuple[RankCard, ...]) -> None:

@@ -15,6 +15,7 @@ from prometheus_client import REGISTRY, Counter, Histogram
 
 from kvferry.engines.vllm.compat import KVConnectorPromMetrics, KVConnectorStats
 from kvferry.engines.vllm.meta import Report
+from kvferry.engines.vllm.tier_stats import METRICS as TIER_METRICS, PREFIX as TIERS
 
 PREFIX = "kvferry_transfer"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -26,7 +27,8 @@ class TransferStats(KVConnectorStats):
 
     Attributes:
         data: plain values, by name: ``loads`` by outcome; ``bytes`` of loads that are ready by
-            ``[group, strategy]``; ``descriptors`` and ``pages`` of those; ``seconds`` of each.
+            ``[group, strategy]``; ``descriptors`` and ``pages`` of those; ``seconds`` of each; and ``tiers``,
+            what was counted there: (metric, labels, how much more).
     """
 
     data: dict[str, Any]
@@ -38,7 +40,7 @@ class TransferStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Forget all."""
-        self.data = {"loads": {}, "bytes": [], "descriptors": 0, "pages": 0, "seconds": []}
+        self.data = {"loads": {}, "bytes": [], "descriptors": 0, "pages": 0, "seconds": [], "tiers": []}
 
     def note(self, report: Report, labels: Sequence[str]) -> None:
         """Count a load that all workers have reported.
@@ -64,7 +66,7 @@ class TransferStats(KVConnectorStats):
         """Add another's counts to these."""
         for outcome, count in other.data["loads"].items():
             self.data["loads"][outcome] = self.data["loads"].get(outcome, 0) + count
-        for name in ("bytes", "descriptors", "pages", "seconds"):
+        for name in ("bytes", "descriptors", "pages", "seconds", "tiers"):
             self.data[name] += other.data[name]
         return self
 
@@ -74,12 +76,13 @@ class TransferStats(KVConnectorStats):
         return {
             **{f"{outcome} loads": count for outcome, count in self.data["loads"].items()},
             "MiB": round(sum(size for _, _, size in self.data["bytes"]) / 2**20, 3),
+            "tokens from tiers": sum(n for name, _, n in self.data["tiers"] if name == "hit_tokens"),
             "median ms": round(median(seconds) * 1e3, 3) if seconds else 0.0,
         }
 
     def is_empty(self) -> bool:
-        """Whether no load has ended."""
-        return not self.data["loads"]
+        """Whether there is nothing to say."""
+        return not self.data["loads"] and not self.data["tiers"]
 
 
 class TransferMetrics(KVConnectorPromMetrics):
@@ -110,6 +113,11 @@ class TransferMetrics(KVConnectorPromMetrics):
             buckets=SECONDS,
         )
 
+        self._tiers = {
+            name: counter(name=f"{TIERS}_{name}", documentation=what, labelnames=[*labelnames, *labels])
+            for name, (what, labels) in TIER_METRICS.items()
+        }
+
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add what an engine has sent."""
         data, engine = transfer_stats_data, self.per_engine_labelvalues[engine_idx]
@@ -121,6 +129,8 @@ class TransferMetrics(KVConnectorPromMetrics):
         self._descriptors.labels(*engine).inc(data["descriptors"])
         for seconds in data["seconds"]:
             self._seconds.labels(*engine).observe(seconds)
+        for name, labels, more in data["tiers"]:
+            self._tiers[name].labels(*engine, *labels).inc(more)
 
 
 def _unregister() -> None:
@@ -131,5 +141,5 @@ def _unregister() -> None:
 
 def _ours() -> Iterator[Any]:
     for collector in REGISTRY._collector_to_names:
-        if getattr(collector, "_name", "").startswith(PREFIX):
+        if getattr(collector, "_name", "").startswith((PREFIX, TIERS)):
             yield collector

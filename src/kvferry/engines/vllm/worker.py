@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from kvferry.cache.loads import Loads
+from kvferry.cache.mover import ChunkMover
+from kvferry.cache.orders import LoadBegin, MovedByAll
 from kvferry.engines.vllm import compat, layout
 from kvferry.engines.vllm.config import ConnectorConfig, read_settings
 from kvferry.engines.vllm.geometry import describe_cache
@@ -55,8 +57,9 @@ class WorkerHalf:
         self._host: HostBuffer | None = None
         self._geometry: RankGeometry | None = None
         self._transfers: Transfers | None = None
+        self._mover: ChunkMover | None = None
         self._loads = Loads(time.monotonic)
-        self._orders: dict[str, LoadOrder] = {}
+        self._orders: dict[str, LoadOrder | LoadBegin] = {}
         self._results: dict[str, ReadResult] = {}
         self._sent: set[str] = set()
         self._meta = WorkerMeta()
@@ -84,14 +87,26 @@ class WorkerHalf:
             self._host = HostBuffer(caches, kv_cache_config.num_blocks, self._copy)
             caches = self._host.caches
         self._geometry = describe_cache(self._vllm_config, kv_cache_config, caches, tp_rank, pp_rank)
+        if settings.tiers:
+            self._mover = ChunkMover((pp_rank, tp_rank))
+        if not settings.transfers:
+            return WorkerCard(self._geometry, None)
         words = LeaseWords(new_incarnation(), LEASE_SLOTS)
         name = f"{self.engine_id}/{pp_rank}.{tp_rank}/{words.incarnation:x}"
         self._transfers = Transfers(name, self._geometry, words, _transfer_settings(settings))
-        return WorkerCard(self._transfers.card)
+        return WorkerCard(self._geometry, self._transfers.card)
 
     def begin(self, meta: SchedulerMeta) -> None:
-        """Take this step's orders."""
-        transfers, _ = self._running()
+        """Take this step's orders, but for what is to be stored."""
+        if self._transfers is not None:
+            self._begin_transfers(self._transfers, meta)
+        for begin in meta.chunks.begins:
+            self._loads.begin(begin.key, begin.timeout_seconds)
+            self._orders[begin.key] = begin
+        if self._mover is not None:
+            self._mover.load(meta.chunks)
+
+    def _begin_transfers(self, transfers: Transfers, meta: SchedulerMeta) -> None:
         for peer, cards in meta.connects.items():
             transfers.connect(peer, cards)
         for peer in meta.disconnects:
@@ -114,24 +129,23 @@ class WorkerHalf:
             )
 
     def save(self, meta: SchedulerMeta) -> None:
-        """Copy prompts that this step completed to the host buffer, if there is one."""
+        """The step has computed what it was to: keep what is to be kept of it."""
         for tables, tokens in meta.saves:
             if self._host is not None:
                 span = Span(0, tokens, tokens + 1)
-                self._host.save(self._running()[1].groups, self._needed(span, tables))
+                self._host.save(self._described().groups, self._needed(span, tables))
+        if self._mover is not None and meta.chunks.stores:
+            self._mover.store(meta.chunks, compat.after_forward())
 
     def results(self) -> compat.KVConnectorTransferResults:
         """What has come to an end, for the engine; details go to the scheduler half with `take_meta`."""
-        transfers, _ = self._running()
-        for result in transfers.results():
-            self._results[result.key] = result
-            self._loads.landed(result.key, result.failure)
+        self._hear()
         settled = self._loads.settle()
         received, failed = set(), set()
         for key, failure in settled.reported.items():
             order = self._orders[key]
-            if failure is None and self._host is not None:
-                self._host.load(self._running()[1].groups, self._needed(order.span, order.dst_tables))
+            if failure is None and self._host is not None and isinstance(order, LoadOrder):
+                self._host.load(self._described().groups, self._needed(order.span, order.dst_tables))
             received.add(order.request_id)
             if failure is not None:
                 failed.add(order.request_id)
@@ -144,24 +158,37 @@ class WorkerHalf:
         sent, self._sent = self._sent, set()
         return compat.KVConnectorTransferResults(sent, received, failed)
 
+    def _hear(self) -> None:
+        """What the threads have done."""
+        for result in self._transfers.results() if self._transfers is not None else ():
+            self._results[result.key] = result
+            self._loads.landed(result.key, result.failure)
+        if self._mover is not None:
+            for moved in self._mover.moved():
+                self._meta.moved[moved.key] = MovedByAll.of(moved)
+            for end in self._mover.ended():
+                self._loads.landed(end.key, end.failure)
+
     def take_meta(self) -> WorkerMeta | None:
         """What the scheduler half is to know of this step."""
         meta, self._meta = self._meta, WorkerMeta()
         return meta or None
 
     def shutdown(self) -> None:
-        """End the transfers."""
+        """End all threads."""
         if self._transfers is not None:
             self._transfers.close()
             self._transfers = None
+        if self._mover is not None:
+            self._mover.close()
+            self._mover = None
 
-    def _running(self) -> tuple[Transfers, RankGeometry]:
-        assert self._transfers is not None, "start comes first"
-        assert self._geometry is not None
-        return self._transfers, self._geometry
+    def _described(self) -> RankGeometry:
+        assert self._geometry is not None, "start comes first"
+        return self._geometry
 
     def _needed(self, span: Span, tables: BlockIds) -> list[Int64s]:
-        groups = self._running()[1].groups
+        groups = self._described().groups
         return [
             blocks_needed(group.kind, group.reach, group.block_tokens, span, table)
             for group, table in zip(groups, _arrays(tables), strict=True)

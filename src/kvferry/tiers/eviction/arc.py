@@ -15,38 +15,18 @@ Simplified against the paper:
 
 from __future__ import annotations
 
-from kvferry.tiers.eviction.base import check_admission
-from kvferry.tiers.eviction.queue import ByteQueue, check_disjoint
+from kvferry.tiers.eviction.base import Policy
+from kvferry.tiers.eviction.queue import ByteQueue
 
 
-class ARC:
+class ARC(Policy):
     """A scan passes through `recent` and leaves `frequent` alone."""
 
     def __init__(self, capacity_bytes: int) -> None:
-        self.capacity_bytes = capacity_bytes
         self._target = 0.0
-        self._recent, self._frequent = ByteQueue(), ByteQueue()
-        self._recent_ghosts, self._frequent_ghosts = ByteQueue(), ByteQueue()
-
-    @property
-    def used_bytes(self) -> int:
-        """As of `Policy`."""
-        return self._recent.total + self._frequent.total
-
-    def __len__(self) -> int:
-        """As of `Policy`."""
-        return len(self._recent) + len(self._frequent)
-
-    def __contains__(self, key: object) -> bool:
-        """As of `Policy`."""
-        return key in self._recent or key in self._frequent
-
-    def admit(self, key: bytes, size: int) -> None:
-        """As of `Policy`."""
-        check_admission(self, key, size)
-        again = self._learn(key, size)
-        (self._frequent if again else self._recent).push(key, size)
-        self._trim()
+        self._recent, self._frequent = homes = ByteQueue(), ByteQueue()
+        self._recent_ghosts, self._frequent_ghosts = ghosts = ByteQueue(), ByteQueue()
+        super().__init__(capacity_bytes, homes, ghosts)
 
     def touch(self, key: bytes) -> None:
         """As of `Policy`."""
@@ -54,18 +34,6 @@ class ARC:
             self._recent.move(key, self._frequent)
         else:
             self._frequent.renew(key)
-
-    def pin(self, key: bytes) -> None:
-        """As of `Policy`."""
-        self._home(key).pin(key)
-
-    def unpin(self, key: bytes) -> None:
-        """As of `Policy`."""
-        self._home(key).unpin(key)
-
-    def remove(self, key: bytes) -> None:
-        """As of `Policy`."""
-        self._home(key).remove(key)
 
     def evict(self) -> bytes | None:
         """As of `Policy`: REPLACE of the paper."""
@@ -82,23 +50,18 @@ class ARC:
 
     def check_integrity(self) -> None:
         """As of `Policy`."""
-        check_disjoint(
-            recent=self._recent,
-            frequent=self._frequent,
-            recent_ghosts=self._recent_ghosts,
-            frequent_ghosts=self._frequent_ghosts,
-        )
+        super().check_integrity()
         recent = self._recent.total + self._recent_ghosts.total
         everything = recent + self._frequent.total + self._frequent_ghosts.total
-        if self.used_bytes > self.capacity_bytes:
-            raise AssertionError(f"{self.used_bytes} bytes are admitted, capacity is {self.capacity_bytes}")
         if recent > self.capacity_bytes or everything > 2 * self.capacity_bytes:
             raise AssertionError(f"T1 + B1 are {recent} bytes, all {everything}, of {self.capacity_bytes}")
         if not 0 <= self._target <= self.capacity_bytes:
             raise AssertionError(f"target {self._target} is outside the capacity {self.capacity_bytes}")
 
-    def _home(self, key: bytes) -> ByteQueue:
-        return self._recent if key in self._recent else self._frequent
+    def _place(self, key: bytes, size: int) -> None:
+        again = self._learn(key, size)
+        (self._frequent if again else self._recent).push(key, size)
+        self._trim()
 
     def _learn(self, key: bytes, size: int) -> bool:
         """Move the target if the key has a ghost, which ends; returns whether it had."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 
 class ByteQueue:
@@ -83,16 +84,16 @@ class ByteQueue:
             raise AssertionError(f"{len(both)} keys are pinned and in the queue")
 
 
-def check_disjoint(**queues: ByteQueue) -> None:
+def check_disjoint(queues: Iterable[ByteQueue]) -> None:
     """Every key is in one of the queues only, and each is sound.
 
     Raises:
-        AssertionError: names the two queues.
+        AssertionError: otherwise.
     """
-    seen: dict[bytes, str] = {}
-    for name, queue in queues.items():
+    seen: set[bytes] = set()
+    for queue in queues:
         queue.check_integrity()
         for key in (*queue._loose, *queue._pinned):  # noqa: SLF001 - one idea in one file
             if key in seen:
-                raise AssertionError(f"key {key.hex()} is in {seen[key]} and in {name}")
-            seen[key] = name
+                raise AssertionError(f"key {key.hex()} is in two queues")
+            seen.add(key)

@@ -17,60 +17,30 @@ Simplified against the paper:
 
 from __future__ import annotations
 
-from kvferry.tiers.eviction.base import check_admission
-from kvferry.tiers.eviction.queue import ByteQueue, check_disjoint
+from kvferry.tiers.eviction.base import Policy
+from kvferry.tiers.eviction.queue import ByteQueue
 
 _SMALL_SHARE = 10
 """The small queue has one part in so many of the bytes."""
 _MOST_USES, _PROMOTED_FROM = 3, 2
 
 
-class S3FIFO:
+class S3FIFO(Policy):
     """A scan passes through the small queue and leaves main alone."""
 
     def __init__(self, capacity_bytes: int) -> None:
-        self.capacity_bytes = capacity_bytes
         self._small_bytes = capacity_bytes // _SMALL_SHARE
         self._small, self._main, self._ghosts = ByteQueue(), ByteQueue(), ByteQueue()
         self._uses: dict[bytes, int] = {}
-
-    @property
-    def used_bytes(self) -> int:
-        """As of `Policy`."""
-        return self._small.total + self._main.total
-
-    def __len__(self) -> int:
-        """As of `Policy`."""
-        return len(self._uses)
-
-    def __contains__(self, key: object) -> bool:
-        """As of `Policy`."""
-        return key in self._uses
-
-    def admit(self, key: bytes, size: int) -> None:
-        """As of `Policy`."""
-        check_admission(self, key, size)
-        known = key in self._ghosts
-        if known:
-            self._ghosts.remove(key)
-        (self._main if known else self._small).push(key, size)
-        self._uses[key] = 0
+        super().__init__(capacity_bytes, [self._small, self._main], [self._ghosts])
 
     def touch(self, key: bytes) -> None:
         """As of `Policy`."""
         self._uses[key] = min(self._uses[key] + 1, _MOST_USES)
 
-    def pin(self, key: bytes) -> None:
-        """As of `Policy`."""
-        self._home(key).pin(key)
-
-    def unpin(self, key: bytes) -> None:
-        """As of `Policy`."""
-        self._home(key).unpin(key)
-
     def remove(self, key: bytes) -> None:
         """As of `Policy`."""
-        self._home(key).remove(key)
+        super().remove(key)
         del self._uses[key]
 
     def evict(self) -> bytes | None:
@@ -84,18 +54,18 @@ class S3FIFO:
 
     def check_integrity(self) -> None:
         """As of `Policy`."""
-        check_disjoint(small=self._small, main=self._main, ghosts=self._ghosts)
-        if self.used_bytes > self.capacity_bytes:
-            raise AssertionError(f"{self.used_bytes} bytes are admitted, capacity is {self.capacity_bytes}")
+        super().check_integrity()
         if self._ghosts.total > self.capacity_bytes - self._small_bytes:
             raise AssertionError(f"ghosts stand for {self._ghosts.total} bytes of {self.capacity_bytes}")
-        if len(self._uses) != len(self._small) + len(self._main) or any(
-            key not in self._small and key not in self._main for key in self._uses
-        ):
+        if len(self._uses) != len(self) or any(key not in self for key in self._uses):
             raise AssertionError("uses are counted of other keys than those in the queues")
 
-    def _home(self, key: bytes) -> ByteQueue:
-        return self._small if key in self._small else self._main
+    def _place(self, key: bytes, size: int) -> None:
+        known = key in self._ghosts
+        if known:
+            self._ghosts.remove(key)
+        (self._main if known else self._small).push(key, size)
+        self._uses[key] = 0
 
     def _evict_small(self) -> bytes | None:
         """The oldest of the small queue moves to main or goes; returns it if it goes."""

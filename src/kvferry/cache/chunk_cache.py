@@ -1,0 +1,287 @@
+"""The tiered cache of one engine, for the thread that schedules: chunks by key, in host memory and behind it.
+
+Host memory is where every chunk passes: ranks copy between it and their blocks, threads copy between it and
+storage.
+
+    store   reserve ─▶ (ranks copy) ─▶ filled ─▶ in host memory, and owed to every slow tier (`writing`)
+    load    fetch ─▶ each chunk held where it is, or read from the first tier that has it, which keeps it
+            in host memory and owes it to faster tiers (promotion) ─▶ ready ─▶ (ranks copy) ─▶ close
+
+Nothing here blocks, and nothing raises for what a tier does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.cache.fetch import Fetch, Want
+from kvferry.cache.tier_queue import Read
+from kvferry.cache.writing import Behind, Writing
+from kvferry.geometry.canonical import CanonicalGroup
+from kvferry.tiers.counters import HostCounters
+from kvferry.tiers.format import Group
+from kvferry.tiers.host import HostTier, Slot
+from kvferry.tiers.image import group_of
+from kvferry.tiers.outcome import Get
+
+HOST = "host"
+
+
+@dataclass(slots=True)
+class CacheCounts:
+    """What the cache has done, besides what each tier counts.
+
+    Attributes:
+        stored: chunks that ranks have filled.
+        failed: chunks that they could not.
+        fetched: chunks that loads took, by tier.
+        missed: chunks that a tier should have had and did not give, by tier and reason.
+    """
+
+    stored: int = 0
+    failed: int = 0
+    fetched: Counter[str] = field(default_factory=Counter)
+    missed: Counter[tuple[str, Get]] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """A chunk that is being read into host memory.
+
+    Attributes:
+        slot: where to.
+        group: what it is as a file.
+        source: number of the tier that it is read from.
+        others: tiers that are asked next.
+        waiting: fetches that want it.
+    """
+
+    slot: Slot
+    group: Group
+    source: int
+    others: list[int]
+    waiting: list[Fetch]
+
+
+class ChunkCache:
+    """See the module. Not thread-safe.
+
+    Attributes:
+        counts: what it has done.
+        writing: what every slow tier is owed, the fastest first.
+    """
+
+    def __init__(
+        self,
+        host: HostTier,
+        body: Callable[[int, int], memoryview],
+        groups: Sequence[CanonicalGroup],
+        behind: Sequence[Behind] = (),
+    ) -> None:
+        """Begin with what the slow tiers have.
+
+        Args:
+            host: empty, from here on nobody else's.
+            body: memory of the arena by offset and size in bytes, writable.
+            groups: what chunks hold.
+            behind: slow tiers, the fastest first; taken over.
+        """
+        self.counts = CacheCounts()
+        self._host = host
+        self._memory, self._groups = body, tuple(groups)
+        self._files: dict[tuple[int, int], Group] = {}
+        self.writing = tuple(Writing(one, host, self._body) for one in behind)
+        self._queues = [one.queue for one in behind]
+        self._incoming: dict[bytes, _Incoming] = {}
+        self._fetches: list[Fetch] = []
+
+    @property
+    def busy(self) -> bool:
+        """Coming steps have something to do: chunks come, or are to be written."""
+        return bool(self._fetches or self._incoming) or any(writing.due for writing in self.writing)
+
+    @property
+    def host_counters(self) -> HostCounters:
+        """What host memory has taken, given and let go."""
+        return self._host.counters
+
+    def at_hand(self, keys: Sequence[bytes], without: Iterable[str] = ()) -> npt.NDArray[np.bool_]:
+        """Which chunks could be loaded now: bool of shape (len(keys),).
+
+        Args:
+            keys: of chunks.
+            without: names of tiers that are not asked.
+        """
+        found = self._host.contains(keys)
+        for queue in self._queues:
+            if queue.name not in without:
+                found |= queue.known(keys)
+        return found
+
+    def reserve(self, key: bytes, group: int) -> Slot | None:
+        """Room for a chunk that ranks will fill; None if there is none, which is counted."""
+        return self._host.reserve(key, group)
+
+    def filled(self, slot: Slot, tokens: int, failure: str | None) -> None:
+        """Ranks have filled a slot, or could not, and touch it no more.
+
+        Args:
+            slot: of `reserve`.
+            tokens: that the chunk holds; 0 of a snapshot.
+            failure: why they could not, None if they have.
+        """
+        if failure is not None:
+            self.counts.failed += 1
+            self._host.abort(slot)
+        elif self._host.commit(slot):
+            self.counts.stored += 1
+            for writing in self.writing:
+                writing.owe(slot.key, self._file(slot.group, tokens))
+
+    def fetch(self, wants: Iterable[Want]) -> Fetch:
+        """Bring chunks to host memory and hold them there; `poll` goes on with what this returns.
+
+        What is in host memory is held first, before room for others is made there.
+        """
+        fetch = Fetch()
+        for want in wants:
+            slot = self._host.open(want.key)
+            if slot is None:
+                fetch.left.append(want)
+            else:
+                self._give(fetch, want, slot, HOST)
+        self._fetches.append(fetch)
+        self._advance(fetch)
+        return fetch
+
+    def close(self, slot: Slot) -> None:
+        """A load is done with a chunk that it had."""
+        self._host.close(slot)
+
+    def cancel(self, fetch: Fetch) -> None:
+        """Nothing more is wanted: what was held is let go; what is being read is kept when it comes."""
+        for _, slot in fetch.take():
+            self._host.close(slot)
+        fetch.left.clear()
+        fetch.coming.clear()
+
+    def awaited(self, fetch: Fetch) -> set[str]:
+        """Names of the tiers that have not answered a fetch yet."""
+        return {self._queues[self._incoming[key].source].name for key in fetch.coming}
+
+    def origin(self, fetch: Fetch) -> str:
+        """The slowest tier that a fetch asks so far; host memory if none."""
+        asked = self.awaited(fetch) | fetch.tiers
+        return next((queue.name for queue in reversed(self._queues) if queue.name in asked), HOST)
+
+    def poll(self) -> None:
+        """Hear what threads have done, and give them more to do; once per step."""
+        for queue, writing in zip(self._queues, self.writing, strict=True):
+            for done in queue.done():
+                if isinstance(done, Read):
+                    self._came(done.key, done.what)
+                else:
+                    writing.wrote(done.key)
+        for fetch in self._fetches:
+            self._advance(fetch)
+        self._fetches = [fetch for fetch in self._fetches if not fetch.over]
+        for writing in self.writing:
+            writing.pump()
+
+    def clear(self) -> None:
+        """Forget what is in host memory, and what is owed of it; slow tiers keep what they have."""
+        self._host.clear()
+        for writing in self.writing:
+            writing.forget()
+
+    def shutdown(self, patience_seconds: float) -> None:
+        """Write what is owed, as long as that takes no longer than this, and end all threads."""
+        for writing in self.writing:
+            writing.flush()
+        for queue in self._queues:
+            queue.close(patience_seconds)
+
+    def _body(self, slot: Slot) -> memoryview:
+        return self._memory(slot.offset, self._groups[slot.group].chunk_bytes)
+
+    def _file(self, group: int, tokens: int) -> Group:
+        """What a chunk of so many tokens is as a file."""
+        if (group, tokens) not in self._files:
+            self._files[group, tokens] = group_of(self._groups[group], tokens)
+        return self._files[group, tokens]
+
+    def _advance(self, fetch: Fetch) -> None:
+        """Look for chunks as far as there is room for them."""
+        while fetch.left and fetch.failure is None and self._bring(fetch, fetch.left[0]):
+            fetch.left.popleft()
+
+    def _bring(self, fetch: Fetch, want: Want) -> bool:
+        """Hold a chunk that is here, or have it read; False if there is no room for it yet."""
+        if incoming := self._incoming.get(want.key):
+            incoming.waiting.append(fetch)
+            fetch.coming[want.key] = want
+        elif (slot := self._host.hold(want.key)) is not None:
+            self._give(fetch, want, slot, HOST)
+        elif sources := [n for n, queue in enumerate(self._queues) if queue.known([want.key])[0]]:
+            slot = self._host.reserve(want.key, want.group)
+            if slot is None:
+                return False
+            group = self._file(want.group, want.tokens)
+            incoming = _Incoming(slot, group, sources[0], sources[1:], [fetch])
+            self._incoming[want.key] = incoming
+            fetch.coming[want.key] = want
+            self._read(incoming)
+        else:
+            fetch.failure = "a chunk has gone since it was offered"
+        return True
+
+    def _read(self, incoming: _Incoming) -> None:
+        slot = incoming.slot
+        self._queues[incoming.source].read(slot.key, incoming.group, self._body(slot))
+
+    def _came(self, key: bytes, what: Get) -> None:
+        """A tier has given a chunk, or has not."""
+        incoming = self._incoming[key]
+        name = self._queues[incoming.source].name
+        if what is Get.HIT:
+            del self._incoming[key]
+            self._keep(incoming, name)
+            return
+        self.counts.missed[name, what] += 1
+        if what is Get.IO_ERROR:
+            for fetch in incoming.waiting:
+                fetch.failed.add(name)
+        if incoming.others:
+            incoming.source = incoming.others.pop(0)
+            self._read(incoming)
+            return
+        del self._incoming[key]
+        self._host.abort(incoming.slot)
+        self._fail(incoming, f"a chunk of the {name} tier: {what}")
+
+    def _keep(self, incoming: _Incoming, name: str) -> None:
+        key = incoming.slot.key
+        if not self._host.commit(incoming.slot):
+            self._fail(incoming, "the cache was reset")
+            return
+        for writing in self.writing[: incoming.source]:
+            writing.owe(key, incoming.group)
+        for fetch in incoming.waiting:
+            want, slot = fetch.coming.pop(key, None), None
+            if want is not None and (slot := self._host.hold(key)) is not None:
+                self._give(fetch, want, slot, name)
+
+    def _give(self, fetch: Fetch, want: Want, slot: Slot, name: str) -> None:
+        fetch.ready.append((want, slot))
+        fetch.tiers.add(name)
+        self.counts.fetched[name] += 1
+
+    def _fail(self, incoming: _Incoming, why: str) -> None:
+        for fetch in incoming.waiting:
+            if fetch.coming.pop(incoming.slot.key, None) is not None:
+                fetch.failure = fetch.failure or why

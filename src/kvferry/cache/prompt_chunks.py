@@ -1,0 +1,102 @@
+"""The chunks of one request, by group: what they are kept under, and how far a prefix is at hand.
+
+A chunk of a group is kept under the chunk's key (`keys.chunk`) with its last byte replaced by the group's
+number: 248 bits of digest are left, and one mapping or directory holds all groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.cache.fetch import Want
+from kvferry.geometry import GroupKind
+from kvferry.geometry.canonical import CanonicalGroup
+from kvferry.keys.chunk import ChunkKeys
+from kvferry.planning.coverage import Coverage, Cut, coverage, to_load
+
+AtHand = Callable[[Sequence[bytes]], npt.NDArray[np.bool_]]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a look-up came to.
+
+    Attributes:
+        cut: how the prompt was cut.
+        coverage: how far it is at hand.
+    """
+
+    cut: Cut
+    coverage: Coverage
+
+
+class PromptChunks:
+    """See the module. Not thread-safe.
+
+    Attributes:
+        keys: of the request; extended as it grows.
+    """
+
+    def __init__(self, groups: Sequence[CanonicalGroup], keys: ChunkKeys) -> None:
+        self.keys = keys
+        self._groups = tuple(groups)
+        self._of_group: list[list[bytes]] = [[] for _ in groups]
+
+    @property
+    def tails(self) -> bool:
+        """Whether a prefix may end inside a chunk: a state is kept at its end only."""
+        return all(group.kind is not GroupKind.STATE for group in self._groups)
+
+    def key(self, group: int, number: int) -> bytes:
+        """Of a whole chunk."""
+        return self._whole(group)[number]
+
+    def tail(self, group: int, tokens: int) -> bytes:
+        """Of what lies between the last boundary before `tokens` and `tokens`."""
+        return _of_group(self.keys.at(tokens), group)
+
+    def look_up(self, tokens: int, have: int, at_hand: AtHand) -> Found:
+        """The longest prefix that can be continued from.
+
+        Args:
+            tokens: of the request, all of which the keys know.
+            have: tokens that the engine has.
+            at_hand: which keys could be loaded.
+        """
+        whole, rest = divmod(tokens, self.keys.chunk_tokens)
+        ends_inside = rest > 0 and self.tails
+        cut = Cut(
+            tokens if ends_inside else whole * self.keys.chunk_tokens, self.keys.chunk_tokens, tokens, have
+        )
+        rows = [
+            self._whole(group)[:whole] + ([self.tail(group, tokens)] if ends_inside else [])
+            for group in range(len(self._groups))
+        ]
+        found = at_hand([key for row in rows for key in row]).reshape(len(rows), cut.chunks)
+        return Found(cut, coverage(self._groups, cut, found))
+
+    def wants(self, found: Found, tokens: int) -> Iterator[Want]:
+        """The chunks that a prefix of `tokens` takes, by number, so that the first come first."""
+        numbers = to_load(self._groups, found.cut, tokens)
+        each = [(int(number), group) for group, of in enumerate(numbers) for number in of]
+        size = self.keys.chunk_tokens
+        for number, group in sorted(each):
+            last = min((number + 1) * size, tokens)
+            state = self._groups[group].kind is GroupKind.STATE
+            whole = last == (number + 1) * size
+            key = self.key(group, number) if whole else self.tail(group, last)
+            yield Want(group, number, key, 0 if state else last - number * size)
+
+    def _whole(self, group: int) -> list[bytes]:
+        keys = self._of_group[group]
+        if len(keys) * self.keys.chunk_tokens + self.keys.chunk_tokens <= len(self.keys):
+            keys += [_of_group(key, group) for key in self.keys.chunks(len(keys))]
+        return keys
+
+
+def _of_group(key: bytes, group: int) -> bytes:
+    return key[:-1] + bytes((group,))

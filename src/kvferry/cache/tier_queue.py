@@ -1,0 +1,195 @@
+"""A slow tier and the threads that wait for it, so that nobody else does.
+
+The engine's thread gives orders and takes what became of them. Threads that hang in a mount hang alone: when
+operations are under way and none has ended for `STUCK_SECONDS`, the tier is *stuck*, and is asked for nothing
+more until one ends. What an operation reads or writes belongs to it until it is over, however long that is.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.tiers.format import Group
+from kvferry.tiers.outcome import Get, Put
+from kvferry.tiers.slow import SlowTier
+
+logger = logging.getLogger(__name__)
+
+STUCK_SECONDS = 5.0
+REFRESH_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wrote:
+    """A store has come to its end; nothing reads its memory any more."""
+
+    key: bytes
+    what: Put
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A fetch has come to its end; nothing writes its memory any more."""
+
+    key: bytes
+    what: Get
+
+
+Done: TypeAlias = Wrote | Read
+
+
+class TierQueue:
+    """See the module. Methods are for one thread, the engine's.
+
+    Attributes:
+        name: of the tier.
+        writing, reading: operations that have not ended.
+    """
+
+    def __init__(
+        self,
+        tier: SlowTier,
+        readers: int = 8,
+        writers: int = 4,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start the threads.
+
+        Args:
+            tier: taken over, closed with us.
+            readers, writers: how many threads for each.
+            clock: seconds.
+        """
+        self.name = tier.name
+        self.tier = tier
+        self.writing = self.reading = 0
+        self._most_writes = 4 * writers
+        self._clock = clock
+        self._began_at = clock()
+        self._done: deque[Done] = deque()
+        self._closing = threading.Event()
+        self._reads, self._writes = (
+            _Threads(readers, f"{tier.name}-read"),
+            _Threads(writers, f"{tier.name}-write"),
+        )
+        self._refresher = threading.Thread(
+            target=self._refresh, name=f"kvferry-{tier.name}-refresh", daemon=True
+        )
+        self._refresher.start()
+
+    def known(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """Which of `keys` can be asked for now: none of a tier that is stuck."""
+        return np.zeros(len(keys), np.bool_) if self.stuck else self.tier.known(keys)
+
+    @property
+    def stuck(self) -> bool:
+        """Operations are under way, and none has ended for a while."""
+        return self.reading + self.writing > 0 and self._clock() - self._began_at > STUCK_SECONDS
+
+    @property
+    def can_write(self) -> bool:
+        """There is room for another store. Where there is none, the tier is slower than what it is given."""
+        return self.writing < self._most_writes
+
+    def read(self, key: bytes, group: Group, into: memoryview) -> None:
+        """Fetch a chunk; `into` is the fetch's until it has ended."""
+        self._begin()
+        self.reading += 1
+        self._reads.put(partial(self._read, key, group, into))
+
+    def write(self, key: bytes, group: Group, body: memoryview) -> None:
+        """Store a chunk; `body` is the store's until it has ended."""
+        self._begin()
+        self.writing += 1
+        self._writes.put(partial(self._write, key, group, body))
+
+    def done(self) -> list[Done]:
+        """What has ended since the last call."""
+        found: list[Done] = []
+        while self._done:
+            found.append(self._done.popleft())
+        for one in found:
+            if isinstance(one, Read):
+                self.reading -= 1
+            else:
+                self.writing -= 1
+        if found:
+            self._began_at = self._clock()
+        return found
+
+    def close(self, patience_seconds: float) -> None:
+        """End the threads: stores that were given are written, as long as that takes no longer than this."""
+        self._closing.set()
+        ends = time.monotonic() + patience_seconds
+        idle = [threads.close(ends) for threads in (self._writes, self._reads)]
+        self._refresher.join(max(ends - time.monotonic(), 0))
+        if all(idle) and not self._refresher.is_alive():
+            self.tier.close()
+        else:
+            logger.warning("%s tier: still busy after %g s, left behind", self.name, patience_seconds)
+
+    def _begin(self) -> None:
+        if not self.reading + self.writing:
+            self._began_at = self._clock()
+
+    def _read(self, key: bytes, group: Group, into: memoryview) -> None:
+        try:
+            what = self.tier.get(key, group, into)
+        except Exception:
+            logger.exception("%s tier: fetch of %s", self.name, key.hex())
+            what = Get.IO_ERROR
+        self._done.append(Read(key, what))
+
+    def _write(self, key: bytes, group: Group, body: memoryview) -> None:
+        try:
+            what = self.tier.put(key, group, body)
+        except Exception:
+            logger.exception("%s tier: store of %s", self.name, key.hex())
+            what = Put.IO_ERROR
+        self._done.append(Wrote(key, what))
+
+    def _refresh(self) -> None:
+        while not self._closing.wait(REFRESH_SECONDS):
+            try:
+                self.tier.refresh()
+            except Exception:
+                logger.exception("%s tier: refresh", self.name)
+
+
+class _Threads:
+    """Daemon threads over one queue: one that hangs does not keep the process from ending."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"kvferry-{name}-{number}", daemon=True)
+            for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def close(self, ends: float) -> bool:
+        """End once the queue is empty; whether they did by then (seconds of `time.monotonic`)."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(max(ends - time.monotonic(), 0))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()

@@ -1,0 +1,209 @@
+"""Which source serves a request: bids are taken, loads seen to their end, and failures lead to the next bid.
+
+One `_Wish` per request that some source might serve:
+
+    OPEN ─admitted with blocks─▶ LOADING ─all workers ready─▶ SERVED
+      │                             └─failed or late─▶ (struck out) OPEN ─▶ …
+      └─nothing to load─▶ SERVED ─preempted, admitted anew─▶ OPEN
+
+Blocks being written are pinned in the engine's pool until every worker says that nothing is in flight,
+whatever became of the request meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from kvferry.cache.bids import Bid, Bidding
+from kvferry.cache.pins import Pins
+from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.meta import BlockIds, Report, SchedulerMeta, WorkerMeta
+from kvferry.engines.vllm.source import Load, Source
+from kvferry.geometry import GroupKind
+from kvferry.planning.select import Span
+
+
+class _State(Enum):
+    OPEN = "open"
+    LOADING = "loading"
+    SERVED = "served"
+
+
+@dataclass(slots=True)
+class _Wish:
+    """A request, and where it stands."""
+
+    bidding: Bidding
+    sources: tuple[Source, ...]
+    state: _State = _State.OPEN
+    taken: tuple[Source, Bid, int] | None = None
+    load: Load | None = None
+
+
+class Admission:
+    """See the module. The engine's thread calls it.
+
+    Attributes:
+        pins: destinations of loads.
+    """
+
+    def __init__(
+        self,
+        kv_cache_config: Any,
+        kinds: tuple[GroupKind, ...],
+        pins: Pins[Any],
+        pool: Any,
+        workers: int,
+        attempts: int,
+        sources: Sequence[Source],
+    ) -> None:
+        """Begin.
+
+        Args:
+            kv_cache_config: vLLM's.
+            kinds: of its groups.
+            pins: shared with the sources, which look at what late loads hold.
+            pool: the engine's block pool.
+            workers: how many report a load.
+            attempts: loads of a request.
+            sources: asked in this order; the first of equal bids is taken.
+        """
+        self.pins = pins
+        self._groups, self._kinds = kv_cache_config.kv_cache_groups, kinds
+        self._pool, self._workers, self._attempts = pool, workers, attempts
+        self._sources = tuple(sources)
+        self._wishes: dict[str, _Wish] = {}
+        self._loads: dict[str, tuple[Source, Load]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        """Requests that a source might serve, or has served."""
+        return len(self._wishes)
+
+    def on_new_request(self, request: Any) -> None:
+        """Ask the sources which of them may serve a request."""
+        bidding = Bidding(self._attempts)
+        sources = tuple(source for source in self._sources if source.arrived(request, bidding))
+        if sources:
+            self._wishes[request.request_id] = _Wish(bidding, sources)
+
+    def matched(self, request: Any, have: int) -> int | None:
+        """Tokens that can be loaded beyond `have`; None while that is not known yet."""
+        wish = self._wishes.get(request.request_id)
+        if wish is None or wish.state is _State.LOADING:
+            return 0
+        wish.state = _State.OPEN
+        bids = [(source, bid) for source in wish.sources if (bid := source.bid(request, have)) is not None]
+        best = wish.bidding.best([bid for _, bid in bids])
+        if best is None:
+            return 0
+        if best.looking:
+            return None
+        wish.taken = next((source, bid, have) for source, bid in bids if bid is best)
+        return best.tokens
+
+    def allocated(self, request: Any, blocks: Any, external: int) -> None:
+        """The request has blocks; `external` tokens are to be loaded into them, or none."""
+        wish = self._wishes.get(request.request_id)
+        if wish is None or wish.state is not _State.OPEN:
+            return
+        if external == 0 or wish.taken is None:
+            self._settle(request.request_id, wish)
+            return
+        source, bid, have = wish.taken
+        total = have + bid.tokens
+        span = Span(total - external, total, request.num_tokens)
+        self._count += 1
+        wish.load = Load(
+            f"{request.request_id}#{self._count}",
+            request.request_id,
+            bid.source,
+            span,
+            self._tables(blocks.get_block_ids(), span),
+            time.monotonic(),
+        )
+        wish.state, wish.taken = _State.LOADING, None
+        wish.bidding.take()
+        self._loads[wish.load.key] = source, wish.load
+        self._pin(wish.load, blocks.blocks)
+        source.begin(wish.load, request)
+
+    def origin(self, request_id: str) -> str:
+        """Where the load comes from that a request waits for: ``peer``, or a tier's name."""
+        wish = self._wishes[request_id]
+        assert wish.load is not None
+        source, load = self._loads[wish.load.key]
+        return source.origin(load)
+
+    def finished(self, request_id: str) -> None:
+        """The request has ended, whichever way: nothing more is wanted for it."""
+        wish = self._wishes.pop(request_id, None)
+        if wish is None:
+            return
+        if wish.state is _State.LOADING and wish.load is not None:
+            self.pins.late(wish.load.key)
+            self._loads[wish.load.key][0].dropped(wish.load)
+        self._settle(request_id, wish)
+        for source in wish.sources:
+            source.finished(request_id)
+
+    def hand_over(self, meta: SchedulerMeta) -> None:
+        """Give the workers what has been decided since the last step."""
+        for source in self._sources:
+            source.hand_over(meta)
+
+    def take_reports(self, meta: WorkerMeta) -> None:
+        """Hear how loads ended, and give back the blocks of which nothing is in flight."""
+        for key, report in meta.reports.items():
+            self._report(key, report, meta.reported.get(key, 1))
+        for key, workers in meta.released.items():
+            if blocks := self.pins.landed(key, workers):
+                self._pool.free_blocks(reversed(blocks))
+
+    def _report(self, key: str, report: Report, workers: int) -> None:
+        if report.late:
+            self.pins.late(key)
+        source, load = self._loads[key]
+        if load.hear(report, workers) < self._workers:
+            return
+        del self._loads[key]
+        wish = self._wishes.get(load.request_id)
+        if wish is None or wish.load is not load:
+            return
+        whole = load.whole()
+        wish.state, wish.load = _State.OPEN, None
+        source.ended(load, whole)
+        if whole.failure is None:
+            wish.bidding.succeeded()
+            self._settle(load.request_id, wish)
+
+    def _settle(self, request_id: str, wish: _Wish) -> None:
+        wish.state = _State.SERVED
+        for source in wish.sources:
+            source.settled(request_id)
+
+    def _pin(self, load: Load, blocks: Sequence[Sequence[Any]]) -> None:
+        """Take a reference to every block that the load may write."""
+        held = [
+            block
+            for kind, group, of_group in zip(self._kinds, self._groups, blocks, strict=True)
+            for block in of_group[
+                0 if kind is GroupKind.STATE else load.span.have // group.kv_cache_spec.block_size :
+            ]
+            if not block.is_null
+        ]
+        self._pool.touch(held)
+        self.pins.hold(load.key, load.source, held)
+
+    def _tables(self, block_ids: BlockIds, span: Span) -> BlockIds:
+        """Our block tables; a state group's only the block that will hold the snapshot."""
+        return tuple(
+            [ids[compat.state_position(group.kv_cache_spec, span.total)]]
+            if kind is GroupKind.STATE
+            else list(ids)
+            for kind, group, ids in zip(self._kinds, self._groups, block_ids, strict=True)
+        )

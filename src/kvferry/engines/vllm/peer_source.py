@@ -1,0 +1,208 @@
+"""The source that is another engine: prompts it has computed and keeps for us under a lease.
+
+One `_Pull` per request that came with an offer. Its lease is kept alive from arrival on, and released once:
+when the request has been served, is computed after all, or this peer is struck out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.cache.bids import Bid, Bidding
+from kvferry.cache.pins import Pins
+from kvferry.engines.vllm.meta import LoadOrder, Report, SchedulerMeta
+from kvferry.engines.vllm.offer import Offer, not_of_peer, not_of_prompt, read_offer
+from kvferry.engines.vllm.refusals import Refusals
+from kvferry.engines.vllm.source import Load
+from kvferry.engines.vllm.stats import TransferStats
+from kvferry.engines.vllm.transfer_log import TransferLog
+from kvferry.errors import ProtocolError
+from kvferry.transport.control_client import ControlClient
+from kvferry.transport.handshake import Address, Known, Looking, NotUsable
+
+UNUSED_SECONDS = 600.0
+"""When workers forget a peer that nothing is read from: it may be gone. Meeting it again is cheap."""
+
+
+@dataclass(slots=True)
+class _Pull:
+    """One request's offer on its way into this engine."""
+
+    offer: Offer
+    bidding: Bidding
+    settled: bool = False
+
+    @property
+    def address(self) -> Address:
+        """Of the producer's control channel."""
+        return self.offer.remote_host, self.offer.remote_port
+
+    @property
+    def lease(self) -> tuple[Address, str]:
+        """Whose lease, and its name there."""
+        return self.address, self.offer.remote_request_id
+
+    @property
+    def incarnation(self) -> int:
+        """Which run of the producer made the offer."""
+        return self.offer.remote_lease.incarnation
+
+    @property
+    def peer(self) -> str:
+        """Name under which workers know the peer: this run of this engine."""
+        host, port = self.address
+        return f"{self.offer.remote_engine_id}@{host}:{port}#{self.incarnation:x}"
+
+
+class PeerSource:
+    """See the module.
+
+    Attributes:
+        stats: of the loads that have ended; whoever takes them puts empty ones in their place.
+    """
+
+    def __init__(
+        self,
+        client: ControlClient,
+        pins: Pins[Any],
+        log: TransferLog,
+        refusals: Refusals,
+        timeout_seconds: float,
+        most_late_blocks: int,
+    ) -> None:
+        """Begin.
+
+        Args:
+            client: to the producers.
+            pins: what loads past their deadline hold.
+            log: of transfers.
+            refusals: where what is not served is said.
+            timeout_seconds: of a load.
+            most_late_blocks: what late reads from a peer may hold before it is refused.
+        """
+        self.stats = TransferStats()
+        self._client, self._pins, self._log, self._refusals = client, pins, log, refusals
+        self._timeout, self._most_late = timeout_seconds, most_late_blocks
+        self._pulls: dict[str, _Pull] = {}
+        self._users: Counter[tuple[Address, str]] = Counter()
+        self._orders: list[LoadOrder] = []
+        self._connects: dict[str, Known] = {}
+        self._connected: dict[str, float] = {}  # peers that workers know, and when each was last used
+
+    def __len__(self) -> int:
+        """Requests that came with an offer and have not ended."""
+        return len(self._pulls)
+
+    def arrived(self, request: Any, bidding: Bidding) -> bool:
+        """Read the offer a request came with, and keep its lease alive from now on."""
+        try:
+            offer = read_offer(request.kv_transfer_params)
+        except ProtocolError as error:
+            self._refusals.say(request.request_id, "its offer", str(error))
+            return False
+        if offer is None:
+            return False
+        pull = _Pull(offer, bidding)
+        self._pulls[request.request_id] = pull
+        self._users[pull.lease] += 1
+        self._client.hold(*pull.lease)
+        if mismatch := not_of_prompt(offer, request):
+            self._strike(request.request_id, mismatch)
+        return True
+
+    def bid(self, request: Any, have: int) -> Bid | None:
+        """The offered tokens, once the peer is known; looking until then."""
+        pull = self._pulls[request.request_id]
+        tokens = pull.offer.remote_num_tokens - have
+        if pull.settled or tokens <= 0:
+            return None
+        answer = self._client.look_up(pull.address, pull.incarnation)
+        if isinstance(answer, Looking):
+            return Bid(pull.peer, tokens, looking=True)
+        if refusal := self._refusal(pull, answer):
+            self._strike(request.request_id, refusal)
+            return None
+        return Bid(pull.peer, tokens)
+
+    def begin(self, load: Load, request: Any) -> None:
+        """Order the load from all workers, and let them know the peer before."""
+        pull = self._pulls[load.request_id]
+        answer = self._client.look_up(pull.address, pull.incarnation)
+        if isinstance(answer, Known):
+            if pull.peer not in self._connected:
+                self._connects[pull.peer] = answer
+            self._connected[pull.peer] = time.monotonic()
+        self._orders.append(
+            LoadOrder(
+                load.key,
+                load.request_id,
+                pull.peer,
+                load.span,
+                tuple(pull.offer.remote_block_ids),
+                load.tables,
+                pull.offer.remote_lease.ticket(),
+                self._timeout,
+            )
+        )
+
+    def origin(self, load: Load) -> str:
+        """A peer."""
+        return "peer"
+
+    def ended(self, load: Load, report: Report) -> None:
+        """Count a load; a peer that failed is struck out and met anew."""
+        self.stats.note(report, self._log.labels)
+        self._log.write(load.request_id, load.source, load.span, report, time.monotonic() - load.began)
+        if report.failure is not None:
+            self._client.forget(self._pulls[load.request_id].address)
+            self._strike(load.request_id, report.failure)
+
+    def dropped(self, load: Load) -> None:
+        """Nothing: what is in flight lands, and is reported."""
+
+    def settled(self, request_id: str) -> None:
+        """Release the producer, once nobody here needs the offer: parallel samples of a prompt share one."""
+        pull = self._pulls[request_id]
+        if pull.settled:
+            return
+        pull.settled = True
+        self._users[pull.lease] -= 1
+        if not self._users[pull.lease]:
+            del self._users[pull.lease]
+            self._client.release(*pull.lease)
+
+    def finished(self, request_id: str) -> None:
+        """The request has ended."""
+        del self._pulls[request_id]
+
+    def hand_over(self, meta: SchedulerMeta) -> None:
+        """Orders, peers to meet, and peers to forget."""
+        meta.connects = {name: known.ranks for name, known in self._connects.items()}
+        self._connects.clear()
+        now = time.monotonic()
+        meta.disconnects = [name for name, used in self._connected.items() if now - used > UNUSED_SECONDS]
+        for name in meta.disconnects:
+            del self._connected[name]
+        meta.orders, self._orders = self._orders, []
+
+    def _refusal(self, pull: _Pull, answer: Known | NotUsable) -> str | None:
+        """Why a peer cannot be used."""
+        if isinstance(answer, NotUsable):
+            return answer.reason
+        if reason := not_of_peer(pull.offer, answer):
+            return reason
+        if (held := self._pins.late_blocks(pull.peer)) > self._most_late:
+            return (
+                f"reads past their deadline still hold {held} blocks, at most {self._most_late} may be "
+                "(late_blocks)"
+            )
+        return None
+
+    def _strike(self, request_id: str, reason: str) -> None:
+        pull = self._pulls[request_id]
+        if pull.bidding.strike(pull.peer, reason):
+            self._refusals.say(request_id, pull.peer, reason)
+        self.settled(request_id)

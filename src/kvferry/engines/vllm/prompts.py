@@ -1,0 +1,98 @@
+"""The chunks of every request that the tiers may keep or serve."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from kvferry.cache.prompt_chunks import PromptChunks
+from kvferry.cache.weights import weights_of
+from kvferry.errors import ConfigError, Unnameable
+from kvferry.geometry.canonical import Canonical
+from kvferry.keys.chunk import ChunkKeys, Item
+
+logger = logging.getLogger(__name__)
+
+
+class Prompts:
+    """Requests by id. What cannot be named for certain has no chunks, and is neither stored nor looked up."""
+
+    def __init__(self, canonical: Canonical) -> None:
+        self._canonical = canonical
+        self._known: dict[str, PromptChunks] = {}
+        self._adapters: dict[str, str | None] = {}
+        self._epoch = ""
+
+    def add(self, request: Any) -> PromptChunks | None:
+        """The chunks of a new request, None if they have no certain names."""
+        try:
+            keys = self._keys(request)
+        except Unnameable as error:
+            logger.debug("request %s: not cached: %s", request.request_id, error)
+            return None
+        chunks = self._known[request.request_id] = PromptChunks(self._canonical.groups, keys)
+        return chunks
+
+    def get(self, request: Any) -> PromptChunks | None:
+        """The chunks of a request with all tokens that are known by now; None if it has none."""
+        chunks = self._known.get(request.request_id)
+        if chunks is not None and len(chunks.keys) < request.num_tokens:
+            try:
+                chunks.keys.extend(request.all_token_ids[len(chunks.keys) : request.num_tokens])
+            except Unnameable:
+                self.remove(request.request_id)
+                return None
+        return chunks
+
+    def remove(self, request_id: str) -> None:
+        """Forget a request."""
+        self._known.pop(request_id, None)
+
+    def start_anew(self) -> None:
+        """From now on nothing that was stored before is found, and what is stored is found by nobody else.
+
+        Running requests are neither stored nor looked up any more: their blocks mix both times.
+        """
+        self._known.clear()
+        self._epoch = f"{secrets.token_hex(16)} "
+
+    def _keys(self, request: Any) -> ChunkKeys:
+        if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
+            raise Unnameable("the prompt is not made of token ids")
+        items = [
+            Item(feature.mm_position.offset, feature.mm_position.length, str(feature.identifier))
+            for feature in request.mm_features or ()
+        ]
+        return ChunkKeys(
+            self._canonical.chunk_tokens,
+            list(request.all_token_ids),
+            items=items,
+            lora=self._adapter(request.lora_request),
+            salt=f"{self._epoch}{request.cache_salt or ''}",
+        )
+
+    def _adapter(self, lora: Any) -> str:
+        """What an adapter is, empty without one."""
+        if lora is None:
+            return ""
+        path = str(lora.lora_path)
+        if path not in self._adapters:
+            self._adapters[path] = _digest_of_adapter(lora.lora_name, Path(path))
+        digest = self._adapters[path]
+        if digest is None:
+            raise Unnameable(f"the weights of LoRA {lora.lora_name} are not on this machine's disk")
+        return digest
+
+
+def _digest_of_adapter(name: str, folder: Path) -> str | None:
+    """Weights and configuration, which scales them; None if they are not on this machine's disk."""
+    try:
+        weights = weights_of(folder)
+        config = (folder / "adapter_config.json").read_bytes()
+    except (ConfigError, OSError) as error:
+        logger.warning("LoRA %s: %s; its requests are not cached", name, error)
+        return None
+    return weights and f"{weights} {blake2b(config, digest_size=16).hexdigest()}"

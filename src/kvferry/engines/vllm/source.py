@@ -1,0 +1,76 @@
+"""What can give a request tokens that it need not compute: the seam between admission and its sources."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any, Protocol
+
+from kvferry.cache.bids import Bid, Bidding
+from kvferry.engines.vllm.meta import BlockIds, Report, SchedulerMeta
+from kvferry.planning.select import Span
+
+
+@dataclass(slots=True)
+class Load:
+    """One attempt to load a prefix.
+
+    Attributes:
+        key: names it, among all of this engine.
+        request_id: vLLM's.
+        source: name of the bid that was taken.
+        span: how much of the prompt.
+        tables: our block ids by position per group; of a state group the one block for the snapshot.
+        began: seconds of the monotonic clock.
+        reports, reported: what workers have said, and how many have.
+    """
+
+    key: str
+    request_id: str
+    source: str
+    span: Span
+    tables: BlockIds
+    began: float
+    reports: list[Report] = field(default_factory=list)
+    reported: int = 0
+
+    def hear(self, report: Report, workers: int) -> int:
+        """So many more workers report the load, as one; how many have by now."""
+        self.reports.append(report)
+        self.reported += workers
+        return self.reported
+
+    def whole(self) -> Report:
+        """All workers' reports as one."""
+        return reduce(Report.with_other, self.reports)
+
+
+class Source(Protocol):
+    """One way to prefixes. The engine's thread calls it; nothing may wait."""
+
+    def arrived(self, request: Any, bidding: Bidding) -> bool:
+        """A request has come in: whether this source might serve it. `bidding` is the request's."""
+
+    def bid(self, request: Any, have: int) -> Bid | None:
+        """What it offers beyond the `have` tokens that are here; None for nothing. May be asked again."""
+
+    def begin(self, load: Load, request: Any) -> None:
+        """Its bid was taken: order the load."""
+
+    def origin(self, load: Load) -> str:
+        """Where most of it comes from: ``peer``, or a tier's name."""
+
+    def ended(self, load: Load, report: Report) -> None:
+        """All workers have reported a load of this source; if it failed, strike out what is to blame."""
+
+    def dropped(self, load: Load) -> None:
+        """The request has ended while its load was under way; workers still report it."""
+
+    def settled(self, request_id: str) -> None:
+        """The request has been served, or is computed: nothing is wanted of an offer any more."""
+
+    def finished(self, request_id: str) -> None:
+        """The request has ended: forget it."""
+
+    def hand_over(self, meta: SchedulerMeta) -> None:
+        """Give the workers what has been decided since the last step."""

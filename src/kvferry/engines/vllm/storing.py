@@ -1,0 +1,284 @@
+"""What of running requests goes to the tiers, and when.
+
+A chunk is complete in the step that computes its last token; its blocks are pinned in that step, ranks copy
+them after the forward, and the pins are given back when all of them have. What is at hand already, what has
+left its window, and what finds no room is not stored.
+
+Snapshots of recurrent state exist where the engine leaves them, which it says step by step
+(``boundary_state_offloads``): the block of every state group at a position. One that ends a chunk is stored.
+
+Windows and snapshots are only of use where a prefix ends. With `snapshot_tokens` they are kept at its
+multiples only, and with what a window needs there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from kvferry.cache.chunk_cache import ChunkCache
+from kvferry.cache.orders import MovedByAll, Piece, StoreOrder
+from kvferry.engines.vllm.meta import BlockIds, SchedulerMeta
+from kvferry.engines.vllm.prompts import Prompts
+from kvferry.geometry import Group, GroupKind
+from kvferry.geometry.canonical import Canonical
+from kvferry.geometry.canonical.length import snapshots_apart
+from kvferry.planning.chunks import Stretch, stretch_of
+from kvferry.planning.keeping import keeps_chunk, keeps_snapshot, last_ends
+from kvferry.planning.select import NULL_BLOCK
+from kvferry.tiers.host import Slot
+
+MOST_PINNED = 0.25
+"""Of the engine's blocks: what stores may hold back from it."""
+
+Resolve = Callable[[str], BlockIds]
+
+
+@dataclass(slots=True)
+class _Store:
+    """An order that ranks have not done yet.
+
+    Attributes:
+        slots: with the tokens that each will hold.
+        blocks: pinned.
+    """
+
+    slots: list[tuple[Slot, int]]
+    blocks: list[Any]
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far a request has been looked at.
+
+    Attributes:
+        request: vLLM's.
+        computed: tokens that the steps so far compute.
+        chunks: how many of its chunks.
+        tail: its prompt's last, shorter chunk has been looked at, or there is none.
+        due: tokens computed at which there may be something to store.
+    """
+
+    request: Any
+    computed: int = 0
+    chunks: int = 0
+    tail: bool = False
+    due: int = 0
+
+
+class Storing:
+    """See the module. The engine's thread calls it.
+
+    Attributes:
+        dropped: chunks that were not stored, by reason.
+    """
+
+    def __init__(
+        self,
+        cache: ChunkCache,
+        prompts: Prompts,
+        canonical: Canonical,
+        groups: Sequence[Group],
+        pool: Any,
+        snapshot_tokens: int,
+    ) -> None:
+        """Begin.
+
+        Args:
+            cache: of this engine.
+            prompts: where requests are named.
+            canonical: what chunks are.
+            groups: the engine's, as a rank has them.
+            pool: the engine's block pool.
+            snapshot_tokens: distance of positions at which windows and snapshots are kept, a multiple of a
+                chunk's tokens.
+        """
+        self.dropped: Counter[str] = Counter()
+        self._cache, self._prompts, self._pool = cache, prompts, pool
+        self._groups, self._chunk, self._every = tuple(groups), canonical.chunk_tokens, snapshot_tokens
+        self._parts = [
+            [number for number, group in enumerate(groups) if group.label == one.label]
+            for one in canonical.groups
+        ]
+        self._canonical = canonical.groups
+        self._state = next((n for n, g in enumerate(canonical.groups) if g.kind is GroupKind.STATE), None)
+        parts = [] if self._state is None else self._parts[self._state]
+        self._block = snapshots_apart(*(groups[number].block_tokens for number in parts)) if parts else 0
+        self._progress: dict[str, _Progress] = {}
+        self._stores: dict[str, _Store] = {}
+        self._orders: list[StoreOrder] = []
+        self._pinned = 0
+        self._numbers = count()
+
+    @property
+    def busy(self) -> bool:
+        """Blocks are pinned, or about to be copied."""
+        return bool(self._stores)
+
+    def on_new_request(self, request: Any) -> None:
+        """A request whose chunks have names has come in."""
+        self._progress[request.request_id] = _Progress(request, tail=self._state is not None)
+
+    def schedule(self, scheduled: Any) -> None:
+        """Look at what the coming step computes.
+
+        Args:
+            scheduled: vLLM's SchedulerOutput.
+        """
+        state = scheduled.kv_connector_block_state
+        for request_id, tokens in scheduled.num_scheduled_tokens.items():
+            progress = self._progress.get(request_id)
+            if progress is not None:
+                progress.computed = progress.request.num_computed_tokens + tokens
+                if progress.computed >= progress.due:
+                    self._look_at(progress, state.resolve_block_ids)
+        for request_id, snapshots in state.boundary_state_offloads.items() if state else ():
+            progress = self._progress.get(request_id)
+            if progress is not None:
+                self._snapshots(progress.request, snapshots)
+
+    def finished(self, request: Any, block_ids: BlockIds) -> None:
+        """A request has ended; what it completed last is stored, its blocks being pinned."""
+        progress = self._progress.pop(request.request_id, None)
+        if progress is not None:
+            # Of a load that is under way, what the engine counts as computed is not there yet.
+            progress.computed = min(progress.computed, request.num_computed_tokens)
+            self._look_at(progress, lambda _: block_ids)
+
+    def hand_over(self, meta: SchedulerMeta) -> None:
+        """Orders since the last step."""
+        meta.chunks.stores, self._orders = self._orders, []
+
+    def moved(self, moved: MovedByAll) -> bool:
+        """All ranks have done an order; whether it was a store."""
+        store = self._stores.pop(moved.key, None)
+        if store is None:
+            return False
+        for slot, tokens in reversed(store.slots):
+            self._cache.filled(slot, tokens, moved.failure)
+        self._pool.free_blocks(reversed(store.blocks))
+        self._pinned -= len(store.blocks)
+        return True
+
+    def start_anew(self) -> None:
+        """Store nothing more of the requests that are running."""
+        self._progress.clear()
+
+    def _look_at(self, progress: _Progress, resolve: Resolve) -> None:
+        """Store what is complete now."""
+        request = progress.request
+        until = min(progress.computed, request.num_tokens)
+        prompt = request.num_prompt_tokens
+        whole = until // self._chunk
+        progress.tail |= prompt % self._chunk == 0
+        with_tail = not progress.tail and until >= prompt
+        progress.due = max(whole, progress.chunks) * self._chunk + self._chunk
+        if not progress.tail and not with_tail:
+            progress.due = min(progress.due, prompt)
+        if whole <= progress.chunks and not with_tail:
+            return
+        chunks = self._prompts.get(request)
+        if chunks is None:
+            self._progress.pop(request.request_id, None)
+            return
+        tables = resolve(request.request_id)
+        numbers, ends = range(progress.chunks, whole), last_ends(prompt, self._chunk, self._block)
+        progress.chunks = max(whole, progress.chunks)
+        for group, one in enumerate(self._canonical):
+            if one.kind is not GroupKind.STATE:
+                kept = [n for n in numbers if keeps_chunk(one, n, self._chunk, self._every, ends)]
+                keys = [chunks.key(group, number) for number in kept]
+                self._store(group, dict(zip(kept, keys, strict=True)), tables, whole * self._chunk)
+                if with_tail:
+                    self._store(group, {prompt // self._chunk: chunks.tail(group, prompt)}, tables, prompt)
+        progress.tail |= with_tail
+
+    def _store(self, group: int, keys: dict[int, bytes], tables: BlockIds, until: int) -> None:
+        """Order the chunks of one group that are not at hand, as far as their blocks are there."""
+        if not keys:
+            return
+        missing = ~self._cache.at_hand(list(keys.values()))
+        numbers = [n for n, gone in zip(keys, missing.tolist(), strict=True) if gone]
+        numbers = [n for n in numbers if self._there(group, n, tables, until)]
+        if not numbers:
+            return
+        low, high = numbers[0] * self._chunk, min((numbers[-1] + 1) * self._chunk, until)
+        stretches = [
+            stretch_of(tables[number], low, high, one.block_tokens) if number in self._parts[group] else None
+            for number, one in enumerate(self._groups)
+        ]
+        wanted = [(n, keys[n], min((n + 1) * self._chunk, until) - n * self._chunk) for n in numbers]
+        self._order(group, wanted, stretches, until)
+
+    def _there(self, group: int, number: int, tables: BlockIds, until: int) -> bool:
+        """Whether the engine still has all blocks of a chunk."""
+        low, high = number * self._chunk, min((number + 1) * self._chunk, until)
+        for part in self._parts[group]:
+            ids = stretch_of(tables[part], low, high, self._groups[part].block_tokens).ids
+            if NULL_BLOCK in ids or len(ids) * self._groups[part].block_tokens < high - low:
+                return False
+        return True
+
+    def _snapshots(self, request: Any, snapshots: Iterable[tuple[int, int, int]]) -> None:
+        """Store the states that a step leaves at the end of a chunk.
+
+        Args:
+            request: vLLM's.
+            snapshots: (group, block id, tokens) of each.
+        """
+        assert self._state is not None
+        chunks = self._prompts.get(request)
+        at: dict[int, dict[int, int]] = {}
+        ends = last_ends(request.num_prompt_tokens, self._chunk, self._block)
+        for group, block, tokens in snapshots:
+            if keeps_snapshot(tokens, self._chunk, self._every, ends):
+                at.setdefault(tokens, {})[group] = block
+        for tokens, blocks in at.items():
+            number = tokens // self._chunk - 1
+            if chunks is None or len(chunks.keys) < tokens:
+                continue
+            if set(blocks) != set(self._parts[self._state]):
+                continue
+            key = chunks.key(self._state, number)
+            if self._cache.at_hand([key])[0]:
+                continue
+            stretches = [Stretch(0, (blocks[n],)) if n in blocks else None for n in range(len(self._groups))]
+            self._order(self._state, [(number, key, 0)], stretches, tokens)
+
+    def _order(
+        self,
+        group: int,
+        wanted: list[tuple[int, bytes, int]],
+        stretches: list[Stretch | None],
+        until: int,
+    ) -> None:
+        """Reserve room, pin blocks, and tell the ranks.
+
+        Args:
+            group: canonical.
+            wanted: (number, key, tokens) of chunks.
+            stretches: blocks per group of the engine.
+            until: tokens of the prompt.
+        """
+        ids = {block for stretch in stretches if stretch for block in stretch.ids} - {NULL_BLOCK}
+        if self._pinned + len(ids) > MOST_PINNED * len(self._pool.blocks):
+            self.dropped["too many stores under way"] += len(wanted)
+            return
+        slots: list[tuple[Slot, int]] = []
+        pieces = []
+        for number, key, tokens in wanted:
+            slot = self._cache.reserve(key, group)
+            if slot is not None:
+                slots.append((slot, tokens))
+                pieces.append(Piece(group, number, slot.offset))
+        if not pieces:
+            return
+        blocks = [self._pool.blocks[block] for block in ids]
+        self._pool.touch(blocks)
+        self._pinned += len(blocks)
+        key_of_order = f"store#{next(self._numbers)}"
+        self._stores[key_of_order] = _Store(slots, blocks)
+        self._orders.append(StoreOrder(key_of_order, tuple(pieces), tuple(stretches), until))

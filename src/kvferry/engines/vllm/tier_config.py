@@ -1,0 +1,139 @@
+"""The settings of the tiers: the ``tiers`` list of the connector's configuration."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import msgspec
+
+from kvferry.errors import ConfigError
+from kvferry.tiers.sizes import parse_size
+
+Write = Literal["through", "back"]
+
+
+class HostSettings(msgspec.Struct, frozen=True, tag="host", forbid_unknown_fields=True):
+    """Chunks in host memory, shared by the ranks of the engine. Every chunk passes it.
+
+    Attributes:
+        capacity: bytes, or a text such as ``4GiB``; by default a tenth of the memory that is available.
+        policy: which chunk leaves when there is no more room.
+    """
+
+    capacity: int | str | None = None
+    policy: Literal["lru", "arc", "s3fifo"] = "lru"
+
+
+class FileSettings(msgspec.Struct, frozen=True, tag="file", forbid_unknown_fields=True):
+    """Chunks in a directory, which several engines may share.
+
+    Attributes:
+        path: of the directory, which must be there; by default one in the user's cache directory.
+        capacity: bytes of all its files, or a text such as ``50GiB``; by default what the directory was set
+            to before, or a tenth of the free space.
+        durable: flush every chunk to the disk before it counts as stored.
+        write: ``through``, as soon as a chunk is stored, or ``back``, when host memory fills up.
+    """
+
+    path: str | None = None
+    capacity: int | str | None = None
+    durable: bool = False
+    write: Write = "through"
+
+
+class ObjectSettings(msgspec.Struct, frozen=True, tag="object", forbid_unknown_fields=True):
+    """Chunks in object storage, which several engines may share.
+
+    Attributes:
+        url: such as ``s3://bucket/prefix``.
+        options: of the store, by the names that obstore gives them; credentials come from the environment.
+        timeout_seconds: of one request.
+        write: as of a file tier.
+    """
+
+    url: str
+    options: dict[str, str] = {}
+    timeout_seconds: float = 10.0
+    write: Write = "through"
+
+
+TierSettings: TypeAlias = HostSettings | FileSettings | ObjectSettings
+SlowSettings: TypeAlias = FileSettings | ObjectSettings
+
+DEFAULT: tuple[TierSettings, ...] = (HostSettings(), FileSettings())
+"""What ``"tiers": "default"`` means."""
+
+
+class Tiers(msgspec.Struct, frozen=True):
+    """What was configured, the fastest first.
+
+    Attributes:
+        host: host memory, configured or not: every chunk passes it.
+        slow: what is behind it.
+    """
+
+    STAGING: ClassVar[int] = 256 << 20
+    """Bytes of host memory where none is configured."""
+
+    host: HostSettings
+    slow: tuple[SlowSettings, ...]
+
+
+def read_tiers(given: Any) -> Tiers | None:
+    """The tiers of a configuration, None if it has none.
+
+    Args:
+        given: the value of ``tiers``: None, ``"default"`` or a list of objects.
+
+    Raises:
+        ConfigError: an unknown kind or key (with the nearest known one), a wrong type, a value out of range.
+    """
+    if given is None or given == []:
+        return None
+    if given == "default":
+        return _checked(DEFAULT)
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise ConfigError(f'tiers is {given!r}; it must be "default" or a list of objects with a "type"')
+    return _checked([_read(number, one) for number, one in enumerate(given)])
+
+
+def _read(number: int, given: Any) -> TierSettings:
+    where = f"tiers[{number}]"
+    kinds: dict[str, type[TierSettings]] = {
+        "host": HostSettings, "file": FileSettings, "object": ObjectSettings
+    }  # fmt: skip
+    if not isinstance(given, Mapping) or given.get("type") not in kinds:
+        raise ConfigError(
+            f'{where} is {given!r}; it must be an object whose "type" is one of {", ".join(kinds)}'
+        )
+    known = ["type", *(field.name for field in msgspec.structs.fields(kinds[given["type"]]))]
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1, 0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+            raise ConfigError(f"{where} ({given['type']}) has no key {key!r}; {hint}")
+    try:
+        read: TierSettings = msgspec.convert(dict(given), HostSettings | FileSettings | ObjectSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where} ({given['type']}): {error}") from error
+    return read
+
+
+def _checked(tiers: Sequence[TierSettings]) -> Tiers:
+    hosts = [one for one in tiers if isinstance(one, HostSettings)]
+    slow = tuple(one for one in tiers if not isinstance(one, HostSettings))
+    if len(hosts) > 1:
+        raise ConfigError("tiers names host memory twice; give it once, with the capacity of both")
+    if hosts and tiers[0] is not hosts[0]:
+        raise ConfigError("tiers: host memory comes first, since every chunk passes it")
+    for one in tiers:
+        capacity = None if isinstance(one, ObjectSettings) else one.capacity
+        if capacity is not None and parse_size(capacity) <= 0:
+            raise ConfigError(f"tiers: a capacity of {capacity!r}; it must be above 0")
+        if isinstance(one, ObjectSettings) and not 0 < one.timeout_seconds < 3600:
+            raise ConfigError(
+                f"tiers: timeout_seconds is {one.timeout_seconds}, it must be above 0 and below an hour"
+            )
+    return Tiers(hosts[0] if hosts else HostSettings(Tiers.STAGING), slow)

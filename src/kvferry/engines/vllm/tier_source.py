@@ -1,0 +1,217 @@
+"""The source that is our own tiers: chunks that were computed before, here or elsewhere.
+
+A load is a fetch into host memory and, as chunks arrive there, parts for the ranks to copy to their blocks:
+
+    begin ─▶ part, part, ... ─▶ end      to every rank, in this order
+             each part done by all ranks ─▶ its slots are closed
+
+The fetch is given up when the load has failed or is no longer wanted; ranks then hear the end at once, and
+report the load when nothing of it is in flight.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from kvferry.cache.bids import Bid, Bidding
+from kvferry.cache.chunk_cache import ChunkCache
+from kvferry.cache.fetch import Fetch
+from kvferry.cache.orders import LoadBegin, LoadEnd, LoadPart, MovedByAll, Piece
+from kvferry.cache.prompt_chunks import Found
+from kvferry.engines.vllm.meta import Report, SchedulerMeta
+from kvferry.engines.vllm.prompts import Prompts
+from kvferry.engines.vllm.refusals import Refusals
+from kvferry.engines.vllm.source import Load
+from kvferry.geometry import Group
+from kvferry.planning.chunks import Stretch
+from kvferry.tiers.host import Slot
+
+logger = logging.getLogger(__name__)
+
+NAME = "tiers"
+MOST_LOADS = 32
+"""At once; beyond, prompts are computed: they would wait longer for what is before them."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request that may be served."""
+
+    bidding: Bidding
+    without: set[str] = field(default_factory=set)
+    found: Found | None = None
+
+
+@dataclass(slots=True)
+class _Loading:
+    """A load that has not been ended."""
+
+    load: Load
+    fetch: Fetch
+    tables: tuple[Stretch, ...]
+    parts: int = 0
+
+
+@dataclass(slots=True)
+class TierLoads:
+    """What loads came to.
+
+    Attributes:
+        loads: by outcome.
+        tokens: that were loaded.
+        declined: bids not made since too many loads were under way.
+        seconds: of each load that is ready, from admission on.
+    """
+
+    loads: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0
+    declined: int = 0
+    seconds: list[float] = field(default_factory=list)
+
+
+class TierSource:
+    """See the module.
+
+    Attributes:
+        counts: what loads came to.
+    """
+
+    def __init__(
+        self,
+        cache: ChunkCache,
+        prompts: Prompts,
+        groups: tuple[Group, ...],
+        refusals: Refusals,
+        timeout_seconds: float,
+    ) -> None:
+        """Begin.
+
+        Args:
+            cache: of this engine.
+            prompts: where requests are named.
+            groups: the engine's, as a rank has them.
+            refusals: where what is not served is said.
+            timeout_seconds: of a load.
+        """
+        self.counts = TierLoads()
+        self._cache, self._prompts, self._groups = cache, prompts, groups
+        self._refusals, self._timeout = refusals, timeout_seconds
+        self._asked: dict[str, _Asked] = {}
+        self._loading: dict[str, _Loading] = {}
+        self._begins: list[LoadBegin] = []
+        self._ends: list[LoadEnd] = []
+        self._slots: dict[str, list[Slot]] = {}
+        self._numbers = count()
+
+    @property
+    def busy(self) -> bool:
+        """Something is under way."""
+        return bool(self._loading or self._slots or self._begins or self._ends)
+
+    def arrived(self, request: Any, bidding: Bidding) -> bool:
+        """Every request whose chunks have certain names may be served."""
+        if self._prompts.add(request) is None:
+            return False
+        self._asked[request.request_id] = _Asked(bidding)
+        return True
+
+    def bid(self, request: Any, have: int) -> Bid | None:
+        """The longest prefix that all groups can continue from."""
+        chunks = self._prompts.get(request)
+        if chunks is None:
+            return None
+        asked = self._asked[request.request_id]
+        found = chunks.look_up(
+            request.num_tokens, have, lambda keys: self._cache.at_hand(keys, asked.without)
+        )
+        tokens = found.coverage.tokens - have
+        if tokens <= 0:
+            return None
+        if len(self._loading) >= MOST_LOADS:
+            self.counts.declined += 1
+            return None
+        asked.found = found
+        return Bid(NAME, tokens)
+
+    def begin(self, load: Load, request: Any) -> None:
+        """Fetch what the load takes; parts follow as it arrives."""
+        chunks, asked = self._prompts.get(request), self._asked[load.request_id]
+        wants = [] if chunks is None or asked.found is None else chunks.wants(asked.found, load.span.total)
+        tables = tuple(Stretch(0, tuple(ids)) for ids in load.tables)
+        self._loading[load.key] = _Loading(load, self._cache.fetch(wants), tables)
+        self._begins.append(LoadBegin(load.key, load.request_id, self._timeout))
+
+    def origin(self, load: Load) -> str:
+        """The tier that has the chunk which the load waits for longest: the slowest of them."""
+        return self._cache.origin(self._loading[load.key].fetch)
+
+    def ended(self, load: Load, report: Report) -> None:
+        """Count a load; a tier that did not give what it should have is not asked again for this request."""
+        self.counts.loads[report.outcome] += 1
+        if report.failure is None:
+            self.counts.tokens += load.span.total - load.span.have
+            self.counts.seconds.append(time.monotonic() - load.began)
+            return
+        self._refusals.say(load.request_id, NAME, report.failure)
+        if (loading := self._loading.get(load.key)) is not None:  # its deadline has passed
+            self._asked[load.request_id].without |= self._cache.awaited(loading.fetch)
+            self._end(loading, report.failure)
+
+    def dropped(self, load: Load) -> None:
+        """Nobody waits for it any more."""
+        if (loading := self._loading.get(load.key)) is not None:
+            self._end(loading, "the request has ended")
+
+    def settled(self, request_id: str) -> None:
+        """Nothing: nobody keeps anything for it."""
+
+    def finished(self, request_id: str) -> None:
+        """The request has ended."""
+        del self._asked[request_id]
+
+    def hand_over(self, meta: SchedulerMeta) -> None:
+        """Loads begun, what has arrived for each, and loads that are complete."""
+        orders = meta.chunks
+        orders.begins, self._begins = self._begins, []
+        for loading in list(self._loading.values()):
+            if ready := loading.fetch.take():
+                orders.parts.append(
+                    self._part(loading, [Piece(w.group, w.number, s.offset) for w, s in ready])
+                )
+                self._slots[orders.parts[-1].key] = [slot for _, slot in ready]
+            if loading.fetch.over:
+                self._asked_of(loading).without |= loading.fetch.failed
+                self._end(loading, loading.fetch.failure)
+        orders.ends, self._ends = self._ends, []
+
+    def start_anew(self) -> None:
+        """What loads under way bring is not wanted any more: their requests are computed."""
+        for loading in list(self._loading.values()):
+            self._end(loading, "the caches were reset")
+
+    def moved(self, moved: MovedByAll) -> bool:
+        """All ranks have done an order; whether it was a part of a load."""
+        slots = self._slots.pop(moved.key, None)
+        for slot in reversed(slots or ()):
+            self._cache.close(slot)
+        return slots is not None
+
+    def _part(self, loading: _Loading, pieces: list[Piece]) -> LoadPart:
+        key = f"{loading.load.key}/{next(self._numbers)}"
+        loading.parts += 1
+        pieces.sort(key=lambda piece: (piece.group, piece.number))
+        first = loading.parts == 1
+        return LoadPart(key, loading.load.key, loading.load.span, tuple(pieces), loading.tables, first)
+
+    def _end(self, loading: _Loading, failure: str | None) -> None:
+        del self._loading[loading.load.key]
+        self._cache.cancel(loading.fetch)
+        self._ends.append(LoadEnd(loading.load.key, failure))
+
+    def _asked_of(self, loading: _Loading) -> _Asked:
+        return self._asked.get(loading.load.request_id) or _Asked(Bidding(0))

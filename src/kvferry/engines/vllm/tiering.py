@@ -1,0 +1,242 @@
+"""The tiers of one engine, in its scheduler's process: set up, told of every step, and closed."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvferry.cache.chunk_cache import ChunkCache
+from kvferry.cache.chunk_routes import check_storable
+from kvferry.cache.orders import ArenaCard, MovedByAll
+from kvferry.cache.tier_queue import TierQueue
+from kvferry.cache.writing import Behind
+from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.config import ConnectorConfig
+from kvferry.engines.vllm.identity import namespace_of
+from kvferry.engines.vllm.meta import BlockIds, SchedulerMeta, WorkerMeta
+from kvferry.engines.vllm.prompts import Prompts
+from kvferry.engines.vllm.refusals import Refusals
+from kvferry.engines.vllm.storing import Storing
+from kvferry.engines.vllm.tier_config import FileSettings, SlowSettings, Tiers
+from kvferry.engines.vllm.tier_source import TierSource
+from kvferry.engines.vllm.tier_stats import TierCounts
+from kvferry.errors import ConfigError, GeometryError, Incompatible, Unnameable
+from kvferry.geometry import RankGeometry
+from kvferry.geometry.canonical import Canonical, canonical_of
+from kvferry.geometry.canonical.length import check_reach, chunk_length, snapshots_apart
+from kvferry.keys.namespace import Namespace
+from kvferry.tiers.arena import Arena, available_bytes
+from kvferry.tiers.eviction import POLICIES
+from kvferry.tiers.file_store import FileStore
+from kvferry.tiers.host import HostTier
+from kvferry.tiers.opening import cannot
+from kvferry.tiers.place import user_directory
+from kvferry.tiers.sizes import parse_size
+from kvferry.tiers.slow import SlowTier
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_SHARE = 10
+"""Of the memory that is available, what host memory takes if nobody says."""
+
+_CLOSING_SECONDS = 10.0
+
+
+class Tiering:
+    """See the module. The engine's thread calls it.
+
+    Attributes:
+        source: what bids for requests.
+        counts: what was done.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        config: ConnectorConfig,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        ranks: Sequence[RankGeometry],
+        pool: Any,
+        refusals: Refusals,
+    ) -> None:
+        """All workers are up: make the arena, open the tiers.
+
+        Args:
+            tiers: what is configured.
+            config: the other settings.
+            vllm_config, kv_cache_config: vLLM's.
+            ranks: geometry of all workers.
+            pool: the engine's block pool.
+            refusals: where what is not served is said.
+
+        Raises:
+            ConfigError: nothing could ever be stored, or the memory cannot be had.
+        """
+        canonical = _canonical(config, vllm_config, kv_cache_config, ranks)
+        self._workers = len(ranks)
+        self._arena = Arena.create(_host_bytes(tiers))
+        host = HostTier(
+            self._arena.region.length,
+            [group.chunk_bytes for group in canonical.groups],
+            POLICIES[tiers.host.policy],
+        )
+        behind = _open_all(tiers.slow, vllm_config, canonical)
+        self._cache = ChunkCache(host, self._arena.bytes_at, canonical.groups, behind)
+        self._prompts = Prompts(canonical)
+        groups = ranks[0].groups
+        self.source = TierSource(self._cache, self._prompts, groups, refusals, config.load_timeout_seconds)
+        self._storing = Storing(
+            self._cache, self._prompts, canonical, groups, pool, _snapshot_tokens(config, canonical)
+        )
+        self._card: ArenaCard | None = ArenaCard(self._arena.name, tuple(ranks), canonical.chunk_tokens)
+        self.counts = TierCounts(self._cache, self.source, self._storing)
+        self._moved: dict[str, MovedByAll] = {}
+        self._failures: Counter[str] = Counter()
+        logger.info(
+            "tiers: chunks of %d tokens; host memory of %.2f GiB%s",
+            canonical.chunk_tokens, self._arena.region.length / 2**30,
+            "".join(f", {one.queue.name}" for one in behind),
+        )  # fmt: skip
+
+    @property
+    def busy(self) -> bool:
+        """Coming steps have something to do, requests or not."""
+        return self._storing.busy or self.source.busy or self._cache.busy
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Stores hold blocks that will come free."""
+        return self._storing.busy
+
+    def on_new_request(self, request: Any) -> None:
+        """A request has come in; its chunks are named by now, if they can be."""
+        if self._prompts.get(request) is not None:
+            self._storing.on_new_request(request)
+
+    def schedule(self, scheduled: Any, meta: SchedulerMeta) -> None:
+        """What the coming step is to do: hear what threads did, order stores.
+
+        Args:
+            scheduled: vLLM's SchedulerOutput.
+            meta: gets the orders, except those of the source.
+        """
+        self._cache.poll()
+        meta.chunks.arena, self._card = self._card, None
+        self._storing.schedule(scheduled)
+        self._storing.hand_over(meta)
+
+    def take_reports(self, meta: WorkerMeta) -> None:
+        """Hear which orders ranks have done."""
+        for key, moved in meta.moved.items():
+            whole = self._moved[key].with_other(moved) if key in self._moved else moved
+            self._moved[key] = whole
+            if whole.ranks == self._workers:
+                del self._moved[key]
+                if whole.failure is not None:
+                    self._say(whole.failure)
+                if not self._storing.moved(whole):
+                    self.source.moved(whole)
+
+    def _say(self, failure: str) -> None:
+        """Why ranks could not do an order; the first of each kind is logged."""
+        self._failures[failure] += 1
+        if self._failures[failure] == 1:
+            logger.warning("tiers: ranks could not copy chunks: %s", failure)
+
+    def finished(self, request: Any, block_ids: BlockIds) -> None:
+        """A request has ended."""
+        self._storing.finished(request, block_ids)
+        self._prompts.remove(request.request_id)
+
+    def start_anew(self) -> None:
+        """What the engine computes has changed, or shall be forgotten: nothing kept so far is used again."""
+        self._prompts.start_anew()
+        self._storing.start_anew()
+        self.source.start_anew()
+        self._cache.clear()
+
+    def shutdown(self) -> None:
+        """Write what is to be written, and end all threads."""
+        self._cache.shutdown(_CLOSING_SECONDS)
+        self._arena.close()
+
+
+def _canonical(
+    config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any, ranks: Sequence[RankGeometry]
+) -> Canonical:
+    """What chunks of this engine are.
+
+    Raises:
+        ConfigError: none could ever be stored.
+    """
+    blocks = [compat.snapshot_tokens(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+    if 0 in blocks:
+        raise ConfigError(
+            "tiers: this engine keeps a running state per request and no snapshots, so no chunk of its "
+            "recurrent layers can ever be stored; enable prefix caching (--enable-prefix-caching "
+            "--mamba-cache-mode align), or configure no tiers"
+        )
+    apart = snapshots_apart(*(block for block in blocks if block))
+    tokens = chunk_length(config.chunk_tokens, apart)
+    check_reach(tokens, apart, vllm_config.model_config.max_model_len)
+    try:
+        canonical = canonical_of(ranks, tokens)
+        check_storable(canonical, ranks)
+    except (GeometryError, Incompatible) as error:
+        raise ConfigError(f"tiers: this engine's cache has no canonical form: {error}") from error
+    return canonical
+
+
+def _snapshot_tokens(config: ConnectorConfig, canonical: Canonical) -> int:
+    tokens = canonical.chunk_tokens
+    every = config.snapshot_tokens or tokens
+    if every % tokens:
+        raise ConfigError(
+            f"snapshot_tokens is {every}; it must be a multiple of a chunk's {tokens} tokens"
+            f"{f', {every - every % tokens} for instance' if every > tokens else ''}"
+        )
+    return every
+
+
+def _host_bytes(tiers: Tiers) -> int:
+    given = tiers.host.capacity
+    return available_bytes() // _DEFAULT_SHARE if given is None else parse_size(given)
+
+
+def _open_all(tiers: Iterable[SlowSettings], vllm_config: Any, canonical: Canonical) -> list[Behind]:
+    """The slow tiers that can be used; of others it is said why, and the engine goes on without."""
+    found: list[Behind] = []
+    namespace = None
+    for settings in tiers:
+        try:
+            namespace = namespace or namespace_of(vllm_config, canonical)
+            found.append(Behind(TierQueue(_open(settings, namespace)), settings.write == "back"))
+        except (ConfigError, Unnameable) as error:
+            logger.error("%s; this engine serves on without that tier", error)  # noqa: TRY400 - said in full
+    return found
+
+
+def _open(settings: SlowSettings, namespace: Namespace) -> SlowTier:
+    if isinstance(settings, FileSettings):
+        capacity = None if settings.capacity is None else parse_size(settings.capacity)
+        path = settings.path or _default_directory()
+        return FileStore(path, namespace, capacity=capacity, durable=settings.durable)
+    raise ConfigError("object tier: not in this release")
+
+
+def _default_directory() -> str:
+    """The directory in the user's cache directory; made if it is not there, for this user alone.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    path = user_directory()
+    try:
+        Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot(path, error) from error
+    return path

@@ -1,0 +1,120 @@
+"""What a prompt comes to in the tiers under some settings, and how much of it another prompt can use.
+
+Which chunks are kept, and from where a prefix can be continued, is asked of the code that stores and loads
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from kvferry.geometry import GroupKind
+from kvferry.geometry.canonical import Canonical
+from kvferry.plan.snapshots import Steps
+from kvferry.planning.coverage import Bools, Cut, to_load
+from kvferry.planning.keeping import keeps_chunk, keeps_snapshot, last_ends
+
+_THINNED = (16, 128)
+"""Chunks between windows, where thinning them is a choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a prompt comes to under some settings.
+
+    Attributes:
+        steps: of the engine.
+        snapshot_tokens: distance of positions at which windows and snapshots are kept.
+        snapshots: kept of recurrent state.
+        bytes: of all files.
+        gap_tokens: the longest stretch of the prompt without a place to continue from: what a prompt that
+            begins alike may have to compute anew of what it shares.
+    """
+
+    steps: Steps
+    snapshot_tokens: int
+    snapshots: int
+    bytes: int
+    gap_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt that is kept.
+
+    Attributes:
+        canonical: what chunks are.
+        file_bytes: of a chunk's file, by group.
+        tokens: how long it is.
+    """
+
+    canonical: Canonical
+    file_bytes: tuple[int, ...]
+    tokens: int
+
+    def choices(self, steps: Steps, every: int) -> tuple[Choice, ...]:
+        """What these settings come to, then others that keep more snapshots, or fewer windows.
+
+        Args:
+            steps: of the engine.
+            every: distance of positions at which windows and snapshots are kept.
+        """
+        settings = _finer(steps, every) if self._has_state else self._coarser(steps, every)
+        found = [self._choice(*each) for each in settings]
+        said = [(one.bytes, one.gap_tokens) for one in found]
+        return tuple(one for n, one in enumerate(found) if n == 0 or said[n] != said[n - 1])
+
+    @property
+    def _has_state(self) -> bool:
+        return any(group.kind is GroupKind.STATE for group in self.canonical.groups)
+
+    def _coarser(self, steps: Steps, every: int) -> Iterator[tuple[Steps, int]]:
+        """Settings that keep fewer windows."""
+        yield steps, every
+        if any(group.reach for group in self.canonical.groups):
+            thinned = (chunks * self.canonical.chunk_tokens for chunks in _THINNED)
+            yield from ((steps, tokens) for tokens in thinned if tokens > every)
+
+    def _choice(self, steps: Steps, every: int) -> Choice:
+        at_hand = self._at_hand(steps, every)
+        kept = at_hand.sum(axis=1).tolist()
+        tail = 0 if self._has_state or self.tokens % self.canonical.chunk_tokens == 0 else 1
+        total = sum((count + tail) * each for count, each in zip(kept, self.file_bytes, strict=True))
+        state = [group.kind is GroupKind.STATE for group in self.canonical.groups]
+        snapshots = sum(count for count, is_state in zip(kept, state, strict=True) if is_state)
+        ends = [0, *self._usable(at_hand), self.tokens]
+        return Choice(steps, every, snapshots, total, max(high - low for low, high in pairwise(ends)))
+
+    def _at_hand(self, steps: Steps, every: int) -> Bools:
+        """Which whole chunks are kept, bool of shape (groups, chunks)."""
+        chunk = self.canonical.chunk_tokens
+        ends = last_ends(self.tokens, chunk, steps.block_tokens if self._has_state else 0)
+        found = np.zeros((len(self.canonical.groups), self.tokens // chunk), np.bool_)
+        for row, group in zip(found, self.canonical.groups, strict=True):
+            if group.kind is GroupKind.STATE:
+                left = (n for n in steps.positions(self.tokens) if keeps_snapshot(n, chunk, every, ends))
+                row[[n // chunk - 1 for n in left]] = True
+            else:
+                row[:] = [keeps_chunk(group, n, chunk, every, ends) for n in range(len(row))]
+        return found
+
+    def _usable(self, at_hand: Bools) -> Iterator[int]:
+        """The ends of chunks from which a longer prompt can be continued, ascending."""
+        tokens = at_hand.shape[1] * self.canonical.chunk_tokens
+        cut = Cut(tokens, self.canonical.chunk_tokens, tokens + 1)
+        for end in cut.boundaries.tolist():
+            takes = to_load(self.canonical.groups, cut, end)
+            if all(row[numbers].all() for row, numbers in zip(at_hand, takes, strict=True)):
+                yield end
+
+
+def _finer(steps: Steps, every: int) -> Iterator[tuple[Steps, int]]:
+    """Settings that leave more snapshots of a long prompt, the finest last."""
+    dense = replace(steps, retention=None)
+    quarter = max(steps.apart // 4 // steps.block_tokens, 1) * steps.block_tokens
+    finer = (replace(dense, step_tokens=tokens) for tokens in (quarter, steps.block_tokens))
+    yield from ((one, every) for one in (steps, dense, *finer))

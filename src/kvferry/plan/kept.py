@@ -1,0 +1,136 @@
+"""What the tiers of an engine keep: its chunks, in the canonical form, and what a prompt comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvferry.errors import ConfigError, GeometryError
+from kvferry.geometry import GroupKind
+from kvferry.geometry.canonical import CanonicalGroup, canonical_of
+from kvferry.geometry.canonical.length import chunk_length, first_prefix, snapshots_apart
+from kvferry.geometry.layout import lay_out
+from kvferry.geometry.models import ModelReading
+from kvferry.plan.choices import Choice, Prompt
+from kvferry.plan.side import Side, block_tokens, shape
+from kvferry.plan.snapshots import LAST_ONLY, STEP_TOKENS, Steps
+from kvferry.tiers.format import NAMESPACE_BYTES, Chunk
+from kvferry.tiers.image import group_of
+
+PROMPT_TOKENS = 128 << 10
+_NAME = bytes(NAMESPACE_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Settings of the engine and of the tiers.
+
+    Attributes:
+        step_tokens, retention: as of `Steps`.
+        chunk_tokens, snapshot_tokens: of the connector; None for what it does by itself.
+        prompt: tokens of the prompt that is kept.
+    """
+
+    step_tokens: int = STEP_TOKENS
+    retention: int | None = LAST_ONLY
+    chunk_tokens: int | None = None
+    snapshot_tokens: int | None = None
+    prompt: int = PROMPT_TOKENS
+
+    def __post_init__(self) -> None:
+        for name in ("chunk_tokens", "snapshot_tokens", "prompt"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                flag = "kept-tokens" if name == "prompt" else name.replace("_", "-")
+                raise ConfigError(f"--{flag} is {value}, it must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class KeptGroup:
+    """A chunk of one group, or a snapshot.
+
+    Attributes:
+        group: what it holds.
+        layers: how many.
+        file_bytes: of its file, with header and padding.
+    """
+
+    group: CanonicalGroup
+    layers: int
+    file_bytes: int
+
+    @property
+    def is_state(self) -> bool:
+        """Whether it is a snapshot."""
+        return self.group.kind is GroupKind.STATE
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What the tiers keep.
+
+    Attributes:
+        prompt: tokens.
+        chunk_tokens: of a chunk; 0 if nothing can be kept.
+        first_tokens: of the shortest prefix that can be loaded.
+        groups: chunks, by group.
+        choices: what was asked first, then settings that could be taken instead.
+        why_not: why nothing is kept, empty if something is.
+    """
+
+    prompt: int
+    chunk_tokens: int
+    first_tokens: int
+    groups: tuple[KeptGroup, ...]
+    choices: tuple[Choice, ...]
+    why_not: str = ""
+
+
+def keep(reading: ModelReading, side: Side, asked: Asked) -> Kept:
+    """What the tiers of an engine keep.
+
+    Args:
+        reading: the model.
+        side: the engine.
+        asked: its settings.
+
+    Raises:
+        ConfigError: settings that vLLM or the connector would refuse.
+    """
+    kinds = {store.kind for store in reading.cache.layers}
+    _check_retention(kinds, asked.retention)
+    steps = Steps(block_tokens(reading, side)[0], asked.step_tokens, asked.retention)
+    apart = snapshots_apart(*([steps.block_tokens] if GroupKind.STATE in kinds else []))
+    chunk = chunk_length(asked.chunk_tokens, apart)
+    first = first_prefix(chunk, apart)
+    try:
+        canonical = canonical_of(lay_out(reading.cache, shape(reading, side, num_blocks=1)), chunk)
+    except GeometryError as error:
+        return Kept(asked.prompt, 0, 0, (), (), str(error))
+    groups = tuple(_group(group) for group in canonical.groups)
+    prompt = Prompt(canonical, tuple(group.file_bytes for group in groups), asked.prompt)
+    choices = prompt.choices(steps, _every(asked.snapshot_tokens, chunk))
+    if first > asked.prompt:
+        why = f"no prefix below {first:,} tokens can be loaded, the prompt has {asked.prompt:,}"
+        return Kept(asked.prompt, chunk, first, groups, choices, why)
+    return Kept(asked.prompt, chunk, first, groups, choices)
+
+
+def _check_retention(kinds: Iterable[GroupKind], retention: int | None) -> None:
+    if retention and GroupKind.SLIDING not in kinds and GroupKind.STATE not in kinds:
+        raise ConfigError(
+            f"--retention is {retention}; vLLM takes 0 or None for a model without windows or recurrent state"
+        )
+
+
+def _group(group: CanonicalGroup) -> KeptGroup:
+    layers = {part.layer for section in group.sections for part in section.parts}
+    tokens = max(section.tokens for section in group.sections)
+    return KeptGroup(group, len(layers), Chunk(_NAME, _NAME, (group_of(group, tokens),)).file_bytes)
+
+
+def _every(asked: int | None, chunk: int) -> int:
+    every = asked or chunk
+    if every % chunk:
+        raise ConfigError(f"--snapshot-tokens is {every}; it must be a multiple of a chunk's {chunk} tokens")
+    return every

@@ -1,0 +1,84 @@
+"""What the tiers keep, on a terminal, in 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvferry.plan.choices import Choice
+from kvferry.plan.kept import Kept, KeptGroup
+from kvferry.plan.units import size
+
+PER_TOKENS = 1024
+"""Tokens that sizes of attention are said per."""
+
+
+def show_kept(kept: Kept, console: Console) -> None:
+    """Print it."""
+    console.print()
+    if not kept.groups:
+        console.print(f"[bold]Tiers[/]: this cannot be kept: {escape(kept.why_not)}.", highlight=False)
+        return
+    console.print(f"[bold]Tiers[/]: chunks of {kept.chunk_tokens:,} tokens{_first(kept)}.", highlight=False)
+    console.print(_groups(kept))
+    console.print()
+    console.print(f"A prompt of {kept.prompt:,} tokens, by settings:", highlight=False)
+    console.print(_choices(kept))
+    if kept.why_not:
+        console.print(f"[bold]Nothing of it can be loaded[/]: {escape(kept.why_not)}.", highlight=False)
+
+
+def _first(kept: Kept) -> str:
+    alone = kept.first_tokens == kept.chunk_tokens
+    return "" if alone else f", snapshots at multiples of {kept.first_tokens:,} at the closest"
+
+
+def _table(titles: tuple[str, ...]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for title in titles:
+        left = title == "layers"
+        table.add_column(title, justify="left" if left else "right", no_wrap=True, vertical="bottom")
+    return table
+
+
+def _groups(kept: Kept) -> Table:
+    table = _table(("layers", "a chunk,\nsnapshot", "its file", f"{PER_TOKENS:,}\ntokens"))
+    for group in kept.groups:
+        table.add_row(*_group(group, kept.chunk_tokens))
+    return table
+
+
+def _group(one: KeptGroup, chunk_tokens: int) -> Iterator[str]:
+    yield f"{one.layers} {one.group.label}"
+    yield size(one.group.chunk_bytes)
+    yield size(one.file_bytes)
+    yield "" if one.is_state else size(one.file_bytes * PER_TOKENS / chunk_tokens)
+
+
+def _choices(kept: Kept) -> Table:
+    """A line per choice, the one that was asked for first."""
+    state = any(group.is_state for group in kept.groups)
+    thinned = any(group.group.reach for group in kept.groups) or any(
+        choice.snapshot_tokens != kept.chunk_tokens for choice in kept.choices
+    )
+    titles = ("retention", "step", "snapshots") if state else ()
+    more = ("snapshot_\ntokens",) if thinned else ()
+    table = _table((*titles, *more, "kept", "at most\nanew"))
+    for choice in kept.choices:
+        table.add_row(*_choice(choice, state=state, thinned=thinned))
+    return table
+
+
+def _choice(choice: Choice, *, state: bool, thinned: bool) -> Iterator[str]:
+    if state:
+        retention = choice.steps.retention
+        yield "None" if retention is None else f"{retention:,}"
+        yield f"{choice.steps.step_tokens:,}"
+        yield f"{choice.snapshots:,}"
+    if thinned:
+        yield f"{choice.snapshot_tokens:,}"
+    yield size(choice.bytes)
+    yield f"{choice.gap_tokens:,}"

@@ -1,0 +1,89 @@
+"""Where vLLM 0.32 leaves snapshots of recurrent state, by the engine's settings.
+
+In `align` mode (prefix caching of models with recurrent layers) a prefill step ends at a block boundary, and
+the state is where the step ended, nowhere in between (`Scheduler._mamba_block_aligned_split`). One more step
+ends at the last boundary that leaves a token to compute. What connectors are told of is what the prefix cache
+retains of these (`MambaManager.reachable_block_mask`, ``boundary_state_offloads``).
+
+This is one request alone. Others in the same step take tokens from it, which moves the ends of its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvferry.errors import ConfigError
+
+STEP_TOKENS = 8192
+"""``max_num_batched_tokens`` of an API server on a GPU of 70 GiB or more; 16,384 from 160 GiB on, 2,048 on
+smaller ones and on an A100 (`EngineArgs.get_batch_defaults`)."""
+
+LAST_ONLY = 0
+"""``prefix_cache_retention_interval`` as it is by default."""
+
+_EVERY = ("none", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Settings of an engine that decide where it leaves snapshots.
+
+    A prompt of 2,000 tokens in blocks of 128: in one step, in steps of 512, and of those every 1,024:
+
+    >>> [list(Steps(128, step, keep).positions(2000)) for step, keep in ((2048, 0), (600, None), (600, 1024))]
+    [[1920], [512, 1024, 1536, 1920], [1024, 1920]]
+
+    Attributes:
+        block_tokens: of all groups, as vLLM makes them where there is recurrent state.
+        step_tokens: ``max_num_batched_tokens``.
+        retention: ``prefix_cache_retention_interval`` in tokens, 0 for the last one only, None for all.
+    """
+
+    block_tokens: int
+    step_tokens: int = STEP_TOKENS
+    retention: int | None = LAST_ONLY
+
+    def __post_init__(self) -> None:
+        if self.step_tokens < 1:
+            raise ConfigError(f"--step-tokens is {self.step_tokens}; a step has at least 1")
+        if self.retention is not None and self.retention % self.block_tokens:
+            raise ConfigError(
+                f"--retention is {self.retention}; vLLM takes 0, None or multiples of a block, which has "
+                f"{self.block_tokens} tokens"
+            )
+
+    @property
+    def apart(self) -> int:
+        """Tokens between the ends of steps: whole blocks, one at least."""
+        return max(self.step_tokens // self.block_tokens, 1) * self.block_tokens
+
+    def positions(self, prompt: int) -> Iterator[int]:
+        """After how many tokens of a prompt a snapshot is left, ascending."""
+        last = (prompt - 1) // self.block_tokens * self.block_tokens
+        for tokens in range(self.apart, last, self.apart):
+            if self._retains(tokens):
+                yield tokens
+        if last:
+            yield last
+        if prompt > last and prompt % self.apart == 0 and self._retains(prompt):
+            yield prompt
+
+    def _retains(self, tokens: int) -> bool:
+        return self.retention is None or (self.retention > 0 and tokens % self.retention == 0)
+
+
+def retention_of(text: str) -> int | None:
+    """What is given as vLLM's ``--prefix-cache-retention-interval``.
+
+    >>> retention_of("0"), retention_of("8448"), retention_of("None")
+    (0, 8448, None)
+
+    Raises:
+        ConfigError: it is neither a number of tokens nor None.
+    """
+    if text.lower() in _EVERY:
+        return None
+    if not text.isdecimal():
+        raise ConfigError(f"--retention is {text!r}; give a number of tokens, 0 for the last only, or None")
+    return int(text)

@@ -1,0 +1,66 @@
+"""Which chunks of a prompt are of use to somebody, so that they are kept.
+
+Of full attention all are: every prefix needs them. Windows and snapshots of recurrent state are of use only
+where a prefix ends; with `every` more than a chunk, prefixes are offered at its multiples and at the end of
+the prompt, and what is kept is what these need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvferry.planning.coverage import Continued
+from kvferry.planning.select import first_seen
+
+
+def last_ends(prompt: int, chunk_tokens: int, block_tokens: int) -> tuple[int, int]:
+    """The ends of the longest prefixes of a prompt: for it alone, and for longer prompts that begin with it.
+
+    >>> last_ends(2000, 256, 0), last_ends(2000, 64, 128), last_ends(1920, 64, 128)
+    ((1792, 2000), (1920, 1920), (1792, 1920))
+
+    Args:
+        prompt: tokens of the prompt.
+        chunk_tokens: tokens of a chunk.
+        block_tokens: of the groups with recurrent state, whose last snapshots are at ends of blocks; 0
+            without such groups: then what is no whole chunk at the end is kept as well.
+    """
+    if not block_tokens:
+        return prompt // chunk_tokens * chunk_tokens, prompt
+    return (prompt - 1) // block_tokens * block_tokens, prompt // block_tokens * block_tokens
+
+
+def keeps_chunk(group: Continued, number: int, chunk_tokens: int, every: int, ends: Iterable[int]) -> bool:
+    """Whether a chunk of attention is kept.
+
+    Chunks of 256 tokens of a window of 1,024, wanted every 4,096: the last four before each multiple.
+
+    >>> from kvferry.geometry import GroupKind
+    >>> from kvferry.geometry.store import LayerStore
+    >>> window = LayerStore(GroupKind.SLIDING, 1024, ())
+    >>> [n for n in range(40) if keeps_chunk(window, n, 256, 4096, last_ends(10240, 256, 0))]
+    [12, 13, 14, 15, 28, 29, 30, 31, 36, 37, 38, 39]
+
+    Args:
+        group: whose chunk; not a state.
+        number: of the chunk.
+        chunk_tokens: tokens of a chunk.
+        every: distance of positions at which windows are kept, a multiple of `chunk_tokens`.
+        ends: other ends of prefixes, `last_ends`.
+    """
+    if every == chunk_tokens or not group.reach:
+        return True
+    first = number * chunk_tokens
+    offered = ((first // every + 1) * every, *ends)
+    return any(
+        first < end and first_seen(group.kind, group.reach, end - 1) < first + chunk_tokens for end in offered
+    )
+
+
+def keeps_snapshot(tokens: int, chunk_tokens: int, every: int, ends: Iterable[int]) -> bool:
+    """Whether a snapshot that the engine leaves after `tokens` tokens is kept; arguments as of `keeps_chunk`.
+
+    >>> [keeps_snapshot(tokens, 128, 1024, last_ends(1400, 128, 128)) for tokens in (64, 512, 1024, 1280)]
+    [False, False, True, True]
+    """
+    return tokens % chunk_tokens == 0 and (tokens % every == 0 or tokens in ends)

@@ -1,0 +1,28 @@
+"""Numbers of bytes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from kvferry.errors import ConfigError
+
+_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes.
+
+    >>> parse_size("1.5GiB"), parse_size("20 MB"), parse_size(4096)
+    (1610612736, 20000000, 4096)
+
+    Raises:
+        ConfigError: this is no size.
+    """
+    if isinstance(size, int):
+        return size
+    found = _SIZE.fullmatch(size)
+    if found is None or found[2].lower() not in _UNITS:
+        raise ConfigError(f"a size of {size!r}; write a number of bytes, or one with KiB, MiB, GiB or TiB")
+    return int(float(found[1]) * _UNITS[found[2].lower()])

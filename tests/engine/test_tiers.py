@@ -1,0 +1,178 @@
+"""Every family with tiers: cold, warm, after a restart, from an engine of another block size; and spoiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.vllm_engine.inside import distance
+from support.vllm_engine.pair import prompt
+from support.vllm_engine.tiered import Tiered, chunk_files, spoil
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family, and engines that keep and find its chunks.
+
+    Attributes:
+        name: of `kvferry.serving.tiny`.
+        ends: where a prefix of a text of 700 tokens ends: in it, or at its last snapshot.
+        options: of both engines.
+        other: of the one that comes later.
+        settings: of both connectors.
+        other_ends: where a prefix of a text of 512 tokens ends that the later engine kept.
+        exact: the engine agrees with itself however a prompt is cut.
+    """
+
+    name: str
+    ends: int
+    options: dict[str, Any] = field(default_factory=dict)
+    other: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    other_ends: int = 512
+    exact: bool = True
+
+    def __str__(self) -> str:
+        return self.name
+
+
+SMALL = {"block_size": 64}
+BF16 = {"enable_prefix_caching": True, "dtype": "bfloat16"}
+EVERY = "prefix_cache_retention_interval"
+"""How often vLLM keeps a snapshot, besides the last one that a prompt can be continued from."""
+REPRESENTATIVE = (
+    Family("gemma3", 700, other=SMALL),
+    Family("lfm2", 640, {EVERY: 128}, other=SMALL, settings={"chunk_tokens": 64}, exact=False),
+)
+ALL = (
+    Family("gptoss", 700, other=SMALL, exact=False),
+    Family("dsv3", 700, exact=False),
+    Family(
+        "qwen3next",
+        512,
+        {EVERY: 256},
+        other={"block_size": 16, EVERY: 160},
+        settings={"chunk_tokens": 32},
+        other_ends=480,
+        exact=False,
+    ),
+    Family("nemotronh", 512, {**BF16, EVERY: 256}, exact=False),
+)
+TEXT = prompt(512, 21)
+"""Ends where chunks, blocks and steps end."""
+AT_HAND = [len(TEXT)], [len(TEXT) + 1]
+"""Of the text and one token more: without it at first, with it once it has been a prompt, without states."""
+LONG = prompt(700, 22)
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.parametrize(
+        "family",
+        [pytest.param(f, id=str(f)) for f in REPRESENTATIVE]
+        + [pytest.param(f, id=str(f), marks=pytest.mark.family) for f in ALL],
+        indirect=True,
+    ),
+]
+
+
+class Life:
+    """The engines of one family, one after the other, on one directory."""
+
+    def __init__(self, family: Family, checkpoints: Path, folder: Path) -> None:
+        self.family, self.directory = family, folder / "chunks"
+        self._checkpoints, self._folder = checkpoints, folder
+        self._engines = 0
+        self.engine = self._start(family.options)
+        self.asked, self.reference = self.engine.own_words(TEXT)
+        self.long = self.engine.say(LONG)
+
+    def restart(self, **other: Any) -> None:
+        self.engine.close()
+        self.engine = self._start({**self.family.options, **other})
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def _start(self, options: dict[str, Any]) -> Tiered:
+        self._engines += 1
+        log = self._folder / f"{self._engines}.log"
+        return Tiered(self.family.name, self._checkpoints, self.directory, log, options, self.family.settings)
+
+
+@pytest.fixture(scope="module")
+def family(
+    request: pytest.FixtureRequest, checkpoints: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Life]:
+    life = Life(request.param, checkpoints, tmp_path_factory.mktemp(str(request.param)))
+    yield life
+    life.close()
+
+
+def same_words(life: Life, source: str) -> None:
+    """The engine says what it said, to the last bit, and has it from there."""
+    before = life.engine.engine.call("tier_counts")["fetched"].get(source, 0)
+    answer = life.engine.say(life.asked)
+    assert answer["hit"] in AT_HAND
+    assert distance(answer, life.reference) == 0.0
+    assert life.engine.engine.call("tier_counts")["fetched"][source] > before
+
+
+def test_warm_from_host_memory(family: Life) -> None:
+    family.engine.forget()
+    same_words(family, "host")
+
+
+def test_warm_from_files(family: Life) -> None:
+    family.engine.forget(host=True)
+    same_words(family, "file")
+
+
+def test_a_prefix_ends_where_all_groups_can_go_on(family: Life) -> None:
+    family.engine.forget()
+    answer = family.engine.say(LONG)
+    assert answer["hit"] == [family.family.ends]
+    if family.family.exact:
+        assert answer["tokens"] == family.long["tokens"]
+        assert distance(answer, family.long) < 1e-4
+
+
+def test_what_was_loaded_is_used_and_what_is_damaged_is_not(family: Life) -> None:
+    for group, paths in chunk_files(family.directory).items():
+        sound = {path: path.read_bytes() for path in paths}
+        for path in paths:
+            spoil(path, with_checksum=True)
+        family.engine.forget(host=True)
+        wrong = family.engine.say(family.asked)
+        assert wrong["hit"] in AT_HAND, "nobody can tell that these chunks are spoiled"
+        apart = distance(wrong, family.reference)
+        assert apart > 1e-4, f"{group}: the answer does not depend on what was loaded"
+        for path, image in sound.items():
+            path.write_bytes(image)
+            spoil(path, with_checksum=False)
+        family.engine.forget(host=True)
+        refused = family.engine.engine.call("tier_counts")["missed"].get("file corrupt", 0)
+        answer = family.engine.say(family.asked)
+        assert family.engine.engine.call("tier_counts")["missed"]["file corrupt"] > refused
+        assert answer["hit"][:1] in AT_HAND, "that these chunks are damaged shows when they are read"
+        assert distance(answer, family.reference) < (1e-4 if family.family.exact else apart / 4), group
+        assert len(list((family.directory / "quarantine").iterdir())) >= refused + 1
+        for path, image in sound.items():
+            path.write_bytes(image)
+        family.engine.forget(host=True)
+        same_words(family, "file")
+
+
+def test_warm_after_a_restart_with_another_block_size_and_back(family: Life) -> None:
+    block = family.engine.about["block_size"]
+    for seed, options, ends in ((23, family.family.other, 512), (24, {}, family.family.other_ends)):
+        asked, reference = family.engine.own_words(prompt(512, seed))
+        family.restart(**options)
+        assert (family.engine.about["block_size"] != block) == ("block_size" in options)
+        answer = family.engine.say(asked)
+        assert answer["hit"] == [ends]
+        if ends == 512:
+            assert distance(answer, reference) == 0.0

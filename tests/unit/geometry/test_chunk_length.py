@@ -1,0 +1,40 @@
+"""How long chunks are, and which configurations could never load one."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.errors import ConfigError
+from kvferry.geometry.canonical.length import check_reach, chunk_length, divisor, snapshots_apart
+
+
+@pytest.mark.parametrize(("apart", "tokens"), [(1, 256), (128, 128), (544, 136), (2096, 131), (5760, 240)])
+def test_a_chunk_ends_where_a_snapshot_may_be(apart, tokens):
+    assert chunk_length(None, apart) == tokens
+
+
+def test_a_block_of_a_large_prime_leaves_short_chunks():
+    # 16 times 263: no other divisor up to 256.
+    assert divisor(16 * 263, 256) == 16
+
+
+def test_groups_of_different_blocks_share_their_common_boundaries():
+    assert chunk_length(None, snapshots_apart(48, 64)) == 192
+
+
+@pytest.mark.parametrize(
+    ("chunk", "apart", "longest", "said"),
+    [
+        (256, 1, 255, "chunks of 256 tokens, but max_model_len is 255: .*; set chunk_tokens to 255 or less"),
+        (256, 1056, 8000, "at a chunk's end is at 8448, .*; set chunk_tokens to a divisor of 1056, 176 for"),
+        (176, 1056, 1000, "a prompt never reaches its first snapshot; raise max_model_len above 1056"),
+    ],
+)
+def test_what_could_never_be_loaded_is_refused_with_what_to_set(chunk, apart, longest, said):
+    with pytest.raises(ConfigError, match=said):
+        check_reach(chunk, apart, longest)
+
+
+@pytest.mark.parametrize(("chunk", "apart", "longest"), [(256, 1, 256), (256, 1056, 8448), (176, 1056, 1056)])
+def test_what_can_be_loaded_is_not(chunk, apart, longest):
+    check_reach(chunk, apart, longest)

@@ -1,0 +1,58 @@
+"""What of a prompt is kept, against prefixes counted by hand."""
+
+from __future__ import annotations
+
+from kvferry.geometry import GroupKind
+from kvferry.geometry.store import LayerStore
+from kvferry.planning.keeping import keeps_chunk, keeps_snapshot, last_ends
+
+FULL = LayerStore(GroupKind.FULL, 0, ())
+WINDOW = LayerStore(GroupKind.SLIDING, 100, ())
+ATTENTION_CHUNK = LayerStore(GroupKind.CHUNKED, 128, ())
+
+
+def kept(group, every, prompt, chunk_tokens=32, block_tokens=0):
+    ends = last_ends(prompt, chunk_tokens, block_tokens)
+    return [n for n in range(prompt // chunk_tokens) if keeps_chunk(group, n, chunk_tokens, every, ends)]
+
+
+def test_everything_is_kept_where_every_chunk_ends_a_prefix():
+    assert kept(WINDOW, 32, 320) == list(range(10))
+
+
+def test_full_attention_is_kept_whatever_is_thinned():
+    assert kept(FULL, 256, 320) == list(range(10))
+
+
+def test_a_window_is_kept_before_every_multiple_and_before_the_end():
+    # Token 255 sees from 156 on, chunk 4; token 319 from 220 on, chunk 6.
+    assert kept(WINDOW, 256, 320) == [4, 5, 6, 7, 8, 9]
+    assert kept(WINDOW, 256, 600) == [4, 5, 6, 7, 12, 13, 14, 15, 16, 17]
+
+
+def test_an_attention_chunk_is_kept_from_its_beginning():
+    # Token 255 sees from 128 on; token 415 from 384 on.
+    assert kept(ATTENTION_CHUNK, 256, 416) == [4, 5, 6, 7, 12]
+
+
+def test_beside_state_a_window_is_kept_where_the_last_snapshot_is():
+    # Blocks of 64: the last snapshot of 380 tokens is at 320, not at 352 or 380; token 319 sees from 220 on.
+    assert kept(WINDOW, 256, 380, block_tokens=64) == [4, 5, 6, 7, 8, 9]
+    assert kept(WINDOW, 256, 380) == [4, 5, 6, 7, 8, 9, 10]
+
+
+def test_the_last_snapshot_is_kept_where_chunks_are_shorter_than_blocks():
+    # 2,000 tokens in blocks of 128: the last snapshot is at 1,920, the last whole chunk of 64 ends at 1,984.
+    ends = last_ends(2000, 64, 128)
+    left = (512, 1024, 1536, 1920)
+    assert [tokens for tokens in left if keeps_snapshot(tokens, 64, 1024, ends)] == [1024, 1920]
+
+
+def test_a_prompt_of_whole_blocks_keeps_its_last_two():
+    # One for the same prompt again, whose last token is computed, one for a longer prompt.
+    ends = last_ends(512, 64, 128)
+    assert [tokens for tokens in (256, 384, 512) if keeps_snapshot(tokens, 64, 4096, ends)] == [384, 512]
+
+
+def test_a_snapshot_inside_a_chunk_is_not_kept():
+    assert not keeps_snapshot(384, 256, 256, last_ends(500, 256, 128))
