@@ -7,5 +7,10 @@
 - `planning`, `hooks`: what a request costs the decode side besides.
 - `transfer`, `report`: one request, for people and as JSON.
 - `cells`, `layout`, `verdicts`, `layout_report`, `layout_plot`: layouts, sizes and strategies, likewise.
+- `contest`: ours against the limit; `chunks`, `host_tier`, `slow_tier`, `file_tier`, `raw_files`, `fio`,
+  `object_tier`, `tier_speeds`, `speed_report`: the speed of every tier.
+- `lookup`: looking for a prompt's chunks. `checkpoint`, `served`, `tier_hooks`, `first_token`,
+  `engine_parts`, `engine_report`: what tiers cost and bring a real engine.
+- `offload`, `offload_report`: all of that; `said`: words of several reports.
 - `fit`, `calibrate`, `calibrate_report`: the costs of this machine.
 """

@@ -12,6 +12,7 @@ Nothing here blocks, and nothing raises for what a tier does.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -102,8 +103,11 @@ class ChunkCache:
 
     @property
     def busy(self) -> bool:
-        """Coming steps have something to do: chunks come, or are to be written."""
-        return bool(self._fetches or self._incoming) or any(writing.due for writing in self.writing)
+        """Coming steps have something to do: a load waits for chunks, or some are to be written.
+
+        A chunk that nobody waits for is heard of in whichever step comes next.
+        """
+        return bool(self._fetches) or any(writing.due for writing in self.writing)
 
     @property
     def host_counters(self) -> HostCounters:
@@ -117,11 +121,13 @@ class ChunkCache:
             keys: of chunks.
             without: names of tiers that are not asked.
         """
-        found = self._host.contains(keys)
+        coming = np.zeros(len(keys), np.bool_)
         for queue in self._queues:
             if queue.name not in without:
-                found |= queue.known(keys)
-        return found
+                coming |= queue.known(keys)
+        if hung := self._hung(set(without)):
+            coming &= ~np.fromiter(map(hung.__contains__, keys), np.bool_, len(keys))
+        return self._host.contains(keys) | coming
 
     def reserve(self, key: bytes, group: int) -> Slot | None:
         """Room for a chunk that ranks will fill; None if there is none, which is counted."""
@@ -143,12 +149,16 @@ class ChunkCache:
             for writing in self.writing:
                 writing.owe(slot.key, self._file(slot.group, tokens))
 
-    def fetch(self, wants: Iterable[Want]) -> Fetch:
+    def fetch(self, wants: Iterable[Want], without: Iterable[str] = ()) -> Fetch:
         """Bring chunks to host memory and hold them there; `poll` goes on with what this returns.
 
         What is in host memory is held first, before room for others is made there.
+
+        Args:
+            wants: in the order in which they are looked for.
+            without: names of tiers that are not asked.
         """
-        fetch = Fetch()
+        fetch = Fetch(without=frozenset(without))
         for want in wants:
             slot = self._host.open(want.key)
             if slot is None:
@@ -203,8 +213,16 @@ class ChunkCache:
         """Write what is owed, as long as that takes no longer than this, and end all threads."""
         for writing in self.writing:
             writing.flush()
+        ends = time.monotonic() + patience_seconds
         for queue in self._queues:
-            queue.close(patience_seconds)
+            queue.close(max(ends - time.monotonic(), 0))
+
+    def _hung(self, without: set[str]) -> set[bytes]:
+        """Chunks that a tier is reading which is stuck or not asked: nobody should join in waiting."""
+        names = without | {queue.name for queue in self._queues if queue.stuck_for_reading}
+        if not names:
+            return set()
+        return {key for key, one in self._incoming.items() if self._queues[one.source].name in names}
 
     def _body(self, slot: Slot) -> memoryview:
         return self._memory(slot.offset, self._groups[slot.group].chunk_bytes)
@@ -227,7 +245,7 @@ class ChunkCache:
             fetch.coming[want.key] = want
         elif (slot := self._host.hold(want.key)) is not None:
             self._give(fetch, want, slot, HOST)
-        elif sources := [n for n, queue in enumerate(self._queues) if queue.known([want.key])[0]]:
+        elif sources := self._sources(fetch, want.key):
             slot = self._host.reserve(want.key, want.group)
             if slot is None:
                 return False
@@ -239,6 +257,14 @@ class ChunkCache:
         else:
             fetch.failure = "a chunk has gone since it was offered"
         return True
+
+    def _sources(self, fetch: Fetch, key: bytes) -> list[int]:
+        """Tiers that should have a chunk, the fastest first."""
+        return [
+            number
+            for number, queue in enumerate(self._queues)
+            if queue.name not in fetch.without and queue.known([key])[0]
+        ]
 
     def _read(self, incoming: _Incoming) -> None:
         slot = incoming.slot
@@ -253,8 +279,8 @@ class ChunkCache:
             self._keep(incoming, name)
             return
         self.counts.missed[name, what] += 1
-        if what is Get.IO_ERROR:
-            for fetch in incoming.waiting:
+        for fetch in incoming.waiting:
+            if key in fetch.coming and what is Get.IO_ERROR:
                 fetch.failed.add(name)
         if incoming.others:
             incoming.source = incoming.others.pop(0)

@@ -15,7 +15,7 @@ from kvferry.geometry import RankGeometry
 from kvferry.geometry.canonical import Canonical, chunk_pool
 from kvferry.memory.chunks import ChunkCopies, offsets_of
 from kvferry.memory.space import Space
-from kvferry.planning.chunks import cells_past, cells_to_load, cells_to_store
+from kvferry.planning.chunks import cells_beside, cells_to_load, cells_to_store
 from kvferry.planning.select import uncovered
 from kvferry.planning.template import Route, build_templates
 
@@ -91,11 +91,12 @@ class ChunkRoutes:
                 if blocks is None:
                     raise TransferError(f"no blocks of group {each.route.src_group} in a store of it")
                 tokens = self._canonical.chunk_tokens
-                for cells in cells_to_store(each.route, tokens, numbers, order.until, blocks):
+                for cells in cells_to_store(each.route, tokens, numbers, order.at_hand, blocks):
                     each.copies.store(cells, offsets)
                     found[group] += len(cells) * each.route.cell_bytes
-                past = cells_past(each.route, tokens, numbers[-1], order.until)
-                each.copies.blank(past, pieces[-1].offset)
+                for piece in {pieces[0], pieces[-1]}:
+                    beside = cells_beside(each.route, tokens, piece.number, order.at_hand)
+                    each.copies.blank(beside, piece.offset)
         return tuple(found)
 
     def load(self, part: LoadPart) -> tuple[int, ...]:

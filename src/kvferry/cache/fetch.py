@@ -31,14 +31,17 @@ class Fetch:
 
     Attributes:
         left: chunks that nobody has looked for yet.
+        without: names of tiers that are not asked.
         coming: chunks that are being read, by key.
         ready: chunks that lie in host memory, held for this load until they are closed.
         tiers: names of the tiers that chunks came from.
-        failed: names of tiers whose storage could not be read.
+        failed: names of tiers that could not read a chunk. One that it had no longer is no fault of a tier:
+            nobody is offered that chunk again.
         failure: why it cannot go on; what is ready stays so.
     """
 
     left: deque[Want] = field(default_factory=deque)
+    without: frozenset[str] = frozenset()
     coming: dict[bytes, Want] = field(default_factory=dict)
     ready: deque[tuple[Want, Slot]] = field(default_factory=deque)
     tiers: set[str] = field(default_factory=set)

@@ -1,8 +1,9 @@
 """A slow tier and the threads that wait for it, so that nobody else does.
 
 The engine's thread gives orders and takes what became of them. Threads that hang in a mount hang alone: when
-operations are under way and none has ended for `STUCK_SECONDS`, the tier is *stuck*, and is asked for nothing
-more until one ends. What an operation reads or writes belongs to it until it is over, however long that is.
+reads are under way and none has ended for `STUCK_SECONDS`, the tier is *stuck* for reading, and is asked for
+nothing more until one ends; the same for writing, since one may hang where the other goes on. What an
+operation reads or writes belongs to it until it is over, however long that is.
 """
 
 from __future__ import annotations
@@ -54,7 +55,6 @@ class TierQueue:
 
     Attributes:
         name: of the tier.
-        writing, reading: operations that have not ended.
     """
 
     def __init__(
@@ -73,11 +73,8 @@ class TierQueue:
         """
         self.name = tier.name
         self.tier = tier
-        self.writing = self.reading = 0
+        self._reading, self._writing = _UnderWay(clock), _UnderWay(clock)
         self._most_writes = 4 * writers
-        self._clock = clock
-        self._began_at = clock()
-        self._done: deque[Done] = deque()
         self._closing = threading.Event()
         self._reads, self._writes = (
             _Threads(readers, f"{tier.name}-read"),
@@ -89,44 +86,52 @@ class TierQueue:
         self._refresher.start()
 
     def known(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        """Which of `keys` can be asked for now: none of a tier that is stuck."""
-        return np.zeros(len(keys), np.bool_) if self.stuck else self.tier.known(keys)
+        """Which of `keys` can be asked for now: none of a tier that is stuck for reading."""
+        return np.zeros(len(keys), np.bool_) if self._reading.stuck else self.tier.known(keys)
+
+    @property
+    def reading(self) -> int:
+        """Fetches of which nobody has heard the end."""
+        return self._reading.count
+
+    @property
+    def writing(self) -> int:
+        """Stores of which nobody has heard the end."""
+        return self._writing.count
 
     @property
     def stuck(self) -> bool:
-        """Operations are under way, and none has ended for a while."""
-        return self.reading + self.writing > 0 and self._clock() - self._began_at > STUCK_SECONDS
+        """For reading or for writing."""
+        return self._reading.stuck or self._writing.stuck
+
+    @property
+    def stuck_for_reading(self) -> bool:
+        """Fetches are under way, and none has ended for a while."""
+        return self._reading.stuck
+
+    @property
+    def stuck_for_writing(self) -> bool:
+        """Stores are under way, and none has ended for a while."""
+        return self._writing.stuck
 
     @property
     def can_write(self) -> bool:
         """There is room for another store. Where there is none, the tier is slower than what it is given."""
-        return self.writing < self._most_writes
+        return self.writing < self._most_writes and not self._writing.stuck
 
     def read(self, key: bytes, group: Group, into: memoryview) -> None:
         """Fetch a chunk; `into` is the fetch's until it has ended."""
-        self._begin()
-        self.reading += 1
+        self._reading.begin()
         self._reads.put(partial(self._read, key, group, into))
 
     def write(self, key: bytes, group: Group, body: memoryview) -> None:
         """Store a chunk; `body` is the store's until it has ended."""
-        self._begin()
-        self.writing += 1
+        self._writing.begin()
         self._writes.put(partial(self._write, key, group, body))
 
     def done(self) -> list[Done]:
         """What has ended since the last call."""
-        found: list[Done] = []
-        while self._done:
-            found.append(self._done.popleft())
-        for one in found:
-            if isinstance(one, Read):
-                self.reading -= 1
-            else:
-                self.writing -= 1
-        if found:
-            self._began_at = self._clock()
-        return found
+        return [*self._reading.done(), *self._writing.done()]
 
     def close(self, patience_seconds: float) -> None:
         """End the threads: stores that were given are written, as long as that takes no longer than this."""
@@ -139,17 +144,13 @@ class TierQueue:
         else:
             logger.warning("%s tier: still busy after %g s, left behind", self.name, patience_seconds)
 
-    def _begin(self) -> None:
-        if not self.reading + self.writing:
-            self._began_at = self._clock()
-
     def _read(self, key: bytes, group: Group, into: memoryview) -> None:
         try:
             what = self.tier.get(key, group, into)
         except Exception:
             logger.exception("%s tier: fetch of %s", self.name, key.hex())
             what = Get.IO_ERROR
-        self._done.append(Read(key, what))
+        self._reading.end(Read(key, what))
 
     def _write(self, key: bytes, group: Group, body: memoryview) -> None:
         try:
@@ -157,7 +158,7 @@ class TierQueue:
         except Exception:
             logger.exception("%s tier: store of %s", self.name, key.hex())
             what = Put.IO_ERROR
-        self._done.append(Wrote(key, what))
+        self._writing.end(Wrote(key, what))
 
     def _refresh(self) -> None:
         while not self._closing.wait(REFRESH_SECONDS):
@@ -165,6 +166,44 @@ class TierQueue:
                 self.tier.refresh()
             except Exception:
                 logger.exception("%s tier: refresh", self.name)
+
+
+class _UnderWay:
+    """Operations of one kind whose end nobody has heard of. Threads call `end`, the engine's the rest."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.count = 0
+        self._clock = clock
+        self._moved_at = clock()  # when one has last ended, or begun where none was under way
+        self._ended: deque[Done] = deque()
+
+    def begin(self) -> None:
+        """One more."""
+        if not self._at_work:
+            self._moved_at = self._clock()
+        self.count += 1
+
+    def end(self, what: Done) -> None:
+        """One has come to its end."""
+        self._ended.append(what)
+        self._moved_at = self._clock()
+
+    def done(self) -> list[Done]:
+        """What has ended since the last call."""
+        found: list[Done] = []
+        while self._ended:
+            found.append(self._ended.popleft())
+        self.count -= len(found)
+        return found
+
+    @property
+    def stuck(self) -> bool:
+        """Some are still at work, and none has ended for a while, whether or not anybody has heard."""
+        return self._at_work > 0 and self._clock() - self._moved_at > STUCK_SECONDS
+
+    @property
+    def _at_work(self) -> int:
+        return self.count - len(self._ended)
 
 
 class _Threads:

@@ -62,7 +62,7 @@ class Writing:
     @property
     def due(self) -> bool:
         """There is something to write, now or when the tier has room again; not of a tier that is stuck."""
-        return bool(self._owed) and self._wanted and not self.behind.queue.stuck
+        return bool(self._owed) and self._wanted and not self.behind.queue.stuck_for_writing
 
     def pump(self) -> None:
         """Give the tier as much as it takes."""

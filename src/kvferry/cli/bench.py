@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -12,6 +15,7 @@ from kvferry.cli.options import given, write
 from kvferry.errors import ConfigError
 
 _REPEATS_HELP = "Rounds; each moves the bytes once in every way."
+_MOST_DEPTH = 256
 _LAYOUT_MODELS = "Llama-3.1-8B,Qwen3-0.6B,Qwen3-Next-80B-A3B"
 
 
@@ -21,6 +25,7 @@ def register(app: typer.Typer) -> None:
     bench.command()(transfer)
     bench.command()(layout)
     bench.command()(calibrate)
+    bench.command()(offload)
     app.add_typer(bench, name="bench")
 
 
@@ -163,6 +168,104 @@ def calibrate(
         print(json.dumps(calibrate_report.as_json(found, facts, path)))
     else:
         calibrate_report.show(found, path, Console(highlight=False))
+
+
+def offload(
+    parts: Annotated[
+        str, typer.Option(help="What to measure, with commas: tiers, lookup, hooks, ttft.")
+    ] = "tiers,lookup",
+    geometry: Annotated[
+        str, typer.Option(help="Whose KV cache, as `kvferry plan` takes it.")
+    ] = "Llama-3.1-8B",
+    layers: Annotated[int, typer.Option(min=1, help="Instead of the geometry's.")] = 16,
+    layouts: Annotated[
+        str, typer.Option(help="Orders of the axes in an engine's memory, for the host tier.")
+    ] = "LBHNC,BHLNC",
+    depths: Annotated[str, typer.Option(help="Chunks under way at a time.")] = "1,8,32",
+    path: Annotated[
+        Path | None,
+        typer.Option(help="Folder for files; by default a new one in the user's cache, removed after."),
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option("--object", metavar="URL", help="Object storage, such as s3://bucket/path."),
+    ] = None,
+    stored: Annotated[
+        int, typer.Option(min=1, help="Chunks among which a prompt is looked for.")
+    ] = 1_000_000,
+    prompt: Annotated[int, typer.Option(min=512, help="Tokens of the prompt of ttft.")] = 16_384,
+    rounds: Annotated[int, typer.Option(min=1, help="Prompts of ttft.")] = 3,
+    repeats: Annotated[int, typer.Option(min=7, help=_REPEATS_HELP)] = 7,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON: all rounds, in seconds and bytes.")
+    ] = False,
+) -> None:
+    """Keep chunks in every tier and fetch them, beside what the same bytes reach without kvferry.
+
+    Host memory beside memcpy, files beside fio or threads with direct I/O, objects beside obstore. Also
+    measured: how long a scheduler looks for the chunks of a long prompt. With an engine, a real one on this
+    machine's processors: time inside the connector's hooks per step, and a prompt's first token from every
+    tier.
+    """
+    from rich.console import Console
+
+    from kvferry.bench import offload_report
+    from kvferry.bench.engine_parts import Asked
+    from kvferry.bench.engines import read_geometry
+    from kvferry.bench.offload import Job, measure
+
+    reading = read_geometry(geometry, given(num_hidden_layers=layers))
+    with _folder(path) as folder, Console(stderr=True).status("starting") as status:
+        measured = measure(
+            Job(
+                reading,
+                _parts(parts),
+                _layouts(layouts),
+                _depths(depths),
+                repeats,
+                folder,
+                url,
+                stored=stored,
+                asked=Asked(prompt, rounds),
+            ),
+            lambda text: status.update(f"{text} ..."),
+        )
+    if as_json:
+        print(json.dumps(offload_report.as_json(measured)))
+    else:
+        offload_report.show(measured, Console(highlight=False))
+
+
+@contextmanager
+def _folder(given: Path | None) -> Iterator[Path]:
+    """A folder to write to; one that was not asked for is removed."""
+    if given is not None:
+        if not given.is_dir():
+            raise ConfigError(f"--path {given} is no folder; make it, or choose another")
+        yield given
+        return
+    from kvferry.tiers.place import user_directory
+
+    cache = Path(user_directory()).parent
+    cache.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="bench-", dir=cache) as made:
+        yield Path(made)
+
+
+def _parts(said: str) -> tuple[str, ...]:
+    from kvferry.bench.offload import PARTS
+
+    found = tuple(said.split(","))
+    if unknown := [name for name in found if name not in PARTS]:
+        raise ConfigError(f"--parts {unknown[0]} is not known; choose of {', '.join(PARTS)}")
+    return found
+
+
+def _depths(said: str) -> tuple[int, ...]:
+    found = said.split(",")
+    if wrong := [one for one in found if not one.isdecimal() or not 0 < int(one) <= _MOST_DEPTH]:
+        raise ConfigError(f"--depths {wrong[0]} is not a number from 1 to {_MOST_DEPTH}")
+    return tuple(sorted({int(one) for one in found}))
 
 
 def _layouts(said: str) -> tuple[str, ...]:

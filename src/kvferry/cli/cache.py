@@ -1,4 +1,4 @@
-"""`kvferry cache`: what lies in a directory of the file tier, and keeping it in order."""
+"""`kvferry cache`: what lies in a directory or in object storage, and keeping it in order."""
 
 from __future__ import annotations
 
@@ -6,22 +6,37 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvferry.cli.options import pairs, size as bytes_of
 from kvferry.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvferry.tiers.cache import Cache
 
 _BAD = 1
 
-_Path = Annotated[Path, typer.Argument(help="The directory, as the tier's path.")]
+_Where = Annotated[
+    str,
+    typer.Argument(metavar="PATH|URL", help="The directory, as the file tier's; or the object tier's URL."),
+]
+_Options = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        "-o",
+        metavar="NAME=VALUE",
+        help="Of the object storage client: endpoint, region, ... Credentials are read from the environment.",
+    ),
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds since 1970.")]
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
-    cache = typer.Typer(help="See to the files of a KV cache.", no_args_is_help=True)
+    cache = typer.Typer(help="See to a KV cache in a directory or in object storage.", no_args_is_help=True)
     cache.command()(ls)
     cache.command()(stat)
     cache.command()(verify)
@@ -30,12 +45,13 @@ def register(app: typer.Typer) -> None:
     app.add_typer(cache, name="cache")
 
 
-def ls(path: _Path, as_json: _Json = False) -> None:
+def ls(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
     """List the namespaces: whose KV is kept, how much, and when it was last used."""
     from kvferry.plan.units import size
-    from kvferry.tiers.survey import a_cache, holdings
+    from kvferry.tiers.survey import holdings
 
-    found = holdings(a_cache(path))
+    cache = _cache(where, option)
+    found = holdings(cache)
     if as_json:
         print(json.dumps([asdict(one) for one in found]))
         return
@@ -45,7 +61,8 @@ def ls(path: _Path, as_json: _Json = False) -> None:
             print(f"  {line}")
         held = f"{one.chunks} chunks, {one.tokens} tokens, {size(one.total_bytes)}"
         if one.oldest is not None and one.newest is not None:
-            held += f"; last used {_age(one.newest)} ago, the oldest {_age(one.oldest)} ago"
+            verb = "last used" if cache.notes_use else "stored"
+            held += f"; {verb} {_age(one.newest)} ago, the oldest {_age(one.oldest)} ago"
         print(f"  {held}")
         if one.unreadable:
             print(f"  {one.unreadable} of them cannot be read; see kvferry cache verify")
@@ -53,40 +70,40 @@ def ls(path: _Path, as_json: _Json = False) -> None:
         print("No namespaces.")
 
 
-def stat(path: _Path, as_json: _Json = False) -> None:
-    """Say what the directory holds in all, and what it may."""
+def stat(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
+    """Say what there is in all, and what there may be."""
     from kvferry.plan.units import size
-    from kvferry.tiers.survey import a_cache, totals
+    from kvferry.tiers.survey import totals
 
-    found = totals(a_cache(path))
+    cache = _cache(where, option)
+    found = totals(cache)
     if as_json:
         print(json.dumps(asdict(found)))
         return
     rows = [
-        (
-            "capacity",
-            "unknown: the ledger is damaged" if found.capacity is None else size(found.capacity),
-        ),
+        ("capacity", cache.no_capacity if found.capacity is None else size(found.capacity)),
         ("in use", size(found.total_bytes)),
-        ("free on disk", size(found.free)),
+        ("free on disk", "" if found.free is None else size(found.free)),
         ("chunks", f"{found.chunks} of {found.namespaces} namespaces, {size(found.chunk_bytes)}"),
         ("being written", f"{found.temporary}, {size(found.temporary_bytes)}"),
         ("quarantined", f"{found.quarantined}, {size(found.quarantined_bytes)}"),
     ]
     for name, value in rows:
-        print(f"{name:<14} {value}")
+        if value:
+            print(f"{name:<14} {value}")
 
 
 def verify(
-    path: _Path,
+    where: _Where,
     quarantine: Annotated[bool, typer.Option("--quarantine", help="Move bad files to quarantine.")] = False,
+    option: _Options = None,
     as_json: _Json = False,
 ) -> None:
     """Read every chunk and check every byte; exit code 1 if something is bad."""
     from kvferry.plan.units import size
-    from kvferry.tiers.survey import a_cache, verify_all
+    from kvferry.tiers.survey import verify_all
 
-    found = verify_all(a_cache(path), quarantine=quarantine)
+    found = verify_all(_cache(where, option), quarantine=quarantine)
     if as_json:
         print(json.dumps(asdict(found)))
     else:
@@ -98,19 +115,21 @@ def verify(
 
 
 def gc(
-    path: _Path,
-    capacity_gib: Annotated[
-        float | None,
-        typer.Option(min=0, help="Evict to so many GiB, this once; to the directory's capacity by default."),
+    where: _Where,
+    capacity: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Evict to so much, as in 10GiB, this once; to the directory's own by default.",
+        ),
     ] = None,
+    option: _Options = None,
     as_json: _Json = False,
 ) -> None:
-    """Remove what killed processes left, count anew, and evict what was used longest ago."""
+    """Remove what killed processes left, count anew, and evict what was used, or stored, longest ago."""
     from kvferry.plan.units import size
-    from kvferry.tiers.survey import a_cache
-    from kvferry.tiers.upkeep import collect
 
-    done = collect(a_cache(path), None if capacity_gib is None else int(capacity_gib * (1 << 30)))
+    done = _cache(where, option).collect(None if capacity is None else bytes_of(capacity))
     if as_json:
         print(json.dumps(asdict(done)))
         return
@@ -119,19 +138,19 @@ def gc(
 
 
 def clear(
-    path: _Path,
+    where: _Where,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    option: _Options = None,
     as_json: _Json = False,
 ) -> None:
-    """Remove everything of kvferry's in the directory, and nothing else."""
+    """Remove everything of kvferry's there, and nothing else."""
     from kvferry.plan.units import size
-    from kvferry.tiers.survey import a_cache, totals
-    from kvferry.tiers.upkeep import clear as remove
+    from kvferry.tiers.survey import totals
 
-    root = a_cache(path)
+    cache = _cache(where, option)
     if not yes:
-        found = totals(root)
-        question = f"Remove {found.chunks} chunks, {size(found.total_bytes)}, from {root}?"
+        found = totals(cache)
+        question = f"Remove {found.chunks} chunks, {size(found.total_bytes)}, from {cache.where}?"
         try:
             sure = typer.confirm(question)
         except typer.Abort as error:
@@ -141,11 +160,30 @@ def clear(
         if not sure:
             print("Nothing was removed.")
             return
-    files, total_bytes = remove(root)
+    files, total_bytes = cache.clear()
     if as_json:
         print(json.dumps({"files": files, "total_bytes": total_bytes}))
     else:
         print(f"{files} files removed, {size(total_bytes)}")
+
+
+def _cache(where: str, options: list[str] | None) -> Cache:
+    """The cache that a path or a URL names.
+
+    Raises:
+        ConfigError: there is none, or it cannot be reached.
+    """
+    from kvferry.tiers.objects.options import is_url
+
+    if is_url(where):
+        from kvferry.tiers.objects.cache import ObjectCache
+
+        return ObjectCache(where, pairs(options))
+    if options:
+        raise ConfigError(f"--option is for URLs of object storage; {where} is a path")
+    from kvferry.tiers.directory import Directory
+
+    return Directory(where)
 
 
 def _said(facts: Mapping[str, object]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,36 @@ from kvferry.errors import ConfigError
 def given(**options: Any) -> dict[str, Any]:
     """Those that were given: whose value is not None."""
     return {name: value for name, value in options.items() if value is not None}
+
+
+_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def size(text: str) -> int:
+    """Bytes, of a text such as ``10GiB``, ``1.5 TiB`` or ``4096``.
+
+    Raises:
+        ConfigError: it is no size.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]iB|)", text)
+    if found is None:
+        raise ConfigError(f"{text!r} is no size; give bytes, KiB, MiB, GiB or TiB, as in 10GiB")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def pairs(texts: list[str] | None) -> dict[str, str]:
+    """What texts such as ``name=value`` say.
+
+    Raises:
+        ConfigError: one has no equals sign, or a name is given twice.
+    """
+    found: dict[str, str] = {}
+    for text in texts or []:
+        name, equals, value = text.partition("=")
+        if not equals or name in found:
+            raise ConfigError(f"--option {name}: give each name once, with its value, as in region=eu-west-1")
+        found[name] = value
+    return found
 
 
 def write(path: Path, text: str) -> None:

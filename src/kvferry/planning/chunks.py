@@ -76,7 +76,7 @@ def chunk_table(numbers: Sequence[int]) -> Int64s:
 
 
 def cells_to_store(
-    route: Route, chunk_tokens: int, numbers: Sequence[int], until: int, blocks: Stretch
+    route: Route, chunk_tokens: int, numbers: Sequence[int], at_hand: range, blocks: Stretch
 ) -> list[Cells]:
     """Cells that fill chunks, from blocks that all hold their tokens.
 
@@ -84,7 +84,7 @@ def cells_to_store(
         route: from a rank to a pool of chunks.
         chunk_tokens: tokens of a chunk.
         numbers: of the chunks, ascending; of a snapshot, one.
-        until: tokens of the prompt; where they end inside the last chunk, it is filled that far.
+        at_hand: tokens whose content the blocks hold, from a cell's first on; chunks are filled with these.
         blocks: of the route's source group.
 
     Raises:
@@ -95,22 +95,24 @@ def cells_to_store(
         return [select_cells(route, GroupKind.STATE, 0, one, blocks.table(), np.ones(1, np.int64))]
     table, chunks, found = blocks.table(), chunk_table(numbers), []
     for run in runs_of(numbers):
-        high = min(run.stop * chunk_tokens, until)
-        part = Span(run.start * chunk_tokens, high, high)
+        high = min(run.stop * chunk_tokens, at_hand.stop)
+        part = Span(max(run.start * chunk_tokens, at_hand.start), high, high)
         found.append(select_cells(route, GroupKind.FULL, 0, part, table, chunks))
     return found
 
 
-def cells_past(route: Route, chunk_tokens: int, number: int, until: int) -> Cells:
-    """Cells of a chunk, the only one at hand, that lie past the last token of the prompt.
+def cells_beside(route: Route, chunk_tokens: int, number: int, at_hand: range) -> Cells:
+    """Cells of a chunk, the only one, that `cells_to_store` does not fill.
 
     Args:
-        route, chunk_tokens, until: as of `cells_to_store`.
+        route, chunk_tokens, at_hand: as of `cells_to_store`.
         number: of the chunk.
     """
     cell = route.cell_tokens
-    first, last = (-(-until // cell), (number + 1) * chunk_tokens // cell) if cell else (0, 0)
-    cells = np.arange(first, last, dtype=np.int64)
+    if not cell:
+        return Cells(*(np.zeros(0, np.int64) for _ in range(3)))
+    cells = np.arange(number * chunk_tokens // cell, (number + 1) * chunk_tokens // cell, dtype=np.int64)
+    cells = cells[(cells < at_hand.start // cell) | (cells >= -(-at_hand.stop // cell))]
     return Cells(np.zeros(len(cells), np.int64), np.ones(len(cells), np.int64), cells % len(route.phases))
 
 

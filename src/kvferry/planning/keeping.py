@@ -8,6 +8,7 @@ the prompt, and what is kept is what these need.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import lcm
 
 from kvferry.planning.coverage import Continued
 from kvferry.planning.select import first_seen
@@ -18,6 +19,8 @@ def last_ends(prompt: int, chunk_tokens: int, block_tokens: int) -> tuple[int, i
 
     >>> last_ends(2000, 256, 0), last_ends(2000, 64, 128), last_ends(1920, 64, 128)
     ((1792, 2000), (1920, 1920), (1792, 1920))
+    >>> last_ends(40, 8, 4)   # a snapshot at 36 would be inside a chunk
+    (32, 40)
 
     Args:
         prompt: tokens of the prompt.
@@ -27,7 +30,8 @@ def last_ends(prompt: int, chunk_tokens: int, block_tokens: int) -> tuple[int, i
     """
     if not block_tokens:
         return prompt // chunk_tokens * chunk_tokens, prompt
-    return (prompt - 1) // block_tokens * block_tokens, prompt // block_tokens * block_tokens
+    apart = lcm(chunk_tokens, block_tokens)
+    return (prompt - 1) // apart * apart, prompt // apart * apart
 
 
 def keeps_chunk(group: Continued, number: int, chunk_tokens: int, every: int, ends: Iterable[int]) -> bool:

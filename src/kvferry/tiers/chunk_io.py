@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
+from kvferry.tiers import decode
 from kvferry.tiers.checksum import Buffer
-from kvferry.tiers.decode import Header, check_length, decode_header, header_span, verify
+from kvferry.tiers.decode import Header
 from kvferry.tiers.direct_io import set_direct
-from kvferry.tiers.format import ALIGNMENT
 
 
 def read_header(fd: int) -> Header:
@@ -17,9 +18,7 @@ def read_header(fd: int) -> Header:
         ChunkError: it is no chunk file, or not a whole one.
         OSError: it cannot be read.
     """
-    header = decode_header(_read(fd, 0, header_span(_read(fd, 0, ALIGNMENT))))
-    check_length(header, os.fstat(fd).st_size)
-    return header
+    return decode.read_header(partial(read, fd), os.fstat(fd).st_size)
 
 
 def verify_file(fd: int) -> Header:
@@ -30,12 +29,15 @@ def verify_file(fd: int) -> Header:
         OSError: it cannot be read.
     """
     set_direct(fd, on=False)
-    header = read_header(fd)
-    return verify(lambda at, size: _read(fd, at, size), header.chunk.file_bytes)
+    return decode.verify(partial(read, fd), os.fstat(fd).st_size)
 
 
-def _read(fd: int, offset: int, size: int) -> Buffer:
-    """`size` bytes from `offset` on, or fewer where the file ends."""
+def read(fd: int, offset: int, size: int) -> Buffer:
+    """`size` bytes from `offset` on, or fewer where the file ends.
+
+    Raises:
+        OSError: they cannot be read.
+    """
     data = b""
     while len(data) < size and (piece := os.pread(fd, size - len(data), offset + len(data))):
         data += piece

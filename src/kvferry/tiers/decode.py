@@ -141,6 +141,21 @@ def check_units(header: Header, section: int, first: int, data: Buffer) -> None:
     raise ChunkError(f"unit {unit} of section {one.name} is not what was written: its checksum differs")
 
 
+def read_header(read: Read, file_bytes: int) -> Header:
+    """The header of a file, whose length is what it says.
+
+    Args:
+        read: gives the file's bytes.
+        file_bytes: as many as the file has.
+
+    Raises:
+        ChunkError: it is no chunk file, or not a whole one.
+    """
+    header = decode_header(read(0, header_span(read(0, PREAMBLE.size))))
+    check_length(header, file_bytes)
+    return header
+
+
 def verify(read: Read, file_bytes: int) -> Header:
     """Check every byte of a file, header, units and padding.
 
@@ -151,9 +166,7 @@ def verify(read: Read, file_bytes: int) -> Header:
     Raises:
         ChunkError: any byte is not what was written, or there are more or fewer than there were.
     """
-    span = header_span(read(0, PREAMBLE.size))
-    header = decode_header(read(0, span))
-    check_length(header, file_bytes)
+    header = read_header(read, file_bytes)
     for index, (section, offset) in enumerate(zip(header.chunk.sections, header.chunk.offsets, strict=True)):
         step = max(1, _STEP_BYTES // section.unit_bytes)
         for first in range(0, section.units, step):

@@ -32,7 +32,7 @@ def oldest(files: Iterable[tuple[int, str]], most: int = LISTED) -> tuple[list[t
     latest = None
     more = False
     for one in files:
-        if latest is not None and one[0] > latest:
+        if latest is not None and one[0] >= latest:
             continue
         kept.append(one)
         if len(kept) > 2 * most:

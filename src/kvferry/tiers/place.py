@@ -1,5 +1,7 @@
 """Where things lie in a directory of the file tier, and what is there. `docs/format.md` draws it.
 
+Below a URL of the object tier they lie in the same way: what is a *name* here is below either.
+
 Only what carries one of the names made here is ever counted, moved or removed.
 """
 
@@ -45,6 +47,7 @@ class Entry:
     Attributes:
         path: where it is.
         kind: what it is.
+        size: bytes it has.
         charged: bytes it counts for: its size; what its writer reserved, for a temporary file.
         used_ns: when it was last used, nanoseconds since 1970.
         namespace: 64 hex digits; empty for what belongs to none.
@@ -53,6 +56,7 @@ class Entry:
 
     path: str
     kind: Kind
+    size: int
     charged: int
     used_ns: int
     namespace: str = ""
@@ -61,7 +65,17 @@ class Entry:
 
 def chunk_path(root: str, namespace: bytes, key: bytes) -> str:
     """Where the chunk of a key is, if it is there."""
-    return f"{root}/{namespace.hex()}/{key[:1].hex()}/{key.hex()}.kv"
+    return f"{root}/{chunk_name(namespace, key)}"
+
+
+def chunk_name(namespace: bytes, key: bytes) -> str:
+    """The name of the chunk of a key."""
+    return f"{namespace.hex()}/{key[:1].hex()}/{key.hex()}.kv"
+
+
+def note_name(namespace: bytes) -> str:
+    """The name of what a namespace was made from."""
+    return f"{namespace.hex()}/{NAMESPACE_NOTE}"
 
 
 def key_of(name: str) -> bytes | None:
@@ -97,8 +111,28 @@ def identity(path: str) -> tuple[bytes, bytes]:
 
 def quarantine_path(root: str, path: str) -> str:
     """Where a bad file goes that lies at a path of `chunk_path`; another name every time."""
-    namespace, key = identity(path)
-    return f"{root}/{QUARANTINE}/{namespace.hex()}-{key.hex()}-{secrets.token_hex(8)}.bad"
+    return f"{root}/{quarantine_name(*identity(path))}"
+
+
+def quarantine_name(namespace: bytes, key: bytes) -> str:
+    """A name for a bad chunk; another one every time."""
+    return f"{QUARANTINE}/{namespace.hex()}-{key.hex()}-{secrets.token_hex(8)}.bad"
+
+
+def kind_of(name: str) -> Kind | None:
+    """What has a name; None for what is not kvferry's. Directories have more kinds, which `walk` finds.
+
+    >>> kind_of(chunk_name(bytes(32), bytes(16))), kind_of("00/mine.kv")
+    (<Kind.CHUNK: 'chunk'>, None)
+    """
+    match name.split("/"):
+        case [namespace, bucket, file] if _NAMESPACE.fullmatch(namespace) and is_bucket(bucket):
+            return Kind.CHUNK if _CHUNK.fullmatch(file) else None
+        case [namespace, file] if _NAMESPACE.fullmatch(namespace) and file == NAMESPACE_NOTE:
+            return Kind.NOTE
+        case [folder, file] if folder == QUARANTINE and _BAD.fullmatch(file):
+            return Kind.QUARANTINED
+    return None
 
 
 def user_directory() -> str:
@@ -177,6 +211,7 @@ def _stat(
     except FileNotFoundError:
         return
     if kind is Kind.TEMPORARY and found is not None:
-        yield Entry(entry.path, kind, int(found[1]), status.st_mtime_ns, namespace, found[2])
+        charged, boot = int(found[1]), found[2]
     else:
-        yield Entry(entry.path, kind, status.st_size, status.st_mtime_ns, namespace)
+        charged, boot = status.st_size, ""
+    yield Entry(entry.path, kind, status.st_size, charged, status.st_mtime_ns, namespace, boot)

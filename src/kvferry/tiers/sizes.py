@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from kvferry.errors import ConfigError
 
@@ -25,4 +26,4 @@ def parse_size(size: int | str) -> int:
     found = _SIZE.fullmatch(size)
     if found is None or found[2].lower() not in _UNITS:
         raise ConfigError(f"a size of {size!r}; write a number of bytes, or one with KiB, MiB, GiB or TiB")
-    return int(float(found[1]) * _UNITS[found[2].lower()])
+    return int(Fraction(found[1]) * _UNITS[found[2].lower()])

@@ -1,21 +1,24 @@
-"""What lies in a directory of the file tier, for an operator to see. Nothing is changed."""
+"""What lies in a cache, for an operator to see. Nothing is changed, but by who asks for it."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
-from kvferry.errors import ChunkError, ConfigError, Unnameable
+from kvferry.errors import ChunkError, Unnameable
 from kvferry.keys.namespace import Namespace
-from kvferry.tiers.aside import set_aside
-from kvferry.tiers.chunk_io import read_header, verify_file
-from kvferry.tiers.ledger import Ledger, read_ledger
-from kvferry.tiers.opening import check_directory, read_marker
-from kvferry.tiers.place import MARKER, NAMESPACE_NOTE, Entry, Kind, identity, walk
+from kvferry.tiers.cache import Cache
+from kvferry.tiers.decode import read_header, verify
+from kvferry.tiers.place import Entry, Kind, identity
 
 _LONGEST_NOTE = 1 << 20
+# Files that are read at once: what is far away takes its time to begin.
+_THREADS = 8
+_BATCH = 1024
+
+_Read = TypeVar("_Read")
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,8 @@ class Holding:
         chunks: files.
         tokens: of all chunks; of the group that has most, where one has several.
         total_bytes: of the files.
-        oldest, newest: when a chunk was last used, seconds since 1970; None where there is no chunk.
+        oldest, newest: when a chunk was last used, or stored where use is not noted: seconds since 1970; None
+            where there is no chunk.
         unreadable: chunks among them whose header cannot be believed.
     """
 
@@ -46,20 +50,19 @@ class Holding:
 
 @dataclass(frozen=True)
 class Totals:
-    """What a directory holds, in files and bytes.
+    """What a cache holds, in files and bytes.
 
     Attributes:
-        capacity: bytes; None where the ledger cannot be read.
-        charged: bytes that the ledger has as used: with those reserved for chunks being written.
+        path: of the directory, or the URL.
+        capacity, charged, free: see `Space`.
         total_bytes: of all files.
-        free: bytes free on the disk.
     """
 
     path: str
     capacity: int | None
     charged: int | None
+    free: int | None
     total_bytes: int
-    free: int
     namespaces: int
     chunks: int
     chunk_bytes: int
@@ -93,42 +96,26 @@ class Verdict:
     bad: tuple[Bad, ...]
 
 
-def a_cache(path: str | os.PathLike[str]) -> str:
-    """The absolute path of a directory of the file tier.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    root = os.path.abspath(path)
-    check_directory(root)
-    if read_marker(root) is None:
-        raise ConfigError(
-            f"{root} is no cache of kvferry: it has no {MARKER}; name the directory that has it"
-        )
-    return root
-
-
-def holdings(root: str) -> list[Holding]:
+def holdings(cache: Cache) -> list[Holding]:
     """What there is of each namespace; reads the header of every chunk."""
     found: dict[str, list[Entry]] = {}
-    for entry in walk(root):
+    for entry in cache.entries():
         if entry.namespace:
             found.setdefault(entry.namespace, []).append(entry)
-    return [_holding(root, namespace, entries) for namespace, entries in sorted(found.items())]
+    return [_holding(cache, namespace, entries) for namespace, entries in sorted(found.items())]
 
 
-def totals(root: str) -> Totals:
-    """What the directory holds in all; reads no file."""
-    entries = list(walk(root))
-    ledger = read_ledger(root)
-    space = os.statvfs(root)
-    kinds = {kind: [_bytes(entry) for entry in entries if entry.kind is kind] for kind in Kind}
+def totals(cache: Cache) -> Totals:
+    """What a cache holds in all; reads no file."""
+    entries = list(cache.entries())
+    space = cache.space()
+    kinds = {kind: [entry.size for entry in entries if entry.kind is kind] for kind in Kind}
     return Totals(
-        path=root,
-        capacity=ledger and ledger[0],
-        charged=ledger and ledger[1],
-        total_bytes=sum(sum(sizes) for sizes in kinds.values()),
-        free=space.f_bavail * space.f_frsize,
+        path=cache.where,
+        capacity=space.capacity,
+        charged=space.charged,
+        free=space.free,
+        total_bytes=sum(entry.size for entry in entries),
         namespaces=len({entry.namespace for entry in entries if entry.namespace}),
         chunks=len(kinds[Kind.CHUNK]),
         chunk_bytes=sum(kinds[Kind.CHUNK]),
@@ -139,93 +126,77 @@ def totals(root: str) -> Totals:
     )
 
 
-def verify_all(root: str, *, quarantine: bool = False) -> Verdict:
+def verify_all(cache: Cache, *, quarantine: bool = False) -> Verdict:
     """Read and check every byte of every chunk.
 
     Args:
-        root: the directory.
+        cache: the cache.
         quarantine: move what is bad to quarantine; else nothing is changed.
     """
-    bad, chunks, total_bytes = [], 0, 0
-    for entry in walk(root):
-        if entry.kind is Kind.CHUNK:
-            why, moved = _check(root, entry.path, quarantine)
-            chunks, total_bytes = chunks + 1, total_bytes + entry.charged
-            if why:
-                bad.append(Bad(entry.path, why, moved))
-    return Verdict(chunks, total_bytes, tuple(bad))
+    chunks = [entry for entry in cache.entries() if entry.kind is Kind.CHUNK]
+    found = _of_each(chunks, lambda entry: _check(cache, entry, quarantine))
+    bad = tuple(Bad(entry.path, why, moved) for entry, (why, moved) in zip(chunks, found, strict=True) if why)
+    return Verdict(len(chunks), sum(entry.size for entry in chunks), bad)
 
 
-def _check(root: str, path: str, quarantine: bool) -> tuple[str, bool]:
+def _of_each(entries: Sequence[Entry], read: Callable[[Entry], _Read]) -> Iterator[_Read]:
+    """What reading gives of each, several at a time."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for at in range(0, len(entries), _BATCH):
+            yield from pool.map(read, entries[at : at + _BATCH])
+
+
+def _check(cache: Cache, entry: Entry, quarantine: bool) -> tuple[str, bool]:
     """Why a file is bad, and whether it was moved; empty if it is good, or gone."""
     try:
-        with _opened(path) as fd:
+        with cache.opened(entry) as opened:
             try:
-                header = verify_file(fd)
-                if (header.chunk.namespace, header.chunk.key) != identity(path):
+                header = verify(opened.read, opened.size)
+                if (header.chunk.namespace, header.chunk.key) != identity(entry.path):
                     raise ChunkError(f"the chunk of key {header.chunk.key.hex()}, under another name")
             except ChunkError as error:
-                return str(error), quarantine and set_aside(root, Ledger(root), fd, path)
+                return str(error), quarantine and opened.set_aside()
     except FileNotFoundError:
         return "", False
     except OSError as error:
-        return os.strerror(error.errno or 0), False
+        return error.strerror or str(error), False
     return "", False
 
 
-def _holding(root: str, namespace: str, entries: list[Entry]) -> Holding:
+def _holding(cache: Cache, namespace: str, entries: Sequence[Entry]) -> Holding:
     chunks = [entry for entry in entries if entry.kind is Kind.CHUNK]
-    tokens = [_tokens(entry.path) for entry in chunks]
+    tokens = list(_of_each(chunks, lambda entry: _tokens(cache, entry)))
     used = [entry.used_ns / 1e9 for entry in chunks]
-    note = _note(root, namespace)
+    notes = (_note(cache, entry) for entry in entries if entry.kind is Kind.NOTE)
+    note = next((one for one in notes if one and one.digest.hex() == namespace), None)
     return Holding(
         namespace=namespace,
         name=note.name if note else "",
         facts=note.facts if note else {},
         chunks=len(chunks),
         tokens=sum(each or 0 for each in tokens),
-        total_bytes=sum(entry.charged for entry in chunks),
+        total_bytes=sum(entry.size for entry in chunks),
         oldest=min(used, default=None),
         newest=max(used, default=None),
         unreadable=tokens.count(None),
     )
 
 
-def _tokens(path: str) -> int | None:
+def _tokens(cache: Cache, entry: Entry) -> int | None:
     """Tokens that a chunk holds; None where its header cannot be believed."""
     try:
-        with _opened(path) as fd:
-            return max(group.tokens for group in read_header(fd).chunk.groups)
+        with cache.opened(entry) as opened:
+            return max(group.tokens for group in read_header(opened.read, opened.size).chunk.groups)
     except FileNotFoundError:
         return 0
     except (ChunkError, OSError):
         return None
 
 
-def _note(root: str, namespace: str) -> Namespace | None:
-    """What the note of a namespace says; None where it cannot be read or is another's."""
+def _note(cache: Cache, entry: Entry) -> Namespace | None:
+    """What a note says; None where it cannot be read or is none."""
     try:
-        with open(f"{root}/{namespace}/{NAMESPACE_NOTE}", encoding="ascii") as file:
-            found = Namespace.read(file.read(_LONGEST_NOTE))
+        with cache.opened(entry) as opened:
+            return Namespace.read(bytes(opened.read(0, _LONGEST_NOTE)).decode("ascii"))
     except (OSError, ValueError, Unnameable):
         return None
-    return found if found.digest.hex() == namespace else None
-
-
-def _bytes(entry: Entry) -> int:
-    """Bytes that a file has now, where it is still there."""
-    if entry.kind is not Kind.TEMPORARY:
-        return entry.charged
-    try:
-        return os.stat(entry.path).st_size
-    except OSError:
-        return 0
-
-
-@contextmanager
-def _opened(path: str) -> Iterator[int]:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        yield fd
-    finally:
-        os.close(fd)

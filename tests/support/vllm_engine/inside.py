@@ -9,6 +9,19 @@ from kvferry.planning.select import Span
 from kvferry.serving.router.bodies import ASK_FOR_KV
 from support.vllm_engine import any_layout, pages
 from support.vllm_engine.pages import Digests, digests_of, negate
+from support.vllm_engine.tiers_inside import (  # noqa: F401 - called by name
+    abort_at_random,
+    ask_for,
+    go_on,
+    half,
+    hang,
+    hanging,
+    held,
+    reset_all,
+    slow_copies,
+    stuck,
+    tier_stats,
+)
 
 
 def start(settings: dict[str, Any]) -> Any:
@@ -37,7 +50,7 @@ def start(settings: dict[str, Any]) -> Any:
     engine = LLM(**settings)
     worker = _worker_half(engine)
     if worker is not None:
-        engine.witness = Witness(worker, _scheduler(engine).connector.scheduler_half.admission)
+        engine.witness = Witness(worker, half(engine).admission)
     return engine
 
 
@@ -262,18 +275,18 @@ def bids(engine: Any) -> list[int]:
 
 def settle_tiers(engine: Any, seconds: float = 30.0) -> None:
     """Step until the tiers have nothing left to do, as a server does."""
-    half = _scheduler(engine).connector.scheduler_half
+    ours = half(engine)
     until = time.monotonic() + seconds
-    while half.busy or any(len(writing) for writing in half._tiering._cache.writing):
+    while ours.busy or any(len(writing) for writing in ours._tiering._cache.writing):
         assert time.monotonic() < until, "the tiers are still busy"
-        half._tiering._cache.poll()
+        ours._tiering._cache.poll()
         engine.llm_engine.step()
         time.sleep(0.002)
 
 
 def forget_host_memory(engine: Any) -> None:
     """What is in the tiers' host memory; what is behind it stays, and is looked at anew."""
-    cache = _scheduler(engine).connector.scheduler_half._tiering._cache
+    cache = half(engine)._tiering._cache
     cache.clear()
     for queue in cache._queues:
         queue.tier.refresh()
@@ -281,7 +294,7 @@ def forget_host_memory(engine: Any) -> None:
 
 def tier_counts(engine: Any) -> dict[str, Any]:
     """What the tiers have done so far."""
-    tiering = _scheduler(engine).connector.scheduler_half._tiering
+    tiering = half(engine)._tiering
     cache, source = tiering._cache, tiering.source
     return {
         "stored": cache.counts.stored,
@@ -378,12 +391,12 @@ def spoil(engine: Any, group: int | None) -> None:
 
 def counters(engine: Any) -> dict[str, Any]:
     """Inner counts of the connector."""
-    half = _scheduler(engine).connector.scheduler_half
+    ours = half(engine)
     return {
-        "leases": len(half._producer._book),
-        "expired": half._producer._book.expired,
-        "pins": len(half.admission.pins),
-        "pulls": len(half._peers) if half._peers else 0,
+        "leases": len(ours._producer._book),
+        "expired": ours._producer._book.expired,
+        "pins": len(ours.admission.pins),
+        "pulls": len(ours._peers) if ours._peers else 0,
     }
 
 
@@ -396,7 +409,9 @@ def _worker_half(engine: Any) -> Any:
 
     if not has_kv_transfer_group():
         return None
-    return get_kv_transfer_group()._halves[engine.llm_engine.vllm_config.kv_transfer_config.engine_id]
+    group = get_kv_transfer_group()
+    (one,) = getattr(group, "_connectors", [group])
+    return one._halves[engine.llm_engine.vllm_config.kv_transfer_config.engine_id]
 
 
 def contents(engine: Any) -> list[tuple[str, str, list[str]]]:

@@ -32,6 +32,9 @@ def _run(*arguments: str) -> None:
         (("layout", "--parallel", "1:1,2"), "--parallel 2 is not two numbers of ranks, like 2:1"),
         (("layout", "--parallel", "0:1"), "--parallel 0:1 is not two numbers of ranks"),
         (("layout", "--parallel", "3:1", "--geometry", "Qwen3-0.6B"), "8 heads on 3 tensor-parallel ranks"),
+        (("offload", "--parts", "tiers,speed"), "--parts speed is not known; choose of tiers, lookup"),
+        (("offload", "--depths", "1,0"), "--depths 0 is not a number from 1 to 256"),
+        (("offload", "--path", "/nowhere"), "--path /nowhere is no folder; make it"),
         (("layout", "--plot", "table.png"), r"--plot table.png is not an .svg file"),
     ],
 )
@@ -40,7 +43,7 @@ def test_a_setting_that_cannot_be_used_is_named(arguments: tuple[str, ...], says
         _run(*arguments)
 
 
-@pytest.mark.parametrize("command", ["transfer", "layout", "calibrate"])
+@pytest.mark.parametrize("command", ["transfer", "layout", "calibrate", "offload"])
 def test_fewer_rounds_than_a_median_needs_are_refused(command: str) -> None:
     with pytest.raises(Exception, match="7"):
         _run(command, "--repeats", "6")

@@ -30,6 +30,7 @@ MODEL = ModelCache(
     ),
 )
 CHUNK, TOKENS = 64, 192
+WHOLE = range(TOKENS)
 
 
 class Engine:
@@ -98,9 +99,7 @@ def test_what_one_engine_stored_another_loads_and_stores_the_same(
     a, b = engines(writer, reader)
     numbers = range(TOKENS // CHUNK)
     pieces = pieces_of(a, numbers)
-    stored = [
-        routes.store(StoreOrder("s", pieces, a.tables(0, TOKENS), TOKENS)) for routes in a.routes(arena)
-    ]
+    stored = [routes.store(StoreOrder("s", pieces, a.tables(0, TOKENS), WHOLE)) for routes in a.routes(arena)]
     content = sum(
         group.content_bytes * (1 if group.kind is GroupKind.STATE else len(numbers))
         for group in canonical_of(a.ranks, CHUNK).groups
@@ -115,7 +114,7 @@ def test_what_one_engine_stored_another_loads_and_stores_the_same(
     arena.memory[4096:] = 0
     for routes in b.routes(arena):
         routes.store(
-            StoreOrder("t", tuple(p for p in pieces if whole_in(b, p, span)), b.tables(0, TOKENS), TOKENS)
+            StoreOrder("t", tuple(p for p in pieces if whole_in(b, p, span)), b.tables(0, TOKENS), WHOLE)
         )
     for piece in pieces:
         if whole_in(b, piece, span):
@@ -134,7 +133,7 @@ def test_a_load_in_parts_is_the_same_as_whole(arena: Arena) -> None:
     a, b = engines(1, 2)
     pieces = pieces_of(a, range(3))
     for routes in a.routes(arena):
-        routes.store(StoreOrder("s", pieces, a.tables(0, TOKENS), TOKENS))
+        routes.store(StoreOrder("s", pieces, a.tables(0, TOKENS), WHOLE))
     span = Span(64, 192, 400)
     needed = tuple(p for p in pieces if p.number >= (2 if p.group == sliding(a) else 1))
     whole = loaded(b, arena, [needed], span)
@@ -160,7 +159,7 @@ def test_what_a_load_fills_in_part_is_zeroed_first(arena: Arena) -> None:
     a, b = engines(2, 4)  # blocks of 128 tokens: the second holds tokens 128 to 191, and nothing
     pieces = pieces_of(a, range(3))
     for routes in a.routes(arena):
-        routes.store(StoreOrder("s", pieces, a.tables(0, TOKENS), TOKENS))
+        routes.store(StoreOrder("s", pieces, a.tables(0, TOKENS), WHOLE))
     needed = tuple(p for p in pieces if p.group != sliding(a) or p.number == 2)
     loaded(b, arena, [needed], Span(0, 192, 400))
     full = next(n for n, group in enumerate(b.groups) if group.kind is GroupKind.FULL)
@@ -180,11 +179,31 @@ def test_a_tail_holds_nothing_past_its_tokens(arena: Arena, writer: int) -> None
     arena.memory[4096 : 4096 + group.chunk_bytes] = 0xEE
     tail = TOKENS - CHUNK + 20
     for routes in a.routes(arena):
-        routes.store(StoreOrder("s", (Piece(number, 2, 4096),), a.tables(0, tail), tail))
+        routes.store(StoreOrder("s", (Piece(number, 2, 4096),), a.tables(0, tail), range(tail)))
     found = arena.memory[4096 : 4096 + group.content_bytes].reshape(4, 2, CHUNK, -1)  # head, layer, token
     here = -(-20 // cell) * cell
     assert found[:, :, :here].any(axis=(0, 1, 3)).all()
     assert not found[:, :, here:].any()
+
+
+@pytest.mark.parametrize("writer", [1, 2])
+def test_a_chunk_without_its_beginning_holds_nothing_there(arena: Arena, writer: int) -> None:
+    a, _ = engines(writer, 1)
+    number = sliding(a)
+    part = next(n for n, group in enumerate(a.groups) if group.kind is GroupKind.SLIDING)
+    size = a.groups[part].block_tokens
+    tables = list(a.tables(0, TOKENS))
+    since = TOKENS - size
+    tables[part] = stretch_of(
+        [0] * (since // size) + list(tables[part].ids[since // size :]), 0, TOKENS, size
+    )
+    arena.memory[4096:] = 0xEE
+    for routes in a.routes(arena):
+        routes.store(StoreOrder("s", (Piece(number, 2, 4096),), tuple(tables), range(since, TOKENS)))
+    group = canonical_of(a.ranks, CHUNK).groups[number]
+    found = arena.memory[4096 : 4096 + group.content_bytes].reshape(4, 1, CHUNK, -1)  # head, layer, token
+    assert found[:, :, -size:].any(axis=(0, 1, 3)).all()
+    assert not found[:, :, :-size].any()
 
 
 def test_a_chunk_of_a_block_that_is_gone_is_not_stored(arena: Arena) -> None:
@@ -194,7 +213,7 @@ def test_a_chunk_of_a_block_that_is_gone_is_not_stored(arena: Arena) -> None:
     tables[full] = stretch_of([0, 0, *tables[full].ids[2:]], 0, TOKENS, 32)
     (routes,) = a.routes(arena)
     with pytest.raises(TransferError, match="null block"):
-        routes.store(StoreOrder("s", pieces_of(a, range(3)), tuple(tables), TOKENS))
+        routes.store(StoreOrder("s", pieces_of(a, range(3)), tuple(tables), WHOLE))
 
 
 def test_a_mover_does_loads_first_and_says_what_it_did(arena: Arena) -> None:
@@ -202,9 +221,9 @@ def test_a_mover_does_loads_first_and_says_what_it_did(arena: Arena) -> None:
     pieces, tables = pieces_of(a, range(3)), a.tables(0, TOKENS)
     mover = ChunkMover((0, 0))
     waited = []
-    mover.store(ChunkOrders(stores=[StoreOrder("early", pieces, tables, TOKENS)]), lambda: waited.append(1))
+    mover.store(ChunkOrders(stores=[StoreOrder("early", pieces, tables, WHOLE)]), lambda: waited.append(1))
     mover.load(ChunkOrders(arena=ArenaCard(arena.name, tuple(a.ranks), CHUNK)))
-    mover.store(ChunkOrders(stores=[StoreOrder("s", pieces, tables, TOKENS)]), lambda: waited.append(1))
+    mover.store(ChunkOrders(stores=[StoreOrder("s", pieces, tables, WHOLE)]), lambda: waited.append(1))
     part = LoadPart("p", "l", Span(0, TOKENS, 400), pieces, tables[:1], first=True)
     mover.load(ChunkOrders(parts=[part], ends=[LoadEnd("l", None)]))
     mover.close()

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import pytest
 
+from kvferry.tiers.directory import Directory
 from kvferry.tiers.format import Group, Section
 from kvferry.tiers.ledger import read_ledger
 from kvferry.tiers.outcome import Get, Put
-from kvferry.tiers.upkeep import clear
 from support.chunk_files import key
 from support.stores import FILE_BYTES, NAMESPACE, OTHER, fetch, file_of, keep, open_store, total
 
@@ -102,7 +102,7 @@ def test_verify_names_what_is_bad_and_moves_it_only_when_told_to(cache):
 def test_gc_evicts_what_was_used_longest_ago(cache):
     os.utime(file_of(cache, 1), (0, 0))
     assert "0 files evicted" in kvferry("gc", cache)
-    done = json.loads(kvferry("gc", cache, "--capacity-gib", 150_000 / (1 << 30), "--json"))
+    done = json.loads(kvferry("gc", cache, "--capacity", 150_000, "--json"))
     assert done["evicted"] == 1
     assert done["evicted_bytes"] == FILE_BYTES
     assert not file_of(cache, 1).exists()
@@ -133,7 +133,7 @@ def test_clear_removes_what_is_kvferrys_and_nothing_else(cache):
 
 
 def test_clear_leaves_an_empty_folder(cache):
-    kvferry("gc", cache, "--capacity-gib", 100_000 / (1 << 30))
+    kvferry("gc", cache, "--capacity", 100_000)
     kvferry("clear", cache, "--yes")
     assert not list(cache.iterdir())
 
@@ -149,7 +149,7 @@ def test_a_clear_that_is_interrupted_can_be_repeated(cache, monkeypatch):
 
     monkeypatch.setattr(os, "unlink", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        clear(str(cache))
+        Directory(cache).clear()
     monkeypatch.undo()
     assert len(list(cache.rglob("*.kv"))) == 2
     kvferry("clear", cache, "--yes")

@@ -3,8 +3,13 @@
 One `_Wish` per request that some source might serve:
 
     OPEN ─admitted with blocks─▶ LOADING ─all workers ready─▶ SERVED
-      │                             └─failed or late─▶ (struck out) OPEN ─▶ …
+      │                             └─failed or late─▶ (struck out) FAILED ─lets others pass─▶ OPEN ─▶ …
       └─nothing to load─▶ SERVED ─preempted, admitted anew─▶ OPEN
+
+vLLM keeps a request whose load failed before those whose loads hold blocks, and its place for the failed load
+reserved: if it needed more blocks than are left, neither it nor they would ever go on. So it stands aside
+once, and an offer after a failure that finds no room at once is withdrawn: the prompt is computed, for which
+vLLM reserves nothing.
 
 Blocks being written are pinned in the engine's pool until every worker says that nothing is in flight,
 whatever became of the request meanwhile.
@@ -30,18 +35,29 @@ from kvferry.planning.select import Span
 class _State(Enum):
     OPEN = "open"
     LOADING = "loading"
+    FAILED = "failed"
     SERVED = "served"
 
 
 @dataclass(slots=True)
 class _Wish:
-    """A request, and where it stands."""
+    """A request, and where it stands.
+
+    Attributes:
+        bidding: over its attempts.
+        sources: that might serve it.
+        state: see the module.
+        taken: the offer that the engine was last made: of whom, and how many tokens it had.
+        load: under way.
+        failed: the last one did.
+    """
 
     bidding: Bidding
     sources: tuple[Source, ...]
     state: _State = _State.OPEN
     taken: tuple[Source, Bid, int] | None = None
     load: Load | None = None
+    failed: bool = False
 
 
 class Admission:
@@ -92,9 +108,14 @@ class Admission:
             self._wishes[request.request_id] = _Wish(bidding, sources)
 
     def matched(self, request: Any, have: int) -> int | None:
-        """Tokens that can be loaded beyond `have`; None while that is not known yet."""
+        """Tokens that can be loaded beyond `have`; None while that is not known, and to let others pass."""
         wish = self._wishes.get(request.request_id)
         if wish is None or wish.state is _State.LOADING:
+            return 0
+        if wish.state is _State.FAILED:
+            wish.state, wish.failed = _State.OPEN, True
+            return None
+        if wish.failed and wish.taken is not None:
             return 0
         wish.state = _State.OPEN
         bids = [(source, bid) for source in wish.sources if (bid := source.bid(request, have)) is not None]
@@ -111,7 +132,9 @@ class Admission:
         wish = self._wishes.get(request.request_id)
         if wish is None or wish.state is not _State.OPEN:
             return
+        wish.failed = False
         if external == 0 or wish.taken is None:
+            wish.taken = None
             self._settle(request.request_id, wish)
             return
         source, bid, have = wish.taken
@@ -175,7 +198,7 @@ class Admission:
         if wish is None or wish.load is not load:
             return
         whole = load.whole()
-        wish.state, wish.load = _State.OPEN, None
+        wish.state, wish.load = _State.FAILED, None
         source.ended(load, whole)
         if whole.failure is None:
             wish.bidding.succeeded()

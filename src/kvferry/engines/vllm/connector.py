@@ -43,7 +43,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._halves: dict[str, WorkerHalf] = {}
         self._current: WorkerHalf | None = None
         self._arriving: WorkerHalf | None = None
-        self._cache_configs[vllm_config.kv_transfer_config.engine_id] = kv_cache_config
+        self._cache_configs[_engine_id(vllm_config)] = kv_cache_config
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, config)
 
@@ -123,7 +123,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return self._current
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self._arriving = WorkerHalf(compat.current_config() or self._vllm_config, kv_caches)
+        arriving = compat.current_config() or self._vllm_config
+        if _engine_id(arriving) == _engine_id(self._vllm_config):
+            # As the child of another connector, only our own copy has our settings.
+            arriving = self._vllm_config
+        self._arriving = WorkerHalf(arriving, kv_caches)
 
     def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
         assert self._arriving is not None
@@ -187,6 +191,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         meta = self._get_connector_metadata()
         assert isinstance(meta, SchedulerMeta)
         return meta
+
+
+def _engine_id(vllm_config: Any) -> str:
+    return str(vllm_config.kv_transfer_config.engine_id)
 
 
 compat.register(KVFerryConnector.__name__, __name__)

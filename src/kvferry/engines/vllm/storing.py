@@ -7,8 +7,8 @@ left its window, and what finds no room is not stored.
 Snapshots of recurrent state exist where the engine leaves them, which it says step by step
 (``boundary_state_offloads``): the block of every state group at a position. One that ends a chunk is stored.
 
-Windows and snapshots are only of use where a prefix ends. With `snapshot_tokens` they are kept at its
-multiples only, and with what a window needs there.
+Windows and snapshots are only of use where a prefix ends. With `snapshot_tokens` that is at its multiples and
+where a prompt ends; only what is needed there is kept.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ from kvferry.geometry.canonical import Canonical
 from kvferry.geometry.canonical.length import snapshots_apart
 from kvferry.planning.chunks import Stretch, stretch_of
 from kvferry.planning.keeping import keeps_chunk, keeps_snapshot, last_ends
-from kvferry.planning.select import NULL_BLOCK
+from kvferry.planning.select import NULL_BLOCK, first_seen
 from kvferry.tiers.host import Slot
 
 MOST_PINNED = 0.25
 """Of the engine's blocks: what stores may hold back from it."""
+
+_TOGETHER = 16
+"""Chunks of one order: a prompt that is stored at once finds room in part, if not in whole."""
 
 Resolve = Callable[[str], BlockIds]
 
@@ -198,29 +201,48 @@ class Storing:
 
     def _store(self, group: int, keys: dict[int, bytes], tables: BlockIds, until: int) -> None:
         """Order the chunks of one group that are not at hand, as far as their blocks are there."""
-        if not keys:
-            return
         missing = ~self._cache.at_hand(list(keys.values()))
-        numbers = [n for n, gone in zip(keys, missing.tolist(), strict=True) if gone]
-        numbers = [n for n in numbers if self._there(group, n, tables, until)]
-        if not numbers:
-            return
-        low, high = numbers[0] * self._chunk, min((numbers[-1] + 1) * self._chunk, until)
+        whole: list[int] = []
+        for number, gone in zip(keys, missing.tolist(), strict=True):
+            since = self._since(group, number, tables, until) if gone else None
+            if since == number * self._chunk:
+                whole.append(number)
+            elif since is not None:
+                self._blocks_of(group, [number], keys, tables, range(since, until))
+        for first in range(0, len(whole), _TOGETHER):
+            some = whole[first : first + _TOGETHER]
+            self._blocks_of(group, some, keys, tables, range(some[0] * self._chunk, until))
+
+    def _blocks_of(
+        self, group: int, numbers: list[int], keys: dict[int, bytes], tables: BlockIds, at_hand: range
+    ) -> None:
+        """Order chunks whose tokens at hand are these."""
+        low, high = at_hand.start, min((numbers[-1] + 1) * self._chunk, at_hand.stop)
         stretches = [
             stretch_of(tables[number], low, high, one.block_tokens) if number in self._parts[group] else None
             for number, one in enumerate(self._groups)
         ]
-        wanted = [(n, keys[n], min((n + 1) * self._chunk, until) - n * self._chunk) for n in numbers]
-        self._order(group, wanted, stretches, until)
+        wanted = [(n, keys[n], min((n + 1) * self._chunk, high) - n * self._chunk) for n in numbers]
+        self._order(group, wanted, stretches, at_hand)
 
-    def _there(self, group: int, number: int, tables: BlockIds, until: int) -> bool:
-        """Whether the engine still has all blocks of a chunk."""
-        low, high = number * self._chunk, min((number + 1) * self._chunk, until)
+    def _since(self, group: int, number: int, tables: BlockIds, until: int) -> int | None:
+        """The first token of a chunk from which on the engine still has it; None if that is not enough.
+
+        What a window has left behind is not needed of a chunk either: whoever goes on from its end, or from
+        later, looks no farther back.
+        """
+        one, low, high = self._canonical[group], number * self._chunk, min((number + 1) * self._chunk, until)
+        needed = max(low, first_seen(one.kind, one.reach, high - 1)) if one.reach else low
+        since = low
         for part in self._parts[group]:
-            ids = stretch_of(tables[part], low, high, self._groups[part].block_tokens).ids
-            if NULL_BLOCK in ids or len(ids) * self._groups[part].block_tokens < high - low:
-                return False
-        return True
+            size = self._groups[part].block_tokens
+            ids = stretch_of(tables[part], low, high, size).ids
+            gone = next((at for at, block in enumerate(ids) if block != NULL_BLOCK), len(ids))
+            if NULL_BLOCK in ids[gone:] or len(ids) < -(-high // size) - low // size:
+                return None
+            if gone:
+                since = max(since, (low // size + gone) * size)
+        return since if since <= needed else None
 
     def _snapshots(self, request: Any, snapshots: Iterable[tuple[int, int, int]]) -> None:
         """Store the states that a step leaves at the end of a chunk.
@@ -246,14 +268,14 @@ class Storing:
             if self._cache.at_hand([key])[0]:
                 continue
             stretches = [Stretch(0, (blocks[n],)) if n in blocks else None for n in range(len(self._groups))]
-            self._order(self._state, [(number, key, 0)], stretches, tokens)
+            self._order(self._state, [(number, key, 0)], stretches, range(tokens))
 
     def _order(
         self,
         group: int,
         wanted: list[tuple[int, bytes, int]],
         stretches: list[Stretch | None],
-        until: int,
+        at_hand: range,
     ) -> None:
         """Reserve room, pin blocks, and tell the ranks.
 
@@ -261,7 +283,7 @@ class Storing:
             group: canonical.
             wanted: (number, key, tokens) of chunks.
             stretches: blocks per group of the engine.
-            until: tokens of the prompt.
+            at_hand: tokens that the blocks hold.
         """
         ids = {block for stretch in stretches if stretch for block in stretch.ids} - {NULL_BLOCK}
         if self._pinned + len(ids) > MOST_PINNED * len(self._pool.blocks):
@@ -281,4 +303,4 @@ class Storing:
         self._pinned += len(blocks)
         key_of_order = f"store#{next(self._numbers)}"
         self._stores[key_of_order] = _Store(slots, blocks)
-        self._orders.append(StoreOrder(key_of_order, tuple(pieces), tuple(stretches), until))
+        self._orders.append(StoreOrder(key_of_order, tuple(pieces), tuple(stretches), at_hand))

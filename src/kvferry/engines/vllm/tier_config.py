@@ -49,13 +49,13 @@ class ObjectSettings(msgspec.Struct, frozen=True, tag="object", forbid_unknown_f
     Attributes:
         url: such as ``s3://bucket/prefix``.
         options: of the store, by the names that obstore gives them; credentials come from the environment.
-        timeout_seconds: of one request.
+        timeout_seconds: of one chunk, stored or fetched.
         write: as of a file tier.
     """
 
     url: str
     options: dict[str, str] = {}
-    timeout_seconds: float = 10.0
+    timeout_seconds: float = 20.0
     write: Write = "through"
 
 
@@ -104,7 +104,7 @@ def _read(number: int, given: Any) -> TierSettings:
     kinds: dict[str, type[TierSettings]] = {
         "host": HostSettings, "file": FileSettings, "object": ObjectSettings
     }  # fmt: skip
-    if not isinstance(given, Mapping) or given.get("type") not in kinds:
+    if not isinstance(given, Mapping) or given.get("type") not in list(kinds):
         raise ConfigError(
             f'{where} is {given!r}; it must be an object whose "type" is one of {", ".join(kinds)}'
         )

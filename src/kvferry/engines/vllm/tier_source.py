@@ -141,9 +141,13 @@ class TierSource:
     def begin(self, load: Load, request: Any) -> None:
         """Fetch what the load takes; parts follow as it arrives."""
         chunks, asked = self._prompts.get(request), self._asked[load.request_id]
-        wants = [] if chunks is None or asked.found is None else chunks.wants(asked.found, load.span.total)
+        if chunks is None or asked.found is None:
+            fetch = self._cache.fetch(())
+            fetch.failure = "its chunks have no names any more"
+        else:
+            fetch = self._cache.fetch(chunks.wants(asked.found, load.span.total), asked.without)
         tables = tuple(Stretch(0, tuple(ids)) for ids in load.tables)
-        self._loading[load.key] = _Loading(load, self._cache.fetch(wants), tables)
+        self._loading[load.key] = _Loading(load, fetch, tables)
         self._begins.append(LoadBegin(load.key, load.request_id, self._timeout))
 
     def origin(self, load: Load) -> str:
@@ -151,7 +155,7 @@ class TierSource:
         return self._cache.origin(self._loading[load.key].fetch)
 
     def ended(self, load: Load, report: Report) -> None:
-        """Count a load; a tier that did not give what it should have is not asked again for this request."""
+        """Count a load; a tier that is too late with a chunk is not asked again for this request."""
         self.counts.loads[report.outcome] += 1
         if report.failure is None:
             self.counts.tokens += load.span.total - load.span.have
@@ -189,17 +193,17 @@ class TierSource:
                 self._end(loading, loading.fetch.failure)
         orders.ends, self._ends = self._ends, []
 
-    def start_anew(self) -> None:
-        """What loads under way bring is not wanted any more: their requests are computed."""
-        for loading in list(self._loading.values()):
-            self._end(loading, "the caches were reset")
-
     def moved(self, moved: MovedByAll) -> bool:
         """All ranks have done an order; whether it was a part of a load."""
         slots = self._slots.pop(moved.key, None)
         for slot in reversed(slots or ()):
             self._cache.close(slot)
         return slots is not None
+
+    def start_anew(self) -> None:
+        """What loads under way bring was kept before, and is not to be used any more."""
+        for loading in list(self._loading.values()):
+            self._end(loading, "the cache was reset")
 
     def _part(self, loading: _Loading, pieces: list[Piece]) -> LoadPart:
         key = f"{loading.load.key}/{next(self._numbers)}"

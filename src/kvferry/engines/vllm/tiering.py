@@ -32,6 +32,7 @@ from kvferry.tiers.arena import Arena, available_bytes
 from kvferry.tiers.eviction import POLICIES
 from kvferry.tiers.file_store import FileStore
 from kvferry.tiers.host import HostTier
+from kvferry.tiers.object_store import ObjectStore
 from kvferry.tiers.opening import cannot
 from kvferry.tiers.place import user_directory
 from kvferry.tiers.sizes import parse_size
@@ -225,7 +226,7 @@ def _open(settings: SlowSettings, namespace: Namespace) -> SlowTier:
         capacity = None if settings.capacity is None else parse_size(settings.capacity)
         path = settings.path or _default_directory()
         return FileStore(path, namespace, capacity=capacity, durable=settings.durable)
-    raise ConfigError("object tier: not in this release")
+    return ObjectStore(settings.url, namespace, settings.options, timeout_seconds=settings.timeout_seconds)
 
 
 def _default_directory() -> str:

@@ -1,0 +1,51 @@
+"""A checkpoint of random weights, large enough that a step of it on a CPU is work, and no more.
+
+Namespaces need weights that are files: an engine with made-up weights (`load_format=dummy`) has no chunks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 4096
+MODEL: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+"""A Qwen3 of 27 million parameters; 8 KiB of KV cache per token in bfloat16."""
+
+
+def write_checkpoint(folder: Path, longest: int, changes: dict[str, Any] | None = None) -> Path:
+    """Write the checkpoint, without a tokenizer.
+
+    Args:
+        folder: made.
+        longest: tokens of a request, at most.
+        changes: to `MODEL`.
+    """
+    import torch  # noqa: PLC0415 - seconds, and only these parts need it
+    import transformers  # noqa: PLC0415
+
+    transformers.utils.logging.disable_progress_bar()
+    config = transformers.Qwen3Config(
+        **{**MODEL, **(changes or {})},
+        vocab_size=VOCABULARY,
+        max_position_embeddings=longest,
+        tie_word_embeddings=True,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    return folder
+
+
+def token_bytes(changes: dict[str, Any] | None = None) -> int:
+    """Bytes of KV cache per token of `write_checkpoint`."""
+    model = {**MODEL, **(changes or {})}
+    return 2 * 2 * int(model["num_hidden_layers"] * model["num_key_value_heads"] * model["head_dim"])

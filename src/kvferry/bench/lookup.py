@@ -1,0 +1,197 @@
+"""How long a scheduler's thread looks for the chunks of a long prompt among very many.
+
+The prompt has just come in: its token ids are digested, once, and its chunks looked for, first and again, as
+at every admission of a request that waits. A million chunks are in an index as the file tier has one, of
+which host memory has some; where the prompt's are decides how far a look goes. No chunk has any bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.bench.chunks import CHUNK_TOKENS
+from kvferry.bench.slow_tier import queue_over
+from kvferry.bench.stats import Spread
+from kvferry.cache.chunk_cache import ChunkCache
+from kvferry.cache.prompt_chunks import PromptChunks
+from kvferry.cache.writing import Behind
+from kvferry.geometry.canonical import CanonicalGroup
+from kvferry.keys.chunk import ChunkKeys
+from kvferry.tiers.eviction import POLICIES
+from kvferry.tiers.format import Group
+from kvferry.tiers.host import HostTier
+from kvferry.tiers.index import Index
+from kvferry.tiers.outcome import Get, Put, TierStats
+from kvferry.tiers.slow import SlowTier
+
+PLACES = ("host", "file", "nowhere")
+TARGET_SECONDS = 3e-3
+NOWHERE = PLACES[-1]
+_HOST_SHARE = 16
+_KEY_BYTES = 32
+_SLOT_BYTES = 4096
+_VOCABULARY = 128_000
+
+
+@dataclass(frozen=True, slots=True)
+class Looks:
+    """Looks for one prompt after another, all of whose chunks are in one place.
+
+    Attributes:
+        place: of `PLACES`.
+        tokens: that were found.
+        first, again: seconds of the first look for a prompt, and of the second.
+    """
+
+    place: str
+    tokens: int
+    first: Spread
+    again: Spread
+
+
+@dataclass(frozen=True, slots=True)
+class LookUp:
+    """What looking for a prompt takes.
+
+    Attributes:
+        tokens, chunks: of the prompt.
+        stored, in_host: chunks that are known, and of these in host memory.
+        keys: seconds from token ids to keys.
+        looks: by place.
+    """
+
+    tokens: int
+    chunks: int
+    stored: int
+    in_host: int
+    keys: Spread
+    looks: tuple[Looks, ...]
+
+    @property
+    def reached(self) -> bool:
+        """Every look is within the target, by the median."""
+        return all(max(one.first.median, one.again.median) < TARGET_SECONDS for one in self.looks)
+
+
+class Made(SlowTier):
+    """A tier whose chunks are an index' keys, and nothing else."""
+
+    name = "file"
+
+    def __init__(self, keys: Iterable[bytes]) -> None:
+        self._index = Index("", bytes(32))
+        for key in keys:
+            self._index.add(key)
+
+    def known(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """As a file store knows them."""
+        return self._index.known(keys)
+
+    def put(self, key: bytes, group: Group, body: memoryview) -> Put:  # noqa: ARG002 - it keeps nothing
+        """Refuse."""
+        return Put.FULL
+
+    def get(self, key: bytes, group: Group, into: memoryview) -> Get:  # noqa: ARG002 - it has nothing
+        """Have none."""
+        return Get.ABSENT
+
+    def refresh(self) -> int:
+        """Find nothing new: there is no folder."""
+        return 0
+
+    @property
+    def stats(self) -> TierStats:
+        """Nothing."""
+        return TierStats({}, {}, 0, 0, 0, 0, 0, 0)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def measure(
+    group: CanonicalGroup, tokens: int, stored: int, repeats: int, progress: Callable[[str], None]
+) -> LookUp:
+    """Look for prompts, each of which is in one place, in turns.
+
+    Args:
+        group: of the model, of chunks of `CHUNK_TOKENS`.
+        tokens: of a prompt.
+        stored: chunks that are known.
+        repeats: prompts per place; one more comes before them that does not count.
+        progress: told what is going on.
+    """
+    progress(f"making {stored:,} chunks to look among")
+    draw = np.random.default_rng(11)
+    prompts = {
+        place: [draw.integers(0, _VOCABULARY, tokens).tolist() for _ in range(repeats + 1)]
+        for place in PLACES
+    }
+    keys = {place: _keys_of(group, prompts[place]) for place in PLACES if place != NOWHERE}
+    others = stored - sum(map(len, keys.values()))
+    random = draw.bytes(_KEY_BYTES * max(others, 0))
+    made = [random[at : at + _KEY_BYTES] for at in range(0, len(random), _KEY_BYTES)]
+    in_host = [*keys["host"], *made[: len(made) // _HOST_SHARE]]
+    with queue_over(Made([*keys["file"], *in_host, *made[len(made) // _HOST_SHARE :]])) as queue:
+        cache = ChunkCache(_host_of(in_host), _no_memory, (group,), (Behind(queue),))
+        progress(f"looking for prompts of {tokens:,} tokens")
+        took = [
+            (place, _look(group, prompts[place][n], cache)) for n in range(repeats + 1) for place in PLACES
+        ]
+    took = took[len(PLACES) :]
+    looks = []
+    for place in PLACES:
+        of = [one for where, one in took if where == place]
+        looks.append(
+            Looks(place, of[0].tokens, Spread.of([t.first for t in of]), Spread.of([t.again for t in of]))
+        )
+    digesting = Spread.of([one.keys for _, one in took])
+    return LookUp(tokens, tokens // CHUNK_TOKENS, stored, len(in_host), digesting, tuple(looks))
+
+
+@dataclass(frozen=True, slots=True)
+class _Took:
+    """Seconds of one prompt, and tokens that were found."""
+
+    keys: float
+    first: float
+    again: float
+    tokens: int
+
+
+def _look(group: CanonicalGroup, prompt: list[int], cache: ChunkCache) -> _Took:
+    began = time.perf_counter()
+    chunks = PromptChunks((group,), ChunkKeys(CHUNK_TOKENS, prompt))
+    digested = time.perf_counter()
+    found = chunks.look_up(len(prompt), 0, cache.at_hand)
+    looked = time.perf_counter()
+    chunks.look_up(len(prompt), 0, cache.at_hand)
+    again = time.perf_counter()
+    return _Took(digested - began, looked - digested, again - looked, found.coverage.tokens)
+
+
+def _keys_of(group: CanonicalGroup, prompts: Sequence[list[int]]) -> list[bytes]:
+    """Of all chunks of prompts."""
+    found = []
+    for prompt in prompts:
+        chunks = PromptChunks((group,), ChunkKeys(CHUNK_TOKENS, prompt))
+        found += [chunks.key(0, number) for number in range(len(prompt) // CHUNK_TOKENS)]
+    return found
+
+
+def _host_of(keys: Sequence[bytes]) -> HostTier:
+    """Host memory that has these, as far as anybody can tell."""
+    host = HostTier(2 * _SLOT_BYTES * len(keys), [_SLOT_BYTES], POLICIES["lru"])
+    for key in keys:
+        slot = host.reserve(key, 0)
+        if slot is not None:
+            host.commit(slot)
+    return host
+
+
+def _no_memory(offset: int, size: int) -> memoryview:
+    raise NotImplementedError("chunks that are only looked for have no bytes")

@@ -1,0 +1,75 @@
+"""What keeping and fetching chunks reaches, for people and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvferry.bench import engine_report, speed_report
+from kvferry.bench.lookup import TARGET_SECONDS, Looks, LookUp
+from kvferry.bench.offload import Measured
+from kvferry.bench.said import PLACES, seconds, verdict
+from kvferry.plan.units import duration, size
+
+
+def show(measured: Measured, console: Console) -> None:
+    """Print it; fits 80 columns."""
+    job, machine = measured.job, measured.machine
+    console.print(
+        f"[bold]{job.reading.cache.name}[/]: chunks of {measured.chunk_tokens} tokens, "
+        f"{size(measured.chunk_bytes)}\n"
+        f"{machine.cores} cores, {machine.cpu}; median and range of {job.repeats} interleaved rounds",
+        highlight=False,
+    )
+    if measured.speeds:
+        speed_report.show(measured.speeds, console)
+    if measured.lookup:
+        _show_lookup(measured.lookup, console)
+    if measured.hooks:
+        engine_report.show_hooks(measured.hooks, console)
+    if measured.first_token:
+        engine_report.show_first_token(measured.first_token, console)
+
+
+def as_json(measured: Measured) -> dict[str, Any]:
+    """Everything, in seconds and bytes, with what is derived beside it."""
+    job = measured.job
+    return {
+        "geometry": job.reading.cache.name,
+        "machine": asdict(measured.machine),
+        **{name: getattr(job, name) for name in ("parts", "layouts", "depths", "repeats")},
+        "path": str(job.path),
+        "object": job.url,
+        **{name: getattr(measured, name) for name in ("chunk_tokens", "chunk_bytes")},
+        "speeds": [speed_report.as_json(speed) for speed in measured.speeds],
+        "lookup": measured.lookup and {**asdict(measured.lookup), "reached": measured.lookup.reached},
+        "hooks": measured.hooks and engine_report.hooks_json(measured.hooks),
+        "first_token": measured.first_token and engine_report.first_token_json(measured.first_token),
+    }
+
+
+def _show_lookup(lookup: LookUp, console: Console) -> None:
+    console.print(
+        f"\n[bold]Look-up[/] of {lookup.tokens:,} tokens, {lookup.chunks:,} chunks, among {lookup.stored:,} "
+        f"chunks, {lookup.in_host:,} of them in host memory",
+        highlight=False,
+    )
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("the prompt is", no_wrap=True)
+    for title in ("first", "again"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for looks in lookup.looks:
+        table.add_row(_place(looks), seconds(looks.first), seconds(looks.again))
+    console.print(table)
+    console.print(
+        f"target under {duration(TARGET_SECONDS)}: {verdict(reached=lookup.reached)}\n"
+        f"digesting its keys, once per request: {seconds(lookup.keys)}",
+        highlight=False,
+    )
+
+
+def _place(looks: Looks) -> str:
+    return PLACES.get(looks.place, looks.place)

@@ -1,0 +1,121 @@
+"""What can be wrong with object storage, in words.
+
+obstore tells kinds of errors apart by text only: what its messages and their debug part say is read here, and
+nowhere else. Of that text only what an operator needs is repeated, and nothing of a URL after its path, where
+signatures are.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+
+
+class Fault(StrEnum):
+    """Why a request came to nothing."""
+
+    UNREACHABLE = "it cannot be reached"
+    TIMEOUT = "no answer in time"
+    DENIED = "access is denied"
+    NO_BUCKET = "there is no such bucket"
+    THROTTLED = "it asks for fewer requests"
+    SERVER = "it reports an error of its own"
+    UNEXPECTED = "an answer that cannot be used"
+    FORKED = "this process was forked from one that used it"
+    RESTING = "it is left alone after failures"
+
+    @property
+    def advice(self) -> str:
+        """What an operator can do."""
+        return _ADVICE[self]
+
+
+_ADVICE = {
+    Fault.UNREACHABLE: "see to its endpoint, the network and allow_http",
+    Fault.TIMEOUT: "see whether it and the network are healthy, or raise the timeout",
+    Fault.DENIED: "give credentials that may list, read, write and delete there",
+    Fault.NO_BUCKET: "make it, or mend the URL",
+    Fault.THROTTLED: "see to its limits, or let fewer engines share it",
+    Fault.SERVER: "see to its own logs",
+    Fault.UNEXPECTED: "see whether endpoint, region and URL are those of an object store",
+    Fault.FORKED: "start processes by spawn",
+    Fault.RESTING: "see what was reported before",
+}
+
+
+class Unavailable(OSError):
+    """A request that came to nothing, for a reason that is not the object's.
+
+    Attributes:
+        fault: the reason.
+    """
+
+    def __init__(self, fault: Fault, detail: str = "") -> None:
+        super().__init__(f"{fault} ({detail})" if detail else str(fault))
+        self.fault = fault
+
+
+def unavailable(error: Exception) -> Unavailable:
+    """What an error of obstore's means."""
+    said, _, debug = str(error).partition("\n\nDebug source")
+    debug = " ".join(debug.split())
+    fault = _fault(said, debug)
+    detail = _detail(said, debug)
+    return Unavailable(fault, _reason(said) if fault is Fault.UNEXPECTED and not detail else detail)
+
+
+def is_of_the_bucket(missing: FileNotFoundError) -> bool:
+    """Whether what is missing is not the object, but where it should be."""
+    return re.search(r"NoSuchBucket|ContainerNotFound|bucket does not exist", str(missing)) is not None
+
+
+def _fault(said: str, debug: str) -> Fault:
+    if re.search(_NO_CREDENTIALS, said + debug):
+        return Fault.DENIED
+    if status := re.search(r"status code: (\d{3})", said):
+        return _of_status(int(status[1]))
+    return next((fault for pattern, fault in _KINDS if re.search(pattern, debug)), Fault.UNEXPECTED)
+
+
+def _of_status(status: int) -> Fault:
+    if status in (401, 403):
+        return Fault.DENIED
+    if status == 404:
+        return Fault.NO_BUCKET
+    if status in (429, 503):
+        return Fault.THROTTLED
+    return Fault.SERVER if status >= 500 else Fault.UNEXPECTED
+
+
+def _detail(said: str, debug: str) -> str:
+    """What of the messages is worth repeating: a status and its code, or what the system reports."""
+    for pattern, detail in _DETAILS:
+        if found := re.search(pattern, f"{said} {debug}", re.DOTALL):
+            return " ".join(found.expand(detail).split())
+    return ""
+
+
+def _reason(said: str) -> str:
+    """What follows which request it was."""
+    return re.sub(r"\?\S*", "", " ".join(said.rpartition(" - ")[2].split()))[:200]
+
+
+_NO_CREDENTIALS = r"169\.254\.169\.254|metadata\.google\.internal|MissingCredential"
+
+_BROKEN = r"IncompleteMessage|ConnectionReset|ConnectionAborted|BrokenPipe"
+
+_KINDS = (
+    (r"kind: Timeout|TimedOut", Fault.TIMEOUT),
+    (r"kind: Connect", Fault.UNREACHABLE),
+    (_BROKEN, Fault.UNREACHABLE),
+)
+
+_DETAILS = (
+    (_NO_CREDENTIALS, "no credentials were found"),
+    (r"status code: (\d{3}).{0,200}?<Code>(\w{1,60})</Code>", r"\1 \2"),
+    (r"status code: (\d{3})", r"\1"),
+    (r"dns error", "its name is not known"),
+    (_BROKEN, "the connection broke off"),
+    (r"InvalidCertificate\(\s*(\w{1,60})", r"TLS: \1"),
+    (r'code: \d+, kind: \w+, message: "([^"]{1,80})"', r"\1"),
+)

@@ -1,0 +1,129 @@
+"""Where objects are kept, and the settings of the client that reaches them.
+
+The settings are obstore's own, by its names (https://developmentseed.org/obstore: `S3Config`, `GCSConfig`,
+`AzureConfig`, `ClientConfig`); all values are texts. Left out are bucket and container, which the URL names,
+and timeouts, which follow from one. What is not set, credentials above all, obstore takes from the
+environment, under the names that the provider's own tools use.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from kvferry.errors import ConfigError
+
+CLIENT = frozenset(
+    (
+        *("allow_http", "allow_invalid_certificates", "default_content_type", "http1_only"),
+        *(
+            "http2_keep_alive_interval",
+            "http2_keep_alive_timeout",
+            "http2_keep_alive_while_idle",
+            "http2_only",
+        ),
+        *(
+            "pool_idle_timeout",
+            "pool_max_idle_per_host",
+            "proxy_ca_certificate",
+            "proxy_excludes",
+            "proxy_url",
+        ),
+        *("randomize_addresses", "root_certificate", "user_agent"),
+    )
+)
+
+S3 = frozenset(
+    (
+        *("access_key_id", "aws_endpoint_url_s3", "checksum_algorithm", "conditional_put"),
+        *("container_authorization_token_file", "container_credentials_full_uri"),
+        *("container_credentials_relative_uri", "copy_if_not_exists", "default_region"),
+        *("disable_bulk_delete", "disable_tagging", "endpoint", "imdsv1_fallback", "metadata_endpoint"),
+        *("region", "request_payer", "role_arn", "role_session_name", "s3_express", "secret_access_key"),
+        *("server_side_encryption", "session_token", "skip_signature", "sse_bucket_key_enabled"),
+        *("sse_customer_key_base64", "sse_kms_key_id", "sts_endpoint", "unsigned_payload"),
+        *("virtual_hosted_style_request", "web_identity_token_file"),
+    )
+)
+
+GCS = frozenset(
+    (
+        *("application_credentials", "base_url", "bearer_token", "service_account", "service_account_key"),
+        "skip_signature",
+    )
+)
+
+AZURE = frozenset(
+    (
+        *("account_key", "account_name", "authority_host", "client_id", "client_secret", "credential_type"),
+        *("disable_tagging", "encryption_key", "endpoint", "fabric_cluster_identifier"),
+        *("fabric_session_token", "fabric_token_service_url", "fabric_workload_host"),
+        *("federated_token_file", "msi_endpoint", "msi_resource_id", "object_id", "sas_key"),
+        *("skip_signature", "tenant_id", "token", "use_azure_cli", "use_emulator", "use_fabric_endpoint"),
+    )
+)
+
+_SCHEMES = {"s3": S3, "gs": GCS, "az": AZURE, "file": frozenset[str]()}
+_VARIABLES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE", "file": "FILE"}
+_FORMS = "s3://bucket/path, gs://bucket/path, az://container/path, file:///path"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A URL and settings that go with it.
+
+    Attributes:
+        scheme: s3, gs, az or file.
+        url: without a slash at its end; nothing secret is in it.
+        store, client: settings of the store and of the connections to it, by obstore's names.
+    """
+
+    scheme: str
+    url: str
+    store: dict[str, str]
+    client: dict[str, str]
+
+
+def is_url(where: str) -> bool:
+    """Whether this names a place in object storage, not a path."""
+    return "://" in where
+
+
+def settings(url: str, options: Mapping[str, str]) -> Settings:
+    """The settings of the client for a URL.
+
+    Raises:
+        ConfigError: a URL of an unknown form, one with credentials in it, or an unknown option, with the
+            nearest known one.
+    """
+    parts = urlsplit(url)
+    known = _SCHEMES.get(parts.scheme)
+    if known is None:
+        raise ConfigError(f"object tier: a URL that begins with {url[:8]!r}; known are {_FORMS}")
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise ConfigError(
+            f"object tier: the {parts.scheme}:// URL has more than a bucket and a path; known are {_FORMS}; "
+            "credentials belong into the environment, or into options"
+        )
+    if bool(parts.netloc) is (parts.scheme == "file"):
+        raise ConfigError(f"object tier: {url} names no place; known are {_FORMS}")
+    for name in options:
+        _check_known(name, parts.scheme, known)
+    store = {name: value for name, value in options.items() if name in known}
+    # obstore reads these from the environment only where none is given, and timeouts always are.
+    variables = {name: os.environ.get(f"{_VARIABLES[parts.scheme]}_{name.upper()}") for name in CLIENT}
+    client = {name: value for name, value in variables.items() if value is not None}
+    client |= {name: value for name, value in options.items() if name not in known}
+    return Settings(parts.scheme, url.rstrip("/"), store, client)
+
+
+def _check_known(name: str, scheme: str, known: frozenset[str]) -> None:
+    names = sorted(known | CLIENT) if known else []
+    if name in names:
+        return
+    near = difflib.get_close_matches(name, names, 1, 0.6)
+    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names) or 'none'}"
+    raise ConfigError(f"object tier: {scheme}:// has no option {name!r}; {hint}")

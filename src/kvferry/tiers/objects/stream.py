@@ -1,0 +1,49 @@
+"""An object as it comes in: in pieces, from its start on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvferry.errors import ChunkError
+
+
+class Stream:
+    """Bytes that come in pieces. One thread reads it.
+
+    >>> stream = Stream(iter([b"head", b"er body"]))
+    >>> stream.read(0, 6), stream.fill(7, memoryview(bytearray(4)))
+    (b'header', None)
+    """
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces = pieces
+        self._start = bytearray()
+
+    def read(self, offset: int, size: int) -> bytes:
+        """`size` bytes from an offset on, or fewer at the end; all before them is kept in memory."""
+        while len(self._start) < offset + size:
+            piece = next(self._pieces, None)
+            if piece is None:
+                break
+            self._start += piece
+        return bytes(memoryview(self._start)[offset : offset + size])
+
+    def fill(self, offset: int, into: memoryview) -> None:
+        """Fill `into` from an offset on that was read up to; nothing can be read after it.
+
+        Raises:
+            ChunkError: the bytes end before, or do not end there.
+        """
+        done = 0
+        for piece in self._after(offset):
+            end = done + len(piece)
+            if end > len(into):
+                raise ChunkError(f"more than the {len(into)} bytes of a body")
+            into[done:end] = piece
+            done = end
+        if done < len(into):
+            raise ChunkError(f"a body that ends after {done} of {len(into)} bytes")
+
+    def _after(self, offset: int) -> Iterator[bytes | memoryview]:
+        yield memoryview(self._start)[offset:]
+        yield from self._pieces

@@ -1,0 +1,175 @@
+"""Whatever happens to requests and tiers of a running engine: right answers, and nothing stays held."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.vllm_engine.faulty import Case, Faulty, Plain
+from support.vllm_engine.pair import prompt
+from support.vllm_engine.tiered import chunk_files, spoil
+
+DEADLINE = 2.0
+SETTINGS = {"chunk_tokens": 64, "load_timeout_seconds": DEADLINE}
+CASES = (
+    Case("gemma3", {"num_gpu_blocks_override": 50}, SETTINGS),
+    Case("lfm2", {"num_gpu_blocks_override": 50}, SETTINGS, exact=False),
+)
+SHARED = prompt(256, 30)
+TEXTS = [SHARED + prompt(n, 30 + n) for n in (60, 130, 200, 300, 400)]
+"""Prompts that begin alike."""
+LONG = [prompt(n, n) for n in (620, 630, 640, 660, 670)]
+"""Prompts whose continuations do not fit the KV cache together."""
+CONTINUED = 160
+LARGE = prompt(850, 31)
+"""A prompt that needs more than half of the KV cache."""
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.parametrize("faulty", [pytest.param(c, id=str(c)) for c in CASES], indirect=True),
+]
+
+
+@pytest.fixture(scope="module")
+def faulty(
+    request: pytest.FixtureRequest,
+    running: object,
+    checkpoints: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Faulty]:
+    running.close()
+    folder = tmp_path_factory.mktemp(str(request.param))
+    plain = Plain(request.param, checkpoints, folder / "plain.log", [*TEXTS, *LONG, LARGE], CONTINUED)
+    engine = Faulty(request.param, checkpoints, folder, plain)
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_aborts_while_storing_and_loading_leave_nothing_held(faulty: Faulty, seed: int) -> None:
+    faulty.forget(host=True)
+    texts = [prompt(n, 100 * seed + n) for n in range(200, 700, 50)]
+    faulty.engine.call("slow_copies", 0.05)
+    stored = faulty.engine.call("abort_at_random", texts * 3, seed)
+    assert stored["while storing"] > 2
+    faulty.nothing_held()
+    faulty.forget(host=seed == 3)
+    loaded = faulty.engine.call("abort_at_random", texts * 3, seed)
+    assert loaded["WAITING_FOR_REMOTE_KVS"] > 3
+    faulty.engine.call("slow_copies", 0)
+    faulty.nothing_held()
+    faulty.right(TEXTS)
+    faulty.nothing_held()
+    assert all(tokens[0] > 0 for tokens in faulty.right(TEXTS).values())
+    faulty.nothing_held()
+
+
+def test_requests_preempted_while_their_chunks_are_stored_are_answered_rightly(faulty: Faulty) -> None:
+    before = faulty.engine.call("preemptions")
+    for copying in (0.01, 0):
+        faulty.engine.call("slow_copies", copying)
+        hits = faulty.right(LONG, CONTINUED)
+        assert faulty.engine.call("preemptions") > before, (
+            "the block pool was large enough: nothing was shown"
+        )
+        assert any(tokens > 0 for admissions in hits.values() for tokens in admissions[1:]), (
+            "no preempted request was served from the tiers"
+        )
+        before = faulty.engine.call("preemptions")
+        faulty.nothing_held()
+
+
+def test_nothing_kept_before_a_reset_is_used_after_it(faulty: Faulty) -> None:
+    text = TEXTS[3]
+    faulty.say(text)
+    faulty.forget()
+    assert faulty.say(text)["hit"][0] > 0
+    assert faulty.engine.call("reset_all")
+    files = len(list(faulty.directory.rglob("*.kv")))
+    answer = faulty.say(text)
+    assert answer["hit"] == [0]
+    faulty.plain.agree(text, answer)
+    assert len(list(faulty.directory.rglob("*.kv"))) > files, "stores did not go on"
+    for host in (False, True):
+        faulty.forget(host=host)
+        again = faulty.say(text)
+        assert again["hit"][0] > 0
+        faulty.plain.agree(text, again)
+
+
+def test_a_reset_while_chunks_are_stored_and_loaded_uses_none_of_them(faulty: Faulty) -> None:
+    text, other = TEXTS[4], LONG[4]
+    faulty.right([text])
+    faulty.settle()
+    faulty.forget()
+    faulty.engine.call("slow_copies", 0.1)
+    names = faulty.engine.call("add", [text, other], [None, None])
+    while not (faulty.engine.call("waiting_for_kv") and "stores" in faulty.engine.call("held")):
+        assert not faulty.engine.call("steps", 1), "both have ended"
+    assert not faulty.engine.call("reset_all"), "blocks are in use: vLLM says that it is not done"
+    while faulty.engine.call("requests_left"):
+        faulty.engine.call("steps", 1)
+    faulty.engine.call("slow_copies", 0)
+    assert names
+    faulty.nothing_held()
+    assert faulty.say(text)["hit"] == [0]
+    assert faulty.say(other)["hit"] == [0]
+
+
+def test_a_load_that_fails_is_tried_anew_though_the_cache_is_hardly_large_enough(faulty: Faulty) -> None:
+    start = LARGE[:768]
+    for text in (start, LARGE) * 4:  # of a cache so small, not all that a step completes may be pinned
+        faulty.say(text)
+        faulty.forget()
+    faulty.forget(host=True)
+    assert faulty.say(start)["hit"] == [768], "host memory has a beginning now"
+    faulty.forget()
+    for paths in chunk_files(faulty.directory).values():
+        for path in paths:
+            spoil(path, with_checksum=False)
+    ((first, *_),) = faulty.right([LARGE]).values()
+    assert first > 768
+    assert faulty.engine.call("tier_counts")["missed"]["file corrupt"] > 0
+    faulty.nothing_held()
+    assert faulty.engine.call("reset_all")
+
+
+def test_reads_that_hang_cost_their_deadline_and_nothing_else(faulty: Faulty) -> None:
+    text, other = TEXTS[4], TEXTS[2]
+    faulty.right([text, other])
+    faulty.settle()
+    faulty.forget(host=True)
+    faulty.engine.call("hang", "get")
+    began = time.monotonic()
+    assert [hits[0] > 0 for hits in faulty.right([text]).values()] == [True]
+    assert DEADLINE < time.monotonic() - began < DEADLINE + 3
+    assert faulty.engine.call("hanging")["get"]
+    faulty.engine.call("step", 5.5 - DEADLINE)
+    assert faulty.engine.call("stuck") == [(True, False)]
+    faulty.forget()
+    began = time.monotonic()
+    assert list(faulty.right([other]).values()) == [[0]], "a tier that is stuck was asked"
+    assert time.monotonic() - began < DEADLINE
+    faulty.engine.call("go_on")
+    faulty.nothing_held()
+    assert faulty.engine.call("stuck") == [(False, False)]
+    faulty.forget(host=True)
+    assert all(hits[0] > 0 for hits in faulty.right([text, other]).values())
+    faulty.nothing_held()
+
+
+def test_writes_that_hang_hold_up_no_answer(faulty: Faulty) -> None:
+    assert faulty.engine.call("reset_all")
+    faulty.engine.call("hang", "put")
+    for _ in range(2):
+        began = time.monotonic()
+        faulty.right(TEXTS)
+        assert time.monotonic() - began < DEADLINE + 3
+    assert faulty.engine.call("hanging")["put"]
+    faulty.engine.call("go_on")
+    faulty.nothing_held()
+    faulty.forget(host=True)
+    assert any(hits[0] > 0 for hits in faulty.right(TEXTS).values())

@@ -1,0 +1,156 @@
+"""Tiers that cannot be used, and settings under which none could be: said once, in words."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
+from support.vllm_engine.inside import distance
+from support.vllm_engine.pair import connector, prompt
+from support.vllm_engine.process import Engine, EngineError
+from support.vllm_engine.tiered import Tiered
+
+pytestmark = pytest.mark.engine
+
+TEXT = prompt(512, 40)
+"""Ends where chunks do."""
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(path)], check=False).returncode:
+        pytest.skip("this user may not mount")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def file_tier(path: Path, capacity: str = "256MiB") -> dict[str, Any]:
+    return {"type": "file", "path": str(path), "capacity": capacity}
+
+
+def lines_about(log: str, path: Path) -> list[str]:
+    """Warnings and errors that name a path, none below it."""
+    named = re.compile(rf"(WARNING|ERROR) .*{re.escape(str(path))}[^/\w]")
+    return [line for line in log.splitlines() if named.search(line)]
+
+
+def test_tiers_that_cannot_be_used_are_said_once_and_the_others_are(
+    running: object, checkpoints: Path, tmp_path: Path, disk: Path
+) -> None:
+    running.close()
+    missing, plain, other, small, good = (
+        tmp_path / name for name in ("missing", "plain", "old", "s", "good")
+    )
+    plain.write_text("a file")
+    for path in (other, small, good):
+        path.mkdir()
+    (other / "kvferry.json").write_text(json.dumps({"kvferry": "file tier", "directory": 99}))
+    said = {
+        missing: "does not exist",
+        plain: "is no directory",
+        plain / "below": "does not exist",
+        other: "directory version 99",
+        Path("/proc/sys"): "cannot use",
+        tmp_path: "lower the capacity or free space",
+    }
+    unusable = [file_tier(path) for path in [*said][:-1]] + [file_tier(tmp_path, "999999TiB")]
+    tiers = [
+        {"type": "host", "capacity": "64MiB"}, *unusable, file_tier(small, "32KiB"), file_tier(disk, "3MiB"),
+        file_tier(good),
+    ]  # fmt: skip
+    settings = {"chunk_tokens": 64}
+    tiered = Tiered("gemma3", checkpoints, good, tmp_path / "log", None, settings, tiers)
+    try:
+        (disk / "ballast").write_bytes(bytes(3_900_000))
+        asked, reference = tiered.own_words(TEXT)
+        for host in (False, True):
+            tiered.forget(host=host)
+            answer = tiered.say(asked)
+            assert answer["hit"][0] >= len(TEXT)
+            assert distance(answer, reference) == 0.0
+        stats_small, stats_full, stats_good = tiered.engine.call("tier_stats")
+        assert stats_small["puts"].keys() == {"larger than the capacity"}
+        assert stats_full["puts"]["no space on the device"] > 0
+        assert stats_good["puts"].keys() <= {"stored", "present"}
+        assert not list(small.rglob("*.kv"))
+        assert tiered.engine.call("held") == {}
+    finally:
+        tiered.close()
+    log = tiered.log.read_text()
+    assert "Traceback" not in log
+    for path, why in said.items():
+        (line,) = lines_about(log, path)
+        assert why in line
+        assert "serves on without that tier" in line
+    for path, why in ((small, "larger than the capacity"), (disk, "no space on the device")):
+        (line,) = lines_about(log, path)
+        assert why in line
+
+
+UNCACHED = {"enable_prefix_caching": False}
+NEVER = [
+    ("lfm2", UNCACHED, {}, "enable prefix caching"),
+    ("gemma3", {}, {"chunk_tokens": 2048}, "set chunk_tokens to 1024 or less"),
+    pytest.param("nemotronh", UNCACHED, {}, "enable prefix caching", marks=pytest.mark.family),
+]
+
+
+@pytest.mark.parametrize(("family", "options", "settings", "sentence"), NEVER)
+def test_tiers_that_could_never_keep_anything_are_an_error_at_start(
+    running: object,
+    checkpoints: Path,
+    tmp_path: Path,
+    family: str,
+    options: dict,
+    settings: dict,
+    sentence: str,
+) -> None:
+    running.close()
+    with pytest.raises(EngineError, match=sentence):
+        Tiered(family, checkpoints, tmp_path / "chunks", tmp_path / "log", options, settings)
+
+
+def test_tiers_of_a_child_of_the_multi_connector_are_used(
+    running: object, checkpoints: Path, tmp_path: Path
+) -> None:
+    running.close()
+    (tmp_path / "chunks").mkdir()
+    child = connector(tiers=[{"type": "host", "capacity": "64MiB"}, file_tier(tmp_path / "chunks")])
+    parent = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [child]},
+    }
+    model = str(tiny_checkpoint("qwen3", checkpoints))
+    options = {"kv_cache_memory_bytes": 32 << 20, **FAMILIES["qwen3"].engine_options()}
+    engine = Engine(tmp_path / "log", model=model, kv_transfer_config=parent, **options)
+    try:
+        engine.ready()
+        (cold,) = engine.call("generate", [TEXT])
+        for forget in ("forget_host_memory", "settle_tiers"):
+            engine.call("settle_tiers")
+            assert engine.call("reset_prefix_cache")
+            engine.call(forget)
+            engine.call("admitted")
+            (warm,) = engine.call("generate", [TEXT])
+            assert [tokens for _, _, tokens in engine.call("admitted")] == [len(TEXT)]
+            assert distance(warm, cold) < 1e-4
+        engine.call("settle_tiers")
+        assert engine.call("held") == {}
+        assert engine.call("reset_all")
+        (after,) = engine.call("generate", [TEXT])
+        assert [tokens for _, _, tokens in engine.call("admitted")] == [0]
+        assert after["tokens"] == cold["tokens"]
+    finally:
+        engine.close()

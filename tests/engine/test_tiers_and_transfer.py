@@ -1,0 +1,139 @@
+"""Tiers on both engines of a pair: what a peer gave is kept, and whoever has it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.vllm_engine.inside import distance
+from support.vllm_engine.pair import Pair, Setup, connector, prompt
+from support.vllm_engine.process import Engine
+
+OWN, SHARED = "a directory each", "one directory"
+
+pytestmark = [pytest.mark.engine, pytest.mark.parametrize("both", [OWN, SHARED], indirect=True)]
+
+
+def settings(path: Path) -> dict[str, Any]:
+    path.mkdir(exist_ok=True)
+    tiers = [
+        {"type": "host", "capacity": "64MiB"},
+        {"type": "file", "path": str(path), "capacity": "256MiB"},
+    ]
+    return {"kv_transfer_config": connector(transfer=True, chunk_tokens=64, tiers=tiers)}
+
+
+class Both(Pair):
+    """A pair that settles its tiers before it forgets."""
+
+    def __init__(self, folders: tuple[Path, Path], folder: Path, checkpoints: Path) -> None:
+        prefill, decode = (settings(path) for path in folders)
+        options = {"max_num_batched_tokens": 256}
+        setup = Setup("gemma3", options=options, exact=True, prefill_options=prefill, decode_options=decode)
+        super().__init__(setup, folder, checkpoints)
+        self.shared = folders[0] == folders[1]
+        self.free = [engine.call("free_blocks") for engine in self.engines]
+
+    @property
+    def engines(self) -> tuple[Engine, Engine]:
+        return self.prefill, self.decode
+
+    def forget(self, *, host: bool = False) -> None:
+        for engine in self.engines:
+            engine.call("settle_tiers")
+            if host:
+                engine.call("forget_host_memory")
+        super().forget()
+
+    def nothing_held(self) -> None:
+        self.forget()
+        for engine, free in zip(self.engines, self.free, strict=True):
+            assert engine.call("held") == {}
+            assert engine.call("free_blocks") == free
+            counters = engine.call("counters")
+            assert (counters["leases"], counters["pins"], counters["pulls"]) == (0, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def both(
+    request: pytest.FixtureRequest,
+    running: object,
+    checkpoints: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Both]:
+    running.close()
+    folder = tmp_path_factory.mktemp("both")
+    second = folder / ("one" if request.param == SHARED else "two")
+    pair = Both((folder / "one", second), folder, checkpoints)
+    yield pair
+    pair.close()
+
+
+def loads(engine: Engine) -> list[int]:
+    """Tokens that were to be loaded, per admission since the last call."""
+    return [tokens for _, _, tokens in engine.call("admitted")]
+
+
+def test_what_a_peer_gave_is_stored_and_served_without_it(both: Both) -> None:
+    asked, reference = both.own_words(prompt(512, 50))
+    both.forget()
+    stored = both.decode.call("tier_counts")["stored"]
+    loads(both.decode)
+    answer = both.through([asked])[0]
+    assert loads(both.decode) == [len(asked) - 1]
+    assert answer["moved"], "the peer was not asked"
+    assert distance(answer, reference) == 0.0
+    both.forget()
+    assert both.decode.call("tier_counts")["stored"] > stored
+    for host in (False, True):
+        both.forget(host=host)
+        (alone,) = both.decode.call("generate", [asked])
+        assert loads(both.decode) == [len(asked)]
+        assert distance(alone, reference) == 0.0
+    both.nothing_held()
+
+
+def test_what_the_prefill_engine_has_from_its_tiers_it_hands_over(both: Both) -> None:
+    asked, reference = both.own_words(prompt(700, 51))
+    both.forget(host=True)
+    loads(both.prefill)
+    answer = both.through([asked])[0]
+    assert loads(both.prefill)[0] > 0
+    assert distance(answer, reference) == 0.0
+    both.nothing_held()
+
+
+def test_a_peer_that_gives_nothing_leaves_it_to_the_tiers(both: Both) -> None:
+    asked, reference = both.own_words(prompt(512, 52))
+    both.through([asked])
+    both.forget()
+    (offer,) = [answer["params"] for answer in both.prefill.call("prefill", [asked])]
+    loads(both.decode)
+    (answer,) = both.decode.call("generate", [asked], [{**offer, "remote_engine_id": "someone else"}])
+    assert loads(both.decode) == [len(asked)]
+    assert not both.decode.call("loaded"), "the peer was believed"
+    assert distance(answer, reference) == 0.0
+    both.nothing_held()
+
+
+def test_many_at_once_from_peer_and_tiers_are_answered_rightly(both: Both) -> None:
+    texts = [prompt(n, n) for n in (90, 130, 260, 333, 500, 640)]
+    references = both.reference(texts)
+    both.through(texts[:3])
+    both.forget(host=True)
+    for answer, reference in zip(both.through(texts), references, strict=True):
+        both.agree(answer, reference)
+    both.nothing_held()
+
+
+def test_what_one_engine_stored_the_other_finds_where_they_share(both: Both) -> None:
+    asked, reference = both.own_words(prompt(512, 53))
+    both.forget(host=True)
+    loads(both.decode)
+    (answer,) = both.decode.call("generate", [asked])
+    assert (loads(both.decode)[0] > 0) == both.shared
+    assert distance(answer, reference) == 0.0
+    both.nothing_held()

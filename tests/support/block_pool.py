@@ -1,0 +1,71 @@
+"""An engine's block pool that checks its references, and requests as an engine has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+
+@dataclass
+class Block:
+    block_id: int
+    ref_cnt: int = 0
+
+    @property
+    def is_null(self) -> bool:
+        return self.block_id == 0
+
+
+class BlockPool:
+    """Freed blocks are given out anew, the first freed first."""
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = [Block(number) for number in range(blocks)]
+        self.free = self.blocks[1:]
+
+    def allocate(self, count: int) -> list[Block] | None:
+        if count > len(self.free):
+            return None
+        taken, self.free = self.free[:count], self.free[count:]
+        for block in taken:
+            block.ref_cnt = 1
+        return taken
+
+    def touch(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            assert not block.is_null, "the null block is nobody's"
+            assert block.ref_cnt > 0, "a block that is free may be anybody's by now"
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            assert block.ref_cnt > 0, "given back twice"
+            block.ref_cnt -= 1
+            if not block.ref_cnt:
+                self.free.append(block)
+
+    @property
+    def references(self) -> int:
+        return sum(block.ref_cnt for block in self.blocks)
+
+
+def request(name: str, tokens: Sequence[int], prompt: int | None = None, **more: Any) -> SimpleNamespace:
+    """A request of which all these tokens are known; the first `prompt` of them are its prompt."""
+    return SimpleNamespace(
+        **{
+            "request_id": name,
+            "prompt_token_ids": list(tokens[:prompt]),
+            "prompt_embeds": None,
+            "all_token_ids": list(tokens),
+            "num_tokens": len(tokens),
+            "num_prompt_tokens": len(tokens) if prompt is None else prompt,
+            "num_computed_tokens": 0,
+            "mm_features": [],
+            "lora_request": None,
+            "cache_salt": None,
+            "kv_transfer_params": None,
+            **more,
+        }
+    )

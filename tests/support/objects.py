@@ -1,0 +1,43 @@
+"""Object stores, and the chunks that tests keep in them."""
+
+from __future__ import annotations
+
+import logging
+
+from kvferry.tiers.direct_io import whole_pages
+from kvferry.tiers.format import Group
+from kvferry.tiers.object_store import ObjectStore
+from kvferry.tiers.outcome import Get, Put
+from support.chunk_files import key
+from support.object_server import Server
+from support.stores import GROUP, NAMESPACE, body, sections
+
+
+def open_objects(url: str, server: Server | None = None, **options) -> ObjectStore:
+    """A store that lists whenever it is told to."""
+    client = options.pop("options", server.options if server else {})
+    options = {"listing_seconds": 0.0, "timeout_seconds": 4.0, "rest_seconds": 30.0, **options}
+    namespace = options.pop("namespace", NAMESPACE)
+    return ObjectStore(url, namespace, client, **options)
+
+
+def put(store: ObjectStore, number: int, group: Group = GROUP) -> Put:
+    return store.put(key(number), group, body(number, group))
+
+
+def get(store: ObjectStore, number: int, group: Group = GROUP) -> Get:
+    """Fetch the chunk of a number; a hit with other bytes than were stored fails the test."""
+    right = body(number, group)
+    into = whole_pages(len(right))
+    done = store.get(key(number), group, into)
+    assert done is not Get.HIT or sections(group, into) == sections(group, right)
+    return done
+
+
+def known(store: ObjectStore, *numbers: int) -> list[bool]:
+    return store.known([key(number) for number in numbers]).tolist()
+
+
+def warnings(caplog) -> list[str]:
+    """What was said so far."""
+    return [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]

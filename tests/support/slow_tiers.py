@@ -1,0 +1,132 @@
+"""A slow tier in memory that answers when, and what, a test says."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from kvferry.cache.tier_queue import TierQueue
+from kvferry.tiers.format import Group
+from kvferry.tiers.outcome import Get, Put, TierStats
+from kvferry.tiers.slow import SlowTier
+
+GARBAGE = 0xEE
+"""What a chunk that is no hit leaves in memory."""
+
+
+class FakeTier(SlowTier):
+    """A mapping. What it does next is what a test has put into `next_get` and `next_put`."""
+
+    def __init__(self, name: str, kept: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        self.name = name
+        self.kept = dict(kept)
+        self.seen = set(self.kept)
+        self.next_get: Get | type[Exception] = Get.HIT
+        self.next_put: Put | type[Exception] = Put.STORED
+        self.closed = False
+
+    def known(self, keys: Sequence[bytes]) -> np.ndarray:
+        return np.fromiter(map(self.seen.__contains__, keys), np.bool_, len(keys))
+
+    def put(self, key: bytes, group: Group, body: memoryview) -> Put:
+        if not isinstance(self.next_put, Put):
+            raise self.next_put
+        if not self.next_put.dropped:
+            self.kept[key] = bytes(body)
+            self.seen.add(key)
+        return self.next_put
+
+    def get(self, key: bytes, group: Group, into: memoryview) -> Get:
+        found = self.next_get
+        if found is Get.HIT and key not in self.kept:
+            found = Get.ABSENT
+        if found is Get.HIT:
+            into[:] = self.kept[key]
+            return Get.HIT
+        into[:] = bytes([GARBAGE]) * len(into)
+        self.seen.discard(key)
+        if not isinstance(found, Get):
+            raise found
+        return found
+
+    def refresh(self) -> int:
+        return 0
+
+    @property
+    def stats(self) -> TierStats:
+        return TierStats(Counter(), Counter(), 0, 0, 0, 0, 0, 0)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class ByHand:
+    """In place of threads: jobs wait until a test runs one."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self.jobs: deque[Callable[[], None]] = deque()
+
+    def put(self, job: Callable[[], None]) -> None:
+        self.jobs.append(job)
+
+    def close(self, ends: float) -> bool:
+        while self.jobs:
+            self.jobs.popleft()()
+        return True
+
+
+class Refresher:
+    """In place of the thread that refreshes."""
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def start(self) -> None:
+        pass
+
+    def join(self, timeout: float) -> None:
+        pass
+
+    def is_alive(self) -> bool:
+        return False
+
+
+@contextmanager
+def _without_threads() -> Iterator[None]:
+    with (
+        patch("kvferry.cache.tier_queue._Threads", ByHand),
+        patch("kvferry.cache.tier_queue.threading.Thread", Refresher),
+    ):
+        yield
+
+
+def queue_by_hand(tier: FakeTier, clock: Callable[[], float], **options: int) -> TierQueue:
+    """A real queue whose operations end when a test says: `jobs_of` and `answer`."""
+    with _without_threads():
+        return TierQueue(tier, clock=clock, **options)
+
+
+def jobs_of(queue: TierQueue) -> list[tuple[str, bytes, memoryview]]:
+    """Operations under way: what, key, memory."""
+    return [
+        (what, job.args[0], job.args[2])
+        for what, threads in (("read", queue._reads), ("write", queue._writes))
+        for job in threads.jobs
+    ]
+
+
+def answer(queue: TierQueue, what: str, key: bytes, as_: Get | Put | type[Exception]) -> None:
+    """Let an operation end."""
+    threads = queue._reads if what == "read" else queue._writes
+    job = next(job for job in threads.jobs if job.args[0] == key)
+    threads.jobs.remove(job)
+    if what == "read":
+        queue.tier.next_get = as_
+    else:
+        queue.tier.next_put = as_
+    job()

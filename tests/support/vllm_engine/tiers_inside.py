@@ -1,0 +1,176 @@
+"""What goes wrong with the tiers of an engine, done to it in its own process: functions of `inside`."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+
+def half(engine: Any) -> Any:
+    """The scheduler half of the connector, which may be the child of another one."""
+    connector = engine.llm_engine.engine_core.engine_core.scheduler.connector
+    return getattr(connector, "_connectors", [connector])[0].scheduler_half
+
+
+def held(engine: Any) -> dict[str, int]:
+    """What requests, loads and stores hold, and is not nothing; host memory and its book must agree."""
+    tiering, admission = half(engine)._tiering, half(engine).admission
+    cache, source, storing = tiering._cache, tiering.source, tiering._storing
+    worker = engine.witness._worker
+    cache._host.check_integrity()
+    book = cache._host._book
+    counts = {
+        "pins": len(admission.pins),
+        "late": sum(admission.pins._late.values()),
+        "wishes": len(admission),
+        "loads": len(admission._loads),
+        "stores": len(storing._stores),
+        "pinned by stores": storing._pinned,
+        "requests looked at": len(storing._progress),
+        "named requests": len(tiering._prompts._known),
+        "requests to serve": len(source._asked),
+        "loads from tiers": len(source._loading),
+        "parts": len(source._slots),
+        "orders moved by some": len(tiering._moved),
+        "fetches": len(cache._fetches),
+        "incoming": len(cache._incoming),
+        "fills": len(book._fills),
+        "reads": len(book._reads),
+        "reading": sum(queue.reading for queue in cache._queues),
+        "writing": sum(queue.writing for queue in cache._queues),
+        "loads of the worker": len(worker._loads),
+        "orders of the worker": len(worker._orders),
+        "results of the worker": len(worker._results),
+        "failures of the mover": len(worker._mover._failed),
+        "requests": len(engine.llm_engine.engine_core.engine_core.scheduler.requests),
+    }
+    return {name: count for name, count in counts.items() if count}
+
+
+def reset_all(engine: Any) -> bool:
+    """Forget all prefixes and what the connector keeps, as an operator's call does."""
+    return bool(engine.reset_prefix_cache(reset_connector=True))
+
+
+def slow_copies(engine: Any, seconds: float) -> None:
+    """Let every order of the rank's mover take so much longer; 0 for as long as it takes."""
+    mover = engine.witness._worker._mover
+    inner = type(mover)._do
+
+    def slower(key: str, what: Any) -> Any:
+        time.sleep(seconds)
+        return inner(mover, key, what)
+
+    mover._do = slower if seconds else inner.__get__(mover)
+
+
+def hang(engine: Any, name: str) -> None:
+    """Let the file tiers' `name` ("get", "put" or "refresh") hang until `go_on`."""
+    engine.gate, engine.hanging = threading.Event(), Counter()
+    for queue in half(engine)._tiering._cache._queues:
+        inner = getattr(queue.tier, name)
+
+        def hanging(*args: Any, inner: Any = inner) -> Any:
+            engine.hanging[name] += 1
+            engine.gate.wait()
+            return inner(*args)
+
+        setattr(queue.tier, name, hanging)
+
+
+def hanging(engine: Any) -> dict[str, int]:
+    """How many calls of each name have come to hang."""
+    return dict(engine.hanging)
+
+
+def go_on(engine: Any) -> None:
+    """The mount is there again."""
+    engine.gate.set()
+    for queue in half(engine)._tiering._cache._queues:
+        for name in engine.hanging:
+            vars(queue.tier).pop(name, None)
+
+
+def stuck(engine: Any) -> list[tuple[bool, bool]]:
+    """Of each slow tier, whether it counts as stuck for reading and for writing."""
+    return [
+        (queue.stuck_for_reading, queue.stuck_for_writing) for queue in half(engine)._tiering._cache._queues
+    ]
+
+
+def tier_stats(engine: Any) -> list[dict[str, Any]]:
+    """Of each slow tier: what became of chunks."""
+    found = []
+    for queue in half(engine)._tiering._cache._queues:
+        stats = queue.tier.stats
+        found.append(
+            {
+                "puts": {str(what): n for what, n in stats.puts.items()},
+                "gets": {str(what): n for what, n in stats.gets.items()},
+                "evicted": stats.evicted,
+            }
+        )
+    return found
+
+
+def abort_at_random(engine: Any, prompts: list[list[int]], seed: int) -> dict[str, int]:
+    """Run prompts, a few more in every step, and abort two of three some steps after they were admitted.
+
+    Returns:
+        How many were aborted in which state, and "while storing" any; and how many ended by themselves.
+    """
+    from vllm import SamplingParams
+
+    rng = random.Random(seed)
+    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+    storing = half(engine)._tiering._storing
+    engine.count = getattr(engine, "count", 1_000_000)
+    steps_left: dict[str, int] = {}
+    seen: Counter[str] = Counter()
+    left = list(prompts)
+    while left or scheduler.requests:
+        for _ in range(min(len(left), rng.randrange(3))):
+            engine.count += 1
+            name, sampling = str(engine.count), SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+            engine.llm_engine.add_request(name, {"prompt_token_ids": left.pop()}, sampling)
+            if rng.random() < 2 / 3:
+                steps_left[name] = rng.randrange(8)
+        seen["ended"] += sum(output.finished for output in engine.llm_engine.step())
+        for name, request in list(scheduler.requests.items()):
+            outer = name.split("-")[0]
+            if outer not in steps_left or request.status.name == "WAITING":
+                continue
+            steps_left[outer] -= 1
+            if steps_left[outer] < 0:
+                seen[request.status.name] += 1
+                seen["while storing"] += bool(storing.busy)
+                del steps_left[outer]
+                engine.llm_engine.abort_request([outer])
+    return dict(seen)
+
+
+def ask_for(engine: Any, prompts: list[list[int]], seed: int, seconds: float) -> dict[int, list[list[int]]]:
+    """Ask for prompts drawn at random, some at once, and forget the engine's own prefixes now and then.
+
+    Returns:
+        By number of the prompt, the different answers that it got.
+    """
+    from vllm import SamplingParams
+
+    rng = random.Random(seed)
+    sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    answers: dict[int, list[list[int]]] = {}
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        drawn = rng.sample(range(len(prompts)), rng.randrange(1, 5))
+        texts = [{"prompt_token_ids": list(prompts[number])} for number in drawn]
+        for number, output in zip(drawn, engine.generate(texts, sampling, use_tqdm=False), strict=True):
+            said = answers.setdefault(number, [])
+            if (tokens := list(output.outputs[0].token_ids)) not in said:
+                said.append(tokens)
+        if rng.random() < 1 / 3:
+            engine.reset_prefix_cache()
+    return answers

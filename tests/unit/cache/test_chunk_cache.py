@@ -1,0 +1,599 @@
+"""The tiered cache: stores, loads, slow tiers that answer late or never, in any order, over real memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from hashlib import shake_128
+
+import numpy as np
+import pytest
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvferry.cache.chunk_cache import ChunkCache
+from kvferry.cache.fetch import Want
+from kvferry.cache.tier_queue import STUCK_SECONDS
+from kvferry.cache.writing import WRITE_BACK_SHARE, Behind
+from kvferry.geometry import GroupKind
+from kvferry.geometry.canonical import canonical_of
+from kvferry.geometry.layout import EngineShape, lay_out
+from kvferry.geometry.store import LayerStore
+from kvferry.tiers.arena import Arena
+from kvferry.tiers.eviction import POLICIES
+from kvferry.tiers.host import HostTier
+from kvferry.tiers.outcome import Get, Put
+from support.clock import Clock
+from support.models import attention, model, state
+from support.slow_tiers import FakeTier, answer, jobs_of, queue_by_hand
+
+PAGE, CHUNK = 4096, 64
+KV = attention(k=8, v=8)
+MODEL = model(KV, KV, LayerStore(GroupKind.SLIDING, 24, KV.fields), state())
+GROUPS = canonical_of(lay_out(MODEL, EngineShape(1, (4,), 16, "LBHNC", 9)), CHUNK).groups
+KEYS = [b"%031d" % n + bytes((n % len(GROUPS),)) for n in range(9)]
+MISSES = [Get.ABSENT, Get.CORRUPT, Get.OTHER_SHAPE, Get.IO_ERROR, OSError]
+MOSTLY = st.sampled_from([True, True, True, False])
+DROPS = [Put.NO_SPACE, Put.BUSY, Put.IO_ERROR, OSError]
+
+
+ARENA = Arena.create(34 * PAGE)
+
+
+def group_of(key):
+    return key[-1]
+
+
+def size_of(key):
+    return GROUPS[group_of(key)].chunk_bytes
+
+
+def content(key):
+    """The bytes of a chunk: what its key names."""
+    return shake_128(key).digest(size_of(key))
+
+
+def tokens_of(key):
+    return 0 if GROUPS[group_of(key)].kind is GroupKind.STATE else CHUNK
+
+
+def want(key):
+    return Want(group_of(key), KEYS.index(key), key, tokens_of(key))
+
+
+class Cache:
+    """A cache over memory of its own, with slow tiers behind it, the fastest first."""
+
+    def __init__(self, arena, pages, tiers, policy="lru", write_back=()):
+        self.clock = Clock()
+        self.arena, self.base = arena, arena.region.address
+        self.host = HostTier(pages * PAGE, [group.chunk_bytes for group in GROUPS], POLICIES[policy])
+        self.tiers = tiers
+        self.queues = [queue_by_hand(tier, self.clock) for tier in tiers]
+        behind = [Behind(q, q.name in write_back) for q in self.queues]
+        self.cache = ChunkCache(self.host, arena.bytes_at, GROUPS, behind)
+
+    def at(self, slot):
+        return self.arena.memory[slot.offset : slot.offset + size_of(slot.key)]
+
+    def fill(self, slot):
+        self.at(slot)[:] = np.frombuffer(content(slot.key), np.uint8)
+        self.cache.filled(slot, tokens_of(slot.key), None)
+
+    def store(self, *keys):
+        for key in keys:
+            slot = self.cache.reserve(key, group_of(key))
+            assert slot is not None
+            self.fill(slot)
+
+    def fetch(self, *keys, **options):
+        return self.cache.fetch([want(key) for key in keys], **options)
+
+    def answer(self, number, what, key, as_):
+        """Let an operation of a tier end, and hear of it."""
+        answer(self.queues[number], what, key, as_)
+        self.cache.poll()
+
+    def jobs(self, number):
+        return [(what, key) for what, key, _ in jobs_of(self.queues[number])]
+
+    def holds(self):
+        return len(self.host._book._fills) + len(self.host._book._reads)
+
+
+class Living(RuleBasedStateMachine):
+    """What ranks, loads, threads, other processes and time may do."""
+
+    @initialize(
+        policy=st.sampled_from(sorted(POLICIES)),
+        pages=st.integers(16, 34),
+        tiers=st.sampled_from([2, 2, 1, 0]),
+        write_back=st.sampled_from([(), ("file",), ("object",), ("file", "object")]),
+        there=st.lists(st.sets(st.sampled_from(KEYS), min_size=4), min_size=2, max_size=2),
+    )
+    def make(self, policy, pages, tiers, write_back, there):
+        self.write_back = write_back
+        kept = [[(key, content(key)) for key in sorted(keys)] for keys in there]
+        fakes = [FakeTier("file", kept[0]), FakeTier("object", kept[1])][:tiers]
+        self.made = Cache(ARENA, pages, fakes, policy, write_back)
+        self.cache, self.host, self.queues = self.made.cache, self.made.host, self.made.queues
+        self.fills = []
+        self.loads = []  # [fetch, keys, those taken]
+        self.taken = []  # slots
+        self.owed = [set() for _ in fakes]
+        self.lost = [0 for _ in fakes]
+        self.closing = False
+
+    def sorted_slots(self, slots):
+        return sorted(slots, key=lambda slot: slot.serial)
+
+    # -- ranks ------------------------------------------------------------------------------------------
+
+    @rule(key=st.sampled_from(KEYS))
+    def reserve(self, key):
+        slot = self.cache.reserve(key, group_of(key))
+        self.note_lost()
+        if slot is not None:
+            self.fills.append(slot)
+            self.made.at(slot)[:] = 1
+
+    @rule(keys=st.lists(st.sampled_from(KEYS[:6]), max_size=4))
+    def store(self, keys):
+        for key in keys:
+            slot = self.cache.reserve(key, group_of(key))
+            self.note_lost()
+            if slot is not None:
+                self.filled(slot)
+
+    @precondition(lambda self: self.fills)
+    @rule(data=st.data(), well=st.booleans())
+    def fill(self, data, well):
+        slot = data.draw(st.sampled_from(self.sorted_slots(self.fills)))
+        self.fills.remove(slot)
+        if well:
+            self.filled(slot)
+        else:
+            self.cache.filled(slot, 0, "the block is gone")
+
+    def filled(self, slot):
+        before = self.cache.counts.stored
+        self.made.fill(slot)
+        if self.cache.counts.stored > before:
+            for number in range(len(self.queues)):
+                self.note_owed(number, slot.key)
+
+    def note_owed(self, number, key):
+        if key not in self.made.tiers[number].seen and key not in self.cache.writing[number]._held:
+            self.owed[number].add(key)
+
+    def note_lost(self):
+        """What is owed no longer, and was not written, has left host memory, and is counted."""
+        for number, writing in enumerate(self.cache.writing):
+            self.owed[number] -= writing._held.keys()
+            gone = self.owed[number] - set(writing._owed)
+            self.owed[number] -= gone
+            self.lost[number] += len(gone)
+            assert not self.host.contains(sorted(gone)).any()
+            assert self.owed[number] == set(writing._owed)
+            assert self.lost[number] == writing.lost
+
+    # -- loads ------------------------------------------------------------------------------------------
+
+    @rule(
+        data=st.data(),
+        keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True),
+        offered=MOSTLY,
+    )
+    def fetch(self, data, keys, offered):
+        """Often what slow tiers have, and what others wait for."""
+        if offered:
+            here = self.cache.at_hand(KEYS) & ~self.host.contains(KEYS)
+            keys = [KEYS[at] for at in np.flatnonzero(here)][data.draw(st.integers(0, 3)) :] or keys
+        fetch = self.made.fetch(*keys)
+        self.note_lost()
+        self.loads.append([fetch, keys, []])
+
+    @precondition(lambda self: self.loads)
+    @rule(data=st.data())
+    def take(self, data):
+        fetch, _, taken = self.loads[data.draw(st.integers(0, len(self.loads) - 1))]
+        for of, slot in fetch.take():
+            assert (slot.key, slot.group) == (of.key, of.group)
+            taken.append(of.key)
+            self.taken.append(slot)
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def close(self, data):
+        slot = data.draw(st.sampled_from(self.sorted_slots(self.taken)))
+        self.taken.remove(slot)
+        self.cache.close(slot)
+
+    @precondition(lambda self: self.loads)
+    @rule(data=st.data())
+    def cancel(self, data):
+        fetch, _, _ = self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1)))
+        self.cache.cancel(fetch)
+        assert fetch.over
+        assert not fetch.take()
+
+    # -- threads, others, time --------------------------------------------------------------------------
+
+    @precondition(lambda self: any(map(jobs_of, self.queues)))
+    @rule(data=st.data(), well=MOSTLY, many=st.booleans(), heard=MOSTLY)
+    def operations_end(self, data, well, many, heard):
+        open_ = [(n, what, key) for n in range(len(self.queues)) for what, key in sorted(self.made.jobs(n))]
+        for number, what, key in open_[:5] if many else [data.draw(st.sampled_from(open_))]:
+            ways = ([Get.HIT], MISSES) if what == "read" else ([Put.STORED, Put.PRESENT], DROPS)
+            self.end(number, what, key, data.draw(st.sampled_from(ways[0] if well else ways[1])))
+        if heard:
+            self.poll()
+
+    def end(self, number, what, key, as_):
+        answer(self.queues[number], what, key, as_)
+        if what == "write" and key in self.made.tiers[number].kept:
+            assert self.made.tiers[number].kept[key] == content(key), "what is written is what was stored"
+
+    @precondition(lambda self: self.queues)
+    @rule(data=st.data(), key=st.sampled_from(KEYS), there=st.booleans(), heard=st.booleans())
+    def others_store_or_evict(self, data, key, there, heard):
+        tier = data.draw(st.sampled_from(self.made.tiers))
+        if there:
+            tier.kept[key] = content(key)
+            tier.seen.add(key)
+        else:
+            tier.kept.pop(key, None)
+            if heard:
+                tier.seen.discard(key)
+
+    @rule(seconds=st.sampled_from([1.0, 1.0, 1.0, STUCK_SECONDS + 1]))
+    def time_passes(self, seconds):
+        self.made.clock.now += seconds
+
+    @rule()
+    def poll(self):
+        used = self.host.used_bytes
+        heard = {(n, key) for n, q in enumerate(self.queues) for key in self.promoted_by(q)}
+        before = [set(self.made.jobs(number)) for number in range(len(self.queues))]
+        self.cache.poll()
+        for number, key in sorted(heard):
+            for faster in range(number):
+                if self.host.contains([key])[0] or key in self.cache.writing[faster]._owed:
+                    self.note_owed(faster, key)
+        self.note_lost()
+        self.check_write_back(before, used)
+
+    def promoted_by(self, queue):
+        return [done.key for done in queue._reading._ended if done.what is Get.HIT]
+
+    def check_write_back(self, before, used):
+        for number, queue in enumerate(self.queues):
+            writes = {job for job in set(self.made.jobs(number)) - before[number] if job[0] == "write"}
+            if writes and queue.name in self.write_back:
+                most = max(used, self.host.used_bytes)
+                assert most > WRITE_BACK_SHARE * self.host.capacity_bytes
+
+    @rule(key=st.sampled_from(KEYS))
+    def leave(self, key):
+        """As if others had taken its room."""
+        self.host.discard(key)
+
+    @rule()
+    def clear(self):
+        self.cache.clear()
+        self.owed = [set() for _ in self.queues]
+
+    # -- what holds -------------------------------------------------------------------------------------
+
+    @invariant()
+    def host_memory_is_sound(self):
+        if hasattr(self, "made"):
+            self.host.check_integrity()
+
+    @invariant()
+    def no_slot_is_written_while_anybody_else_uses_it(self):
+        if not hasattr(self, "made"):
+            return
+        uses = [(slot.offset, size_of(slot.key), True) for slot in self.fills]
+        uses += [(slot.offset, size_of(slot.key), False) for slot in self.held()]
+        for queue in self.queues:
+            for what, key, memory in jobs_of(queue):
+                at = np.frombuffer(memory, np.uint8).ctypes.data - self.made.base
+                assert memory.nbytes == size_of(key)
+                uses.append((at, memory.nbytes, what == "read"))
+        uses.sort()
+        for (at, size, writes), (other, _, other_writes) in itertools.pairwise(uses):
+            assert at + size <= other or at == other
+            assert at != other or not (writes or other_writes)
+
+    def held(self):
+        return self.taken + [slot for fetch, _, _ in self.loads for _, slot in fetch.ready]
+
+    @invariant()
+    def what_is_ready_is_what_was_stored(self):
+        if hasattr(self, "made"):
+            for slot in self.held():
+                assert self.made.at(slot).tobytes() == content(slot.key)
+
+    @invariant()
+    def a_fetch_is_over_with_all_it_wants_or_with_a_failure(self):
+        for fetch, keys, taken in getattr(self, "loads", []):
+            here = taken + [of.key for of, _ in fetch.ready]
+            assert len(here) == len(set(here))
+            if fetch.over and fetch.failure is None:
+                assert sorted(here) == sorted(keys)
+            else:
+                assert set(here) <= set(keys)
+            if not fetch.over:
+                assert self.cache.busy
+            assert self.cache.awaited(fetch) <= {queue.name for queue in self.queues}
+
+    @invariant()
+    def every_hold_is_somebodys(self):
+        if hasattr(self, "made"):
+            unheard = sum(q.reading + q.writing - len(jobs_of(q)) for q in self.queues)
+            jobs = sum(len(jobs_of(queue)) for queue in self.queues)
+            assert self.made.holds() == len(self.fills) + len(self.held()) + jobs + unheard
+
+    def teardown(self):
+        if not hasattr(self, "made"):
+            return
+        for slot in self.fills:
+            self.filled(slot)
+        for fetch, _, _ in self.loads:
+            self.cache.cancel(fetch)
+        for slot in self.taken:
+            self.cache.close(slot)
+        self.cache.poll()
+        while any(map(jobs_of, self.queues)):
+            for number, queue in enumerate(self.queues):
+                for what, key, _ in jobs_of(queue):
+                    self.end(number, what, key, Get.HIT if what == "read" else Put.STORED)
+            self.cache.poll()
+        owed = [set(writing._owed) for writing in self.cache.writing]
+        here = [{key for key in keys if self.host.contains([key])[0]} for keys in owed]
+        for tier in self.made.tiers:
+            tier.next_put = Put.STORED
+        self.cache.shutdown(1.0)
+        self.cache.poll()
+        for tier, keys in zip(self.made.tiers, here, strict=True):
+            assert keys <= tier.kept.keys() | tier.seen, "what is owed is written in the end"
+            assert tier.closed
+        self.host.check_integrity()
+        assert self.made.holds() == 0
+
+
+TestLiving = Living.TestCase
+TestLiving.settings = settings(
+    deadline=None, derandomize=True, database=None, max_examples=150, stateful_step_count=40
+)
+
+
+FULL, OTHER, THIRD = (key for key in KEYS if GROUPS[group_of(key)].kind is GroupKind.FULL)
+
+
+def cache(*kept, pages=34, **options):
+    """With tiers that have these chunks: first a file tier, then an object tier."""
+    names = ("file", "object")
+    tiers = [
+        FakeTier(name, [(key, content(key)) for key in keys]) for name, keys in zip(names, kept, strict=False)
+    ]
+    return Cache(ARENA, pages, tiers, **options)
+
+
+def names_of(fetch):
+    return [of.key for of, _ in fetch.ready]
+
+
+def test_a_chunk_in_host_memory_is_ready_at_once():
+    made = cache()
+    made.store(FULL, OTHER)
+    fetch = made.fetch(FULL, OTHER)
+    assert (fetch.over, names_of(fetch), fetch.tiers) == (True, [FULL, OTHER], {"host"})
+    assert made.cache.origin(fetch) == "host"
+
+
+def test_a_chunk_of_the_slowest_tier_is_owed_to_the_faster_one_and_read_but_once():
+    made = cache([], [FULL])
+    first, second = made.fetch(FULL), made.fetch(FULL)
+    assert made.cache.origin(first) == "object"
+    assert made.jobs(1) == [("read", FULL)]
+    made.answer(1, "read", FULL, Get.HIT)
+    assert names_of(first) == names_of(second) == [FULL]
+    assert made.jobs(0) == [("write", FULL)]
+    assert made.cache.counts.fetched == Counter({"object": 2})
+
+
+def test_a_chunk_that_a_tier_has_not_comes_from_the_next_one():
+    made = cache([FULL], [FULL])
+    fetch = made.fetch(FULL)
+    assert made.cache.awaited(fetch) == {"file"}
+    made.answer(0, "read", FULL, Get.CORRUPT)
+    assert made.cache.awaited(fetch) == {"object"}
+    made.answer(1, "read", FULL, Get.HIT)
+    assert (fetch.failure, names_of(fetch), fetch.tiers) == (None, [FULL], {"object"})
+    assert made.cache.counts.missed == Counter({("file", Get.CORRUPT): 1})
+
+
+def test_a_load_whose_chunk_no_tier_gives_fails_and_what_else_comes_is_kept():
+    made = cache([FULL, OTHER])
+    fetch = made.fetch(FULL, OTHER)
+    made.answer(0, "read", FULL, Get.ABSENT)
+    assert (fetch.over, fetch.failure) == (True, "a chunk of the file tier: absent")
+    made.cache.cancel(fetch)
+    made.answer(0, "read", OTHER, Get.HIT)
+    assert made.host.contains([FULL, OTHER]).tolist() == [False, True]
+    assert made.holds() == 0
+
+
+@pytest.mark.parametrize(
+    ("what", "struck"), [(Get.IO_ERROR, {"file"}), (Get.ABSENT, set()), (Get.CORRUPT, set())]
+)
+def test_only_a_tier_that_could_not_read_is_to_blame(what, struck):
+    made = cache([FULL])
+    fetch = made.fetch(FULL)
+    made.answer(0, "read", FULL, what)
+    assert fetch.failed == struck
+
+
+def test_a_chunk_that_went_between_offer_and_load_is_a_failure():
+    fetch = cache([]).fetch(FULL)
+    assert (fetch.over, fetch.failure) == (True, "a chunk has gone since it was offered")
+
+
+def test_a_chunk_that_ranks_are_filling_is_waited_for():
+    made = cache([FULL])
+    slot = made.cache.reserve(FULL, group_of(FULL))
+    fetch = made.fetch(FULL)
+    made.cache.poll()
+    assert not fetch.over
+    assert made.jobs(0) == []
+    made.fill(slot)
+    made.cache.poll()
+    assert names_of(fetch) == [FULL]
+
+
+def test_a_chunk_that_ranks_could_not_fill_is_read_after_all():
+    made = cache([FULL])
+    slot = made.cache.reserve(FULL, group_of(FULL))
+    made.fetch(FULL)
+    made.cache.filled(slot, 0, "the block is gone")
+    made.cache.poll()
+    assert made.jobs(0) == [("read", FULL)]
+    assert made.cache.counts.failed == 1
+
+
+def test_a_load_larger_than_host_memory_goes_on_as_its_chunks_are_used():
+    made = cache([FULL, OTHER, THIRD], pages=12)
+    for key in KEYS[1:3]:  # ranks fill two of three slabs
+        assert made.cache.reserve(key, group_of(key))
+    fetch, taken = made.fetch(FULL, OTHER, THIRD), []
+    while not fetch.over:
+        (what, key), *_ = made.jobs(0)
+        made.answer(0, what, key, Get.HIT)
+        for of, slot in fetch.take():
+            assert made.at(slot).tobytes() == content(of.key)
+            taken.append(of.key)
+            made.cache.close(slot)
+        made.cache.poll()
+    assert fetch.failure is None
+    assert taken + names_of(fetch) == [FULL, OTHER, THIRD]
+    assert len(made.host) < 3
+
+
+def test_what_is_read_while_all_is_forgotten_is_used_by_nobody():
+    made = cache([FULL])
+    fetch = made.fetch(FULL)
+    made.cache.clear()
+    made.answer(0, "read", FULL, Get.HIT)
+    assert (fetch.over, fetch.failure) == (True, "the cache was reset")
+    assert made.holds() == made.host.used_bytes == 0
+
+
+def test_a_chunk_being_written_while_all_is_forgotten_may_be_stored_anew():
+    made = cache([])
+    made.store(FULL)
+    made.cache.poll()
+    made.cache.clear()
+    made.store(FULL)
+    made.cache.poll()
+    assert made.host.used_bytes == 2 * size_of(FULL), "the first is still being read"
+    assert made.jobs(0) == [("write", FULL)], "equal keys are equal bytes"
+    made.answer(0, "write", FULL, Put.STORED)
+    assert made.host.used_bytes == size_of(FULL)
+    assert made.tiers[0].kept == {FULL: content(FULL)}
+
+
+def test_write_back_waits_until_host_memory_is_half_full_and_the_end():
+    made = cache([], pages=16, write_back=("file",))
+    made.store(FULL)
+    made.cache.poll()
+    assert (made.jobs(0), made.cache.busy) == ([], False)
+    made.store(OTHER, THIRD)
+    assert made.cache.busy
+    made.cache.poll()
+    assert made.jobs(0)[0] == ("write", FULL), "the oldest first"
+
+
+def test_write_back_writes_all_at_the_end():
+    made = cache([], write_back=("file",))
+    made.store(FULL, OTHER)
+    made.cache.shutdown(1.0)
+    assert made.tiers[0].kept.keys() == {FULL, OTHER}
+    assert made.tiers[0].closed
+
+
+def test_a_slow_tier_loses_what_leaves_before_its_turn_and_says_so():
+    made = cache([])
+    made.store(FULL)
+    made.host.discard(FULL)
+    made.cache.poll()
+    assert (made.jobs(0), made.cache.writing[0].lost) == ([], 1)
+
+
+def test_a_tier_takes_only_so_many_stores_at_once():
+    made = cache([], pages=34)
+    made.queues[0]._most_writes = 1
+    made.store(FULL, OTHER)
+    made.cache.poll()
+    assert (made.jobs(0), made.cache.busy) == ([("write", FULL)], True)
+    made.answer(0, "write", FULL, Put.STORED)
+    assert (made.jobs(0), made.cache.busy) == ([("write", OTHER)], False)
+
+
+def hung(*kept):
+    """A file tier that does not answer for `FULL`."""
+    made = cache(*kept)
+    fetch = made.fetch(FULL)
+    made.clock.now += STUCK_SECONDS + 1
+    return made, fetch
+
+
+def test_a_tier_that_is_stuck_for_reading_is_asked_for_nothing_more_and_still_given():
+    made, _ = hung([FULL, OTHER])
+    assert not made.cache.at_hand([FULL, OTHER]).any()
+    made.store(THIRD)
+    made.cache.poll()
+    assert made.jobs(0) == [("read", FULL), ("write", THIRD)]
+
+
+def test_an_engine_need_not_step_for_a_chunk_that_hangs_and_nobody_waits_for():
+    made, fetch = hung([FULL])
+    assert made.cache.busy
+    made.cache.cancel(fetch)
+    made.cache.poll()
+    assert not made.cache.busy
+    made.answer(0, "read", FULL, Get.HIT)
+    assert made.host.contains([FULL]).all(), "it is heard of in whichever step comes next"
+
+
+def test_a_chunk_that_hangs_is_offered_to_nobody_though_another_tier_has_it():
+    made, _ = hung([FULL, OTHER], [FULL, OTHER])
+    assert made.cache.at_hand([FULL, OTHER]).tolist() == [False, True]
+
+
+def test_a_tier_that_a_request_does_not_ask_is_not_asked():
+    made = cache([FULL, OTHER], [FULL])
+    assert made.cache.at_hand([FULL, OTHER], {"file"}).tolist() == [True, False]
+    made.fetch(FULL, without={"file"})
+    assert (made.jobs(0), made.jobs(1)) == ([], [("read", FULL)])
+
+
+def test_a_chunk_that_a_struck_tier_is_reading_is_not_offered():
+    made = cache([FULL], [FULL])
+    made.fetch(FULL)
+    assert not made.cache.at_hand([FULL], {"file"}).any()
+    made.store(OTHER)
+    assert made.cache.at_hand([OTHER], {"file", "object"}).all()
+
+
+def test_all_tiers_together_get_the_time_that_closing_may_take(monkeypatch):
+    made = cache([], [])
+    now, given = [100.0], []
+    monkeypatch.setattr("kvferry.cache.chunk_cache.time.monotonic", lambda: now[0])
+    for queue in made.queues:
+        monkeypatch.setattr(
+            queue, "close", lambda patience: (given.append(patience), now.append(now.pop() + 7))
+        )
+    made.cache.shutdown(10.0)
+    assert given == [10.0, 3.0]

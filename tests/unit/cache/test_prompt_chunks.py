@@ -1,0 +1,118 @@
+"""The chunks of a prompt, against sets of tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings, strategies as st
+
+from kvferry.cache.prompt_chunks import PromptChunks
+from kvferry.geometry import GroupKind
+from kvferry.geometry.canonical import CanonicalGroup
+from kvferry.keys.chunk import ChunkKeys
+
+FULL, STATE = CanonicalGroup(GroupKind.FULL, 0, ()), CanonicalGroup(GroupKind.STATE, 0, ())
+
+
+def windowed(kind, reach):
+    return CanonicalGroup(kind, reach, ())
+
+
+GROUPS = st.lists(
+    st.just(FULL)
+    | st.just(STATE)
+    | st.builds(windowed, st.sampled_from([GroupKind.SLIDING, GroupKind.CHUNKED]), st.integers(1, 20)),
+    min_size=1,
+    max_size=3,
+    unique_by=lambda group: group.label,
+)
+
+
+def key_of(tokens, chunk, group, end):
+    """Independent of what was asked before: of a fresh request of so many tokens."""
+    return ChunkKeys(chunk, tokens[:end]).at(end)[:-1] + bytes((group,))
+
+
+def usable(groups, tokens, chunk, have, stored, end):
+    """Whether a prefix of `end` tokens can be continued from, token by token."""
+    following = min(end, len(tokens) - 1)
+    for number, group in enumerate(groups):
+        needed = range(have, end)
+        if group.kind is GroupKind.STATE:
+            needed = range(end - 1, end)
+            if end > len(tokens) - 1:
+                return False
+        elif group.kind is GroupKind.SLIDING:
+            needed = [t for t in needed if t > following - group.reach]
+        elif group.kind is GroupKind.CHUNKED:
+            needed = [t for t in needed if t // group.reach == following // group.reach]
+        for first in {t // chunk * chunk for t in needed}:
+            if key_of(tokens, chunk, number, min(first + chunk, end)) not in stored:
+                return False
+    return True
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(data=st.data(), groups=GROUPS, chunk=st.integers(1, 6), length=st.integers(1, 30))
+def test_what_is_found_and_wanted_is_what_a_search_token_by_token_finds(data, groups, chunk, length):
+    tokens = data.draw(st.lists(st.integers(0, 1), min_size=length, max_size=length))
+    ends = [end for end in range(1, length + 1) if end % chunk == 0 or end == length]
+    gone = data.draw(st.sets(st.tuples(st.integers(0, len(groups) - 1), st.sampled_from(ends)), max_size=4))
+    have = data.draw(st.integers(0, length))
+    stored = {
+        key_of(tokens, chunk, group, end)
+        for group in range(len(groups))
+        for end in ends
+        if (group, end) not in gone
+    }
+    begun = data.draw(st.integers(0, length))
+    keys = ChunkKeys(chunk, tokens[:begun])
+    chunks = PromptChunks(groups, keys)
+    if begun:
+        chunks.look_up(begun, 0, lambda asked: np.zeros(len(asked), bool))
+    keys.extend(tokens[begun:])
+    found = chunks.look_up(length, have, lambda asked: np.array([one in stored for one in asked], bool))
+
+    tails = all(group.kind is not GroupKind.STATE for group in groups)
+    ends = [end for end in ends if end % chunk == 0 or tails]
+    best = max(
+        (end for end in ends if end > have and usable(groups, tokens, chunk, have, stored, end)), default=have
+    )
+    assert found.coverage.tokens == best
+    wants = list(chunks.wants(found, best))
+    assert [want.number for want in wants] == sorted(want.number for want in wants)
+    for want in wants:
+        end = min((want.number + 1) * chunk, best)
+        assert want.key == key_of(tokens, chunk, want.group, end)
+        assert want.key in stored
+        state = groups[want.group].kind is GroupKind.STATE
+        assert want.tokens == (0 if state else end - want.number * chunk)
+    fewer = stored.difference
+    for want in wants:
+        assert not usable(groups, tokens, chunk, have, fewer([want.key]), best), "nothing is wanted in vain"
+    assert best == have or usable(groups, tokens, chunk, have, {want.key for want in wants}, best)
+
+
+def test_groups_of_one_prompt_have_keys_of_their_own_and_a_tail_is_no_chunk():
+    chunks = PromptChunks([FULL, windowed(GroupKind.SLIDING, 4)], ChunkKeys(4, range(8)))
+    every = [chunks.key(group, number) for group in (0, 1) for number in (0, 1)]
+    every += [chunks.tail(group, tokens) for group in (0, 1) for tokens in (3, 5, 6)]
+    assert len(set(every)) == len(every)
+    assert chunks.tail(1, 8) == chunks.key(1, 1), "on a boundary they are the same"
+
+
+def test_chunks_of_a_request_that_grows_are_those_of_one_that_was_long_from_the_start():
+    grown = PromptChunks([FULL], ChunkKeys(4, range(3)))
+    for tokens in range(3, 20):
+        grown.keys.extend([tokens])
+        whole = PromptChunks([FULL], ChunkKeys(4, range(tokens + 1)))
+        for number in range((tokens + 1) // 4):
+            assert grown.key(0, number) == whole.key(0, number)
+
+
+def test_a_prompt_shorter_than_a_chunk_is_found_by_its_tail_only():
+    chunks = PromptChunks([FULL], ChunkKeys(8, range(3)))
+    asked = []
+    found = chunks.look_up(3, 0, lambda keys: asked.extend(keys) or np.ones(len(keys), bool))
+    assert (asked, found.coverage.tokens) == ([chunks.tail(0, 3)], 3)
+    with_state = PromptChunks([FULL, STATE], ChunkKeys(8, range(3)))
+    assert with_state.look_up(3, 0, lambda keys: np.ones(len(keys), bool)).coverage.tokens == 0

@@ -1,0 +1,196 @@
+"""Threads in front of a slow tier: what they do is heard of, and one that hangs hangs alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from kvferry.cache.tier_queue import STUCK_SECONDS, Read, TierQueue, Wrote
+from kvferry.tiers.direct_io import whole_pages
+from kvferry.tiers.outcome import Get, Put
+from support.chunk_files import key
+from support.clock import Clock
+from support.slow_tiers import FakeTier, answer, queue_by_hand
+from support.stores import GROUP, body, file_of, open_store, sections
+
+KEY = key(1)
+
+
+class Gate(FakeTier):
+    """Answers when it is opened."""
+
+    def __init__(self) -> None:
+        super().__init__("gate")
+        self.opened = threading.Event()
+
+    def get(self, *_):
+        self.opened.wait(10)
+        return Get.ABSENT
+
+    def put(self, *_):
+        self.opened.wait(10)
+        return Put.BUSY
+
+
+def heard(queue, count):
+    """What has ended, once so many have."""
+    found, ends = [], time.monotonic() + 10
+    while len(found) < count and time.monotonic() < ends:
+        found += queue.done()
+        time.sleep(0.001)
+    assert len(found) == count
+    return sorted(found, key=lambda done: (isinstance(done, Read), done.key))
+
+
+def test_chunks_go_to_files_and_come_back(tmp_path):
+    queue = TierQueue(open_store(tmp_path, capacity=1 << 20))
+    stored = [body(number) for number in range(6)]
+    for number, one in enumerate(stored):
+        queue.write(key(number), GROUP, one)
+    assert {done.what for done in heard(queue, 6)} == {Put.STORED}
+    assert queue.known([key(number) for number in range(7)]).tolist() == [True] * 6 + [False]
+    into = [whole_pages(len(one)) for one in stored]
+    for number, one in enumerate(into):
+        queue.read(key(number), GROUP, one)
+    assert {done.what for done in heard(queue, 6)} == {Get.HIT}
+    for one, other in zip(stored, into, strict=True):
+        assert sections(GROUP, one) == sections(GROUP, other)
+    assert queue.reading == queue.writing == 0
+    queue.close(5)
+
+
+def test_a_damaged_file_is_a_miss_and_known_no_more(tmp_path):
+    queue = TierQueue(open_store(tmp_path, capacity=1 << 20))
+    queue.write(KEY, GROUP, body(1))
+    heard(queue, 1)
+    path = file_of(tmp_path, 1)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    queue.read(KEY, GROUP, whole_pages(len(body(1))))
+    assert heard(queue, 1) == [Read(KEY, Get.CORRUPT)]
+    assert not queue.known([KEY])[0]
+    queue.close(5)
+
+
+def test_what_a_tier_raises_is_an_io_error(caplog):
+    queue = queue_by_hand(FakeTier("file"), Clock())
+    queue.read(KEY, GROUP, memoryview(bytearray(1)))
+    queue.write(KEY, GROUP, memoryview(bytearray(1)))
+    answer(queue, "read", KEY, RuntimeError)
+    answer(queue, "write", KEY, RuntimeError)
+    assert queue.done() == [Read(KEY, Get.IO_ERROR), Wrote(KEY, Put.IO_ERROR)]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"file tier: {what} of {KEY.hex()}" for what in ("fetch", "store")
+    ]
+
+
+def reading(*keys):
+    clock = Clock()
+    queue = queue_by_hand(FakeTier("file", [(KEY, b"1")]), clock, writers=1)
+    for one in keys:
+        queue.read(one, GROUP, memoryview(bytearray(1)))
+    return queue, clock
+
+
+def test_a_tier_of_which_nothing_ends_is_stuck_until_something_does():
+    queue, clock = reading(key(2), key(3))
+    clock.now += STUCK_SECONDS
+    assert not queue.stuck_for_reading
+    assert queue.known([KEY])[0]
+    clock.now += 0.1
+    assert queue.stuck_for_reading
+    assert not queue.known([KEY])[0]
+    assert queue.can_write, "writing may go on where reading hangs"
+    answer(queue, "read", key(2), Get.ABSENT)
+    assert not queue.stuck_for_reading
+    clock.now += STUCK_SECONDS + 1
+    assert queue.stuck_for_reading, "the other is still under way"
+
+
+def test_a_tier_that_is_only_slow_is_not_stuck():
+    queue, clock = reading(*map(key, range(2, 6)))
+    for number in range(2, 6):
+        clock.now += STUCK_SECONDS - 1
+        assert not queue.stuck_for_reading
+        answer(queue, "read", key(number), Get.ABSENT)
+        queue.done()
+
+
+def test_a_tier_that_was_long_idle_is_not_stuck_with_its_next_operation():
+    queue, clock = reading()
+    clock.now += 1000
+    assert not queue.stuck_for_reading
+    queue.read(key(2), GROUP, memoryview(bytearray(1)))
+    queue.write(key(2), GROUP, memoryview(b"1"))
+    assert not queue.stuck_for_reading
+    assert not queue.stuck_for_writing
+    clock.now += STUCK_SECONDS + 1
+    assert queue.stuck_for_writing
+    assert not queue.can_write
+
+
+@pytest.mark.parametrize("listen", [False, True])
+def test_an_engine_that_sleeps_while_operations_end_finds_a_tier_that_is_not_stuck(listen):
+    queue, clock = reading(key(2), key(3))
+    answer(queue, "read", key(2), Get.ABSENT)
+    clock.now += STUCK_SECONDS - 1
+    answer(queue, "read", key(3), Get.ABSENT)
+    clock.now += 1000
+    if listen:
+        queue.done()
+    assert not queue.stuck_for_reading
+    assert queue.known([KEY])[0]
+    queue.read(key(4), GROUP, memoryview(bytearray(1)))
+    assert not queue.stuck_for_reading
+
+
+def test_there_is_room_for_four_stores_a_thread():
+    queue, _ = reading()
+    for number in range(4):
+        assert queue.can_write
+        queue.write(key(number), GROUP, memoryview(b"1"))
+    assert not queue.can_write
+    answer(queue, "write", key(2), Put.STORED)
+    assert not queue.can_write, "it is heard of with done()"
+    queue.done()
+    assert queue.can_write
+
+
+def test_closing_waits_no_longer_than_it_may_for_a_thread_that_hangs(caplog):
+    tier = Gate()
+    queue = TierQueue(tier, readers=1, writers=1)
+    queue.read(KEY, GROUP, memoryview(bytearray(1)))
+    began = time.monotonic()
+    queue.close(0.2)
+    assert 0.1 < time.monotonic() - began < 2
+    assert not tier.closed, "an operation is under way"
+    assert "gate tier: still busy after 0.2 s, left behind" in caplog.text
+    tier.opened.set()
+    assert heard(queue, 1) == [Read(KEY, Get.ABSENT)]
+
+
+def test_closing_writes_what_was_given_and_closes_the_tier():
+    tier = FakeTier("file")
+    queue = TierQueue(tier, readers=1, writers=1)
+    for number in range(9):
+        queue.write(key(number), GROUP, memoryview(b"%d" % number))
+    queue.close(5)
+    assert tier.kept == {key(number): b"%d" % number for number in range(9)}
+    assert tier.closed
+
+
+def test_a_tier_is_refreshed_every_now_and_then_whatever_it_raises(monkeypatch, caplog):
+    refreshed = threading.Semaphore(0)
+
+    class Failing(FakeTier):
+        def refresh(self):
+            refreshed.release()
+            raise OSError("the mount has gone")
+
+    monkeypatch.setattr("kvferry.cache.tier_queue.REFRESH_SECONDS", 0.001)
+    queue = TierQueue(Failing("file"), readers=1, writers=1)
+    for _ in range(3):
+        assert refreshed.acquire(timeout=10)
+    queue.close(5)
+    assert "file tier: refresh" in caplog.text

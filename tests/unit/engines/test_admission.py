@@ -1,0 +1,375 @@
+"""Admission: the best bid is taken, failures lead to the next, and pins are always given back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+
+from kvferry.cache.bids import Bid
+from kvferry.cache.pins import Pins
+from kvferry.engines.vllm.admission import Admission
+from kvferry.engines.vllm.meta import Report, SchedulerMeta, WorkerMeta
+from kvferry.geometry import GroupKind
+from kvferry.planning.select import Span
+from support.block_pool import BlockPool, request
+
+BLOCK, PROMPT = 4, 40
+
+
+@dataclass
+class Stand:
+    """A source that offers what a test says, and notes what it hears."""
+
+    name: str
+    total: int = 0
+    looking: bool = False
+    serves: bool = True
+    strikes: bool = True
+    heard: list = field(default_factory=list)
+
+    def arrived(self, request, bidding):
+        self.bidding = bidding
+        return self.serves
+
+    def bid(self, request, have):
+        return Bid(self.name, self.total - have, self.looking) if self.total > have else None
+
+    def begin(self, load, request):
+        self.load = load
+        self.heard.append(("begin", load.span.have, load.span.total))
+
+    def origin(self, load):
+        return f"{self.name} of {load.request_id}"
+
+    def ended(self, load, report):
+        self.heard.append(("ended", report.failure))
+        if report.failure is not None and self.strikes:
+            self.bidding.strike(self.name, report.failure)
+
+    def dropped(self, load):
+        self.heard.append(("dropped", load.key))
+
+    def settled(self, request_id):
+        self.heard.append(("settled", request_id))
+
+    def finished(self, request_id):
+        self.heard.append(("finished", request_id))
+
+    def hand_over(self, meta):
+        meta.engine_id += f" {self.name}"
+
+
+class Engine:
+    def __init__(self, *sources, workers=2, attempts=2):
+        group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))
+        self.pool, self.workers = BlockPool(60), workers
+        self.admission = Admission(
+            SimpleNamespace(kv_cache_groups=[group, group]),
+            (GroupKind.FULL, GroupKind.SLIDING),
+            Pins(workers),
+            self.pool,
+            workers,
+            attempts,
+            sources,
+        )
+        self.held = {}
+
+    def arrive(self, name="a"):
+        one = request(name, range(PROMPT))
+        self.admission.on_new_request(one)
+        return one
+
+    def admit(self, one, have=0):
+        """As the engine does; what it would load."""
+        tokens = self.admission.matched(one, have)
+        if tokens is not None:
+            self.allocate(one, tokens)
+        return tokens
+
+    def admit_anew(self, one):
+        """After a load that failed: others go first once."""
+        assert self.admission.matched(one, 0) is None
+        return self.admit(one)
+
+    def allocate(self, one, tokens):
+        if one.request_id not in self.held:
+            table = self.pool.allocate(PROMPT // BLOCK)
+            window = [self.pool.blocks[0], *self.pool.allocate(PROMPT // BLOCK - 1)]
+            self.held[one.request_id] = (table, window)
+        blocks = SimpleNamespace(
+            blocks=self.held[one.request_id],
+            get_block_ids=lambda: tuple(
+                [block.block_id for block in table] for table in self.held[one.request_id]
+            ),
+        )
+        self.admission.allocated(one, blocks, tokens)
+
+    def free(self, one):
+        for table in self.held.pop(one.request_id):
+            self.pool.free_blocks(block for block in table if not block.is_null)
+
+    def report(self, load, *failures, late=False, workers=1, released=None):
+        """Workers say how a load ended; unless it is late, nothing of it is in flight."""
+        for failure in failures:
+            meta = WorkerMeta({load.key: Report(failure, late)}, {load.key: workers})
+            if not late if released is None else released:
+                meta.released = {load.key: workers}
+            self.admission.take_reports(meta)
+
+    def landed(self, load, workers):
+        self.admission.take_reports(WorkerMeta(released={load.key: workers}))
+
+
+def test_the_most_tokens_win_and_the_first_of_equals():
+    few, many, same = Stand("few", 8), Stand("many", 16), Stand("same", 16)
+    engine = Engine(few, many, same)
+    assert engine.admit(engine.arrive()) == 16
+    assert (few.heard, many.heard, same.heard) == ([], [("begin", 0, 16)], [])
+
+
+def test_a_source_that_might_bring_most_is_waited_for_while_it_looks():
+    ready, looking = Stand("ready", 8), Stand("looking", 16, looking=True)
+    engine = Engine(ready, looking)
+    one = engine.arrive()
+    assert engine.admit(one) is None
+    looking.total = 0
+    assert engine.admit(one) == 8
+    assert ready.heard == [("begin", 0, 8)]
+
+
+def test_nothing_to_load_settles_with_all_sources():
+    source, other = Stand("one"), Stand("other")
+    engine = Engine(source, other)
+    assert engine.admit(engine.arrive()) == 0
+    assert source.heard == other.heard == [("settled", "a")]
+
+
+def test_a_request_that_no_source_serves_is_none_of_ours():
+    source = Stand("one", 8, serves=False)
+    engine = Engine(source)
+    one = engine.arrive()
+    assert (engine.admit(one), len(engine.admission)) == (0, 0)
+    engine.admission.finished("a")
+    assert source.heard == []
+
+
+def test_a_load_is_described_whole():
+    source = Stand("one", 24)
+    engine = Engine(source)
+    one = engine.arrive()
+    assert engine.admit(one, have=8) == 16
+    load = source.load
+    assert (load.request_id, load.source, load.span) == ("a", "one", Span(8, 24, PROMPT))
+    assert load.tables == tuple([b.block_id for b in table] for table in engine.held["a"])
+    assert engine.admission.origin("a") == "one of a"
+
+
+def test_an_engine_that_takes_less_loads_the_end_of_what_was_offered():
+    source = Stand("one", 24)
+    engine = Engine(source)
+    one = engine.arrive()
+    assert engine.admission.matched(one, 0) == 24
+    engine.allocate(one, 16)
+    assert source.heard == [("begin", 8, 24)]
+
+
+def test_being_told_twice_of_blocks_begins_one_load():
+    source = Stand("one", 24)
+    engine = Engine(source)
+    one = engine.arrive()
+    engine.admit(one)
+    engine.allocate(one, 24)
+    engine.allocate(one, 0)
+    assert source.heard == [("begin", 0, 24)]
+    assert engine.admission.matched(one, 0) == 0, "it is loading"
+
+
+def test_what_a_load_writes_is_pinned_until_every_worker_has_landed():
+    source = Stand("one", 24)
+    engine = Engine(source)
+    one = engine.arrive()
+    engine.admit(one, have=8)
+    table, window = engine.held["a"]
+    assert [block.ref_cnt for block in table] == [1, 1] + [2] * 8
+    assert [block.ref_cnt for block in window] == [0, 1] + [2] * 8, "the null block is nobody's"
+    engine.report(source.load, None)
+    assert source.heard == [("begin", 8, 24)], "one worker of two"
+    assert table[2].ref_cnt == 2
+    engine.report(source.load, None)
+    assert source.heard[1:] == [("ended", None), ("settled", "a")]
+    assert {block.ref_cnt for block in table} == {1}
+    engine.free(one)
+    assert engine.pool.references == 0
+
+
+def test_reports_of_several_workers_may_come_as_one():
+    source = Stand("one", 24)
+    engine = Engine(source, workers=3)
+    engine.admit(engine.arrive())
+    engine.report(source.load, None, workers=3)
+    assert source.heard[1:] == [("ended", None), ("settled", "a")]
+    assert engine.pool.references == 2 * PROMPT // BLOCK - 1
+
+
+def test_a_failure_of_one_worker_is_one_of_the_load_and_the_next_bid_is_taken():
+    best, second = Stand("best", 24), Stand("second", 16)
+    engine = Engine(best, second)
+    one = engine.arrive()
+    engine.admit(one)
+    engine.report(best.load, None, "torn")
+    assert best.heard[1:] == [("ended", "torn")], "what is settled is not wanted any more"
+    engine.free(one)
+    assert engine.pool.references == 0
+    assert engine.admit_anew(one) == 16
+    engine.report(second.load, None, None)
+    assert second.heard[1:] == [("ended", None), ("settled", "a")]
+
+
+def test_when_all_bids_are_struck_out_the_request_is_computed():
+    source = Stand("one", 24)
+    engine = Engine(source, attempts=9)
+    one = engine.arrive()
+    engine.admit(one)
+    engine.report(source.load, "torn", "torn")
+    assert engine.admit_anew(one) == 0
+    assert source.heard[-1] == ("settled", "a")
+
+
+def test_attempts_are_capped_though_a_source_goes_on_bidding():
+    source = Stand("one", 24, strikes=False)
+    engine = Engine(source, attempts=3)
+    one = engine.arrive()
+    assert engine.admit(one) == 24
+    for left in (24, 24, 0):
+        engine.report(source.load, "torn", "torn")
+        assert engine.admit_anew(one) == left
+
+
+def test_an_offer_after_a_failure_that_finds_no_room_at_once_is_withdrawn():
+    source = Stand("one", 24, strikes=False)
+    engine = Engine(source, attempts=9)
+    one = engine.arrive()
+    engine.admit(one)
+    engine.report(source.load, "torn", "torn")
+    engine.free(one)
+    assert engine.admission.matched(one, 0) is None, "others go first"
+    assert engine.admission.matched(one, 0) == 24
+    assert engine.admission.matched(one, 0) == 0, "the engine had no blocks for it, or it would not ask again"
+    engine.allocate(one, 0)
+    engine.free(one)
+    assert engine.admission.matched(one, 0) == 24, "preempted, it is a request like any other"
+
+
+def test_loads_that_bring_something_do_not_use_up_attempts():
+    source = Stand("one", 24)
+    engine = Engine(source, attempts=1)
+    one = engine.arrive()
+    for _ in range(3):
+        assert engine.admit(one) == 24
+        engine.report(source.load, None, None)
+        engine.free(one)  # preempted
+    assert engine.pool.references == 0
+
+
+def test_a_late_load_is_a_failure_and_keeps_its_blocks_until_it_has_landed():
+    source = Stand("one", 24)
+    engine = Engine(source)
+    one = engine.arrive()
+    engine.admit(one)
+    load = source.load
+    engine.report(load, "its deadline passed", "its deadline passed", late=True)
+    engine.free(one)
+    pinned = 2 * PROMPT // BLOCK - 1
+    assert engine.pool.references == pinned == engine.admission.pins.late_blocks("one")
+    assert source.heard[-1] == ("ended", "its deadline passed")
+    engine.landed(load, 1)
+    assert engine.pool.references == pinned
+    engine.landed(load, 1)
+    assert engine.pool.references == 0
+    assert engine.admission.pins.late_blocks("one") == 0
+
+
+def test_a_load_that_one_worker_has_late_and_another_in_time_is_late():
+    source = Stand("one", 24)
+    engine = Engine(source)
+    one = engine.arrive()
+    engine.admit(one)
+    engine.report(source.load, None)
+    engine.report(source.load, "its deadline passed", late=True)
+    assert source.heard[-1] == ("ended", "its deadline passed")
+    engine.free(one)
+    engine.landed(source.load, 1)
+    assert engine.pool.references == 0
+
+
+def test_a_request_aborted_while_loading_is_settled_once_and_its_load_still_reported():
+    source, other = Stand("one", 24), Stand("other", 8)
+    engine = Engine(source, other)
+    one = engine.arrive()
+    engine.admit(one)
+    load = source.load
+    engine.admission.finished("a")
+    engine.free(one)
+    assert source.heard[1:] == [("dropped", load.key), ("settled", "a"), ("finished", "a")]
+    assert other.heard == [("settled", "a"), ("finished", "a")]
+    assert engine.admission.pins.late_blocks("one") > 0
+    engine.report(load, None, None)
+    assert source.heard[4:] == [], "nobody waits for it"
+    assert (engine.pool.references, len(engine.admission), len(engine.admission.pins)) == (0, 0, 0)
+    assert not engine.admission._loads
+
+
+def test_a_request_of_the_same_name_does_not_hear_of_the_load_before():
+    source = Stand("one", 24)
+    engine = Engine(source)
+    one = engine.arrive()
+    engine.admit(one)
+    load = source.load
+    engine.admission.finished("a")
+    engine.free(one)
+    again = engine.arrive()
+    engine.admit(again)
+    heard = list(source.heard)
+    engine.report(load, "torn", "torn")
+    assert source.heard == heard
+    engine.report(source.load, None, None)
+    assert source.heard[len(heard) :] == [("ended", None), ("settled", "a")]
+    engine.free(again)
+    assert engine.pool.references == 0
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_a_preempted_request_is_served_again(served):
+    source = Stand("one", 24)
+    engine = Engine(source)
+    one = engine.arrive()
+    if served:
+        engine.admit(one)
+        engine.report(source.load, None, None)
+    else:
+        source.total = 0
+        engine.admit(one)
+        source.total = 24
+    engine.free(one)
+    assert engine.admit(one, have=4) == 20
+    assert source.heard[-1] == ("begin", 4, 24)
+
+
+def test_an_offer_that_has_gone_by_the_time_blocks_are_there_loads_nothing():
+    source = Stand("one", 24)
+    engine = Engine(source)
+    one = engine.arrive()
+    assert engine.admission.matched(one, 0) == 24
+    source.total = 0
+    assert engine.admission.matched(one, 0) == 0
+    engine.allocate(one, 0)
+    assert source.heard == [("settled", "a")]
+    assert engine.admission.pins.late_blocks("one") == len(engine.admission.pins) == 0
+
+
+def test_every_source_hands_over_in_order():
+    meta = SchedulerMeta("engine")
+    Engine(Stand("one"), Stand("other")).admission.hand_over(meta)
+    assert meta.engine_id == "engine one other"

@@ -1,0 +1,227 @@
+"""Another engine as a source: leases held and released once, failures struck out."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.cache.bids import Bid, Bidding
+from kvferry.cache.pins import Pins
+from kvferry.engines.vllm import peer_source
+from kvferry.engines.vllm.meta import Report, SchedulerMeta
+from kvferry.engines.vllm.offer import Lease, Offer, write_offer
+from kvferry.engines.vllm.peer_source import UNUSED_SECONDS, PeerSource
+from kvferry.engines.vllm.prompt import digest_of
+from kvferry.engines.vllm.refusals import Refusals
+from kvferry.engines.vllm.source import Load
+from kvferry.planning.select import Span
+from kvferry.transport.handshake import Known, Looking, NotUsable
+from support.block_pool import request
+from transport.cards import cards, facts
+
+TOKENS = list(range(40))
+ADDRESS = ("127.0.0.1", 5600)
+
+
+class Client:
+    """A control client that answers what a test says."""
+
+    def __init__(self, answer):
+        self.answer, self.held, self.released, self.forgotten = answer, [], [], []
+
+    def look_up(self, address, incarnation):
+        return self.answer
+
+    def hold(self, address, name):
+        self.held.append(name)
+
+    def release(self, address, name):
+        self.released.append(name)
+
+    def forget(self, address):
+        self.forgotten.append(address)
+
+
+NOBODY = NotUsable("nobody answers")
+KNOWN = Known(facts("engine", 11), cards())
+PEER = "engine@127.0.0.1:5600#b"
+
+
+class Log:
+    """A transfer log that nobody reads."""
+
+    labels = ("full",)
+
+    def write(self, *_):
+        pass
+
+
+def offered(name="a", of="theirs", **changes):
+    """A request that came with an offer."""
+    one = request(name, [*TOKENS, 99])
+    offer = {
+        "remote_engine_id": "engine", "remote_request_id": of, "remote_host": ADDRESS[0],
+        "remote_port": ADDRESS[1], "remote_block_ids": [[1, 2, 3]], "remote_num_tokens": 40,
+        "remote_lease": Lease(3, 7, 11), "remote_digest": digest_of(one, 40),
+        **changes,
+    }  # fmt: skip
+    one.kv_transfer_params = write_offer(Offer(**offer))
+    return one
+
+
+class Engine:
+    def __init__(self, answer=KNOWN):
+        self.client, self.pins, self.refusals = Client(answer), Pins(1), Refusals()
+        self.source = PeerSource(self.client, self.pins, Log(), self.refusals, 30.0, 2)
+        self.bidding = Bidding(2)
+
+    def arrive(self, one):
+        assert self.source.arrived(one, self.bidding)
+        return one
+
+    def begin(self, one, have=0):
+        bid = self.source.bid(one, have)
+        name = one.request_id
+        load = Load(f"{name}#1", name, bid.source, Span(have, have + bid.tokens, 41), ([4, 5, 6],), 0.0)
+        self.source.begin(load, one)
+        return load
+
+    def step(self):
+        meta = SchedulerMeta("engine")
+        self.source.hand_over(meta)
+        return meta
+
+    def refused(self):
+        return [reason for _, reason in self.refusals.counts]
+
+
+def test_an_offer_is_held_from_arrival_and_bid_once_its_peer_is_known():
+    engine = Engine(Looking())
+    one = engine.arrive(offered())
+    assert engine.client.held == ["theirs"]
+    assert engine.source.bid(one, 8) == Bid(PEER, 32, looking=True)
+    engine.client.answer = KNOWN
+    assert engine.source.bid(one, 8) == Bid(PEER, 32)
+    assert engine.source.bid(one, 40) is None
+    assert engine.client.released == []
+
+
+def test_a_load_is_ordered_with_the_peer_met_before():
+    engine = Engine()
+    one = engine.arrive(offered())
+    load = engine.begin(one, 8)
+    meta = engine.step()
+    assert meta.connects == {PEER: KNOWN.ranks}
+    (order,) = meta.orders
+    assert (order.key, order.request_id, order.peer, order.span) == ("a#1", "a", PEER, Span(8, 40, 41))
+    assert (order.src_tables, order.dst_tables, order.timeout_seconds) == (([1, 2, 3],), ([4, 5, 6],), 30.0)
+    assert (order.ticket.slot, order.ticket.generation, order.ticket.incarnation) == (3, 7, 11)
+    assert engine.source.origin(load) == "peer"
+    engine.begin(engine.arrive(offered("b")))
+    assert engine.step().connects == {}, "workers know it"
+    assert engine.step().orders == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"remote_digest": "other"}, "the offered blocks hold other tokens"),
+        ({"remote_num_tokens": 42}, "42 tokens are offered for a prompt of 41"),
+        ({"remote_num_tokens": 0}, "0 tokens are offered for a prompt of 41"),
+    ],
+)
+def test_an_offer_of_another_prompt_is_struck_out_and_released(changes, says):
+    engine = Engine()
+    one = engine.arrive(offered(**changes))
+    assert (engine.source.bid(one, 0), engine.client.released) == (None, ["theirs"])
+    (reason,) = engine.refused()
+    assert reason.startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (NOBODY, "nobody answers"),
+        (Known(facts("other", 11), cards()), "engine other answers at the address of engine"),
+        (Known(facts("engine", 12), cards()), "the engine has been restarted since it made the offer"),
+    ],
+)
+def test_a_peer_that_cannot_be_used_is_struck_out_and_released(answer, says):
+    engine = Engine(answer)
+    one = engine.arrive(offered())
+    assert engine.source.bid(one, 0) is None
+    assert (engine.refused(), engine.client.released) == ([says], ["theirs"])
+    engine.client.answer = KNOWN
+    assert engine.source.bid(one, 0) is None, "its lease has been released"
+    engine.source.settled("a")
+    engine.source.finished("a")
+    assert (engine.client.released, len(engine.source)) == (["theirs"], 0)
+
+
+def test_a_peer_whose_late_reads_hold_too_much_is_refused():
+    engine = Engine()
+    one = engine.arrive(offered())
+    engine.pins.hold("old", PEER, [1, 2, 3])
+    engine.pins.late("old")
+    assert engine.source.bid(one, 0) is None
+    assert engine.refused() == [
+        "reads past their deadline still hold 3 blocks, at most 2 may be (late_blocks)"
+    ]
+
+
+def test_a_peer_that_failed_is_struck_out_and_met_anew():
+    engine = Engine()
+    one = engine.arrive(offered())
+    load = engine.begin(one)
+    engine.source.ended(load, Report("the lease was broken"))
+    assert (engine.client.forgotten, engine.client.released) == ([ADDRESS], ["theirs"])
+    assert engine.bidding.why(PEER) == "the lease was broken"
+    assert engine.source.stats.data["loads"] == {"failed": 1}
+    assert engine.source.bid(one, 0) is None
+
+
+def test_a_load_that_is_ready_is_counted_and_its_lease_released_once_it_is_settled():
+    engine = Engine()
+    one = engine.arrive(offered())
+    load = engine.begin(one)
+    engine.source.ended(load, Report(None))
+    assert (engine.source.stats.data["loads"], engine.client.released) == ({"ready": 1}, [])
+    for _ in range(2):
+        engine.source.settled("a")
+    assert engine.client.released == ["theirs"]
+    assert engine.source.bid(one, 0) is None, "preempted, it has no lease any more"
+
+
+def test_samples_that_share_a_prompt_release_it_once_with_the_last():
+    engine = Engine()
+    for name in ("a", "b"):
+        engine.arrive(offered(name))
+    engine.source.settled("a")
+    engine.source.settled("a")
+    assert engine.client.released == []
+    engine.source.settled("b")
+    assert engine.client.released == ["theirs"]
+
+
+@pytest.mark.parametrize(
+    ("params", "refused"),
+    [(None, 0), ({"do_remote_decode": True}, 0), ({"do_remote_prefill": True}, 1)],
+)
+def test_a_request_without_an_offer_that_can_be_read_is_not_served(params, refused):
+    engine = Engine()
+    one = request("a", TOKENS, kv_transfer_params=params)
+    assert not engine.source.arrived(one, engine.bidding)
+    assert (len(engine.refused()), engine.client.held, len(engine.source)) == (refused, [], 0)
+
+
+def test_workers_forget_a_peer_that_nothing_was_read_from_for_long(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(peer_source.time, "monotonic", lambda: now[0])
+    engine = Engine()
+    engine.begin(engine.arrive(offered()))
+    now[0] += UNUSED_SECONDS
+    assert engine.step().disconnects == []
+    now[0] += 1
+    assert engine.step().disconnects == [PEER]
+    assert engine.step().disconnects == []
+    engine.begin(engine.arrive(offered("b")))
+    assert engine.step().connects == {PEER: KNOWN.ranks}

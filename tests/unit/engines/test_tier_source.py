@@ -1,0 +1,303 @@
+"""The tiers as a source: parts as chunks arrive, one end, every slot closed once."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.cache.bids import Bid, Bidding
+from kvferry.cache.chunk_cache import ChunkCache
+from kvferry.cache.orders import MovedByAll
+from kvferry.cache.tier_queue import STUCK_SECONDS
+from kvferry.cache.writing import Behind
+from kvferry.engines.vllm import tier_source
+from kvferry.engines.vllm.meta import Report, SchedulerMeta
+from kvferry.engines.vllm.prompts import Prompts
+from kvferry.engines.vllm.refusals import Refusals
+from kvferry.engines.vllm.source import Load
+from kvferry.engines.vllm.tier_source import NAME, TierSource
+from kvferry.geometry.canonical import canonical_of
+from kvferry.geometry.layout import EngineShape, lay_out
+from kvferry.planning.select import Span
+from kvferry.tiers.eviction import POLICIES
+from kvferry.tiers.host import HostTier
+from kvferry.tiers.outcome import Get
+from support.block_pool import request
+from support.clock import Clock
+from support.models import attention, model
+from support.slow_tiers import FakeTier, answer, queue_by_hand
+
+CHUNK, PROMPT = 8, 28
+RANKS = lay_out(model(attention()), EngineShape(1, (1,), 4, "LBHNC", 99))
+CANONICAL = canonical_of(RANKS, CHUNK)
+(SIZE,) = (group.chunk_bytes for group in CANONICAL.groups)
+LATE = Report("its deadline passed", late=True)
+
+
+class Engine:
+    """One request of 28 tokens: three chunks and a tail, in tiers or host memory."""
+
+    def __init__(self, *kept, chunks=99):
+        self.clock, self.loads = Clock(), 0
+        self.prompts = Prompts(CANONICAL)
+        self.one = request("a", range(PROMPT))
+        named = Prompts(CANONICAL).add(self.one)
+        self.keys = [named.key(0, number) for number in range(3)] + [named.tail(0, PROMPT)]
+        tiers = [
+            FakeTier(name, [(self.keys[number], bytes(SIZE)) for number in numbers])
+            for name, numbers in zip(("file", "object"), kept, strict=False)
+        ]
+        self.queues = [queue_by_hand(tier, self.clock) for tier in tiers]
+        self.host = HostTier(chunks * SIZE, [SIZE], POLICIES["lru"])
+        self.cache = ChunkCache(
+            self.host,
+            lambda _, size: memoryview(bytearray(size)),
+            CANONICAL.groups,
+            [Behind(queue) for queue in self.queues],
+        )
+        self.source = TierSource(self.cache, self.prompts, RANKS[0].groups, Refusals(), 30.0)
+        self.bidding = Bidding(2)
+        assert self.source.arrived(self.one, self.bidding)
+
+    def store(self, *numbers):
+        for number in numbers:
+            tokens = CHUNK if number < 3 else PROMPT - 3 * CHUNK
+            self.cache.filled(self.cache.reserve(self.keys[number], 0), tokens, None)
+
+    def bid(self, have=0):
+        return self.source.bid(self.one, have)
+
+    def begin(self, have=0):
+        bid = self.bid(have)
+        self.loads += 1
+        span = Span(have, have + bid.tokens, PROMPT)
+        load = Load(f"a#{self.loads}", "a", NAME, span, (list(range(1, 8)),), 0.0)
+        self.source.begin(load, self.one)
+        return load
+
+    def step(self):
+        """A step's orders for the ranks."""
+        self.cache.poll()
+        meta = SchedulerMeta("engine")
+        self.source.hand_over(meta)
+        return meta.chunks
+
+    def answer(self, number, as_, tier=0):
+        answer(self.queues[tier], "read", self.keys[number], as_)
+
+    def moved(self, part):
+        assert self.source.moved(MovedByAll(part.key, None, (), 0.0))
+
+    def holds(self):
+        """Slots that are held, but for those that are being written to a tier."""
+        self.host.check_integrity()
+        held = len(self.host._book._reads) + len(self.host._book._fills)
+        return held - sum(queue.writing for queue in self.queues)
+
+
+def ends(orders):
+    return [(end.key, end.failure) for end in orders.ends]
+
+
+def numbers(orders):
+    return [[piece.number for piece in part.pieces] for part in orders.parts]
+
+
+def test_the_longest_prefix_is_offered_beyond_what_is_here():
+    engine = Engine()
+    assert engine.bid() is None
+    engine.store(0, 1, 3)
+    assert engine.bid() == Bid(NAME, 16)
+    assert engine.bid(have=12) == Bid(NAME, 4)
+    assert engine.bid(have=16) is None
+    engine.store(2)
+    assert engine.bid() == Bid(NAME, PROMPT)
+
+
+def test_a_load_from_host_memory_is_one_part_and_an_end_and_closes_its_slots_when_all_ranks_have_it():
+    engine = Engine()
+    engine.store(0, 1, 2, 3)
+    load = engine.begin(have=8)
+    assert (engine.source.origin(load), engine.source.busy) == ("host", True)
+    orders = engine.step()
+    assert [(begin.key, begin.request_id, begin.timeout_seconds) for begin in orders.begins] == [
+        ("a#1", "a", 30.0)
+    ]
+    assert (numbers(orders), ends(orders)) == ([[1, 2, 3]], [("a#1", None)])
+    (part,) = orders.parts
+    assert (part.load, part.span, part.first) == ("a#1", Span(8, PROMPT, PROMPT), True)
+    assert [stretch.ids for stretch in part.tables] == [tuple(range(1, 8))]
+    assert not engine.step(), "all is said once"
+    assert engine.holds() == 3
+    engine.moved(part)
+    assert engine.holds() == 0
+    engine.source.ended(load, Report(None))
+    assert (engine.source.counts.loads, engine.source.counts.tokens) == ({"ready": 1}, 20)
+    assert not engine.source.busy
+
+
+def test_chunks_go_to_the_ranks_as_they_come():
+    engine = Engine([0, 1])
+    engine.begin()
+    assert numbers(engine.step()) == []
+    engine.answer(1, Get.HIT)
+    first = engine.step()
+    assert (numbers(first), ends(first)) == ([[1]], [])
+    engine.answer(0, Get.HIT)
+    second = engine.step()
+    assert (numbers(second), ends(second)) == ([[0]], [("a#1", None)])
+    assert [part.first for part in first.parts + second.parts] == [True, False]
+    for part in first.parts + second.parts:
+        engine.moved(part)
+    assert engine.holds() == 0
+
+
+def test_a_load_that_lacks_a_chunk_ends_with_a_failure_and_what_is_left_is_offered_then():
+    engine = Engine([0, 1, 2])
+    load = engine.begin()
+    engine.answer(0, Get.HIT)
+    engine.answer(2, Get.ABSENT)
+    orders = engine.step()
+    assert numbers(orders) == [[0]]
+    assert ends(orders) == [("a#1", "a chunk of the file tier: absent")]
+    engine.source.ended(load, Report("a chunk of the file tier: absent"))
+    assert engine.step().ends == []
+    assert engine.bid() == Bid(NAME, 16), "the tier is not to blame"
+    engine.answer(1, Get.HIT)
+    engine.moved(orders.parts[0])
+    engine.step()
+    assert engine.holds() == 0
+
+
+def test_a_tier_that_cannot_read_is_not_asked_again_for_this_request():
+    engine = Engine([0, 1], [0])
+    load = engine.begin()
+    engine.answer(1, Get.IO_ERROR)
+    orders = engine.step()
+    assert ends(orders) == [("a#1", "a chunk of the file tier: I/O error")]
+    engine.source.ended(load, Report("I/O error"))
+    engine.answer(0, Get.ABSENT)
+    engine.step()
+    engine.answer(0, Get.HIT, tier=1)
+    engine.step()
+    for tier, number in ((engine.queues[0].tier, 1), (engine.queues[1].tier, 1)):
+        tier.kept[engine.keys[number]] = bytes(SIZE)
+    engine.queues[0].tier.seen.add(engine.keys[1])
+    assert engine.bid() == Bid(NAME, 8)
+    engine.queues[1].tier.seen.add(engine.keys[1])
+    assert engine.bid() == Bid(NAME, 16)
+    second = engine.begin()
+    assert engine.source.origin(second) == "object"
+
+
+def test_a_load_past_its_deadline_is_ended_once_and_the_tier_that_it_waits_for_not_asked_again():
+    engine = Engine([0, 1])
+    engine.store(0)
+    load = engine.begin()
+    (part,) = engine.step().parts
+    engine.source.ended(load, LATE)
+    assert ends(engine.step()) == [("a#1", "its deadline passed")]
+    assert ends(engine.step()) == []
+    assert engine.bid() == Bid(NAME, 8)
+    engine.answer(1, Get.HIT)
+    assert not engine.step(), "it comes, and nobody is given it"
+    assert engine.bid() == Bid(NAME, 16), "it is in host memory now"
+    engine.moved(part)
+    assert engine.holds() == 0
+    assert engine.source.counts.loads == {"expired": 1}
+
+
+def test_a_load_that_is_late_only_since_ranks_are_slow_strikes_no_tier():
+    engine = Engine([0, 1])
+    load = engine.begin()
+    engine.answer(0, Get.HIT)
+    engine.answer(1, Get.HIT)
+    (part,) = engine.step().parts
+    engine.source.ended(load, LATE)
+    engine.cache.clear()
+    assert engine.bid() == Bid(NAME, 16)
+    assert ends(engine.step()) == []
+    engine.moved(part)
+    assert engine.holds() == 0
+
+
+def test_a_load_that_is_dropped_is_ended_and_lets_go_of_what_ranks_have_not_been_told_of():
+    engine = Engine([1])
+    engine.store(0)
+    load = engine.begin()
+    assert engine.holds() == 2
+    engine.source.dropped(load)
+    engine.source.finished("a")
+    orders = engine.step()
+    assert (len(orders.begins), numbers(orders)) == (1, [])
+    assert ends(orders) == [("a#1", "the request has ended")]
+    engine.source.dropped(load)
+    assert ends(engine.step()) == []
+    engine.answer(1, Get.HIT)
+    engine.step()
+    assert engine.holds() == 0
+    assert not engine.source.busy
+
+
+def test_dropped_between_two_parts_what_ranks_have_is_theirs_until_they_say_so():
+    engine = Engine([1])
+    engine.store(0)
+    load = engine.begin()
+    (part,) = engine.step().parts
+    engine.source.dropped(load)
+    assert ends(engine.step()) == [("a#1", "the request has ended")]
+    assert engine.holds() == 2, "a part, and a read"
+    engine.answer(1, Get.HIT)
+    engine.step()
+    engine.moved(part)
+    assert engine.holds() == 0
+
+
+def test_a_reset_ends_loads_and_nothing_kept_before_is_offered():
+    engine = Engine()
+    engine.store(0, 1)
+    engine.begin()
+    engine.prompts.start_anew()
+    engine.source.start_anew()
+    engine.cache.clear()
+    orders = engine.step()
+    assert (numbers(orders), ends(orders)) == ([], [("a#1", "the cache was reset")])
+    assert engine.bid() is None
+    assert engine.holds() == 0
+
+
+def test_a_load_whose_request_has_lost_its_names_fails_rather_than_bringing_nothing():
+    engine = Engine()
+    engine.store(0)
+    engine.bid()
+    engine.prompts.remove("a")
+    load = Load("a#1", "a", NAME, Span(0, 8, PROMPT), ([1, 2],), 0.0)
+    engine.source.begin(load, engine.one)
+    assert ends(engine.step()) == [("a#1", "its chunks have no names any more")]
+
+
+def test_a_stuck_tier_is_not_offered():
+    engine = Engine([0, 1])
+    engine.begin()
+    engine.clock.now += STUCK_SECONDS + 1
+    assert engine.bid() is None
+
+
+def test_only_so_many_loads_are_under_way_at_once(monkeypatch):
+    monkeypatch.setattr(tier_source, "MOST_LOADS", 1)
+    engine = Engine([0])
+    engine.begin()
+    assert engine.bid() is None
+    assert engine.source.counts.declined == 1
+    engine.answer(0, Get.HIT)
+    engine.step()
+    assert engine.bid() == Bid(NAME, 8)
+
+
+@pytest.mark.parametrize("more", [{"prompt_embeds": object()}, {"prompt_token_ids": None}])
+def test_a_request_that_cannot_be_named_is_not_served(more):
+    engine = Engine()
+    assert not engine.source.arrived(request("b", range(PROMPT), **more), Bidding(2))
+
+
+def test_an_order_that_is_no_part_of_a_load_is_somebody_elses():
+    assert not Engine().source.moved(MovedByAll("store#0", None, (), 0.0))

@@ -1,0 +1,161 @@
+"""Which cells of which chunks, against a selection over whole tables, and token by token."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings, strategies as st
+
+from kvferry.errors import TransferError
+from kvferry.geometry import GroupKind
+from kvferry.planning.chunks import Stretch, cells_beside, cells_to_load, cells_to_store, runs_of, stretch_of
+from kvferry.planning.select import Span, needed, select_cells
+from kvferry.planning.template import Route, build_templates
+from support.pages import kv_page, rank_of, state_page
+
+TOKENS = 96
+KINDS = st.sampled_from([GroupKind.FULL, GroupKind.SLIDING, GroupKind.CHUNKED])
+
+
+@dataclass(frozen=True)
+class Continued:
+    kind: GroupKind
+    reach: int
+
+
+def routes(block: int, chunk: int) -> tuple[Route, Route]:
+    """From a rank to chunks, and from chunks to a rank."""
+    rank, pool = rank_of(kv_page(block), blocks=200), rank_of(kv_page(chunk), blocks=200)
+    return tuple(build_templates([a], b)[0].routes[0] for a, b in ((rank, pool), (pool, rank)))
+
+
+def triples(cells):
+    """(source, destination, phase) of every cell, over several selections."""
+    found = [
+        triple
+        for each in cells
+        for triple in zip(each.src_block.tolist(), each.dst_block.tolist(), each.phase.tolist(), strict=True)
+    ]
+    assert len(set(found)) == len(found)
+    return set(found)
+
+
+def blocks_of(block: int) -> list[int]:
+    return list(range(3, 3 + -(-TOKENS // block)))
+
+
+def slots(numbers) -> np.ndarray:
+    """A table of all chunks, of which some are at hand."""
+    table = np.zeros(TOKENS, np.int64)
+    for index, number in enumerate(numbers):
+        table[number] = index + 1
+    return table
+
+
+SIZES = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16])
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), block=SIZES, chunk=SIZES)
+def test_chunks_are_filled_from_all_cells_that_hold_their_tokens(data, block, chunk):
+    until = data.draw(st.integers(1, TOKENS))
+    numbers = sorted(data.draw(st.sets(st.integers(0, (until - 1) // chunk), min_size=1)))
+    out, _ = routes(block, chunk)
+    high = min((numbers[-1] + 1) * chunk, until)
+    cells = range(
+        numbers[0] * chunk // out.cell_tokens, -(-min((numbers[0] + 1) * chunk, until) // out.cell_tokens)
+    )
+    low = data.draw(st.sampled_from(cells)) * out.cell_tokens
+    stretch = stretch_of([0] * (low // block) + blocks_of(block)[low // block :], low, high, block)
+    found = cells_to_store(out, chunk, numbers, range(low, until), stretch)
+    whole = [
+        select_cells(
+            out,
+            GroupKind.FULL,
+            0,
+            Span(max(n * chunk, low), min((n + 1) * chunk, until), TOKENS),
+            np.array(blocks_of(block)),
+            slots(numbers),
+        )
+        for n in numbers
+    ]
+    assert triples(found) == triples(whole)
+    for index in (0, len(numbers) - 1):
+        beside = cells_beside(out, chunk, numbers[index], range(low, until))
+        filled = {t[2] for t in triples(found) if t[1] == index + 1}
+        blank = {t[2] for t in triples([beside])}
+        first = numbers[index] * chunk // out.cell_tokens
+        of_chunk = range(first, first + chunk // out.cell_tokens)
+        assert not filled & blank
+        assert sorted(filled | blank) == sorted({cell % len(out.phases) for cell in of_chunk})
+        assert len(beside) + sum(t[1] == index + 1 for t in triples(found)) == len(of_chunk)
+        assert set(beside.dst_block.tolist()) <= {1}
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), block=SIZES, chunk=SIZES, kind=KINDS, reach=st.integers(1, 40))
+def test_what_parts_of_a_load_bring_is_what_it_brings_at_once(data, block, chunk, kind, reach):
+    _, into = routes(block, chunk)
+    total = data.draw(st.integers(1, TOKENS))
+    have = data.draw(st.integers(0, (total - 1) // into.cell_tokens)) * into.cell_tokens
+    span = Span(have, total, data.draw(st.sampled_from([total, total + 1, total + 50])))
+    group = Continued(kind, 0 if kind is GroupKind.FULL else reach)
+    low, high = needed(kind, group.reach, span)
+    assume(low < high)
+    numbers = list(range(low // chunk, -(-high // chunk)))
+    blocks = Stretch(0, tuple(blocks_of(block)))
+    everything = select_cells(into, kind, group.reach, span, slots(numbers), blocks.table())
+    split = data.draw(st.permutations(numbers))
+    cut = data.draw(st.integers(0, len(split)))
+    found = set()
+    for part in (sorted(split[:cut]), sorted(split[cut:])):
+        if not part:
+            continue
+        brought = triples(cells_to_load(into, chunk, group, span, part, blocks))
+        found |= {(numbers.index(part[src - 1]) + 1, dst, phase) for src, dst, phase in brought}
+    assert found == triples([everything])
+
+
+def test_a_snapshot_moves_whole():
+    rank, pool = (rank_of(state_page(), kind=GroupKind.STATE, blocks=9) for _ in range(2))
+    route = build_templates([rank], pool)[0].routes[0]
+    assert triples(cells_to_store(route, 64, [3], range(256), Stretch(0, (7,)))) == {(7, 1, 0)}
+    group = Continued(GroupKind.STATE, 0)
+    assert triples(cells_to_load(route, 64, group, Span(64, 256, 300), [3], Stretch(0, (7,)))) == {(1, 7, 0)}
+    assert len(cells_beside(route, 64, 3, range(250))) == 0
+
+
+def test_a_block_that_is_gone_or_missing_is_refused():
+    out, into = routes(8, 16)
+    for stretch, says in ((Stretch(0, (1, 2, 0, 4)), "null block"), (Stretch(0, (1, 2, 3)), "need block 3")):
+        with pytest.raises(TransferError, match=says):
+            cells_to_store(out, 16, [1], range(32), stretch)
+        with pytest.raises(TransferError, match=says):
+            cells_to_load(into, 16, Continued(GroupKind.FULL, 0), Span(16, 32, 40), [1], stretch)
+
+
+def test_a_prefix_that_ends_inside_a_cell_is_refused():
+    _, into = routes(8, 16)
+    with pytest.raises(TransferError, match="inside the cell"):
+        cells_to_load(
+            into, 16, Continued(GroupKind.FULL, 0), Span(5, 32, 40), [0, 1], Stretch(0, (1, 2, 3, 4))
+        )
+
+
+@given(st.sets(st.integers(0, 30)))
+def test_runs_are_the_numbers_and_never_touch(numbers):
+    runs = runs_of(sorted(numbers))
+    assert [n for run in runs for n in run] == sorted(numbers)
+    assert all(a.stop < b.start for a, b in itertools.pairwise(runs))
+
+
+@given(st.integers(1, 9), st.integers(0, 60), st.integers(1, 30))
+def test_a_stretch_is_the_blocks_that_hold_its_tokens(block, low, length):
+    ids = list(range(1, 100))
+    stretch = stretch_of(ids, low, low + length, block)
+    wanted = sorted({token // block for token in range(low, low + length)})
+    assert (stretch.first, list(stretch.ids)) == (wanted[0], [ids[at] for at in wanted])
+    assert stretch.table()[wanted].tolist() == [ids[at] for at in wanted]

@@ -1,0 +1,45 @@
+from contextlib import suppress
+
+import pytest
+from hypothesis import given, strategies as st
+
+from kvferry.errors import ConfigError
+from kvferry.tiers.sizes import parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1.5GiB", 3 << 29),
+        ("20 MB", 20_000_000),
+        (4096, 4096),
+        ("4096", 4096),
+        (" 7 b ", 7),
+        ("2TIB", 2 << 40),
+        ("3tb", 3 * 10**12),
+        ("0.5kib", 512),
+        ("1 KB", 1000),
+        ("9007199254740993", 9007199254740993),
+        ("0.1 TiB", (1 << 40) // 10),
+        ("9" * 400, 10**400 - 1),
+    ],
+)
+def test_a_size_is_exact(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1", "1e3", "1,5 GiB", "5 PiB", "4GiB 2", ".5GiB", "1.GiB", "nan"]
+)
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ConfigError) as caught:
+        parse_size(text)
+    assert str(caught.value) == (
+        f"a size of {text!r}; write a number of bytes, or one with KiB, MiB, GiB or TiB"
+    )
+
+
+@given(st.text())
+def test_any_text_is_a_size_or_refused(text):
+    with suppress(ConfigError):
+        assert parse_size(text) >= 0
