@@ -246,7 +246,7 @@ class ChunkCache:
         elif (slot := self._host.hold(want.key)) is not None:
             self._give(fetch, want, slot, HOST)
         elif sources := self._sources(fetch, want.key):
-            slot = self._host.reserve(want.key, want.group)
+            slot = self._host.reserve(want.key, want.group, counted=False)
             if slot is None:
                 return False
             group = self._file(want.group, want.tokens)

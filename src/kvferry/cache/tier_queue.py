@@ -54,7 +54,7 @@ class TierQueue:
     """See the module. Methods are for one thread, the engine's.
 
     Attributes:
-        name: of the tier.
+        name: of the tier, alone among those of an engine.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class TierQueue:
         readers: int = 8,
         writers: int = 4,
         clock: Callable[[], float] = time.monotonic,
+        name: str = "",
     ) -> None:
         """Start the threads.
 
@@ -70,18 +71,19 @@ class TierQueue:
             tier: taken over, closed with us.
             readers, writers: how many threads for each.
             clock: seconds.
+            name: the tier's own if empty.
         """
-        self.name = tier.name
+        self.name = name or tier.name
         self.tier = tier
         self._reading, self._writing = _UnderWay(clock), _UnderWay(clock)
         self._most_writes = 4 * writers
         self._closing = threading.Event()
         self._reads, self._writes = (
-            _Threads(readers, f"{tier.name}-read"),
-            _Threads(writers, f"{tier.name}-write"),
+            _Threads(readers, f"{self.name}-read"),
+            _Threads(writers, f"{self.name}-write"),
         )
         self._refresher = threading.Thread(
-            target=self._refresh, name=f"kvferry-{tier.name}-refresh", daemon=True
+            target=self._refresh, name=f"kvferry-{self.name}-refresh", daemon=True
         )
         self._refresher.start()
 

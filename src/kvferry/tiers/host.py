@@ -74,15 +74,21 @@ class HostTier:
         """Which of these could be opened now: bool of shape (len(keys),). Changes and counts nothing."""
         return np.fromiter(map(self._book.ready.__contains__, keys), np.bool_, len(keys))
 
-    def reserve(self, key: bytes, group: int) -> Slot | None:
-        """Make room for a chunk, where need be by evicting others; None: dropped, and counted."""
+    def reserve(self, key: bytes, group: int, *, counted: bool = True) -> Slot | None:
+        """Make room for a chunk, where need be by evicting others; None if there is none, or it is here.
+
+        Args:
+            key: of the chunk.
+            group: what it holds.
+            counted: as a drop, if there is no room or no need; not by who asks again.
+        """
         if key in self._book.ready or key in self._book.filling:
-            self.counters.dropped[Drop.PRESENT] += 1
+            self.counters.dropped[Drop.PRESENT] += counted
             return None
         self._make_room(group)
         slot = self._book.reserve(key, group)
         if slot is None:
-            self.counters.dropped[Drop.NO_ROOM] += 1
+            self.counters.dropped[Drop.NO_ROOM] += counted
         return slot
 
     def commit(self, slot: Slot) -> bool:

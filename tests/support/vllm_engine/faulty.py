@@ -57,16 +57,10 @@ class Plain:
         finally:
             engine.close()
 
-    def tokens(self, text: list[int]) -> list[int]:
-        """What it says to a prompt."""
-        return list(self._answers[tuple(text)]["tokens"])
-
     def agree(self, text: list[int], answer: dict[str, Any]) -> None:
         """Assert that an answer to a prompt, which may be shorter, is the engine's own."""
         reference, count = self._answers[tuple(text)], len(answer["tokens"])
         assert answer["finish"] == "length"
-        if not self._gap:
-            assert answer["tokens"] == reference["tokens"][:count]
         apart = distance(answer, {**reference, "logprobs": reference["logprobs"][:count]})
         assert apart <= 2 * self._gap + 1e-5, f"{apart} apart, the engine's own gap is {self._gap}"
 

@@ -152,25 +152,20 @@ def abort_at_random(engine: Any, prompts: list[list[int]], seed: int) -> dict[st
     return dict(seen)
 
 
-def ask_for(engine: Any, prompts: list[list[int]], seed: int, seconds: float) -> dict[int, list[list[int]]]:
+def ask_for(engine: Any, prompts: list[list[int]], seed: int, seconds: float) -> list[tuple[int, Any]]:
     """Ask for prompts drawn at random, some at once, and forget the engine's own prefixes now and then.
 
     Returns:
-        By number of the prompt, the different answers that it got.
+        (number of the prompt, answer as of `inside.generate`) of each.
     """
-    from vllm import SamplingParams
+    from support.vllm_engine.inside import generate
 
     rng = random.Random(seed)
-    sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-    answers: dict[int, list[list[int]]] = {}
+    answers: list[tuple[int, Any]] = []
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         drawn = rng.sample(range(len(prompts)), rng.randrange(1, 5))
-        texts = [{"prompt_token_ids": list(prompts[number])} for number in drawn]
-        for number, output in zip(drawn, engine.generate(texts, sampling, use_tqdm=False), strict=True):
-            said = answers.setdefault(number, [])
-            if (tokens := list(output.outputs[0].token_ids)) not in said:
-                said.append(tokens)
+        answers += zip(drawn, generate(engine, [prompts[number] for number in drawn]), strict=True)
         if rng.random() < 1 / 3:
             engine.reset_prefix_cache()
     return answers

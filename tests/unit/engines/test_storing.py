@@ -203,6 +203,7 @@ class Engine:
     def preempt(self, one):
         self.free(one)
         one.num_computed_tokens = 0
+        one.num_preemptions += 1
 
     def finish(self, one):
         self.storing.finished(one, self.table_ids(one.request_id))
@@ -360,7 +361,44 @@ def test_a_chunk_that_lacks_what_its_end_needs_is_not_stored():
 def test_a_chunk_that_straddles_blocks_needs_all_of_them(ids, there):
     ranks = lay_out(model(attention()), EngineShape(1, (1,), 12, "LBHNC", 9))
     engine = Engine((ranks[0].groups, canonical_of(ranks, CHUNK)))
-    assert engine.storing._since(0, 1, (ids,), 2 * CHUNK) == (CHUNK if there else None)
+    assert engine.storing._since(0, 1, (ids,), 2 * CHUNK, 0) == (CHUNK if there else None)
+
+
+@pytest.mark.parametrize(("found", "kept"), [(0, [0, 1, 2, 3, 4]), (16, [2, 3, 4]), (24, [3, 4]), (32, [4])])
+def test_of_what_was_found_no_more_is_believed_than_a_window_looked_at(found, kept):
+    """Blocks are larger than chunks: what was loaded of the first may be its second half alone."""
+    stores = [LayerStore(GroupKind.SLIDING, CHUNK, attention().fields)]
+    ranks = lay_out(model(*stores), EngineShape(1, (1,), 4 * CHUNK, "LBHNC", 9))
+    engine = Engine((ranks[0].groups, canonical_of(ranks, CHUNK)))
+    one = arrived(engine, range(40))
+    one.num_computed_tokens = found
+    engine.tables["a"] = (engine.pool.allocate(2),)
+    work = SimpleNamespace(resolve_block_ids=engine.table_ids, boundary_state_offloads={})
+    engine.storing.schedule(
+        SimpleNamespace(num_scheduled_tokens={"a": 40 - found}, kv_connector_block_state=work)
+    )
+    engine.hand_over()
+    assert [number for _, number in engine.numbers()] == kept
+
+
+def test_what_a_preempted_request_computes_again_is_its_own():
+    engine = Engine(WINDOWED, blocks=600)
+    one = arrived(engine, range(40))
+    one.num_computed_tokens = 16
+    progress = engine.storing._progress["a"]
+    engine.storing.schedule(
+        SimpleNamespace(
+            num_scheduled_tokens={"a": 1},
+            kv_connector_block_state=SimpleNamespace(
+                resolve_block_ids=lambda _: ([0] * 10, [0] * 10), boundary_state_offloads={}
+            ),
+        )
+    )
+    assert progress.found == 16
+    engine.preempt(one)
+    engine.step((one, 20))
+    assert progress.found == 0
+    engine.end()
 
 
 def test_a_local_prefix_is_stored_if_no_tier_has_it():

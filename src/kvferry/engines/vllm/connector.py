@@ -15,6 +15,7 @@ from kvferry.engines.vllm.config import read_settings
 from kvferry.engines.vllm.meta import SchedulerMeta, WorkerCard, WorkerMeta
 from kvferry.engines.vllm.scheduler import SchedulerHalf, sorted_cards
 from kvferry.engines.vllm.stats import TransferMetrics, TransferStats
+from kvferry.engines.vllm.tiering import ALIKE
 from kvferry.engines.vllm.worker import WorkerHalf
 
 
@@ -88,7 +89,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> dict[compat.CacheHitSource, int]:
         if not num_external_tokens:
             return {}
-        return {compat.HITS[self.scheduler_half.admission.origin(request.request_id)]: num_external_tokens}
+        kind = self.scheduler_half.admission.origin(request.request_id).partition(ALIKE)[0]
+        return {compat.HITS[kind]: num_external_tokens}
 
     def has_pending_push_work(self) -> bool:
         return self.scheduler_half.busy

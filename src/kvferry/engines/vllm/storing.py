@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from math import gcd
 from typing import Any
 
 from kvferry.cache.chunk_cache import ChunkCache
@@ -60,6 +61,8 @@ class _Progress:
     Attributes:
         request: vLLM's.
         computed: tokens that the steps so far compute.
+        preemptions: how often it had been preempted when it was last admitted; -1 before.
+        found: tokens that it then had without computing them: from the engine's own cache, or loaded.
         chunks: how many of its chunks.
         tail: its prompt's last, shorter chunk has been looked at, or there is none.
         due: tokens computed at which there may be something to store.
@@ -67,6 +70,8 @@ class _Progress:
 
     request: Any
     computed: int = 0
+    preemptions: int = -1
+    found: int = 0
     chunks: int = 0
     tail: bool = False
     due: int = 0
@@ -135,7 +140,13 @@ class Storing:
         for request_id, tokens in scheduled.num_scheduled_tokens.items():
             progress = self._progress.get(request_id)
             if progress is not None:
-                progress.computed = progress.request.num_computed_tokens + tokens
+                request = progress.request
+                if progress.preemptions != request.num_preemptions:
+                    progress.preemptions, progress.found = (
+                        request.num_preemptions,
+                        request.num_computed_tokens,
+                    )
+                progress.computed = request.num_computed_tokens + tokens
                 if progress.computed >= progress.due:
                     self._look_at(progress, state.resolve_block_ids)
         for request_id, snapshots in state.boundary_state_offloads.items() if state else ():
@@ -194,17 +205,19 @@ class Storing:
             if one.kind is not GroupKind.STATE:
                 kept = [n for n in numbers if keeps_chunk(one, n, self._chunk, self._every, ends)]
                 keys = [chunks.key(group, number) for number in kept]
-                self._store(group, dict(zip(kept, keys, strict=True)), tables, whole * self._chunk)
+                wanted = dict(zip(kept, keys, strict=True))
+                self._store(group, wanted, tables, whole * self._chunk, progress.found)
                 if with_tail:
-                    self._store(group, {prompt // self._chunk: chunks.tail(group, prompt)}, tables, prompt)
+                    tail = {prompt // self._chunk: chunks.tail(group, prompt)}
+                    self._store(group, tail, tables, prompt, progress.found)
         progress.tail |= with_tail
 
-    def _store(self, group: int, keys: dict[int, bytes], tables: BlockIds, until: int) -> None:
+    def _store(self, group: int, keys: dict[int, bytes], tables: BlockIds, until: int, found: int) -> None:
         """Order the chunks of one group that are not at hand, as far as their blocks are there."""
         missing = ~self._cache.at_hand(list(keys.values()))
         whole: list[int] = []
         for number, gone in zip(keys, missing.tolist(), strict=True):
-            since = self._since(group, number, tables, until) if gone else None
+            since = self._since(group, number, tables, until, found) if gone else None
             if since == number * self._chunk:
                 whole.append(number)
             elif since is not None:
@@ -225,15 +238,18 @@ class Storing:
         wanted = [(n, keys[n], min((n + 1) * self._chunk, high) - n * self._chunk) for n in numbers]
         self._order(group, wanted, stretches, at_hand)
 
-    def _since(self, group: int, number: int, tables: BlockIds, until: int) -> int | None:
+    def _since(self, group: int, number: int, tables: BlockIds, until: int, found: int) -> int | None:
         """The first token of a chunk from which on the engine still has it; None if that is not enough.
 
         What a window has left behind is not needed of a chunk either: whoever goes on from its end, or from
-        later, looks no farther back.
+        later, looks no farther back. What was found and not computed is believed as far as the window looked
+        that went on from it: a block may have been loaded, by whomever, with no more than that.
         """
         one, low, high = self._canonical[group], number * self._chunk, min((number + 1) * self._chunk, until)
         needed = max(low, first_seen(one.kind, one.reach, high - 1)) if one.reach else low
-        since = low
+        cell = gcd(self._chunk, *(self._groups[part].block_tokens for part in self._parts[group]))
+        looked = first_seen(one.kind, one.reach, found) if one.reach and found else 0
+        since = max(low, -(-looked // cell) * cell)
         for part in self._parts[group]:
             size = self._groups[part].block_tokens
             ids = stretch_of(tables[part], low, high, size).ids

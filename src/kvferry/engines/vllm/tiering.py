@@ -45,6 +45,9 @@ _DEFAULT_SHARE = 10
 
 _CLOSING_SECONDS = 10.0
 
+ALIKE = "."
+"""Between the kind of a tier and its number, in names of the second and later tiers of a kind: ``file.2``."""
+
 
 class Tiering:
     """See the module. The engine's thread calls it.
@@ -215,7 +218,10 @@ def _open_all(tiers: Iterable[SlowSettings], vllm_config: Any, canonical: Canoni
     for settings in tiers:
         try:
             namespace = namespace or namespace_of(vllm_config, canonical)
-            found.append(Behind(TierQueue(_open(settings, namespace)), settings.write == "back"))
+            tier = _open(settings, namespace)
+            alike = sum(one.queue.tier.name == tier.name for one in found)
+            name = f"{tier.name}{ALIKE}{alike + 1}" if alike else tier.name
+            found.append(Behind(TierQueue(tier, name=name), settings.write == "back"))
         except (ConfigError, Unnameable) as error:
             logger.error("%s; this engine serves on without that tier", error)  # noqa: TRY400 - said in full
     return found
