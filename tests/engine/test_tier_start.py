@@ -69,7 +69,7 @@ def test_tiers_that_cannot_be_used_are_said_once_and_the_others_are(
         file_tier(good),
     ]  # fmt: skip
     settings = {"chunk_tokens": 64}
-    tiered = Tiered("gemma3", checkpoints, good, tmp_path / "log", None, settings, tiers)
+    tiered = Tiered("gemma3", checkpoints, good, tmp_path / "log", {"block_size": 64}, settings, tiers)
     try:
         (disk / "ballast").write_bytes(bytes(3_900_000))
         asked, reference = tiered.own_words(TEXT)
@@ -101,12 +101,13 @@ UNCACHED = {"enable_prefix_caching": False}
 NEVER = [
     ("lfm2", UNCACHED, {}, "enable prefix caching"),
     ("gemma3", {}, {"chunk_tokens": 2048}, "set chunk_tokens to 1024 or less"),
+    ("gemma3", {}, {"chunk_tokens": 64}, "end inside the blocks of 128 tokens .* set chunk_tokens to 128"),
     pytest.param("nemotronh", UNCACHED, {}, "enable prefix caching", marks=pytest.mark.family),
 ]
 
 
 @pytest.mark.parametrize(("family", "options", "settings", "sentence"), NEVER)
-def test_tiers_that_could_never_keep_anything_are_an_error_at_start(
+def test_tiers_that_could_keep_nothing_or_not_rightly_are_an_error_at_start(
     running: object,
     checkpoints: Path,
     tmp_path: Path,

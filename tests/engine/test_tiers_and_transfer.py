@@ -31,7 +31,7 @@ class Both(Pair):
 
     def __init__(self, folders: tuple[Path, Path], folder: Path, checkpoints: Path) -> None:
         prefill, decode = (settings(path) for path in folders)
-        options = {"max_num_batched_tokens": 256}
+        options = {"max_num_batched_tokens": 256, "block_size": 64}
         setup = Setup("gemma3", options=options, exact=True, prefill_options=prefill, decode_options=decode)
         super().__init__(setup, folder, checkpoints)
         self.shared = folders[0] == folders[1]

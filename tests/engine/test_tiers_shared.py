@@ -21,7 +21,7 @@ from support.vllm_engine.tiered import STEP
 
 SECONDS = float(os.environ.get("KVFERRY_TEST_SHARING_SECONDS", "30"))
 CAPACITY = 8 << 20
-CASE = Case("gemma3", {"num_gpu_blocks_override": 60})
+CASE = Case("gemma3", {"num_gpu_blocks_override": 120, "block_size": 64})
 
 pytestmark = pytest.mark.engine
 

@@ -59,16 +59,17 @@ class PromptChunks:
         """Of what lies between the last boundary before `tokens` and `tokens`."""
         return _of_group(self.keys.at(tokens), group)
 
-    def look_up(self, tokens: int, have: int, at_hand: AtHand) -> Found:
+    def look_up(self, tokens: int, have: int, at_hand: AtHand, *, in_full: bool = True) -> Found:
         """The longest prefix that can be continued from.
 
         Args:
             tokens: of the request, all of which the keys know.
             have: tokens that the engine has.
             at_hand: which keys could be loaded.
+            in_full: all tokens may be loaded, the last one included.
         """
-        whole, rest = divmod(tokens, self.keys.chunk_tokens)
-        ends_inside = rest > 0 and self.tails
+        whole, rest = divmod(tokens if in_full else tokens - 1, self.keys.chunk_tokens)
+        ends_inside = in_full and rest > 0 and self.tails
         cut = Cut(
             tokens if ends_inside else whole * self.keys.chunk_tokens, self.keys.chunk_tokens, tokens, have
         )

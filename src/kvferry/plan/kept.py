@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvferry.errors import ConfigError, GeometryError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalGroup, canonical_of
-from kvferry.geometry.canonical.length import chunk_length, first_prefix, snapshots_apart
+from kvferry.geometry.canonical.length import check_windows, chunk_length, first_prefix, snapshots_apart
 from kvferry.geometry.layout import lay_out
 from kvferry.geometry.models import ModelReading
 from kvferry.plan.choices import Choice, Prompt
@@ -101,7 +101,9 @@ def keep(reading: ModelReading, side: Side, asked: Asked) -> Kept:
     _check_retention(kinds, asked.retention)
     steps = Steps(block_tokens(reading, side)[0], asked.step_tokens, asked.retention)
     apart = snapshots_apart(*([steps.block_tokens] if GroupKind.STATE in kinds else []))
-    chunk = chunk_length(asked.chunk_tokens, apart)
+    block = steps.block_tokens if kinds & {GroupKind.SLIDING, GroupKind.CHUNKED} else 1
+    chunk = chunk_length(asked.chunk_tokens, apart, block)
+    check_windows(chunk, block)
     first = first_prefix(chunk, apart)
     try:
         canonical = canonical_of(lay_out(reading.cache, shape(reading, side, num_blocks=1)), chunk)

@@ -277,9 +277,10 @@ def settle_tiers(engine: Any, seconds: float = 30.0) -> None:
     """Step until the tiers have nothing left to do, as a server does."""
     ours = half(engine)
     until = time.monotonic() + seconds
-    while ours.busy or any(len(writing) for writing in ours._tiering._cache.writing):
+    cache = ours._tiering._cache
+    while ours.busy or cache._incoming or any(len(writing) for writing in cache.writing):
         assert time.monotonic() < until, "the tiers are still busy"
-        ours._tiering._cache.poll()
+        cache.poll()
         engine.llm_engine.step()
         time.sleep(0.002)
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.geometry.canonical.length import check_reach, chunk_length, divisor, snapshots_apart
+from kvferry.geometry.canonical.length import (
+    check_reach,
+    check_windows,
+    chunk_length,
+    divisor,
+    snapshots_apart,
+)
 
 
 @pytest.mark.parametrize(("apart", "tokens"), [(1, 256), (128, 128), (544, 136), (2096, 131), (5760, 240)])
@@ -38,3 +44,17 @@ def test_what_could_never_be_loaded_is_refused_with_what_to_set(chunk, apart, lo
 @pytest.mark.parametrize(("chunk", "apart", "longest"), [(256, 1, 256), (256, 1056, 8448), (176, 1056, 1056)])
 def test_what_can_be_loaded_is_not(chunk, apart, longest):
     check_reach(chunk, apart, longest)
+
+
+def test_no_block_of_a_window_is_cut() -> None:
+    for apart in (1, 128, 544, 1024, 300):
+        for block in (1, 16, 48, 512, 544):
+            tokens = chunk_length(None, apart, block)
+            check_windows(tokens, block)
+            assert (
+                apart == 1
+                or apart % tokens == 0
+                or not any(apart % n == 0 for n in range(block, apart + 1, block))
+            )
+    with pytest.raises(ConfigError, match="set chunk_tokens to 128"):
+        check_windows(64, 128)

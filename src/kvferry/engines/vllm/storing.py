@@ -36,7 +36,7 @@ MOST_PINNED = 0.25
 """Of the engine's blocks: what stores may hold back from it."""
 
 _TOGETHER = 16
-"""Chunks of one order: a prompt that is stored at once finds room in part, if not in whole."""
+"""Chunks of one order at most."""
 
 Resolve = Callable[[str], BlockIds]
 
@@ -222,9 +222,15 @@ class Storing:
                 whole.append(number)
             elif since is not None:
                 self._blocks_of(group, [number], keys, tables, range(since, until))
-        for first in range(0, len(whole), _TOGETHER):
-            some = whole[first : first + _TOGETHER]
+        together = self._together(group)
+        for first in range(0, len(whole), together):
+            some = whole[first : first + together]
             self._blocks_of(group, some, keys, tables, range(some[0] * self._chunk, until))
+
+    def _together(self, group: int) -> int:
+        """Chunks of one order: a prompt that is stored at once finds room in part, if not in whole."""
+        blocks = sum(-(-self._chunk // self._groups[part].block_tokens) + 1 for part in self._parts[group])
+        return max(1, min(_TOGETHER, int(MOST_PINNED * len(self._pool.blocks)) // blocks))
 
     def _blocks_of(
         self, group: int, numbers: list[int], keys: dict[int, bytes], tables: BlockIds, at_hand: range

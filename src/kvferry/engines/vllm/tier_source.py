@@ -29,6 +29,7 @@ from kvferry.engines.vllm.refusals import Refusals
 from kvferry.engines.vllm.source import Load
 from kvferry.geometry import Group
 from kvferry.planning.chunks import Stretch
+from kvferry.planning.select import first_seen
 from kvferry.tiers.host import Slot
 
 logger = logging.getLogger(__name__)
@@ -127,7 +128,10 @@ class TierSource:
             return None
         asked = self._asked[request.request_id]
         found = chunks.look_up(
-            request.num_tokens, have, lambda keys: self._cache.at_hand(keys, asked.without)
+            request.num_tokens,
+            have,
+            lambda keys: self._cache.at_hand(keys, asked.without),
+            in_full=self._keeps_windows(request.num_tokens),
         )
         tokens = found.coverage.tokens - have
         if tokens <= 0:
@@ -204,6 +208,18 @@ class TierSource:
         """What loads under way bring was kept before, and is not to be used any more."""
         for loading in list(self._loading.values()):
             self._end(loading, "the cache was reset")
+
+    def _keeps_windows(self, tokens: int) -> bool:
+        """Whether the engine, given all tokens of a prompt, still has what its last token sees.
+
+        It computes the last token again, but lets go of blocks that only a token after it would not see.
+        """
+        return all(
+            first_seen(one.kind, one.reach, tokens - 1) // one.block_tokens
+            == first_seen(one.kind, one.reach, tokens) // one.block_tokens
+            for one in self._groups
+            if one.reach and tokens >= one.reach
+        )
 
     def _part(self, loading: _Loading, pieces: list[Piece]) -> LoadPart:
         key = f"{loading.load.key}/{next(self._numbers)}"

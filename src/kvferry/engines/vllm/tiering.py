@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from kvferry.engines.vllm.tier_stats import TierCounts
 from kvferry.errors import ConfigError, GeometryError, Incompatible, Unnameable
 from kvferry.geometry import RankGeometry
 from kvferry.geometry.canonical import Canonical, canonical_of
-from kvferry.geometry.canonical.length import check_reach, chunk_length, snapshots_apart
+from kvferry.geometry.canonical.length import check_reach, check_windows, chunk_length, snapshots_apart
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.arena import Arena, available_bytes
 from kvferry.tiers.eviction import POLICIES
@@ -185,7 +186,10 @@ def _canonical(
             "--mamba-cache-mode align), or configure no tiers"
         )
     apart = snapshots_apart(*(block for block in blocks if block))
-    tokens = chunk_length(config.chunk_tokens, apart)
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    block = lcm(*(spec.block_size for spec in specs if compat.reach_of(spec)))
+    tokens = chunk_length(config.chunk_tokens, apart, block)
+    check_windows(tokens, block)
     check_reach(tokens, apart, vllm_config.model_config.max_model_len)
     try:
         canonical = canonical_of(ranks, tokens)

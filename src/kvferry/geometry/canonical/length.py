@@ -1,4 +1,4 @@
-"""How many tokens a chunk has, so that snapshots of recurrent state can lie at its end."""
+"""How many tokens a chunk has: snapshots of recurrent state lie at its end, blocks of windows within it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,24 @@ CHUNK_TOKENS = 256
 """Of a chunk, where nothing else is set; less where snapshots would not lie at its end."""
 
 
-def chunk_length(asked: int | None, apart: int) -> int:
+def chunk_length(asked: int | None, apart: int, block: int = 1) -> int:
     """Tokens of a chunk.
 
     >>> chunk_length(None, 1), chunk_length(None, 1056), chunk_length(64, 1056)
     (256, 176, 64)
+    >>> chunk_length(None, 1, 48), chunk_length(None, 256, 128), chunk_length(None, 544, 544)
+    (240, 256, 544)
 
     Args:
-        asked: what is configured; None for the most up to `CHUNK_TOKENS` that divides `apart`.
+        asked: what is configured; None for the most up to `CHUNK_TOKENS` that divides `apart` and is a
+            multiple of `block`, or the least multiple beyond.
         apart: tokens between snapshots at the closest, see `snapshots_apart`.
+        block: tokens of a block of a window, see `check_windows`.
     """
-    return asked or divisor(apart, CHUNK_TOKENS)
+    if asked:
+        return asked
+    fits = [n for n in range(block, CHUNK_TOKENS + 1, block) if apart == 1 or apart % n == 0]
+    return max(fits, default=block if apart == 1 else lcm(apart, block) if apart % block else block)
 
 
 def check_reach(chunk_tokens: int, apart: int, longest: int) -> None:
@@ -34,6 +41,26 @@ def check_reach(chunk_tokens: int, apart: int, longest: int) -> None:
         raise ConfigError(
             f"tiers: chunks of {chunk_tokens} tokens{snapshots if apart > 1 else ''}, but max_model_len is "
             f"{longest}: no chunk could ever be loaded; {_instead(apart, longest)}"
+        )
+
+
+def check_windows(chunk_tokens: int, block: int) -> None:
+    """See that no load fills a block of a window in part.
+
+    The engine takes a block that has been loaded for whole: it would offer it to prompts that end elsewhere,
+    and it would be stored, with what is missing.
+
+    Args:
+        chunk_tokens: of a chunk.
+        block: tokens of a block of a window, the common multiple if they differ; 1 without windows.
+
+    Raises:
+        ConfigError: chunks end inside blocks; says what to set instead.
+    """
+    if chunk_tokens % block:
+        raise ConfigError(
+            f"tiers: chunks of {chunk_tokens} tokens end inside the blocks of {block} tokens in which this "
+            f"engine keeps windows; set chunk_tokens to {-(-chunk_tokens // block) * block}"
         )
 
 
