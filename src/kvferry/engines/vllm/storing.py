@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from math import gcd
 from typing import Any
 
 from kvferry.cache.chunk_cache import ChunkCache
@@ -248,22 +247,20 @@ class Storing:
         """The first token of a chunk from which on the engine still has it; None if that is not enough.
 
         What a window has left behind is not needed of a chunk either: whoever goes on from its end, or from
-        later, looks no farther back. What was found and not computed is believed as far as the window looked
-        that went on from it: a block may have been loaded, by whomever, with no more than that.
+        later, looks no farther back. Of what was found and not computed, blocks are believed from that on in
+        which the window began that went on from it: no load brings more.
         """
         one, low, high = self._canonical[group], number * self._chunk, min((number + 1) * self._chunk, until)
         needed = max(low, first_seen(one.kind, one.reach, high - 1)) if one.reach else low
-        cell = gcd(self._chunk, *(self._groups[part].block_tokens for part in self._parts[group]))
         looked = first_seen(one.kind, one.reach, found) if one.reach and found else 0
-        since = max(low, -(-looked // cell) * cell)
+        since = low
         for part in self._parts[group]:
             size = self._groups[part].block_tokens
             ids = stretch_of(tables[part], low, high, size).ids
             gone = next((at for at, block in enumerate(ids) if block != NULL_BLOCK), len(ids))
             if NULL_BLOCK in ids[gone:] or len(ids) < -(-high // size) - low // size:
                 return None
-            if gone:
-                since = max(since, (low // size + gone) * size)
+            since = max(since, (low // size + gone) * size if gone else low, looked // size * size)
         return since if since <= needed else None
 
     def _snapshots(self, request: Any, snapshots: Iterable[tuple[int, int, int]]) -> None:
