@@ -19,7 +19,6 @@ from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import canonical_of
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.geometry.store import LayerStore
-from kvferry.tiers.arena import Arena
 from kvferry.tiers.eviction import POLICIES
 from kvferry.tiers.host import HostTier
 from kvferry.tiers.outcome import Get, Put
@@ -37,7 +36,17 @@ MOSTLY = st.sampled_from([True, True, True, False])
 DROPS = [Put.NO_SPACE, Put.BUSY, Put.IO_ERROR, OSError]
 
 
-ARENA = Arena.create(34 * PAGE)
+class Memory:
+    """As much of an arena as this takes, with nothing of the system's behind it."""
+
+    def __init__(self, size):
+        self.memory = np.zeros(size, np.uint8)
+
+    def bytes_at(self, offset, size):
+        return memoryview(self.memory)[offset : offset + size]
+
+
+ARENA = Memory(34 * PAGE)
 
 
 def group_of(key):
@@ -66,7 +75,7 @@ class Cache:
 
     def __init__(self, arena, pages, tiers, policy="lru", write_back=()):
         self.clock = Clock()
-        self.arena, self.base = arena, arena.region.address
+        self.arena, self.base = arena, arena.memory.ctypes.data
         self.host = HostTier(pages * PAGE, [group.chunk_bytes for group in GROUPS], POLICIES[policy])
         self.tiers = tiers
         self.queues = [queue_by_hand(tier, self.clock) for tier in tiers]
