@@ -706,3 +706,17 @@ TestServing = Serving.TestCase
 TestServing.settings = settings(
     deadline=None, derandomize=True, database=None, max_examples=150, stateful_step_count=40
 )
+
+
+def test_of_a_request_that_was_preempted_and_ends_while_it_is_loaded_nothing_is_stored():
+    engine = Engine()
+    one = arrived(engine, range(24), known=9)
+    engine.step((one, 16))  # the second chunk is computed, its tokens are not known yet
+    engine.all_stored()
+    engine.preempt(one)
+    grow(one, 24)
+    assert engine.allocate(one, 16)
+    one.num_computed_tokens = 16  # what a load is to bring into these blocks
+    engine.finish(one)
+    assert engine.numbers() == []
+    engine.end()

@@ -156,8 +156,9 @@ class Storing:
     def finished(self, request: Any, block_ids: BlockIds) -> None:
         """A request has ended; what it completed last is stored, its blocks being pinned."""
         progress = self._progress.pop(request.request_id, None)
-        if progress is not None:
-            # Of a load that is under way, what the engine counts as computed is not there yet.
+        if progress is not None and progress.preemptions == request.num_preemptions:
+            # Preempted, its blocks were given back. Of a load that is under way, what the engine counts as
+            # computed is not there yet.
             progress.computed = min(progress.computed, request.num_computed_tokens)
             self._look_at(progress, lambda _: block_ids)
 

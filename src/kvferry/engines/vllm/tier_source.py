@@ -12,7 +12,6 @@ report the load when nothing of it is in flight.
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
@@ -66,13 +65,11 @@ class TierLoads:
         loads: by outcome.
         tokens: that were loaded.
         declined: bids not made since too many loads were under way.
-        seconds: of each load that is ready, from admission on.
     """
 
     loads: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
     declined: int = 0
-    seconds: list[float] = field(default_factory=list)
 
 
 class TierSource:
@@ -163,7 +160,6 @@ class TierSource:
         self.counts.loads[report.outcome] += 1
         if report.failure is None:
             self.counts.tokens += load.span.total - load.span.have
-            self.counts.seconds.append(time.monotonic() - load.began)
             return
         self._refusals.say(load.request_id, NAME, report.failure)
         if (loading := self._loading.get(load.key)) is not None:  # its deadline has passed
