@@ -12,6 +12,7 @@ from typing import Any
 class Block:
     block_id: int
     ref_cnt: int = 0
+    block_hash: bytes | None = None
 
     @property
     def is_null(self) -> bool:
@@ -45,6 +46,10 @@ class BlockPool:
             block.ref_cnt -= 1
             if not block.ref_cnt:
                 self.free.append(block)
+
+    def evict_blocks(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self.blocks[number].block_hash = None
 
     @property
     def references(self) -> int:

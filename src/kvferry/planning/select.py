@@ -76,6 +76,28 @@ def needed(kind: GroupKind, reach: int, span: Span) -> tuple[int, int]:
     return min(low, span.total), span.total
 
 
+def part_block(kind: GroupKind, reach: int, block_tokens: int, span: Span, grain: int) -> int | None:
+    """Position of the destination block of which the beginning is not loaded; None if there is none.
+
+    Only a window's first: its source has no reason to keep what is before it.
+
+    >>> part_block(GroupKind.SLIDING, 100, 128, Span(0, 300, 300), 64)   # next: 299, sees 200..299: 192..
+    1
+    >>> part_block(GroupKind.SLIDING, 100, 128, Span(0, 300, 300), 128) is None
+    True
+
+    Args:
+        kind, reach, block_tokens: of the destination's group.
+        span: how much is loaded.
+        grain: content comes from the last multiple of so many tokens on, at or before what is needed.
+    """
+    if not reach:
+        return None
+    low, high = needed(kind, reach, span)
+    first = low // block_tokens
+    return first if low < high and max(first * block_tokens, span.have) < low // grain * grain else None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Cells:
     """The cells of one route that a request moves, in ascending order.

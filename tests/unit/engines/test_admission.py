@@ -11,11 +11,13 @@ from kvferry.cache.bids import Bid
 from kvferry.cache.pins import Pins
 from kvferry.engines.vllm.admission import Admission
 from kvferry.engines.vllm.meta import Report, SchedulerMeta, WorkerMeta
-from kvferry.geometry import GroupKind
+from kvferry.engines.vllm.part_blocks import PartBlocks
+from kvferry.geometry import Group, GroupKind
 from kvferry.planning.select import Span
 from support.block_pool import BlockPool, request
 
 BLOCK, PROMPT = 4, 40
+GROUPS = Group(GroupKind.FULL, BLOCK, 0, ()), Group(GroupKind.SLIDING, BLOCK, 6, ())
 
 
 @dataclass
@@ -27,6 +29,7 @@ class Stand:
     looking: bool = False
     serves: bool = True
     strikes: bool = True
+    grain: int = BLOCK
     heard: list = field(default_factory=list)
 
     def arrived(self, request, bidding):
@@ -42,6 +45,9 @@ class Stand:
 
     def origin(self, load):
         return f"{self.name} of {load.request_id}"
+
+    def grains(self, load):
+        return self.grain, self.grain
 
     def ended(self, load, report):
         self.heard.append(("ended", report.failure))
@@ -65,10 +71,12 @@ class Engine:
     def __init__(self, *sources, workers=2, attempts=2):
         group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))
         self.pool, self.workers = BlockPool(60), workers
+        self.parts = PartBlocks(GROUPS, self.pool)
         self.admission = Admission(
             SimpleNamespace(kv_cache_groups=[group, group]),
             (GroupKind.FULL, GroupKind.SLIDING),
             Pins(workers),
+            self.parts,
             self.pool,
             workers,
             attempts,
@@ -373,3 +381,65 @@ def test_every_source_hands_over_in_order():
     meta = SchedulerMeta("engine")
     Engine(Stand("one"), Stand("other")).admission.hand_over(meta)
     assert meta.engine_id == "engine one other"
+
+
+def cached(blocks):
+    """The engine puts blocks into its prefix cache."""
+    for block in blocks:
+        if not block.is_null:
+            block.block_hash = b"content"
+
+
+def loaded_in_part(source):
+    """An engine that has cached what a load filled, and the block that holds only [18, 20)."""
+    engine = Engine(source)
+    one = engine.arrive()
+    engine.admit(one)  # 23 sees tokens from 18 on
+    engine.report(source.load, None, None)
+    table, window = engine.held["a"]
+    cached(table)
+    cached(window)
+    return engine, one, window[4]
+
+
+def test_a_block_that_was_loaded_in_part_leaves_the_prefix_cache_when_its_request_goes_on():
+    engine, one, part = loaded_in_part(Stand("one", 24, grain=2))
+    engine.allocate(one, 0)
+    assert part.block_hash is None
+    assert all(
+        block.block_hash for table in engine.held["a"] for block in table if block not in (part, table[0])
+    )
+
+
+def test_a_block_that_was_loaded_in_part_leaves_the_prefix_cache_with_the_step():
+    engine, _, part = loaded_in_part(Stand("one", 24, grain=2))
+    engine.admission.hand_over(SchedulerMeta("engine"))
+    assert part.block_hash is None
+
+
+def test_a_request_that_may_have_found_it_before_is_looked_up_again():
+    source = Stand("one", 24, grain=2)
+    engine, _, part = loaded_in_part(source)
+    other = request("b", range(PROMPT))
+    assert engine.admission.matched(other, 20) is None
+    assert part.block_hash is None
+    assert engine.admission.matched(other, 0) == 0
+
+
+def test_blocks_that_are_loaded_whole_stay_in_the_prefix_cache():
+    engine, one, block = loaded_in_part(Stand("one", 24))
+    assert engine.admission.matched(request("b", range(PROMPT)), 20) == 0
+    engine.allocate(one, 0)
+    assert block.block_hash is not None
+
+
+def test_blocks_of_another_request_are_not_those_that_were_given_back():
+    engine, one, part = loaded_in_part(Stand("one", 24, grain=2))
+    tables = tuple([block.block_id for block in table] for table in engine.held["a"])
+    engine.allocate(one, 0)
+    assert part.block_id not in engine.parts.without("a", tables)[1]
+    assert engine.parts.without("b", tables) == tables
+    engine.parts.forget("a")
+    assert engine.parts.without("a", tables) == tables
+    cached([part])
+    assert not engine.parts.evict()

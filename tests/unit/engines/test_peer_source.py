@@ -15,8 +15,10 @@ from kvferry.engines.vllm.refusals import Refusals
 from kvferry.engines.vllm.source import Load
 from kvferry.planning.select import Span
 from kvferry.transport.handshake import Known, Looking, NotUsable
+from kvferry.transport.messages import RankCard
 from support.block_pool import request
-from transport.cards import cards, facts
+from support.engines import ranks
+from transport.cards import ATTENTION, cards, facts, spec
 
 TOKENS = list(range(40))
 ADDRESS = ("127.0.0.1", 5600)
@@ -42,6 +44,7 @@ class Client:
 
 
 NOBODY = NotUsable("nobody answers")
+GROUPS = cards()[0].geometry.groups
 KNOWN = Known(facts("engine", 11), cards())
 PEER = "engine@127.0.0.1:5600#b"
 
@@ -71,7 +74,7 @@ def offered(name="a", of="theirs", **changes):
 class Engine:
     def __init__(self, answer=KNOWN):
         self.client, self.pins, self.refusals = Client(answer), Pins(1), Refusals()
-        self.source = PeerSource(self.client, self.pins, Log(), self.refusals, 30.0, 2)
+        self.source = PeerSource(self.client, GROUPS, self.pins, Log(), self.refusals, 30.0, 2)
         self.bidding = Bidding(2)
 
     def arrive(self, one):
@@ -155,6 +158,16 @@ def test_a_peer_that_cannot_be_used_is_struck_out_and_released(answer, says):
     engine.source.settled("a")
     engine.source.finished("a")
     assert (engine.client.released, len(engine.source)) == (["theirs"], 0)
+
+
+@pytest.mark.parametrize(("theirs", "grain"), [(4, 4), (16, 16), (24, 8), (64, 16)])
+def test_content_comes_in_what_blocks_of_both_sides_have_in_common(theirs, grain):
+    peer = RankCard(ranks(spec(block_tokens=theirs), [ATTENTION] * 2)[0], b"metadata", 4096, 64, 1)
+    engine = Engine(Known(facts("engine", 11), (peer,)))
+    load = engine.begin(engine.arrive(offered()))
+    assert engine.source.grains(load) == (grain,)
+    engine.client.answer = NOBODY
+    assert engine.source.grains(load) == (1,), "nothing is known of it"
 
 
 def test_a_peer_whose_late_reads_hold_too_much_is_refused():

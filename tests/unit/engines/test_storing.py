@@ -13,13 +13,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.orders import MovedByAll
 from kvferry.engines.vllm.meta import SchedulerMeta
+from kvferry.engines.vllm.part_blocks import PartBlocks
 from kvferry.engines.vllm.prompts import Prompts
 from kvferry.engines.vllm.storing import MOST_PINNED, Storing
 from kvferry.geometry import GroupKind
-from kvferry.geometry.canonical import canonical_of
+from kvferry.geometry.canonical import canonical_of, length
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.geometry.store import LayerStore
-from kvferry.planning.select import first_seen
+from kvferry.planning.select import Span, first_seen
 from kvferry.tiers.eviction import POLICIES
 from kvferry.tiers.host import HostTier
 from support.block_pool import BlockPool, request
@@ -47,6 +48,11 @@ PLAIN, WINDOWED, HYBRID, CHUNKED = (
 )
 
 
+@pytest.fixture(autouse=True)
+def _grain(monkeypatch):
+    monkeypatch.setattr(length, "WINDOW_GRAIN", BLOCK)
+
+
 class Engine:
     """Computes requests in steps, over a pool; a block remembers what was last computed into it.
 
@@ -61,7 +67,10 @@ class Engine:
         )
         self.cache = ChunkCache(self.host, lambda _, size: memoryview(bytearray(size)), self.canonical.groups)
         self.prompts = Prompts(self.canonical)
-        self.storing = Storing(self.cache, self.prompts, self.canonical, self.groups, self.pool, every)
+        self.parts = PartBlocks(self.groups, self.pool)
+        self.storing = Storing(
+            self.cache, self.prompts, self.canonical, self.groups, self.parts, self.pool, every
+        )
         self.content = defaultdict(dict)  # block id -> position -> tokens
         self.tables = {}
         self.orders = []
@@ -175,7 +184,8 @@ class Engine:
             begin, last = piece.number * CHUNK, min((piece.number + 1) * CHUNK, order.at_hand.stop)
             first = max(begin, order.at_hand.start)
             assert tokens == last - begin
-            assert first == begin or first <= first_seen(of.kind, of.reach, last - 1)
+            grain = length.content_grain(of.kind, of.reach, CHUNK)
+            assert first == begin or first <= first_seen(of.kind, of.reach, last - 1) // grain * grain
             held = [self.content[table[at // BLOCK]][at % BLOCK] for at in range(first, last)]
             assert held == [held[-1][: at + 1] for at in range(first, last)]
             found.add(held[-1])
@@ -342,6 +352,27 @@ def test_what_a_window_has_let_go_of_is_not_needed_of_a_chunk():
         engine.step((one, 1))
     assert windows(engine) == [2]
     assert [order.at_hand for order in engine.orders] == [range(16, 24), range(20, 24)]
+    engine.end()
+
+
+@pytest.mark.parametrize(("grain", "kept"), [(4, [0, 1]), (8, [1])])
+def test_a_chunk_begins_where_readers_of_larger_blocks_count_on_it(monkeypatch, grain, kept):
+    monkeypatch.setattr(length, "WINDOW_GRAIN", grain)
+    engine = Engine(geometry(attention(), LayerStore(GroupKind.SLIDING, 4, attention().fields)))
+    one = arrived(engine, range(24))
+    engine.step((one, 7))
+    engine.step((one, 9))  # only [4, 8) of the first chunk is there
+    assert windows(engine) == kept
+    engine.end()
+
+
+def test_blocks_that_a_load_filled_in_part_are_not_stored():
+    engine = Engine(WINDOWED, blocks=600)
+    one = arrived(engine, range(40))
+    assert engine.allocate(one, 25)
+    engine.parts.begin("a", engine.table_ids("a"), Span(0, 25, 40), (1, 1))  # 25 sees tokens from 14 on
+    engine.step((one, 25))
+    assert windows(engine) == [0, 2]
     engine.end()
 
 

@@ -15,7 +15,9 @@ from kvferry.engines.vllm.prompts import Prompts
 from kvferry.engines.vllm.refusals import Refusals
 from kvferry.engines.vllm.source import Load
 from kvferry.engines.vllm.tier_source import NAME, TierSource
+from kvferry.geometry import Group, GroupKind
 from kvferry.geometry.canonical import canonical_of
+from kvferry.geometry.canonical.length import WINDOW_GRAIN
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.planning.select import Span
 from kvferry.tiers.eviction import POLICIES
@@ -54,7 +56,7 @@ class Engine:
             CANONICAL.groups,
             [Behind(queue) for queue in self.queues],
         )
-        self.source = TierSource(self.cache, self.prompts, RANKS[0].groups, Refusals(), 30.0)
+        self.source = TierSource(self.cache, self.prompts, RANKS[0].groups, CHUNK, Refusals(), 30.0)
         self.bidding = Bidding(2)
         assert self.source.arrived(self.one, self.bidding)
 
@@ -301,3 +303,11 @@ def test_a_request_that_cannot_be_named_is_not_served(more):
 
 def test_an_order_that_is_no_part_of_a_load_is_somebody_elses():
     assert not Engine().source.moved(MovedByAll("store#0", None, (), 0.0))
+
+
+def test_content_of_chunks_begins_where_their_writers_count_on_it():
+    engine = Engine()
+    groups = [Group(GroupKind.SLIDING, 4, reach, ()) for reach in (CHUNK, CHUNK - 1)]
+    source = TierSource(engine.cache, engine.prompts, (*RANKS[0].groups, *groups), CHUNK, Refusals(), 30.0)
+    load = Load("a#1", "a", NAME, Span(0, CHUNK, PROMPT), ([], [], []), 0.0)
+    assert source.grains(load) == (CHUNK, CHUNK, WINDOW_GRAIN)

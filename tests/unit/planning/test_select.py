@@ -2,10 +2,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, strategies as st
 
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
-from kvferry.planning.select import Span, needed, select_cells, uncovered
+from kvferry.planning.select import Span, needed, part_block, select_cells, uncovered
 from kvferry.planning.template import Route, build_templates
 from support.pages import kv_page, rank_of, state_page
 
@@ -150,3 +151,26 @@ def test_uncovered_are_blocks_that_cells_fill_in_part_and_that_held_nothing(
 
 def test_a_snapshot_leaves_nothing_uncovered():
     assert len(uncovered(state_route(), STATE, 0, Span(0, 40, 40), table(3))) == 0
+
+
+@given(
+    kind=st.sampled_from([FULL, SLIDING, CHUNKED]),
+    reach=st.integers(1, 40),
+    block=st.integers(1, 24),
+    grain=st.integers(1, 24),
+    have=st.integers(0, 8),
+    total=st.integers(1, 120),
+    rest=st.integers(0, 3),
+)
+def test_a_part_block_is_one_whose_beginning_was_not_there_and_is_not_loaded(
+    kind, reach, block, grain, have, total, rest
+):
+    span = Span(min(have * block, total), total, total + rest)
+    low, high = needed(kind, 0 if kind is FULL else reach, span)
+    loaded = {*range(low // grain * grain, high), *range(span.have)} if low < high else set(range(high))
+    touched = {token // block for token in range(low, high)}
+    parts = [
+        at for at in touched if any(t not in loaded for t in range(at * block, min(at * block + block, high)))
+    ]
+    found = part_block(kind, 0 if kind is FULL else reach, block, span, grain)
+    assert ([] if found is None else [found]) == parts

@@ -27,6 +27,7 @@ from kvferry.cache.bids import Bid, Bidding
 from kvferry.cache.pins import Pins
 from kvferry.engines.vllm import compat
 from kvferry.engines.vllm.meta import BlockIds, Report, SchedulerMeta, WorkerMeta
+from kvferry.engines.vllm.part_blocks import PartBlocks
 from kvferry.engines.vllm.source import Load, Source
 from kvferry.geometry import GroupKind
 from kvferry.planning.select import Span
@@ -72,6 +73,7 @@ class Admission:
         kv_cache_config: Any,
         kinds: tuple[GroupKind, ...],
         pins: Pins[Any],
+        parts: PartBlocks,
         pool: Any,
         workers: int,
         attempts: int,
@@ -83,6 +85,7 @@ class Admission:
             kv_cache_config: vLLM's.
             kinds: of its groups.
             pins: shared with the sources, which look at what late loads hold.
+            parts: blocks that loads fill in part.
             pool: the engine's block pool.
             workers: how many report a load.
             attempts: loads of a request.
@@ -90,7 +93,7 @@ class Admission:
         """
         self.pins = pins
         self._groups, self._kinds = kv_cache_config.kv_cache_groups, kinds
-        self._pool, self._workers, self._attempts = pool, workers, attempts
+        self._parts, self._pool, self._workers, self._attempts = parts, pool, workers, attempts
         self._sources = tuple(sources)
         self._wishes: dict[str, _Wish] = {}
         self._loads: dict[str, tuple[Source, Load]] = {}
@@ -109,6 +112,8 @@ class Admission:
 
     def matched(self, request: Any, have: int) -> int | None:
         """Tokens that can be loaded beyond `have`; None while that is not known, and to let others pass."""
+        if self._parts.evict():
+            return None  # some of what the engine has just found for this request may be among them
         wish = self._wishes.get(request.request_id)
         if wish is None or wish.state is _State.LOADING:
             return 0
@@ -118,17 +123,11 @@ class Admission:
         if wish.failed and wish.taken is not None:
             return 0
         wish.state = _State.OPEN
-        bids = [(source, bid) for source in wish.sources if (bid := source.bid(request, have)) is not None]
-        best = wish.bidding.best([bid for _, bid in bids])
-        if best is None:
-            return 0
-        if best.looking:
-            return None
-        wish.taken = next((source, bid, have) for source, bid in bids if bid is best)
-        return best.tokens
+        return self._best(wish, request, have)
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """The request has blocks; `external` tokens are to be loaded into them, or none."""
+        self._parts.computing(request.request_id)
         wish = self._wishes.get(request.request_id)
         if wish is None or wish.state is not _State.OPEN:
             return
@@ -154,6 +153,7 @@ class Admission:
         self._loads[wish.load.key] = source, wish.load
         self._pin(wish.load, blocks.blocks)
         source.begin(wish.load, request)
+        self._parts.begin(request.request_id, wish.load.tables, span, source.grains(wish.load))
 
     def origin(self, request_id: str) -> str:
         """Where the load comes from that a request waits for: ``peer``, or a tier's name."""
@@ -176,6 +176,7 @@ class Admission:
 
     def hand_over(self, meta: SchedulerMeta) -> None:
         """Give the workers what has been decided since the last step."""
+        self._parts.evict()
         for source in self._sources:
             source.hand_over(meta)
 
@@ -203,6 +204,17 @@ class Admission:
         if whole.failure is None:
             wish.bidding.succeeded()
             self._settle(load.request_id, wish)
+
+    def _best(self, wish: _Wish, request: Any, have: int) -> int | None:
+        """Tokens of the best bid, which is taken; None while it is not known."""
+        bids = [(source, bid) for source in wish.sources if (bid := source.bid(request, have)) is not None]
+        best = wish.bidding.best([bid for _, bid in bids])
+        if best is None:
+            return 0
+        if best.looking:
+            return None
+        wish.taken = next((source, bid, have) for source, bid in bids if bid is best)
+        return best.tokens
 
     def _settle(self, request_id: str, wish: _Wish) -> None:
         wish.state = _State.SERVED

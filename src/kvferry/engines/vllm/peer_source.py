@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 from kvferry.cache.bids import Bid, Bidding
@@ -20,6 +22,7 @@ from kvferry.engines.vllm.source import Load
 from kvferry.engines.vllm.stats import TransferStats
 from kvferry.engines.vllm.transfer_log import TransferLog
 from kvferry.errors import ProtocolError
+from kvferry.geometry import Group
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.handshake import Address, Known, Looking, NotUsable
 
@@ -67,6 +70,7 @@ class PeerSource:
     def __init__(
         self,
         client: ControlClient,
+        groups: Sequence[Group],
         pins: Pins[Any],
         log: TransferLog,
         refusals: Refusals,
@@ -77,6 +81,7 @@ class PeerSource:
 
         Args:
             client: to the producers.
+            groups: this engine's, as a rank has them.
             pins: what loads past their deadline hold.
             log: of transfers.
             refusals: where what is not served is said.
@@ -84,6 +89,7 @@ class PeerSource:
             most_late_blocks: what late reads from a peer may hold before it is refused.
         """
         self.stats = TransferStats()
+        self._groups = tuple(groups)
         self._client, self._pins, self._log, self._refusals = client, pins, log, refusals
         self._timeout, self._most_late = timeout_seconds, most_late_blocks
         self._pulls: dict[str, _Pull] = {}
@@ -146,6 +152,18 @@ class PeerSource:
                 pull.offer.remote_lease.ticket(),
                 self._timeout,
             )
+        )
+
+    def grains(self, load: Load) -> tuple[int, ...]:
+        """What is moved at once: what blocks of both sides have in common."""
+        pull = self._pulls[load.request_id]
+        answer = self._client.look_up(pull.address, pull.incarnation)
+        if not isinstance(answer, Known):
+            return (1,) * len(self._groups)
+        theirs = {(g.label, g.block_tokens) for card in answer.ranks for g in card.geometry.groups}
+        return tuple(
+            gcd(ours.block_tokens, *(tokens for label, tokens in theirs if label == ours.label))
+            for ours in self._groups
         )
 
     def origin(self, load: Load) -> str:

@@ -11,6 +11,7 @@ from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.geometry import kind_of
 from kvferry.engines.vllm.identity import facts_of
 from kvferry.engines.vllm.meta import BlockIds, SchedulerMeta, WorkerCard, WorkerMeta
+from kvferry.engines.vllm.part_blocks import PartBlocks
 from kvferry.engines.vllm.peer_source import PeerSource
 from kvferry.engines.vllm.producer import Producer
 from kvferry.engines.vllm.refusals import Refusals
@@ -47,6 +48,7 @@ class SchedulerHalf:
         self._client: ControlClient | None = None
         self._peers: PeerSource | None = None
         self._tiering: Tiering | None = None
+        self._parts: PartBlocks | None = None
         self._admission: Admission | None = None
 
     def bind_pool(self, pool: Any) -> None:
@@ -60,6 +62,7 @@ class SchedulerHalf:
             ConfigError: the control channel cannot listen where it should, or the tiers could keep nothing.
         """
         pins: Pins[Any] = Pins(len(cards))
+        self._parts = PartBlocks(cards[0].geometry.groups, self._pool)
         sources: list[Source] = []
         ranks = [card.card for card in cards if card.card is not None]
         if ranks:
@@ -71,6 +74,7 @@ class SchedulerHalf:
                 self._vllm_config,
                 self._kv_cache_config,
                 [card.geometry for card in cards],
+                self._parts,
                 self._pool,
                 self._refusals,
             )
@@ -79,6 +83,7 @@ class SchedulerHalf:
             self._kv_cache_config,
             self._kinds,
             pins,
+            self._parts,
             self._pool,
             len(cards),
             self._config.attempts,
@@ -107,7 +112,13 @@ class SchedulerHalf:
         log = TransferLog(config.transfer_log, labels, *full_attention_block(geometries))
         most_late = int(config.late_blocks * self._kv_cache_config.num_blocks)
         self._peers = PeerSource(
-            self._client, pins, log, self._refusals, config.load_timeout_seconds, most_late
+            self._client,
+            geometries[0].groups,
+            pins,
+            log,
+            self._refusals,
+            config.load_timeout_seconds,
+            most_late,
         )
         return self._peers
 
@@ -116,6 +127,12 @@ class SchedulerHalf:
         """Set once the workers are up, which is before the first request."""
         assert self._admission is not None
         return self._admission
+
+    @property
+    def parts(self) -> PartBlocks:
+        """Set with `admission`."""
+        assert self._parts is not None
+        return self._parts
 
     @property
     def busy(self) -> bool:
@@ -138,9 +155,11 @@ class SchedulerHalf:
     def finished(self, request: Any, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended; see `Producer.finished`."""
         self.admission.finished(request.request_id)
+        whole = self.parts.without(request.request_id, block_ids)
+        self.parts.forget(request.request_id)
         if self._tiering is not None:
-            self._tiering.finished(request, block_ids)
-        return self._producer.finished(request, block_ids) if self._config.transfers else (False, None)
+            self._tiering.finished(request, whole)
+        return self._producer.finished(request, whole) if self._config.transfers else (False, None)
 
     def build_meta(self, scheduler_output: Any) -> SchedulerMeta:
         """What the workers are to do in the coming step."""
@@ -193,8 +212,9 @@ class SchedulerHalf:
         """Prompts that the coming step completes go to the host buffer in it, before they are offered."""
         state = scheduler_output.kv_connector_block_state
         for request in self._producer.completed_by(scheduler_output.num_scheduled_tokens):
-            tokens = request.num_prompt_tokens
-            tables = self._producer.tables(state.resolve_block_ids(request.request_id), tokens)
+            tokens, name = request.num_prompt_tokens, request.request_id
+            whole = self.parts.without(name, state.resolve_block_ids(name))
+            tables = self._producer.tables(whole, tokens)
             meta.saves.append((tuple(tables), tokens))
 
 

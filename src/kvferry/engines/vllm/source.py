@@ -57,6 +57,9 @@ class Source(Protocol):
     def begin(self, load: Load, request: Any) -> None:
         """Its bid was taken: order the load."""
 
+    def grains(self, load: Load) -> tuple[int, ...]:
+        """Tokens per group of the engine: content begins at a multiple of it, the last before a window."""
+
     def origin(self, load: Load) -> str:
         """Where most of it comes from: ``peer``, or a tier's name."""
 

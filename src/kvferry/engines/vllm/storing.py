@@ -22,10 +22,11 @@ from typing import Any
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.orders import MovedByAll, Piece, StoreOrder
 from kvferry.engines.vllm.meta import BlockIds, SchedulerMeta
+from kvferry.engines.vllm.part_blocks import PartBlocks
 from kvferry.engines.vllm.prompts import Prompts
 from kvferry.geometry import Group, GroupKind
 from kvferry.geometry.canonical import Canonical
-from kvferry.geometry.canonical.length import snapshots_apart
+from kvferry.geometry.canonical.length import content_grain, snapshots_apart
 from kvferry.planning.chunks import Stretch, stretch_of
 from kvferry.planning.keeping import keeps_chunk, keeps_snapshot, last_ends
 from kvferry.planning.select import NULL_BLOCK, first_seen
@@ -89,6 +90,7 @@ class Storing:
         prompts: Prompts,
         canonical: Canonical,
         groups: Sequence[Group],
+        parts: PartBlocks,
         pool: Any,
         snapshot_tokens: int,
     ) -> None:
@@ -99,21 +101,23 @@ class Storing:
             prompts: where requests are named.
             canonical: what chunks are.
             groups: the engine's, as a rank has them.
+            parts: blocks that loads fill in part; they are not stored.
             pool: the engine's block pool.
             snapshot_tokens: distance of positions at which windows and snapshots are kept, a multiple of a
                 chunk's tokens.
         """
         self.dropped: Counter[str] = Counter()
-        self._cache, self._prompts, self._pool = cache, prompts, pool
+        self._cache, self._prompts, self._part_blocks, self._pool = cache, prompts, parts, pool
         self._groups, self._chunk, self._every = tuple(groups), canonical.chunk_tokens, snapshot_tokens
         self._parts = [
             [number for number, group in enumerate(groups) if group.label == one.label]
             for one in canonical.groups
         ]
         self._canonical = canonical.groups
+        self._grains = [content_grain(one.kind, one.reach, self._chunk) for one in canonical.groups]
         self._state = next((n for n, g in enumerate(canonical.groups) if g.kind is GroupKind.STATE), None)
-        parts = [] if self._state is None else self._parts[self._state]
-        self._block = snapshots_apart(*(groups[number].block_tokens for number in parts)) if parts else 0
+        states = [] if self._state is None else self._parts[self._state]
+        self._block = snapshots_apart(*(groups[number].block_tokens for number in states)) if states else 0
         self._progress: dict[str, _Progress] = {}
         self._stores: dict[str, _Store] = {}
         self._orders: list[StoreOrder] = []
@@ -198,7 +202,7 @@ class Storing:
         if chunks is None:
             self._progress.pop(request.request_id, None)
             return
-        tables = resolve(request.request_id)
+        tables = self._part_blocks.without(request.request_id, resolve(request.request_id))
         numbers, ends = range(progress.chunks, whole), last_ends(prompt, self._chunk, self._block)
         progress.chunks = max(whole, progress.chunks)
         for group, one in enumerate(self._canonical):
@@ -252,7 +256,9 @@ class Storing:
         which the window began that went on from it: no load brings more.
         """
         one, low, high = self._canonical[group], number * self._chunk, min((number + 1) * self._chunk, until)
-        needed = max(low, first_seen(one.kind, one.reach, high - 1)) if one.reach else low
+        needed = max(
+            low, first_seen(one.kind, one.reach, high - 1) // self._grains[group] * self._grains[group]
+        )
         looked = first_seen(one.kind, one.reach, found) if one.reach and found else 0
         since = low
         for part in self._parts[group]:

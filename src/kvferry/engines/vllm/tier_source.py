@@ -27,6 +27,7 @@ from kvferry.engines.vllm.prompts import Prompts
 from kvferry.engines.vllm.refusals import Refusals
 from kvferry.engines.vllm.source import Load
 from kvferry.geometry import Group
+from kvferry.geometry.canonical.length import content_grain
 from kvferry.planning.chunks import Stretch
 from kvferry.planning.select import first_seen
 from kvferry.tiers.host import Slot
@@ -84,6 +85,7 @@ class TierSource:
         cache: ChunkCache,
         prompts: Prompts,
         groups: tuple[Group, ...],
+        chunk_tokens: int,
         refusals: Refusals,
         timeout_seconds: float,
     ) -> None:
@@ -93,11 +95,13 @@ class TierSource:
             cache: of this engine.
             prompts: where requests are named.
             groups: the engine's, as a rank has them.
+            chunk_tokens: tokens of a chunk.
             refusals: where what is not served is said.
             timeout_seconds: of a load.
         """
         self.counts = TierLoads()
         self._cache, self._prompts, self._groups = cache, prompts, groups
+        self._grains = tuple(content_grain(one.kind, one.reach, chunk_tokens) for one in groups)
         self._refusals, self._timeout = refusals, timeout_seconds
         self._asked: dict[str, _Asked] = {}
         self._loading: dict[str, _Loading] = {}
@@ -150,6 +154,10 @@ class TierSource:
         tables = tuple(Stretch(0, tuple(ids)) for ids in load.tables)
         self._loading[load.key] = _Loading(load, fetch, tables)
         self._begins.append(LoadBegin(load.key, load.request_id, self._timeout))
+
+    def grains(self, load: Load) -> tuple[int, ...]:
+        """Of chunks, whoever wrote them."""
+        return self._grains
 
     def origin(self, load: Load) -> str:
         """The tier that has the chunk which the load waits for longest: the slowest of them."""

@@ -18,6 +18,7 @@ from kvferry.engines.vllm import compat
 from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.identity import namespace_of
 from kvferry.engines.vllm.meta import BlockIds, SchedulerMeta, WorkerMeta
+from kvferry.engines.vllm.part_blocks import PartBlocks
 from kvferry.engines.vllm.prompts import Prompts
 from kvferry.engines.vllm.refusals import Refusals
 from kvferry.engines.vllm.storing import Storing
@@ -65,6 +66,7 @@ class Tiering:
         vllm_config: Any,
         kv_cache_config: Any,
         ranks: Sequence[RankGeometry],
+        parts: PartBlocks,
         pool: Any,
         refusals: Refusals,
     ) -> None:
@@ -75,6 +77,7 @@ class Tiering:
             config: the other settings.
             vllm_config, kv_cache_config: vLLM's.
             ranks: geometry of all workers.
+            parts: blocks that loads fill in part.
             pool: the engine's block pool.
             refusals: where what is not served is said.
 
@@ -93,9 +96,22 @@ class Tiering:
         self._cache = ChunkCache(host, self._arena.bytes_at, canonical.groups, behind)
         self._prompts = Prompts(canonical)
         groups = ranks[0].groups
-        self.source = TierSource(self._cache, self._prompts, groups, refusals, config.load_timeout_seconds)
+        self.source = TierSource(
+            self._cache,
+            self._prompts,
+            groups,
+            canonical.chunk_tokens,
+            refusals,
+            config.load_timeout_seconds,
+        )
         self._storing = Storing(
-            self._cache, self._prompts, canonical, groups, pool, _snapshot_tokens(config, canonical)
+            self._cache,
+            self._prompts,
+            canonical,
+            groups,
+            parts,
+            pool,
+            _snapshot_tokens(config, canonical),
         )
         self._card: ArenaCard | None = ArenaCard(self._arena.name, tuple(ranks), canonical.chunk_tokens)
         self.counts = TierCounts(self._cache, self.source, self._storing)

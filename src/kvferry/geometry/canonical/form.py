@@ -24,7 +24,7 @@ from math import gcd, prod
 
 from kvferry.geometry.rank import GroupKind, group_label
 
-FORMAT = 1
+FORMAT = 2
 """Changes whenever the same bytes would mean something else."""
 
 ALIGNMENT = 4096

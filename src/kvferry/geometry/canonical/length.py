@@ -5,9 +5,13 @@ from __future__ import annotations
 from math import lcm
 
 from kvferry.errors import ConfigError
+from kvferry.geometry.rank import GroupKind
 
 CHUNK_TOKENS = 256
 """Of a chunk, where nothing else is set; less where snapshots would not lie at its end."""
+
+WINDOW_GRAIN = 128
+"""What blocks of windows usually divide, and windows themselves."""
 
 
 def chunk_length(asked: int | None, apart: int, block: int = 1) -> int:
@@ -28,6 +32,22 @@ def chunk_length(asked: int | None, apart: int, block: int = 1) -> int:
         return asked
     fits = [n for n in range(block, CHUNK_TOKENS + 1, block) if apart == 1 or apart % n == 0]
     return max(fits, default=block if apart == 1 else lcm(apart, block) if apart % block else block)
+
+
+def content_grain(kind: GroupKind, reach: int, chunk_tokens: int) -> int:
+    """Content of a chunk begins at the last multiple of so many tokens, at or before what its end looks at.
+
+    What a window has left behind its writer may have no more of: there are zeros before that.
+
+    >>> content_grain(GroupKind.SLIDING, 128, 256), content_grain(GroupKind.SLIDING, 1024, 256)
+    (128, 256)
+
+    Args:
+        kind, reach: of the group.
+        chunk_tokens: tokens of a chunk.
+    """
+    whole = not reach or (kind is GroupKind.SLIDING and reach >= chunk_tokens)
+    return chunk_tokens if whole else WINDOW_GRAIN
 
 
 def check_reach(chunk_tokens: int, apart: int, longest: int) -> None:
