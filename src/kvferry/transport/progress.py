@@ -12,6 +12,8 @@ import logging
 from types import FunctionType
 from typing import Any
 
+from kvferry.transport.verbs import load_first
+
 logger = logging.getLogger(__name__)
 
 WAIT_MICROSECONDS = 10_000
@@ -24,6 +26,7 @@ def sleeping_agent(name: str, backends: list[str], *, progress: bool) -> Any:
     Raises:
         ImportError: NIXL cannot be imported.
     """
+    load_first()
     from nixl import _api  # noqa: PLC0415 - heavy, and may be missing
 
     bindings = _api.nixlBind
