@@ -75,6 +75,7 @@ class ChunkCache:
     Attributes:
         counts: what it has done.
         writing: what every slow tier is owed, the fastest first.
+        events: how often something was done; no count has changed while this has not.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class ChunkCache:
             groups: what chunks hold.
             behind: slow tiers, the fastest first; taken over.
         """
-        self.counts = CacheCounts()
+        self.counts, self.events = CacheCounts(), 0
         self._host = host
         self._memory, self._groups = body, tuple(groups)
         self._files: dict[tuple[int, int], Group] = {}
@@ -131,6 +132,7 @@ class ChunkCache:
 
     def reserve(self, key: bytes, group: int) -> Slot | None:
         """Room for a chunk that ranks will fill; None if there is none, which is counted."""
+        self.events += 1
         return self._host.reserve(key, group)
 
     def filled(self, slot: Slot, tokens: int, failure: str | None) -> None:
@@ -141,6 +143,7 @@ class ChunkCache:
             tokens: that the chunk holds; 0 of a snapshot.
             failure: why they could not, None if they have.
         """
+        self.events += 1
         if failure is not None:
             self.counts.failed += 1
             self._host.abort(slot)
@@ -158,6 +161,7 @@ class ChunkCache:
             wants: in the order in which they are looked for.
             without: names of tiers that are not asked.
         """
+        self.events += 1
         fetch = Fetch(without=frozenset(without))
         for want in wants:
             slot = self._host.open(want.key)
@@ -193,18 +197,22 @@ class ChunkCache:
         """Hear what threads have done, and give them more to do; once per step."""
         for queue, writing in zip(self._queues, self.writing, strict=True):
             for done in queue.done():
+                self.events += 1
                 if isinstance(done, Read):
                     self._came(done.key, done.what)
                 else:
                     writing.wrote(done.key)
-        for fetch in self._fetches:
-            self._advance(fetch)
-        self._fetches = [fetch for fetch in self._fetches if not fetch.over]
+        if self._fetches:
+            self.events += 1
+            for fetch in self._fetches:
+                self._advance(fetch)
+            self._fetches = [fetch for fetch in self._fetches if not fetch.over]
         for writing in self.writing:
-            writing.pump()
+            self.events += writing.pump()
 
     def clear(self) -> None:
         """Forget what is in host memory, and what is owed of it; slow tiers keep what they have."""
+        self.events += 1
         self._host.clear()
         for writing in self.writing:
             writing.forget()

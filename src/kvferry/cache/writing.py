@@ -64,10 +64,12 @@ class Writing:
         """There is something to write, now or when the tier has room again; not of a tier that is stuck."""
         return bool(self._owed) and self._wanted and not self.behind.queue.stuck_for_writing
 
-    def pump(self) -> None:
-        """Give the tier as much as it takes."""
+    def pump(self) -> int:
+        """Give the tier as much as it takes; how many chunks are owed no more."""
+        before = len(self._owed)
         while self._owed and self._wanted and self.behind.queue.can_write:
             self._write_next()
+        return before - len(self._owed)
 
     def wrote(self, key: bytes) -> None:
         """The tier has taken a chunk, or has not: its memory is no longer needed for that."""

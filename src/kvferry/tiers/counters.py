@@ -41,7 +41,6 @@ class HostCounters:
         hits, hit_bytes: chunks opened for reading.
         misses: chunks asked for that were not, by reason.
         evicted, evicted_bytes: chunks that made room for others.
-        discarded: chunks thrown away because their bytes were doubted.
     """
 
     stored: int = 0
@@ -52,4 +51,3 @@ class HostCounters:
     misses: Counter[Miss] = field(default_factory=Counter)
     evicted: int = 0
     evicted_bytes: int = 0
-    discarded: int = 0

@@ -134,13 +134,6 @@ class HostTier:
         if self._book.close(slot):
             self._policy.unpin(slot.key)
 
-    def discard(self, key: bytes) -> None:
-        """Nobody finds this chunk again, since its bytes are doubted; nothing if it cannot be read anyway."""
-        if key in self._book.ready:
-            self._policy.remove(key)
-            self._book.evict(key)
-            self.counters.discarded += 1
-
     def clear(self) -> None:
         """Forget all chunks, and those being filled: what the keys named has changed."""
         self.counters.dropped[Drop.CLEARED] += self._book.clear()

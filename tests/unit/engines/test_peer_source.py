@@ -188,7 +188,7 @@ def test_a_peer_that_failed_is_struck_out_and_met_anew():
     engine.source.ended(load, Report("the lease was broken"))
     assert (engine.client.forgotten, engine.client.released) == ([ADDRESS], ["theirs"])
     assert engine.bidding.why(PEER) == "the lease was broken"
-    assert engine.source.stats.data["loads"] == {"failed": 1}
+    assert engine.source.take_stats().data["loads"] == {"failed": 1}
     assert engine.source.bid(one, 0) is None
 
 
@@ -197,7 +197,7 @@ def test_a_load_that_is_ready_is_counted_and_its_lease_released_once_it_is_settl
     one = engine.arrive(offered())
     load = engine.begin(one)
     engine.source.ended(load, Report(None))
-    assert (engine.source.stats.data["loads"], engine.client.released) == ({"ready": 1}, [])
+    assert (engine.source.take_stats().data["loads"], engine.client.released) == ({"ready": 1}, [])
     for _ in range(2):
         engine.source.settled("a")
     assert engine.client.released == ["theirs"]

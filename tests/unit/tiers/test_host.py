@@ -147,12 +147,6 @@ class Serving(RuleBasedStateMachine):
         self.over.append((slot, "read"))
         self.host.close(slot)
 
-    @rule(data=st.data())
-    def discard(self, data):
-        key = self.drawn_key(data)
-        self.host.discard(key)
-        self.expected.discarded += self.stored.pop(key, None) is not None
-
     @rule()
     def clear(self):
         self.host.clear()
@@ -238,15 +232,13 @@ def test_a_chunk_that_is_read_is_neither_evicted_nor_written_over():
     assert not host.contains(KEYS[:1])[0]
 
 
-def test_a_chunk_that_is_doubted_is_opened_no_more_and_its_slot_waits_for_all_readers():
+def test_a_chunk_that_is_forgotten_is_opened_no_more_and_its_slot_waits_for_all_readers():
     host = tier(pages=6, chunks=CHUNKS[:1])
-    for key in (KEYS[0], KEYS[1], KEYS[0]):
-        stored(host, key)
+    stored(host, KEYS[1])
+    stored(host, KEYS[0])
     first, second = host.open(KEYS[0]), host.open(KEYS[0])
-    host.discard(KEYS[0])
-    host.discard(KEYS[0])
+    host.clear()
     assert host.open(KEYS[0]) is None
-    assert host.counters.discarded == 1
     assert host.counters.misses == {Miss.ABSENT: 1}, "a larger capacity had not kept it"
     for slot in (first, second):
         assert host.reserve(KEYS[1], 0) is None

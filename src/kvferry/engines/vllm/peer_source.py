@@ -61,11 +61,7 @@ class _Pull:
 
 
 class PeerSource:
-    """See the module.
-
-    Attributes:
-        stats: of the loads that have ended; whoever takes them puts empty ones in their place.
-    """
+    """See the module."""
 
     def __init__(
         self,
@@ -88,7 +84,7 @@ class PeerSource:
             timeout_seconds: of a load.
             most_late_blocks: what late reads from a peer may hold before it is refused.
         """
-        self.stats = TransferStats()
+        self._stats = TransferStats()
         self._groups = tuple(groups)
         self._client, self._pins, self._log, self._refusals = client, pins, log, refusals
         self._timeout, self._most_late = timeout_seconds, most_late_blocks
@@ -172,7 +168,7 @@ class PeerSource:
 
     def ended(self, load: Load, report: Report) -> None:
         """Count a load; a peer that failed is struck out and met anew."""
-        self.stats.note(report, self._log.labels)
+        self._stats.note(report, self._log.labels)
         self._log.write(load.request_id, load.source, load.span, report, time.monotonic() - load.began)
         if report.failure is not None:
             self._client.forget(self._pulls[load.request_id].address)
@@ -191,6 +187,13 @@ class PeerSource:
         if not self._users[pull.lease]:
             del self._users[pull.lease]
             self._client.release(*pull.lease)
+
+    def take_stats(self) -> TransferStats | None:
+        """Of the loads that have ended since the last call; None if none has."""
+        if self._stats.is_empty():
+            return None
+        taken, self._stats = self._stats, TransferStats()
+        return taken
 
     def finished(self, request_id: str) -> None:
         """The request has ended."""

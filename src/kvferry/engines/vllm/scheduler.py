@@ -191,12 +191,12 @@ class SchedulerHalf:
 
     def take_stats(self) -> TransferStats | None:
         """What loads and tiers came to since the last call."""
-        taken = TransferStats()
-        if self._peers is not None:
-            taken, self._peers.stats = self._peers.stats, taken
-        if self._tiering is not None:
-            taken.data["tiers"] += self._tiering.counts.take()
-        return None if taken.is_empty() else taken
+        tiers = self._tiering.counts.take() if self._tiering is not None else []
+        taken = self._peers.take_stats() if self._peers is not None else None
+        if tiers:
+            taken = taken or TransferStats()
+            taken.data["tiers"] += tiers
+        return taken
 
     def shutdown(self) -> None:
         """End all threads."""
