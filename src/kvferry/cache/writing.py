@@ -66,7 +66,8 @@ class Writing:
 
     def pump(self) -> int:
         """Give the tier as much as it takes; how many chunks are owed no more."""
-        before = len(self._owed)
+        if not (before := len(self._owed)):
+            return 0
         while self._owed and self._wanted and self.behind.queue.can_write:
             self._write_next()
         return before - len(self._owed)

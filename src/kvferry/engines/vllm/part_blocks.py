@@ -50,6 +50,8 @@ class PartBlocks:
 
     def evict(self) -> bool:
         """Take those that the engine has cached since the last call out of its cache; whether any were."""
+        if not self._not_cached_yet:
+            return False
         cached = {
             block
             for blocks in self._not_cached_yet.values()

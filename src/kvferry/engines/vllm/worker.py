@@ -140,6 +140,8 @@ class WorkerHalf:
     def results(self) -> compat.KVConnectorTransferResults:
         """What has come to an end, for the engine; details go to the scheduler half with `take_meta`."""
         self._hear()
+        if not (self._orders or self._sent):
+            return compat.KVConnectorTransferResults(set(), set(), set())
         settled = self._loads.settle()
         received, failed = set(), set()
         for key, failure in settled.reported.items():
@@ -171,8 +173,10 @@ class WorkerHalf:
 
     def take_meta(self) -> WorkerMeta | None:
         """What the scheduler half is to know of this step."""
+        if not self._meta:
+            return None
         meta, self._meta = self._meta, WorkerMeta()
-        return meta or None
+        return meta
 
     def shutdown(self) -> None:
         """End all threads."""
