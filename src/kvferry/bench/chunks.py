@@ -64,6 +64,8 @@ class Ranks:
         self._canonical = canonical_of([self.source.geometry], CHUNK_TOKENS)
         self.chunk_bytes = self._canonical.groups[0].chunk_bytes
         self.arena = Arena.create(chunks * self.chunk_bytes)
+        if self.arena.collapsing is not None:
+            self.arena.collapsing.wait()
         self.span = held.span
         self.tables = tuple(Stretch(0, tuple(table.tolist())) for table in held.tables)
 

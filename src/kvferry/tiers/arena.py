@@ -7,7 +7,8 @@ It is a memfd: a file of shared memory that has no name in any file system. Noth
 ``/dev/shm``, so a crash can leave nothing there, and the size of ``/dev/shm`` (64 MiB in many containers)
 does not bound it; the kernel frees it when the last process that maps it is gone, however it went. It is
 sealed against shrinking, so that no process can make another's access fail, and all of it is taken at once:
-memory that cannot be had is an error at start, not a killed engine later.
+memory that cannot be had is an error at start, not a killed engine later. While it is used already, it is
+copied to large pages.
 
 Attaching opens ``/proc/<pid>/fd/<fd>`` of the owner: same machine, same user, same process namespace. The
 file is believed by its token, so another process that got the number does not pass for the owner.
@@ -30,7 +31,7 @@ import numpy.typing as npt
 from kvferry.errors import ConfigError, TransferError
 from kvferry.geometry import Region
 from kvferry.memory.copy import Slots
-from kvferry.memory.pages import ask_large_pages
+from kvferry.memory.pages import Collapsing, map_shared
 from kvferry.memory.space import Space
 
 _POPULATE_WRITE = 23
@@ -61,17 +62,18 @@ class Arena:
         name: what others attach by.
         memory: uint8 of shape (size,), shared. Zero at first. Must not be used after `close`.
         region: the same, by this process's addresses.
+        collapsing: of the owner: large pages for all who attach.
     """
 
     def __init__(self, fd: int, name: ArenaName) -> None:
         """Map it; owns `fd` from here on. Use `create` or `attach`."""
         self._fd = fd
         self.name = name
-        self._map = mmap.mmap(fd, name.size, mmap.MAP_SHARED)
-        self.memory: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+        self._map, self._skip = map_shared(fd, name.size)
+        self.memory: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8, name.size, self._skip)
         self.region = Region(self.memory.ctypes.data, name.size, "DRAM", 0)
         self._space = Space([self.region])
-        ask_large_pages(self.region, touched=False)
+        self.collapsing: Collapsing | None = None
 
     @classmethod
     def create(cls, size: int) -> Arena:
@@ -93,6 +95,7 @@ class Arena:
             os.close(fd)
             raise ConfigError(_too_large(size, str(error))) from error
         arena._populate()
+        arena.collapsing = Collapsing(arena.region)
         return arena
 
     @classmethod
@@ -128,7 +131,7 @@ class Arena:
 
     def bytes_at(self, offset: int, size: int) -> memoryview:
         """`size` bytes from `offset` on, writable, nothing is copied."""
-        return memoryview(self._map)[offset : offset + size]
+        return memoryview(self._map)[self._skip + offset : self._skip + offset + size]
 
     def close(self) -> None:
         """Give up this view; with the owner's, nobody can attach any more. Idempotent.
@@ -137,6 +140,8 @@ class Arena:
         """
         if self._fd < 0:
             return
+        if self.collapsing is not None:
+            self.collapsing.stop()
         os.close(self._fd)
         self._fd = -1
         del self.memory, self._space
@@ -152,7 +157,7 @@ class Arena:
         size = self.name.size
         try:
             for at in range(0, size, _STEP_BYTES):  # other threads of this process get their turn
-                self._map.madvise(_POPULATE_WRITE, at, min(_STEP_BYTES, size - at))
+                self._map.madvise(_POPULATE_WRITE, self._skip + at, min(_STEP_BYTES, size - at))
         except OSError as error:
             if error.errno == errno.EINVAL:
                 return

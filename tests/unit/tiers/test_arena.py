@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 
 from kvferry.errors import ConfigError, TransferError
 from kvferry.geometry import Region
+from kvferry.memory import pages
 from kvferry.memory.copy import Loops
 from kvferry.memory.space import Space
 from kvferry.planning.nest import Nest
@@ -181,3 +183,36 @@ def test_what_is_gathered_into_slots_lies_in_the_chunks():
         assert found == [bytes(blocks[at : at + 32].numpy()) for at in (256, 64)]
         assert np.count_nonzero(arena.memory) == sum(np.count_nonzero(list(piece)) for piece in found)
         del loops
+
+
+def large_bytes():
+    """Shared memory of this process that lies in large pages."""
+    lines = Path("/proc/self/smaps").read_text(encoding="ascii").splitlines()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("ShmemPmdMapped"))
+
+
+def kernel_copies_to_large_pages():
+    version = tuple(int(part) for part in os.uname().release.split(".")[:2])
+    setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    return version >= (6, 2) and setting.exists() and "[deny]" not in setting.read_text()
+
+
+@pytest.mark.skipif(not kernel_copies_to_large_pages(), reason="this kernel has no large pages for this")
+def test_the_memory_is_copied_to_large_pages_for_all_who_attach():
+    before = large_bytes()
+    with arena_of(64 << 20) as arena:
+        arena.memory[:] = 7
+        arena.collapsing.wait()
+        assert large_bytes() - before == 64 << 20
+        attached = Arena.attach(arena.name)
+        assert (attached.memory == 7).all()
+        assert large_bytes() - before == 128 << 20
+        attached.close()
+
+
+def test_closing_does_not_wait_for_all_of_the_copy(monkeypatch):
+    steps = []
+    monkeypatch.setattr(pages, "_advise", lambda *step: steps.append(step) or time.sleep(0.01) or 0)
+    with arena_of(1 << 30):
+        pass
+    assert len(steps) < (1 << 30) // pages._STEP_BYTES
