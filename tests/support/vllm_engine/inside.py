@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from typing import Any
 
 from kvferry.planning.select import Span
@@ -99,11 +100,28 @@ def about(engine: Any) -> dict[str, Any]:
 
 
 def generate(
-    engine: Any, prompts: list[list[int]], params: list[dict[str, Any] | None] | None = None, tokens: int = 8
+    engine: Any,
+    prompts: list[list[int]],
+    params: list[dict[str, Any] | None] | None = None,
+    tokens: int = 8,
+    salt: str | None = None,
+    adapter: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Greedy continuations with logprobs, all prompts at once."""
-    from vllm import SamplingParams
+    """Greedy continuations with logprobs, all prompts at once.
 
+    Args:
+        engine: vLLM's LLM.
+        prompts: token ids.
+        params: ``kv_transfer_params`` of each.
+        tokens: of each continuation.
+        salt: of the engine's prefix cache.
+        adapter: folder of a LoRA adapter.
+    """
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    lora = LoRARequest(adapter, 1 + zlib.crc32(adapter.encode()) % 1000, adapter) if adapter else None
+    salted = {"cache_salt": salt} if salt else {}
     params = params or [None] * len(prompts)
     sampling = [
         SamplingParams(
@@ -115,7 +133,8 @@ def generate(
         )
         for p in params
     ]
-    outputs = engine.generate([{"prompt_token_ids": list(p)} for p in prompts], sampling, use_tqdm=False)
+    texts = [{"prompt_token_ids": list(p), **salted} for p in prompts]
+    outputs = engine.generate(texts, sampling, use_tqdm=False, lora_request=lora)
     outputs = outputs[: len(prompts)]  # what `add` added has higher numbers
     return [
         {

@@ -28,6 +28,7 @@ class Tiered:
         options: dict[str, Any] | None = None,
         settings: dict[str, Any] | None = None,
         tiers: list[dict[str, Any]] | None = None,
+        model: Path | None = None,
     ) -> None:
         """Start it, and wait until it is up.
 
@@ -39,6 +40,7 @@ class Tiered:
             options: of the engine, on top of the family's own.
             settings: of the connector, besides its tiers.
             tiers: in place of host memory and `directory`.
+            model: another checkpoint of the family.
         """
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self.log = directory, log
@@ -50,7 +52,7 @@ class Tiered:
         self.engine = Engine(
             log,
             {"VLLM_LOGGING_LEVEL": "INFO"},
-            model=str(tiny_checkpoint(family, checkpoints)),
+            model=str(model or tiny_checkpoint(family, checkpoints)),
             kv_transfer_config=connector(tiers=tiers, **(settings or {})),
             **own,
         )
@@ -60,14 +62,19 @@ class Tiered:
             self.engine.close()
             raise
 
-    def say(self, text: list[int], tokens: int = 8) -> dict[str, Any]:
+    def say(self, text: list[int], tokens: int = 8, **how: Any) -> dict[str, Any]:
         """The engine's answer; everything that follows from it is stored when this returns.
+
+        Args:
+            text: token ids.
+            tokens: of the answer.
+            how: salt and adapter, as of `inside.generate`.
 
         Returns:
             As of `inside.generate`, with ``hit``: tokens that came from the tiers, per admission.
         """
         self.engine.call("bids")
-        (answer,) = self.engine.call("generate", [text], tokens=tokens)
+        (answer,) = self.engine.call("generate", [text], tokens=tokens, **how)
         self.settle()
         answer["hit"] = self.engine.call("bids")
         return answer

@@ -98,10 +98,10 @@ def adapter(folder, rank=8, weight=1.0):
     """A LoRA adapter on disk."""
     from safetensors.numpy import save_file
 
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     save_file({"a": np.full(4, weight, np.float32)}, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps({"r": rank}))
-    return SimpleNamespace(lora_name="a", lora_path=str(folder))
+    return SimpleNamespace(lora_name="a", lora_path=str(folder), load_inplace=False)
 
 
 def test_an_adapter_is_named_by_its_weights_and_what_scales_them(tmp_path):
@@ -117,8 +117,24 @@ def test_an_adapter_is_named_by_its_weights_and_what_scales_them(tmp_path):
 
 def test_an_adapter_that_is_not_on_this_disk_has_no_chunks_which_is_said_once(tmp_path, caplog):
     prompts = Prompts(CANONICAL)
-    away = SimpleNamespace(lora_name="away", lora_path="some/hub-name")
+    away = SimpleNamespace(lora_name="away", lora_path="some/hub-name", load_inplace=False)
     assert key(tokens(lora_request=away), prompts) is None
     assert key(tokens(lora_request=away), prompts) is None
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "LoRA away" in caplog.text
+
+
+def test_an_adapter_whose_files_have_changed_has_no_chunks(tmp_path):
+    prompts, one = Prompts(CANONICAL), adapter(tmp_path)
+    first = key(tokens(lora_request=one), prompts)
+    assert key(tokens(lora_request=one), prompts) == first
+    adapter(tmp_path, weight=3.0)
+    assert key(tokens(lora_request=one), prompts) is None
+    assert key(tokens(lora_request=one)) not in (None, first), "another engine reads it for the first time"
+
+
+def test_an_adapter_that_is_loaded_in_place_has_no_chunks(tmp_path):
+    one = adapter(tmp_path)
+    assert key(tokens(lora_request=one)) is not None
+    one.load_inplace = True
+    assert key(tokens(lora_request=one)) is None

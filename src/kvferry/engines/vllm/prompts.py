@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import secrets
-from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 from kvferry.cache.prompt_chunks import PromptChunks
-from kvferry.cache.weights import weights_of
-from kvferry.errors import ConfigError, Unnameable
+from kvferry.engines.vllm.adapters import Adapters
+from kvferry.errors import Unnameable
 from kvferry.geometry.canonical import Canonical
 from kvferry.keys.chunk import ChunkKeys, Item
 
@@ -23,7 +21,7 @@ class Prompts:
     def __init__(self, canonical: Canonical) -> None:
         self._canonical = canonical
         self._known: dict[str, PromptChunks] = {}
-        self._adapters: dict[str, str | None] = {}
+        self._adapters = Adapters()
         self._epoch = ""
 
     def add(self, request: Any) -> PromptChunks | None:
@@ -70,29 +68,6 @@ class Prompts:
             self._canonical.chunk_tokens,
             list(request.all_token_ids),
             items=items,
-            lora=self._adapter(request.lora_request),
+            lora=self._adapters.name(request.lora_request),
             salt=f"{self._epoch}{request.cache_salt or ''}",
         )
-
-    def _adapter(self, lora: Any) -> str:
-        """What an adapter is, empty without one."""
-        if lora is None:
-            return ""
-        path = str(lora.lora_path)
-        if path not in self._adapters:
-            self._adapters[path] = _digest_of_adapter(lora.lora_name, Path(path))
-        digest = self._adapters[path]
-        if digest is None:
-            raise Unnameable(f"the weights of LoRA {lora.lora_name} are not on this machine's disk")
-        return digest
-
-
-def _digest_of_adapter(name: str, folder: Path) -> str | None:
-    """Weights and configuration, which scales them; None if they are not on this machine's disk."""
-    try:
-        weights = weights_of(folder)
-        config = (folder / "adapter_config.json").read_bytes()
-    except (ConfigError, OSError) as error:
-        logger.warning("LoRA %s: %s; its requests are not cached", name, error)
-        return None
-    return weights and f"{weights} {blake2b(config, digest_size=16).hexdigest()}"

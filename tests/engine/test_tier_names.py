@@ -1,0 +1,114 @@
+"""What is kept is found under the same model, weights, element type, adapter and tenant, and no other."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from safetensors.torch import load_file, save_file as save_tensors
+
+from kvferry.serving.tiny import tiny_checkpoint
+from support.vllm_engine.inside import distance
+from support.vllm_engine.pair import prompt
+from support.vllm_engine.tiered import Tiered
+
+pytestmark = pytest.mark.engine
+TEXT = prompt(300, 41)
+LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+
+
+class Fleet:
+    """Engines one after the other, on one directory and of one model by its path."""
+
+    def __init__(self, checkpoints: Path, folder: Path) -> None:
+        self.folder, self.model = folder, folder / "model"
+        self._checkpoints = checkpoints
+        shutil.copytree(tiny_checkpoint("qwen3", checkpoints), self.model)
+        self.engine: Tiered | None = None
+        self._count = 0
+
+    def start(self, **options: Any) -> Tiered:
+        self.close()
+        self._count += 1
+        log = self.folder / f"{self._count}.log"
+        directory = self.folder / "chunks"
+        self.engine = Tiered("qwen3", self._checkpoints, directory, log, options, model=self.model)
+        return self.engine
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+
+    def adapter(self, name: str, seed: int) -> str:
+        """A LoRA adapter of random weights that change the answer."""
+        config = json.loads((self.model / "config.json").read_text())
+        draw, size, layers = np.random.default_rng(seed), config["hidden_size"], config["num_hidden_layers"]
+        out = config["num_attention_heads"] * config["head_dim"]
+        weights = {}
+        for layer in range(layers):
+            at = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+            weights[f"{at}.lora_A.weight"] = draw.normal(size=(8, size)).astype(np.float32)
+            weights[f"{at}.lora_B.weight"] = draw.normal(size=(out, 8)).astype(np.float32)
+        folder = self.folder / name
+        folder.mkdir(exist_ok=True)
+        save_file(weights, folder / "adapter_model.safetensors")
+        settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"]}
+        (folder / "adapter_config.json").write_text(json.dumps(settings))
+        return str(folder)
+
+
+@pytest.fixture(scope="module")
+def fleet(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    fleet = Fleet(checkpoints, tmp_path_factory.mktemp("names"))
+    yield fleet
+    fleet.close()
+
+
+def test_tenants_and_adapters_find_their_own_and_no_others(fleet: Fleet) -> None:
+    engine = fleet.start(**LORA)
+    hows = (
+        {},
+        {"salt": "one tenant"},
+        {"salt": "another"},
+        {"adapter": fleet.adapter("first", 1)},
+        {"adapter": fleet.adapter("second", 2)},
+    )
+    answers = [engine.say(TEXT, **how) for how in hows]
+    assert [answer["hit"] for answer in answers] == [[0]] * len(hows)
+    assert distance(answers[3], answers[0]) > 1e-4, "the adapter changes nothing: the test shows nothing"
+    assert distance(answers[3], answers[4]) > 1e-4
+    engine.forget(host=True)
+    again = [engine.say(TEXT, **how) for how in hows]
+    assert [answer["hit"] for answer in again] == [[len(TEXT)]] * len(hows)
+    for answer, before in zip(again, answers, strict=True):
+        assert distance(answer, before) < 1e-4
+
+
+def test_an_adapter_that_has_changed_in_its_folder_finds_nothing(fleet: Fleet) -> None:
+    folder = fleet.adapter("first", 3)
+    engine = fleet.start(**LORA)
+    assert engine.say(TEXT, adapter=folder)["hit"] == [0]
+    assert engine.say(TEXT)["hit"] == [len(TEXT)], "without it all is as before"
+
+
+def test_other_weights_under_the_same_path_find_nothing(fleet: Fleet) -> None:
+    (file,) = fleet.model.glob("*.safetensors")
+    weights = load_file(file)
+    name = next(name for name in weights if name.endswith("layers.0.self_attn.v_proj.weight"))
+    weights[name][0, 0] += 1
+    save_tensors(weights, file, metadata={"format": "pt"})
+    engine = fleet.start()
+    assert engine.say(TEXT)["hit"] == [0]
+    engine.forget(host=True)
+    assert engine.say(TEXT)["hit"] == [len(TEXT)]
+
+
+def test_another_element_type_finds_nothing(fleet: Fleet) -> None:
+    assert fleet.start(dtype="bfloat16").say(TEXT)["hit"] == [0]
