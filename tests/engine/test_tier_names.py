@@ -91,6 +91,7 @@ def test_tenants_and_adapters_find_their_own_and_no_others(fleet: Fleet) -> None
         assert distance(answer, before) < 1e-4
 
 
+@pytest.mark.family
 def test_an_adapter_that_has_changed_in_its_folder_finds_nothing(fleet: Fleet) -> None:
     folder = fleet.adapter("first", 3)
     engine = fleet.start(**LORA)
@@ -98,6 +99,7 @@ def test_an_adapter_that_has_changed_in_its_folder_finds_nothing(fleet: Fleet) -
     assert engine.say(TEXT)["hit"] == [len(TEXT)], "without it all is as before"
 
 
+@pytest.mark.family
 def test_other_weights_under_the_same_path_find_nothing(fleet: Fleet) -> None:
     (file,) = fleet.model.glob("*.safetensors")
     weights = load_file(file)
@@ -110,5 +112,6 @@ def test_other_weights_under_the_same_path_find_nothing(fleet: Fleet) -> None:
     assert engine.say(TEXT)["hit"] == [len(TEXT)]
 
 
+@pytest.mark.family
 def test_another_element_type_finds_nothing(fleet: Fleet) -> None:
     assert fleet.start(dtype="bfloat16").say(TEXT)["hit"] == [0]
