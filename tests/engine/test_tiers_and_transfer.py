@@ -4,57 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from support.vllm_engine.both import Both, loads
 from support.vllm_engine.inside import distance
-from support.vllm_engine.pair import Pair, Setup, connector, prompt
-from support.vllm_engine.process import Engine
+from support.vllm_engine.pair import prompt
 
 OWN, SHARED = "a directory each", "one directory"
 
 pytestmark = [pytest.mark.engine, pytest.mark.parametrize("both", [OWN, SHARED], indirect=True)]
-
-
-def settings(path: Path) -> dict[str, Any]:
-    path.mkdir(exist_ok=True)
-    tiers = [
-        {"type": "host", "capacity": "64MiB"},
-        {"type": "file", "path": str(path), "capacity": "256MiB"},
-    ]
-    return {"kv_transfer_config": connector(transfer=True, chunk_tokens=64, tiers=tiers)}
-
-
-class Both(Pair):
-    """A pair that settles its tiers before it forgets."""
-
-    def __init__(self, folders: tuple[Path, Path], folder: Path, checkpoints: Path) -> None:
-        prefill, decode = (settings(path) for path in folders)
-        options = {"max_num_batched_tokens": 256, "block_size": 64}
-        setup = Setup("gemma3", options=options, exact=True, prefill_options=prefill, decode_options=decode)
-        super().__init__(setup, folder, checkpoints)
-        self.shared = folders[0] == folders[1]
-        self.free = [engine.call("free_blocks") for engine in self.engines]
-
-    @property
-    def engines(self) -> tuple[Engine, Engine]:
-        return self.prefill, self.decode
-
-    def forget(self, *, host: bool = False) -> None:
-        for engine in self.engines:
-            engine.call("settle_tiers")
-            if host:
-                engine.call("forget_host_memory")
-        super().forget()
-
-    def nothing_held(self) -> None:
-        self.forget()
-        for engine, free in zip(self.engines, self.free, strict=True):
-            assert engine.call("held") == {}
-            assert engine.call("free_blocks") == free
-            counters = engine.call("counters")
-            assert (counters["leases"], counters["pins"], counters["pulls"]) == (0, 0, 0)
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +29,6 @@ def both(
     pair = Both((folder / "one", second), folder, checkpoints)
     yield pair
     pair.close()
-
-
-def loads(engine: Engine) -> list[int]:
-    """Tokens that were to be loaded, per admission since the last call."""
-    return [tokens for _, _, tokens in engine.call("admitted")]
 
 
 def test_what_a_peer_gave_is_stored_and_served_without_it(both: Both) -> None:

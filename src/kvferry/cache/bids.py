@@ -1,7 +1,7 @@
-"""Which source is asked, and which no longer is: strike out and bid again.
+"""What sources offer a request, and which are not asked any more: strike out and bid again.
 
 A source that failed a request is struck out for that request; the request is admitted anew and the best
-bid that is left is taken, recompute at the latest. Attempts are capped, so that admission ends.
+bid that is left is taken (`policies`), recompute at the latest. Attempts are capped, so that admission ends.
 
     (new) ─take─▶ LOADING ─succeeded─▶ SERVED (─preempted─▶ take)
                      └─failed─▶ (source struck out) ─take─▶ … until no bid or no attempt is left: recompute
@@ -9,8 +9,21 @@ bid that is left is taken, recompute at the latest. Attempts are capped, so that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What of a bid comes from one place.
+
+    Attributes:
+        place: ``peer``, or the name of a tier.
+        tokens: how many.
+    """
+
+    place: str
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +32,27 @@ class Bid:
 
     Attributes:
         source: its name.
-        tokens: tokens beyond what is at hand locally; more is better.
-        looking: it cannot say yet; `tokens` is then the most it may come to.
+        parts: where the tokens come from that it has beyond what is at hand locally.
+        looking: it cannot say yet; the parts are then the most it may come to.
     """
 
     source: str
-    tokens: int
+    parts: tuple[Part, ...]
     looking: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Of all parts."""
+        return sum(part.tokens for part in self.parts)
+
+    @property
+    def places(self) -> frozenset[str]:
+        """Of all parts."""
+        return frozenset(part.place for part in self.parts)
+
+    def like(self, other: Bid | None) -> bool:
+        """Whether both come from the same places of the same source, however much."""
+        return other is not None and (self.source, self.places) == (other.source, other.places)
 
 
 class Bidding:
@@ -35,12 +62,11 @@ class Bidding:
         self._left = attempts
         self._struck: dict[str, str] = {}
 
-    def best(self, bids: Sequence[Bid]) -> Bid | None:
-        """The bid to take: most tokens, first among equals; None means compute."""
-        open_bids = [bid for bid in bids if bid.tokens > 0 and bid.source not in self._struck]
-        if not open_bids or self._left <= 0:
-            return None
-        return max(open_bids, key=lambda bid: bid.tokens)
+    def open(self, bids: Iterable[Bid]) -> list[Bid]:
+        """Bids that may be taken."""
+        if self._left <= 0:
+            return []
+        return [bid for bid in bids if bid.tokens > 0 and bid.source not in self._struck]
 
     def take(self) -> int:
         """An attempt is spent; returns its number, counting down from the cap."""

@@ -130,6 +130,27 @@ class ChunkCache:
             coming &= ~np.fromiter(map(hung.__contains__, keys), np.bool_, len(keys))
         return self._host.contains(keys) | coming
 
+    @property
+    def tiers(self) -> list[str]:
+        """Names of the slow tiers, the fastest first."""
+        return [queue.name for queue in self._queues]
+
+    def places(self, keys: Sequence[bytes], without: Iterable[str] = ()) -> npt.NDArray[np.int64]:
+        """Where chunks would come from: int64 of shape (len(keys),), 0 for host memory, n for the n-th tier.
+
+        Args:
+            keys: of chunks that are at hand.
+            without: names of tiers that are not asked.
+        """
+        found = np.zeros(len(keys), np.int64)
+        left = ~self._host.contains(keys)
+        for number, queue in enumerate(self._queues, 1):
+            if queue.name not in without and left.any():
+                here = left & queue.known(keys)
+                found[here] = number
+                left &= ~here
+        return found
+
     def reserve(self, key: bytes, group: int) -> Slot | None:
         """Room for a chunk that ranks will fill; None if there is none, which is counted."""
         self.events += 1

@@ -52,6 +52,11 @@ def config(
     snapshot_tokens: Annotated[
         int | None, typer.Option(help="Distance at which windows and snapshots are kept.")
     ] = None,
+    policy: Annotated[str | None, typer.Option(help="Which source serves: weight, cost or first.")] = None,
+    load_weight: Annotated[float | None, typer.Option(help="Weight of what peers offer.")] = None,
+    patience_seconds: Annotated[
+        float | None, typer.Option(help="How long a request waits for a source that is looking.")
+    ] = None,
 ) -> None:
     """Print the JSON for vLLM's --kv-transfer-config, in one line.
 
@@ -79,5 +84,8 @@ def config(
         "transfer": transfer,
         "chunk_tokens": chunk_tokens,
         "snapshot_tokens": snapshot_tokens,
+        "policy": policy,
+        "load_weight": load_weight,
+        "patience_seconds": patience_seconds,
     }
     print(kv_transfer_json(kv_transfer_config(role, settings)))

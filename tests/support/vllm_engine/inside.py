@@ -20,6 +20,7 @@ from support.vllm_engine.tiers_inside import (  # noqa: F401 - called by name
     held,
     reset_all,
     slow_copies,
+    slow_files,
     stuck,
     tier_stats,
 )

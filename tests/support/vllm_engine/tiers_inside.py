@@ -67,6 +67,18 @@ def slow_copies(engine: Any, seconds: float) -> None:
     mover._do = slower if seconds else inner.__get__(mover)
 
 
+def slow_files(engine: Any, seconds: float) -> None:
+    """Let every fetch from a slow tier take so much longer."""
+    for queue in half(engine)._tiering._cache._queues:
+        inner = queue.tier.get
+
+        def slower(*args: Any, inner: Any = inner) -> Any:
+            time.sleep(seconds)
+            return inner(*args)
+
+        queue.tier.get = slower
+
+
 def hang(engine: Any, name: str) -> None:
     """Let the file tiers' `name` ("get", "put" or "refresh") hang until `go_on`."""
     engine.gate, engine.hanging = threading.Event(), Counter()

@@ -7,8 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.cache.bids import Bid
+from kvferry.cache.bids import Bid, Part
 from kvferry.cache.pins import Pins
+from kvferry.cache.policies import Choice, First, Weight
+from kvferry.cache.speeds import Speeds
+from kvferry.engines.vllm import admission
 from kvferry.engines.vllm.admission import Admission
 from kvferry.engines.vllm.meta import Report, SchedulerMeta, WorkerMeta
 from kvferry.engines.vllm.part_blocks import PartBlocks
@@ -18,6 +21,10 @@ from support.block_pool import BlockPool, request
 
 BLOCK, PROMPT = 4, 40
 GROUPS = Group(GroupKind.FULL, BLOCK, 0, ()), Group(GroupKind.SLIDING, BLOCK, 6, ())
+
+
+def offer(name, tokens, looking=False):
+    return Bid(name, (Part(name, tokens),), looking)
 
 
 @dataclass
@@ -36,8 +43,8 @@ class Stand:
         self.bidding = bidding
         return self.serves
 
-    def bid(self, request, have):
-        return Bid(self.name, self.total - have, self.looking) if self.total > have else None
+    def bids(self, request, have):
+        return [offer(self.name, self.total - have, self.looking)] if self.total > have else []
 
     def begin(self, load, request):
         self.load = load
@@ -68,7 +75,7 @@ class Stand:
 
 
 class Engine:
-    def __init__(self, *sources, workers=2, attempts=2):
+    def __init__(self, *sources, workers=2, attempts=2, policy=None, patience=10.0):
         group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))
         self.pool, self.workers = BlockPool(60), workers
         self.parts = PartBlocks(GROUPS, self.pool)
@@ -81,6 +88,7 @@ class Engine:
             workers,
             attempts,
             sources,
+            Choice(policy or Weight({}), Speeds(), patience),
         )
         self.held = {}
 
@@ -145,6 +153,64 @@ def test_a_source_that_might_bring_most_is_waited_for_while_it_looks():
     looking.total = 0
     assert engine.admit(one) == 8
     assert ready.heard == [("begin", 0, 8)]
+
+
+def test_a_source_that_looks_for_too_long_is_waited_for_no_more(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(admission.time, "monotonic", lambda: now[0])
+    ready, looking = Stand("ready", 8), Stand("looking", 16, looking=True)
+    engine = Engine(ready, looking, patience=5.0)
+    one = engine.arrive()
+    assert engine.admit(one) is None
+    now[0] += 4.9
+    assert engine.admit(one) is None
+    now[0] += 0.2
+    assert engine.admit(one) == 8
+    ready.total = 0
+    other = engine.arrive("b")
+    assert engine.admit(other) is None, "everyone has patience of their own"
+    now[0] += 5.0
+    assert engine.admit(other) == 0, "it is computed"
+
+
+def test_weights_decide_which_source_serves():
+    far, near = Stand("far", 24), Stand("near", 16)
+    engine = Engine(far, near, policy=Weight({"near": 2.0}))
+    assert engine.admit(engine.arrive()) == 16
+    assert near.heard == [("begin", 0, 16)]
+
+
+def test_the_first_source_serves_where_the_first_is_to():
+    engine = Engine(Stand("few", 8), Stand("many", 24), policy=First())
+    assert engine.admit(engine.arrive()) == 8
+
+
+def test_a_request_that_waits_for_room_is_not_sent_to_and_fro():
+    one, other = Stand("one", 20), Stand("other", 19)
+    engine = Engine(one, other)
+    waiting = engine.arrive()
+    assert engine.admission.matched(waiting, 0) == 20
+    one.total, other.total = 19, 20
+    assert engine.admission.matched(waiting, 0) == 19
+    other.total = 32
+    assert engine.admission.matched(waiting, 0) == 32
+
+
+@pytest.mark.parametrize(
+    ("reports", "late", "known"),
+    [((None, None), False, True), (("slow", "slow"), True, True), (("torn", "torn"), False, False)],
+    ids=["whole", "late", "failed"],
+)
+def test_a_load_tells_how_fast_its_place_is(monkeypatch, reports, late, known):
+    now = [100.0]
+    monkeypatch.setattr(admission.time, "monotonic", lambda: now[0])
+    source = Stand("one", 24)
+    engine = Engine(source)
+    engine.admit(engine.arrive())
+    now[0] += 2.0
+    engine.report(source.load, *reports, late=late)
+    seconds = engine.admission._choice.speeds.load_seconds("one", 48)
+    assert seconds == pytest.approx(4.0 if known else 0.0)
 
 
 def test_nothing_to_load_settles_with_all_sources():

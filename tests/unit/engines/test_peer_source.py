@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.cache.bids import Bid, Bidding
+from kvferry.cache.bids import Bid, Bidding, Part
 from kvferry.cache.pins import Pins
 from kvferry.engines.vllm import peer_source
 from kvferry.engines.vllm.meta import Report, SchedulerMeta
@@ -82,9 +82,9 @@ class Engine:
         return one
 
     def begin(self, one, have=0):
-        bid = self.source.bid(one, have)
+        (bid,) = self.source.bids(one, have)
         name = one.request_id
-        load = Load(f"{name}#1", name, bid.source, Span(have, have + bid.tokens, 41), ([4, 5, 6],), 0.0)
+        load = Load(f"{name}#1", name, bid, Span(have, have + bid.tokens, 41), ([4, 5, 6],), 0.0)
         self.source.begin(load, one)
         return load
 
@@ -101,10 +101,10 @@ def test_an_offer_is_held_from_arrival_and_bid_once_its_peer_is_known():
     engine = Engine(Looking())
     one = engine.arrive(offered())
     assert engine.client.held == ["theirs"]
-    assert engine.source.bid(one, 8) == Bid(PEER, 32, looking=True)
+    assert engine.source.bids(one, 8) == (Bid(PEER, (Part("peer", 32),), looking=True),)
     engine.client.answer = KNOWN
-    assert engine.source.bid(one, 8) == Bid(PEER, 32)
-    assert engine.source.bid(one, 40) is None
+    assert engine.source.bids(one, 8) == (Bid(PEER, (Part("peer", 32),)),)
+    assert not engine.source.bids(one, 40)
     assert engine.client.released == []
 
 
@@ -135,7 +135,7 @@ def test_a_load_is_ordered_with_the_peer_met_before():
 def test_an_offer_of_another_prompt_is_struck_out_and_released(changes, says):
     engine = Engine()
     one = engine.arrive(offered(**changes))
-    assert (engine.source.bid(one, 0), engine.client.released) == (None, ["theirs"])
+    assert (engine.source.bids(one, 0), engine.client.released) == ((), ["theirs"])
     (reason,) = engine.refused()
     assert reason.startswith(says)
 
@@ -151,10 +151,10 @@ def test_an_offer_of_another_prompt_is_struck_out_and_released(changes, says):
 def test_a_peer_that_cannot_be_used_is_struck_out_and_released(answer, says):
     engine = Engine(answer)
     one = engine.arrive(offered())
-    assert engine.source.bid(one, 0) is None
+    assert not engine.source.bids(one, 0)
     assert (engine.refused(), engine.client.released) == ([says], ["theirs"])
     engine.client.answer = KNOWN
-    assert engine.source.bid(one, 0) is None, "its lease has been released"
+    assert not engine.source.bids(one, 0), "its lease has been released"
     engine.source.settled("a")
     engine.source.finished("a")
     assert (engine.client.released, len(engine.source)) == (["theirs"], 0)
@@ -175,7 +175,7 @@ def test_a_peer_whose_late_reads_hold_too_much_is_refused():
     one = engine.arrive(offered())
     engine.pins.hold("old", PEER, [1, 2, 3])
     engine.pins.late("old")
-    assert engine.source.bid(one, 0) is None
+    assert not engine.source.bids(one, 0)
     assert engine.refused() == [
         "reads past their deadline still hold 3 blocks, at most 2 may be (late_blocks)"
     ]
@@ -189,7 +189,7 @@ def test_a_peer_that_failed_is_struck_out_and_met_anew():
     assert (engine.client.forgotten, engine.client.released) == ([ADDRESS], ["theirs"])
     assert engine.bidding.why(PEER) == "the lease was broken"
     assert engine.source.take_stats().data["loads"] == {"failed": 1}
-    assert engine.source.bid(one, 0) is None
+    assert not engine.source.bids(one, 0)
 
 
 def test_a_load_that_is_ready_is_counted_and_its_lease_released_once_it_is_settled():
@@ -201,7 +201,7 @@ def test_a_load_that_is_ready_is_counted_and_its_lease_released_once_it_is_settl
     for _ in range(2):
         engine.source.settled("a")
     assert engine.client.released == ["theirs"]
-    assert engine.source.bid(one, 0) is None, "preempted, it has no lease any more"
+    assert not engine.source.bids(one, 0), "preempted, it has no lease any more"
 
 
 def test_samples_that_share_a_prompt_release_it_once_with_the_last():

@@ -66,13 +66,14 @@ class Engine:
             self.cache.filled(self.cache.reserve(self.keys[number], 0), tokens, None)
 
     def bid(self, have=0):
-        return self.source.bid(self.one, have)
+        bids = self.source.bids(self.one, have)
+        return bids[0] if bids else None
 
     def begin(self, have=0):
         bid = self.bid(have)
         self.loads += 1
         span = Span(have, have + bid.tokens, PROMPT)
-        load = Load(f"a#{self.loads}", "a", NAME, span, (list(range(1, 8)),), 0.0)
+        load = Load(f"a#{self.loads}", "a", bid, span, (list(range(1, 8)),), 0.0)
         self.source.begin(load, self.one)
         return load
 
@@ -108,11 +109,11 @@ def test_the_longest_prefix_is_offered_beyond_what_is_here():
     engine = Engine()
     assert engine.bid() is None
     engine.store(0, 1, 3)
-    assert engine.bid() == Bid(NAME, 16)
-    assert engine.bid(have=12) == Bid(NAME, 4)
+    assert engine.bid().tokens == 16
+    assert engine.bid(have=12).tokens == 4
     assert engine.bid(have=16) is None
     engine.store(2)
-    assert engine.bid() == Bid(NAME, PROMPT)
+    assert engine.bid().tokens == PROMPT
 
 
 def test_a_load_from_host_memory_is_one_part_and_an_end_and_closes_its_slots_when_all_ranks_have_it():
@@ -163,7 +164,7 @@ def test_a_load_that_lacks_a_chunk_ends_with_a_failure_and_what_is_left_is_offer
     assert ends(orders) == [("a#1", "a chunk of the file tier: absent")]
     engine.source.ended(load, Report("a chunk of the file tier: absent"))
     assert engine.step().ends == []
-    assert engine.bid() == Bid(NAME, 16), "the tier is not to blame"
+    assert engine.bid().tokens == 16, "the tier is not to blame"
     engine.answer(1, Get.HIT)
     engine.moved(orders.parts[0])
     engine.step()
@@ -184,9 +185,9 @@ def test_a_tier_that_cannot_read_is_not_asked_again_for_this_request():
     for tier, number in ((engine.queues[0].tier, 1), (engine.queues[1].tier, 1)):
         tier.kept[engine.keys[number]] = bytes(SIZE)
     engine.queues[0].tier.seen.add(engine.keys[1])
-    assert engine.bid() == Bid(NAME, 8)
+    assert engine.bid().tokens == 8
     engine.queues[1].tier.seen.add(engine.keys[1])
-    assert engine.bid() == Bid(NAME, 16)
+    assert engine.bid().tokens == 16
     second = engine.begin()
     assert engine.source.origin(second) == "object"
 
@@ -199,10 +200,10 @@ def test_a_load_past_its_deadline_is_ended_once_and_the_tier_that_it_waits_for_n
     engine.source.ended(load, LATE)
     assert ends(engine.step()) == [("a#1", "its deadline passed")]
     assert ends(engine.step()) == []
-    assert engine.bid() == Bid(NAME, 8)
+    assert engine.bid().tokens == 8
     engine.answer(1, Get.HIT)
     assert not engine.step(), "it comes, and nobody is given it"
-    assert engine.bid() == Bid(NAME, 16), "it is in host memory now"
+    assert engine.bid().tokens == 16, "it is in host memory now"
     engine.moved(part)
     assert engine.holds() == 0
     assert engine.source.counts.loads == {"expired": 1}
@@ -216,7 +217,7 @@ def test_a_load_that_is_late_only_since_ranks_are_slow_strikes_no_tier():
     (part,) = engine.step().parts
     engine.source.ended(load, LATE)
     engine.cache.clear()
-    assert engine.bid() == Bid(NAME, 16)
+    assert engine.bid().tokens == 16
     assert ends(engine.step()) == []
     engine.moved(part)
     assert engine.holds() == 0
@@ -272,7 +273,7 @@ def test_a_load_whose_request_has_lost_its_names_fails_rather_than_bringing_noth
     engine.store(0)
     engine.bid()
     engine.prompts.remove("a")
-    load = Load("a#1", "a", NAME, Span(0, 8, PROMPT), ([1, 2],), 0.0)
+    load = Load("a#1", "a", Bid(NAME, ()), Span(0, 8, PROMPT), ([1, 2],), 0.0)
     engine.source.begin(load, engine.one)
     assert ends(engine.step()) == [("a#1", "its chunks have no names any more")]
 
@@ -292,7 +293,7 @@ def test_only_so_many_loads_are_under_way_at_once(monkeypatch):
     assert engine.source.counts.declined == 1
     engine.answer(0, Get.HIT)
     engine.step()
-    assert engine.bid() == Bid(NAME, 8)
+    assert engine.bid().tokens == 8
 
 
 @pytest.mark.parametrize("more", [{"prompt_embeds": object()}, {"prompt_token_ids": None}])
@@ -309,5 +310,36 @@ def test_content_of_chunks_begins_where_their_writers_count_on_it():
     engine = Engine()
     groups = [Group(GroupKind.SLIDING, 4, reach, ()) for reach in (CHUNK, CHUNK - 1)]
     source = TierSource(engine.cache, engine.prompts, (*RANKS[0].groups, *groups), CHUNK, Refusals(), 30.0)
-    load = Load("a#1", "a", NAME, Span(0, CHUNK, PROMPT), ([], [], []), 0.0)
+    load = Load("a#1", "a", Bid(NAME, ()), Span(0, CHUNK, PROMPT), ([], [], []), 0.0)
     assert source.grains(load) == (CHUNK, CHUNK, WINDOW_GRAIN)
+
+
+def parts(bids):
+    assert all(bid.source == NAME for bid in bids)
+    return [{part.place: part.tokens for part in bid.parts} for bid in bids]
+
+
+def test_a_bid_says_where_its_tokens_come_from():
+    engine = Engine([0, 1, 2], [0, 1, 2, 3])
+    assert parts(engine.source.bids(engine.one, 0)) == [{"file": 24, "object": 4}]
+    engine.store(0)
+    assert parts(engine.source.bids(engine.one, 0)) == [{"host": 8, "file": 16, "object": 4}]
+    assert parts(engine.source.bids(engine.one, 12)) == [{"file": 12, "object": 4}]
+    assert parts(engine.source.bids(engine.one, 24)) == [{"object": 4}]
+
+
+def test_bids_with_fewer_tiers_are_made_where_they_are_asked_for():
+    engine = Engine([0, 1], [0, 1, 2, 3])
+    engine.source = TierSource(
+        engine.cache, engine.prompts, RANKS[0].groups, CHUNK, Refusals(), 30.0, apart=True
+    )
+    engine.source.arrived(engine.one, engine.bidding)
+    assert parts(engine.source.bids(engine.one, 0)) == [{"file": 16, "object": 12}, {"file": 16}]
+    engine.store(0)
+    assert parts(engine.source.bids(engine.one, 0)) == [
+        {"host": 8, "file": 8, "object": 12},
+        {"host": 8, "file": 8},
+        {"host": 8},
+    ]
+    engine.store(1, 2, 3)
+    assert parts(engine.source.bids(engine.one, 0)) == [{"host": 28}], "slower tiers bring nothing"

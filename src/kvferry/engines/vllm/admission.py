@@ -25,6 +25,7 @@ from typing import Any
 
 from kvferry.cache.bids import Bid, Bidding
 from kvferry.cache.pins import Pins
+from kvferry.cache.policies import Choice
 from kvferry.engines.vllm import compat
 from kvferry.engines.vllm.meta import BlockIds, Report, SchedulerMeta, WorkerMeta
 from kvferry.engines.vllm.part_blocks import PartBlocks
@@ -51,6 +52,7 @@ class _Wish:
         taken: the offer that the engine was last made: of whom, and how many tokens it had.
         load: under way.
         failed: the last one did.
+        waits_since: when a bid of a source that was looking was first waited for.
     """
 
     bidding: Bidding
@@ -59,6 +61,7 @@ class _Wish:
     taken: tuple[Source, Bid, int] | None = None
     load: Load | None = None
     failed: bool = False
+    waits_since: float | None = None
 
 
 class Admission:
@@ -78,6 +81,7 @@ class Admission:
         workers: int,
         attempts: int,
         sources: Sequence[Source],
+        choice: Choice,
     ) -> None:
         """Begin.
 
@@ -90,11 +94,12 @@ class Admission:
             workers: how many report a load.
             attempts: loads of a request.
             sources: asked in this order; the first of equal bids is taken.
+            choice: between what they offer.
         """
         self.pins = pins
         self._groups, self._kinds = kv_cache_config.kv_cache_groups, kinds
         self._parts, self._pool, self._workers, self._attempts = parts, pool, workers, attempts
-        self._sources = tuple(sources)
+        self._sources, self._choice = tuple(sources), choice
         self._wishes: dict[str, _Wish] = {}
         self._loads: dict[str, tuple[Source, Load]] = {}
         self._count = 0
@@ -143,7 +148,7 @@ class Admission:
         wish.load = Load(
             f"{request.request_id}#{self._count}",
             request.request_id,
-            bid.source,
+            bid,
             span,
             self._tables(blocks.get_block_ids(), span),
             time.monotonic(),
@@ -201,19 +206,28 @@ class Admission:
         whole = load.whole()
         wish.state, wish.load = _State.FAILED, None
         source.ended(load, whole)
+        if whole.failure is None or whole.late:  # late, it takes at least so long
+            self._choice.speeds.loaded(load.bid.parts, time.monotonic() - load.began)
         if whole.failure is None:
             wish.bidding.succeeded()
             self._settle(load.request_id, wish)
 
     def _best(self, wish: _Wish, request: Any, have: int) -> int | None:
-        """Tokens of the best bid, which is taken; None while it is not known."""
-        bids = [(source, bid) for source in wish.sources if (bid := source.bid(request, have)) is not None]
-        best = wish.bidding.best([bid for _, bid in bids])
+        """Tokens of the best bid, which is taken; None while it is waited for."""
+        offers = [(source, bid) for source in wish.sources for bid in source.bids(request, have)]
+        now, since = time.monotonic(), wish.waits_since
+        best = self._choice.of(
+            wish.bidding.open(bid for _, bid in offers),
+            request.num_tokens - have,
+            waited=0.0 if since is None else now - since,
+            before=None if wish.taken is None else wish.taken[1],
+        )
         if best is None:
             return 0
         if best.looking:
+            wish.waits_since = now if since is None else since
             return None
-        wish.taken = next((source, bid, have) for source, bid in bids if bid is best)
+        wish.taken = next((source, bid, have) for source, bid in offers if bid is best)
         return best.tokens
 
     def _settle(self, request_id: str, wish: _Wish) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvferry.engines.vllm.tier_config import read_tiers
+from kvferry.engines.vllm.tier_config import check_weight, read_tiers
 from kvferry.errors import ConfigError
 
 _EVERYWHERE = ("0.0.0.0", "::", "*")  # noqa: S104 - names what is refused
@@ -54,6 +54,9 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         chunk_tokens: tokens of a chunk; by default 256, or less so that snapshots of recurrent state end one.
         snapshot_tokens: distance of positions at which windows and snapshots of recurrent state are kept, a
             multiple of `chunk_tokens`; by default wherever a chunk ends.
+        policy: which of several sources serves a request, see `cache.policies`.
+        load_weight: of what peers offer, for ``policy`` ``weight``; those of tiers are in `tiers`.
+        patience_seconds: how long a request waits for a source that cannot say yet what it has.
     """
 
     host: str = "127.0.0.1"
@@ -77,6 +80,9 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer: bool | None = None
     chunk_tokens: int | None = None
     snapshot_tokens: int | None = None
+    policy: Literal["weight", "cost", "first"] = "weight"
+    load_weight: float = 1.0
+    patience_seconds: float = 10.0
 
     @property
     def transfers(self) -> bool:
@@ -115,13 +121,14 @@ _RANGES = {
 
 
 def _check_ranges(config: ConnectorConfig) -> None:
-    for name in ("lease_seconds", "load_timeout_seconds", "handshake_seconds"):
+    for name in ("lease_seconds", "load_timeout_seconds", "handshake_seconds", "patience_seconds"):
         if not 0 < getattr(config, name) < 86_400:
             raise ConfigError(f"{name} is {getattr(config, name)}, it must be above 0 and below a day")
     for name, (low, high) in _RANGES.items():
         value = getattr(config, name)
         if value is not None and not low <= value <= high:
             raise ConfigError(f"{name} is {value}, it must be {low} to {high}")
+    check_weight("load_weight", config.load_weight)
     if not 0 < config.late_blocks <= 1:
         raise ConfigError(f"late_blocks is {config.late_blocks}, it must be above 0 and at most 1")
     if config.host in _EVERYWHERE and not config.advertise_host:

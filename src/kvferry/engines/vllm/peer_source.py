@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
-from kvferry.cache.bids import Bid, Bidding
+from kvferry.cache.bids import Bid, Bidding, Part
 from kvferry.cache.pins import Pins
 from kvferry.engines.vllm.meta import LoadOrder, Report, SchedulerMeta
 from kvferry.engines.vllm.offer import Offer, not_of_peer, not_of_prompt, read_offer
@@ -25,6 +25,9 @@ from kvferry.errors import ProtocolError
 from kvferry.geometry import Group
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.handshake import Address, Known, Looking, NotUsable
+
+PEER = "peer"
+"""The place that tokens come from, whichever peer it is."""
 
 UNUSED_SECONDS = 600.0
 """When workers forget a peer that nothing is read from: it may be gone. Meeting it again is cheap."""
@@ -115,19 +118,20 @@ class PeerSource:
             self._strike(request.request_id, mismatch)
         return True
 
-    def bid(self, request: Any, have: int) -> Bid | None:
+    def bids(self, request: Any, have: int) -> Sequence[Bid]:
         """The offered tokens, once the peer is known; looking until then."""
         pull = self._pulls[request.request_id]
         tokens = pull.offer.remote_num_tokens - have
         if pull.settled or tokens <= 0:
-            return None
+            return ()
+        parts = (Part(PEER, tokens),)
         answer = self._client.look_up(pull.address, pull.incarnation)
         if isinstance(answer, Looking):
-            return Bid(pull.peer, tokens, looking=True)
+            return (Bid(pull.peer, parts, looking=True),)
         if refusal := self._refusal(pull, answer):
             self._strike(request.request_id, refusal)
-            return None
-        return Bid(pull.peer, tokens)
+            return ()
+        return (Bid(pull.peer, parts),)
 
     def begin(self, load: Load, request: Any) -> None:
         """Order the load from all workers, and let them know the peer before."""
@@ -164,7 +168,7 @@ class PeerSource:
 
     def origin(self, load: Load) -> str:
         """A peer."""
-        return "peer"
+        return PEER
 
     def ended(self, load: Load, report: Report) -> None:
         """Count a load; a peer that failed is struck out and met anew."""

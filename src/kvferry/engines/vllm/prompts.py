@@ -9,6 +9,7 @@ from typing import Any
 from kvferry.cache.prompt_chunks import PromptChunks
 from kvferry.engines.vllm.adapters import Adapters
 from kvferry.errors import Unnameable
+from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import Canonical
 from kvferry.keys.chunk import ChunkKeys, Item
 
@@ -23,6 +24,13 @@ class Prompts:
         self._known: dict[str, PromptChunks] = {}
         self._adapters = Adapters()
         self._epoch = ""
+
+    @property
+    def widest(self) -> int:
+        """Number of the group that needs most chunks of a prefix: attention to all tokens, or the longest."""
+        groups = self._canonical.groups
+        kinds = [(one.kind is not GroupKind.STATE, not one.reach, one.reach) for one in groups]
+        return kinds.index(max(kinds))
 
     def add(self, request: Any) -> PromptChunks | None:
         """The chunks of a new request, None if they have no certain names."""

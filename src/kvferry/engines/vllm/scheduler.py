@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from kvferry.cache.pins import Pins
+from kvferry.cache.policies import Choice, Cost, First, Policy, Weight
+from kvferry.cache.speeds import Speeds
 from kvferry.engines.vllm import compat
 from kvferry.engines.vllm.admission import Admission
 from kvferry.engines.vllm.config import ConnectorConfig
@@ -12,7 +15,7 @@ from kvferry.engines.vllm.geometry import kind_of
 from kvferry.engines.vllm.identity import facts_of
 from kvferry.engines.vllm.meta import BlockIds, SchedulerMeta, WorkerCard, WorkerMeta
 from kvferry.engines.vllm.part_blocks import PartBlocks
-from kvferry.engines.vllm.peer_source import PeerSource
+from kvferry.engines.vllm.peer_source import PEER, PeerSource
 from kvferry.engines.vllm.producer import Producer
 from kvferry.engines.vllm.refusals import Refusals
 from kvferry.engines.vllm.source import Source
@@ -29,6 +32,9 @@ from kvferry.transport.control_server import Card, ControlServer
 from kvferry.transport.lease import new_incarnation
 from kvferry.transport.messages import RankCard
 
+_PREFILL_TOKENS = 128
+"""Tokens of a step from which on its time tells how fast prompts are computed."""
+
 
 class SchedulerHalf:
     """Producer, admission and tiers of one engine, and its two ends of the control channel."""
@@ -43,6 +49,8 @@ class SchedulerHalf:
         self._incarnation = new_incarnation()
         self._producer = Producer(vllm_config, kv_cache_config, config, self._kinds, self._incarnation)
         self._refusals = Refusals()
+        self._speeds = Speeds()
+        self._last_step = 0.0, 0
         self._pool: Any = None
         self._server: ControlServer | None = None
         self._client: ControlClient | None = None
@@ -88,7 +96,17 @@ class SchedulerHalf:
             len(cards),
             self._config.attempts,
             sources,
+            Choice(self._policy(), self._speeds, self._config.patience_seconds),
         )
+
+    def _policy(self) -> Policy:
+        """How sources are chosen."""
+        if self._config.policy == "first":
+            return First()
+        if self._config.policy == "cost":
+            return Cost(self._speeds)
+        tiers = self._tiering.weights if self._tiering is not None else {}
+        return Weight({PEER: self._config.load_weight, **tiers})
 
     def _meet_peers(self, ranks: tuple[RankCard, ...], pins: Pins[Any]) -> PeerSource:
         """Both ends of the control channel, and what comes over it."""
@@ -163,6 +181,7 @@ class SchedulerHalf:
 
     def build_meta(self, scheduler_output: Any) -> SchedulerMeta:
         """What the workers are to do in the coming step."""
+        self._time_steps(scheduler_output)
         meta = SchedulerMeta(self._engine_id)
         if self._admission is None:
             return meta
@@ -174,6 +193,13 @@ class SchedulerHalf:
         if self._config.host_buffer:
             self._save_completed(scheduler_output, meta)
         return meta
+
+    def _time_steps(self, scheduled: Any) -> None:
+        """See how fast prompts are computed: by the time to the next step of a request that goes on."""
+        now, (began, tokens) = time.monotonic(), self._last_step
+        if tokens >= _PREFILL_TOKENS and scheduled.scheduled_cached_reqs.req_ids:
+            self._speeds.computed(tokens, now - began)
+        self._last_step = now, scheduled.total_num_scheduled_tokens
 
     def take_output(self, output: Any) -> None:
         """What the workers did in the last step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ class Load:
     Attributes:
         key: names it, among all of this engine.
         request_id: vLLM's.
-        source: name of the bid that was taken.
+        bid: that was taken.
         span: how much of the prompt.
         tables: our block ids by position per group; of a state group the one block for the snapshot.
         began: seconds of the monotonic clock.
@@ -27,12 +28,17 @@ class Load:
 
     key: str
     request_id: str
-    source: str
+    bid: Bid
     span: Span
     tables: BlockIds
     began: float
     reports: list[Report] = field(default_factory=list)
     reported: int = 0
+
+    @property
+    def source(self) -> str:
+        """Name of the source whose bid was taken."""
+        return self.bid.source
 
     def hear(self, report: Report, workers: int) -> int:
         """So many more workers report the load, as one; how many have by now."""
@@ -51,8 +57,8 @@ class Source(Protocol):
     def arrived(self, request: Any, bidding: Bidding) -> bool:
         """A request has come in: whether this source might serve it. `bidding` is the request's."""
 
-    def bid(self, request: Any, have: int) -> Bid | None:
-        """What it offers beyond the `have` tokens that are here; None for nothing. May be asked again."""
+    def bids(self, request: Any, have: int) -> Sequence[Bid]:
+        """What it offers beyond the `have` tokens that are here, in one way or more. May be asked again."""
 
     def begin(self, load: Load, request: Any) -> None:
         """Its bid was taken: order the load."""

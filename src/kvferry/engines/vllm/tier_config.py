@@ -20,10 +20,12 @@ class HostSettings(msgspec.Struct, frozen=True, tag="host", forbid_unknown_field
     Attributes:
         capacity: bytes, or a text such as ``4GiB``; by default a tenth of the memory that is available.
         policy: which chunk leaves when there is no more room.
+        load_weight: of what comes from here, where sources are chosen by weight.
     """
 
     capacity: int | str | None = None
     policy: Literal["lru", "arc", "s3fifo"] = "lru"
+    load_weight: float = 1.0
 
 
 class FileSettings(msgspec.Struct, frozen=True, tag="file", forbid_unknown_fields=True):
@@ -35,12 +37,14 @@ class FileSettings(msgspec.Struct, frozen=True, tag="file", forbid_unknown_field
             to before, or a tenth of the free space.
         durable: flush every chunk to the disk before it counts as stored.
         write: ``through``, as soon as a chunk is stored, or ``back``, when host memory fills up.
+        load_weight: as of host memory.
     """
 
     path: str | None = None
     capacity: int | str | None = None
     durable: bool = False
     write: Write = "through"
+    load_weight: float = 1.0
 
 
 class ObjectSettings(msgspec.Struct, frozen=True, tag="object", forbid_unknown_fields=True):
@@ -50,13 +54,14 @@ class ObjectSettings(msgspec.Struct, frozen=True, tag="object", forbid_unknown_f
         url: such as ``s3://bucket/prefix``.
         options: of the store, by the names that obstore gives them; credentials come from the environment.
         timeout_seconds: of one chunk, stored or fetched.
-        write: as of a file tier.
+        write, load_weight: as of a file tier.
     """
 
     url: str
     options: dict[str, str] = {}
     timeout_seconds: float = 20.0
     write: Write = "through"
+    load_weight: float = 1.0
 
 
 TierSettings: TypeAlias = HostSettings | FileSettings | ObjectSettings
@@ -128,7 +133,8 @@ def _checked(tiers: Sequence[TierSettings]) -> Tiers:
         raise ConfigError("tiers names host memory twice; give it once, with the capacity of both")
     if hosts and tiers[0] is not hosts[0]:
         raise ConfigError("tiers: host memory comes first, since every chunk passes it")
-    for one in tiers:
+    for number, one in enumerate(tiers):
+        check_weight(f"tiers[{number}]: load_weight", one.load_weight)
         capacity = None if isinstance(one, ObjectSettings) else one.capacity
         if capacity is not None and parse_size(capacity) <= 0:
             raise ConfigError(f"tiers: a capacity of {capacity!r}; it must be above 0")
@@ -137,3 +143,13 @@ def _checked(tiers: Sequence[TierSettings]) -> Tiers:
                 f"tiers: timeout_seconds is {one.timeout_seconds}, it must be above 0 and below an hour"
             )
     return Tiers(hosts[0] if hosts else HostSettings(Tiers.STAGING), slow)
+
+
+def check_weight(name: str, weight: float) -> None:
+    """See that a weight is one.
+
+    Raises:
+        ConfigError: it is below 0, or so large that nothing else would ever be taken.
+    """
+    if not 0 <= weight <= 1e6:  # a NaN is neither
+        raise ConfigError(f"{name} is {weight}, it must be 0 to 1000000")

@@ -13,15 +13,19 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
-from kvferry.cache.bids import Bid, Bidding
-from kvferry.cache.chunk_cache import ChunkCache
+import numpy as np
+
+from kvferry.cache.bids import Bid, Bidding, Part
+from kvferry.cache.chunk_cache import HOST, ChunkCache
 from kvferry.cache.fetch import Fetch
 from kvferry.cache.orders import LoadBegin, LoadEnd, LoadPart, MovedByAll, Piece
-from kvferry.cache.prompt_chunks import Found
+from kvferry.cache.prompt_chunks import Found, PromptChunks
 from kvferry.engines.vllm.meta import Report, SchedulerMeta
 from kvferry.engines.vllm.prompts import Prompts
 from kvferry.engines.vllm.refusals import Refusals
@@ -88,6 +92,8 @@ class TierSource:
         chunk_tokens: int,
         refusals: Refusals,
         timeout_seconds: float,
+        *,
+        apart: bool = False,
     ) -> None:
         """Begin.
 
@@ -98,11 +104,13 @@ class TierSource:
             chunk_tokens: tokens of a chunk.
             refusals: where what is not served is said.
             timeout_seconds: of a load.
+            apart: offer what fewer of the slow tiers have as well.
         """
         self.counts = TierLoads()
         self._cache, self._prompts, self._groups = cache, prompts, groups
         self._grains = tuple(content_grain(one.kind, one.reach, chunk_tokens) for one in groups)
-        self._refusals, self._timeout = refusals, timeout_seconds
+        self._refusals, self._timeout, self._apart = refusals, timeout_seconds, apart
+        self._widest = prompts.widest
         self._asked: dict[str, _Asked] = {}
         self._loading: dict[str, _Loading] = {}
         self._begins: list[LoadBegin] = []
@@ -122,26 +130,30 @@ class TierSource:
         self._asked[request.request_id] = _Asked(bidding)
         return True
 
-    def bid(self, request: Any, have: int) -> Bid | None:
-        """The longest prefix that all groups can continue from."""
+    def bids(self, request: Any, have: int) -> Sequence[Bid]:
+        """The longest prefix that all groups can continue from; if set so, also that of fewer slow tiers."""
         chunks = self._prompts.get(request)
         if chunks is None:
-            return None
-        asked = self._asked[request.request_id]
-        found = chunks.look_up(
-            request.num_tokens,
-            have,
-            lambda keys: self._cache.at_hand(keys, asked.without),
-            in_full=self._keeps_windows(request.num_tokens),
-        )
-        tokens = found.coverage.tokens - have
-        if tokens <= 0:
-            return None
-        if len(self._loading) >= MOST_LOADS:
+            return ()
+        asked, bids = self._asked[request.request_id], list[Bid]()
+        for without in self._choices(asked.without):
+            found = chunks.look_up(
+                request.num_tokens,
+                have,
+                partial(self._cache.at_hand, without=without),
+                in_full=self._keeps_windows(request.num_tokens),
+            )
+            tokens = found.coverage.tokens - have
+            if tokens <= 0:
+                break
+            if bids and bids[-1].tokens == tokens:
+                continue  # the tiers that are left out now would bring nothing
+            asked.found = asked.found if bids else found
+            bids.append(Bid(NAME, self._parts(chunks, have, tokens, without)))
+        if bids and len(self._loading) >= MOST_LOADS:
             self.counts.declined += 1
-            return None
-        asked.found = found
-        return Bid(NAME, tokens)
+            return ()
+        return bids
 
     def begin(self, load: Load, request: Any) -> None:
         """Fetch what the load takes; parts follow as it arrives."""
@@ -212,6 +224,27 @@ class TierSource:
         """What loads under way bring was kept before, and is not to be used any more."""
         for loading in list(self._loading.values()):
             self._end(loading, "the cache was reset")
+
+    def _choices(self, without: set[str]) -> Iterator[set[str]]:
+        """Tiers that are not asked: those that must not be, then the slowest besides, then the next, ..."""
+        yield without
+        if self._apart:
+            tiers = [name for name in self._cache.tiers if name not in without]
+            for count in range(len(tiers) - 1, -1, -1):
+                yield without.union(tiers[count:])
+
+    def _parts(self, chunks: PromptChunks, have: int, tokens: int, without: set[str]) -> tuple[Part, ...]:
+        """Where a prefix comes from, by the chunks of the group that needs most of them."""
+        size, end = chunks.keys.chunk_tokens, have + tokens
+        first, last = have // size, end // size
+        keys = [chunks.key(self._widest, number) for number in range(first, last)]
+        if end % size:
+            keys.append(chunks.tail(self._widest, end))
+        cuts = np.arange(first, first + len(keys) + 1) * size
+        lengths = np.diff(cuts.clip(have, end))
+        sums = np.bincount(self._cache.places(keys, without), lengths)
+        names = (HOST, *self._cache.tiers)
+        return tuple(Part(names[at], int(sums[at])) for at in np.flatnonzero(sums))
 
     def _keeps_windows(self, tokens: int) -> bool:
         """Whether the engine, given all tokens of a prompt, still has what its last token sees.

@@ -9,7 +9,7 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
-from kvferry.cache.chunk_cache import ChunkCache
+from kvferry.cache.chunk_cache import HOST, ChunkCache
 from kvferry.cache.chunk_routes import check_storable
 from kvferry.cache.orders import ArenaCard, MovedByAll
 from kvferry.cache.tier_queue import TierQueue
@@ -56,6 +56,7 @@ class Tiering:
 
     Attributes:
         source: what bids for requests.
+        weights: of what comes from each tier, by its name.
         counts: what was done.
     """
 
@@ -92,7 +93,9 @@ class Tiering:
             [group.chunk_bytes for group in canonical.groups],
             POLICIES[tiers.host.policy],
         )
-        behind = _open_all(tiers.slow, vllm_config, canonical)
+        opened = _open_all(tiers.slow, vllm_config, canonical)
+        behind = [one for one, _ in opened]
+        self.weights = {HOST: tiers.host.load_weight, **{one.queue.name: weight for one, weight in opened}}
         self._cache = ChunkCache(host, self._arena.bytes_at, canonical.groups, behind)
         self._prompts = Prompts(canonical)
         groups = ranks[0].groups
@@ -103,6 +106,7 @@ class Tiering:
             canonical.chunk_tokens,
             refusals,
             config.load_timeout_seconds,
+            apart=config.policy == "cost",
         )
         self._storing = Storing(
             self._cache,
@@ -231,17 +235,20 @@ def _host_bytes(tiers: Tiers) -> int:
     return available_bytes() // _DEFAULT_SHARE if given is None else parse_size(given)
 
 
-def _open_all(tiers: Iterable[SlowSettings], vllm_config: Any, canonical: Canonical) -> list[Behind]:
-    """The slow tiers that can be used; of others it is said why, and the engine goes on without."""
-    found: list[Behind] = []
+def _open_all(
+    tiers: Iterable[SlowSettings], vllm_config: Any, canonical: Canonical
+) -> list[tuple[Behind, float]]:
+    """The slow tiers that can be used, with their weights; of others it is said why."""
+    found: list[tuple[Behind, float]] = []
     namespace = None
     for settings in tiers:
         try:
             namespace = namespace or namespace_of(vllm_config, canonical)
             tier = _open(settings, namespace)
-            alike = sum(one.queue.tier.name == tier.name for one in found)
+            alike = sum(one.queue.tier.name == tier.name for one, _ in found)
             name = f"{tier.name}{ALIKE}{alike + 1}" if alike else tier.name
-            found.append(Behind(TierQueue(tier, name=name), settings.write == "back"))
+            behind = Behind(TierQueue(tier, name=name), settings.write == "back")
+            found.append((behind, settings.load_weight))
         except (ConfigError, Unnameable) as error:
             logger.error("%s; this engine serves on without that tier", error)  # noqa: TRY400 - said in full
     return found
