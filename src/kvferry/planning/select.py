@@ -76,6 +76,17 @@ def needed(kind: GroupKind, reach: int, span: Span) -> tuple[int, int]:
     return min(low, span.total), span.total
 
 
+def unseen_from(kind: GroupKind, reach: int, end: int) -> int:
+    """Position of the first token that sees nothing before `end`, of a window or of chunked attention.
+
+    >>> unseen_from(GroupKind.SLIDING, 24, 64), unseen_from(GroupKind.CHUNKED, 32, 48)
+    (87, 64)
+    """
+    if kind is GroupKind.CHUNKED:
+        return -(-end // reach) * reach
+    return end + reach - 1
+
+
 def part_block(kind: GroupKind, reach: int, block_tokens: int, span: Span, grain: int) -> int | None:
     """Position of the destination block of which the beginning is not loaded; None if there is none.
 

@@ -505,7 +505,38 @@ def test_blocks_of_another_request_are_not_those_that_were_given_back():
     engine.allocate(one, 0)
     assert part.block_id not in engine.parts.without("a", tables)[1]
     assert engine.parts.without("b", tables) == tables
+    elsewhere = tables[0], [*tables[1][5:], *tables[1][:5]]
+    assert engine.parts.without("a", elsewhere) == elsewhere, "given back, and given out to it again"
     engine.parts.forget("a")
     assert engine.parts.without("a", tables) == tables
     cached([part])
     assert not engine.parts.evict()
+
+
+def test_blocks_that_a_failed_load_gave_back_are_nobodys_parts():
+    source = Stand("one", 24, grain=2)
+    engine = Engine(source)
+    one = engine.arrive()
+    engine.admit(one)
+    _, window = engine.held["a"]
+    engine.report(source.load, "torn", "torn")
+    engine.free(one)
+    cached(window)  # somebody else's, whole
+    assert not engine.parts.evict()
+
+
+def test_blocks_that_a_preempted_request_gave_back_are_nobodys_parts():
+    source = Stand("one", 24, grain=2)
+    engine = Engine(source)
+    one = engine.arrive()
+    engine.admit(one)
+    engine.report(source.load, None, None)
+    _, window = engine.held["a"]
+    tables = tuple([block.block_id for block in table] for table in engine.held["a"])
+    engine.free(one)
+    one.num_preemptions += 1
+    cached(window)
+    assert not engine.parts.evict()
+    source.total = 0
+    assert engine.admit(one) == 0
+    assert engine.parts.without("a", tables) == tables, "they are computed anew"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvferry.cache.bids import Bid, Bidding, Part
@@ -13,7 +15,9 @@ from kvferry.engines.vllm.peer_source import UNUSED_SECONDS, PeerSource
 from kvferry.engines.vllm.prompt import digest_of
 from kvferry.engines.vllm.refusals import Refusals
 from kvferry.engines.vllm.source import Load
+from kvferry.geometry import GroupKind
 from kvferry.planning.select import Span
+from kvferry.planning.template import build_templates, kept_too_little
 from kvferry.transport.handshake import Known, Looking, NotUsable
 from kvferry.transport.messages import RankCard
 from support.block_pool import request
@@ -44,7 +48,7 @@ class Client:
 
 
 NOBODY = NotUsable("nobody answers")
-GROUPS = cards()[0].geometry.groups
+RANKS = [card.geometry for card in cards()]
 KNOWN = Known(facts("engine", 11), cards())
 PEER = "engine@127.0.0.1:5600#b"
 
@@ -72,9 +76,9 @@ def offered(name="a", of="theirs", **changes):
 
 
 class Engine:
-    def __init__(self, answer=KNOWN):
+    def __init__(self, answer=KNOWN, ranks=RANKS):
         self.client, self.pins, self.refusals = Client(answer), Pins(1), Refusals()
-        self.source = PeerSource(self.client, GROUPS, self.pins, Log(), self.refusals, 30.0, 2)
+        self.source = PeerSource(self.client, ranks, self.pins, Log(), self.refusals, 30.0, 2)
         self.bidding = Bidding(2)
 
     def arrive(self, one):
@@ -168,6 +172,28 @@ def test_content_comes_in_what_blocks_of_both_sides_have_in_common(theirs, grain
     assert engine.source.grains(load) == (grain,)
     engine.client.answer = NOBODY
     assert engine.source.grains(load) == (1,), "nothing is known of it"
+
+
+def as_kind(rank, kind, reach):
+    return replace(rank, groups=tuple(replace(group, kind=kind, reach=reach) for group in rank.groups))
+
+
+SLIDING, CHUNKED, FULL = GroupKind.SLIDING, GroupKind.CHUNKED, GroupKind.FULL
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [((SLIDING, 64), (FULL, 0)), ((CHUNKED, 64), (FULL, 0)), ((SLIDING, 64), (SLIDING, 66))],
+    ids=["hybrid manager off there", "the same, chunked", "draft modules there"],
+)
+def test_groups_are_told_by_their_layers_whatever_they_are_called(ours, theirs):
+    mine = as_kind(ranks(spec(block_tokens=128), [ATTENTION] * 2)[0], *ours)
+    peer = as_kind(ranks(spec(block_tokens=32, address=1 << 41), [ATTENTION] * 2)[0], *theirs)
+    assert not kept_too_little([peer], mine), "the handshake lets them through"
+    (template,) = build_templates([peer], mine)
+    assert {route.cell_tokens for route in template.routes} == {32}
+    engine = Engine(Known(facts("engine", 11), (RankCard(peer, b"metadata", 4096, 64, 1),)), [mine])
+    assert engine.source.grains(engine.begin(engine.arrive(offered()))) == (32,)
 
 
 def test_a_peer_whose_late_reads_hold_too_much_is_refused():

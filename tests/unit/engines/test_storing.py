@@ -370,7 +370,7 @@ def test_blocks_that_a_load_filled_in_part_are_not_stored():
     engine = Engine(WINDOWED, blocks=600)
     one = arrived(engine, range(40))
     assert engine.allocate(one, 25)
-    engine.parts.begin("a", engine.table_ids("a"), Span(0, 25, 40), (1, 1))  # 25 sees tokens from 14 on
+    engine.parts.begin(one, engine.table_ids("a"), Span(0, 25, 40), (1, 1))  # 25 sees tokens from 14 on
     engine.step((one, 25))
     assert windows(engine) == [0, 2]
     engine.end()

@@ -132,10 +132,11 @@ class Admission:
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """The request has blocks; `external` tokens are to be loaded into them, or none."""
-        self._parts.computing(request.request_id)
+        self._parts.goes_on(request.request_id)
         wish = self._wishes.get(request.request_id)
         if wish is None or wish.state is not _State.OPEN:
             return
+        self._parts.forget(request.request_id)  # of an admission before this one
         wish.failed = False
         if external == 0 or wish.taken is None:
             wish.taken = None
@@ -158,7 +159,7 @@ class Admission:
         self._loads[wish.load.key] = source, wish.load
         self._pin(wish.load, blocks.blocks)
         source.begin(wish.load, request)
-        self._parts.begin(request.request_id, wish.load.tables, span, source.grains(wish.load))
+        self._parts.begin(request, wish.load.tables, span, source.grains(wish.load))
 
     def origin(self, request_id: str) -> str:
         """Where the load comes from that a request waits for: ``peer``, or a tier's name."""
@@ -181,7 +182,7 @@ class Admission:
 
     def hand_over(self, meta: SchedulerMeta) -> None:
         """Give the workers what has been decided since the last step."""
-        self._parts.evict()
+        self._parts.end_pass()
         for source in self._sources:
             source.hand_over(meta)
 
@@ -205,6 +206,8 @@ class Admission:
             return
         whole = load.whole()
         wish.state, wish.load = _State.FAILED, None
+        if whole.failure is not None:
+            self._parts.forget(load.request_id)
         source.ended(load, whole)
         if whole.failure is None or whole.late:  # late, it takes at least so long
             self._choice.speeds.loaded(load.bid.parts, time.monotonic() - load.began)

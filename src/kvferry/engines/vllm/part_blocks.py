@@ -4,16 +4,51 @@ A source with smaller blocks has only the end of the block in which a window beg
 for it looks no farther back; but vLLM keeps the block for every prompt that begins alike, and one that ends
 earlier would look farther back. So such a block is taken out of vLLM's prefix cache as soon as it is in it,
 and is neither stored nor offered to other engines.
+
+vLLM caches a block once, when all of it is computed: as the load's request goes on, or tokens later, if the
+window is shorter than the block. Until then, or until the request sees it no more, the block is *watched*.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvferry.engines.vllm.meta import BlockIds
 from kvferry.geometry import Group
-from kvferry.planning.select import NULL_BLOCK, Span, part_block
+from kvferry.planning.select import NULL_BLOCK, Span, part_block, unseen_from
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A block that a load fills in part.
+
+    Attributes:
+        group, at: where it is in the request's tables.
+        block: its id.
+        until: tokens computed from which on the request looks at it no more.
+    """
+
+    group: int
+    at: int
+    block: int
+    until: int
+
+
+@dataclass(slots=True)
+class _Watch:
+    """Parts of a request that vLLM has not cached yet.
+
+    Attributes:
+        request: vLLM's.
+        admission: its preemptions when it was admitted; when there are more, its blocks were given back.
+        parts: these.
+    """
+
+    request: Any
+    admission: int
+    parts: list[_Part]
 
 
 class PartBlocks:
@@ -27,55 +62,87 @@ class PartBlocks:
             pool: the engine's block pool.
         """
         self._groups, self._pool = tuple(groups), pool
-        self._parts: dict[str, frozenset[int]] = {}
-        self._not_cached_yet: dict[str, frozenset[int]] = {}
+        self._parts: dict[str, list[_Part]] = {}
+        self._loading: dict[str, _Watch] = {}
+        self._going_on: dict[str, _Watch] = {}
+        self._looked = False
 
-    def begin(self, request_id: str, tables: BlockIds, span: Span, grains: Sequence[int]) -> None:
+    def begin(self, request: Any, tables: BlockIds, span: Span, grains: Sequence[int]) -> None:
         """A load fills these tables; what an earlier one filled in part is the request's no more.
 
         Args:
-            request_id: whose.
+            request: vLLM's.
             tables: destination blocks by position per group.
             span: how much is loaded.
             grains: tokens per group, see `part_block`.
         """
-        self.forget(request_id)
-        found = set()
-        for group, ids, grain in zip(self._groups, tables, grains, strict=True):
-            at = part_block(group.kind, group.reach, group.block_tokens, span, grain)
+        self.forget(request.request_id)
+        found = []
+        for number, (group, ids, grain) in enumerate(zip(self._groups, tables, grains, strict=True)):
+            size = group.block_tokens
+            at = part_block(group.kind, group.reach, size, span, grain)
             if at is not None:
-                found.add(ids[at])
+                until = unseen_from(group.kind, group.reach, (at + 1) * size)
+                found.append(_Part(number, at, ids[at], until))
         if found:
-            self._parts[request_id] = self._not_cached_yet[request_id] = frozenset(found)
+            self._parts[request.request_id] = found
+            self._loading[request.request_id] = _Watch(request, request.num_preemptions, list(found))
 
     def evict(self) -> bool:
-        """Take those that the engine has cached since the last call out of its cache; whether any were."""
-        if not self._not_cached_yet:
-            return False
-        cached = {
-            block
-            for blocks in self._not_cached_yet.values()
-            for block in blocks
-            if self._pool.blocks[block].block_hash is not None
-        }
-        if cached:
-            self._pool.evict_blocks(cached)
-        return bool(cached)
+        """Take those that the engine has cached out of its prefix cache; whether there were any.
 
-    def computing(self, request_id: str) -> None:
-        """The engine has cached what was loaded, as far as it does: it goes on from there."""
-        if request_id in self._not_cached_yet:
-            self.evict()
-            del self._not_cached_yet[request_id]
+        In a scheduling pass what is running comes first. Of requests that had gone on before it, blocks are
+        cached by the time the first request is looked up, so they are looked at once in a pass.
+        """
+        found = self._evict(self._loading)
+        if not self._looked:
+            self._looked = True
+            found |= self._evict(self._going_on)
+        return found
+
+    def end_pass(self) -> None:
+        """The scheduling pass is over."""
+        self._looked = False
+        self.evict()
+        self._looked = False
+
+    def goes_on(self, request_id: str) -> None:
+        """The engine has cached what was loaded for a request, but for what is not full yet."""
+        if request_id in self._loading:
+            self._evict(self._loading)
+            if (watch := self._loading.pop(request_id, None)) is not None:
+                self._going_on[request_id] = watch
 
     def without(self, request_id: str, tables: BlockIds) -> BlockIds:
         """A request's block tables as far as their blocks are whole: null blocks instead of others."""
         parts = self._parts.get(request_id)
         if parts is None:
             return tables
-        return tuple([NULL_BLOCK if block in parts else block for block in ids] for ids in tables)
+        whole = [list(ids) for ids in tables]
+        for part in parts:
+            ids = whole[part.group]
+            if part.at < len(ids) and ids[part.at] == part.block:
+                ids[part.at] = NULL_BLOCK
+        return tuple(whole)
 
     def forget(self, request_id: str) -> None:
-        """The request's blocks are not its own any more."""
-        self._parts.pop(request_id, None)
-        self._not_cached_yet.pop(request_id, None)
+        """The request's blocks are not its own any more, or are computed anew."""
+        for of in (self._parts, self._loading, self._going_on):
+            of.pop(request_id, None)
+
+    def _evict(self, watched: dict[str, _Watch]) -> bool:
+        cached: set[int] = set()
+        for name, watch in list(watched.items()):
+            request = watch.request
+            if request.num_preemptions != watch.admission:
+                del watched[name]
+                continue
+            seen = [part for part in watch.parts if request.num_computed_tokens < part.until]
+            now = {part.block for part in seen if self._pool.blocks[part.block].block_hash is not None}
+            watch.parts = [part for part in seen if part.block not in now]
+            cached |= now
+            if not watch.parts:
+                del watched[name]
+        if cached:
+            self._pool.evict_blocks(cached)
+        return bool(cached)

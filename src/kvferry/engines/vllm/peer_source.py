@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
@@ -22,7 +22,7 @@ from kvferry.engines.vllm.source import Load
 from kvferry.engines.vllm.stats import TransferStats
 from kvferry.engines.vllm.transfer_log import TransferLog
 from kvferry.errors import ProtocolError
-from kvferry.geometry import Group
+from kvferry.geometry import RankGeometry
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.handshake import Address, Known, Looking, NotUsable
 
@@ -63,13 +63,27 @@ class _Pull:
         return f"{self.offer.remote_engine_id}@{host}:{port}#{self.incarnation:x}"
 
 
+def blocks_of(ranks: Iterable[RankGeometry]) -> list[tuple[int, set[str]]]:
+    """Of every group of an engine, tokens of a block and names of its layers on all ranks.
+
+    Groups are told by their layers: another engine may keep a window's as full attention.
+    """
+    found: list[tuple[int, set[str]]] = []
+    for rank in ranks:
+        for number, group in enumerate(rank.groups):
+            if number == len(found):
+                found.append((group.block_tokens, set()))
+            found[number][1].update(layer.name for layer in group.layers)
+    return found
+
+
 class PeerSource:
     """See the module."""
 
     def __init__(
         self,
         client: ControlClient,
-        groups: Sequence[Group],
+        ranks: Sequence[RankGeometry],
         pins: Pins[Any],
         log: TransferLog,
         refusals: Refusals,
@@ -80,7 +94,7 @@ class PeerSource:
 
         Args:
             client: to the producers.
-            groups: this engine's, as a rank has them.
+            ranks: this engine's.
             pins: what loads past their deadline hold.
             log: of transfers.
             refusals: where what is not served is said.
@@ -88,7 +102,7 @@ class PeerSource:
             most_late_blocks: what late reads from a peer may hold before it is refused.
         """
         self._stats = TransferStats()
-        self._groups = tuple(groups)
+        self._groups, self._grains = blocks_of(ranks), dict[str, tuple[int, ...]]()
         self._client, self._pins, self._log, self._refusals = client, pins, log, refusals
         self._timeout, self._most_late = timeout_seconds, most_late_blocks
         self._pulls: dict[str, _Pull] = {}
@@ -160,11 +174,13 @@ class PeerSource:
         answer = self._client.look_up(pull.address, pull.incarnation)
         if not isinstance(answer, Known):
             return (1,) * len(self._groups)
-        theirs = {(g.label, g.block_tokens) for card in answer.ranks for g in card.geometry.groups}
-        return tuple(
-            gcd(ours.block_tokens, *(tokens for label, tokens in theirs if label == ours.label))
-            for ours in self._groups
-        )
+        if pull.peer not in self._grains:
+            theirs = blocks_of(card.geometry for card in answer.ranks)
+            self._grains[pull.peer] = tuple(
+                gcd(block, *(tokens for tokens, names in theirs if names & layers))
+                for block, layers in self._groups
+            )
+        return self._grains[pull.peer]
 
     def origin(self, load: Load) -> str:
         """A peer."""
@@ -211,6 +227,7 @@ class PeerSource:
         meta.disconnects = [name for name, used in self._connected.items() if now - used > UNUSED_SECONDS]
         for name in meta.disconnects:
             del self._connected[name]
+            self._grains.pop(name, None)
         meta.orders, self._orders = self._orders, []
 
     def _refusal(self, pull: _Pull, answer: Known | NotUsable) -> str | None:

@@ -131,7 +131,7 @@ class SchedulerHalf:
         most_late = int(config.late_blocks * self._kv_cache_config.num_blocks)
         self._peers = PeerSource(
             self._client,
-            geometries[0].groups,
+            geometries,
             pins,
             log,
             self._refusals,

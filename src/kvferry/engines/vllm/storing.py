@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from math import lcm
 from typing import Any
 
 from kvferry.cache.chunk_cache import ChunkCache
@@ -268,6 +269,9 @@ class Storing:
             if NULL_BLOCK in ids[gone:] or len(ids) < -(-high // size) - low // size:
                 return None
             since = max(since, (low // size + gone) * size if gone else low, looked // size * size)
+        if since > low:  # where blocks of all parts begin
+            size = lcm(*(self._groups[part].block_tokens for part in self._parts[group]))
+            since = -(-since // size) * size
         return since if since <= needed else None
 
     def _snapshots(self, request: Any, snapshots: Iterable[tuple[int, int, int]]) -> None:
