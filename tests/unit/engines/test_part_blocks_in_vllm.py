@@ -35,8 +35,8 @@ SHAPES = {
     "larger": [(F, 16, 0), (S, 32, 40)],
     "only": [(S, 16, 40)],
 }
-"""Groups of an engine: kind, tokens of a block, reach. (Of chunked attention no block is ever filled in part: it
-begins to look where a block begins.)"""
+"""Groups of an engine: kind, tokens of a block, reach. (Of chunked attention no block is ever filled in part:
+it begins to look where a block begins.)"""
 MODES = {
     "dense": {},
     "latest": {"retention": 0},
