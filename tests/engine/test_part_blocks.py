@@ -48,7 +48,7 @@ def test_a_prompt_that_ends_where_the_block_does_is_not_served_from_it(pair: Pai
 def test_a_block_that_was_full_only_after_the_load_is_not_stored_as_whole(
     running: object, checkpoints: Path, tmp_path: Path
 ) -> None:
-    # Of 250 tokens of windows of 200, those from 32 on are loaded; their block of 256 is full six tokens on. A
+    # Of 250 tokens of windows of 200, those from 32 on are loaded; their block of 256 is full six later. A
     # chunk of it would promise readers with smaller blocks more than is there.
     running.close()
     model = tmp_path / "model"
