@@ -492,6 +492,19 @@ def test_a_request_that_may_have_found_it_before_is_looked_up_again():
     assert engine.admission.matched(other, 0) == 0
 
 
+def test_being_told_twice_of_blocks_is_no_sign_that_they_are_cached():
+    source, other = Stand("one", 24, grain=2), request("b", range(PROMPT))
+    engine = Engine(source)
+    one = engine.arrive()
+    engine.admit(one)
+    engine.allocate(one, 24)
+    engine.report(source.load, None, None)
+    assert engine.admission.matched(other, 0) == 0
+    _, window = engine.held["a"]
+    cached(window)
+    assert engine.admission.matched(other, 20) is None
+
+
 def test_blocks_that_are_loaded_whole_stay_in_the_prefix_cache():
     engine, one, block = loaded_in_part(Stand("one", 24))
     assert engine.admission.matched(request("b", range(PROMPT)), 20) == 0

@@ -132,8 +132,9 @@ class Admission:
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """The request has blocks; `external` tokens are to be loaded into them, or none."""
-        self._parts.goes_on(request.request_id)
         wish = self._wishes.get(request.request_id)
+        if wish is not None and wish.state is _State.SERVED:
+            self._parts.goes_on(request.request_id)
         if wish is None or wish.state is not _State.OPEN:
             return
         self._parts.forget(request.request_id)  # of an admission before this one
