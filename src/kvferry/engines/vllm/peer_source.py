@@ -63,7 +63,7 @@ class _Pull:
         return f"{self.offer.remote_engine_id}@{host}:{port}#{self.incarnation:x}"
 
 
-def blocks_of(ranks: Iterable[RankGeometry]) -> list[tuple[int, set[str]]]:
+def _blocks_of(ranks: Iterable[RankGeometry]) -> list[tuple[int, set[str]]]:
     """Of every group of an engine, tokens of a block and names of its layers on all ranks.
 
     Groups are told by their layers: another engine may keep a window's as full attention.
@@ -102,7 +102,7 @@ class PeerSource:
             most_late_blocks: what late reads from a peer may hold before it is refused.
         """
         self._stats = TransferStats()
-        self._groups, self._grains = blocks_of(ranks), dict[str, tuple[int, ...]]()
+        self._groups, self._grains = _blocks_of(ranks), dict[str, tuple[int, ...]]()
         self._client, self._pins, self._log, self._refusals = client, pins, log, refusals
         self._timeout, self._most_late = timeout_seconds, most_late_blocks
         self._pulls: dict[str, _Pull] = {}
@@ -175,7 +175,7 @@ class PeerSource:
         if not isinstance(answer, Known):
             return (1,) * len(self._groups)
         if pull.peer not in self._grains:
-            theirs = blocks_of(card.geometry for card in answer.ranks)
+            theirs = _blocks_of(card.geometry for card in answer.ranks)
             self._grains[pull.peer] = tuple(
                 gcd(block, *(tokens for tokens, names in theirs if names & layers))
                 for block, layers in self._groups

@@ -148,7 +148,8 @@ class TierSource:
                 break
             if bids and bids[-1].tokens == tokens:
                 continue  # the tiers that are left out now would bring nothing
-            asked.found = asked.found if bids else found
+            if not bids:
+                asked.found = found  # all choices cut the prompt alike
             bids.append(Bid(NAME, self._parts(chunks, have, tokens, without)))
         if bids and len(self._loading) >= MOST_LOADS:
             self.counts.declined += 1

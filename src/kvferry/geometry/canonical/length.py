@@ -11,7 +11,7 @@ CHUNK_TOKENS = 256
 """Of a chunk, where nothing else is set; less where snapshots would not lie at its end."""
 
 WINDOW_GRAIN = 128
-"""What blocks of windows usually divide, and windows themselves."""
+"""See `content_grain`; blocks of windows usually divide it. With another, raise the form's FORMAT."""
 
 
 def chunk_length(asked: int | None, apart: int, block: int = 1) -> int:
@@ -65,10 +65,7 @@ def check_reach(chunk_tokens: int, apart: int, longest: int) -> None:
 
 
 def check_windows(chunk_tokens: int, block: int) -> None:
-    """See that no load fills a block of a window in part.
-
-    The engine takes a block that has been loaded for whole: it would offer it to prompts that end elsewhere,
-    and it would be stored, with what is missing.
+    """See that loads fill blocks of windows whole: those that are filled in part serve no second prompt.
 
     Args:
         chunk_tokens: of a chunk.
