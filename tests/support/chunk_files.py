@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvferry.tiers.direct_io import whole_pages
 from kvferry.tiers.format import Chunk, Group, Section
-from kvferry.tiers.image import header_of
+from kvferry.tiers.image import header_of, pad
 
 _NAMES = st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=31)
 _SECTIONS = st.builds(Section, _NAMES, st.integers(1, 9), st.one_of(st.integers(1, 40), st.just(4096)))
@@ -43,6 +43,7 @@ def body_of(chunk: Chunk, data: list[bytes] | None = None) -> memoryview:
 def image(chunk: Chunk, data: list[bytes] | None = None) -> bytes:
     """The file of a chunk."""
     body = body_of(chunk, data)
+    pad(chunk, body)
     return header_of(chunk, body) + body
 
 

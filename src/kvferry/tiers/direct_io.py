@@ -25,19 +25,29 @@ def whole_pages(size: int) -> memoryview:
     return spare.data[first : first + size]
 
 
-def write_all(fd: int, pieces: Sequence[Buffer]) -> None:
-    """Write `pieces`, one after another, from the beginning of a file.
+def write_all(fd: int, pieces: Sequence[Buffer], begin: int = 0) -> None:
+    """Write `pieces`, one after another.
+
+    Args:
+        fd: of a file.
+        pieces: what is written.
+        begin: where in the file.
 
     Raises:
         OSError: they cannot be written; some may have been.
     """
-    written = _transfer(fd, pieces, lambda left, at: os.pwritev(fd, left, at))
+    written = _transfer(fd, pieces, lambda left, at: os.pwritev(fd, left, begin + at))
     if written < (size := sum(memoryview(piece).nbytes for piece in pieces)):
         raise OSError(errno.EIO, f"writing stopped after {written} of {size} bytes")
 
 
-def read_all(fd: int, pieces: Sequence[Buffer]) -> int:
-    """Fill `pieces`, one after another, from the beginning of a file.
+def read_all(fd: int, pieces: Sequence[Buffer], begin: int = 0) -> int:
+    """Fill `pieces`, one after another.
+
+    Args:
+        fd: of a file.
+        pieces: what is filled.
+        begin: where in the file.
 
     Returns:
         Bytes read: all, or fewer where the file ends before.
@@ -45,7 +55,7 @@ def read_all(fd: int, pieces: Sequence[Buffer]) -> int:
     Raises:
         OSError: it cannot be read.
     """
-    return _transfer(fd, pieces, lambda left, at: os.preadv(fd, left, at))
+    return _transfer(fd, pieces, lambda left, at: os.preadv(fd, left, begin + at))
 
 
 def set_direct(fd: int, *, on: bool) -> bool:

@@ -24,9 +24,10 @@ from kvferry.errors import ChunkError
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.aside import set_aside
 from kvferry.tiers.chunk_io import read_header
-from kvferry.tiers.direct_io import read_all, set_direct, whole_pages, write_all
+from kvferry.tiers.direct_io import set_direct
 from kvferry.tiers.format import Chunk, Group
-from kvferry.tiers.image import check_body, check_size, header_of, is_image
+from kvferry.tiers.image import check_body, check_size
+from kvferry.tiers.image_io import read_image, write_image
 from kvferry.tiers.index import Index
 from kvferry.tiers.ledger import Ledger
 from kvferry.tiers.opening import check_directory, take_into_use
@@ -158,11 +159,9 @@ class FileStore(SlowTier):
         final = chunk_path(self._root, self._namespace, chunk.key)
         if os.path.exists(final):
             return Put.PRESENT
-        header = whole_pages(chunk.offsets[0])
-        header[:] = header_of(chunk, body)
         fd, temporary = self._reserve(final, chunk.file_bytes)
         try:
-            self._write(fd, (header, body))
+            self._write(fd, chunk, body)
             first = self._room.commit(temporary, final, chunk.file_bytes)
         except BaseException:
             self._room.abandon(temporary, chunk.file_bytes)
@@ -173,8 +172,8 @@ class FileStore(SlowTier):
             _sync(os.path.dirname(final))
         return Put.STORED if first else Put.PRESENT
 
-    def _write(self, fd: int, image: Sequence[memoryview]) -> None:
-        write_all(fd, image)
+    def _write(self, fd: int, chunk: Chunk, body: memoryview) -> None:
+        write_image(fd, chunk, body)
         now = int(self._clock() * 1e9)
         os.utime(fd, ns=(now, now))
         if self._durable:
@@ -192,12 +191,10 @@ class FileStore(SlowTier):
 
     def _get(self, chunk: Chunk, into: memoryview) -> Get:
         path = chunk_path(self._root, self._namespace, chunk.key)
-        header = whole_pages(chunk.offsets[0])
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            read = read_all(fd, (header, into))
-            status = os.fstat(fd)
-            if (read, status.st_size) != (chunk.file_bytes,) * 2 or not is_image(chunk, header, into):
+            good, status = read_image(fd, chunk, into), os.fstat(fd)
+            if not good or status.st_size != chunk.file_bytes:
                 return self._why_not(fd, chunk, into)
             self._used(fd, status.st_mtime)
         except ChunkError as error:

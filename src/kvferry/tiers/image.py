@@ -6,13 +6,16 @@ file, byte for byte, so it is written and read in one piece; only what pads its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvferry.errors import ChunkError
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.tiers.checksum import Buffer, unit_digests
 from kvferry.tiers.decode import Header, check_units
 from kvferry.tiers.format import Chunk, Group, Section, aligned, encode_header
+
+PIECE_BYTES = 4 << 20
+"""Bytes of a body that are digested at a time, while those before or after them are moved."""
 
 
 def group_of(group: CanonicalGroup, tokens: int) -> Group:
@@ -28,11 +31,11 @@ def group_of(group: CanonicalGroup, tokens: int) -> Group:
     return Group(group.label, tokens, tuple(sections))
 
 
-def header_of(chunk: Chunk, body: memoryview) -> bytes:
-    """The header of a file, with the digests of its body; also pads the body's sections with zeros.
+def pad(chunk: Chunk, body: memoryview) -> None:
+    """Write zeros between the sections of a body.
 
     Args:
-        chunk: what the file is.
+        chunk: what the body is of.
         body: its sections, each from a page on; what lies between them is written.
 
     Raises:
@@ -41,10 +44,21 @@ def header_of(chunk: Chunk, body: memoryview) -> bytes:
     check_size(chunk, body)
     for _, _, padding in _sections(chunk, body):
         padding[:] = bytes(len(padding))
-    return _header(chunk, body)
 
 
-def is_image(chunk: Chunk, header: Buffer, body: memoryview) -> bool:
+def header_of(chunk: Chunk, body: memoryview) -> bytes:
+    """The header of a file, with the digests of its body, which is padded.
+
+    Raises:
+        ChunkError: the body has another length than the chunk's.
+    """
+    check_size(chunk, body)
+    return _header(chunk, body, lambda _: None)
+
+
+def is_image(
+    chunk: Chunk, header: Buffer, body: memoryview, wait: Callable[[int], object] = lambda _: None
+) -> bool:
     """Whether header and body are, byte by byte, a file of this very chunk.
 
     A chunk has exactly one image, so its header is written anew and compared: nothing that the given one says
@@ -52,11 +66,13 @@ def is_image(chunk: Chunk, header: Buffer, body: memoryview) -> bool:
 
     Args:
         chunk: what the file should be.
-        header: of the file.
+        header: of the file; looked at when all of the body is there.
         body: of the file, as long as the chunk's.
+        wait: returns when so many bytes of the body are there.
     """
-    padded = all(_is_zero(padding) for _, _, padding in _sections(chunk, body))
-    return padded and _header(chunk, body) == header
+    written = _header(chunk, body, wait)
+    wait(len(body))
+    return written == header and all(_is_zero(padding) for _, _, padding in _sections(chunk, body))
 
 
 def check_body(header: Header, body: memoryview) -> None:
@@ -86,9 +102,21 @@ def _is_zero(padding: memoryview) -> bool:
     return bytes(padding) == bytes(len(padding))
 
 
-def _header(chunk: Chunk, body: memoryview) -> bytes:
-    digests = (unit_digests(content, one.unit_bytes) for one, content, _ in _sections(chunk, body))
-    return encode_header(chunk, b"".join(digests))
+def _header(chunk: Chunk, body: memoryview, wait: Callable[[int], object]) -> bytes:
+    return encode_header(chunk, b"".join(_digests(chunk, body, wait)))
+
+
+def _digests(chunk: Chunk, body: memoryview, wait: Callable[[int], object]) -> Iterator[bytes]:
+    """Of the units of all sections, some at a time, as they come."""
+    view = body.cast("B")
+    for section, offset in zip(chunk.sections, chunk.offsets, strict=True):
+        begin = offset - chunk.offsets[0]
+        end = begin + section.total_bytes
+        step = max(PIECE_BYTES // section.unit_bytes, 1) * section.unit_bytes
+        for at in range(begin, end, step):
+            stop = min(at + step, end)
+            wait(stop)
+            yield unit_digests(view[at:stop], section.unit_bytes)
 
 
 def _sections(chunk: Chunk, body: memoryview) -> Iterator[tuple[Section, memoryview, memoryview]]:

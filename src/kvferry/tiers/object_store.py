@@ -27,7 +27,7 @@ from kvferry.errors import ChunkError
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.decode import read_header
 from kvferry.tiers.format import Chunk, Group
-from kvferry.tiers.image import check_body, check_size, header_of
+from kvferry.tiers.image import check_body, check_size, header_of, pad
 from kvferry.tiers.objects.access import Access
 from kvferry.tiers.objects.client import Bucket, Found
 from kvferry.tiers.objects.faults import Fault, Unavailable
@@ -166,6 +166,7 @@ class ObjectStore(SlowTier):
             # that others are reading, which some stores do not keep apart.
             there = not self._known.is_bad(chunk.key) and bucket.size(path) == chunk.file_bytes
             if not there:
+                pad(chunk, body)
                 bucket.put(path, [header_of(chunk, body), body])
         self._known.add(chunk.key)
         return Put.PRESENT if there else Put.STORED

@@ -19,7 +19,7 @@ import pytest
 
 from kvferry.errors import ChunkError, ConfigError
 from kvferry.keys import Namespace
-from kvferry.tiers import direct_io, file_store
+from kvferry.tiers import direct_io, file_store, image_io
 from kvferry.tiers.direct_io import whole_pages
 from kvferry.tiers.format import Group, Section
 from kvferry.tiers.ledger import read_ledger
@@ -93,14 +93,14 @@ def test_no_room_is_made_for_a_chunk_that_is_there(store):
 
 def test_a_chunk_that_two_write_at_once_is_there_once_and_counted_once(store, tmp_path, monkeypatch):
     other = open_store(tmp_path)
-    write = file_store.write_all
+    write = file_store.write_image
 
-    def write_while_the_other_does(fd, image):
-        monkeypatch.setattr(file_store, "write_all", write)
+    def write_while_the_other_does(fd, *image):
+        monkeypatch.setattr(file_store, "write_image", write)
         assert keep(other, 1) is Put.STORED
-        write(fd, image)
+        write(fd, *image)
 
-    monkeypatch.setattr(file_store, "write_all", write_while_the_other_does)
+    monkeypatch.setattr(file_store, "write_image", write_while_the_other_does)
     assert keep(store, 1) is Put.PRESENT
     assert fetch(store, 1) == (Get.HIT, True)
     assert read_ledger(tmp_path) == (1 << 20, total(tmp_path))
@@ -166,26 +166,26 @@ def test_a_good_file_under_the_name_of_another_is_a_miss(store, tmp_path):
 
 def test_a_file_cut_off_while_it_is_read_is_a_miss(store, tmp_path, monkeypatch):
     keep(store, 1)
-    read = file_store.read_all
+    read = file_store.read_image
 
-    def cut_off_before(fd, pieces):
+    def cut_off_before(fd, *image):
         os.truncate(file_of(tmp_path, 1), 5000)
-        return read(fd, pieces)
+        return read(fd, *image)
 
-    monkeypatch.setattr(file_store, "read_all", cut_off_before)
+    monkeypatch.setattr(file_store, "read_image", cut_off_before)
     assert fetch(store, 1)[0] is Get.CORRUPT
 
 
 def test_a_file_that_reads_differently_each_time_is_a_miss_and_stays(store, tmp_path, monkeypatch, caplog):
     keep(store, 1)
-    read = file_store.read_all
+    read = image_io.read_all
 
     def misread(fd, pieces):
         done = read(fd, pieces)
         pieces[0][40] ^= 1
         return done
 
-    monkeypatch.setattr(file_store, "read_all", misread)
+    monkeypatch.setattr(image_io, "read_all", misread)
     assert fetch(store, 1)[0] is Get.IO_ERROR
     assert "a header that was another when it was read again" in caplog.text
     monkeypatch.undo()
@@ -254,13 +254,13 @@ def test_the_capacity_is_kept_across_namespaces_and_quarantine_counts(tmp_path, 
 
 
 def test_room_is_made_before_the_write_and_not_after(store, tmp_path, monkeypatch):
-    write = file_store.write_all
+    write = file_store.write_image
 
-    def seen(fd, image):
-        write(fd, image)
+    def seen(fd, *image):
+        write(fd, *image)
         assert total(tmp_path) <= 1 << 20
 
-    monkeypatch.setattr(file_store, "write_all", seen)
+    monkeypatch.setattr(file_store, "write_image", seen)
     for number in range(40):
         keep(store, number)
     assert store.stats.evicted > 20
@@ -352,14 +352,14 @@ def test_leftovers_of_a_dead_writer_are_swept_at_start_and_their_bytes_released(
 
 
 def test_a_file_that_is_being_written_is_not_swept(store, tmp_path, monkeypatch):
-    write = file_store.write_all
+    write = file_store.write_image
 
-    def opened_meanwhile(fd, image):
+    def opened_meanwhile(fd, *image):
         assert open_store(tmp_path).stats.swept == 0
         assert read_ledger(tmp_path)[1] == total(tmp_path) + FILE_BYTES
-        write(fd, image)
+        write(fd, *image)
 
-    monkeypatch.setattr(file_store, "write_all", opened_meanwhile)
+    monkeypatch.setattr(file_store, "write_image", opened_meanwhile)
     assert keep(store, 1) is Put.STORED
     assert fetch(store, 1) == (Get.HIT, True)
 
@@ -438,14 +438,14 @@ def test_a_ledger_held_by_a_process_that_hangs_drops_the_store_and_not_the_fetch
 
 def test_a_ledger_lost_while_a_file_is_written_costs_no_space_for_ever(tmp_path, monkeypatch):
     store = open_store(tmp_path, capacity=1 << 20, lock_seconds=0.05)
-    write = file_store.write_all
+    write = file_store.write_image
     held = (tmp_path / "ledger").open("rb")
 
-    def taken_meanwhile(fd, image):
-        write(fd, image)
+    def taken_meanwhile(fd, *image):
+        write(fd, *image)
         fcntl.flock(held, fcntl.LOCK_EX)
 
-    monkeypatch.setattr(file_store, "write_all", taken_meanwhile)
+    monkeypatch.setattr(file_store, "write_image", taken_meanwhile)
     assert keep(store, 1) is Put.BUSY
     held.close()
     monkeypatch.undo()
@@ -480,7 +480,7 @@ def test_no_file_comes_or_goes_unless_the_ledger_is_held(store, tmp_path, monkey
     assert fetch(store, 19)[0] is Get.CORRUPT
     assert set(seen) == {"unlink", "rename", "open"}
     seen.clear()
-    monkeypatch.setattr(file_store, "write_all", out_of_space)
+    monkeypatch.setattr(file_store, "write_image", out_of_space)
     assert keep(store, 50) is Put.NO_SPACE
     # The first finds that there is no folder yet.
     assert seen == ["unlink", "open", "open", "unlink"]
@@ -618,7 +618,7 @@ def test_a_file_that_cannot_be_read_is_a_miss_and_stays(store, tmp_path, monkeyp
     assert file_of(tmp_path, 1).exists()
 
 
-def out_of_space(fd, image):
+def out_of_space(fd, *image):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -640,11 +640,11 @@ def noted(done, call):
 
 
 def die_while_writing(path, number=1):
-    def die(fd, image):
+    def die(fd, *image):
         os.write(fd, bytes(10_000))
         os.kill(os.getpid(), 9)
 
-    file_store.write_all = die
+    file_store.write_image = die
     keep(open_store(path), number)
 
 

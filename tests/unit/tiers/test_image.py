@@ -12,7 +12,7 @@ from kvferry.geometry.canonical import CanonicalGroup, Part, Section
 from kvferry.geometry.rank import GroupKind
 from kvferry.tiers.decode import decode_header, verify_bytes
 from kvferry.tiers.format import Chunk
-from kvferry.tiers.image import check_body, group_of, header_of, is_image
+from kvferry.tiers.image import check_body, group_of, header_of, is_image, pad
 from support.chunk_files import CHUNKS, image
 
 PARTS = (Part("layers.0", "ssm", 4, (("channel", 9),)),)
@@ -30,6 +30,7 @@ def body() -> bytearray:
 
 def test_header_and_body_are_a_file() -> None:
     made = body()
+    pad(CHUNK, memoryview(made))
     header = header_of(CHUNK, memoryview(made))
     assert verify_bytes(header + made).chunk == CHUNK
     check_body(decode_header(header), memoryview(made))
@@ -50,6 +51,7 @@ def test_an_image_is_what_verifies_and_nothing_else(chunk: Chunk, data: st.DataO
 @pytest.mark.parametrize("at", [0, 107, 108, 4095, 4096, 4096 + 6143, 4096 + 6144, 4096 + 8191])
 def test_every_byte_of_a_body_counts(at: int) -> None:
     made = body()
+    pad(CHUNK, memoryview(made))
     header = decode_header(header_of(CHUNK, memoryview(made)))
     made[at] ^= 1
     with pytest.raises(ChunkError, match=r"head\.3|channel\.1024"):
@@ -57,5 +59,6 @@ def test_every_byte_of_a_body_counts(at: int) -> None:
 
 
 def test_a_body_of_another_length_is_refused() -> None:
-    with pytest.raises(ChunkError, match="a body of 4096 bytes; the chunk's has 12288"):
-        header_of(CHUNK, memoryview(bytearray(4096)))
+    for refuses in (header_of, pad):
+        with pytest.raises(ChunkError, match="a body of 4096 bytes; the chunk's has 12288"):
+            refuses(CHUNK, memoryview(bytearray(4096)))

@@ -1,0 +1,125 @@
+"""Chunks go to files and come back whole, digested while they move."""
+
+from __future__ import annotations
+
+import os
+import threading
+from functools import partial
+
+import pytest
+from hypothesis import given, strategies as st
+
+from kvferry.tiers import image as images, image_io
+from kvferry.tiers.beside import Beside
+from kvferry.tiers.decode import verify_bytes
+from kvferry.tiers.direct_io import whole_pages
+from kvferry.tiers.format import Chunk, Group, Section
+from kvferry.tiers.image_io import read_image, write_image
+from support.chunk_files import CHUNKS, body_of, image
+
+LARGE = Chunk(bytes(32), bytes(20), (Group("full", 64, (Section("k", 5, 12 << 10), Section("v", 3, 4100))),))
+
+
+@pytest.fixture(autouse=True, params=[4096, 2 * 4096, 4 << 20], ids=["page", "pages", "whole"])
+def piece(request):
+    """How much is digested at a time; in the last case nothing is moved meanwhile."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (images, image_io):
+            patch.setattr(module, "PIECE_BYTES", request.param)
+        yield request.param
+
+
+@pytest.fixture
+def fd(tmp_path):
+    found = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    yield found
+    os.close(found)
+
+
+def in_file(call, content=b""):
+    """What a call says of a file, and what the file holds then."""
+    fd = os.memfd_create("chunk")
+    try:
+        os.pwrite(fd, content, 0)
+        return call(fd), os.pread(fd, 1 << 20, 0)
+    finally:
+        os.close(fd)
+
+
+@given(CHUNKS)
+def test_what_is_written_is_the_image_and_is_read_as_such(chunk: Chunk) -> None:
+    body = body_of(chunk)
+    _, written = in_file(lambda fd: write_image(fd, chunk, body))
+    assert written == image(chunk)
+    verify_bytes(written)
+    into = whole_pages(chunk.body_bytes)
+    assert in_file(lambda fd: read_image(fd, chunk, into), written)[0] is True
+    assert into == body
+
+
+@given(CHUNKS, st.data())
+def test_what_is_not_the_image_is_told(chunk: Chunk, data: st.DataObject) -> None:
+    made = bytearray(image(chunk))
+    made[data.draw(st.integers(0, len(made) - 1))] ^= data.draw(st.integers(1, 255))
+    into = whole_pages(chunk.body_bytes)
+    assert in_file(lambda fd: read_image(fd, chunk, into), made)[0] is False
+
+
+@given(CHUNKS, st.data())
+def test_a_file_that_ends_early_is_no_image_even_if_memory_holds_the_rest(
+    chunk: Chunk, data: st.DataObject
+) -> None:
+    made = image(chunk)[: data.draw(st.integers(0, chunk.file_bytes - 1))]
+    into = whole_pages(chunk.body_bytes)
+    into[:] = image(chunk)[chunk.offsets[0] :]
+    assert in_file(lambda fd: read_image(fd, chunk, into), made)[0] is False
+
+
+@pytest.mark.parametrize("name", ["preadv", "pwritev"])
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_broken_disk_is_an_error_and_nothing_goes_on(fd, monkeypatch, name, after, piece):
+    write_image(fd, LARGE, body_of(LARGE))
+    calls = []
+
+    def broken(*args):
+        calls.append(args)
+        if len(calls) > after:
+            raise OSError(5, "broken")
+        return move(*args)
+
+    move = getattr(os, name)
+    monkeypatch.setattr(os, name, broken)
+    moving = partial(read_image if name == "preadv" else write_image, fd, LARGE, body_of(LARGE))
+    if after < (1 if piece > LARGE.body_bytes else 2):
+        with pytest.raises(OSError, match="broken"):
+            moving()
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvferry-beside"]
+
+
+def test_what_comes_is_digested_before_the_rest_has_come(fd, monkeypatch, piece):
+    """The disk waits for the first digest, which would wait for ever if all had to be there before."""
+    write_image(fd, LARGE, body_of(LARGE))
+    digested, waited = threading.Event(), []
+    move, digest = os.preadv, images.unit_digests
+
+    def slow(fd, pieces, at):
+        if at >= LARGE.offsets[0] + 2 * 12288 and piece < LARGE.body_bytes:
+            waited.append(digested.wait(10))
+        return move(fd, pieces, at)
+
+    def noted(*args):
+        digested.set()
+        return digest(*args)
+
+    monkeypatch.setattr(os, "preadv", slow)
+    monkeypatch.setattr(images, "unit_digests", noted)
+    assert read_image(fd, LARGE, body_of(LARGE))
+    assert all(waited)
+    assert bool(waited) == (piece < LARGE.body_bytes)
+
+
+def test_a_call_beside_is_over_when_its_context_is():
+    go, done = threading.Event(), []
+    with Beside(lambda: (go.wait(10), done.append(1))):
+        threading.Timer(0.01, go.set).start()
+    assert done == [1]
