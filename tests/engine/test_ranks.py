@@ -47,6 +47,7 @@ class Ranks:
         moved: layers' tokens that move for 300 tokens, in whole cells: what blocks of both sides share.
         blocks: tokens in a block of the prefill and of the decode engine.
         layout: of both, where the backend declares all that its kernels can do; None if it does not.
+        tiers: the decode engine keeps chunks of 128 tokens in host memory and files.
     """
 
     family: str
@@ -55,6 +56,7 @@ class Ranks:
     moved: int
     blocks: tuple[int, int] = (128, 128)
     layout: str | None = None
+    tiers: bool = False
 
     def __str__(self) -> str:
         ends = zip((self.prefill, self.decode), self.blocks, strict=True)
@@ -67,7 +69,7 @@ QWEN3, GEMMA3 = 4 * 3 * 128, (3 + 5 * 2) * 128
 # Halves of those: 0 to 4, and 3 and 4.
 QWEN3_HALVES, GEMMA3_HALVES = 4 * 5 * 64, (5 + 5 * 2) * 64
 PAIRS = (
-    pytest.param(Ranks("gemma3", 1, 2, GEMMA3), id="gemma3-1-to-2"),
+    pytest.param(Ranks("gemma3", 1, 2, GEMMA3, tiers=True), id="gemma3-1-to-2"),
     pytest.param(Ranks("gemma3", 2, 1, GEMMA3), id="gemma3-2-to-1", marks=pytest.mark.family),
     *(
         pytest.param(ranks, id=str(ranks), marks=pytest.mark.family)
@@ -111,16 +113,31 @@ class Served:
         """Lines of the decode engine's transfer log."""
         return [json.loads(line) for line in self._log.read_text().splitlines()]
 
-    def metrics(self, url: str) -> dict[tuple[str, str], float]:
-        """kvferry's metrics of an engine: by name, and labels but for those of all engines."""
+    def metrics(self, url: str) -> Counter[str]:
+        """kvferry's metrics of an engine: by name and the values of their labels, in order of their names."""
         told = self._client.get(f"{url}/metrics").text
-        found = re.findall(r"^kvferry_transfer_(\w+?)(?:_total)?{(.*)} (\S+)$", told, re.MULTILINE)
-        labels = re.compile(r'\b(group|strategy|outcome)="([^"]*)"')
-        return {
-            (name, ",".join(v for _, v in labels.findall(of))): float(value)
-            for name, of, value in found
-            if not name.endswith(("_created", "_bucket"))
-        }
+        found: Counter[str] = Counter()
+        for name, labels, value in re.findall(r"^kvferry_(\w+){(.*)} (\S+)$", told, re.MULTILINE):
+            of = [
+                v
+                for label, v in re.findall(r'(\w+)="([^"]*)"', labels)
+                if label not in ("engine", "model_name")
+            ]
+            if not name.endswith(("_created", "_bucket")):
+                found[" ".join([name, *of])] = float(value)
+        return found
+
+    def forget(self) -> None:
+        """Let the decode engine forget its own prefix cache; tiers keep what they have."""
+        self._client.post(f"{self.decode}/reset_prefix_cache").raise_for_status()
+
+    def straight(self, text: list[int]) -> Answer:
+        """An answer of the decode engine, of which the prefill engine does not hear."""
+        return self._ask(self.decode, text, f"straight-{uuid.uuid4().hex}")
+
+    def chunks(self) -> list[Path]:
+        """Files of chunks that the decode engine's tiers have."""
+        return list((self._log.parent / "chunks").rglob("*.kv"))
 
     def close(self) -> None:
         self._client.close()
@@ -141,7 +158,7 @@ def served(
         model,
         prefill_tensor_parallel=ranks.prefill,
         decode_tensor_parallel=ranks.decode,
-        decode_settings={"transfer_log": str(log)},
+        decode_settings={"transfer_log": str(log), **(tiers_in(folder) if ranks.tiers else {})},
         arguments=(*ENGINE, *family_model(ranks.family).arguments, *ARGUMENTS),
     )
     environment = dict(ENVIRONMENT)
@@ -194,34 +211,119 @@ def test_every_rank_gets_its_heads_and_the_answer_is_a_single_engines(served: Se
 
 
 @pytest.mark.parametrize("served", PAIRS[:1], indirect=True)
-def test_metrics_are_what_the_log_says_whatever_the_number_of_ranks(served: Served) -> None:
-    # A request that is not timed: engines tell of a step in the one after it.
-    served.through(prompt(40, 900))
-    counted, logged = settled(served), len(served.logged())
+def test_metrics_of_a_hand_over_are_what_the_log_says_whatever_the_number_of_ranks(served: Served) -> None:
+    before, leased = quiet(served, served.decode), quiet(served, served.prefill)
+    logged = len(served.logged())
     for seed in (901, 902):
-        served.through(prompt(300, seed))
+        served.through(prompt(301, seed))
     lines = served.logged()[logged:]
-    expected: Counter[tuple[str, str]] = Counter({("loads", "ready"): 2, ("seconds_count", ""): 2})
+    expected: Counter[str] = Counter(
+        {
+            "queries_total peer": 2,
+            "hits_total peer": 2,
+            "loads_total ready peer": 2,
+            "load_seconds_count peer": 2,
+        }
+    )
+    # The log's order of labels is the alphabet's: tier after source, outcome before it.
+    expected["hit_tokens_total peer peer"] = sum(line["tokens"] for line in lines)
+    expected |= {f"transfer_seconds_count {stage}": 2 for stage in ("plan", "read", "check")}
     for line in lines:
-        expected["pages", ""] += line["pages"]
-        expected["descriptors", ""] += line["descriptors"]
+        expected["transfer_pages_total"] += line["pages"]
+        expected["transfer_descriptors_total"] += line["descriptors"]
         for group, moved in line["bytes_by_group"].items():
-            expected["bytes", f"{group},{line['strategy_by_group'][group]}"] += moved
-    now = settled(served)
-    grown = {key: value - counted.get(key, 0.0) for key, value in now.items()}
-    seconds = grown.pop(("seconds_sum", ""))
-    assert seconds == pytest.approx(sum(line["transfer_seconds"] for line in lines))
-    assert grown == expected
-    assert not any(value for key, value in served.metrics(served.prefill).items() if key[0] == "loads")
+            expected[f"load_bytes_total {group} peer {line['strategy_by_group'][group]}"] += moved
+    grown = quiet(served, served.decode) - before
+    for stage in ("plan", "transfer", "check"):
+        seconds = grown.pop(f"transfer_seconds_sum {'read' if stage == 'transfer' else stage}")
+        assert seconds == pytest.approx(sum(line[f"{stage}_seconds"] for line in lines), abs=1e-5)
+    waited = grown.pop("load_seconds_sum peer")
+    assert waited == pytest.approx(sum(line["total_seconds"] for line in lines), abs=0.05)
+    # What the tiers had to say to it: two queries that came to nothing, as the chunks were new to them.
+    assert grown.pop("queries_total tiers") == 2
+    assert grown.pop("misses_total several not_stored tiers") == 2
+    assert {name: n for name, n in grown.items() if not name.startswith("tier_")} == expected
+    of_leases = quiet(served, served.prefill) - leased
+    assert of_leases == {"leases_granted_total": 2, "leases_ended_total released": 2}
 
 
-def settled(served: Served) -> dict[tuple[str, str], float]:
-    """Metrics of the decode engine once they tell of every load that has been logged."""
-    deadline = time.monotonic() + 20
-    while (found := served.metrics(served.decode)).get(("loads", "ready"), 0) < len(served.logged()):
-        assert time.monotonic() < deadline, f"{len(served.logged())} loads were logged, {found} are counted"
-        time.sleep(0.1)
-    return found
+@pytest.mark.parametrize("served", PAIRS[:1], indirect=True)
+def test_metrics_of_tiers_are_what_was_stored_and_loaded_whatever_the_number_of_ranks(served: Served) -> None:
+    text = prompt(300, 903)
+    before, files = quiet(served, served.decode), len(served.chunks())
+    served.straight(text)
+    stored, now_files = quiet(served, served.decode), len(served.chunks())
+    grown = stored - before
+    assert grown["queries_total tiers"] == 1
+    assert grown["misses_total several not_stored tiers"] == 1
+    # Two chunks and a tail of 44 tokens, of full attention and of the window.
+    assert grown["tier_stored_chunks_total host"] == grown["tier_stored_chunks_total file"] == 6
+    assert grown["tier_store_seconds_count file"] == now_files - files == 6
+    assert (
+        grown["tier_stored_bytes_total file"]
+        == stored["tier_used_bytes file"] - before["tier_used_bytes file"]
+    )
+    assert not any(name.startswith(("hit", "load", "transfer")) for name in grown)
+    served.forget()
+    served.straight(text)
+    grown = quiet(served, served.decode) - stored
+    seconds = grown.pop("load_seconds_sum tiers"), grown.pop("tier_fetch_seconds_sum host")
+    assert all(0 < each < 30 for each in seconds)
+    assert grown == {
+        "queries_total tiers": 1,
+        "hits_total tiers": 1,
+        "hit_tokens_total tiers host": 300,
+        "loads_total ready tiers": 1,
+        "load_seconds_count tiers": 1,
+        # In whole blocks: one layer's three, and of five layers the two that the window looks at.
+        "load_bytes_total 0 full_attention tiers copied": 3 * 128 * LAYER_TOKEN,
+        "load_bytes_total 1 sliding_window(64) tiers copied": 5 * 2 * 128 * LAYER_TOKEN,
+        "tier_fetched_chunks_total host": 5,
+        "tier_fetch_seconds_count host": grown["tier_fetch_seconds_count host"],
+    }
+    before = quiet(served, served.decode)
+    served.straight(text[:40])
+    served.straight(text[:290])
+    grown = quiet(served, served.decode) - before
+    assert {name: n for name, n in grown.items() if not name.startswith("tier_")} == {
+        "queries_total tiers": 2,
+        "misses_total  short_prompt tiers": 1,
+        "misses_total  local tiers": 1,
+    }
+
+
+def quiet(served: Served, url: str) -> Counter[str]:
+    """Metrics of an engine once nothing is under way and they change no more; no gauge is negative."""
+    deadline, last = time.monotonic() + 30, Counter[str]()
+    while time.monotonic() < deadline:
+        found = served.metrics(url)
+        assert min(found.values(), default=0) >= 0
+        if found == last and not any(found[name] for name in UNDER_WAY):
+            assert_adds_up(found)
+            return found
+        last = found
+        time.sleep(0.3)
+    raise AssertionError(f"still changing: {last}")
+
+
+UNDER_WAY = ("pending_loads peer", "pending_loads tiers", "tier_owed_chunks file", "leases", "late_blocks")
+
+
+def assert_adds_up(found: Counter[str]) -> None:
+    """Every query has come to one end."""
+    for source in ("peer", "tiers"):
+        missed = sum(n for name, n in found.items() if name.startswith("misses_") and name.endswith(source))
+        assert found[f"queries_total {source}"] == found[f"hits_total {source}"] + missed
+
+
+def tiers_in(folder: Path) -> dict[str, Any]:
+    """Settings of an engine with host memory and a directory."""
+    (folder / "chunks").mkdir()
+    tiers = [
+        {"type": "host", "capacity": "64MiB"},
+        {"type": "file", "path": str(folder / "chunks"), "capacity": "256MiB"},
+    ]
+    return {"tiers": tiers, "transfer": True, "chunk_tokens": 128}
 
 
 def block_tokens(url: str) -> int:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from support.vllm_engine.pair import Pair, Setup, prompt
+from support.vllm_engine.process import Engine
 
 LEASE, DEADLINE = 4.0, 3.0
 OVER_TCP = Setup(
@@ -53,6 +56,24 @@ def quiet(pair: Pair) -> bool:
     return bool(counters["pins"] == 0 and counters["pulls"] == 0)
 
 
+@contextmanager
+def counting(engine: Engine, **expected: float) -> Iterator[None]:
+    """What happens meanwhile changes these metrics of an engine by so much, and all are sound.
+
+    Args:
+        engine: one of a pair.
+        expected: by name and labels, joined by two underscores in place of a space.
+    """
+    before = Counter(engine.call("counted"))
+    yield
+    now = Counter(engine.call("counted"))
+    assert min(now.values()) >= 0
+    missed = sum(n for name, n in now.items() if name.startswith("misses peer"))
+    assert now["queries peer"] == now["hits peer"] + missed
+    names = {name: name.replace("__", " ") for name in expected}
+    assert {name: now[names[name]] - before[names[name]] for name in expected} == expected
+
+
 def computed_here(pair: Pair, text: list[int], offer: dict[str, Any]) -> None:
     """The decode engine answers rightly without loading anything."""
     answer = pair.decode.call("generate", [text], [offer])[0]
@@ -72,11 +93,13 @@ def test_the_pair_works_over_tcp(pair: Pair) -> None:
 
 def test_blocks_of_a_lease_that_ran_out_are_never_believed(pair: Pair) -> None:
     text = prompt(300, 2)
-    offer = offer_of(pair, text)
-    pair.prefill.call("step", LEASE + 1.0)
-    assert pair.prefill.call("requests_left") == 0
+    with counting(pair.prefill, leases_granted=1, leases_ended__expired=1, leases=0):
+        offer = offer_of(pair, text)
+        pair.prefill.call("step", LEASE + 1.0)
+        assert pair.prefill.call("requests_left") == 0
     pair.prefill.call("generate", [prompt(700, n) for n in (50, 51, 52)])
-    computed_here(pair, text, offer)
+    with counting(pair.decode, loads__peer__failed=1, misses__peer__failed__=1, recomputed_tokens__peer=299):
+        computed_here(pair, text, offer)
 
 
 def test_a_lease_lives_as_long_as_its_request_waits(pair: Pair) -> None:
@@ -109,11 +132,14 @@ def test_a_request_aborted_while_loading_gives_its_blocks_back_once_nothing_can_
     offer = offer_of(pair, text)
     pair.prefill.signal(signal.SIGSTOP)
     try:
-        name = pair.decode.call("add", [text], [offer])
-        pair.decode.call("steps", 3)
+        with counting(pair.decode, pending_loads__peer=1):
+            name = pair.decode.call("add", [text], [offer])
+            pair.decode.call("steps", 3)
         assert pair.decode.call("waiting_for_kv") == 1
-        pair.decode.call("abort", name)
-        pair.decode.call("step", DEADLINE + 1.0)
+        with counting(pair.decode, loads__peer__dropped=1, pending_loads__peer=-1, queries__peer=0):
+            pair.decode.call("abort", name)
+            pair.decode.call("step", DEADLINE + 1.0)
+        assert pair.decode.call("counted")["late_blocks"] > 0
         assert pair.decode.call("requests_left") == 0
         assert pair.decode.call("counters")["pins"] == 1
         assert pair.decode.call("free_blocks") < free
@@ -122,6 +148,7 @@ def test_a_request_aborted_while_loading_gives_its_blocks_back_once_nothing_can_
     answer = pair.through([prompt(40, 6)])[0]
     assert answer["moved"]
     eventually(lambda: quiet(pair))
+    assert pair.decode.call("counted")["late_blocks"] == 0
     pair.forget()
     assert pair.decode.call("free_blocks") == free
 
@@ -134,7 +161,13 @@ def test_past_its_deadline_a_request_is_computed_here_and_late_bytes_hurt_nobody
     pair.prefill.signal(signal.SIGSTOP)
     try:
         began = time.monotonic()
-        answers = pair.decode.call("generate", texts, offers)
+        late = {
+            "loads__peer__expired": 2,
+            "misses__peer__deadline__": 2,
+            "recomputed_tokens__peer": 299 + 499,
+        }
+        with counting(pair.decode, queries__peer=2, pending_loads__peer=0, load_seconds__peer=0, **late):
+            answers = pair.decode.call("generate", texts, offers)
         assert time.monotonic() - began < DEADLINE + 8
         assert not pair.decode.call("loaded")
         assert pair.decode.call("counters")["pins"] == 2
@@ -201,7 +234,8 @@ def test_a_malformed_offer_is_said_and_computed_here(pair: Pair, what: str) -> N
     text = prompt(300, 9)
     offer = offer_of(pair, text)
     said = len(pair.decode.log.read_text())
-    computed_here(pair, text, MALFORMED[what](offer))
+    with counting(pair.decode, queries__peer=1, hits__peer=0, pending_loads__peer=0):
+        computed_here(pair, text, MALFORMED[what](offer))
     assert "computed here" in pair.decode.log.read_text()[said:]
     pair.prefill.call("step", LEASE + 1.0)
     assert pair.prefill.call("requests_left") == 0

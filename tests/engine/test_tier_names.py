@@ -102,6 +102,7 @@ def test_an_adapter_that_has_changed_in_its_folder_finds_nothing(fleet: Fleet) -
     fleet.adapter("third", 4)
     engine.forget()
     assert engine.say(TEXT, adapter=folder)["hit"] == [0], "what the engine computes with is not certain"
+    assert misses(engine)["unnamed "] == 1
     engine = fleet.start(**LORA)
     answer = engine.say(TEXT, adapter=folder)
     assert answer["hit"] == [0]
@@ -120,6 +121,7 @@ def test_other_weights_under_the_same_path_find_nothing(fleet: Fleet) -> None:
     try:
         engine = fleet.start()
         assert engine.say(TEXT)["hit"] == [0]
+        assert misses(engine) == {"other_namespace ": 1}
         engine.forget(host=True)
         assert engine.say(TEXT)["hit"] == [len(TEXT)]
     finally:
@@ -128,4 +130,12 @@ def test_other_weights_under_the_same_path_find_nothing(fleet: Fleet) -> None:
 
 
 def test_another_element_type_finds_nothing(fleet: Fleet) -> None:
-    assert fleet.start(dtype="bfloat16").say(TEXT)["hit"] == [0]
+    engine = fleet.start(dtype="bfloat16")
+    assert engine.say(TEXT)["hit"] == [0]
+    assert misses(engine) == {"other_namespace ": 1}
+
+
+def misses(engine: Tiered) -> dict[str, float]:
+    """Why the tiers brought nothing, and how often: the metric's labels after the source."""
+    counted, start = engine.engine.call("counted"), "misses tiers "
+    return {name.removeprefix(start): n for name, n in counted.items() if name.startswith(start)}

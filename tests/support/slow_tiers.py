@@ -29,6 +29,10 @@ class FakeTier(SlowTier):
         self.next_get: Get | type[Exception] = Get.HIT
         self.next_put: Put | type[Exception] = Put.STORED
         self.closed = False
+        self.gone: set[bytes] = set()
+
+    def had(self, key: bytes) -> bool:
+        return key in self.gone
 
     def known(self, keys: Sequence[bytes]) -> np.ndarray:
         return np.fromiter(map(self.seen.__contains__, keys), np.bool_, len(keys))

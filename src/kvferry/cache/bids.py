@@ -68,6 +68,11 @@ class Bidding:
             return []
         return [bid for bid in bids if bid.tokens > 0 and bid.source not in self._struck]
 
+    @property
+    def spent(self) -> bool:
+        """No attempt is left."""
+        return self._left <= 0
+
     def take(self) -> int:
         """An attempt is spent; returns its number, counting down from the cap."""
         self._left -= 1

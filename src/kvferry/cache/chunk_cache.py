@@ -24,11 +24,11 @@ from kvferry.cache.fetch import Fetch, Want
 from kvferry.cache.tier_queue import Read
 from kvferry.cache.writing import Behind, Writing
 from kvferry.geometry.canonical import CanonicalGroup
-from kvferry.tiers.counters import HostCounters
+from kvferry.tiers.counters import Miss as HostMiss
 from kvferry.tiers.format import Group
 from kvferry.tiers.host import HostTier, Slot
 from kvferry.tiers.image import group_of
-from kvferry.tiers.outcome import Get
+from kvferry.tiers.outcome import Get, Put
 
 HOST = "host"
 
@@ -42,12 +42,16 @@ class CacheCounts:
         failed: chunks that they could not.
         fetched: chunks that loads took, by tier.
         missed: chunks that a tier should have had and did not give, by tier and reason.
+        read_seconds, write_seconds: of chunks that slow tiers have given or taken, by tier; whoever looks
+            takes them.
     """
 
     stored: int = 0
     failed: int = 0
     fetched: Counter[str] = field(default_factory=Counter)
     missed: Counter[tuple[str, Get]] = field(default_factory=Counter)
+    read_seconds: dict[str, list[float]] = field(default_factory=dict)
+    write_seconds: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -104,16 +108,28 @@ class ChunkCache:
 
     @property
     def busy(self) -> bool:
-        """Coming steps have something to do: a load waits for chunks, or some are to be written.
+        """Coming steps have something to do: a load waits for chunks, or some are to be written or just are.
 
-        A chunk that nobody waits for is heard of in whichever step comes next.
+        A chunk that is read and nobody waits for is heard of in whichever step comes next.
         """
-        return bool(self._fetches) or any(writing.due for writing in self.writing)
+        return bool(self._fetches) or any(writing.due or writing.under_way for writing in self.writing)
 
     @property
-    def host_counters(self) -> HostCounters:
-        """What host memory has taken, given and let go."""
-        return self._host.counters
+    def host(self) -> HostTier:
+        """To look at, not to change."""
+        return self._host
+
+    def why_missed(self, key: bytes) -> HostMiss:
+        """Why a chunk is not at hand, as far as that is remembered; "absent" of one that was never here."""
+        why = self._host.why_missed(key)
+        if why is HostMiss.ABSENT and any(queue.tier.had(key) for queue in self._queues):
+            return HostMiss.EVICTED
+        return why
+
+    @property
+    def stranger(self) -> str:
+        """A namespace of a model of the same name, in a place where there is nothing of this one's."""
+        return next((queue.around.stranger for queue in self._queues if queue.around.stranger), "")
 
     def at_hand(self, keys: Sequence[bytes], without: Iterable[str] = ()) -> npt.NDArray[np.bool_]:
         """Which chunks could be loaded now: bool of shape (len(keys),).
@@ -220,8 +236,12 @@ class ChunkCache:
             for done in queue.done():
                 self.events += 1
                 if isinstance(done, Read):
+                    if done.what is Get.HIT:
+                        self.counts.read_seconds.setdefault(queue.name, []).append(done.seconds)
                     self._came(done.key, done.what)
                 else:
+                    if done.what is Put.STORED:
+                        self.counts.write_seconds.setdefault(queue.name, []).append(done.seconds)
                     writing.wrote(done.key)
         if self._fetches:
             self.events += 1
@@ -284,7 +304,7 @@ class ChunkCache:
             fetch.coming[want.key] = want
             self._read(incoming)
         else:
-            fetch.failure = "a chunk has gone since it was offered"
+            fetch.failure, fetch.miss = "a chunk has gone since it was offered", Get.ABSENT
         return True
 
     def _sources(self, fetch: Fetch, key: bytes) -> list[int]:
@@ -317,7 +337,7 @@ class ChunkCache:
             return
         del self._incoming[key]
         self._host.abort(incoming.slot)
-        self._fail(incoming, f"a chunk of the {name} tier: {what}")
+        self._fail(incoming, f"a chunk of the {name} tier: {what}", what)
 
     def _keep(self, incoming: _Incoming, name: str) -> None:
         key = incoming.slot.key
@@ -336,7 +356,7 @@ class ChunkCache:
         fetch.tiers.add(name)
         self.counts.fetched[name] += 1
 
-    def _fail(self, incoming: _Incoming, why: str) -> None:
+    def _fail(self, incoming: _Incoming, why: str, what: Get | None = None) -> None:
         for fetch in incoming.waiting:
-            if fetch.coming.pop(incoming.slot.key, None) is not None:
-                fetch.failure = fetch.failure or why
+            if fetch.coming.pop(incoming.slot.key, None) is not None and fetch.failure is None:
+                fetch.failure, fetch.miss = why, what

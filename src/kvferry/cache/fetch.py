@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kvferry.tiers.host import Slot
+from kvferry.tiers.outcome import Get
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class Fetch:
         failed: names of tiers that could not read a chunk. One that it had no longer is no fault of a tier:
             nobody is offered that chunk again.
         failure: why it cannot go on; what is ready stays so.
+        miss: of the chunk that this is for.
     """
 
     left: deque[Want] = field(default_factory=deque)
@@ -47,6 +49,7 @@ class Fetch:
     tiers: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     failure: str | None = None
+    miss: Get | None = None
 
     @property
     def over(self) -> bool:

@@ -57,6 +57,11 @@ class Pins(Generic[BlockT]):
         """Blocks that late loads from `source` still hold."""
         return self._late.get(source, 0)
 
+    @property
+    def all_late_blocks(self) -> int:
+        """Blocks that late loads of all sources still hold."""
+        return sum(self._late.values())
+
     def landed(self, key: str, workers: int = 1) -> Sequence[BlockT]:
         """`workers` more workers have nothing of this load in flight.
 

@@ -59,6 +59,11 @@ class PromptChunks:
         """Of what lies between the last boundary before `tokens` and `tokens`."""
         return _of_group(self.keys.at(tokens), group)
 
+    def key_of(self, cut: Cut, group: int, number: int) -> bytes:
+        """Of a chunk of a prompt that was cut so: a whole one, or the tail."""
+        whole = (number + 1) * cut.chunk_tokens <= cut.tokens
+        return self.key(group, number) if whole else self.tail(group, cut.tokens)
+
     def look_up(self, tokens: int, have: int, at_hand: AtHand, *, in_full: bool = True) -> Found:
         """The longest prefix that can be continued from.
 

@@ -14,13 +14,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.tiers.around import Around
 from kvferry.tiers.format import Group
 from kvferry.tiers.outcome import Get, Put
 from kvferry.tiers.slow import SlowTier
@@ -37,6 +38,7 @@ class Wrote:
 
     key: bytes
     what: Put
+    seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class Read:
 
     key: bytes
     what: Get
+    seconds: float = field(default=0.0, compare=False)
 
 
 Done: TypeAlias = Wrote | Read
@@ -55,6 +58,7 @@ class TierQueue:
 
     Attributes:
         name: of the tier, alone among those of an engine.
+        around: what lay around its namespace when that was last looked at.
     """
 
     def __init__(
@@ -74,7 +78,8 @@ class TierQueue:
             name: the tier's own if empty.
         """
         self.name = name or tier.name
-        self.tier = tier
+        self.tier, self.around = tier, Around()
+        self._clock, self._looking = clock, threading.Lock()
         self._reading, self._writing = _UnderWay(clock), _UnderWay(clock)
         self._most_writes = 4 * writers
         self._closing = threading.Event()
@@ -147,23 +152,37 @@ class TierQueue:
             logger.warning("%s tier: still busy after %g s, left behind", self.name, patience_seconds)
 
     def _read(self, key: bytes, group: Group, into: memoryview) -> None:
+        began = self._clock()
         try:
             what = self.tier.get(key, group, into)
         except Exception:
             logger.exception("%s tier: fetch of %s", self.name, key.hex())
             what = Get.IO_ERROR
-        self._reading.end(Read(key, what))
+        self._reading.end(Read(key, what, self._clock() - began))
 
     def _write(self, key: bytes, group: Group, body: memoryview) -> None:
+        began = self._clock()
         try:
             what = self.tier.put(key, group, body)
         except Exception:
             logger.exception("%s tier: store of %s", self.name, key.hex())
             what = Put.IO_ERROR
-        self._writing.end(Wrote(key, what))
+        seconds = self._clock() - began
+        self._look_around()
+        self._writing.end(Wrote(key, what, seconds))
+
+    def _look_around(self) -> None:
+        try:
+            with self._looking:  # what was looked at last is what is told last
+                self.around = self.tier.around()
+        except Exception:
+            logger.exception("%s tier: what lies around", self.name)
 
     def _refresh(self) -> None:
-        while not self._closing.wait(REFRESH_SECONDS):
+        while True:
+            self._look_around()
+            if self._closing.wait(REFRESH_SECONDS):
+                return
             try:
                 self.tier.refresh()
             except Exception:

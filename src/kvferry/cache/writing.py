@@ -64,6 +64,11 @@ class Writing:
         """There is something to write, now or when the tier has room again; not of a tier that is stuck."""
         return bool(self._owed) and self._wanted and not self.behind.queue.stuck_for_writing
 
+    @property
+    def under_way(self) -> bool:
+        """Chunks are being written, and it will be heard of them; not of a tier that is stuck."""
+        return bool(self._held) and not self.behind.queue.stuck_for_writing
+
     def pump(self) -> int:
         """Give the tier as much as it takes; how many chunks are owed no more."""
         if not (before := len(self._owed)):

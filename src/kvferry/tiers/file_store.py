@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from kvferry.errors import ChunkError
 from kvferry.keys.namespace import Namespace
+from kvferry.tiers.around import Around, Surveyor
 from kvferry.tiers.aside import set_aside
 from kvferry.tiers.chunk_io import read_header
 from kvferry.tiers.direct_io import set_direct
@@ -98,6 +99,7 @@ class FileStore(SlowTier):
         self._room = Room(self._root, self._ledger, self._tally, self._gone, clock)
         take_into_use(self._root, self._ledger, self._room, namespace, capacity)
         self._index.refresh()
+        self._surveyor = Surveyor(self._root, namespace)
 
     @property
     def stats(self) -> TierStats:
@@ -111,6 +113,14 @@ class FileStore(SlowTier):
     def known(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """Which of `keys` are there, as far as is known; see `SlowTier.known`."""
         return self._index.known(keys)
+
+    def had(self, key: bytes) -> bool:
+        """Whether a chunk was known lately; see `SlowTier.had`."""
+        return key in self._index.gone
+
+    def around(self) -> Around:
+        """What all that use the directory have taken of it; see `SlowTier.around`."""
+        return self._surveyor.look(empty=not len(self._index))
 
     def refresh(self) -> int:
         """Learn what other processes stored and evicted; says how many folders had changed."""

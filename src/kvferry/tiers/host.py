@@ -111,7 +111,7 @@ class HostTier:
         """Hold a chunk for reading, every call anew; None if it is not here, which is counted."""
         chunk = self._book.ready.get(key)
         if chunk is None:
-            self.counters.misses[self._why_missed(key)] += 1
+            self.counters.misses[self.why_missed(key)] += 1
             return None
         self._policy.touch(key)
         if not chunk.holds:
@@ -184,7 +184,8 @@ class HostTier:
             self._evicted.popitem(last=False)
         return size
 
-    def _why_missed(self, key: bytes) -> Miss:
+    def why_missed(self, key: bytes) -> Miss:
+        """Why a chunk is not here. Counts nothing."""
         if key in self._book.filling:
             return Miss.FILLING
         return Miss.EVICTED if key in self._evicted else Miss.ABSENT

@@ -21,6 +21,7 @@ from threading import Lock
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.tiers.gone import Gone
 from kvferry.tiers.place import is_bucket, keys_of
 
 # A change within the granularity of a folder's time does not show: what changed so recently is read again.
@@ -34,6 +35,9 @@ _first_byte = itemgetter(0)
 
 class Index:
     """Keys of one namespace, by the first byte. Any thread may use it.
+
+    Attributes:
+        gone: those that were known lately.
 
     Args:
         root: the directory of the tier.
@@ -53,6 +57,7 @@ class Index:
         self._clock = clock
         self._rest = rest
         self._keys: list[set[bytes]] = [set() for _ in range(_BUCKETS)]
+        self.gone = Gone()
         # Of the folders that have settled, when they were changed, in nanoseconds.
         self._read_at: dict[int, int] = {}
         # Of the folder that is being read, what has come and gone since: its names may be from before.
@@ -99,6 +104,8 @@ class Index:
             found = {}
         for bucket in set(range(_BUCKETS)) - found.keys():
             self._read_at.pop(bucket, None)
+            for key in self._keys[bucket]:
+                self.gone.add(key)
             self._keys[bucket] = set()
         return {bucket: time_ns for bucket, time_ns in found.items() if self._read_at.get(bucket) != time_ns}
 
@@ -113,6 +120,8 @@ class Index:
         with self._changing:
             for key, there in self._since[1].items():
                 (keys.add if there else keys.discard)(key)
+            for key in self._keys[bucket] - keys:
+                self.gone.add(key)
             self._keys[bucket] = keys
             self._since = (_BUCKETS, {})
 
@@ -126,6 +135,8 @@ class Index:
         with self._changing:
             bucket, since = self._since
             keys = self._keys[key[0]]
+            if not there and key in keys:
+                self.gone.add(key)
             (keys.add if there else keys.discard)(key)
             if key[0] == bucket:
                 since[key] = there

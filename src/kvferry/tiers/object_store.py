@@ -103,6 +103,10 @@ class ObjectStore(SlowTier):
         """Chunks of the namespace, as far as is known."""
         return len(self._known)
 
+    def had(self, key: bytes) -> bool:
+        """Whether a chunk was known lately; see `SlowTier.had`."""
+        return key in self._known.gone
+
     def known(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """Which of `keys` are there, as far as is known; see `SlowTier.known`.
 

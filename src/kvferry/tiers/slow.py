@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.tiers.around import Around
 from kvferry.tiers.format import Group
 from kvferry.tiers.outcome import Get, Put, TierStats
 
@@ -66,6 +67,15 @@ class SlowTier(Protocol):
             ChunkError: `into` has another length: the caller's mistake, nothing was done.
         """
         ...
+
+    def had(self, key: bytes) -> bool:
+        """Whether a chunk was known lately and is not any more, as far as that is remembered. From memory."""
+        del key
+        return False
+
+    def around(self) -> Around:
+        """What lies around the namespace. Blocks; one thread at a time calls it, after what may change it."""
+        return Around()
 
     def refresh(self) -> int:
         """Learn what other processes have stored and evicted. Blocks; a thread calls it every few seconds.

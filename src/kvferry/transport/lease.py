@@ -119,11 +119,16 @@ class LeaseBook:
         self._held[name] = _Held(slot, self._clock() + self.seconds)
         return Ticket(slot, self._generations[slot], self._incarnation)
 
-    def extend(self, names: Iterable[str]) -> None:
-        """A consumer is still there: these leases run from now again. Unknown names are ignored."""
-        for name in names:
-            if held := self._held.get(name):
-                held.expires = self._clock() + self.seconds
+    def extend(self, names: Iterable[str]) -> list[str]:
+        """A consumer is still there: these leases run from now again. Unknown names are ignored.
+
+        Returns:
+            The names that are known.
+        """
+        known = [name for name in names if name in self._held]
+        for name in known:
+            self._held[name].expires = self._clock() + self.seconds
+        return known
 
     def end(self, names: Iterable[str]) -> dict[str, int]:
         """End leases that are held: released by their consumer.

@@ -6,6 +6,7 @@ import time
 import zlib
 from typing import Any
 
+from kvferry.observe.fold import Fold
 from kvferry.planning.select import Span
 from kvferry.serving.router.bodies import ASK_FOR_KV
 from support.vllm_engine import any_layout, pages
@@ -53,6 +54,8 @@ def start(settings: dict[str, Any]) -> Any:
     worker = _worker_half(engine)
     if worker is not None:
         engine.witness = Witness(worker, half(engine).admission)
+        engine.fold = Fold()
+        half(engine).watch.add(engine.fold)
     return engine
 
 
@@ -313,17 +316,32 @@ def forget_host_memory(engine: Any) -> None:
         queue.tier.refresh()
 
 
+def counted(engine: Any) -> dict[str, float]:
+    """Metrics since the start, by name and labels; of histograms, how many samples."""
+    found = engine.fold.take()
+    engine.fold._counted = found  # it is counted on
+    seen = {series: len(samples) for series, samples in found.samples.items()}
+    every = (*found.counters.items(), *found.gauges.items(), *seen.items())
+    return {" ".join([name, *map(str, of)]): value for (name, of), value in every}
+
+
+def loads_of(engine: Any, source: str) -> dict[str, float]:
+    """How many loads of a source ended in which way."""
+    start = f"loads {source} "
+    return {name.removeprefix(start): n for name, n in counted(engine).items() if name.startswith(start)}
+
+
 def tier_counts(engine: Any) -> dict[str, Any]:
     """What the tiers have done so far."""
     tiering = half(engine)._tiering
-    cache, source = tiering._cache, tiering.source
+    cache = tiering._cache
     return {
         "stored": cache.counts.stored,
         "failed": cache.counts.failed,
         "fetched": dict(cache.counts.fetched),
         "missed": {f"{name} {what}": n for (name, what), n in cache.counts.missed.items()},
         "dropped": dict(tiering._storing.dropped),
-        "loads": dict(source.counts.loads),
+        "loads": loads_of(engine, "tiers"),
         "lost": [writing.lost for writing in cache.writing],
     }
 

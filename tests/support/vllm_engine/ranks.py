@@ -73,6 +73,8 @@ def _watched(half: Any) -> Any:
     for order in orders:
         if order.request_id not in results.finished_recving - results.failed_recving:
             continue
+        if not hasattr(order, "src_tables"):
+            continue  # from the tiers, which is not looked at
         span = [order.span.have, order.span.total, order.span.prompt]
         digests = digests_of(half, order.dst_tables, order.span)
         half.witnessed.append({"span": span, "tables": [*map(list, order.src_tables)], "digests": digests})

@@ -312,7 +312,7 @@ class Living(RuleBasedStateMachine):
         if not hasattr(self, "made"):
             return
         cache = self.cache
-        counts = asdict(cache.counts), asdict(cache.host_counters), [one.lost for one in cache.writing]
+        counts = asdict(cache.counts), asdict(cache.host.counters), [one.lost for one in cache.writing]
         assert cache.events != self.counted[0] or counts == self.counted[1]
         self.counted = cache.events, counts
 
@@ -564,7 +564,10 @@ def test_a_tier_takes_only_so_many_stores_at_once():
     made.cache.poll()
     assert (made.jobs(0), made.cache.busy) == ([("write", FULL)], True)
     made.answer(0, "write", FULL, Put.STORED)
-    assert (made.jobs(0), made.cache.busy) == ([("write", OTHER)], False)
+    assert (made.jobs(0), made.cache.busy) == ([("write", OTHER)], True), "steps go on until it is heard of"
+    made.answer(0, "write", OTHER, Put.STORED)
+    assert (made.jobs(0), made.cache.busy) == ([], False)
+    assert len(made.cache.counts.write_seconds["file"]) == 2
 
 
 def hung(*kept):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvferry.cache.bids import Bid, Part
 from kvferry.cache.pins import Pins
@@ -16,8 +19,13 @@ from kvferry.engines.vllm.admission import Admission
 from kvferry.engines.vllm.meta import Report, SchedulerMeta, WorkerMeta
 from kvferry.engines.vllm.part_blocks import PartBlocks
 from kvferry.geometry import Group, GroupKind
+from kvferry.observe.counted import Counted
+from kvferry.observe.events import Asked, Lack, LateBlocks, Miss, Moved, Why
+from kvferry.observe.fold import Fold
+from kvferry.observe.watch import Watch
 from kvferry.planning.select import Span
 from support.block_pool import BlockPool, request
+from support.clock import Clock
 
 BLOCK, PROMPT = 4, 40
 GROUPS = Group(GroupKind.FULL, BLOCK, 0, ()), Group(GroupKind.SLIDING, BLOCK, 6, ())
@@ -37,11 +45,24 @@ class Stand:
     serves: bool = True
     strikes: bool = True
     grain: int = BLOCK
+    miss: Miss | None = None
     heard: list = field(default_factory=list)
 
     def arrived(self, request, bidding):
         self.bidding = bidding
         return self.serves
+
+    def declined(self, request):
+        return None if self.miss is None else Lack(self.name, self.miss)
+
+    def lack(self, request, have):
+        return Lack(self.name, self.miss or Miss.NOT_STORED, "0 full_attention")
+
+    def brought(self, load, report):
+        return (Moved("0 full_attention", "copied", 100),)
+
+    def blame(self, load, report):
+        return Miss.DEADLINE if report.late else Miss.FAILED
 
     def bids(self, request, have):
         return [offer(self.name, self.total - have, self.looking)] if self.total > have else []
@@ -78,6 +99,7 @@ class Engine:
     def __init__(self, *sources, workers=2, attempts=2, policy=None, patience=10.0):
         group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))
         self.pool, self.workers = BlockPool(60), workers
+        self.fold, self.told = Fold(), []
         self.parts = PartBlocks(GROUPS, self.pool)
         self.admission = Admission(
             SimpleNamespace(kv_cache_groups=[group, group]),
@@ -89,6 +111,7 @@ class Engine:
             attempts,
             sources,
             Choice(policy or Weight({}), Speeds(), patience),
+            Watch(self.fold, self.told.append),
         )
         self.held = {}
 
@@ -553,3 +576,238 @@ def test_blocks_that_a_preempted_request_gave_back_are_nobodys_parts():
     source.total = 0
     assert engine.admit(one) == 0
     assert engine.parts.without("a", tables) == tables, "they are computed anew"
+
+
+def said(engine):
+    """Names of events, and what was counted of them."""
+    counted = {" ".join([name, *of]): n for (name, of), n in engine.fold.take().counters.items()}
+    return [type(event).__name__ for event in engine.told], counted
+
+
+def test_what_becomes_of_a_request_is_told_in_order_and_counted_once():
+    peer, tiers = Stand("peer", 16), Stand("tiers", 8)
+    engine = Engine(peer, tiers)
+    one = engine.arrive()
+    assert engine.admission.matched(one, 0) == 16
+    assert engine.admission.matched(one, 0) == 16, "it waits for room"
+    engine.allocate(one, 16)
+    engine.report(peer.load, None, None)
+    engine.allocate(one, 0)
+    engine.admission.finished("a")
+    names, counted = said(engine)
+    assert names == ["Arrived", "Asked", "LoadBegan", "LoadEnded", "Settled", "Finished"]
+    (asked,) = (event for event in engine.told if isinstance(event, Asked))
+    assert [(one.source, one.value, one.struck) for one in asked.bids] == [("peer", 16, ""), ("tiers", 8, "")]
+    assert (asked.chosen, asked.why, asked.lacks) == (asked.bids[0].bid, Why.BEST, ())
+    assert counted == {
+        "queries peer": 1, "hits peer": 1, "hit_tokens peer peer": 16, "loads peer ready": 1,
+        "queries tiers": 1, "misses tiers lost_bid ": 1, "load_bytes peer 0 full_attention copied": 100,
+    }  # fmt: skip
+    assert all(first.at <= then.at for first, then in pairwise(engine.told))
+
+
+def test_a_failure_is_told_with_what_is_struck_out_and_what_had_to_be_computed():
+    peer = Stand("peer", 16)
+    engine = Engine(peer, workers=1)
+    one = engine.arrive()
+    engine.admit(one)
+    engine.report(peer.load, "gone")
+    assert engine.admit_anew(one) == 0
+    names, counted = said(engine)
+    assert names == ["Arrived", "Asked", "LoadBegan", "LoadEnded", "Asked", "Settled"]
+    assert (engine.told[-2].bids[0].struck, engine.told[-2].why) == ("gone", Why.NOTHING)
+    assert counted == {
+        "loads peer failed": 1, "queries peer": 1, "misses peer failed ": 1, "recomputed_tokens peer": 16,
+    }  # fmt: skip
+
+
+def test_why_nothing_is_loaded_is_told(monkeypatch):
+    monkeypatch.setattr(admission.time, "monotonic", clock := Clock())
+    looking, ready = Stand("peer", 16, looking=True), Stand("tiers", 0, miss=Miss.EVICTED)
+    engine = Engine(looking, ready, patience=1.0)
+    one = engine.arrive()
+    assert engine.admission.matched(one, 0) is None
+    clock.now += 2
+    assert engine.admit(one) == 0
+    assert [event.why for event in engine.told if isinstance(event, Asked)] == [Why.LOOKING, Why.NOTHING]
+    assert {name: n for name, n in said(engine)[1].items() if name.startswith("misses")} == {
+        "misses peer looking ": 1, "misses tiers evicted 0 full_attention": 1,
+    }  # fmt: skip
+
+
+def test_an_offer_that_is_withdrawn_for_want_of_room_is_a_miss_of_that_name():
+    few, many = Stand("few", 8), Stand("many", 16)
+    engine = Engine(few, many, workers=1)
+    one = engine.arrive()
+    engine.admit(one)
+    engine.report(many.load, "gone")
+    assert engine.admission.matched(one, 0) is None
+    assert engine.admission.matched(one, 0) == 8
+    assert engine.admission.matched(one, 0) == 0, "there was no room"
+    engine.allocate(one, 0)
+    counted = said(engine)[1]
+    assert (counted["misses few no_room "], counted["misses many failed "]) == (1, 1)
+    assert counted["recomputed_tokens many"] == 16
+
+
+def test_attempts_that_are_used_up_are_a_miss_of_that_name():
+    bad, good = Stand("bad", 16, strikes=False), Stand("good", 8)
+    engine = Engine(bad, good, workers=1, attempts=1)
+    one = engine.arrive()
+    engine.admit(one)
+    engine.report(bad.load, "gone")
+    assert engine.admit_anew(one) == 0
+    counted = said(engine)[1]
+    assert (counted["misses bad failed "], counted["misses good attempts "]) == (1, 1)
+
+
+def test_a_request_that_ends_while_it_is_loaded_is_no_query_and_its_load_is_dropped():
+    source = Stand("peer", 16)
+    engine = Engine(source)
+    one = engine.arrive()
+    engine.admit(one)
+    assert engine.fold.take().gauges == {("pending_loads", ("peer",)): 1}
+    engine.admission.finished("a")
+    (late,) = (event.blocks for event in engine.told if isinstance(event, LateBlocks))
+    assert late == engine.fold.take().gauges["late_blocks", ()] > 0
+    engine.report(source.load, None, None)
+    counted = engine.fold.take()
+    assert counted.counters == {("loads", ("peer", "dropped")): 1}
+    assert counted.gauges == {("pending_loads", ("peer",)): 0, ("late_blocks", ()): 0}
+
+
+def test_a_source_that_cannot_serve_is_told_with_its_reason_and_one_that_was_not_asked_is_not():
+    engine = Engine(Stand("peer", 16, serves=False), Stand("tiers", 16, serves=False, miss=Miss.UNNAMED))
+    engine.arrive()
+    assert said(engine) == (["Arrived"], {"queries tiers": 1, "misses tiers unnamed ": 1})
+
+
+def test_a_preempted_request_is_counted_once_however_often_it_is_served():
+    source = Stand("peer", 16)
+    engine = Engine(source, workers=1)
+    one = engine.arrive()
+    for _ in range(3):
+        assert engine.admit(one) == 16
+        engine.report(source.load, None)
+        engine.free(one)
+    assert said(engine)[1] == {
+        "loads peer ready": 3, "queries peer": 1, "hits peer": 1, "hit_tokens peer peer": 16,
+        "load_bytes peer 0 full_attention copied": 300,
+    }  # fmt: skip
+
+
+def test_what_cannot_be_told_is_logged_once_and_changes_nothing(caplog, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("no")
+
+    source, silent = Stand("peer", 16), Stand("tiers")
+    monkeypatch.setattr(silent, "lack", broken)
+    monkeypatch.setattr(source, "brought", broken)
+    engine = Engine(source, silent, workers=1)
+    for name in "ab":
+        assert engine.admit(engine.arrive(name)) == 16
+        engine.report(source.load, None)
+        engine.admission.finished(name)
+    assert [record.getMessage().partition(" ")[0] for record in caplog.records] == ["asked", "ended"]
+
+
+class Counting(RuleBasedStateMachine):
+    """Requests that come, load, fail, are preempted and end in any order: what is counted stays sound."""
+
+    @initialize(tokens=st.tuples(st.integers(0, 5), st.integers(0, 5)), strikes=st.booleans())
+    def start(self, tokens, strikes):
+        sources = [
+            Stand(name, number * BLOCK, strikes=strikes, miss=Miss.EVICTED)
+            for name, number in zip(("peer", "tiers"), tokens, strict=True)
+        ]
+        self.engine, self.sources = Engine(*sources, workers=1), sources
+        self.whole, self.count = Counted(), 0
+        self.waiting, self.loading, self.running, self.late = [], {}, [], []
+        self.served, self.settled = 0, set()
+
+    @rule()
+    def arrive(self):
+        self.count += 1
+        self.waiting.append(self.engine.arrive(str(self.count)))
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data(), room=st.booleans())
+    def admit(self, data, room):
+        one = data.draw(st.sampled_from(self.waiting))
+        tokens = self.engine.admission.matched(one, 0)
+        crowd = len(self.engine.held) + len(self.late)  # the pool has blocks for three
+        if tokens is None or not room or crowd > 2:
+            return
+        self.engine.allocate(one, tokens)
+        self.waiting.remove(one)
+        if tokens:
+            self.loading[one.request_id] = one, self.engine.admission._wishes[one.request_id].load
+        else:
+            self.runs(one)
+
+    @precondition(lambda self: self.loading)
+    @rule(data=st.data(), how=st.sampled_from(["ready", "failed", "late"]))
+    def report(self, data, how):
+        one, load = self.loading.pop(data.draw(st.sampled_from(sorted(self.loading))))
+        self.engine.report(load, None if how == "ready" else how, late=how == "late")
+        if how == "late":
+            self.late.append(load)
+        if how == "ready":
+            self.served += load.span.total
+            self.runs(one)
+        else:
+            self.engine.free(one)
+            self.waiting.append(one)
+
+    def runs(self, one):
+        self.settled.add(one.request_id)
+        self.running.append(one)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def preempt(self, data):
+        one = data.draw(st.sampled_from(self.running))
+        self.running.remove(one)
+        self.engine.free(one)
+        self.waiting.append(one)
+
+    @precondition(lambda self: self.waiting or self.loading or self.running)
+    @rule(data=st.data())
+    def finish(self, data):
+        everybody = [*self.waiting, *self.running, *(one for one, _ in self.loading.values())]
+        one = data.draw(st.sampled_from(everybody))
+        self.engine.admission.finished(one.request_id)
+        if one.request_id in self.engine.held:
+            self.engine.free(one)
+        for those in (self.waiting, self.running):
+            if one in those:
+                those.remove(one)
+        if one.request_id in self.loading:
+            _, load = self.loading.pop(one.request_id)
+            self.engine.report(load, None)
+
+    @precondition(lambda self: self.late)
+    @rule()
+    def land(self):
+        self.engine.landed(self.late.pop(), 1)
+
+    @invariant()
+    def what_is_counted_is_sound(self):
+        if not hasattr(self, "engine"):
+            return
+        step = self.engine.fold.take()
+        assert all(n > 0 for n in step.counters.values())
+        self.whole.add(step)
+        counters, gauges = self.whole.counters, self.whole.gauges
+        for source in ("peer", "tiers"):
+            missed = sum(n for (name, of), n in counters.items() if name == "misses" and of[0] == source)
+            assert counters["queries", (source,)] == len(self.settled)
+            assert counters["hits", (source,)] + missed == len(self.settled)
+        assert sum(n for (name, _), n in gauges.items() if name == "pending_loads") == len(self.loading)
+        assert sum(n for (name, _), n in counters.items() if name == "hit_tokens") <= self.served
+        assert (gauges.get(("late_blocks", ()), 0) > 0) == bool(self.late)
+        assert len(self.engine.fold) == len(self.engine.admission)
+
+
+TestCounting = Counting.TestCase
+TestCounting.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)

@@ -1,62 +1,54 @@
-"""What is counted of loads, and how it is added up on its way to /metrics."""
+"""What was counted, on its way from an engine to /metrics."""
 
 from __future__ import annotations
 
 import msgspec
 import pytest
-from prometheus_client import Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, values
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import REGISTRY
 
-from kvferry.engines.vllm.meta import Report
-from kvferry.engines.vllm.stats import PREFIX, TransferMetrics, TransferStats
-
-LABELS = ("0 full_attention", "1 sliding_window(64)")
-READY = Report(None, False, (300, 0), 7, 3, 100, 0.0, 0.25, 0.0, ("direct", ""))  # noqa: FBT003
-MIXED = Report(None, False, (100, 50), 2, 1, 100, 0.0, 0.75, 0.0, ("staged", "direct"))  # noqa: FBT003
+from kvferry.engines.vllm.stats import FerryMetrics, FerryStats
+from kvferry.observe.counted import Counted
+from kvferry.observe.metrics import PREFIX
 
 
-def stats(*reports: Report) -> TransferStats:
-    noted = TransferStats()
-    for report in reports:
-        noted.note(report, LABELS)
-    return noted
+def loads(ready: int, pending: int, *seconds: float) -> FerryStats:
+    counted = Counted()
+    counted.count("loads", "peer", "ready", by=ready)
+    counted.count("load_bytes", "peer", "0 full_attention", "direct", by=ready << 20)
+    counted.set("pending_loads", "peer", to=pending)
+    counted.sample("load_seconds", "peer", of=seconds)
+    return FerryStats.of(counted)
 
 
-def test_loads_are_counted_by_outcome_and_bytes_by_group_and_strategy() -> None:
-    noted = stats(READY, MIXED, Report("gone"), Report("late", late=True), Report("late", late=True))
-    assert noted.data == {
-        "loads": {"ready": 2, "failed": 1, "expired": 2},
-        "bytes": [[LABELS[0], "direct", 300], [LABELS[0], "staged", 100], [LABELS[1], "direct", 50]],
-        "descriptors": 4,
-        "pages": 9,
-        "seconds": [0.25, 0.75],
-        "tiers": [],
-    }
-    assert noted.reduce() == {
-        "ready loads": 2, "failed loads": 1, "expired loads": 2, "MiB": 0.0, "tokens from tiers": 0,
-        "median ms": 500.0,
-    }  # fmt: skip
-
-
-def test_adding_up_counts_everything_once_and_looking_empties() -> None:
-    together = stats(READY).aggregate(stats(MIXED, Report("gone")))
-    assert together.data == stats(READY, MIXED, Report("gone")).data
+def test_counts_and_samples_are_added_up_and_of_a_gauge_the_last_value_is_kept() -> None:
+    together = loads(1, 3, 0.25).aggregate(loads(2, 0, 0.5, 1.0))
+    assert together.data == loads(3, 0, 0.25, 0.5, 1.0).data
+    assert together.reduce() == {"peer ready loads": 3, "MiB": 3.0, "hit tokens": 0, "median ms": 500.0}
     together.reset()
     assert together.is_empty()
-    assert together.data == TransferStats().data
+    assert together.data == FerryStats().data
 
 
 def test_it_is_plain_data_on_its_way_between_processes() -> None:
-    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(stats(READY, MIXED).to_dict()))
-    assert TransferStats(sent).data == stats(READY, MIXED).data
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(loads(1, 2, 0.5).to_dict()))
+    assert FerryStats(sent).data == loads(1, 2, 0.5).data
+
+
+def test_a_gauge_that_has_become_0_is_something_to_say() -> None:
+    counted = Counted()
+    counted.set("pending_loads", "peer", to=0)
+    assert counted
+    assert not FerryStats.of(counted).is_empty()
 
 
 @pytest.fixture
 def metrics():
-    def made() -> TransferMetrics:
+    def made() -> FerryMetrics:
         kinds = {kind: kind for kind in (Counter, Gauge, Histogram)}
         config = type("Config", (), {"kv_transfer_config": None})
-        return TransferMetrics(config, kinds, ["engine"], {0: ["0"], 1: ["1"]})
+        return FerryMetrics(config, kinds, ["engine"], {0: ["0"], 1: ["1"]})
 
     yield made
     for collector in [
@@ -65,42 +57,44 @@ def metrics():
         REGISTRY.unregister(collector)
 
 
-def told(prefix: str = PREFIX) -> dict[str, float]:
+def told() -> dict[str, float]:
     lines = generate_latest(REGISTRY).decode().splitlines()
-    found = dict(line.rsplit(" ", 1) for line in lines if line.startswith(prefix) and "_created" not in line)
-    return {name.removeprefix(f"{prefix}_"): float(value) for name, value in found.items()}
+    found = dict(line.rsplit(" ", 1) for line in lines if line.startswith(PREFIX) and "_created" not in line)
+    return {name.removeprefix(PREFIX): float(value) for name, value in found.items()}
 
 
 def test_every_engine_has_its_own_metrics(metrics) -> None:
     shown = metrics()
-    shown.observe(stats(READY, Report("gone")).to_dict())
-    shown.observe(stats(READY).to_dict(), 1)
-    shown.observe(stats(MIXED).to_dict(), 1)
+    shown.observe(loads(1, 2, 0.25).to_dict())
+    shown.observe(loads(1, 1, 0.1).to_dict(), 1)
+    shown.observe(loads(1, 0, 0.75).to_dict(), 1)
     values = told()
-    assert values['loads_total{engine="0",outcome="ready"}'] == 1
-    assert values['loads_total{engine="0",outcome="failed"}'] == 1
-    assert values['loads_total{engine="1",outcome="ready"}'] == 2
-    assert values['bytes_total{engine="1",group="0 full_attention",strategy="direct"}'] == 300
-    assert values['bytes_total{engine="1",group="0 full_attention",strategy="staged"}'] == 100
-    assert values['descriptors_total{engine="1"}'] == 4
-    assert values['pages_total{engine="1"}'] == 9
-    assert values['seconds_bucket{engine="1",le="0.25"}'] == 1
-    assert values['seconds_count{engine="1"}'] == 2
+    assert values['loads_total{engine="0",outcome="ready",source="peer"}'] == 1
+    assert values['loads_total{engine="1",outcome="ready",source="peer"}'] == 2
+    of = 'engine="1",group="0 full_attention",source="peer",strategy="direct"'
+    assert values[f"load_bytes_total{{{of}}}"] == 2 << 20
+    assert values['pending_loads{engine="0",source="peer"}'] == 2
+    assert values['pending_loads{engine="1",source="peer"}'] == 0
+    assert values['load_seconds_bucket{engine="1",le="0.25",source="peer"}'] == 1
+    assert values['load_seconds_count{engine="1",source="peer"}'] == 2
 
 
 def test_a_second_engine_in_the_process_begins_anew(metrics) -> None:
-    metrics().observe(stats(READY).to_dict())
+    metrics().observe(loads(1, 0, 0.5).to_dict())
     metrics()
-    assert not told()
+    assert not {name: value for name, value in told().items() if value}
 
 
-def test_what_tiers_counted_is_added_with_its_labels(metrics) -> None:
-    shown, noted = metrics(), stats()
-    noted.data["tiers"] = [("missed_chunks", ("file", "corrupt"), 2), ("hit_tokens", (), 512)]
-    assert not noted.is_empty()
-    assert noted.reduce()["tokens from tiers"] == 512
-    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(noted.aggregate(noted).to_dict()))
-    shown.observe(sent)
-    values = told("kvferry_tier")
-    assert values['missed_chunks_total{engine="0",reason="corrupt",tier="file"}'] == 4
-    assert values['hit_tokens_total{engine="0"}'] == 1024
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_several_api_servers_add_up_counters_and_show_the_last_value_of_a_gauge(
+    metrics, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    for server, pending in (("1", 5), ("2", 3)):
+        monkeypatch.setattr(values, "ValueClass", values.MultiProcessValue(lambda server=server: server))
+        metrics().observe(loads(2, pending, 0.5).to_dict())
+    MultiProcessCollector(registry := CollectorRegistry())
+    told = generate_latest(registry).decode()
+    assert 'kvferry_loads_total{engine="0",outcome="ready",source="peer"} 4.0' in told
+    assert 'kvferry_pending_loads{engine="0",source="peer"} 3.0' in told
+    assert 'kvferry_load_seconds_count{engine="0",source="peer"} 2.0' in told

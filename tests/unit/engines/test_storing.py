@@ -20,6 +20,8 @@ from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import canonical_of, length
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.geometry.store import LayerStore
+from kvferry.observe.events import StoreBegan, StoreEnded
+from kvferry.observe.watch import Watch
 from kvferry.planning.select import Span, first_seen
 from kvferry.tiers.eviction import POLICIES
 from kvferry.tiers.host import HostTier
@@ -69,7 +71,7 @@ class Engine:
         self.prompts = Prompts(self.canonical)
         self.parts = PartBlocks(self.groups, self.pool)
         self.storing = Storing(
-            self.cache, self.prompts, self.canonical, self.groups, self.parts, self.pool, every
+            self.cache, self.prompts, self.canonical, self.groups, self.parts, self.pool, every, Watch()
         )
         self.content = defaultdict(dict)  # block id -> position -> tokens
         self.tables = {}
@@ -751,3 +753,18 @@ def test_of_a_request_that_was_preempted_and_ends_while_it_is_loaded_nothing_is_
     engine.finish(one)
     assert engine.numbers() == []
     engine.end()
+
+
+def test_stores_are_told_from_beginning_to_end():
+    engine, heard = Engine(), []
+    engine.storing._watch.add(heard.append)
+    one = arrived(engine, range(20))
+    engine.step((one, 20))
+    began = [event for event in heard if isinstance(event, StoreBegan)]
+    assert [(event.request_id, event.group) for event in began] == [("a", "0 full_attention")] * len(began)
+    assert sum(event.chunks for event in began) == 3
+    assert heard == began
+    engine.all_stored()
+    ended = heard[len(began) :]
+    assert {event.store for event in ended} == {event.store for event in began}
+    assert {(type(event), event.request_id, event.failure) for event in ended} == {(StoreEnded, "a", "")}

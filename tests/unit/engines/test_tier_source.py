@@ -13,13 +13,15 @@ from kvferry.engines.vllm import tier_source
 from kvferry.engines.vllm.meta import Report, SchedulerMeta
 from kvferry.engines.vllm.prompts import Prompts
 from kvferry.engines.vllm.refusals import Refusals
-from kvferry.engines.vllm.source import Load
-from kvferry.engines.vllm.tier_source import NAME, TierSource
+from kvferry.engines.vllm.source import TIERS, Load
+from kvferry.engines.vllm.tier_source import TierSource
 from kvferry.geometry import Group, GroupKind
 from kvferry.geometry.canonical import canonical_of
 from kvferry.geometry.canonical.length import WINDOW_GRAIN
 from kvferry.geometry.layout import EngineShape, lay_out
+from kvferry.observe.events import Lack, Miss, Moved
 from kvferry.planning.select import Span
+from kvferry.tiers.around import Around
 from kvferry.tiers.eviction import POLICIES
 from kvferry.tiers.host import HostTier
 from kvferry.tiers.outcome import Get
@@ -56,7 +58,7 @@ class Engine:
             CANONICAL.groups,
             [Behind(queue) for queue in self.queues],
         )
-        self.source = TierSource(self.cache, self.prompts, RANKS[0].groups, CHUNK, Refusals(), 30.0)
+        self.source = TierSource(self.cache, self.prompts, RANKS[0].groups, CANONICAL, Refusals(), 30.0)
         self.bidding = Bidding(2)
         assert self.source.arrived(self.one, self.bidding)
 
@@ -88,7 +90,7 @@ class Engine:
         answer(self.queues[tier], "read", self.keys[number], as_)
 
     def moved(self, part):
-        assert self.source.moved(MovedByAll(part.key, None, (), 0.0))
+        assert self.source.moved(MovedByAll(part.key, None, (SIZE * len(part.pieces),), 0.5))
 
     def holds(self):
         """Slots that are held, but for those that are being written to a tier."""
@@ -133,8 +135,9 @@ def test_a_load_from_host_memory_is_one_part_and_an_end_and_closes_its_slots_whe
     assert engine.holds() == 3
     engine.moved(part)
     assert engine.holds() == 0
+    assert engine.source.brought(load, Report(None)) == (Moved("0 full_attention", "copied", 3 * SIZE),)
+    assert engine.source.copy_seconds == [0.5]
     engine.source.ended(load, Report(None))
-    assert (engine.source.counts.loads, engine.source.counts.tokens) == ({"ready": 1}, 20)
     assert not engine.source.busy
 
 
@@ -206,7 +209,6 @@ def test_a_load_past_its_deadline_is_ended_once_and_the_tier_that_it_waits_for_n
     assert engine.bid().tokens == 16, "it is in host memory now"
     engine.moved(part)
     assert engine.holds() == 0
-    assert engine.source.counts.loads == {"expired": 1}
 
 
 def test_a_load_that_is_late_only_since_ranks_are_slow_strikes_no_tier():
@@ -273,7 +275,7 @@ def test_a_load_whose_request_has_lost_its_names_fails_rather_than_bringing_noth
     engine.store(0)
     engine.bid()
     engine.prompts.remove("a")
-    load = Load("a#1", "a", Bid(NAME, ()), Span(0, 8, PROMPT), ([1, 2],), 0.0)
+    load = Load("a#1", "a", Bid(TIERS, ()), Span(0, 8, PROMPT), ([1, 2],), 0.0)
     engine.source.begin(load, engine.one)
     assert ends(engine.step()) == [("a#1", "its chunks have no names any more")]
 
@@ -290,7 +292,7 @@ def test_only_so_many_loads_are_under_way_at_once(monkeypatch):
     engine = Engine([0])
     engine.begin()
     assert engine.bid() is None
-    assert engine.source.counts.declined == 1
+    assert engine.source.lack(engine.one, 0).miss is Miss.BUSY
     engine.answer(0, Get.HIT)
     engine.step()
     assert engine.bid().tokens == 8
@@ -309,13 +311,15 @@ def test_an_order_that_is_no_part_of_a_load_is_somebody_elses():
 def test_content_of_chunks_begins_where_their_writers_count_on_it():
     engine = Engine()
     groups = [Group(GroupKind.SLIDING, 4, reach, ()) for reach in (CHUNK, CHUNK - 1)]
-    source = TierSource(engine.cache, engine.prompts, (*RANKS[0].groups, *groups), CHUNK, Refusals(), 30.0)
-    load = Load("a#1", "a", Bid(NAME, ()), Span(0, CHUNK, PROMPT), ([], [], []), 0.0)
+    source = TierSource(
+        engine.cache, engine.prompts, (*RANKS[0].groups, *groups), CANONICAL, Refusals(), 30.0
+    )
+    load = Load("a#1", "a", Bid(TIERS, ()), Span(0, CHUNK, PROMPT), ([], [], []), 0.0)
     assert source.grains(load) == (CHUNK, CHUNK, WINDOW_GRAIN)
 
 
 def parts(bids):
-    assert all(bid.source == NAME for bid in bids)
+    assert all(bid.source == TIERS for bid in bids)
     return [{part.place: part.tokens for part in bid.parts} for bid in bids]
 
 
@@ -331,7 +335,7 @@ def test_a_bid_says_where_its_tokens_come_from():
 def test_bids_with_fewer_tiers_are_made_where_they_are_asked_for():
     engine = Engine([0, 1], [0, 1, 2, 3])
     engine.source = TierSource(
-        engine.cache, engine.prompts, RANKS[0].groups, CHUNK, Refusals(), 30.0, apart=True
+        engine.cache, engine.prompts, RANKS[0].groups, CANONICAL, Refusals(), 30.0, apart=True
     )
     engine.source.arrived(engine.one, engine.bidding)
     assert parts(engine.source.bids(engine.one, 0)) == [{"file": 16, "object": 12}, {"file": 16}]
@@ -343,3 +347,83 @@ def test_bids_with_fewer_tiers_are_made_where_they_are_asked_for():
     ]
     engine.store(1, 2, 3)
     assert parts(engine.source.bids(engine.one, 0)) == [{"host": 28}], "slower tiers bring nothing"
+
+
+def lack(engine, have=0):
+    assert engine.source.bids(engine.one, have) == []
+    return engine.source.lack(engine.one, have)
+
+
+def test_what_was_never_kept_is_not_stored():
+    said = Lack(TIERS, Miss.NOT_STORED, "0 full_attention", "chunk 0 of group 0 full_attention")
+    assert lack(Engine()) == said
+    engine = Engine()
+    engine.store(2)
+    assert lack(engine) == said
+
+
+def test_what_was_in_host_memory_lately_was_evicted():
+    engine = Engine(chunks=2)
+    engine.store(0, 1, 2, 3)
+    assert lack(engine).miss is Miss.EVICTED
+
+
+def test_what_a_slow_tier_had_lately_was_evicted():
+    engine = Engine([0])
+    engine.queues[0].tier.seen.clear()
+    engine.queues[0].tier.gone.add(engine.keys[0])
+    assert lack(engine).miss is Miss.EVICTED
+
+
+def test_what_ranks_are_filling_is_being_stored():
+    engine = Engine()
+    engine.cache.reserve(engine.keys[0], 0)
+    assert lack(engine).miss is Miss.STORING
+
+
+def test_what_the_engine_has_itself_is_no_fault_of_the_tiers():
+    engine = Engine()
+    engine.store(0, 1, 2, 3)
+    assert lack(engine, have=PROMPT).miss is Miss.LOCAL
+
+
+def test_what_is_new_after_what_the_engine_has_itself_is_no_fault_of_the_tiers():
+    engine = Engine()
+    engine.store(0, 1)
+    assert lack(engine, have=2 * CHUNK).miss is Miss.LOCAL
+    engine.store(3)
+    assert engine.source.bids(engine.one, 2 * CHUNK) == []
+    assert engine.source.lack(engine.one, 2 * CHUNK).miss is Miss.LOCAL
+    empty = Engine()
+    assert lack(empty).miss is Miss.NOT_STORED
+
+
+def test_a_prompt_of_less_than_a_chunk_is_said_to_be_short():
+    engine = Engine()
+    engine.one = request("b", range(CHUNK - 1))
+    assert engine.source.arrived(engine.one, Bidding(2))
+    assert lack(engine).miss is Miss.SHORT_PROMPT
+
+
+def test_where_there_is_nothing_but_of_a_stranger_it_is_said_to_be_in_another_namespace():
+    engine = Engine([])
+    engine.queues[0].around = Around(stranger="ab")
+    assert lack(engine).miss is Miss.OTHER_NAMESPACE
+
+
+def test_requests_that_cannot_be_named_are_declined_with_a_reason():
+    assert Engine().source.declined(request("b", range(PROMPT))).miss is Miss.UNNAMED
+
+
+@pytest.mark.parametrize(
+    ("came", "miss"),
+    [(Get.ABSENT, Miss.EVICTED), (Get.CORRUPT, Miss.CHECKSUM), (Get.IO_ERROR, Miss.FAILED)],
+)
+def test_what_was_the_matter_with_a_chunk_is_what_the_load_failed_for(came, miss):
+    engine = Engine([0, 1])
+    load = engine.begin()
+    engine.answer(0, came)
+    engine.step()
+    assert engine.source.blame(load, Report("as the ranks were told")) is miss
+    assert engine.source.blame(load, LATE) is Miss.DEADLINE
+    assert engine.source.brought(load, LATE) == ()

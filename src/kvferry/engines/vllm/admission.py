@@ -30,7 +30,9 @@ from kvferry.engines.vllm import compat
 from kvferry.engines.vllm.meta import BlockIds, Report, SchedulerMeta, WorkerMeta
 from kvferry.engines.vllm.part_blocks import PartBlocks
 from kvferry.engines.vllm.source import Load, Source
+from kvferry.engines.vllm.telling import Telling
 from kvferry.geometry import GroupKind
+from kvferry.observe.watch import Watch
 from kvferry.planning.select import Span
 
 
@@ -82,6 +84,7 @@ class Admission:
         attempts: int,
         sources: Sequence[Source],
         choice: Choice,
+        watch: Watch,
     ) -> None:
         """Begin.
 
@@ -95,11 +98,13 @@ class Admission:
             attempts: loads of a request.
             sources: asked in this order; the first of equal bids is taken.
             choice: between what they offer.
+            watch: told of what is decided.
         """
         self.pins = pins
         self._groups, self._kinds = kv_cache_config.kv_cache_groups, kinds
         self._parts, self._pool, self._workers, self._attempts = parts, pool, workers, attempts
         self._sources, self._choice = tuple(sources), choice
+        self._telling = Telling(watch, choice.policy)
         self._wishes: dict[str, _Wish] = {}
         self._loads: dict[str, tuple[Source, Load]] = {}
         self._count = 0
@@ -112,6 +117,7 @@ class Admission:
         """Ask the sources which of them may serve a request."""
         bidding = Bidding(self._attempts)
         sources = tuple(source for source in self._sources if source.arrived(request, bidding))
+        self._telling.arrived(request, sources, [one for one in self._sources if one not in sources])
         if sources:
             self._wishes[request.request_id] = _Wish(bidding, sources)
 
@@ -126,6 +132,7 @@ class Admission:
             wish.state, wish.failed = _State.OPEN, True
             return None
         if wish.failed and wish.taken is not None:
+            self._telling.no_room(request.request_id, have)
             return 0
         wish.state = _State.OPEN
         return self._best(wish, request, have)
@@ -142,6 +149,7 @@ class Admission:
         if external == 0 or wish.taken is None:
             wish.taken = None
             self._settle(request.request_id, wish)
+            self._telling.settled(request.request_id, None, request.num_tokens)
             return
         source, bid, have = wish.taken
         total = have + bid.tokens
@@ -160,6 +168,7 @@ class Admission:
         self._loads[wish.load.key] = source, wish.load
         self._pin(wish.load, blocks.blocks)
         source.begin(wish.load, request)
+        self._telling.began(source, wish.load)
         self._parts.begin(request, wish.load.tables, span, source.grains(wish.load))
 
     def origin(self, request_id: str) -> str:
@@ -180,6 +189,8 @@ class Admission:
         self._settle(request_id, wish)
         for source in wish.sources:
             source.finished(request_id)
+        self._telling.finished(request_id)
+        self._telling.late(self.pins.all_late_blocks)
 
     def hand_over(self, meta: SchedulerMeta) -> None:
         """Give the workers what has been decided since the last step."""
@@ -194,6 +205,7 @@ class Admission:
         for key, workers in meta.released.items():
             if blocks := self.pins.landed(key, workers):
                 self._pool.free_blocks(reversed(blocks))
+        self._telling.late(self.pins.all_late_blocks)
 
     def _report(self, key: str, report: Report, workers: int) -> None:
         if report.late:
@@ -202,10 +214,11 @@ class Admission:
         if load.hear(report, workers) < self._workers:
             return
         del self._loads[key]
-        wish = self._wishes.get(load.request_id)
-        if wish is None or wish.load is not load:
+        wish, whole = self._wishes.get(load.request_id), load.whole()
+        wanted = wish is not None and wish.load is load
+        self._telling.ended(source, load, whole, wanted=wanted)
+        if wish is None or not wanted:
             return
-        whole = load.whole()
         wish.state, wish.load = _State.FAILED, None
         if whole.failure is not None:
             self._parts.forget(load.request_id)
@@ -215,6 +228,7 @@ class Admission:
         if whole.failure is None:
             wish.bidding.succeeded()
             self._settle(load.request_id, wish)
+            self._telling.settled(load.request_id, load.span.total, load.span.prompt)
 
     def _best(self, wish: _Wish, request: Any, have: int) -> int | None:
         """Tokens of the best bid, which is taken; None while it is waited for."""
@@ -226,6 +240,7 @@ class Admission:
             waited=0.0 if since is None else now - since,
             before=None if wish.taken is None else wish.taken[1],
         )
+        self._telling.asked(request, wish.sources, wish.bidding, have, offers, best)
         if best is None:
             return 0
         if best.looking:

@@ -14,7 +14,7 @@ from kvferry.engines.vllm.compat import KVConnectorBase_V1, KVConnectorRole, Sup
 from kvferry.engines.vllm.config import read_settings
 from kvferry.engines.vllm.meta import SchedulerMeta, WorkerCard, WorkerMeta
 from kvferry.engines.vllm.scheduler import SchedulerHalf, sorted_cards
-from kvferry.engines.vllm.stats import TransferMetrics, TransferStats
+from kvferry.engines.vllm.stats import FerryMetrics, FerryStats
 from kvferry.engines.vllm.tiering import ALIKE
 from kvferry.engines.vllm.worker import WorkerHalf
 
@@ -166,12 +166,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- both ---------------------------------------------------------------------------------------------
 
-    def get_kv_connector_stats(self) -> TransferStats | None:
+    def get_kv_connector_stats(self) -> FerryStats | None:
         return None if self._scheduler is None else self._scheduler.take_stats()
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:
-        return TransferStats(data)
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FerryStats:
+        return FerryStats(data)
 
     @classmethod
     def build_prom_metrics(
@@ -180,8 +180,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         metric_types: dict[type, Any],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
-    ) -> TransferMetrics:
-        return TransferMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    ) -> FerryMetrics:
+        return FerryMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         if self._scheduler is not None:

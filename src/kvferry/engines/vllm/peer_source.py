@@ -19,10 +19,10 @@ from kvferry.engines.vllm.meta import LoadOrder, Report, SchedulerMeta
 from kvferry.engines.vllm.offer import Offer, not_of_peer, not_of_prompt, read_offer
 from kvferry.engines.vllm.refusals import Refusals
 from kvferry.engines.vllm.source import Load
-from kvferry.engines.vllm.stats import TransferStats
 from kvferry.engines.vllm.transfer_log import TransferLog
 from kvferry.errors import ProtocolError
 from kvferry.geometry import RankGeometry
+from kvferry.observe.events import Lack, Miss, Moved
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.handshake import Address, Known, Looking, NotUsable
 
@@ -80,6 +80,8 @@ def _blocks_of(ranks: Iterable[RankGeometry]) -> list[tuple[int, set[str]]]:
 class PeerSource:
     """See the module."""
 
+    name = PEER
+
     def __init__(
         self,
         client: ControlClient,
@@ -101,7 +103,6 @@ class PeerSource:
             timeout_seconds: of a load.
             most_late_blocks: what late reads from a peer may hold before it is refused.
         """
-        self._stats = TransferStats()
         self._groups, self._grains = _blocks_of(ranks), dict[str, tuple[int, ...]]()
         self._client, self._pins, self._log, self._refusals = client, pins, log, refusals
         self._timeout, self._most_late = timeout_seconds, most_late_blocks
@@ -132,6 +133,14 @@ class PeerSource:
             self._strike(request.request_id, mismatch)
         return True
 
+    def declined(self, request: Any) -> Lack | None:
+        """Its offer cannot be read, or it came without."""
+        try:
+            read_offer(request.kv_transfer_params)
+        except ProtocolError as error:
+            return Lack(PEER, Miss.REFUSED, detail=str(error))
+        return None
+
     def bids(self, request: Any, have: int) -> Sequence[Bid]:
         """The offered tokens, once the peer is known; looking until then."""
         pull = self._pulls[request.request_id]
@@ -146,6 +155,14 @@ class PeerSource:
             self._strike(request.request_id, refusal)
             return ()
         return (Bid(pull.peer, parts),)
+
+    def lack(self, request: Any, have: int) -> Lack:
+        """The peer cannot be used, or has no more than is here."""
+        pull = self._pulls[request.request_id]
+        if (why := pull.bidding.why(pull.peer)) is not None:
+            return Lack(PEER, Miss.REFUSED, detail=why)
+        offered = pull.offer.remote_num_tokens
+        return Lack(PEER, Miss.LOCAL, detail=f"{offered} tokens are offered, {have} are here")
 
     def begin(self, load: Load, request: Any) -> None:
         """Order the load from all workers, and let them know the peer before."""
@@ -186,9 +203,17 @@ class PeerSource:
         """A peer."""
         return PEER
 
+    def brought(self, load: Load, report: Report) -> tuple[Moved, ...]:
+        """Of the engine's groups."""
+        each = zip(self._log.labels, report.strategy_by_group, report.bytes_by_group, strict=False)
+        return tuple(Moved(label, strategy, size) for label, strategy, size in each if size)
+
+    def blame(self, load: Load, report: Report) -> Miss:
+        """Its deadline, or the peer."""
+        return Miss.DEADLINE if report.late else Miss.FAILED
+
     def ended(self, load: Load, report: Report) -> None:
-        """Count a load; a peer that failed is struck out and met anew."""
-        self._stats.note(report, self._log.labels)
+        """Log a load; a peer that failed is struck out and met anew."""
         self._log.write(load.request_id, load.source, load.span, report, time.monotonic() - load.began)
         if report.failure is not None:
             self._client.forget(self._pulls[load.request_id].address)
@@ -207,13 +232,6 @@ class PeerSource:
         if not self._users[pull.lease]:
             del self._users[pull.lease]
             self._client.release(*pull.lease)
-
-    def take_stats(self) -> TransferStats | None:
-        """Of the loads that have ended since the last call; None if none has."""
-        if self._stats.is_empty():
-            return None
-        taken, self._stats = self._stats, TransferStats()
-        return taken
 
     def finished(self, request_id: str) -> None:
         """The request has ended."""

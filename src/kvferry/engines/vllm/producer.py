@@ -20,6 +20,8 @@ from kvferry.engines.vllm.offer import Lease, Offer, wants_prefill, write_nothin
 from kvferry.engines.vllm.prompt import digest_of
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
+from kvferry.observe.events import LeaseEnded, LeaseExtended, LeaseGranted
+from kvferry.observe.watch import Watch
 from kvferry.transport.lease import LeaseBook
 from kvferry.transport.messages import Heartbeat, Release
 
@@ -38,6 +40,7 @@ class Producer:
         config: ConnectorConfig,
         kinds: tuple[GroupKind, ...],
         incarnation: int,
+        watch: Watch,
     ) -> None:
         self._parallel = vllm_config.parallel_config
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
@@ -46,6 +49,7 @@ class Producer:
         self._kinds = kinds
         self._book = LeaseBook(incarnation, LEASE_SLOTS, config.lease_seconds, time.monotonic)
         self._host = config.advertise_host or config.host
+        self._watch = watch
         self._prompts: dict[str, Any] = {}
         self.port = 0
 
@@ -84,6 +88,8 @@ class Producer:
         except TransferError as error:
             logger.warning("request %s: not offered: %s", request.request_id, error)
             return False, write_nothing()
+        now = time.monotonic()
+        self._watch.tell(LeaseGranted(request.request_id, now, tokens, self._book.seconds))
         offer = Offer(
             remote_engine_id=self._engine_id,
             remote_request_id=request.request_id,
@@ -112,16 +118,22 @@ class Producer:
         while events:
             event = events.popleft()
             if isinstance(event, Heartbeat):
-                self._book.extend(event.leases)
+                for name in self._book.extend(event.leases):
+                    self._watch.tell(LeaseExtended(name, time.monotonic()))
             else:
-                meta.ended.update(self._book.end(event.leases))
-        expired = self._book.end_expired()
+                meta.ended.update(self._ended(self._book.end(event.leases), expired=False))
+        expired = self._ended(self._book.end_expired(), expired=True)
         for name in expired:
             logger.warning(
                 "request %s: its consumer was silent for %g s (lease_seconds), its blocks are given back",
                 name, self._book.seconds,
             )  # fmt: skip
         meta.ended.update(expired)
+
+    def _ended(self, leases: dict[str, int], *, expired: bool) -> dict[str, int]:
+        for name in leases:
+            self._watch.tell(LeaseEnded(name, time.monotonic(), expired))
+        return leases
 
     def sent(self, request_ids: set[str]) -> None:
         """All workers have raised the words of these."""

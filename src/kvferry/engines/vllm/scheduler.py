@@ -19,12 +19,14 @@ from kvferry.engines.vllm.peer_source import PEER, PeerSource
 from kvferry.engines.vllm.producer import Producer
 from kvferry.engines.vllm.refusals import Refusals
 from kvferry.engines.vllm.source import Source
-from kvferry.engines.vllm.stats import TransferStats
+from kvferry.engines.vllm.stats import FerryStats
 from kvferry.engines.vllm.tier_config import read_tiers
 from kvferry.engines.vllm.tiering import Tiering
 from kvferry.engines.vllm.transfer_log import TransferLog
 from kvferry.errors import Incompatible
 from kvferry.geometry import GroupKind, RankGeometry
+from kvferry.observe.fold import Fold
+from kvferry.observe.watch import Watch
 from kvferry.planning.template import build_templates, kept_too_little
 from kvferry.transport import security
 from kvferry.transport.control_client import ControlClient
@@ -37,7 +39,11 @@ _PREFILL_TOKENS = 128
 
 
 class SchedulerHalf:
-    """Producer, admission and tiers of one engine, and its two ends of the control channel."""
+    """Producer, admission and tiers of one engine, and its two ends of the control channel.
+
+    Attributes:
+        watch: told of what happens to requests.
+    """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
         self._config, self._tiers = config, read_tiers(config.tiers)
@@ -47,8 +53,12 @@ class SchedulerHalf:
         self._kinds = tuple(kind_of(group) for group in kv_cache_config.kv_cache_groups)
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._incarnation = new_incarnation()
-        self._producer = Producer(vllm_config, kv_cache_config, config, self._kinds, self._incarnation)
-        self._refusals = Refusals()
+        self._fold = Fold()
+        self.watch = Watch(self._fold)
+        self._producer = Producer(
+            vllm_config, kv_cache_config, config, self._kinds, self._incarnation, self.watch
+        )
+        self._refusals = Refusals(self.watch)
         self._speeds = Speeds()
         self._last_step = 0.0, 0
         self._pool: Any = None
@@ -85,6 +95,7 @@ class SchedulerHalf:
                 self._parts,
                 self._pool,
                 self._refusals,
+                self.watch,
             )
             sources.append(self._tiering.source)
         self._admission = Admission(
@@ -97,6 +108,7 @@ class SchedulerHalf:
             self._config.attempts,
             sources,
             Choice(self._policy(), self._speeds, self._config.patience_seconds),
+            self.watch,
         )
 
     def _policy(self) -> Policy:
@@ -215,14 +227,12 @@ class SchedulerHalf:
         if self._tiering is not None:
             self._tiering.start_anew()
 
-    def take_stats(self) -> TransferStats | None:
-        """What loads and tiers came to since the last call."""
-        tiers = self._tiering.counts.take() if self._tiering is not None else []
-        taken = self._peers.take_stats() if self._peers is not None else None
-        if tiers:
-            taken = taken or TransferStats()
-            taken.data["tiers"] += tiers
-        return taken
+    def take_stats(self) -> FerryStats | None:
+        """What was counted since the last call."""
+        if self._tiering is not None:
+            self._tiering.teller.tell()
+        counted = self._fold.take()
+        return FerryStats.of(counted) if counted else None
 
     def shutdown(self) -> None:
         """End all threads."""

@@ -9,7 +9,11 @@ from typing import Any, Protocol
 
 from kvferry.cache.bids import Bid, Bidding
 from kvferry.engines.vllm.meta import BlockIds, Report, SchedulerMeta
+from kvferry.observe.events import Lack, Miss, Moved
 from kvferry.planning.select import Span
+
+TIERS = "tiers"
+"""Name of the source that is our own tiers."""
 
 
 @dataclass(slots=True)
@@ -52,13 +56,25 @@ class Load:
 
 
 class Source(Protocol):
-    """One way to prefixes. The engine's thread calls it; nothing may wait."""
+    """One way to prefixes. The engine's thread calls it; nothing may wait.
+
+    Attributes:
+        name: what it is called in metrics.
+    """
+
+    name: str
 
     def arrived(self, request: Any, bidding: Bidding) -> bool:
         """A request has come in: whether this source might serve it. `bidding` is the request's."""
 
+    def declined(self, request: Any) -> Lack | None:
+        """Why a request that has `arrived` may not be served; None if it was not asked for."""
+
     def bids(self, request: Any, have: int) -> Sequence[Bid]:
         """What it offers beyond the `have` tokens that are here, in one way or more. May be asked again."""
+
+    def lack(self, request: Any, have: int) -> Lack:
+        """Why it has just bid nothing."""
 
     def begin(self, load: Load, request: Any) -> None:
         """Its bid was taken: order the load."""
@@ -68,6 +84,12 @@ class Source(Protocol):
 
     def origin(self, load: Load) -> str:
         """Where most of it comes from: ``peer``, or a tier's name."""
+
+    def brought(self, load: Load, report: Report) -> tuple[Moved, ...]:
+        """What a load has brought that all workers have reported. Asked once, before `ended`."""
+
+    def blame(self, load: Load, report: Report) -> Miss:
+        """What kind of failure a load's was. Asked before `ended`."""
 
     def ended(self, load: Load, report: Report) -> None:
         """All workers have reported a load of this source; if it failed, strike out what is to blame."""

@@ -1,91 +1,75 @@
-"""What loads came to, on the engine's own /metrics.
+"""What was counted, on its way to the engine's own /metrics.
 
-The scheduler half counts a load once, when every worker has reported it; the engine carries the counts to its
-API server (`TransferStats`), which keeps them as Prometheus metrics (`TransferMetrics`). `docs/metrics.md`
-lists those.
+The scheduler half folds events (`observe.fold`); the engine carries what was counted to its API server once
+per step (`FerryStats`), which keeps it as Prometheus metrics (`FerryMetrics`). `docs/metrics.md` lists those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
 
-from prometheus_client import REGISTRY, Counter, Histogram
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 from kvferry.engines.vllm.compat import KVConnectorPromMetrics, KVConnectorStats
-from kvferry.engines.vllm.meta import Report
-from kvferry.engines.vllm.tier_stats import METRICS as TIER_METRICS, PREFIX as TIERS
-
-PREFIX = "kvferry_transfer"
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Upper ends of the histogram's buckets."""
+from kvferry.observe.counted import Counted
+from kvferry.observe.metrics import METRICS, PREFIX, SECONDS, Kind, Metric
 
 
-class TransferStats(KVConnectorStats):
-    """Loads that ended since the last look.
+class FerryStats(KVConnectorStats):
+    """What was counted since the last look.
 
     Attributes:
-        data: plain values, by name: ``loads`` by outcome; ``bytes`` of loads that are ready by
-            ``[group, strategy]``; ``descriptors`` and ``pages`` of those; ``seconds`` of each; and ``tiers``,
-            what was counted there: (metric, labels, how much more).
+        data: of `Counted.plain`: what another process can be sent.
     """
 
     data: dict[str, Any]
 
     def __init__(self, data: Mapping[str, Any] | None = None) -> None:
-        super().__init__(dict(data) if data else {})
-        if not self.data:
-            self.reset()
+        super().__init__(dict(data) if data else Counted().plain())
+
+    @classmethod
+    def of(cls, counted: Counted) -> FerryStats:
+        """To be sent."""
+        return cls(counted.plain())
 
     def reset(self) -> None:
         """Forget all."""
-        self.data = {"loads": {}, "bytes": [], "descriptors": 0, "pages": 0, "seconds": [], "tiers": []}
+        self.data = Counted().plain()
 
-    def note(self, report: Report, labels: Sequence[str]) -> None:
-        """Count a load that all workers have reported.
-
-        Args:
-            report: theirs, as one.
-            labels: name per group.
-        """
-        data, outcome = self.data, report.outcome
-        data["loads"][outcome] = data["loads"].get(outcome, 0) + 1
-        if report.failure is not None:
-            return
-        for label, size, strategy in zip(
-            labels, report.bytes_by_group, report.strategy_by_group, strict=False
-        ):
-            if size:
-                data["bytes"].append([label, strategy, size])
-        data["descriptors"] += report.descriptors
-        data["pages"] += report.pages
-        data["seconds"].append(report.transfer_seconds)
-
-    def aggregate(self, other: KVConnectorStats) -> TransferStats:
-        """Add another's counts to these."""
-        for outcome, count in other.data["loads"].items():
-            self.data["loads"][outcome] = self.data["loads"].get(outcome, 0) + count
-        for name in ("bytes", "descriptors", "pages", "seconds", "tiers"):
-            self.data[name] += other.data[name]
+    def aggregate(self, other: KVConnectorStats) -> FerryStats:
+        """Add what was counted after this."""
+        both = Counted.read(self.data)
+        both.add(Counted.read(other.data))
+        self.data = both.plain()
         return self
 
     def reduce(self) -> dict[str, int | float]:
         """For the engine's log."""
-        seconds = self.data["seconds"]
+        counted = Counted.read(self.data)
+        said: dict[str, int | float] = {}
+        for (name, labels), n in counted.counters.items():
+            if name == "loads":
+                said[f"{' '.join(labels)} loads"] = n
+        sums = dict.fromkeys(("load_bytes", "hit_tokens"), 0)
+        for (name, _), n in counted.counters.items():
+            if name in sums:
+                sums[name] += n
+        seconds = [s for (name, _), seen in counted.samples.items() if name == "load_seconds" for s in seen]
         return {
-            **{f"{outcome} loads": count for outcome, count in self.data["loads"].items()},
-            "MiB": round(sum(size for _, _, size in self.data["bytes"]) / 2**20, 3),
-            "tokens from tiers": sum(n for name, _, n in self.data["tiers"] if name == "hit_tokens"),
+            **said,
+            "MiB": round(sums["load_bytes"] / 2**20, 3),
+            "hit tokens": sums["hit_tokens"],
             "median ms": round(median(seconds) * 1e3, 3) if seconds else 0.0,
         }
 
     def is_empty(self) -> bool:
         """Whether there is nothing to say."""
-        return not self.data["loads"] and not self.data["tiers"]
+        return not any(self.data.values())
 
 
-class TransferMetrics(KVConnectorPromMetrics):
+class FerryMetrics(KVConnectorPromMetrics):
     """The same as Prometheus metrics, of the API server's process."""
 
     def __init__(
@@ -97,40 +81,36 @@ class TransferMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         _unregister()
-        counter, histogram = metric_types[Counter], metric_types[Histogram]
-
-        def counted(name: str, what: str, *labels: str) -> Any:
-            return counter(name=f"{PREFIX}_{name}", documentation=what, labelnames=[*labelnames, *labels])
-
-        self._loads = counted("loads", "Loads from peers that have ended.", "outcome")
-        self._bytes = counted("bytes", "Bytes loaded from peers.", "group", "strategy")
-        self._pages = counted("pages", "Prepared descriptors used, before neighbours are merged.")
-        self._descriptors = counted("descriptors", "Descriptors after neighbours are merged.")
-        self._seconds = histogram(
-            name=f"{PREFIX}_seconds",
-            documentation="From the first read posted to the last byte here, of the slowest worker.",
-            labelnames=labelnames,
-            buckets=SECONDS,
-        )
-
-        self._tiers = {
-            name: counter(name=f"{TIERS}_{name}", documentation=what, labelnames=[*labelnames, *labels])
-            for name, (what, labels) in TIER_METRICS.items()
+        self._metrics = {
+            name: _made(metric, metric_types, [*labelnames, *metric.labels])
+            for name, metric in METRICS.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add what an engine has sent."""
-        data, engine = transfer_stats_data, self.per_engine_labelvalues[engine_idx]
-        for outcome, count in data["loads"].items():
-            self._loads.labels(*engine, outcome).inc(count)
-        for group, strategy, size in data["bytes"]:
-            self._bytes.labels(*engine, group, strategy).inc(size)
-        self._pages.labels(*engine).inc(data["pages"])
-        self._descriptors.labels(*engine).inc(data["descriptors"])
-        for seconds in data["seconds"]:
-            self._seconds.labels(*engine).observe(seconds)
-        for name, labels, more in data["tiers"]:
-            self._tiers[name].labels(*engine, *labels).inc(more)
+        counted, engine = Counted.read(transfer_stats_data), self.per_engine_labelvalues[engine_idx]
+        for (name, labels), n in counted.counters.items():
+            self._metrics[name].labels(*engine, *labels).inc(n)
+        for (name, labels), value in counted.gauges.items():
+            self._metrics[name].labels(*engine, *labels).set(value)
+        for (name, labels), seen in counted.samples.items():
+            of = self._metrics[name].labels(*engine, *labels)
+            for each in seen:
+                of.observe(each)
+
+
+def _made(metric: Metric, types: Mapping[type, Any], labels: list[str]) -> Any:
+    of: dict[str, Any] = {
+        "name": f"{PREFIX}{metric.name}",
+        "documentation": metric.what,
+        "labelnames": labels,
+    }
+    if metric.kind is Kind.COUNTER:
+        return types[Counter](**of)
+    if metric.kind is Kind.HISTOGRAM:
+        return types[Histogram](**of, buckets=SECONDS)
+    # An engine's steps are told to one API server or another: what was said last is so.
+    return types[Gauge](**of, multiprocess_mode="mostrecent")
 
 
 def _unregister() -> None:
@@ -140,6 +120,7 @@ def _unregister() -> None:
 
 
 def _ours() -> Iterator[Any]:
+    names = {f"{PREFIX}{name}" for name in METRICS}
     for collector in REGISTRY._collector_to_names:
-        if getattr(collector, "_name", "").startswith((PREFIX, TIERS)):
+        if getattr(collector, "_name", "") in names:
             yield collector

@@ -13,6 +13,7 @@ where a prompt ends; only what is needed there is kept.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from kvferry.engines.vllm.prompts import Prompts
 from kvferry.geometry import Group, GroupKind
 from kvferry.geometry.canonical import Canonical
 from kvferry.geometry.canonical.length import content_grain, snapshots_apart
+from kvferry.observe.events import StoreBegan, StoreEnded
+from kvferry.observe.watch import Watch
 from kvferry.planning.chunks import Stretch, stretch_of
 from kvferry.planning.keeping import keeps_chunk, keeps_snapshot, last_ends
 from kvferry.planning.select import NULL_BLOCK, first_seen
@@ -47,10 +50,12 @@ class _Store:
     """An order that ranks have not done yet.
 
     Attributes:
+        request_id: whose chunks they are.
         slots: with the tokens that each will hold.
         blocks: pinned.
     """
 
+    request_id: str
     slots: list[tuple[Slot, int]]
     blocks: list[Any]
 
@@ -94,6 +99,7 @@ class Storing:
         parts: PartBlocks,
         pool: Any,
         snapshot_tokens: int,
+        watch: Watch,
     ) -> None:
         """Begin.
 
@@ -106,8 +112,10 @@ class Storing:
             pool: the engine's block pool.
             snapshot_tokens: distance of positions at which windows and snapshots are kept, a multiple of a
                 chunk's tokens.
+            watch: told of orders.
         """
         self.dropped: Counter[str] = Counter()
+        self._watch = watch
         self._cache, self._prompts, self._part_blocks, self._pool = cache, prompts, parts, pool
         self._groups, self._chunk, self._every = tuple(groups), canonical.chunk_tokens, snapshot_tokens
         self._parts = [
@@ -180,6 +188,10 @@ class Storing:
             self._cache.filled(slot, tokens, moved.failure)
         self._pool.free_blocks(reversed(store.blocks))
         self._pinned -= len(store.blocks)
+        size, now = sum(moved.bytes_by_group), time.monotonic()
+        self._watch.tell(
+            StoreEnded(store.request_id, now, moved.key, moved.failure or "", size, moved.seconds)
+        )
         return True
 
     def start_anew(self) -> None:
@@ -211,26 +223,28 @@ class Storing:
                 kept = [n for n in numbers if keeps_chunk(one, n, self._chunk, self._every, ends)]
                 keys = [chunks.key(group, number) for number in kept]
                 wanted = dict(zip(kept, keys, strict=True))
-                self._store(group, wanted, tables, whole * self._chunk, progress.found)
+                self._store(progress, group, wanted, tables, whole * self._chunk)
                 if with_tail:
                     tail = {prompt // self._chunk: chunks.tail(group, prompt)}
-                    self._store(group, tail, tables, prompt, progress.found)
+                    self._store(progress, group, tail, tables, prompt)
         progress.tail |= with_tail
 
-    def _store(self, group: int, keys: dict[int, bytes], tables: BlockIds, until: int, found: int) -> None:
+    def _store(
+        self, progress: _Progress, group: int, keys: dict[int, bytes], tables: BlockIds, until: int
+    ) -> None:
         """Order the chunks of one group that are not at hand, as far as their blocks are there."""
         missing = ~self._cache.at_hand(list(keys.values()))
         whole: list[int] = []
         for number, gone in zip(keys, missing.tolist(), strict=True):
-            since = self._since(group, number, tables, until, found) if gone else None
+            since = self._since(group, number, tables, until, progress.found) if gone else None
             if since == number * self._chunk:
                 whole.append(number)
             elif since is not None:
-                self._blocks_of(group, [number], keys, tables, range(since, until))
+                self._blocks_of(progress, group, [number], keys, tables, range(since, until))
         together = self._together(group)
         for first in range(0, len(whole), together):
             some = whole[first : first + together]
-            self._blocks_of(group, some, keys, tables, range(some[0] * self._chunk, until))
+            self._blocks_of(progress, group, some, keys, tables, range(some[0] * self._chunk, until))
 
     def _together(self, group: int) -> int:
         """Chunks of one order: a prompt that is stored at once finds room in part, if not in whole."""
@@ -238,7 +252,13 @@ class Storing:
         return max(1, min(_TOGETHER, int(MOST_PINNED * len(self._pool.blocks)) // blocks))
 
     def _blocks_of(
-        self, group: int, numbers: list[int], keys: dict[int, bytes], tables: BlockIds, at_hand: range
+        self,
+        progress: _Progress,
+        group: int,
+        numbers: list[int],
+        keys: dict[int, bytes],
+        tables: BlockIds,
+        at_hand: range,
     ) -> None:
         """Order chunks whose tokens at hand are these."""
         low, high = at_hand.start, min((numbers[-1] + 1) * self._chunk, at_hand.stop)
@@ -247,7 +267,7 @@ class Storing:
             for number, one in enumerate(self._groups)
         ]
         wanted = [(n, keys[n], min((n + 1) * self._chunk, high) - n * self._chunk) for n in numbers]
-        self._order(group, wanted, stretches, at_hand)
+        self._order(progress.request.request_id, group, wanted, stretches, at_hand)
 
     def _since(self, group: int, number: int, tables: BlockIds, until: int, found: int) -> int | None:
         """The first token of a chunk from which on the engine still has it; None if that is not enough.
@@ -298,10 +318,11 @@ class Storing:
             if self._cache.at_hand([key])[0]:
                 continue
             stretches = [Stretch(0, (blocks[n],)) if n in blocks else None for n in range(len(self._groups))]
-            self._order(self._state, [(number, key, 0)], stretches, range(tokens))
+            self._order(request.request_id, self._state, [(number, key, 0)], stretches, range(tokens))
 
     def _order(
         self,
+        request_id: str,
         group: int,
         wanted: list[tuple[int, bytes, int]],
         stretches: list[Stretch | None],
@@ -310,6 +331,7 @@ class Storing:
         """Reserve room, pin blocks, and tell the ranks.
 
         Args:
+            request_id: whose chunks they are.
             group: canonical.
             wanted: (number, key, tokens) of chunks.
             stretches: blocks per group of the engine.
@@ -332,5 +354,7 @@ class Storing:
         self._pool.touch(blocks)
         self._pinned += len(blocks)
         key_of_order = f"store#{next(self._numbers)}"
-        self._stores[key_of_order] = _Store(slots, blocks)
+        self._stores[key_of_order] = _Store(request_id, slots, blocks)
+        label = f"{group} {self._canonical[group].label}"
+        self._watch.tell(StoreBegan(request_id, time.monotonic(), key_of_order, label, len(pieces)))
         self._orders.append(StoreOrder(key_of_order, tuple(pieces), tuple(stretches), at_hand))

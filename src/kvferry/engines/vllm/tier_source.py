@@ -26,30 +26,47 @@ from kvferry.cache.chunk_cache import HOST, ChunkCache
 from kvferry.cache.fetch import Fetch
 from kvferry.cache.orders import LoadBegin, LoadEnd, LoadPart, MovedByAll, Piece
 from kvferry.cache.prompt_chunks import Found, PromptChunks
+from kvferry.engines.vllm.lacks import lack_of
 from kvferry.engines.vllm.meta import Report, SchedulerMeta
 from kvferry.engines.vllm.prompts import Prompts
 from kvferry.engines.vllm.refusals import Refusals
-from kvferry.engines.vllm.source import Load
+from kvferry.engines.vllm.source import TIERS, Load
 from kvferry.geometry import Group
+from kvferry.geometry.canonical import Canonical
 from kvferry.geometry.canonical.length import content_grain
+from kvferry.observe.events import Lack, Miss, Moved
 from kvferry.planning.chunks import Stretch
 from kvferry.planning.select import first_seen
 from kvferry.tiers.host import Slot
+from kvferry.tiers.outcome import Get
 
 logger = logging.getLogger(__name__)
 
-NAME = "tiers"
+COPIED = "copied"
+"""How what tiers bring travels, as `planning.strategy` names the ways of what peers bring."""
+
+_MISSES = {Get.ABSENT: Miss.EVICTED, Get.CORRUPT: Miss.CHECKSUM, Get.OTHER_SHAPE: Miss.CHECKSUM}
 MOST_LOADS = 32
 """At once; beyond, prompts are computed: they would wait longer for what is before them."""
 
 
 @dataclass(slots=True)
 class _Asked:
-    """A request that may be served."""
+    """A request that may be served.
+
+    Attributes:
+        bidding: of the request.
+        without: tiers that are not asked for it.
+        found: what the last bid was made from.
+        looked: what the last look-up came to, bid or not; None if there was none.
+        declined: nothing was bid since too many loads were under way.
+    """
 
     bidding: Bidding
     without: set[str] = field(default_factory=set)
     found: Found | None = None
+    looked: Found | None = None
+    declined: bool = False
 
 
 @dataclass(slots=True)
@@ -63,33 +80,33 @@ class _Loading:
 
 
 @dataclass(slots=True)
-class TierLoads:
-    """What loads came to.
+class _Brought:
+    """What all ranks have copied of a load.
 
     Attributes:
-        loads: by outcome.
-        tokens: that were loaded.
-        declined: bids not made since too many loads were under way.
+        sizes: bytes per canonical group.
+        miss: what kind of failure ended it, if one did.
     """
 
-    loads: Counter[str] = field(default_factory=Counter)
-    tokens: int = 0
-    declined: int = 0
+    sizes: Counter[int] = field(default_factory=Counter)
+    miss: Miss = Miss.FAILED
 
 
 class TierSource:
     """See the module.
 
     Attributes:
-        counts: what loads came to.
+        copy_seconds: of parts of loads that ranks have copied, the slowest rank's; whoever looks takes them.
     """
+
+    name = TIERS
 
     def __init__(
         self,
         cache: ChunkCache,
         prompts: Prompts,
         groups: tuple[Group, ...],
-        chunk_tokens: int,
+        canonical: Canonical,
         refusals: Refusals,
         timeout_seconds: float,
         *,
@@ -101,12 +118,13 @@ class TierSource:
             cache: of this engine.
             prompts: where requests are named.
             groups: the engine's, as a rank has them.
-            chunk_tokens: tokens of a chunk.
+            canonical: what chunks are.
             refusals: where what is not served is said.
             timeout_seconds: of a load.
             apart: offer what fewer of the slow tiers have as well.
         """
-        self.counts = TierLoads()
+        self.copy_seconds: list[float] = []
+        chunk_tokens = canonical.chunk_tokens
         self._cache, self._prompts, self._groups = cache, prompts, groups
         self._grains = tuple(content_grain(one.kind, one.reach, chunk_tokens) for one in groups)
         self._refusals, self._timeout, self._apart = refusals, timeout_seconds, apart
@@ -115,7 +133,9 @@ class TierSource:
         self._loading: dict[str, _Loading] = {}
         self._begins: list[LoadBegin] = []
         self._ends: list[LoadEnd] = []
-        self._slots: dict[str, list[Slot]] = {}
+        self._slots: dict[str, tuple[str, list[Slot]]] = {}
+        self._brought: dict[str, _Brought] = {}
+        self._labels = [f"{number} {group.label}" for number, group in enumerate(canonical.groups)]
         self._numbers = count()
 
     @property
@@ -130,12 +150,17 @@ class TierSource:
         self._asked[request.request_id] = _Asked(bidding)
         return True
 
+    def declined(self, request: Any) -> Lack | None:
+        """Its chunks have no certain names."""
+        return Lack(TIERS, Miss.UNNAMED, detail="its content has no certain name")
+
     def bids(self, request: Any, have: int) -> Sequence[Bid]:
         """The longest prefix that all groups can continue from; if set so, also that of fewer slow tiers."""
         chunks = self._prompts.get(request)
         if chunks is None:
             return ()
         asked, bids = self._asked[request.request_id], list[Bid]()
+        asked.looked, asked.declined = None, False
         for without in self._choices(asked.without):
             found = chunks.look_up(
                 request.num_tokens,
@@ -143,6 +168,7 @@ class TierSource:
                 partial(self._cache.at_hand, without=without),
                 in_full=self._keeps_windows(request.num_tokens),
             )
+            asked.looked = asked.looked or found
             tokens = found.coverage.tokens - have
             if tokens <= 0:
                 break
@@ -150,11 +176,20 @@ class TierSource:
                 continue  # the tiers that are left out now would bring nothing
             if not bids:
                 asked.found = found  # all choices cut the prompt alike
-            bids.append(Bid(NAME, self._parts(chunks, have, tokens, without)))
+            bids.append(Bid(TIERS, self._parts(chunks, have, tokens, without)))
         if bids and len(self._loading) >= MOST_LOADS:
-            self.counts.declined += 1
+            asked.declined = True
             return ()
         return bids
+
+    def lack(self, request: Any, have: int) -> Lack:
+        """Which chunks are not at hand, and why not, as far as that is remembered."""
+        asked, chunks = self._asked[request.request_id], self._prompts.get(request)
+        if asked.declined:
+            return Lack(TIERS, Miss.BUSY, detail=f"{len(self._loading)} loads are under way")
+        if chunks is None or asked.looked is None:
+            return Lack(TIERS, Miss.UNNAMED, detail="the cache was reset since it came in")
+        return lack_of(chunks, asked.looked, self._labels, self._cache)
 
     def begin(self, load: Load, request: Any) -> None:
         """Fetch what the load takes; parts follow as it arrives."""
@@ -166,6 +201,7 @@ class TierSource:
             fetch = self._cache.fetch(chunks.wants(asked.found, load.span.total), asked.without)
         tables = tuple(Stretch(0, tuple(ids)) for ids in load.tables)
         self._loading[load.key] = _Loading(load, fetch, tables)
+        self._brought[load.key] = _Brought()
         self._begins.append(LoadBegin(load.key, load.request_id, self._timeout))
 
     def grains(self, load: Load) -> tuple[int, ...]:
@@ -176,13 +212,22 @@ class TierSource:
         """The tier that has the chunk which the load waits for longest: the slowest of them."""
         return self._cache.origin(self._loading[load.key].fetch)
 
+    def brought(self, load: Load, report: Report) -> tuple[Moved, ...]:
+        """Of the canonical groups: ranks say of every part what they have copied."""
+        sizes = self._brought.pop(load.key).sizes
+        return tuple(
+            Moved(self._labels[number], COPIED, size) for number, size in sorted(sizes.items()) if size
+        )
+
+    def blame(self, load: Load, report: Report) -> Miss:
+        """Its deadline, or what was the matter with a chunk."""
+        return Miss.DEADLINE if report.late else self._brought[load.key].miss
+
     def ended(self, load: Load, report: Report) -> None:
-        """Count a load; a tier that is too late with a chunk is not asked again for this request."""
-        self.counts.loads[report.outcome] += 1
+        """A tier that is too late with a chunk is not asked again for this request."""
         if report.failure is None:
-            self.counts.tokens += load.span.total - load.span.have
             return
-        self._refusals.say(load.request_id, NAME, report.failure)
+        self._refusals.say(load.request_id, TIERS, report.failure)
         if (loading := self._loading.get(load.key)) is not None:  # its deadline has passed
             self._asked[load.request_id].without |= self._cache.awaited(loading.fetch)
             self._end(loading, report.failure)
@@ -208,7 +253,7 @@ class TierSource:
                 orders.parts.append(
                     self._part(loading, [Piece(w.group, w.number, s.offset) for w, s in ready])
                 )
-                self._slots[orders.parts[-1].key] = [slot for _, slot in ready]
+                self._slots[orders.parts[-1].key] = loading.load.key, [slot for _, slot in ready]
             if loading.fetch.over:
                 self._asked_of(loading).without |= loading.fetch.failed
                 self._end(loading, loading.fetch.failure)
@@ -216,10 +261,15 @@ class TierSource:
 
     def moved(self, moved: MovedByAll) -> bool:
         """All ranks have done an order; whether it was a part of a load."""
-        slots = self._slots.pop(moved.key, None)
-        for slot in reversed(slots or ()):
+        load, slots = self._slots.pop(moved.key, ("", None))
+        if slots is None:
+            return False
+        for slot in reversed(slots):
             self._cache.close(slot)
-        return slots is not None
+        self.copy_seconds.append(moved.seconds)
+        if (brought := self._brought.get(load)) is not None:
+            brought.sizes.update(dict(enumerate(moved.bytes_by_group)))
+        return True
 
     def start_anew(self) -> None:
         """What loads under way bring was kept before, and is not to be used any more."""
@@ -269,6 +319,8 @@ class TierSource:
     def _end(self, loading: _Loading, failure: str | None) -> None:
         del self._loading[loading.load.key]
         self._cache.cancel(loading.fetch)
+        if loading.fetch.miss in _MISSES and (brought := self._brought.get(loading.load.key)):
+            brought.miss = _MISSES[loading.fetch.miss]
         self._ends.append(LoadEnd(loading.load.key, failure))
 
     def _asked_of(self, loading: _Loading) -> _Asked:

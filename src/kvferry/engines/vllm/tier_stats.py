@@ -1,82 +1,126 @@
-"""What the tiers have done, counted, on its way to the engine's own /metrics."""
+"""What the tiers have done since it was last told, as events: of chunks, not of requests."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
-from typing import TypeAlias
+from dataclasses import dataclass, field
 
 from kvferry.cache.chunk_cache import HOST, ChunkCache
+from kvferry.cache.writing import Writing
 from kvferry.engines.vllm.storing import Storing
 from kvferry.engines.vllm.tier_source import TierSource
-
-PREFIX = "kvferry_tier"
-
-METRICS: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        "stored_chunks": ("Chunks that a tier has taken.", ("tier",)),
-        "stored_bytes": ("Bytes of chunks that a tier has taken.", ("tier",)),
-        "dropped_chunks": ("Chunks that were not stored.", ("tier", "reason")),
-        "fetched_chunks": ("Chunks that loads took from a tier.", ("tier",)),
-        "missed_chunks": ("Chunks that a tier was thought to have and did not give.", ("tier", "reason")),
-        "evicted_chunks": ("Chunks that made room for others.", ("tier",)),
-        "loads": ("Loads from the tiers that have ended.", ("outcome",)),
-        "hit_tokens": ("Tokens that loads from the tiers brought.", ()),
-        "declined_bids": ("Bids not made, too many loads being under way.", ()),
-    }
-)
-"""Counter by name: what it counts, and its labels."""
-
-Count: TypeAlias = tuple[str, tuple[str, ...]]
+from kvferry.observe.events import TierTold
+from kvferry.observe.watch import Watch
+from kvferry.tiers.counters import Drop
 
 
-class TierCounts:
-    """Differences of the tiers' counts from one look to the next."""
+@dataclass(frozen=True, slots=True)
+class _Totals:
+    """Of one tier, since the start."""
 
-    def __init__(self, cache: ChunkCache, source: TierSource, storing: Storing) -> None:
-        self._cache, self._source, self._storing = cache, source, storing
-        self._seen: Counter[Count] = Counter()
-        self._looked: tuple[int, ...] = ()
+    fetched: int
+    stored: int
+    stored_bytes: int
+    evicted: int
+    missed: Mapping[str, int]
+    dropped: Mapping[str, int]
 
-    def take(self) -> list[tuple[str, tuple[str, ...], int]]:
-        """(metric, labels, how much more) of what has changed since the last call, which is every step."""
-        looked = self._totals()  # before counting: what a thread adds meanwhile is seen next time
-        if looked == self._looked:
-            return []
+
+_NOTHING = _Totals(0, 0, 0, 0, {}, {})
+
+
+@dataclass(slots=True)
+class TierTeller:
+    """Tells a watch, once per step, of every tier of which something has changed."""
+
+    cache: ChunkCache
+    source: TierSource
+    storing: Storing
+    watch: Watch
+    _seen: dict[str, _Totals] = field(default_factory=dict)
+    _looked: tuple[object, ...] = ()
+
+    def tell(self) -> None:
+        """Look, and say what is new."""
+        looked = self._signs()  # before counting: what a thread adds meanwhile is seen next time
+        if looked == self._looked and not self.source.copy_seconds:
+            return
         self._looked = looked
-        now = Counter(dict(self._counts()))
-        more = [(*count, n - self._seen[count]) for count, n in now.items() if n > self._seen[count]]
-        self._seen = now
-        return more
+        for event in self._changes():
+            self.watch.tell(event)
 
-    def _totals(self) -> tuple[int, ...]:
-        """Something that is another whenever some count is; taken in a microsecond."""
-        loads = self._source.counts
-        return self._cache.events, self._storing.dropped.total(), loads.loads.total(), loads.declined
+    def _signs(self) -> tuple[object, ...]:
+        """Something that is another whenever something is to be told; taken in a microsecond."""
+        around = [one.behind.queue.around for one in self.cache.writing]
+        return self.cache.events, self.storing.dropped.total(), *around
 
-    def _counts(self) -> Iterator[tuple[Count, int]]:
-        cache, host = self._cache.counts, self._cache.host_counters
-        yield ("stored_chunks", (HOST,)), host.stored
-        yield ("stored_bytes", (HOST,)), host.stored_bytes
-        yield ("evicted_chunks", (HOST,)), host.evicted
-        for drop, n in host.dropped.items():
-            yield ("dropped_chunks", (HOST, str(drop))), n
-        for why, n in self._storing.dropped.items():
-            yield ("dropped_chunks", (HOST, why)), n
-        for tier, n in cache.fetched.items():
-            yield ("fetched_chunks", (tier,)), n
-        for (tier, miss), n in cache.missed.items():
-            yield ("missed_chunks", (tier, str(miss))), n
-        for writing in self._cache.writing:
-            tier, stats = writing.behind.queue.name, writing.behind.queue.tier.stats
-            yield ("stored_chunks", (tier,)), sum(n for put, n in stats.puts.items() if not put.dropped)
-            yield ("stored_bytes", (tier,)), stats.stored_bytes
-            yield ("evicted_chunks", (tier,)), stats.evicted
-            yield ("dropped_chunks", (tier, "left host memory before its turn")), writing.lost
-            for put, n in stats.dropped.items():
-                yield ("dropped_chunks", (tier, str(put))), n
-        for outcome, n in self._source.counts.loads.items():
-            yield ("loads", (outcome,)), n
-        yield ("hit_tokens", ()), self._source.counts.tokens
-        yield ("declined_bids", ()), self._source.counts.declined
+    def _changes(self) -> Iterator[TierTold]:
+        host, counts = self.cache.host, self.cache.counts
+        copies, self.source.copy_seconds = self.source.copy_seconds, []
+        used, capacity = host.used_bytes, host.capacity_bytes
+        yield self._more(HOST, self._of_host(), used, capacity, fetch_seconds=tuple(copies))
+        for writing in self.cache.writing:
+            queue = writing.behind.queue
+            yield self._more(
+                queue.name,
+                self._behind(writing),
+                queue.around.used,
+                queue.around.capacity,
+                len(writing),
+                tuple(counts.read_seconds.pop(queue.name, ())),
+                tuple(counts.write_seconds.pop(queue.name, ())),
+            )
+
+    def _more(
+        self,
+        tier: str,
+        now: _Totals,
+        used: int | None,
+        capacity: int | None,
+        owed: int | None = None,
+        fetch_seconds: tuple[float, ...] = (),
+        store_seconds: tuple[float, ...] = (),
+    ) -> TierTold:
+        last, self._seen[tier] = self._seen.get(tier, _NOTHING), now
+        return TierTold(
+            time.monotonic(),
+            tier,
+            used,
+            capacity,
+            owed,
+            now.fetched - last.fetched,
+            now.stored - last.stored,
+            now.stored_bytes - last.stored_bytes,
+            now.evicted - last.evicted,
+            tuple((Counter(now.missed) - Counter(last.missed)).items()),
+            tuple((Counter(now.dropped) - Counter(last.dropped)).items()),
+            fetch_seconds,
+            store_seconds,
+        )
+
+    def _of_host(self) -> _Totals:
+        did = self.cache.host.counters
+        dropped = {str(why): n for why, n in did.dropped.items() if why is not Drop.PRESENT}
+        return _Totals(
+            self.cache.counts.fetched[HOST],
+            did.stored,
+            did.stored_bytes,
+            did.evicted,
+            {},
+            {**dropped, **self.storing.dropped},
+        )
+
+    def _behind(self, writing: Writing) -> _Totals:
+        queue, counts = writing.behind.queue, self.cache.counts
+        did = queue.tier.stats
+        dropped = {str(put): n for put, n in did.dropped.items()}
+        return _Totals(
+            counts.fetched[queue.name],
+            sum(n for put, n in did.puts.items() if not put.dropped),
+            did.stored_bytes,
+            did.evicted,
+            {str(miss): n for (tier, miss), n in counts.missed.items() if tier == queue.name},
+            {**dropped, "left host memory before its turn": writing.lost},
+        )

@@ -24,12 +24,13 @@ from kvferry.engines.vllm.refusals import Refusals
 from kvferry.engines.vllm.storing import Storing
 from kvferry.engines.vllm.tier_config import FileSettings, SlowSettings, Tiers
 from kvferry.engines.vllm.tier_source import TierSource
-from kvferry.engines.vllm.tier_stats import TierCounts
+from kvferry.engines.vllm.tier_stats import TierTeller
 from kvferry.errors import ConfigError, GeometryError, Incompatible, Unnameable
 from kvferry.geometry import RankGeometry
 from kvferry.geometry.canonical import Canonical, canonical_of
 from kvferry.geometry.canonical.length import check_reach, check_windows, chunk_length, snapshots_apart
 from kvferry.keys.namespace import Namespace
+from kvferry.observe.watch import Watch
 from kvferry.tiers.arena import Arena, available_bytes
 from kvferry.tiers.eviction import POLICIES
 from kvferry.tiers.file_store import FileStore
@@ -57,7 +58,7 @@ class Tiering:
     Attributes:
         source: what bids for requests.
         weights: of what comes from each tier, by its name.
-        counts: what was done.
+        teller: of what was done.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Tiering:
         parts: PartBlocks,
         pool: Any,
         refusals: Refusals,
+        watch: Watch,
     ) -> None:
         """All workers are up: make the arena, open the tiers.
 
@@ -81,6 +83,7 @@ class Tiering:
             parts: blocks that loads fill in part.
             pool: the engine's block pool.
             refusals: where what is not served is said.
+            watch: told of what is stored.
 
         Raises:
             ConfigError: nothing could ever be stored, or the memory cannot be had.
@@ -103,7 +106,7 @@ class Tiering:
             self._cache,
             self._prompts,
             groups,
-            canonical.chunk_tokens,
+            canonical,
             refusals,
             config.load_timeout_seconds,
             apart=config.policy == "cost",
@@ -116,9 +119,10 @@ class Tiering:
             parts,
             pool,
             _snapshot_tokens(config, canonical),
+            watch,
         )
         self._card: ArenaCard | None = ArenaCard(self._arena.name, tuple(ranks), canonical.chunk_tokens)
-        self.counts = TierCounts(self._cache, self.source, self._storing)
+        self.teller = TierTeller(self._cache, self.source, self._storing, watch)
         self._moved: dict[str, MovedByAll] = {}
         self._failures: Counter[str] = Counter()
         logger.info(

@@ -15,6 +15,8 @@ from threading import Lock
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.tiers.gone import Gone
+
 _PARTS = 256
 _first_byte = itemgetter(0)
 
@@ -26,10 +28,11 @@ class Known:
 
     Attributes:
         changes: grows with every key that a listing adds or lacks.
+        gone: keys that were known lately.
     """
 
     def __init__(self) -> None:
-        self.changes = 0
+        self.changes, self.gone = 0, Gone()
         self._lock = Lock()
         self._listings = 0
         # By the first byte; with the number of the last listing that had it, or during or after which it was
@@ -60,7 +63,8 @@ class Known:
         """A chunk is not there."""
         with self._lock:
             self._gone.add(key)
-            self._keys[key[0]].pop(key, None)
+            if self._keys[key[0]].pop(key, None) is not None:
+                self.gone.add(key)
 
     def is_bad(self, key: bytes) -> bool:
         """Whether a chunk is distrusted."""
@@ -85,6 +89,7 @@ class Known:
                 self.changes += len(lacking)
                 for key in lacking:
                     del part[key]
+                    self.gone.add(key)
 
     def show(self, page: Iterable[tuple[bytes, str]]) -> None:
         """Take in a page of a listing: keys, and the tags of their objects."""

@@ -1,0 +1,196 @@
+"""What admission decides, told as events.
+
+Whatever goes wrong in telling is logged, and changes nothing of what was decided.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import wraps
+from typing import Any, ParamSpec
+
+from kvferry.cache.bids import Bid, Bidding
+from kvferry.cache.policies import Policy
+from kvferry.engines.vllm.meta import Report
+from kvferry.engines.vllm.source import Load, Source
+from kvferry.observe.events import (
+    Arrived,
+    Asked,
+    Finished,
+    LateBlocks,
+    LoadBegan,
+    LoadEnded,
+    Outcome,
+    Settled,
+    Valued,
+    Why,
+)
+from kvferry.observe.watch import Watch
+
+logger = logging.getLogger(__name__)
+
+_P = ParamSpec("_P")
+
+_OUTCOMES = {"ready": Outcome.READY, "failed": Outcome.FAILED, "expired": Outcome.EXPIRED}
+
+
+def _harmless(tell: Callable[_P, None]) -> Callable[_P, None]:
+    """An error in it is logged, the first time, and ends there."""
+    said = False
+
+    @wraps(tell)
+    def told(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        nonlocal said
+        try:
+            tell(*args, **kwargs)
+        except Exception:
+            if not said:
+                logger.exception("%s of a request could not be told; tell kvferry's authors", tell.__name__)
+            said = True
+
+    return told
+
+
+class Telling:
+    """See the module. Nothing here decides anything."""
+
+    def __init__(self, watch: Watch, policy: Policy) -> None:
+        """Begin.
+
+        Args:
+            watch: that is told.
+            policy: for the values of bids.
+        """
+        self._watch, self._policy = watch, policy
+        self._asked: dict[str, tuple[object, Asked]] = {}
+        self._late = 0
+
+    @_harmless
+    def arrived(self, request: Any, sources: Sequence[Source], others: Sequence[Source]) -> None:
+        """A request has come in, which the first may serve and the others may not."""
+        declined = tuple(lack for source in others if (lack := source.declined(request)) is not None)
+        names = tuple(source.name for source in sources)
+        if names or declined:
+            now, tokens = time.monotonic(), int(request.num_tokens)
+            self._watch.tell(Arrived(request.request_id, now, tokens, names, declined))
+
+    @_harmless
+    def asked(
+        self,
+        request: Any,
+        sources: Sequence[Source],
+        bidding: Bidding,
+        have: int,
+        offers: Sequence[tuple[Source, Bid]],
+        best: Bid | None,
+    ) -> None:
+        """Sources have bid; said if it is not what they bid last time."""
+        now = (have, [bid for _, bid in offers], best, bidding.spent)
+        last = self._asked.get(request.request_id)
+        if last is not None and last[0] == now:
+            return
+        rest = request.num_tokens - have
+        bids = tuple(self._valued(source, bid, bidding, rest) for source, bid in offers)
+        silent = [source for source in sources if not any(of is source for of, _ in offers)]
+        event = Asked(
+            request.request_id,
+            time.monotonic(),
+            have,
+            bids,
+            self._policy.value(None, rest),
+            tuple(source.lack(request, have) for source in silent),
+            best,
+            _why(bids, bidding, best),
+        )
+        self._asked[request.request_id] = now, event
+        self._watch.tell(event)
+
+    @_harmless
+    def no_room(self, request_id: str, have: int) -> None:
+        """After a failure there was no room for the load that was chosen: it is not waited for."""
+        _, last = self._asked[request_id]
+        now = time.monotonic()
+        event = replace(last, at=now, have=have, chosen=None, why=Why.NO_ROOM)
+        self._asked[request_id] = None, event
+        self._watch.tell(event)
+
+    @_harmless
+    def began(self, source: Source, load: Load) -> None:
+        """A load was ordered."""
+        bid, span = load.bid, load.span
+        self._watch.tell(
+            LoadBegan(
+                load.request_id,
+                load.began,
+                load.key,
+                source.name,
+                bid.source,
+                bid.parts,
+                span.have,
+                span.total,
+            )
+        )
+
+    @_harmless
+    def ended(self, source: Source, load: Load, whole: Report, *, wanted: bool) -> None:
+        """All workers have reported a load, which its request still waits for, or not."""
+        now, failed = time.monotonic(), whole.failure is not None
+        blame = source.blame(load, whole) if failed and wanted else None
+        moved = source.brought(load, whole)
+        self._watch.tell(
+            LoadEnded(
+                load.request_id,
+                now,
+                load.key,
+                source.name,
+                _OUTCOMES[whole.outcome] if wanted else Outcome.DROPPED,
+                blame,
+                whole.failure or "",
+                now - load.began,
+                () if failed else moved,
+                whole.pages,
+                whole.descriptors,
+                whole.plan_seconds,
+                whole.transfer_seconds,
+                whole.check_seconds,
+            )
+        )
+
+    @_harmless
+    def settled(self, request_id: str, at_hand: int | None, tokens: int) -> None:
+        """The engine goes on with a request: with `at_hand` tokens, or with what it last asked with."""
+        if at_hand is None:
+            last = self._asked.get(request_id)
+            at_hand = 0 if last is None else last[1].have
+        self._watch.tell(Settled(request_id, time.monotonic(), at_hand, tokens))
+
+    @_harmless
+    def finished(self, request_id: str) -> None:
+        """A request has ended."""
+        self._asked.pop(request_id, None)
+        self._watch.tell(Finished(request_id, time.monotonic()))
+
+    @_harmless
+    def late(self, blocks: int) -> None:
+        """What loads hold that nobody waits for any more; said if it has changed."""
+        if blocks != self._late:
+            self._late = blocks
+            self._watch.tell(LateBlocks(time.monotonic(), blocks))
+
+    def _valued(self, source: Source, bid: Bid, bidding: Bidding, rest: int) -> Valued:
+        struck = bidding.why(bid.source) or ""
+        return Valued(source.name, bid, 0.0 if struck else self._policy.value(bid, rest), struck)
+
+
+def _why(bids: Sequence[Valued], bidding: Bidding, best: Bid | None) -> Why:
+    """Why the best is, or why there is none."""
+    if best is not None:
+        return Why.LOOKING if best.looking else Why.BEST
+    if bids and bidding.spent:
+        return Why.ATTEMPTS
+    if any(not one.struck and not one.bid.looking for one in bids):
+        return Why.COMPUTING
+    return Why.NOTHING

@@ -1,0 +1,220 @@
+"""The metrics, as a fold over events.
+
+A request's *query* of a source is counted once, with its end, when the engine first goes on with the request:
+so hits and misses always add up to queries, whatever becomes of the request later.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.cache.bids import Part
+from kvferry.observe import events
+from kvferry.observe.counted import Counted
+from kvferry.observe.events import Event, Lack, Miss, Outcome, Why
+
+
+@dataclass(slots=True)
+class _Asking:
+    """A request between its coming and its end.
+
+    Attributes:
+        sources: that might serve it.
+        asked: what was said last at its admission.
+        failed: sources whose last load failed, and how.
+        lost: per such source, up to which token its loads would have brought it, since it was last settled.
+        brought: loads that are ready.
+        settled: the engine has gone on with it, once at least.
+    """
+
+    sources: tuple[str, ...]
+    asked: events.Asked | None = None
+    failed: dict[str, Miss] = field(default_factory=dict)
+    lost: dict[str, int] = field(default_factory=dict)
+    brought: list[events.LoadBegan] = field(default_factory=list)
+    settled: bool = False
+
+    def lack(self, source: str) -> Lack:
+        """Why a source has brought nothing."""
+        if source in self.failed:
+            return Lack(source, self.failed[source])
+        asked = self.asked
+        if asked is not None and (own := [lack for lack in asked.lacks if lack.source == source]):
+            return own[0]
+        bids = [] if asked is None else [one.bid for one in asked.bids if one.source == source]
+        if asked is None or not bids:
+            return Lack(source, Miss.NOT_STORED)
+        if asked.why in _NOT_TAKEN:
+            return Lack(source, _NOT_TAKEN[asked.why])
+        return Lack(source, Miss.LOOKING if all(bid.looking for bid in bids) else Miss.LOST_BID)
+
+
+_NOT_TAKEN = {Why.NO_ROOM: Miss.NO_ROOM, Why.ATTEMPTS: Miss.ATTEMPTS}
+
+
+class Fold:
+    """See the module: call it with every event, `take` what was counted. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._counted = Counted()
+        self._requests: dict[str, _Asking] = {}
+        self._loads: dict[str, events.LoadBegan] = {}
+        self._pending: Counter[str] = Counter()
+        self._leases: set[str] = set()
+        self._of: Mapping[type[Event], Callable[[Any], None]] = {
+            events.Arrived: self._arrived,
+            events.Asked: self._asked,
+            events.LoadBegan: self._load_began,
+            events.LoadEnded: self._load_ended,
+            events.Settled: self._settled,
+            events.Finished: self._finished,
+            events.StoreEnded: self._store_ended,
+            events.LeaseGranted: self._lease_granted,
+            events.LeaseEnded: self._lease_ended,
+            events.TierTold: self._tier_told,
+            events.LateBlocks: self._late_blocks,
+        }
+
+    def __len__(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests)
+
+    def __call__(self, event: Event) -> None:
+        """Count what has happened."""
+        if (count := self._of.get(type(event))) is not None:
+            count(event)
+
+    def take(self) -> Counted:
+        """What was counted since the last call."""
+        taken = self._counted
+        if taken:
+            self._counted = Counted()
+        return taken
+
+    def _arrived(self, event: events.Arrived) -> None:
+        for lack in event.declined:
+            self._miss(lack)
+        if event.sources:
+            self._requests[event.request_id] = _Asking(event.sources)
+
+    def _asked(self, event: events.Asked) -> None:
+        if (request := self._requests.get(event.request_id)) is not None:
+            request.asked = event
+
+    def _load_began(self, event: events.LoadBegan) -> None:
+        self._loads[event.load] = event
+        self._pending[event.source] += 1
+        self._counted.set("pending_loads", event.source, to=self._pending[event.source])
+
+    def _load_ended(self, event: events.LoadEnded) -> None:
+        began = self._loads.pop(event.load, None)
+        if began is None:
+            return
+        source, counted = event.source, self._counted
+        self._pending[source] -= 1
+        counted.set("pending_loads", source, to=self._pending[source])
+        counted.count("loads", source, event.outcome)
+        request = self._requests.get(event.request_id)
+        if event.outcome is Outcome.READY:
+            self._moved(event)
+            if request is not None:
+                request.brought.append(began)
+        elif event.miss is not None and request is not None:
+            request.failed[source] = event.miss
+            request.lost[source] = max(began.total, request.lost.get(source, 0))
+
+    def _moved(self, event: events.LoadEnded) -> None:
+        counted = self._counted
+        counted.sample("load_seconds", event.source, of=(event.seconds,))
+        for moved in event.moved:
+            counted.count("load_bytes", event.source, moved.group, moved.strategy, by=moved.size)
+        if event.pages:
+            counted.count("transfer_pages", by=event.pages)
+            counted.count("transfer_descriptors", by=event.descriptors)
+            counted.sample("transfer_seconds", "plan", of=(event.plan_seconds,))
+            counted.sample("transfer_seconds", "read", of=(event.transfer_seconds,))
+            counted.sample("transfer_seconds", "check", of=(event.check_seconds,))
+
+    def _settled(self, event: events.Settled) -> None:
+        request = self._requests.get(event.request_id)
+        if request is None:
+            return
+        if request.lost:
+            source, total = max(request.lost.items(), key=lambda one: one[1])
+            self._counted.count("recomputed_tokens", source, by=max(0, total - event.at_hand))
+            request.lost.clear()
+        if request.settled:
+            return
+        request.settled = True
+        for source in request.sources:
+            brought = [load for load in request.brought if load.source == source]
+            if brought:
+                self._hit(source, brought)
+            else:
+                self._miss(request.lack(source))
+        request.asked = None
+
+    def _hit(self, source: str, brought: list[events.LoadBegan]) -> None:
+        self._counted.count("queries", source)
+        self._counted.count("hits", source)
+        for load in brought:
+            for part in parts_of(load.parts, load.total - load.have):
+                self._counted.count("hit_tokens", source, part.place, by=part.tokens)
+
+    def _miss(self, lack: Lack) -> None:
+        self._counted.count("queries", lack.source)
+        self._counted.count("misses", lack.source, lack.miss, lack.group)
+
+    def _finished(self, event: events.Finished) -> None:
+        self._requests.pop(event.request_id, None)
+
+    def _store_ended(self, event: events.StoreEnded) -> None:
+        if not event.failure:
+            self._counted.sample("tier_store_seconds", "host", of=(event.seconds,))
+
+    def _lease_granted(self, event: events.LeaseGranted) -> None:
+        self._leases.add(event.request_id)
+        self._counted.count("leases_granted")
+        self._counted.set("leases", to=len(self._leases))
+
+    def _lease_ended(self, event: events.LeaseEnded) -> None:
+        if event.request_id not in self._leases:
+            return
+        self._leases.discard(event.request_id)
+        self._counted.count("leases_ended", "expired" if event.expired else "released")
+        self._counted.set("leases", to=len(self._leases))
+
+    def _tier_told(self, event: events.TierTold) -> None:
+        tier, counted = event.tier, self._counted
+        for name, now in (
+            ("tier_used_bytes", event.used),
+            ("tier_capacity_bytes", event.capacity),
+            ("tier_owed_chunks", event.owed),
+        ):
+            if now is not None:
+                counted.set(name, tier, to=now)
+        counted.count("tier_fetched_chunks", tier, by=event.fetched)
+        counted.count("tier_stored_chunks", tier, by=event.stored)
+        counted.count("tier_stored_bytes", tier, by=event.stored_bytes)
+        counted.count("tier_evicted_chunks", tier, by=event.evicted)
+        for reason, n in event.missed:
+            counted.count("tier_missed_chunks", tier, reason, by=n)
+        for reason, n in event.dropped:
+            counted.count("tier_dropped_chunks", tier, reason, by=n)
+        counted.sample("tier_fetch_seconds", tier, of=event.fetch_seconds)
+        counted.sample("tier_store_seconds", tier, of=event.store_seconds)
+
+    def _late_blocks(self, event: events.LateBlocks) -> None:
+        self._counted.set("late_blocks", to=event.blocks)
+
+
+def parts_of(parts: tuple[Part, ...], tokens: int) -> Iterator[Part]:
+    """The first `tokens` of what was bid: less than that may have been taken."""
+    for part in parts:
+        taken = min(part.tokens, tokens)
+        if taken > 0:
+            yield Part(part.place, taken)
+        tokens -= taken

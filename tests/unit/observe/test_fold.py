@@ -1,0 +1,315 @@
+"""The fold: a query has one end, nothing is negative or counts twice, whatever happens to requests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from kvferry.cache.bids import Bid, Part
+from kvferry.observe.counted import Counted
+from kvferry.observe.events import (
+    Arrived,
+    Asked,
+    Event,
+    Finished,
+    Lack,
+    LateBlocks,
+    LeaseEnded,
+    LeaseExtended,
+    LeaseGranted,
+    LoadBegan,
+    LoadEnded,
+    Miss,
+    Moved,
+    Outcome,
+    Settled,
+    StoreBegan,
+    StoreEnded,
+    TierTold,
+    Valued,
+    Why,
+)
+from kvferry.observe.fold import Fold
+from kvferry.observe.metrics import METRICS, Kind
+
+SOURCES = ("peer", "tiers")
+PROMPT = 100
+
+
+def bid(source: str, tokens: int, *, looking: bool = False) -> Bid:
+    return Bid(source, (Part("peer" if source == "peer" else "host", tokens),), looking)
+
+
+def asked(name="a", bids=(), lacks=(), chosen=None, why=Why.NOTHING, have=0) -> Asked:
+    valued = tuple(Valued(one.source, one, 1.0) for one in bids)
+    return Asked(name, 0.0, have, valued, 0.0, tuple(lacks), chosen, why)
+
+
+def began(load="a#1", source="peer", total=80, have=0, parts=None) -> LoadBegan:
+    name = load.partition("#")[0]
+    return LoadBegan(name, 0.0, load, source, source, parts or bid(source, total - have).parts, have, total)
+
+
+def ended(load="a#1", source="peer", outcome=Outcome.READY, miss=None, **more) -> LoadEnded:
+    return LoadEnded(load.partition("#")[0], 0.0, load, source, outcome, miss, "", 0.5, **more)
+
+
+def counted(*events: Event) -> Counted:
+    fold = Fold()
+    for event in events:
+        fold(event)
+    return fold.take()
+
+
+def counts(*events: Event) -> dict[str, int]:
+    return {" ".join([name, *map(str, of)]): n for (name, of), n in counted(*events).counters.items()}
+
+
+def misses(*events: Event) -> dict[str, int]:
+    found = counts(Arrived("a", 0.0, PROMPT, SOURCES), *events, Settled("a", 1.0, 0, PROMPT))
+    return {name.removeprefix("misses "): n for name, n in found.items() if name.startswith("misses")}
+
+
+def test_a_hit_is_the_load_that_was_ready_and_others_have_lost_the_bid() -> None:
+    bids = bid("peer", 80), bid("tiers", 60)
+    assert counts(
+        Arrived("a", 0.0, PROMPT, SOURCES),
+        asked(bids=bids, chosen=bids[0], why=Why.BEST),
+        began(),
+        ended(moved=(Moved("0 full_attention", "direct", 640),), pages=4, descriptors=1),
+        Settled("a", 1.0, 80, PROMPT),
+    ) == {
+        "loads peer ready": 1,
+        "load_bytes peer 0 full_attention direct": 640,
+        "transfer_pages": 4,
+        "transfer_descriptors": 1,
+        "queries peer": 1,
+        "hits peer": 1,
+        "hit_tokens peer peer": 80,
+        "queries tiers": 1,
+        "misses tiers lost_bid ": 1,
+    }
+
+
+def test_of_a_bid_that_was_taken_in_part_the_first_places_count() -> None:
+    parts = (Part("host", 30), Part("file", 50))
+    found = counts(
+        Arrived("a", 0.0, PROMPT, ("tiers",)),
+        began(source="tiers", total=60, parts=parts),
+        ended(source="tiers"),
+        Settled("a", 1.0, 60, PROMPT),
+    )
+    assert (found["hit_tokens tiers host"], found["hit_tokens tiers file"]) == (30, 30)
+
+
+@pytest.mark.parametrize("miss", [Miss.NOT_STORED, Miss.EVICTED, Miss.BUSY, Miss.LOCAL])
+def test_a_source_that_bid_nothing_has_said_why(miss: Miss) -> None:
+    lacks = [Lack("tiers", miss, "several"), Lack("peer", Miss.REFUSED)]
+    assert misses(asked(lacks=lacks)) == {f"tiers {miss} several": 1, "peer refused ": 1}
+
+
+def test_a_source_that_said_nothing_is_said_to_have_nothing_stored() -> None:
+    nothing = {"peer not_stored ": 1, "tiers not_stored ": 1}
+    assert misses() == misses(asked()) == nothing
+
+
+def test_only_what_was_said_last_counts() -> None:
+    first = [Lack(source, Miss.STORING) for source in SOURCES]
+    last = [Lack(source, Miss.EVICTED) for source in SOURCES]
+    assert misses(asked(lacks=first), asked(lacks=last)) == {"peer evicted ": 1, "tiers evicted ": 1}
+
+
+def test_why_a_bid_was_not_taken_is_told_apart() -> None:
+    looking, ready = bid("peer", 90, looking=True), bid("tiers", 60)
+    computing = asked(bids=[looking, ready], why=Why.COMPUTING)
+    assert misses(computing) == {"peer looking ": 1, "tiers lost_bid ": 1}
+    for why, miss in ((Why.ATTEMPTS, "attempts"), (Why.NO_ROOM, "no_room")):
+        assert misses(asked(bids=[bid("peer", 9), ready], why=why)) == {
+            f"peer {miss} ": 1,
+            f"tiers {miss} ": 1,
+        }
+
+
+def test_a_source_whose_load_failed_missed_for_that_and_what_it_had_bid_is_recomputed() -> None:
+    events = (
+        Arrived("a", 0.0, PROMPT, SOURCES),
+        began(total=80),
+        ended(outcome=Outcome.EXPIRED, miss=Miss.DEADLINE),
+        began("a#2", "tiers", 60),
+        ended("a#2", "tiers", Outcome.FAILED, Miss.CHECKSUM),
+        asked(lacks=[Lack(source, Miss.NOT_STORED) for source in SOURCES]),
+        Settled("a", 1.0, 16, PROMPT),
+    )
+    assert counts(*events) == {
+        "loads peer expired": 1,
+        "loads tiers failed": 1,
+        "recomputed_tokens peer": 64,
+        "queries peer": 1,
+        "misses peer deadline ": 1,
+        "queries tiers": 1,
+        "misses tiers checksum ": 1,
+    }
+    assert "recomputed_tokens peer" not in counts(*events[:-1], Settled("a", 1.0, 80, PROMPT))
+    again = Settled("a", 2.0, 0, PROMPT)
+    assert counts(*events, again)["recomputed_tokens peer"] == 64, "preempted later, it is computed for that"
+
+
+def test_what_another_source_brought_after_a_failure_is_not_recomputed() -> None:
+    found = counts(
+        Arrived("a", 0.0, PROMPT, SOURCES),
+        began(total=80),
+        ended(outcome=Outcome.FAILED, miss=Miss.FAILED),
+        began("a#2", "tiers", 60),
+        ended("a#2", "tiers"),
+        Settled("a", 1.0, 60, PROMPT),
+    )
+    assert (found["recomputed_tokens peer"], found["hits tiers"], found["misses peer failed "]) == (20, 1, 1)
+
+
+def test_a_request_that_is_preempted_and_admitted_anew_is_counted_once_its_loads_twice() -> None:
+    once = (began(), ended(), Settled("a", 1.0, 80, PROMPT))
+    again = (began("a#2"), ended("a#2"), Settled("a", 2.0, 80, PROMPT))
+    found = counts(Arrived("a", 0.0, PROMPT, ("peer",)), *once, *again)
+    assert found == {"loads peer ready": 2, "queries peer": 1, "hits peer": 1, "hit_tokens peer peer": 80}
+
+
+def test_a_source_that_cannot_serve_a_request_is_counted_at_once_and_nothing_is_kept() -> None:
+    fold = Fold()
+    fold(Arrived("a", 0.0, PROMPT, (), (Lack("tiers", Miss.UNNAMED),)))
+    assert fold.take().counters == Counter(
+        {("queries", ("tiers",)): 1, ("misses", ("tiers", "unnamed", "")): 1}
+    )
+    assert len(fold) == 0
+
+
+def test_a_request_that_ends_before_it_is_settled_is_not_counted_but_its_load_is() -> None:
+    events = Arrived("a", 0.0, PROMPT, SOURCES), began(), Finished("a", 1.0), ended(outcome=Outcome.DROPPED)
+    found = counted(*events)
+    assert found.counters == {("loads", ("peer", "dropped")): 1}
+    assert found.gauges == {("pending_loads", ("peer",)): 0}
+    assert not found.samples
+
+
+def test_tiers_and_leases_and_late_blocks() -> None:
+    found = counted(
+        TierTold(0.0, "host", 10, 100, None, fetch_seconds=(0.1, 0.2)),
+        TierTold(0.0, "file", None, None, 3, 1, 2, 30, 4, (("corrupt", 1),), (("no room", 2),)),
+        TierTold(1.0, "file", 20, 200, 0),
+        StoreBegan("a", 0.0, "store#0", "full_attention", 2),
+        StoreEnded("a", 0.0, "store#0", "", 64, 0.3),
+        StoreEnded("a", 0.0, "store#1", "gone", 0, 0.3),
+        LeaseGranted("a", 0.0, 80, 30.0),
+        LeaseGranted("b", 0.0, 80, 30.0),
+        LeaseExtended("a", 0.0),
+        LeaseEnded("a", 0.0, expired=True),
+        LeaseEnded("a", 0.0, expired=False),
+        LateBlocks(0.0, 7),
+    )
+    assert {" ".join([name, *of]): n for (name, of), n in found.gauges.items()} == {
+        "tier_used_bytes host": 10, "tier_capacity_bytes host": 100, "tier_owed_chunks file": 0,
+        "tier_used_bytes file": 20, "tier_capacity_bytes file": 200, "leases": 1, "late_blocks": 7,
+    }  # fmt: skip
+    assert {" ".join([name, *of]): n for (name, of), n in found.counters.items()} == {
+        "tier_fetched_chunks file": 1, "tier_stored_chunks file": 2, "tier_stored_bytes file": 30,
+        "tier_evicted_chunks file": 4, "tier_missed_chunks file corrupt": 1,
+        "tier_dropped_chunks file no room": 2, "leases_granted": 2, "leases_ended expired": 1,
+    }  # fmt: skip
+    assert dict(found.samples) == {
+        ("tier_fetch_seconds", ("host",)): [0.1, 0.2], ("tier_store_seconds", ("host",)): [0.3],
+    }  # fmt: skip
+
+
+def test_what_was_taken_is_not_taken_again() -> None:
+    fold = Fold()
+    fold(LeaseGranted("a", 0.0, 80, 30.0))
+    assert fold.take()
+    assert not fold.take()
+
+
+@st.composite
+def lives(draw: st.DrawFn, name: str) -> list[Event]:
+    """One request from its coming to its end, or to any point before: what admission may say of it."""
+    sources = draw(st.lists(st.sampled_from(SOURCES), unique=True, min_size=1))
+    events: list[Event] = [Arrived(name, 0.0, PROMPT, tuple(sources))]
+    loads = 0
+    for _ in range(draw(st.integers(1, 3))):  # admissions: the first, and those after a preemption
+        at_hand = have = draw(st.integers(0, PROMPT - 1))
+        for _ in range(draw(st.integers(0, 3))):  # attempts
+            source, loads = draw(st.sampled_from(sources)), loads + 1
+            total = draw(st.integers(have + 1, PROMPT))
+            events.append(asked(name, bids=[bid(source, total - have)], why=Why.BEST, have=have))
+            outcome = draw(st.sampled_from([Outcome.READY, Outcome.FAILED, Outcome.EXPIRED]))
+            load = f"{name}#{loads}"
+            events.append(began(load, source, total, have))
+            miss = None if outcome is Outcome.READY else draw(st.sampled_from([Miss.FAILED, Miss.CHECKSUM]))
+            events.append(ended(load, source, outcome, miss))
+            if outcome is Outcome.READY:
+                at_hand = total
+                break
+        else:
+            lacking = [Lack(source, draw(st.sampled_from(Miss))) for source in sources if draw(st.booleans())]
+            why = draw(st.sampled_from([Why.NOTHING, Why.COMPUTING, Why.ATTEMPTS, Why.NO_ROOM]))
+            events.append(asked(name, lacks=lacking, why=why, have=have))
+        events.append(Settled(name, 1.0, at_hand, PROMPT))
+    events = events[: draw(st.integers(1, len(events)))]
+    return [*events, Finished(name, 2.0), *_left_behind(events)]
+
+
+def _left_behind(events: list[Event]) -> list[Event]:
+    """A load that was under way when the request ended is reported after it."""
+    done = {event.load for event in events if isinstance(event, LoadEnded)}
+    under_way = [event for event in events if isinstance(event, LoadBegan) and event.load not in done]
+    return [ended(event.load, event.source, Outcome.DROPPED) for event in under_way]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_hits_and_misses_are_queries_at_every_instant_and_nothing_is_negative(data: st.DataObject) -> None:
+    queues = [data.draw(lives(name)) for name in "abc"]
+    arrived = {name: queue[0].sources for name, queue in zip("abc", queues, strict=True)}
+    fold, whole, happened = Fold(), Counted(), list[Event]()
+    while any(queues):
+        queue = data.draw(st.sampled_from([queue for queue in queues if queue]))
+        happened.append(event := queue.pop(0))
+        fold(event)
+        if data.draw(st.booleans()):
+            step = fold.take()
+            assert all(n > 0 for n in step.counters.values())
+            whole.add(step)
+            check(whole)
+    whole.add(fold.take())
+    check(whole)
+    settled = {event.request_id for event in happened if isinstance(event, Settled)}
+    total = Counter(source for name in settled for source in arrived[name])
+    assert {source: whole.counters["queries", (source,)] for source in total} == total
+    loads = [event for event in happened if isinstance(event, LoadEnded)]
+    assert sum(n for (name, _), n in whole.counters.items() if name == "loads") == len(loads)
+    assert not any(n for (name, _), n in whole.gauges.items() if name == "pending_loads")
+    assert sum(n for (name, _), n in whole.counters.items() if name == "hit_tokens") <= PROMPT * len(settled)
+    assert len(fold) == 0
+
+
+def check(whole: Counted) -> None:
+    for source in SOURCES:
+        missed = sum(n for (name, of), n in whole.counters.items() if name == "misses" and of[0] == source)
+        assert whole.counters["queries", (source,)] == whole.counters["hits", (source,)] + missed
+    assert all(value >= 0 for value in whole.gauges.values())
+    for name, labels in (*whole.counters, *whole.gauges, *whole.samples):
+        assert len(METRICS[name].labels) == len(labels), name
+    kinds = {Kind.COUNTER: whole.counters, Kind.GAUGE: whole.gauges, Kind.HISTOGRAM: whole.samples}
+    assert all(METRICS[name].kind is kind for kind, found in kinds.items() for name, _ in found)
+
+
+def test_an_event_that_is_heard_without_those_before_it_does_no_harm() -> None:
+    events = (
+        ended(),
+        Settled("a", 0.0, 0, PROMPT),
+        Finished("a", 0.0),
+        asked(),
+        LeaseEnded("x", 0.0, expired=True),
+    )
+    assert not counted(*events)
+    assert not counted(*(replace(event, at=1.0) for event in events))

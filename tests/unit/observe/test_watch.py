@@ -1,0 +1,35 @@
+"""One stream, several readers; none of them can do harm."""
+
+from __future__ import annotations
+
+import logging
+
+from kvferry.observe.events import Finished
+from kvferry.observe.watch import Watch
+
+FIRST, SECOND = Finished("a", 1.0), Finished("b", 2.0)
+
+
+def test_every_listener_hears_everything_in_order_from_when_it_was_added() -> None:
+    one, other = [], []
+    watch = Watch(one.append)
+    watch.tell(FIRST)
+    watch.add(other.append)
+    watch.tell(SECOND)
+    assert (one, other) == ([FIRST, SECOND], [SECOND])
+
+
+def test_a_listener_that_raises_is_dropped_and_said_once_and_others_hear_on(caplog) -> None:
+    heard = []
+
+    def broken(event):
+        heard.append(event)
+        raise RuntimeError("no")
+
+    after: list[object] = []
+    watch = Watch(broken, after.append)
+    with caplog.at_level(logging.ERROR):
+        watch.tell(FIRST)
+        watch.tell(SECOND)
+    assert (heard, after) == ([FIRST], [FIRST, SECOND])
+    assert len(caplog.records) == 1
