@@ -10,7 +10,7 @@ import pytest
 from support.vllm_engine.both import Both, loads
 from support.vllm_engine.inside import distance
 from support.vllm_engine.pair import prompt
-from support.vllm_engine.tiered import Tiered
+from support.vllm_engine.tiered import Tiered, chunk_files, spoil
 
 pytestmark = [pytest.mark.engine, pytest.mark.family]
 
@@ -24,21 +24,31 @@ def both(running: object, checkpoints: Path, tmp_path_factory: pytest.TempPathFa
     pair.close()
 
 
-@pytest.mark.parametrize(("kept", "length", "peer"), [(512, 700, False), (256, 701, True)])
-def test_a_peer_that_weighs_half_serves_what_is_more_than_twice_as_long(
-    both: Both, kept: int, length: int, peer: bool
-) -> None:
-    text = prompt(length, length)
-    (reference,) = both.reference([text])
-    both.decode.call("generate", [text[:kept]])
-    both.forget(host=True)
-    loads(both.decode)
-    (answer,) = both.through([text])
-    assert loads(both.decode) == [length - 1 if peer else kept]
-    assert bool(answer["moved"]) == peer
-    assert answer["tokens"] == reference["tokens"]
-    assert distance(answer, reference) < 1e-4
-    both.nothing_held()
+def test_a_peer_that_weighs_less_brings_the_end_of_what_the_tiers_have_the_beginning_of(both: Both) -> None:
+    """Layers with windows get everything from the peer, since they need nothing of the beginning."""
+    both.through([prompt(100, 1)])  # they have met
+    for number, spoiled in enumerate(("", "", "the beginning", "the end")):
+        text = prompt(700, 700 + number)
+        (reference,) = both.reference([text])
+        both.decode.call("generate", [text[:512]])
+        both.forget(host=number > 0)
+        if spoiled == "the beginning":
+            for path in chunk_files(both.folders[1])["full_attention"]:
+                spoil(path, with_checksum=True)
+        both.decode.call("spoil", 5 if spoiled == "the end" else None)
+        both.decode.call("new_loads")
+        loads(both.decode)
+        (answer,) = both.through([text])
+        assert loads(both.decode) == [699]
+        assert both.decode.call("new_loads") == [("tiers", 0, 512), ("peer", 512, 699)]
+        if spoiled:
+            assert distance(answer, reference) > 1e-2, f"{spoiled} is not used"
+        else:
+            assert answer["moved"], "what the peer gave was compared"
+            assert answer["tokens"] == reference["tokens"]
+            assert distance(answer, reference) < 1e-4
+        both.decode.call("spoil", None)
+        both.nothing_held()
 
 
 def test_by_cost_a_disk_that_turned_out_slow_is_not_waited_for_and_memory_is_used(

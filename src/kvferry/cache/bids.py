@@ -34,11 +34,18 @@ class Bid:
         source: its name.
         parts: where the tokens come from that it has beyond what is at hand locally.
         looking: it cannot say yet; the parts are then the most it may come to.
+        head: what another source brings of it, the first of the parts; None if this one brings all.
     """
 
     source: str
     parts: tuple[Part, ...]
     looking: bool = False
+    head: Bid | None = None
+
+    @classmethod
+    def composed(cls, head: Bid, tail: Bid) -> Bid:
+        """The beginning from one source, the rest from another."""
+        return cls(tail.source, head.parts + tail.parts, head.looking or tail.looking, head)
 
     @property
     def tokens(self) -> int:
@@ -50,9 +57,14 @@ class Bid:
         """Of all parts."""
         return frozenset(part.place for part in self.parts)
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of all sources, in the order of the prompt."""
+        return (self.source,) if self.head is None else (*self.head.sources, self.source)
+
     def like(self, other: Bid | None) -> bool:
-        """Whether both come from the same places of the same source, however much."""
-        return other is not None and (self.source, self.places) == (other.source, other.places)
+        """Whether both come from the same places of the same sources, however much."""
+        return other is not None and (self.sources, self.places) == (other.sources, other.places)
 
 
 class Bidding:
@@ -66,7 +78,7 @@ class Bidding:
         """Bids that may be taken."""
         if self._left <= 0:
             return []
-        return [bid for bid in bids if bid.tokens > 0 and bid.source not in self._struck]
+        return [bid for bid in bids if bid.tokens > 0 and self._struck.keys().isdisjoint(bid.sources)]
 
     @property
     def spent(self) -> bool:

@@ -29,6 +29,31 @@ class Settled:
     released: set[str] = field(default_factory=set)
 
 
+class Joined:
+    """Loads that a request waits for together, since each brings a part: over with the last of them."""
+
+    def __init__(self) -> None:
+        self._heard: dict[str, list[str | None]] = {}
+
+    def reported(self, attempt: str, loads: int, failure: str | None) -> bool | None:
+        """One of an attempt's loads has been reported.
+
+        Args:
+            attempt: names it.
+            loads: how many it has.
+            failure: of this one, None if it succeeded.
+
+        Returns:
+            Whether all have succeeded, with the last of them; None before.
+        """
+        heard = self._heard.setdefault(attempt, [])
+        heard.append(failure)
+        if len(heard) < loads:
+            return None
+        del self._heard[attempt]
+        return not any(failure is not None for failure in heard)
+
+
 class Loads:
     """All loads of a worker that are not over. Not thread-safe: the engine's thread calls it."""
 

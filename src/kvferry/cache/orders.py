@@ -87,11 +87,14 @@ class LoadBegin:
         key: names the load.
         request_id: the engine's.
         timeout_seconds: when to give up, counted from when the rank hears of it.
+        attempt, loads: what the request waits for, and of how many loads it consists.
     """
 
     key: str
     request_id: str
     timeout_seconds: float
+    attempt: str
+    loads: int
 
 
 @dataclass(frozen=True, slots=True)

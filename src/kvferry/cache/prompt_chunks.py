@@ -7,7 +7,7 @@ number: 248 bits of digest are left, and one mapping or directory holds all grou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.chunk import ChunkKeys
 from kvferry.planning.coverage import Coverage, Cut, coverage, to_load
+from kvferry.planning.select import Span, sees_all
 
 AtHand = Callable[[Sequence[bytes]], npt.NDArray[np.bool_]]
 
@@ -28,10 +29,12 @@ class Found:
     Attributes:
         cut: how the prompt was cut.
         coverage: how far it is at hand.
+        at_hand: of which chunks, bool of shape (groups, chunks).
     """
 
     cut: Cut
     coverage: Coverage
+    at_hand: npt.NDArray[np.bool_]
 
 
 class PromptChunks:
@@ -78,20 +81,36 @@ class PromptChunks:
         cut = Cut(
             tokens if ends_inside else whole * self.keys.chunk_tokens, self.keys.chunk_tokens, tokens, have
         )
-        rows = [
-            self._whole(group)[:whole] + ([self.tail(group, tokens)] if ends_inside else [])
-            for group in range(len(self._groups))
-        ]
+        rows = [self.keys_of(group, cut) for group in range(len(self._groups))]
         found = at_hand([key for row in rows for key in row]).reshape(len(rows), cut.chunks)
-        return Found(cut, coverage(self._groups, cut, found))
+        return Found(cut, coverage(self._groups, cut, found), found)
 
-    def wants(self, found: Found, tokens: int) -> Iterator[Want]:
-        """The chunks that a prefix of `tokens` takes, by number, so that the first come first."""
-        numbers = to_load(self._groups, found.cut, tokens)
+    def keys_of(self, group: int, cut: Cut) -> list[bytes]:
+        """Of all chunks of a group, the tail included."""
+        whole, rest = divmod(cut.tokens, self.keys.chunk_tokens)
+        return self._whole(group)[:whole] + ([self.tail(group, cut.tokens)] if rest else [])
+
+    def beginning(self, found: Found) -> int:
+        """Tokens from the start of which all is at hand that layers hold that see everything.
+
+        Where it ends, other layers need something as well.
+        """
+        of = zip(self._groups, found.coverage.alone, strict=True)
+        return min((tokens for group, tokens in of if sees_all(group.kind)), default=found.cut.have)
+
+    def after(self, found: Found, first: int) -> Found:
+        """What `found` would be if the tokens before `first` came from elsewhere; see `Cut.first`."""
+        cut = replace(found.cut, first=first)
+        return Found(cut, coverage(self._groups, cut, found.at_hand), found.at_hand)
+
+    def wants(self, found: Found, span: Span) -> Iterator[Want]:
+        """The chunks that a prefix takes, or a part of it, by number, so that the first come first."""
+        cut = found.cut
+        numbers = to_load(self._groups, cut, span.total, span.part)
         each = [(int(number), group) for group, of in enumerate(numbers) for number in of]
         size = self.keys.chunk_tokens
         for number, group in sorted(each):
-            last = min((number + 1) * size, tokens)
+            last = min((number + 1) * size, cut.tokens)
             state = self._groups[group].kind is GroupKind.STATE
             whole = last == (number + 1) * size
             key = self.key(group, number) if whole else self.tail(group, last)

@@ -3,6 +3,7 @@
 One request, told in full (what is in brackets may be missing or come again):
 
     Arrived ─▶ [Asked …] ─▶ [LoadBegan ─▶ LoadEnded [─▶ Refused ─▶ Asked …]] ─▶ Settled ─▶ … ─▶ Finished
+                               twice, beside each other, where a prefix comes in two parts
                                [StoreBegan ─▶ StoreEnded] at any time from then on
                                preempted: Asked, LoadBegan, … and Settled once more
 
@@ -163,6 +164,7 @@ class LoadBegan:
         peer: name of the bidder: the source's, or the peer's.
         parts: where the tokens come from, as they were bid.
         have, total: it brings the tokens from one to the other.
+        attempt: what the request waits for: this load, or this and that of another part.
     """
 
     request_id: str
@@ -173,6 +175,7 @@ class LoadBegan:
     parts: tuple[Part, ...]
     have: int
     total: int
+    attempt: str
 
 
 @dataclass(frozen=True, slots=True)

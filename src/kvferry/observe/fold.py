@@ -27,6 +27,7 @@ class _Asking:
         failed: sources whose last load failed, and how.
         lost: per such source, up to which token its loads would have brought it, since it was last settled.
         brought: loads that are ready.
+        broken: attempts of which a load failed; what else they brought is of no use.
         settled: the engine has gone on with it, once at least.
     """
 
@@ -35,6 +36,7 @@ class _Asking:
     failed: dict[str, Miss] = field(default_factory=dict)
     lost: dict[str, int] = field(default_factory=dict)
     brought: list[events.LoadBegan] = field(default_factory=list)
+    broken: set[str] = field(default_factory=set)
     settled: bool = False
 
     def lack(self, source: str) -> Lack:
@@ -124,6 +126,7 @@ class Fold:
                 request.brought.append(began)
         elif event.miss is not None and request is not None:
             request.failed[source] = event.miss
+            request.broken.add(began.attempt)
             request.lost[source] = max(began.total, request.lost.get(source, 0))
 
     def _moved(self, event: events.LoadEnded) -> None:
@@ -149,8 +152,9 @@ class Fold:
         if request.settled:
             return
         request.settled = True
+        of_use = [load for load in request.brought if load.attempt not in request.broken]
         for source in request.sources:
-            brought = [load for load in request.brought if load.source == source]
+            brought = [load for load in of_use if load.source == source]
             if brought:
                 self._hit(source, brought)
             else:

@@ -14,7 +14,7 @@ import numpy as np
 from kvferry.geometry import GroupKind
 from kvferry.planning.coverage import Continued
 from kvferry.planning.pieces import Int64s
-from kvferry.planning.select import Cells, Span, needed, select_cells
+from kvferry.planning.select import Cells, Span, check_part, needed, select_cells
 from kvferry.planning.template import Route
 
 
@@ -125,17 +125,19 @@ def cells_to_load(
         route: from pools of chunks to a rank.
         chunk_tokens: tokens of a chunk.
         group: the route's destination group.
-        span: the prefix that is loaded, all of it.
+        span: what the whole load brings.
         numbers: of the chunks, ascending; of a snapshot, one.
         blocks: of the group.
 
     Raises:
-        TransferError: a block is missing or null, or the prefix at hand ends inside a cell.
+        TransferError: a block is missing or null, the prefix at hand ends inside a cell, or a part of what
+            is loaded inside a block.
     """
     table = blocks.table()
     if not route.cell_tokens:
         return [select_cells(route, group.kind, group.reach, span, np.ones(1, np.int64), table)]
     low, high = needed(group.kind, group.reach, span)
+    check_part(route, group.kind, span)
     low = max(low // route.cell_tokens * route.cell_tokens, span.have)
     chunks, found = chunk_table(numbers), []
     for run in runs_of(numbers):

@@ -31,7 +31,7 @@ import numpy.typing as npt
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
 from kvferry.planning.pieces import Int64s
-from kvferry.planning.select import first_seen
+from kvferry.planning.select import Span, first_seen, needed, sees_all
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
 
@@ -59,15 +59,18 @@ class Cut:
         prompt: tokens of the whole prompt.
         have: tokens that the engine has already, from the start, of every group; need not be on a boundary.
             Of a window it may have the last one only: a prefix that ends farther looks less far back.
+        first: tokens that come from elsewhere, from the start, of groups that see everything; of other groups
+            nothing does.
     """
 
     tokens: int
     chunk_tokens: int
     prompt: int
     have: int = 0
+    first: int = 0
 
     def __post_init__(self) -> None:
-        if self.chunk_tokens < 1 or not 0 <= self.tokens <= self.prompt or self.have < 0:
+        if self.chunk_tokens < 1 or not 0 <= self.tokens <= self.prompt or min(self.have, self.first) < 0:
             raise TransferError(
                 f"{self.tokens} of {self.prompt} tokens in chunks of {self.chunk_tokens}, {self.have} there"
             )
@@ -149,7 +152,7 @@ def coverage(groups: Sequence[Continued], cut: Cut, at_hand: Bools) -> Coverage:
     first = _first_chunks(groups, cut, ends)
     lacks = _lacking(at_hand, first)
     failing = np.add.reduce(lacks, axis=0, dtype=np.int64)
-    usable = (ends > cut.have) & (ends <= farthest(groups, cut.prompt))
+    usable = (ends > max(cut.have, cut.first)) & (ends <= farthest(groups, cut.prompt))
     rows = np.vstack([failing == 0, ~lacks]) & usable
     tokens, *alone = _last(ends, rows, cut.have)
     beyond = np.flatnonzero(usable & (ends > tokens))
@@ -163,13 +166,16 @@ def coverage(groups: Sequence[Continued], cut: Cut, at_hand: Bools) -> Coverage:
     return Coverage(tokens, tuple(alone), int(ends[better]), tuple(missing))
 
 
-def to_load(groups: Sequence[Continued], cut: Cut, tokens: int) -> tuple[Int64s, ...]:
+def to_load(
+    groups: Sequence[Continued], cut: Cut, tokens: int, part: tuple[int, int] | None = None
+) -> tuple[Int64s, ...]:
     """The chunks of each group that a prefix of `tokens` takes, beyond what the engine has.
 
     Args:
         groups: all groups of the model.
         cut: the prompt.
         tokens: a boundary, or `cut.have` or less, which takes none.
+        part: of the prefix, as of `Span`: `tokens` may lie anywhere if it ends before.
 
     Returns:
         Numbers of chunks, int64, ascending, per group; of a state group, the one whose end has the snapshot.
@@ -179,15 +185,24 @@ def to_load(groups: Sequence[Continued], cut: Cut, tokens: int) -> tuple[Int64s,
     """
     if tokens <= cut.have:
         return tuple(np.zeros(0, np.int64) for _ in groups)
-    last, rest = divmod(tokens, cut.chunk_tokens)
-    if (rest and tokens != cut.tokens) or tokens > min(cut.tokens, farthest(groups, cut.prompt)):
+    span = Span(cut.have, tokens, cut.prompt, part)
+    whole = span.ends == tokens
+    on_boundary = not whole or tokens == cut.tokens or tokens % cut.chunk_tokens == 0
+    if not on_boundary or span.ends > min(cut.tokens, farthest(groups, cut.prompt)):
         raise TransferError(
-            f"a prefix of {tokens} tokens ends on no boundary of {cut.tokens} tokens in chunks of "
+            f"a prefix of {span.ends} tokens ends on no boundary of {cut.tokens} tokens in chunks of "
             f"{cut.chunk_tokens}, or beyond the {farthest(groups, cut.prompt)} that may be used"
         )
-    stop = last + bool(rest)
-    first = _first_chunks(groups, cut, np.array([tokens], np.int64))
-    return tuple(np.arange(begin.item(), stop, dtype=np.int64) for begin in first)
+    return tuple(_chunks(needed(group.kind, group.reach, span), group.kind, cut) for group in groups)
+
+
+def _chunks(tokens: tuple[int, int], kind: GroupKind, cut: Cut) -> Int64s:
+    """Numbers of the chunks that tokens ``[low, high)`` lie in; of a state, the last alone."""
+    low, high = tokens
+    if low >= high:
+        return np.zeros(0, np.int64)
+    first = high - 1 if kind is GroupKind.STATE else low
+    return np.arange(first // cut.chunk_tokens, -(-high // cut.chunk_tokens), dtype=np.int64)
 
 
 def _first_chunks(groups: Sequence[Continued], cut: Cut, ends: Int64s) -> list[Int64s]:
@@ -210,7 +225,7 @@ def _first_chunks(groups: Sequence[Continued], cut: Cut, ends: Int64s) -> list[I
             continue
         state = group.kind is GroupKind.STATE
         low = ends - 1 if state else first_seen(group.kind, group.reach, computed)
-        low = np.maximum(low, cut.have)
+        low = np.maximum(low, max(cut.have, cut.first) if sees_all(group.kind) else cut.have)
         found[group.kind, group.reach] = np.where(low < ends, low // cut.chunk_tokens, none)
     return [found[group.kind, group.reach] for group in groups]
 

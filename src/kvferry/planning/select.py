@@ -24,15 +24,20 @@ NULL_BLOCK = 0
 class Span:
     """How much of a prompt is moved.
 
+    A prefix may come in parts, from several sources. Of layers that see everything, each part brings its
+    tokens; what other layers need is all at the end of the prefix, and comes with the part that ends there.
+
     Attributes:
         have: tokens whose content the destination already has, from the start.
-        total: tokens that the source offers; content is at hand for ``[0, total)``.
+        total: tokens that the destination has then; content is at hand for ``[0, total)``.
         prompt: tokens of the whole prompt.
+        part: ``(first, last)``, the tokens that this part brings; None for all.
     """
 
     have: int
     total: int
     prompt: int
+    part: tuple[int, int] | None = None
 
     @property
     def next_token(self) -> int:
@@ -43,8 +48,23 @@ class Span:
         """
         return min(self.total, self.prompt - 1)
 
+    @property
+    def begins(self) -> int:
+        """The first token that is moved, of layers that see everything."""
+        return self.have if self.part is None else max(self.have, self.part[0])
+
+    @property
+    def ends(self) -> int:
+        """Where it ends, of layers that see everything."""
+        return self.total if self.part is None else self.part[1]
+
 
 Position = TypeVar("Position", int, Int64s)
+
+
+def sees_all(kind: GroupKind) -> bool:
+    """Whether every token is looked at when a later one is computed."""
+    return kind in (GroupKind.FULL, GroupKind.MLA)
 
 
 def first_seen(kind: GroupKind, reach: int, next_token: Position) -> Position:
@@ -69,11 +89,19 @@ def needed(kind: GroupKind, reach: int, span: Span) -> tuple[int, int]:
     (40, 64)
     >>> needed(GroupKind.FULL, 0, Span(have=16, total=64, prompt=64))
     (16, 64)
+    >>> head = Span(have=16, total=64, prompt=64, part=(16, 48))
+    >>> needed(GroupKind.FULL, 0, head), needed(GroupKind.SLIDING, 24, head)
+    ((16, 48), (48, 48))
 
     For a state group, ``high`` is where the snapshot stands; it is needed whenever anything is.
     """
-    low = max(span.have, first_seen(kind, reach, span.next_token))
-    return min(low, span.total), span.total
+    if sees_all(kind):
+        low = span.begins
+    elif span.ends < span.total:
+        low = span.ends
+    else:
+        low = max(span.have, first_seen(kind, reach, span.next_token))
+    return min(low, span.ends), span.ends
 
 
 def unseen_from(kind: GroupKind, reach: int, end: int) -> int:
@@ -162,6 +190,7 @@ def select_cells(
             f"the local prefix ends at token {span.have}, inside the cell of {route.cell_tokens} tokens from "
             f"{first * route.cell_tokens}; it must end on one"
         )
+    check_part(route, kind, span)
     cells = np.arange(first, -(-high // route.cell_tokens), dtype=np.int64)
     src_at, dst_at = cells // route.src_cells, cells // route.dst_cells
     for table, at, side in ((src_table, src_at, "source"), (dst_table, dst_at, "destination")):
@@ -192,6 +221,23 @@ def uncovered(route: Route, kind: GroupKind, reach: int, span: Span, dst_table: 
         if at % route.dst_cells
     }
     return dst_table[sorted(b for b in partial if b * block_tokens >= span.have)]
+
+
+def check_part(route: Route, kind: GroupKind, span: Span) -> None:
+    """See that each block of the destination is written by one part of a prefix only.
+
+    Raises:
+        TransferError: a part begins or ends inside a block: what it clears of it, the other part may fill.
+    """
+    if span.part is None or not sees_all(kind):
+        return
+    block = route.cell_tokens * route.dst_cells
+    for at in ({span.begins} - {span.have}) | ({span.ends} - {span.total}):
+        if at % block:
+            raise TransferError(
+                f"a part of a prefix begins or ends at token {at}, inside a block of {block}; it must do so "
+                "between two"
+            )
 
 
 def _cells(route: Route, src: Int64s, dst: Int64s, phase: Int64s) -> Cells:

@@ -39,7 +39,7 @@ class Both(Pair):
         options = {"max_num_batched_tokens": 256, "block_size": 64}
         setup = Setup("gemma3", options=options, exact=True, prefill_options=prefill, decode_options=decode)
         super().__init__(setup, folder, checkpoints)
-        self.shared = folders[0] == folders[1]
+        self.folders, self.shared = folders, folders[0] == folders[1]
         self.free = [engine.call("free_blocks") for engine in self.engines]
 
     @property

@@ -6,6 +6,7 @@ import time
 import zlib
 from typing import Any
 
+from kvferry.observe.events import LoadBegan
 from kvferry.observe.fold import Fold
 from kvferry.planning.select import Span
 from kvferry.serving.router.bodies import ASK_FOR_KV
@@ -56,6 +57,10 @@ def start(settings: dict[str, Any]) -> Any:
         engine.witness = Witness(worker, half(engine).admission)
         engine.fold = Fold()
         half(engine).watch.add(engine.fold)
+        engine.begun = []
+        half(engine).watch.add(
+            lambda event: engine.begun.append(event) if isinstance(event, LoadBegan) else None
+        )
     return engine
 
 
@@ -331,6 +336,12 @@ def loads_of(engine: Any, source: str) -> dict[str, float]:
     return {name.removeprefix(start): n for name, n in counted(engine).items() if name.startswith(start)}
 
 
+def new_loads(engine: Any) -> list[tuple[str, int, int]]:
+    """(source, first token, last token) of the loads that have begun since the last call."""
+    seen, engine.begun[:] = list(engine.begun), []
+    return [(event.source, event.have, event.total) for event in seen]
+
+
 def tier_counts(engine: Any) -> dict[str, Any]:
     """What the tiers have done so far."""
     tiering = half(engine)._tiering
@@ -383,6 +394,7 @@ class Witness:
         self.loaded: dict[str, Digests] = {}
         self.admitted: list[tuple[str, int, int | None]] = []
         self.spoil_group: int | None = None
+        self._orders: dict[str, Any] = {}
         self._worker = worker
         self._results = worker.results
         worker.results = self._watched
@@ -396,11 +408,14 @@ class Witness:
         return tokens
 
     def _watched(self) -> Any:
-        orders = {key: order for key, order in self._worker._orders.items() if isinstance(order, self._kind)}
+        orders = self._worker._orders.items()
+        self._orders |= {key: order for key, order in orders if isinstance(order, self._kind)}
         results = self._results()
-        for order in orders.values():
-            if order.request_id in results.finished_recving - results.failed_recving:
-                self._believed(order)
+        for key, order in list(self._orders.items()):
+            if order.request_id in results.finished_recving:
+                del self._orders[key]
+                if order.request_id not in results.failed_recving:
+                    self._believed(order)
         return results
 
     def _believed(self, order: Any) -> None:

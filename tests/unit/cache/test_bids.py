@@ -60,3 +60,25 @@ def test_bids_are_alike_if_they_come_from_the_same_places_however_much():
     for other in (bid("a", 7), Bid("b", two.parts), None):
         assert not two.like(other)
     assert (two.tokens, two.places) == (7, {"host", "file"})
+
+
+def test_what_two_sources_bring_is_a_bid_of_both():
+    head, tail = bid("a", 16, "host"), bid("b", 24, "peer")
+    both = Bid.composed(head, tail)
+    assert (both.tokens, both.places, both.sources) == (40, {"host", "peer"}, ("a", "b"))
+    assert both.like(Bid.composed(bid("a", 1, "host"), bid("b", 1, "peer")))
+    assert not both.like(Bid("b", both.parts))
+    assert not both.looking
+    assert Bid.composed(head, Bid("b", tail.parts, looking=True)).looking
+    assert Bid.composed(Bid("a", head.parts, looking=True), tail).looking
+    assert not both.like(Bid.composed(tail, head))
+
+
+def test_a_bid_of_two_is_struck_out_with_either():
+    both = Bid.composed(bid("a", 16), bid("b", 24))
+    for source in "ab":
+        bidding = Bidding(2)
+        bidding.strike(source, "it failed")
+        assert bidding.open([both, bid("a", 16), bid("b", 24)]) == [
+            bid("b" if source == "a" else "a", 24 if source == "a" else 16)
+        ]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from kvferry.cache.loads import Loads, Settled
+from kvferry.cache.loads import Joined, Loads, Settled
 from support.clock import Clock
 
 
@@ -125,3 +125,11 @@ TestLifeOfLoads = LifeOfLoads.TestCase
 TestLifeOfLoads.settings = settings(
     deadline=None, derandomize=True, database=None, max_examples=100, stateful_step_count=25
 )
+
+
+@pytest.mark.parametrize("failing", [set(), {0}, {1}, {0, 2}])
+def test_an_attempt_is_over_with_the_last_of_its_loads(failing):
+    joined = Joined()
+    said = [joined.reported("a", 3, "torn" if number in failing else None) for number in range(3)]
+    assert said == [None, None, not failing]
+    assert joined.reported("a", 1, None) is True, "nothing is left of the attempt before"

@@ -9,6 +9,7 @@ from kvferry.cache.prompt_chunks import PromptChunks
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.chunk import ChunkKeys
+from kvferry.planning.select import Span
 
 FULL, STATE = CanonicalGroup(GroupKind.FULL, 0, ()), CanonicalGroup(GroupKind.STATE, 0, ())
 
@@ -78,7 +79,7 @@ def test_what_is_found_and_wanted_is_what_a_search_token_by_token_finds(data, gr
         (end for end in ends if end > have and usable(groups, tokens, chunk, have, stored, end)), default=have
     )
     assert found.coverage.tokens == best
-    wants = list(chunks.wants(found, best))
+    wants = list(chunks.wants(found, Span(have, best, length)))
     assert [want.number for want in wants] == sorted(want.number for want in wants)
     for want in wants:
         end = min((want.number + 1) * chunk, best)
@@ -90,6 +91,31 @@ def test_what_is_found_and_wanted_is_what_a_search_token_by_token_finds(data, gr
     for want in wants:
         assert not usable(groups, tokens, chunk, have, fewer([want.key]), best), "nothing is wanted in vain"
     assert best == have or usable(groups, tokens, chunk, have, {want.key for want in wants}, best)
+
+
+def test_a_prefix_whose_beginning_comes_from_elsewhere_takes_the_chunks_after_it():
+    window = windowed(GroupKind.SLIDING, 6)
+    tokens, groups = list(range(40)), [FULL, window, STATE]
+    chunks = PromptChunks(groups, ChunkKeys(8, tokens))
+    gone = {chunks.key(0, 0), chunks.key(0, 1), chunks.key(1, 0), chunks.key(2, 4)}
+    found = chunks.look_up(40, 0, lambda asked: np.array([one not in gone for one in asked]))
+    assert (found.coverage.tokens, chunks.beginning(found)) == (0, 0)
+    after = chunks.after(found, 20)
+    assert after.coverage.tokens == 32
+    wants = [(w.group, w.number, w.tokens) for w in chunks.wants(after, Span(0, 32, 40, (20, 32)))]
+    assert wants == [(0, 2, 8), (0, 3, 8), (1, 3, 8), (2, 3, 0)]
+    assert chunks.after(found, 12).coverage.tokens == 0, "a chunk that is gone is needed then"
+
+
+def test_the_beginning_of_a_prefix_takes_chunks_of_what_sees_everything_alone():
+    window = windowed(GroupKind.SLIDING, 6)
+    tokens, groups = list(range(40)), [FULL, window, STATE]
+    chunks = PromptChunks(groups, ChunkKeys(8, tokens))
+    there = {chunks.key(0, number) for number in (0, 1, 2, 4)}
+    found = chunks.look_up(40, 8, lambda asked: np.array([one in there for one in asked]))
+    assert (found.coverage.tokens, chunks.beginning(found)) == (8, 24)
+    wants = [(w.group, w.number, w.tokens) for w in chunks.wants(found, Span(8, 39, 40, (8, 20)))]
+    assert wants == [(0, 1, 8), (0, 2, 8)]
 
 
 def test_groups_of_one_prompt_have_keys_of_their_own_and_a_tail_is_no_chunk():

@@ -46,6 +46,7 @@ class Stand:
     strikes: bool = True
     grain: int = BLOCK
     miss: Miss | None = None
+    head_until: int = 0
     heard: list = field(default_factory=list)
 
     def arrived(self, request, bidding):
@@ -67,9 +68,16 @@ class Stand:
     def bids(self, request, have):
         return [offer(self.name, self.total - have, self.looking)] if self.total > have else []
 
+    def head(self, request, have, grain):
+        tokens = self.head_until // grain * grain - have
+        return offer(self.name, tokens) if tokens > 0 else None
+
+    def tail(self, request, have, first):
+        return offer(self.name, self.total - first, self.looking) if self.total > first else None
+
     def begin(self, load, request):
         self.load = load
-        self.heard.append(("begin", load.span.have, load.span.total))
+        self.heard.append(("begin", load.span.begins, load.span.ends))
 
     def origin(self, load):
         return f"{self.name} of {load.request_id}"
@@ -578,6 +586,125 @@ def test_blocks_that_a_preempted_request_gave_back_are_nobodys_parts():
     assert engine.parts.without("a", tables) == tables, "they are computed anew"
 
 
+def test_the_beginning_comes_from_one_source_and_the_rest_from_another():
+    near, far = Stand("near", 0, head_until=18), Stand("far", 39)
+    engine = Engine(near, far, policy=Weight({"near": 2.0}))
+    one = engine.arrive()
+    assert engine.admit(one, have=4) == 35
+    assert (near.heard, far.heard) == ([("begin", 4, 16)], [("begin", 16, 39)]), "16: where a block ends"
+    assert (near.load.span, far.load.span) == (
+        Span(4, 39, PROMPT, (4, 16)),
+        Span(4, 39, PROMPT, (16, 39)),
+    )
+    assert near.load.attempt == far.load.attempt
+    assert (near.load.loads, far.load.loads) == (2, 2)
+    assert near.load.key != far.load.key
+    table, window = engine.held["a"]
+    assert [block.ref_cnt for block in table] == [1] + [2] * 9
+    assert [block.ref_cnt for block in window] == [0] + [2] * 9, "windows come with the end"
+    assert engine.admission.origin("a") == "far of a"
+
+
+def composed(**options):
+    near, far = Stand("near", 0, head_until=16), Stand("far", 39)
+    engine = Engine(near, far, policy=Weight({"near": 2.0}), **options)
+    one = engine.arrive()
+    assert engine.admit(one) == 39
+    return engine, one, near, far
+
+
+@pytest.mark.parametrize("first", ["near", "far"])
+def test_a_request_goes_on_when_both_parts_are_there(first):
+    engine, one, near, far = composed()
+    earlier, later = (near, far) if first == "near" else (far, near)
+    engine.report(earlier.load, None, None)
+    assert earlier.heard[1:] == [("ended", None)]
+    assert engine.admission.matched(one, 0) == 0, "it is loading"
+    engine.report(later.load, None, None)
+    assert later.heard[1:] == [("ended", None), ("settled", "a")]
+    assert earlier.heard[1:] == [("ended", None), ("settled", "a")]
+    engine.free(one)
+    assert engine.pool.references == 0
+
+
+@pytest.mark.parametrize("first", ["near", "far"])
+@pytest.mark.parametrize("fails", ["near", "far"])
+def test_the_source_of_the_part_that_failed_is_struck_out_and_the_other_is_not(first, fails):
+    engine, one, near, far = composed()
+    for source in (near, far) if first == "near" else (far, near):
+        engine.report(source.load, "torn" if source.name == fails else None, None)
+    engine.free(one)
+    assert engine.pool.references == 0
+    if fails == "near":
+        assert engine.admit_anew(one) == 39
+        assert far.load.span == Span(0, 39, PROMPT)
+    else:
+        assert engine.admit_anew(one) == 0, "a beginning alone is of no use"
+        assert near.heard[-1] == ("settled", "a")
+
+
+def test_an_attempt_of_two_parts_is_one():
+    engine, one, near, far = composed(attempts=1)
+    engine.report(near.load, None, None)
+    engine.report(far.load, None, None)
+    assert engine.admit(one) == 39, "it was served, and is admitted anew after it was preempted"
+    engine.report(near.load, "torn", "torn")
+    engine.report(far.load, "torn", "torn")
+    assert engine.admit_anew(one) == 0
+
+
+def test_a_request_aborted_while_two_parts_are_loading_holds_blocks_until_both_have_landed():
+    engine, one, near, far = composed()
+    engine.admission.finished("a")
+    assert [("dropped", near.load.key)] == [heard for heard in near.heard if heard[0] == "dropped"]
+    assert [("dropped", far.load.key)] == [heard for heard in far.heard if heard[0] == "dropped"]
+    engine.free(one)
+    engine.report(near.load, "the request has ended", None)
+    assert engine.pool.references == 9 + 6
+    engine.report(far.load, None, None)
+    assert engine.pool.references == 0
+
+
+def test_an_engine_that_takes_less_may_need_the_second_part_alone():
+    near, far = Stand("near", 0, head_until=16), Stand("far", 39)
+    engine = Engine(near, far, policy=Weight({"near": 2.0}))
+    one = engine.arrive()
+    assert engine.admission.matched(one, 0) == 39
+    engine.allocate(one, 19)
+    assert (near.heard, far.load.span) == ([], Span(20, 39, PROMPT, (16, 39)))
+    assert far.load.loads == 1
+    engine.report(far.load, None, None)
+    assert far.heard[-1] == ("settled", "a")
+
+
+def test_one_source_that_has_all_is_preferred_to_two():
+    both, far = Stand("both", 39, head_until=16), Stand("far", 39)
+    engine = Engine(both, far)
+    assert engine.admit(engine.arrive()) == 39
+    assert (both.load.span, far.heard) == (Span(0, 39, PROMPT), [])
+
+
+def test_an_end_that_is_looked_for_is_waited_for(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(admission.time, "monotonic", lambda: now[0])
+    near, far = Stand("near", 12, head_until=16), Stand("far", 39, looking=True)
+    engine = Engine(near, far, patience=5.0)
+    one = engine.arrive()
+    assert engine.admit(one) is None
+    now[0] += 5.1
+    assert engine.admit(one) == 12
+    far.looking = False
+    assert engine.admit(engine.arrive("b")) == 39
+
+
+@pytest.mark.parametrize("total", [16, 12])
+def test_nothing_is_composed_with_what_has_no_end(total):
+    near, far = Stand("near", 8, head_until=16), Stand("far", total)
+    engine = Engine(near, far, policy=Weight({"near": 2.0, "far": 0.1}))
+    assert engine.admit(engine.arrive()) == 8
+    assert (near.load.span, far.heard) == (Span(0, 8, PROMPT), [])
+
+
 def said(engine):
     """Names of events, and what was counted of them."""
     counted = {" ".join([name, *of]): n for (name, of), n in engine.fold.take().counters.items()}
@@ -714,16 +841,19 @@ def test_what_cannot_be_told_is_logged_once_and_changes_nothing(caplog, monkeypa
 class Counting(RuleBasedStateMachine):
     """Requests that come, load, fail, are preempted and end in any order: what is counted stays sound."""
 
-    @initialize(tokens=st.tuples(st.integers(0, 5), st.integers(0, 5)), strikes=st.booleans())
-    def start(self, tokens, strikes):
+    @initialize(
+        tokens=st.tuples(st.integers(0, 5), st.integers(0, 5)), head=st.integers(0, 4), strikes=st.booleans()
+    )
+    def start(self, tokens, head, strikes):
         sources = [
             Stand(name, number * BLOCK, strikes=strikes, miss=Miss.EVICTED)
             for name, number in zip(("peer", "tiers"), tokens, strict=True)
         ]
-        self.engine, self.sources = Engine(*sources, workers=1), sources
+        sources[1].head_until = head * BLOCK
+        self.engine = Engine(*sources, workers=1, policy=Weight({"tiers": 2.0}))
         self.whole, self.count = Counted(), 0
         self.waiting, self.loading, self.running, self.late = [], {}, [], []
-        self.served, self.settled = 0, set()
+        self.served, self.settled, self.failed = 0, set(), set()
 
     @rule()
     def arrive(self):
@@ -741,18 +871,25 @@ class Counting(RuleBasedStateMachine):
         self.engine.allocate(one, tokens)
         self.waiting.remove(one)
         if tokens:
-            self.loading[one.request_id] = one, self.engine.admission._wishes[one.request_id].load
+            loads = list(self.engine.admission._wishes[one.request_id].loads)
+            self.loading[one.request_id] = one, loads
         else:
             self.runs(one)
 
     @precondition(lambda self: self.loading)
     @rule(data=st.data(), how=st.sampled_from(["ready", "failed", "late"]))
     def report(self, data, how):
-        one, load = self.loading.pop(data.draw(st.sampled_from(sorted(self.loading))))
+        one, loads = self.loading[data.draw(st.sampled_from(sorted(self.loading)))]
+        load = loads.pop(data.draw(st.integers(0, len(loads) - 1)))
         self.engine.report(load, None if how == "ready" else how, late=how == "late")
         if how == "late":
             self.late.append(load)
-        if how == "ready":
+        if how != "ready":
+            self.failed.add(load.attempt)
+        if loads:
+            return
+        del self.loading[one.request_id]
+        if load.attempt not in self.failed:
             self.served += load.span.total
             self.runs(one)
         else:
@@ -783,8 +920,8 @@ class Counting(RuleBasedStateMachine):
             if one in those:
                 those.remove(one)
         if one.request_id in self.loading:
-            _, load = self.loading.pop(one.request_id)
-            self.engine.report(load, None)
+            for load in self.loading.pop(one.request_id)[1]:
+                self.engine.report(load, None)
 
     @precondition(lambda self: self.late)
     @rule()
@@ -803,7 +940,8 @@ class Counting(RuleBasedStateMachine):
             missed = sum(n for (name, of), n in counters.items() if name == "misses" and of[0] == source)
             assert counters["queries", (source,)] == len(self.settled)
             assert counters["hits", (source,)] + missed == len(self.settled)
-        assert sum(n for (name, _), n in gauges.items() if name == "pending_loads") == len(self.loading)
+        loads = sum(len(under_way) for _, under_way in self.loading.values())
+        assert sum(n for (name, _), n in gauges.items() if name == "pending_loads") == loads
         assert sum(n for (name, _), n in counters.items() if name == "hit_tokens") <= self.served
         assert (gauges.get(("late_blocks", ()), 0) > 0) == bool(self.late)
         assert len(self.engine.fold) == len(self.engine.admission)

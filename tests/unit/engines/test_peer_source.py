@@ -89,7 +89,8 @@ class Engine:
     def begin(self, one, have=0):
         (bid,) = self.source.bids(one, have)
         name = one.request_id
-        load = Load(f"{name}#1", name, bid, Span(have, have + bid.tokens, 41), ([4, 5, 6],), 0.0)
+        span = Span(have, have + bid.tokens, 41)
+        load = Load(f"{name}#1", name, f"{name}#1", 1, bid, span, ([4, 5, 6],), 0.0)
         self.source.begin(load, one)
         return load
 
@@ -100,6 +101,18 @@ class Engine:
 
     def refused(self):
         return [reason for _, reason in self.refusals.counts]
+
+
+def test_a_beginning_ends_where_it_may_and_an_end_goes_on_from_there():
+    engine = Engine()
+    one = engine.arrive(offered())
+    assert engine.source.head(one, 8, 16) == Bid(PEER, (Part("peer", 24),))
+    assert engine.source.head(one, 32, 16) is None
+    assert engine.source.tail(one, 8, 16) == Bid(PEER, (Part("peer", 24),))
+    assert engine.source.tail(one, 8, 40) is None
+    engine.client.answer = Looking()
+    assert engine.source.head(one, 8, 16).looking
+    assert engine.source.tail(one, 8, 16).looking
 
 
 def test_an_offer_is_held_from_arrival_and_bid_once_its_peer_is_known():

@@ -75,7 +75,7 @@ class Engine:
         bid = self.bid(have)
         self.loads += 1
         span = Span(have, have + bid.tokens, PROMPT)
-        load = Load(f"a#{self.loads}", "a", bid, span, (list(range(1, 8)),), 0.0)
+        load = Load(f"a#{self.loads}", "a", "a", 1, bid, span, (list(range(1, 8)),), 0.0)
         self.source.begin(load, self.one)
         return load
 
@@ -275,7 +275,7 @@ def test_a_load_whose_request_has_lost_its_names_fails_rather_than_bringing_noth
     engine.store(0)
     engine.bid()
     engine.prompts.remove("a")
-    load = Load("a#1", "a", Bid(TIERS, ()), Span(0, 8, PROMPT), ([1, 2],), 0.0)
+    load = Load("a#1", "a", "a", 1, Bid(TIERS, ()), Span(0, 8, PROMPT), ([1, 2],), 0.0)
     engine.source.begin(load, engine.one)
     assert ends(engine.step()) == [("a#1", "its chunks have no names any more")]
 
@@ -314,7 +314,7 @@ def test_content_of_chunks_begins_where_their_writers_count_on_it():
     source = TierSource(
         engine.cache, engine.prompts, (*RANKS[0].groups, *groups), CANONICAL, Refusals(), 30.0
     )
-    load = Load("a#1", "a", Bid(TIERS, ()), Span(0, CHUNK, PROMPT), ([], [], []), 0.0)
+    load = Load("a#1", "a", "a", 1, Bid(TIERS, ()), Span(0, CHUNK, PROMPT), ([], [], []), 0.0)
     assert source.grains(load) == (CHUNK, CHUNK, WINDOW_GRAIN)
 
 
@@ -330,6 +330,34 @@ def test_a_bid_says_where_its_tokens_come_from():
     assert parts(engine.source.bids(engine.one, 0)) == [{"host": 8, "file": 16, "object": 4}]
     assert parts(engine.source.bids(engine.one, 12)) == [{"file": 12, "object": 4}]
     assert parts(engine.source.bids(engine.one, 24)) == [{"object": 4}]
+
+
+def test_a_beginning_ends_where_it_may_and_an_end_goes_on_from_there():
+    engine = Engine([0, 1, 3], [2])
+    engine.bid()
+    assert parts([engine.source.head(engine.one, 0, 7)]) == [{"file": 20, "object": 8}]
+    assert parts([engine.source.head(engine.one, 0, 12)]) == [{"file": 16, "object": 8}]
+    assert parts([engine.source.tail(engine.one, 0, 12)]) == [{"file": 8, "object": 8}]
+    assert engine.source.head(engine.one, 0, 32) is None
+    assert engine.source.tail(engine.one, 0, PROMPT) is None
+
+
+def test_an_end_of_which_the_beginning_is_gone_is_fetched_alone():
+    engine = Engine([1, 2])
+    assert engine.bid() is None
+    assert engine.source.head(engine.one, 0, 8) is None
+    bid = engine.source.tail(engine.one, 0, 12)
+    assert parts([bid]) == [{"file": 12}]
+    engine.loads += 1
+    span = Span(0, 24, PROMPT, (12, 24))
+    engine.source.begin(Load("a#1.1", "a", "a#1", 2, bid, span, (list(range(1, 8)),), 0.0), engine.one)
+    begun = engine.step()
+    assert [(begin.attempt, begin.loads) for begin in begun.begins] == [("a#1", 2)]
+    for number in (1, 2):
+        engine.answer(number, Get.HIT)
+    (part,) = engine.step().parts
+    assert [piece.number for piece in part.pieces] == [1, 2]
+    assert part.span == span
 
 
 def test_bids_with_fewer_tiers_are_made_where_they_are_asked_for():

@@ -49,8 +49,9 @@ def asked(name="a", bids=(), lacks=(), chosen=None, why=Why.NOTHING, have=0) -> 
 
 
 def began(load="a#1", source="peer", total=80, have=0, parts=None) -> LoadBegan:
-    name = load.partition("#")[0]
-    return LoadBegan(name, 0.0, load, source, source, parts or bid(source, total - have).parts, have, total)
+    name, attempt = load.partition("#")[0], load.partition(".")[0]
+    parts = parts or bid(source, total - have).parts
+    return LoadBegan(name, 0.0, load, source, source, parts, have, total, attempt)
 
 
 def ended(load="a#1", source="peer", outcome=Outcome.READY, miss=None, **more) -> LoadEnded:
@@ -92,6 +93,27 @@ def test_a_hit_is_the_load_that_was_ready_and_others_have_lost_the_bid() -> None
         "queries tiers": 1,
         "misses tiers lost_bid ": 1,
     }
+
+
+@pytest.mark.parametrize("fails", [None, "peer", "tiers"])
+def test_two_parts_of_a_prefix_are_two_hits_or_none(fails) -> None:
+    found = counts(
+        Arrived("a", 0.0, PROMPT, SOURCES),
+        began("a#1.0", "tiers", 64),
+        began("a#1.1", "peer", 80, 64),
+        *(
+            ended(f"a#1.{number}", source)
+            if fails != source
+            else ended(f"a#1.{number}", source, Outcome.FAILED, Miss.FAILED)
+            for number, source in enumerate(("tiers", "peer"))
+        ),
+        Settled("a", 1.0, 0 if fails else 80, PROMPT),
+    )
+    hits = {name: n for name, n in found.items() if name.startswith("hit")}
+    assert hits == ({} if fails else {
+        "hits peer": 1, "hits tiers": 1, "hit_tokens tiers host": 64, "hit_tokens peer peer": 16
+    })  # fmt: skip
+    assert (found["queries peer"], found["queries tiers"]) == (1, 1)
 
 
 def test_of_a_bid_that_was_taken_in_part_the_first_places_count() -> None:

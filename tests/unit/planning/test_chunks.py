@@ -137,12 +137,11 @@ def test_a_block_that_is_gone_or_missing_is_refused():
             cells_to_load(into, 16, Continued(GroupKind.FULL, 0), Span(16, 32, 40), [1], stretch)
 
 
-def test_a_prefix_that_ends_inside_a_cell_is_refused():
+@pytest.mark.parametrize("span", [Span(5, 32, 40), Span(0, 32, 40, (5, 32))])
+def test_a_prefix_or_a_part_that_ends_inside_a_cell_or_a_block_is_refused(span):
     _, into = routes(8, 16)
-    with pytest.raises(TransferError, match="inside the cell"):
-        cells_to_load(
-            into, 16, Continued(GroupKind.FULL, 0), Span(5, 32, 40), [0, 1], Stretch(0, (1, 2, 3, 4))
-        )
+    with pytest.raises(TransferError, match=r"inside the cell|inside a block"):
+        cells_to_load(into, 16, Continued(GroupKind.FULL, 0), span, [0, 1], Stretch(0, (1, 2, 3, 4)))
 
 
 @given(st.sets(st.integers(0, 30)))

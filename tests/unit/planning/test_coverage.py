@@ -36,9 +36,8 @@ def cases(draw):
     groups = [group(kind, draw(windows) if kind in (SLIDING, CHUNKED) else 0) for kind in kinds]
     tokens = draw(st.integers(0, 50))
     prompt = tokens + draw(st.sampled_from((0, 0, 1, 1, 2, 9)))
-    cut = Cut(
-        tokens, draw(st.integers(1, 9)), prompt, draw(st.sampled_from((0, 0, draw(st.integers(0, prompt)))))
-    )
+    have, first = (draw(st.sampled_from((0, 0, draw(st.integers(0, prompt))))) for _ in range(2))
+    cut = Cut(tokens, draw(st.integers(1, 9)), prompt, have, first)
     rows = [draw(row(cut.chunks)) for _ in groups]
     return Case(groups, cut, np.array(rows, np.bool_).reshape(len(groups), cut.chunks))
 
@@ -59,7 +58,7 @@ def seen(group: LayerStore, cut: Cut, end: int) -> list[int]:
     return [
         token
         for token in range(min(cut.have, end), end)
-        if group.kind in (FULL, MLA)
+        if (group.kind in (FULL, MLA) and token >= cut.first)
         or (group.kind is SLIDING and computed - token < group.reach)
         or (group.kind is CHUNKED and computed // group.reach == token // group.reach)
     ]
@@ -67,7 +66,7 @@ def seen(group: LayerStore, cut: Cut, end: int) -> list[int]:
 
 def wanted(group: LayerStore, cut: Cut, end: int) -> set[int]:
     """Chunks that a prefix up to `end` takes of one group."""
-    if end <= cut.have:
+    if end <= max(cut.have, cut.first):
         return set()
     if group.kind is STATE:
         return {(end - 1) // cut.chunk_tokens}
@@ -79,7 +78,15 @@ def ends_of(case: Case) -> list[int]:
     stateful = any(group.kind is STATE for group in case.groups)
     ends = {min(end, case.cut.tokens) for end in range(1, case.cut.tokens + 9)
             if not end % case.cut.chunk_tokens}  # fmt: skip
-    return sorted(end for end in ends if end > case.cut.have and not (stateful and end == case.cut.prompt))
+    return sorted(
+        end
+        for end in ends
+        if end > max(case.cut.have, case.cut.first) and not (stateful and end == case.cut.prompt)
+    )
+
+
+def loaded(case: Case, end: int) -> tuple[np.ndarray, ...]:
+    return to_load(case.groups, case.cut, end, (min(case.cut.first, end), end))
 
 
 def lacking(case: Case, end: int) -> dict[int, int]:
@@ -121,10 +128,10 @@ def test_coverage_is_what_going_token_by_token_finds(case: Case):
 @given(cases())
 def test_what_is_loaded_is_at_hand_and_is_what_the_next_token_sees(case: Case):
     found = coverage(case.groups, case.cut, case.at_hand)
-    for number, chunks in enumerate(to_load(case.groups, case.cut, found.tokens)):
+    for number, chunks in enumerate(loaded(case, found.tokens)):
         assert case.at_hand[number, chunks].all()
     for end in ends_of(case):
-        loads = to_load(case.groups, case.cut, end)
+        loads = loaded(case, end)
         assert [set(chunks.tolist()) for chunks in loads] == [
             wanted(group, case.cut, end) for group in case.groups
         ]
@@ -134,8 +141,8 @@ def test_what_is_loaded_is_at_hand_and_is_what_the_next_token_sees(case: Case):
 @given(cases())
 def test_the_chunks_are_those_of_the_tokens_that_a_hand_over_moves(case: Case):
     for end in ends_of(case):
-        span = Span(case.cut.have, end, case.cut.prompt)
-        for group, chunks in zip(case.groups, to_load(case.groups, case.cut, end), strict=True):
+        span = Span(case.cut.have, end, case.cut.prompt, (case.cut.first, end))
+        for group, chunks in zip(case.groups, loaded(case, end), strict=True):
             if group.kind is not STATE:
                 low, high = needed(group.kind, group.reach, span)
                 size = case.cut.chunk_tokens
@@ -280,7 +287,7 @@ def test_a_model_without_groups_is_an_error():
         coverage([], PROMPT, np.ones((0, 4), np.bool_))
 
 
-@pytest.mark.parametrize("made", [(5, 0, 5), (6, 4, 5), (-1, 4, 5), (5, 4, 5, -1)])
+@pytest.mark.parametrize("made", [(5, 0, 5), (6, 4, 5), (-1, 4, 5), (5, 4, 5, -1), (5, 4, 5, 0, -1)])
 def test_a_cut_that_cannot_be_is_an_error(made):
     with pytest.raises(TransferError, match=f"{made[0]} of 5 tokens"):
         Cut(*made)
@@ -290,6 +297,21 @@ def test_a_cut_that_cannot_be_is_an_error(made):
 def test_chunks_up_to_what_is_no_boundary_are_an_error(tokens):
     with pytest.raises(TransferError, match=f"a prefix of {tokens} tokens ends on no boundary"):
         to_load([group(FULL)], PROMPT, tokens)
+
+
+@given(cases(), st.data())
+def test_the_beginning_of_a_prefix_is_chunks_of_what_sees_everything(case: Case, data: st.DataObject):
+    """Wherever it ends: another source has what follows, and all that the others need."""
+    end = data.draw(st.integers(1, max(case.cut.prompt, 1)))
+    last = data.draw(st.integers(0, min(end - 1, case.cut.tokens)))
+    stateful = any(group.kind is STATE for group in case.groups)
+    if end <= case.cut.have or (stateful and last == case.cut.prompt):
+        return
+    chunks = to_load(case.groups, case.cut, end, (case.cut.first, last))
+    begin, size = max(case.cut.have, case.cut.first), case.cut.chunk_tokens
+    for group, found in zip(case.groups, chunks, strict=True):
+        sees_all = group.kind in (FULL, MLA)
+        assert set(found.tolist()) == ({token // size for token in range(begin, last)} if sees_all else set())
 
 
 def test_nothing_is_loaded_up_to_what_the_engine_has():

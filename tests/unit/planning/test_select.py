@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import assume, given, strategies as st
 
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
@@ -10,7 +10,9 @@ from kvferry.planning.select import Span, needed, part_block, select_cells, unco
 from kvferry.planning.template import Route, build_templates
 from support.pages import kv_page, rank_of, state_page
 
-FULL, SLIDING, CHUNKED, STATE = GroupKind.FULL, GroupKind.SLIDING, GroupKind.CHUNKED, GroupKind.STATE
+FULL, SLIDING, CHUNKED, MLA, STATE = (
+    GroupKind.FULL, GroupKind.SLIDING, GroupKind.CHUNKED, GroupKind.MLA, GroupKind.STATE
+)  # fmt: skip
 
 
 def route(src_tokens: int = 16, dst_tokens: int = 16) -> Route:
@@ -174,3 +176,43 @@ def test_a_part_block_is_one_whose_beginning_was_not_there_and_is_not_loaded(
     ]
     found = part_block(kind, 0 if kind is FULL else reach, block, span, grain)
     assert ([] if found is None else [found]) == parts
+
+
+@given(
+    st.data(),
+    st.sampled_from((FULL, MLA, SLIDING, CHUNKED, STATE)),
+    st.integers(1, 40),
+    st.sampled_from([(16, 16), (8, 32), (32, 8), (12, 8)]),
+)
+def test_parts_of_a_prefix_bring_what_it_brings_at_once_and_nothing_twice(data, kind, reach, blocks):
+    """Split where a block of the destination ends."""
+    of = state_route() if kind is STATE else route(*blocks)
+    reach = reach if kind in (SLIDING, CHUNKED) else 0
+    total = data.draw(st.integers(1, 96))
+    have = data.draw(st.integers(0, (total - 1) // 32)) * 32
+    span = Span(have, total, data.draw(st.sampled_from([total, total + 1, total + 50])))
+    middle = data.draw(st.integers(have // blocks[1], total // blocks[1])) * blocks[1]
+    parts = [replace(span, part=(have, middle)), replace(span, part=(middle, total))]
+    src, dst = (table(*range(1, 1 + (1 if kind is STATE else -(-96 // size)))) for size in blocks)
+    of = replace(of, src_blocks=99, dst_blocks=99)
+    assume(middle < total)
+    moved = [triples(select_cells(of, kind, reach, part, src, dst)) for part in parts]
+    assert sum(map(len, moved)) == len(set().union(*moved))
+    assert set().union(*moved) == triples(select_cells(of, kind, reach, span, src, dst))
+    cleared = [set(uncovered(of, kind, reach, part, dst).tolist()) for part in parts]
+    assert set().union(*cleared) == set(uncovered(of, kind, reach, span, dst).tolist())
+    (head, tail), (of_head, of_tail) = cleared, ({block for _, block, _ in one} for one in moved)
+    assert not head & of_tail
+    assert not tail & of_head, "what another part fills is cleared"
+
+
+def triples(cells):
+    return set(zip(cells.src_block.tolist(), cells.dst_block.tolist(), cells.phase.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("part", [(0, 24), (24, 56)])
+def test_a_part_that_begins_or_ends_inside_a_block_is_an_error(part):
+    ids = np.arange(1, 8)
+    with pytest.raises(TransferError, match="at token 24, inside a block of 16"):
+        select_cells(route(8, 16), FULL, 0, Span(0, 56, 56, part), ids, ids)
+    assert len(select_cells(route(8, 8), FULL, 0, Span(0, 56, 56, part), ids, ids))

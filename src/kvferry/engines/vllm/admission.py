@@ -11,6 +11,9 @@ reserved: if it needed more blocks than are left, neither it nor they would ever
 once, and an offer after a failure that finds no room at once is withdrawn: the prompt is computed, for which
 vLLM reserves nothing.
 
+The beginning of a prefix may come from one source and the rest from another. The request then waits for two
+loads, and all that other layers need than those that see everything comes with the second.
+
 Blocks being written are pinned in the engine's pool until every worker says that nothing is in flight,
 whatever became of the request meanwhile.
 """
@@ -19,8 +22,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from math import lcm
 from typing import Any
 
 from kvferry.cache.bids import Bid, Bidding
@@ -33,7 +37,7 @@ from kvferry.engines.vllm.source import Load, Source
 from kvferry.engines.vllm.telling import Telling
 from kvferry.geometry import GroupKind
 from kvferry.observe.watch import Watch
-from kvferry.planning.select import Span
+from kvferry.planning.select import Span, sees_all
 
 
 class _State(Enum):
@@ -41,6 +45,19 @@ class _State(Enum):
     LOADING = "loading"
     FAILED = "failed"
     SERVED = "served"
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What may be taken.
+
+    Attributes:
+        bid: all of it.
+        legs: who brings it, in the order of the prompt.
+    """
+
+    bid: Bid
+    legs: tuple[tuple[Source, Bid], ...]
 
 
 @dataclass(slots=True)
@@ -51,17 +68,19 @@ class _Wish:
         bidding: over its attempts.
         sources: that might serve it.
         state: see the module.
-        taken: the offer that the engine was last made: of whom, and how many tokens it had.
-        load: under way.
-        failed: the last one did.
+        taken: the offer that the engine was last made, and how many tokens it had.
+        loads: under way.
+        broken: one of this attempt has failed.
+        failed: the last attempt did.
         waits_since: when a bid of a source that was looking was first waited for.
     """
 
     bidding: Bidding
     sources: tuple[Source, ...]
     state: _State = _State.OPEN
-    taken: tuple[Source, Bid, int] | None = None
-    load: Load | None = None
+    taken: tuple[_Offer, int] | None = None
+    loads: list[Load] = field(default_factory=list)
+    broken: bool = False
     failed: bool = False
     waits_since: float | None = None
 
@@ -105,6 +124,12 @@ class Admission:
         self._parts, self._pool, self._workers, self._attempts = parts, pool, workers, attempts
         self._sources, self._choice = tuple(sources), choice
         self._telling = Telling(watch, choice.policy)
+        blocks = [
+            group.kv_cache_spec.block_size
+            for kind, group in zip(kinds, self._groups, strict=True)
+            if sees_all(kind)
+        ]
+        self._grain = lcm(*blocks) if blocks else 0
         self._wishes: dict[str, _Wish] = {}
         self._loads: dict[str, tuple[Source, Load]] = {}
         self._count = 0
@@ -151,31 +176,14 @@ class Admission:
             self._settle(request.request_id, wish)
             self._telling.settled(request.request_id, None, request.num_tokens)
             return
-        source, bid, have = wish.taken
-        total = have + bid.tokens
-        span = Span(total - external, total, request.num_tokens)
-        self._count += 1
-        wish.load = Load(
-            f"{request.request_id}#{self._count}",
-            request.request_id,
-            bid,
-            span,
-            self._tables(blocks.get_block_ids(), span),
-            time.monotonic(),
-        )
-        wish.state, wish.taken = _State.LOADING, None
+        wish.state, wish.broken = _State.LOADING, False
         wish.bidding.take()
-        self._loads[wish.load.key] = source, wish.load
-        self._pin(wish.load, blocks.blocks)
-        source.begin(wish.load, request)
-        self._telling.began(source, wish.load)
-        self._parts.begin(request, wish.load.tables, span, source.grains(wish.load))
+        self._begin(wish, request, blocks, external)
+        wish.taken = None
 
     def origin(self, request_id: str) -> str:
-        """Where the load comes from that a request waits for: ``peer``, or a tier's name."""
-        wish = self._wishes[request_id]
-        assert wish.load is not None
-        source, load = self._loads[wish.load.key]
+        """Where the end of what a request waits for comes from: ``peer``, or a tier's name."""
+        source, load = self._loads[self._wishes[request_id].loads[-1].key]
         return source.origin(load)
 
     def finished(self, request_id: str) -> None:
@@ -183,9 +191,9 @@ class Admission:
         wish = self._wishes.pop(request_id, None)
         if wish is None:
             return
-        if wish.state is _State.LOADING and wish.load is not None:
-            self.pins.late(wish.load.key)
-            self._loads[wish.load.key][0].dropped(wish.load)
+        for load in wish.loads:
+            self.pins.late(load.key)
+            self._loads[load.key][0].dropped(load)
         self._settle(request_id, wish)
         for source in wish.sources:
             source.finished(request_id)
@@ -215,39 +223,96 @@ class Admission:
             return
         del self._loads[key]
         wish, whole = self._wishes.get(load.request_id), load.whole()
-        wanted = wish is not None and wish.load is load
+        wanted = wish is not None and load in wish.loads
         self._telling.ended(source, load, whole, wanted=wanted)
         if wish is None or not wanted:
             return
-        wish.state, wish.load = _State.FAILED, None
+        wish.loads.remove(load)
         if whole.failure is not None:
+            wish.broken = True
             self._parts.forget(load.request_id)
         source.ended(load, whole)
         if whole.failure is None or whole.late:  # late, it takes at least so long
             self._choice.speeds.loaded(load.bid.parts, time.monotonic() - load.began)
-        if whole.failure is None:
-            wish.bidding.succeeded()
-            self._settle(load.request_id, wish)
-            self._telling.settled(load.request_id, load.span.total, load.span.prompt)
+        if wish.loads:
+            return
+        if wish.broken:
+            wish.state = _State.FAILED
+            return
+        wish.bidding.succeeded()
+        self._settle(load.request_id, wish)
+        self._telling.settled(load.request_id, load.span.total, load.span.prompt)
 
     def _best(self, wish: _Wish, request: Any, have: int) -> int | None:
         """Tokens of the best bid, which is taken; None while it is waited for."""
-        offers = [(source, bid) for source in wish.sources for bid in source.bids(request, have)]
+        offers = self._offers(wish, request, have)
         now, since = time.monotonic(), wish.waits_since
         best = self._choice.of(
-            wish.bidding.open(bid for _, bid in offers),
+            wish.bidding.open(offer.bid for offer in offers),
             request.num_tokens - have,
             waited=0.0 if since is None else now - since,
-            before=None if wish.taken is None else wish.taken[1],
+            before=None if wish.taken is None else wish.taken[0].bid,
         )
-        self._telling.asked(request, wish.sources, wish.bidding, have, offers, best)
+        bids = [(offer.legs[-1][0], offer.bid) for offer in offers]
+        self._telling.asked(request, wish.sources, wish.bidding, have, bids, best)
         if best is None:
             return 0
         if best.looking:
             wish.waits_since = now if since is None else since
             return None
-        wish.taken = next((source, bid, have) for source, bid in offers if bid is best)
+        wish.taken = next(offer for offer in offers if offer.bid is best), have
         return best.tokens
+
+    def _offers(self, wish: _Wish, request: Any, have: int) -> list[_Offer]:
+        """What each source has, then what one has the beginning of and another the end."""
+        sources = wish.sources
+        alone = [_Offer(bid, ((one, bid),)) for one in sources for bid in one.bids(request, have)]
+        if len(sources) < 2 or not self._grain:
+            return alone
+        both = list[_Offer]()
+        for first in sources:
+            if (head := first.head(request, have, self._grain)) is None:
+                continue
+            tails = [
+                (last, last.tail(request, have, have + head.tokens)) for last in sources if last is not first
+            ]
+            both += [
+                _Offer(Bid.composed(head, tail), ((first, head), (last, tail)))
+                for last, tail in tails
+                if tail is not None
+            ]
+        return alone + both
+
+    def _begin(self, wish: _Wish, request: Any, blocks: Any, external: int) -> None:
+        """Begin the loads of what was taken, of which `external` tokens are not here."""
+        assert wish.taken is not None
+        offer, last = wish.taken
+        total = last + offer.bid.tokens
+        self._count += 1
+        attempt, parts = f"{request.request_id}#{self._count}", list[tuple[Source, Bid, Span]]()
+        for source, bid in offer.legs:
+            first, last = last, last + bid.tokens
+            part = (first, last) if len(offer.legs) > 1 else None
+            span = Span(total - external, total, request.num_tokens, part)
+            if span.begins < span.ends:
+                parts.append((source, bid, span))
+        for number, (source, bid, span) in enumerate(parts):
+            load = Load(
+                f"{attempt}.{number}",
+                request.request_id,
+                attempt,
+                len(parts),
+                bid,
+                span,
+                self._tables(blocks.get_block_ids(), span),
+                time.monotonic(),
+            )
+            wish.loads.append(load)
+            self._loads[load.key] = source, load
+            self._pin(load, blocks.blocks)
+            source.begin(load, request)
+            self._telling.began(source, load)
+        self._parts.begin(request, load.tables, span, source.grains(load))
 
     def _settle(self, request_id: str, wish: _Wish) -> None:
         wish.state = _State.SERVED
@@ -259,9 +324,7 @@ class Admission:
         held = [
             block
             for kind, group, of_group in zip(self._kinds, self._groups, blocks, strict=True)
-            for block in of_group[
-                0 if kind is GroupKind.STATE else load.span.have // group.kv_cache_spec.block_size :
-            ]
+            for block in of_group[_written(kind, group.kv_cache_spec.block_size, load.span)]
             if not block.is_null
         ]
         self._pool.touch(held)
@@ -275,3 +338,13 @@ class Admission:
             else list(ids)
             for kind, group, ids in zip(self._kinds, self._groups, block_ids, strict=True)
         )
+
+
+def _written(kind: GroupKind, block_tokens: int, span: Span) -> slice:
+    """Positions of a group's blocks that a load may write."""
+    last = span.ends == span.total
+    if sees_all(kind):
+        return slice(span.begins // block_tokens, None if last else -(-span.ends // block_tokens))
+    if kind is GroupKind.STATE:
+        return slice(0, None if last else 0)
+    return slice(span.have // block_tokens, None if last else 0)

@@ -47,6 +47,7 @@ class LoadOrder:
         src_tables, dst_tables: block ids by position per group of each side.
         ticket: the producer's promise.
         timeout_seconds: when to give up, counted from when the worker takes the order.
+        attempt, loads: what the request waits for, and of how many loads it consists.
     """
 
     key: str
@@ -57,6 +58,8 @@ class LoadOrder:
     dst_tables: BlockIds
     ticket: Ticket
     timeout_seconds: float
+    attempt: str
+    loads: int
 
 
 @dataclass(slots=True)

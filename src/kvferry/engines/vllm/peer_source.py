@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
@@ -75,6 +75,11 @@ def _blocks_of(ranks: Iterable[RankGeometry]) -> list[tuple[int, set[str]]]:
                 found.append((group.block_tokens, set()))
             found[number][1].update(layer.name for layer in group.layers)
     return found
+
+
+def _shorter(bids: Sequence[Bid], tokens: int) -> Bid | None:
+    """So many tokens of what is bid."""
+    return replace(bids[0], parts=(Part(PEER, tokens),)) if bids and tokens > 0 else None
 
 
 class PeerSource:
@@ -156,6 +161,16 @@ class PeerSource:
             return ()
         return (Bid(pull.peer, parts),)
 
+    def head(self, request: Any, have: int, grain: int) -> Bid | None:
+        """See `Source.head`."""
+        end = self._pulls[request.request_id].offer.remote_num_tokens // grain * grain
+        return _shorter(self.bids(request, have), end - have)
+
+    def tail(self, request: Any, have: int, first: int) -> Bid | None:
+        """See `Source.tail`."""
+        tokens = self._pulls[request.request_id].offer.remote_num_tokens - first
+        return _shorter(self.bids(request, have), tokens)
+
     def lack(self, request: Any, have: int) -> Lack:
         """The peer cannot be used, or has no more than is here."""
         pull = self._pulls[request.request_id]
@@ -182,6 +197,8 @@ class PeerSource:
                 load.tables,
                 pull.offer.remote_lease.ticket(),
                 self._timeout,
+                load.attempt,
+                load.loads,
             )
         )
 

@@ -18,11 +18,12 @@ TIERS = "tiers"
 
 @dataclass(slots=True)
 class Load:
-    """One attempt to load a prefix.
+    """What one source brings of a prefix: all of it, or a part.
 
     Attributes:
         key: names it, among all of this engine.
         request_id: vLLM's.
+        attempt, loads: what the request waits for, and of how many loads it consists.
         bid: that was taken.
         span: how much of the prompt.
         tables: our block ids by position per group; of a state group the one block for the snapshot.
@@ -32,6 +33,8 @@ class Load:
 
     key: str
     request_id: str
+    attempt: str
+    loads: int
     bid: Bid
     span: Span
     tables: BlockIds
@@ -75,6 +78,20 @@ class Source(Protocol):
 
     def lack(self, request: Any, have: int) -> Lack:
         """Why it has just bid nothing."""
+
+    def head(self, request: Any, have: int, grain: int) -> Bid | None:
+        """The beginning of a prefix, whose end another source has: of layers that see everything.
+
+        Asked after `bids`, of the same request with the same tokens here.
+
+        Args:
+            request: vLLM's.
+            have: tokens that are here.
+            grain: it must end at a multiple of so many tokens.
+        """
+
+    def tail(self, request: Any, have: int, first: int) -> Bid | None:
+        """The end of a prefix, of which another source brings the tokens before `first`. Asked as `head`."""
 
     def begin(self, load: Load, request: Any) -> None:
         """Its bid was taken: order the load."""

@@ -129,8 +129,9 @@ class Telling:
                 source.name,
                 bid.source,
                 bid.parts,
-                span.have,
-                span.total,
+                span.begins,
+                span.ends,
+                load.attempt,
             )
         )
 

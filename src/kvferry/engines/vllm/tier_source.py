@@ -20,6 +20,7 @@ from itertools import count
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvferry.cache.bids import Bid, Bidding, Part
 from kvferry.cache.chunk_cache import HOST, ChunkCache
@@ -57,14 +58,14 @@ class _Asked:
     Attributes:
         bidding: of the request.
         without: tiers that are not asked for it.
-        found: what the last bid was made from.
+        places: where the chunks of the widest group come from that `looked` names, by tiers not asked.
         looked: what the last look-up came to, bid or not; None if there was none.
         declined: nothing was bid since too many loads were under way.
     """
 
     bidding: Bidding
     without: set[str] = field(default_factory=set)
-    found: Found | None = None
+    places: dict[frozenset[str], npt.NDArray[np.int64]] = field(default_factory=dict)
     looked: Found | None = None
     declined: bool = False
 
@@ -161,6 +162,7 @@ class TierSource:
             return ()
         asked, bids = self._asked[request.request_id], list[Bid]()
         asked.looked, asked.declined = None, False
+        asked.places.clear()
         for without in self._choices(asked.without):
             found = chunks.look_up(
                 request.num_tokens,
@@ -174,13 +176,25 @@ class TierSource:
                 break
             if bids and bids[-1].tokens == tokens:
                 continue  # the tiers that are left out now would bring nothing
-            if not bids:
-                asked.found = found  # all choices cut the prompt alike
-            bids.append(Bid(TIERS, self._parts(chunks, have, tokens, without)))
+            bids.append(Bid(TIERS, self._parts(chunks, asked, have, found.coverage.tokens, without)))
         if bids and len(self._loading) >= MOST_LOADS:
             asked.declined = True
             return ()
         return bids
+
+    def head(self, request: Any, have: int, grain: int) -> Bid | None:
+        """See `Source.head`."""
+        chunks, found = self._prompts.get(request), self._asked[request.request_id].looked
+        if chunks is None or found is None:
+            return None
+        return self._part_of(request, chunks, have, chunks.beginning(found) // grain * grain)
+
+    def tail(self, request: Any, have: int, first: int) -> Bid | None:
+        """See `Source.tail`."""
+        chunks, found = self._prompts.get(request), self._asked[request.request_id].looked
+        if chunks is None or found is None:
+            return None
+        return self._part_of(request, chunks, first, chunks.after(found, first).coverage.tokens)
 
     def lack(self, request: Any, have: int) -> Lack:
         """Which chunks are not at hand, and why not, as far as that is remembered."""
@@ -194,15 +208,15 @@ class TierSource:
     def begin(self, load: Load, request: Any) -> None:
         """Fetch what the load takes; parts follow as it arrives."""
         chunks, asked = self._prompts.get(request), self._asked[load.request_id]
-        if chunks is None or asked.found is None:
+        if chunks is None or asked.looked is None:
             fetch = self._cache.fetch(())
             fetch.failure = "its chunks have no names any more"
         else:
-            fetch = self._cache.fetch(chunks.wants(asked.found, load.span.total), asked.without)
+            fetch = self._cache.fetch(chunks.wants(asked.looked, load.span), asked.without)
         tables = tuple(Stretch(0, tuple(ids)) for ids in load.tables)
         self._loading[load.key] = _Loading(load, fetch, tables)
         self._brought[load.key] = _Brought()
-        self._begins.append(LoadBegin(load.key, load.request_id, self._timeout))
+        self._begins.append(LoadBegin(load.key, load.request_id, self._timeout, load.attempt, load.loads))
 
     def grains(self, load: Load) -> tuple[int, ...]:
         """Of chunks, whoever wrote them."""
@@ -276,6 +290,12 @@ class TierSource:
         for loading in list(self._loading.values()):
             self._end(loading, "the cache was reset")
 
+    def _part_of(self, request: Any, chunks: PromptChunks, first: int, last: int) -> Bid | None:
+        if first >= last or len(self._loading) >= MOST_LOADS:
+            return None
+        asked = self._asked[request.request_id]
+        return Bid(TIERS, self._parts(chunks, asked, first, last, asked.without))
+
     def _choices(self, without: set[str]) -> Iterator[set[str]]:
         """Tiers that are not asked: those that must not be, then the slowest besides, then the next, ..."""
         yield without
@@ -284,16 +304,17 @@ class TierSource:
             for count in range(len(tiers) - 1, -1, -1):
                 yield without.union(tiers[count:])
 
-    def _parts(self, chunks: PromptChunks, have: int, tokens: int, without: set[str]) -> tuple[Part, ...]:
-        """Where a prefix comes from, by the chunks of the group that needs most of them."""
-        size, end = chunks.keys.chunk_tokens, have + tokens
-        first, last = have // size, end // size
-        keys = [chunks.key(self._widest, number) for number in range(first, last)]
-        if end % size:
-            keys.append(chunks.tail(self._widest, end))
-        cuts = np.arange(first, first + len(keys) + 1) * size
-        lengths = np.diff(cuts.clip(have, end))
-        sums = np.bincount(self._cache.places(keys, without), lengths)
+    def _parts(
+        self, chunks: PromptChunks, asked: _Asked, first: int, last: int, without: set[str]
+    ) -> tuple[Part, ...]:
+        """Where tokens ``[first, last)`` come from, by the chunks of the group that needs most of them."""
+        assert asked.looked is not None
+        cut, key = asked.looked.cut, frozenset(without)
+        if key not in asked.places:
+            asked.places[key] = self._cache.places(chunks.keys_of(self._widest, cut), without)
+        low, high = first // cut.chunk_tokens, -(-last // cut.chunk_tokens)
+        cuts = (np.arange(low, high + 1) * cut.chunk_tokens).clip(first, last)
+        sums = np.bincount(asked.places[key][low:high], np.diff(cuts))
         names = (HOST, *self._cache.tiers)
         return tuple(Part(names[at], int(sums[at])) for at in np.flatnonzero(sums))
 

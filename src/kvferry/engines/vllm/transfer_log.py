@@ -56,7 +56,7 @@ class TransferLog:
             "outcome": report.outcome,
             "reason": report.failure,
             "peer": peer,
-            "tokens": span.total - span.have,
+            "tokens": span.ends - span.begins,
             "bytes": sum(report.bytes_by_group),
             "bytes_by_group": dict(zip(self.labels, report.bytes_by_group, strict=False)),
             "strategy_by_group": dict(zip(self.labels, report.strategy_by_group, strict=False)),
@@ -78,4 +78,4 @@ class TransferLog:
 
     def _blocks(self, span: Span) -> int:
         """Blocks that hold what was missing, the last one whole."""
-        return -(-span.total // self._block_tokens) - span.have // self._block_tokens
+        return -(-span.ends // self._block_tokens) - span.begins // self._block_tokens

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.cache.loads import Loads
+from kvferry.cache.loads import Joined, Loads
 from kvferry.cache.mover import ChunkMover
 from kvferry.cache.orders import LoadBegin, MovedByAll
 from kvferry.engines.vllm import compat, layout
@@ -58,7 +58,7 @@ class WorkerHalf:
         self._geometry: RankGeometry | None = None
         self._transfers: Transfers | None = None
         self._mover: ChunkMover | None = None
-        self._loads = Loads(time.monotonic)
+        self._loads, self._joined = Loads(time.monotonic), Joined()
         self._orders: dict[str, LoadOrder | LoadBegin] = {}
         self._results: dict[str, ReadResult] = {}
         self._sent: set[str] = set()
@@ -148,8 +148,10 @@ class WorkerHalf:
             order = self._orders[key]
             if failure is None and self._host is not None and isinstance(order, LoadOrder):
                 self._host.load(self._described().groups, self._needed(order.span, order.dst_tables))
-            received.add(order.request_id)
-            if failure is not None:
+            whole = self._joined.reported(order.attempt, order.loads, failure)
+            if whole is not None:
+                received.add(order.request_id)
+            if whole is False:
                 failed.add(order.request_id)
             self._meta.reports[key] = _report(failure, key not in settled.released, self._results.get(key))
             self._meta.reported[key] = 1
