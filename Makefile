@@ -10,6 +10,8 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 # cuda where a driver answers, else cpu. `make ENGINE=cpu ...` overrides.
 ENGINE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+# Processes that run unit tests.
+WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 # Options of `make demo`: MODEL=path-or-id, ARGS="--prompts 3 ...".
 MODEL ?=
 ARGS ?=
@@ -49,21 +51,27 @@ $(VENV)/.dev: requirements/dev.lock $(VENV)/.engine-$(ENGINE)
 	@touch $@
 
 ##@ Check and test
-.PHONY: check test test-unit test-engines
+.PHONY: check test test-unit test-engines test-long
 check: $(VENV)/.dev ## ruff, mypy --strict, import-linter
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-test: $(VENV)/.dev ## unit, transport and representative engine tests (20 to 25 minutes on 2 cores)
-	$(PYTHON) -m pytest -m "not family"
+# Engines measure deadlines against the clock: a pair at a time, and nothing beside it.
+test: test-unit ## unit, transport and representative engine tests
+	$(PYTHON) -m pytest tests/transport tests/engine -m "not family"
 
-test-unit: $(VENV)/.dev ## what needs neither an engine nor a second process (seconds)
-	$(PYTHON) -m pytest -m "not family and not engine and not transport"
+test-unit: $(VENV)/.dev ## what needs neither an engine nor NIXL, on as many cores as there are (WORKERS=)
+	$(PYTHON) -m pytest -n $(WORKERS) -m "not family and not engine and not transport and not alone"
+	$(PYTHON) -m pytest tests/unit -m alone
 
 test-engines: $(VENV)/.dev ## every family and pairing, on real engines
-	$(PYTHON) -m pytest -m family
+	$(PYTHON) -m pytest tests/engine -m family
+
+test-long: $(VENV)/.dev ## more of what is drawn at random: the planner's engines, requests that share a directory
+	HYPOTHESIS_PROFILE=deep $(PYTHON) -m pytest -n $(WORKERS) --timeout 7200 tests/unit/planning
+	KVFERRY_TEST_SHARING_SECONDS=600 $(PYTHON) -m pytest tests/engine/test_tiers_shared.py
 
 ##@ Build
 .PHONY: wheel clean

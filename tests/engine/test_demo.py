@@ -19,13 +19,17 @@ from support.leftovers import Leftovers
 
 pytestmark = pytest.mark.engine
 
+WRITING = "Tiny random checkpoints"
 DEMO = (str(Path(sys.executable).with_name("kvferry")), "demo")
 
 
 class Run:
-    """A demo in a process of its own; what it printed is in `output`."""
+    """A demo in a process of its own; what it printed is in `output`.
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    Checkpoints, and what vLLM remembers of models, are kept in `cache`.
+    """
+
+    def __init__(self, folder: Path, cache: Path, *arguments: str) -> None:
         self.left = Leftovers()
         # Short: engines make sockets in it, whose paths may have 107 characters.
         self.temporary = Path(tempfile.mkdtemp(prefix="kvferry-", dir="/tmp"))
@@ -35,7 +39,8 @@ class Run:
             **self.left.environment,
             "COLUMNS": "80",
             "TMPDIR": str(self.temporary),
-            "XDG_CACHE_HOME": str(folder),
+            "XDG_CACHE_HOME": str(cache),
+            "TORCH_COMPILE_DISABLE": "1",
         }
         with self._printed.open("wb") as out:
             self.process = subprocess.Popen(
@@ -64,12 +69,17 @@ class Run:
         assert [path for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+def start(tmp_path: Path, cache: Path) -> Iterator[Callable[..., Run]]:
     runs = []
 
-    def one(*arguments: str) -> Run:
-        runs.append(Run(tmp_path, *arguments))
+    def one(*arguments: str, cache: Path = cache) -> Run:
+        runs.append(Run(tmp_path, cache, *arguments))
         return runs[-1]
 
     yield one
@@ -96,7 +106,7 @@ def test_it_ends_with_a_table_of_what_moved_and_answers_like_a_single_engines(st
 @pytest.mark.parametrize(
     ("signals", "seen"),
     [
-        ((signal.SIGINT,), "Tiny random checkpoints"),
+        ((signal.SIGINT,), WRITING),
         ((signal.SIGINT,), "decode-0 starting"),
         ((signal.SIGINT,), "    -> "),
         pytest.param((signal.SIGINT, signal.SIGINT), "Both engines are ready", marks=pytest.mark.family),
@@ -104,8 +114,9 @@ def test_it_ends_with_a_table_of_what_moved_and_answers_like_a_single_engines(st
     ],
     ids=["writing", "starting", "answering", "twice", "terminated"],
 )
-def test_a_signal_at_any_point_leaves_nothing_behind(start, signals, seen) -> None:
-    run = start("--prompts", "60", "--answer-tokens", "200")
+def test_a_signal_at_any_point_leaves_nothing_behind(start, cache, tmp_path, signals, seen) -> None:
+    kept = tmp_path if seen == WRITING else cache
+    run = start("--prompts", "60", "--answer-tokens", "200", cache=kept)
     run.until(lambda: seen in run.output)
     mapped = run.left.shared_memory()
     for number in signals:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import time
 import uuid
@@ -23,8 +22,9 @@ from kvferry.serving.demo.pair import family_model
 from kvferry.serving.demo.transfers import Transfer, read_transfer
 from kvferry.serving.launch import Fleet, fleet_specs
 from kvferry.serving.tiny import tiny_checkpoint
-from support.vllm_engine.any_layout import write_plugin
+from support.vllm_engine import any_layout, copied
 from support.vllm_engine.pair import prompt
+from support.vllm_engine.plugins import with_plugins
 from support.vllm_engine.ranks import ARGUMENTS, ENVIRONMENT, ask_ranks
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -161,9 +161,8 @@ def served(
         decode_settings={"transfer_log": str(log), **(tiers_in(folder) if ranks.tiers else {})},
         arguments=(*ENGINE, *family_model(ranks.family).arguments, *ARGUMENTS),
     )
-    environment = dict(ENVIRONMENT)
-    if ranks.layout:
-        environment["PYTHONPATH"] += f"{os.pathsep}{write_plugin(folder / 'plugin')}"
+    plugins = [copied, any_layout] if ranks.layout else [copied]
+    environment = ENVIRONMENT | with_plugins(folder / "plugins", *plugins)
     specs = tuple(
         replace(
             spec,

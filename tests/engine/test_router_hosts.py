@@ -20,7 +20,9 @@ from kvferry.serving.engine import EngineSpec
 from kvferry.serving.launch import Fleet, Role, fleet_specs
 from kvferry.serving.tiny import tiny_checkpoint
 from support.namespaces import Host
+from support.vllm_engine import copied
 from support.vllm_engine.pair import prompt
+from support.vllm_engine.plugins import with_plugins
 from support.vllm_engine.ranks import ARGUMENTS, ENVIRONMENT, ask_ranks
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -38,10 +40,10 @@ class PlacedSpec(EngineSpec):
         return self.on.command(*super().command())
 
 
-def placed(spec: EngineSpec, host: Host) -> PlacedSpec:
+def placed(spec: EngineSpec, host: Host, environment: dict[str, str]) -> PlacedSpec:
     told = {each.name: getattr(spec, each.name) for each in fields(spec)}
     network = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": host.device, "VLLM_HOST_IP": host.address}
-    told |= {"host": host.address, "environment": {**spec.environment, **ENVIRONMENT, **network}}
+    told |= {"host": host.address, "environment": {**spec.environment, **environment, **network}}
     return PlacedSpec(**told, on=host)
 
 
@@ -89,7 +91,9 @@ def served(
         arguments=(*family_model("gemma3").arguments, *ARGUMENTS),
     )
     here = {Role.PREFILL: hosts[0], Role.DECODE: hosts[1]}
-    with Fleet([placed(spec, here[spec.role]) for spec in specs], folder) as fleet, hosts[1].visited():
+    environment = ENVIRONMENT | with_plugins(folder / "plugins", copied)
+    specs = [placed(spec, here[spec.role], environment) for spec in specs]
+    with Fleet(specs, folder) as fleet, hosts[1].visited():
         fleet.wait_ready()
         (prefill,), (decode,) = fleet.prefill_urls, fleet.decode_urls
         command = hosts[1].command(*ROUTER, "--prefill", prefill, "--decode", decode, "--port", "0")

@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 KVFERRY = [sys.executable, "-c", "from kvferry.cli.main import main; main()"]
 ENGINE = ["--enforce-eager", "--dtype=float32", "--max-model-len=1024", f"--kv-cache-memory-bytes={64 << 20}"]
+ENVIRONMENT = {**os.environ, "TORCH_COMPILE_DISABLE": "1"}
 TEXT = "The quick brown fox jumps over the lazy dog, and then it does it once more because it can. "
 
 _COMPLETED = "vllm:request_success_total"
@@ -57,7 +58,9 @@ class Served:
         self.errors = folder / "stderr"
         command = [*KVFERRY, "serve", self.model, "--port", "0", "--log-dir", str(folder), "--", *ENGINE]
         with self.errors.open("wb") as errors:
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+            self.process = subprocess.Popen(
+                command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
         line = self.process.stdout.readline()
         found = re.fullmatch(r"kvferry: serving on (http://127\.0\.0\.1:\d+)/v1\n", line)
         assert found, self.errors.read_text()

@@ -10,7 +10,7 @@ from kvferry.observe.events import LoadBegan
 from kvferry.observe.fold import Fold
 from kvferry.planning.select import Span
 from kvferry.serving.router.bodies import ASK_FOR_KV
-from support.vllm_engine import any_layout, pages
+from support.vllm_engine import any_layout, copied, pages
 from support.vllm_engine.pages import Digests, digests_of, negate
 from support.vllm_engine.tiers_inside import (  # noqa: F401 - called by name
     abort_at_random,
@@ -48,6 +48,8 @@ def start(settings: dict[str, Any]) -> Any:
         _make_test_device()
     if settings.pop("any_layout", False):
         any_layout.declare()
+    if settings.get("tensor_parallel_size", 1) > 1:
+        copied.declare()
     transfer = settings.pop("kv_transfer_config", None)
     if transfer is not None:
         settings["kv_transfer_config"] = KVTransferConfig(**transfer)
@@ -96,6 +98,7 @@ def about(engine: Any) -> dict[str, Any]:
     config = engine.llm_engine.vllm_config
     core = engine.llm_engine.engine_core.engine_core
     groups = core.scheduler.kv_cache_config.kv_cache_groups
+    worker = _worker_half(engine)
     return {
         "block_size": config.cache_config.block_size,
         "prefix_caching": config.cache_config.enable_prefix_caching,
@@ -104,7 +107,8 @@ def about(engine: Any) -> dict[str, Any]:
             (type(g.kv_cache_spec).__name__, g.kv_cache_spec.block_size, len(g.layer_names)) for g in groups
         ],
         "num_blocks": core.scheduler.kv_cache_config.num_blocks,
-        "layout": worker.layout if (worker := _worker_half(engine)) else None,
+        "layout": worker.layout if worker else None,
+        "addresses": {region.address for region in worker._geometry.regions} if worker else set(),
     }
 
 

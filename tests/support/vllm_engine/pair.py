@@ -104,6 +104,7 @@ class Pair:
         try:
             self.about = self.prefill.ready()
             self.about_decode = self.decode.ready()
+            assert self.about["addresses"].isdisjoint(self.about_decode["addresses"]), "copies lie alike"
         except BaseException:
             self.close()
             raise
@@ -182,5 +183,7 @@ class Pair:
 
     def close(self) -> None:
         """Stop both."""
+        self.prefill.part()
+        self.decode.part()
         self.prefill.close()
         self.decode.close()

@@ -2,6 +2,8 @@
 
 The engine lives in that process itself (no further processes for one rank), so that a test can look at,
 and spoil, its cache. `Engine.call(name, ...)` runs the function of that name in `inside`, with the engine.
+Its process is a copy of one that has imported what engines import, which takes longer than all the rest of a
+start: see `imported`.
 """
 
 from __future__ import annotations
@@ -11,10 +13,13 @@ import os
 import signal
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from support import namespaces
+from support.vllm_engine import copied, imported
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -24,6 +29,8 @@ ENVIRONMENT = {
     "UCX_LOG_LEVEL": "error",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    # One small function behind logprobs would be compiled anew in every process.
+    "TORCH_COMPILE_DISABLE": "1",
 }
 
 
@@ -31,11 +38,53 @@ class EngineError(RuntimeError):
     """What went wrong inside the engine's process."""
 
 
+def serve(
+    pipe: Any, log: str, environment: dict[str, str], settings: dict[str, Any], host: str | None = None
+) -> None:
+    """Start an engine, and do with it what comes through the pipe."""
+    os.setsid()
+    if host is not None:
+        namespaces.enter(host)
+    os.environ.clear()
+    os.environ.update(environment)
+    copied.settle()
+    out = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    try:
+        from support.vllm_engine import inside
+
+        engine = inside.start(settings)
+        pipe.send(("ready", inside.about(engine)))
+    except BaseException as error:  # noqa: BLE001 - told to the test
+        traceback.print_exc()
+        pipe.send(("error", f"{type(error).__name__}: {error}"))
+        os._exit(1)
+    while (message := pipe.recv()) is not None:
+        name, args, kwargs = message
+        try:
+            pipe.send(("value", getattr(inside, name)(engine, *args, **kwargs)))
+        except BaseException as error:  # noqa: BLE001 - told to the test
+            traceback.print_exc()
+            pipe.send(("error", f"{type(error).__name__}: {error}"))
+    with mock.patch("gc.collect"):  # nobody is left to use what it would free
+        inside.stop(engine)
+    os._exit(0)
+
+
 class Engine:
-    """One engine process."""
+    """One engine process; `main` is what runs in it."""
+
+    main = staticmethod(serve)
 
     def __init__(
-        self, log: Path, environment: dict[str, str] | None = None, host: str | None = None, **settings: Any
+        self,
+        log: Path,
+        environment: dict[str, str] | None = None,
+        host: str | None = None,
+        *,
+        fresh: bool = False,
+        **settings: Any,
     ) -> None:
         """Start it; `ready` waits for it.
 
@@ -43,14 +92,14 @@ class Engine:
             log: file for what it prints.
             environment: on top of `ENVIRONMENT`.
             host: network namespace that it lives in, if not this process's.
+            fresh: in a new interpreter, with its own seed of hashes.
             settings: of `vllm.LLM`.
         """
-        self.log = log
-        context = mp.get_context("spawn")
+        self.log, self._parted = log, False
+        context = mp.get_context("spawn") if fresh else imported.context(ENVIRONMENT)
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_serve, args=(theirs, str(log), {**ENVIRONMENT, **(environment or {})}, settings, host)
-        )
+        told = {**os.environ, **ENVIRONMENT, **(environment or {})}
+        self._process = context.Process(target=self.main, args=(theirs, str(log), told, settings, host))
         self._process.start()
         theirs.close()
 
@@ -76,13 +125,17 @@ class Engine:
         """The answer to what `begin` began."""
         return self._answer(timeout)
 
+    def part(self) -> None:
+        """Let the engine stop by itself, unless it is gone; `close` waits for it."""
+        if not self._parted:
+            self._parted = True
+            with suppress(OSError):
+                self._pipe.send(None)
+
     def close(self) -> None:
         """Stop the engine and its process group."""
-        try:
-            self._pipe.send(None)
-            self._process.join(15)
-        except (BrokenPipeError, OSError):
-            pass
+        self.part()
+        self._process.join(15)
         if self._process.is_alive():
             self.kill()
         self._process.join(5)
@@ -117,36 +170,6 @@ class Engine:
 
 def _tail(log: Path, lines: int = 15) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
-
-
-def _serve(
-    pipe: Any, log: str, environment: dict[str, str], settings: dict[str, Any], host: str | None = None
-) -> None:
-    os.setsid()
-    if host is not None:
-        namespaces.enter(host)
-    os.environ.update(environment)
-    out = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    try:
-        from support.vllm_engine import inside
-
-        engine = inside.start(settings)
-        pipe.send(("ready", inside.about(engine)))
-    except BaseException as error:  # noqa: BLE001 - told to the test
-        traceback.print_exc()
-        pipe.send(("error", f"{type(error).__name__}: {error}"))
-        os._exit(1)
-    while (message := pipe.recv()) is not None:
-        name, args, kwargs = message
-        try:
-            pipe.send(("value", getattr(inside, name)(engine, *args, **kwargs)))
-        except BaseException as error:  # noqa: BLE001 - told to the test
-            traceback.print_exc()
-            pipe.send(("error", f"{type(error).__name__}: {error}"))
-    inside.stop(engine)
-    os._exit(0)
 
 
 def _stopped(pid: int) -> bool:

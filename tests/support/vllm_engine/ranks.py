@@ -18,6 +18,9 @@ ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
     "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    # One small function behind logprobs would be compiled anew in every engine.
+    "TORCH_COMPILE_DISABLE": "1",
 }
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing as mp
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,23 +44,17 @@ class Page:
         return getattr(torch, dtypes[-1 if field.name == "ssm" else 0])
 
 
+def serve(*told: Any) -> None:
+    """As `process.serve`, with what is below beside the functions of `inside`."""
+    inside.kept_states = kept_states
+    inside.spoil_states = spoil_states
+    process.serve(*told)
+
+
 class RankEngine(process.Engine):
     """An engine of any number of ranks, which can also run `kept_states` and `spoil_states`."""
 
-    def __init__(self, log: Path, environment: dict[str, str] | None = None, **settings: Any) -> None:
-        self.log = log
-        context = mp.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        arguments = (theirs, str(log), {**process.ENVIRONMENT, **(environment or {})}, settings)
-        self._process = context.Process(target=_serve, args=arguments)
-        self._process.start()
-        theirs.close()
-
-
-def _serve(pipe: Any, log: str, environment: dict[str, str], settings: dict[str, Any]) -> None:
-    inside.kept_states = kept_states
-    inside.spoil_states = spoil_states
-    process._serve(pipe, log, environment, settings)
+    main = staticmethod(serve)
 
 
 def kept_states(engine: Any, offer: dict[str, Any]) -> list[Page]:

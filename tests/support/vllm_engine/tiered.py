@@ -29,6 +29,8 @@ class Tiered:
         settings: dict[str, Any] | None = None,
         tiers: list[dict[str, Any]] | None = None,
         model: Path | None = None,
+        *,
+        fresh: bool = False,
     ) -> None:
         """Start it, and wait until it is up.
 
@@ -41,6 +43,7 @@ class Tiered:
             settings: of the connector, besides its tiers.
             tiers: in place of host memory and `directory`.
             model: another checkpoint of the family.
+            fresh: in a new interpreter.
         """
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self.log = directory, log
@@ -53,6 +56,7 @@ class Tiered:
             log,
             {"VLLM_LOGGING_LEVEL": "INFO"},
             model=str(model or tiny_checkpoint(family, checkpoints)),
+            fresh=fresh,
             kv_transfer_config=connector(tiers=tiers, **(settings or {})),
             **own,
         )

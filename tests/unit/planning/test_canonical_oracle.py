@@ -18,7 +18,7 @@ from support.oracle import Memory, copy, expect, fill, visible
 from support.packed import move, way_of
 from support.ready import source_of
 
-EXAMPLES = 3 * settings.get_profile("ci").max_examples // 4
+EXAMPLES = 3 * settings.default.max_examples // 4
 WAYS = ("direct", "direct", "over-read", "staged", "staged, landed")
 
 

@@ -15,7 +15,7 @@ from kvferry.planning.select import Span, needed
 FULL, SLIDING, CHUNKED, MLA, STATE = (
     GroupKind.FULL, GroupKind.SLIDING, GroupKind.CHUNKED, GroupKind.MLA, GroupKind.STATE
 )  # fmt: skip
-MANY = settings(max_examples=5 * settings.get_profile("ci").max_examples)
+MANY = settings(max_examples=5 * settings.default.max_examples)
 
 
 def group(kind: GroupKind, reach: int = 0) -> LayerStore:

@@ -24,7 +24,7 @@ _CAPACITY = 20 * FILE_BYTES
 _NUMBERS = 60
 _SECONDS = 10.0
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(120)]
 
 
 def work(path: Path, seed: int, report: Path, fetching: bool = True) -> None:

@@ -1,0 +1,39 @@
+"""Engines' processes as copies of one that has imported everything, which is most of the work of a start."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+from multiprocessing import resource_tracker
+from typing import Any
+
+_room: list[mmap.mmap] = []
+
+
+def settle() -> None:
+    """In a copy: let its memory lie elsewhere than that of other copies, behind room that nobody uses.
+
+    It would lie at the same addresses: one engine's could then be taken for another one's, and nobody see it.
+    """
+    size = (1 + os.getpid() % 1024) << 27
+    _room.append(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0))
+    gc.freeze()  # what the copies share is not looked through
+
+
+def declare() -> None:
+    """Let vLLM start processes of a server, and ranks, as copies; on CPUs it has each import everything anew.
+
+    In this process, before an engine is made in it. Nothing of the engine runs yet where it starts them.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    update = CpuPlatform.check_and_update_config
+
+    def updated(cls: Any, config: Any) -> None:
+        update(config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    CpuPlatform.check_and_update_config = classmethod(updated)
+    resource_tracker.ensure_running()  # one for all copies: what is left of killed ones is removed by it
+    os.register_at_fork(after_in_child=settle)
