@@ -10,7 +10,8 @@ KVFerryError
 ├── TransferError          bytes that could not be moved, or that cannot be trusted after they were
 ├── ChunkError             a chunk of a cache tier that cannot be written, or whose bytes cannot be believed
 └── beside the code that raises them, in `kvferry.serving`:
-    LaunchError, ListenError, FleetLost (engines), MalformedBody (router), AskError (demo)
+    LaunchError, ListenError, FleetLost (engines), MalformedBody (router), AskError (demo);
+    in `kvferry.doctor`: CannotMeet, TooLong
 """
 
 from __future__ import annotations

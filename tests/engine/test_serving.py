@@ -176,6 +176,21 @@ def eventually(condition, seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
+def test_doctor_finds_both_engines_behind_the_router_and_lets_them_read(served):
+    command = [*KVFERRY, "doctor", "--no-machine", "--json", f"{served.url}/v1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    sections = {one["title"]: one["findings"] for one in json.loads(done.stdout)["sections"]}
+    for role, url in (("prefill", served.prefill), ("decode", served.decode)):
+        said = {one["subject"]: one["found"] for one in sections[f"{role} engine {url}"]}
+        assert said["metrics"] == "kvferry's are on its /metrics"
+        assert "weights " in said["content"]
+    (pair,) = [findings for title, findings in sections.items() if "->" in title]
+    assert f"{served.prefill} (there) -> {served.decode} (here)" in sections
+    assert "1 rank(s) there, 1 here" in next(one["found"] for one in pair if one["subject"] == "compatible")
+    eventually(lambda: served.metric(served.prefill, "vllm:kv_cache_usage_perc") == 0, 15)
+
+
 def test_a_prefill_engine_that_dies_is_reported_and_done_without(served):
     prompt = TEXT * 12
     [pid] = [

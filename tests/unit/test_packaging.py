@@ -61,7 +61,9 @@ def test_the_core_needs_no_engine() -> None:
     assert not names(plain) & set(HEAVY)
 
 
-@pytest.mark.parametrize("module", ["kvferry.cli.main", "kvferry.serving.tiny", "kvferry.serving.demo"])
+@pytest.mark.parametrize(
+    "module", ["kvferry.cli.main", "kvferry.doctor.examine", "kvferry.serving.tiny", "kvferry.serving.demo"]
+)
 def test_importing_is_light(module: str) -> None:
     code = f"import sys, {module}; print(*(set(sys.modules) & {set(HEAVY)!r}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

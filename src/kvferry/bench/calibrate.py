@@ -93,7 +93,7 @@ def calibrate(job: Job, progress: Callable[[str], None]) -> Calibrated:
     settings = {} if job.transports is None else {"UCX_TLS": job.transports}
     os.environ.update(settings)
     progress("starting the producer process")
-    src, dst = (_room(name, job.read_bytes) for name in ("source", "destination"))
+    src, dst = (room(name, job.read_bytes) for name in ("source", "destination"))
     with Producer([src], settings) as producer, Reader(dst, producer) as reader:
         progress("reading descriptors of several sizes")
         with closing(RawReads(reader)) as raw:
@@ -115,7 +115,7 @@ def calibrate(job: Job, progress: Callable[[str], None]) -> Calibrated:
     return Calibrated(costs, reads, copies, ask)
 
 
-def _room(name: str, size: int) -> Engine:
+def room(name: str, size: int) -> Engine:
     """An engine of plain attention with a request of about so many bytes."""
     reading = _plain()
     tokens = max(16, size // reading.cache.layers[0].whole_bytes // len(reading.cache.layers))

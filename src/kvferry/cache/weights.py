@@ -92,6 +92,12 @@ def _key(stat: os.stat_result) -> str:
     return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
 
 
+def remembered() -> tuple[Path | None, int]:
+    """Where this user's digests are remembered, if anywhere, and of how many files."""
+    memory = _default_memory()
+    return memory, len(_read_memory(memory))
+
+
 class _Progress:
     """Bytes that have been read, told from time to time."""
 

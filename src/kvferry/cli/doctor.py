@@ -1,0 +1,69 @@
+"""`kvferry doctor`: what must be changed before KV moves."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_BAD = 1
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("doctor")(doctor)
+
+
+def doctor(
+    urls: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[URL]...",
+            help="Engines that run: http://host:port (of a router: all behind it), or kvferry://host:port.",
+        ),
+    ] = None,
+    prefill: Annotated[list[str] | None, typer.Option(help="A prefill engine; repeatable.")] = None,
+    decode: Annotated[list[str] | None, typer.Option(help="A decode engine; repeatable.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="File with what `kvferry config` prints, or its extra config.")
+    ] = None,
+    secret_file: Annotated[
+        Path | None, typer.Option(help="The engines' secret; by default the one that --config names.")
+    ] = None,
+    machine: Annotated[
+        bool, typer.Option("--machine/--no-machine", help="Look at this machine, too.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check this machine, a configuration and running engines, and say what to change.
+
+    Exit code 0: nothing must be changed; 1: something must; 2: an argument cannot be used. An engine that
+    is given by its HTTP address is asked to compute a prompt of four tokens.
+    """
+    from rich.console import Console
+
+    from kvferry.doctor import report
+    from kvferry.doctor.engines import target
+    from kvferry.doctor.examine import Job, examine
+    from kvferry.doctor.finding import is_well
+    from kvferry.serving.role import Role
+
+    logging.getLogger("kvferry").addHandler(logging.NullHandler())
+    named = ((urls, Role.BOTH), (prefill, Role.PREFILL), (decode, Role.DECODE))
+    job = Job(
+        tuple(target(text, role) for texts, role in named for text in texts or ()),
+        str(config) if config else None,
+        str(secret_file) if secret_file else None,
+        machine,
+    )
+    with Console(stderr=True).status("starting") as status:
+        found = examine(job, lambda text: status.update(f"{text} ..."))
+    if as_json:
+        print(json.dumps(report.as_json(found)))
+    else:
+        report.show(found, Console(highlight=False))
+    if not is_well(found):
+        raise typer.Exit(_BAD)

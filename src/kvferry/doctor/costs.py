@@ -1,0 +1,77 @@
+"""Whether the planner goes by what this machine takes."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from kvferry.doctor.finding import Finding, note, ok, refused
+from kvferry.doctor.reads import Reads
+from kvferry.errors import ConfigError
+from kvferry.planning.strategy import Costs
+from kvferry.transport.costs import CostsFile, costs_of, default_path
+
+_FAR_OFF = 3.0
+"""Times that a READ may take of what the costs say: busy machines differ by less."""
+_STALE_DAYS = 180
+_CALIBRATE = "kvferry bench calibrate, while nothing else runs"
+
+
+def check(path: str | None, found: Reads | None, now: datetime | None = None) -> Finding:
+    """Whether what the planner goes by is this machine's.
+
+    Args:
+        path: of the file that the configuration names; None for the user's.
+        found: READs that were timed here now, None if they could not be.
+        now: for the age of the file.
+    """
+    subject = "costs"
+    try:
+        used = costs_of(path)
+        file = Path(path).expanduser() if path else default_path()
+        written = msgspec.json.decode(file.read_bytes(), type=CostsFile) if file.exists() else None
+    except ConfigError as error:
+        return refused(subject, error, _CALIBRATE)
+    if written is None:
+        return note(
+            subject,
+            f"the planner goes by built-in costs, of another machine{_compared(used, found)}",
+            _CALIBRATE,
+        )
+    whose = written.machine.get("cpu")
+    here = found.machine.get("cpu") if found else None
+    if here and whose and whose != here:
+        return note(subject, f"{file} was measured on another machine ({whose}; this is {here})", _CALIBRATE)
+    if found and (off := _off(used, found)) and not 1 / _FAR_OFF < off < _FAR_OFF:
+        return note(
+            subject,
+            f"{file} of {written.made[:10]} is far off: a READ takes {off:.1f} times what it says",
+            _CALIBRATE,
+        )
+    if (days := _age_days(written.made, now)) is not None and days > _STALE_DAYS:
+        return note(subject, f"{file} was measured {days:.0f} days ago{_compared(used, found)}", _CALIBRATE)
+    return ok(subject, f"measured {written.made[:10]}, in {file}{_compared(used, found)}")
+
+
+def _off(used: Costs, found: Reads) -> float:
+    """How many times as long READs take as the costs say, of the one that is farthest off."""
+    times = [
+        seconds / (count * used.read_descriptor_seconds + moved * used.read_byte_seconds)
+        for count, moved, seconds in found.timed
+    ]
+    return max(times, key=lambda each: max(each, 1 / each))
+
+
+def _compared(used: Costs, found: Reads | None) -> str:
+    return f"; a READ takes {_off(used, found):.1f} times what they say" if found else ""
+
+
+def _age_days(made: str, now: datetime | None) -> float | None:
+    try:
+        then = datetime.fromisoformat(made)
+    except ValueError:
+        return None
+    then = then if then.tzinfo else then.replace(tzinfo=UTC)
+    return ((now or datetime.now(UTC)) - then).total_seconds() / 86_400

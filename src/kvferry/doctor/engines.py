@@ -1,0 +1,182 @@
+"""Engines that run: found by what the operator gave, met, and described."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from urllib.parse import urlsplit
+
+from kvferry.doctor import http_engine
+from kvferry.doctor.finding import Finding, Section, bad, note, ok
+from kvferry.doctor.limits import each_within
+from kvferry.doctor.meeting import CannotMeet, Met, meet, release
+from kvferry.errors import ConfigError
+from kvferry.plan.units import duration
+from kvferry.serving.role import Role
+from kvferry.transport.handshake import Address
+from kvferry.transport.security import Keys, is_loopback
+
+_SCHEME = "kvferry"
+_CONTROL_SECONDS = 5.0
+_HTTP_SECONDS = 20.0
+_ENGINE_SECONDS = 90.0
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the operator gave.
+
+    Attributes:
+        name: as it was given.
+        role: of the engine, as far as it was said.
+        url: of an HTTP endpoint, without a path; None for a control channel.
+        control: address of a control channel; None for a URL.
+    """
+
+    name: str
+    role: Role = Role.BOTH
+    url: str | None = None
+    control: Address | None = None
+
+
+@dataclass(slots=True)
+class Seen:
+    """An engine that was looked at.
+
+    Attributes:
+        name: as it was given.
+        role: which half of the work it does.
+        findings: about it.
+        met: who it is, if it could be met.
+    """
+
+    name: str
+    role: Role
+    findings: list[Finding] = field(default_factory=list)
+    met: Met | None = None
+
+
+def target(text: str, role: Role = Role.BOTH) -> Target:
+    """What an argument names.
+
+    >>> target("http://127.0.0.1:8100/v1").url, target("kvferry://10.0.0.7:5600").control
+    ('http://127.0.0.1:8100', ('10.0.0.7', 5600))
+    >>> target("[::1]:5600").control
+    ('::1', 5600)
+
+    Raises:
+        ConfigError: it is no address.
+    """
+    try:
+        parts = urlsplit(text if "://" in text else f"{_SCHEME}://{text}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port, parts = None, None, urlsplit("")
+    if host and parts.scheme in ("http", "https"):
+        return Target(text, role, url=f"{parts.scheme}://{parts.netloc}")
+    if host and port and parts.scheme == _SCHEME and not parts.path.strip("/"):
+        return Target(text, role, control=(host, port))
+    raise ConfigError(
+        f"{text!r} is no address of an engine; give http://host:port of its OpenAI endpoint, or "
+        "kvferry://host:port (remote_host and remote_port of its kv_transfer_params)"
+    )
+
+
+def look_at(targets: Sequence[Target], keys: Keys | None) -> tuple[list[Section], list[Seen]]:
+    """Look at all of them at once, and at the engines behind those that are routers.
+
+    Returns:
+        A section for each, and the engines.
+    """
+    found, seen = list[Section](), list[Seen]()
+    known: set[tuple[str, str]] = set()
+    waiting = list(targets)
+    while waiting:
+        answers = each_within(_ENGINE_SECONDS, [partial(_look, one, keys) for one in waiting])
+        further: list[Target] = []
+        for one, answer in zip(waiting, answers, strict=True):
+            if isinstance(answer, BaseException):
+                why = str(answer) or type(answer).__name__
+                found.append(
+                    _section(one, [bad("engine", f"cannot be looked at: {why}", "see what hangs there")])
+                )
+                continue
+            engine, behind = answer
+            found.append(_section(one, engine.findings))
+            further += [target(url, role) for url, role in behind]
+            if not behind and (one.name, one.role) not in known:
+                seen.append(engine)
+            known.add((one.name, one.role))
+        waiting = [one for one in further if (one.name, one.role) not in known]
+    return found, seen
+
+
+def _section(one: Target, findings: Sequence[Finding]) -> Section:
+    role = "engine" if one.role is Role.BOTH else f"{one.role} engine"
+    return Section(f"{role} {one.name}", tuple(findings))
+
+
+def _look(one: Target, keys: Keys | None) -> tuple[Seen, tuple[tuple[str, Role], ...]]:
+    """An engine; or a router, with what is behind it."""
+    seen = Seen(one.name, one.role)
+    control, offered = one.control, None
+    if one.url is not None:
+        at = http_engine.look(one.url, _HTTP_SECONDS)
+        seen.findings += at.findings
+        if at.offered is None:
+            return seen, at.behind
+        offered = at.offered
+        control = offered.address
+        seen.findings += _told(one.url, control)
+    assert control is not None  # noqa: S101 - a target is one of the two
+    try:
+        met = meet(control, keys, _CONTROL_SECONDS)
+        if offered is not None and offered.engine_id != met.facts.engine_id:
+            raise CannotMeet(
+                f"engine {met.facts.engine_id} answers there, not {offered.engine_id}, which tells peers so",
+                "set the connector's host to an address that is its machine's wherever peers are",
+            )
+        seen.met = met
+        seen.findings += _who(met)
+        if offered is not None:
+            release(control, keys if met.encrypted else None, offered.lease)
+    except CannotMeet as error:
+        seen.findings.append(bad("control channel", f"{_shown(control)}: {error}", error.advice))
+    return seen, ()
+
+
+def _told(url: str, control: Address) -> list[Finding]:
+    """Whether the address that peers are told is one that others reach."""
+    host = urlsplit(url).hostname or ""
+    if not is_loopback(control[0]) or is_loopback(host):
+        return []
+    return [
+        note(
+            "control channel",
+            f"it tells peers {control[0]} but serves on {host}: engines of its machine alone can exchange KV",
+            "set the connector's host to an address that others reach, and a secret_file",
+        )
+    ]
+
+
+def _who(met: Met) -> list[Finding]:
+    """What an engine says of itself."""
+    first = met.ranks[0].geometry
+    alike = Counter(f"{group.label} in blocks of {group.block_tokens}" for group in first.groups)
+    groups = ", ".join(f"{count} x {label}" for label, count in alike.items())
+    agree = met.facts.must_agree
+    dtypes = f"{agree.get('model dtype', '?')}, KV cache {agree.get('KV cache dtype', '?')}"
+    how = "encrypted" if met.encrypted else "not encrypted"
+    return [
+        ok("control channel", f"{_shown(met.address)}, {how}, answers in {duration(met.round_trip_seconds)}"),
+        ok("who", f"{met.facts.engine_id}, {met.facts.software}"),
+        ok("ranks", f"TP{first.tp_size} PP{first.pp_size}, {first.num_blocks:,} blocks; groups: {groups}"),
+        ok("content", f"weights {agree.get('weights', '?')}; {dtypes}"),
+    ]
+
+
+def _shown(address: Address) -> str:
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,127 @@
+"""Everything that is looked at, in order: this machine, a configuration, engines, pairs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from kvferry.doctor import costs, listening, machine, nixl, pairs, reads, settings, software, storage
+from kvferry.doctor.engines import Target, look_at
+from kvferry.doctor.finding import Finding, Section
+from kvferry.doctor.limits import guarded
+from kvferry.doctor.reads import Reads
+from kvferry.engines.vllm.config import ConnectorConfig
+from kvferry.engines.vllm.tier_config import read_tiers
+from kvferry.engines.vllm.version import nixl_version
+from kvferry.errors import ConfigError
+from kvferry.planning.strategy import Costs
+from kvferry.transport import security
+from kvferry.transport.costs import costs_of
+
+_QUICK_SECONDS = 20.0
+_LONG_SECONDS = 240.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is to be looked at.
+
+    Attributes:
+        targets: engines, routers.
+        config: path of a configuration.
+        secret_file: of the engines; by default the one of the configuration.
+        machine: whether this machine is.
+    """
+
+    targets: tuple[Target, ...] = ()
+    config: str | None = None
+    secret_file: str | None = None
+    machine: bool = True
+
+
+def examine(job: Job, progress: Callable[[str], None]) -> list[Section]:
+    """Look at all of it, one after the other: what is timed is not to share cores with what is tried.
+
+    Raises:
+        ConfigError: what the operator gave cannot be used.
+    """
+    keys = security.read_keys(job.secret_file)
+    if not (job.machine or job.config or job.targets):
+        raise ConfigError("there is nothing to look at; give an address or --config, or drop --no-machine")
+    given = settings.read_file(job.config) if job.config else settings.Given((), ())
+    sections: list[Section] = []
+    timed: Reads | None = None
+    if job.machine:
+        found, timed = _this_machine(given.configs, progress)
+        sections.append(Section("this machine", tuple(found)))
+    if job.config:
+        progress("looking at what the configuration names")
+        named = (*given.findings, *_named(given.configs, timed))
+        sections.append(Section(f"configuration {job.config}", named))
+    if job.targets:
+        progress("meeting engines")
+        engines, seen = look_at(job.targets, keys or _keys_of(given.configs))
+        local = timed.words if timed else ""
+        sections += [*engines, *pairs.check(seen, _costs(given.configs), local)]
+    return sections
+
+
+def _this_machine(
+    configs: tuple[ConnectorConfig, ...], progress: Callable[[str], None]
+) -> tuple[list[Finding], Reads | None]:
+    found = guarded("limits", _QUICK_SECONDS, machine.check)
+    progress("loading vLLM and the connector")
+    found += guarded("vLLM", _LONG_SECONDS, software.check)
+    progress("starting NIXL's plugins")
+    version = nixl_version()
+    found += guarded("NIXL", _LONG_SECONDS, lambda: nixl.check(version))
+    timed: list[Reads] = []
+    if version is not None:
+        progress("reading between two processes")
+        found += guarded("READ", _LONG_SECONDS, lambda: _timed(timed))
+    one = timed[0] if timed else None
+    if not any(config.costs for config in configs):
+        found.append(costs.check(None, one))
+    return found, one
+
+
+def _timed(timed: list[Reads]) -> list[Finding]:
+    """The findings of the READs; what was measured goes into `timed`."""
+    findings = []
+    for one in reads.check():
+        if isinstance(one, Finding):
+            findings.append(one)
+        else:
+            timed.append(one)
+    return findings
+
+
+def _named(configs: tuple[ConnectorConfig, ...], timed: Reads | None) -> list[Finding]:
+    """What configurations name on this machine."""
+    found: list[Finding] = []
+    for config in configs:
+        found += guarded("listening", _QUICK_SECONDS, partial(listening.check, config))
+        if config.costs:
+            found.append(costs.check(config.costs, timed))
+        if (tiers := read_tiers(config.tiers)) is not None:
+            found += storage.check(tiers)
+    return found
+
+
+def _keys_of(configs: tuple[ConnectorConfig, ...]) -> security.Keys | None:
+    """The secret of a configuration; what is wrong with one was said before."""
+    for config in configs:
+        try:
+            if keys := security.read_keys(config.secret_file):
+                return keys
+        except ConfigError:
+            continue
+    return None
+
+
+def _costs(configs: tuple[ConnectorConfig, ...]) -> Costs:
+    try:
+        return costs_of(next((config.costs for config in configs if config.costs), None))
+    except ConfigError:
+        return Costs()

@@ -1,0 +1,152 @@
+"""No check waits longer than it may.
+
+What only waits for sockets runs in a thread, which is left behind when its time is up. What may crash, or
+wait where no signal arrives (a mount that hangs, a driver), runs in a process of its own, which is killed
+with all that it has started.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvferry.doctor.finding import Finding, bad
+from kvferry.errors import KVFerryError
+
+_KILLED_SECONDS = 2.0
+_MOST_SAID = 300
+
+T = TypeVar("T")
+
+
+class TooLong(KVFerryError):
+    """Something was not done in time."""
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """What `call` returns, or raises.
+
+    Raises:
+        TooLong: it does neither for so long.
+    """
+    (answer,) = each_within(seconds, [call])
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
+
+
+def each_within(seconds: float, calls: Sequence[Callable[[], T]]) -> list[T | BaseException]:
+    """What each of `calls` returns, or what it raises, in their order; all run at once."""
+    answers: queue.SimpleQueue[tuple[int, T | BaseException]] = queue.SimpleQueue()
+
+    def run(number: int, call: Callable[[], T]) -> None:
+        try:
+            answers.put((number, call()))
+        except BaseException as error:  # noqa: BLE001 - told to whoever waits
+            answers.put((number, error))
+
+    for number, call in enumerate(calls):
+        threading.Thread(target=run, args=(number, call), name="kvferry-doctor", daemon=True).start()
+    late = TooLong(f"nothing for {seconds:g} s")
+    found: dict[int, T | BaseException] = {}
+    until = time.monotonic() + seconds
+    while len(found) < len(calls):
+        try:
+            number, answer = answers.get(timeout=max(0.0, until - time.monotonic()))
+        except queue.Empty:
+            break
+        found[number] = answer
+    return [found.get(number, late) for number in range(len(calls))]
+
+
+def guarded(subject: str, seconds: float, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
+    """The findings of a check; that it takes too long, or fails, is one."""
+    try:
+        return within(seconds, lambda: list(check()))
+    except TooLong as error:
+        return [bad(subject, f"no answer: {error}", "see what hangs there")]
+    except Exception as error:  # noqa: BLE001 - one check that breaks must not hide what others find
+        return [bad(subject, f"this check broke: {type(error).__name__}: {error}", "please report it")]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A process that has ended.
+
+    Attributes:
+        code: negative for a signal; None if it was killed because its time was up.
+        out, err: what it printed until then.
+    """
+
+    code: int | None
+    out: str
+    err: str
+
+    @property
+    def how(self) -> str:
+        """In words."""
+        if self.code is None:
+            return "it was not done in time"
+        return f"signal {-self.code} ended it" if self.code < 0 else f"it ended with exit code {self.code}"
+
+    @property
+    def last_words(self) -> str:
+        """The last thing that it had to say, or how it ended."""
+        lines = [line.strip() for line in self.err.splitlines() if line.strip()]
+        return lines[-1][:_MOST_SAID] if lines and self.code is not None else self.how
+
+
+def run_python(
+    arguments: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None
+) -> Ended:
+    """Run this Python with arguments, for so long at most.
+
+    Args:
+        arguments: as ``["-m", module, ...]``.
+        seconds: until it is killed, with all that it has started.
+        environment: variables on top of this process's own.
+    """
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={**os.environ, **(environment or {})},
+        start_new_session=True,
+    )
+    code: int | None
+    try:
+        out, err = process.communicate(timeout=seconds)
+        code = process.returncode
+    except subprocess.TimeoutExpired:
+        out, err = _kill(process)
+        code = None
+    except BaseException:
+        _kill(process)
+        raise
+    return Ended(code, out, err)
+
+
+def _kill(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """End a process and its session; what it printed. One that the kernel holds on to is left to it."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    try:
+        return process.communicate(timeout=_KILLED_SECONDS)
+    except subprocess.TimeoutExpired as left:
+        return _text(left.stdout), _text(left.stderr)
+
+
+def _text(out: bytes | str | None) -> str:
+    return out if isinstance(out, str) else (out or b"").decode(errors="replace")

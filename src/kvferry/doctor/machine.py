@@ -1,0 +1,152 @@
+"""What the machine lends: memory that may be locked, files that may be open, shared memory, large pages."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+from kvferry.doctor.finding import Finding, bad, note, ok
+from kvferry.plan.units import size
+
+_ENOUGH_FILES = 65_535
+"""What vLLM raises its own limit to, as far as it may."""
+_FEW_FILES = 1024
+_LITTLE_SHM = 1 << 30
+_COLLAPSES_SINCE = (6, 1)
+
+Read = Callable[[str], str | None]
+
+
+def read(path: str) -> str | None:
+    """The text of a file of the kernel's, None where there is none."""
+    try:
+        return Path(path).read_text(errors="replace").strip()
+    except OSError:
+        return None
+
+
+def devices(folder: str = "/sys/class/infiniband") -> list[str]:
+    """RDMA devices: InfiniBand, RoCE, EFA."""
+    try:
+        return sorted(entry.name for entry in Path(folder).iterdir())
+    except OSError:
+        return []
+
+
+def locked_memory(limit: int | None = None, rdma: list[str] | None = None) -> Finding:
+    """Whether memory can be registered with RDMA devices, which lock it.
+
+    Args:
+        limit: bytes that a process may lock, negative for any; by default this process's.
+        rdma: names of devices; by default this machine's.
+    """
+    subject = "locked memory"
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
+    rdma = devices() if rdma is None else rdma
+    may = "without limit" if limit < 0 else f"up to {size(limit)}"
+    if not rdma:
+        return ok(subject, f"may be locked {may}; no RDMA device here needs it")
+    if limit < 0:
+        return ok(subject, f"may be locked {may}, as {', '.join(rdma)} needs it")
+    return bad(
+        subject,
+        f"may be locked {may} (ulimit -l), and {', '.join(rdma)} has to lock the whole KV cache",
+        "ulimit -l unlimited for whoever starts engines (docker: --ulimit memlock=-1)",
+    )
+
+
+def open_files(soft: int | None = None, hard: int | None = None) -> Finding:
+    """Whether sockets and files of many requests can be open at a time."""
+    subject = "open files"
+    if soft is None or hard is None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _ENOUGH_FILES if hard < 0 else hard
+    if most <= _FEW_FILES:
+        return bad(
+            subject,
+            f"{soft:,}, at most {most:,} (ulimit -Hn): a request takes two sockets of a router",
+            f"raise both limits to {_ENOUGH_FILES:,}",
+        )
+    if soft < 4 * _FEW_FILES:
+        return note(
+            subject,
+            f"{soft:,} (ulimit -n): vLLM raises its own limit, kvferry router does not; a request takes two",
+            f"ulimit -n {min(most, _ENOUGH_FILES)} before kvferry router, if hundreds come at a time",
+        )
+    return ok(subject, f"{soft:,} may be open at a time")
+
+
+def shared_memory(path: str = "/dev/shm", stat: Callable[[str], os.statvfs_result] = os.statvfs) -> Finding:  # noqa: S108
+    """Room for queues of vLLM's and UCX's; the host tier's memory is not there."""
+    subject = path
+    try:
+        found = stat(path)
+    except OSError as error:
+        return bad(
+            subject,
+            f"cannot be used: {os.strerror(error.errno or 0)}",
+            f"mount a tmpfs there: engines of several processes talk through {path}",
+        )
+    total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    room = f"{size(free)} free of {size(total)}"
+    if free < _LITTLE_SHM:
+        return note(
+            subject,
+            f"{room}: vLLM's and UCX's queues are there; the host tier is not, and needs none of it",
+            "docker: --shm-size=8g or --ipc=host, for engines of several ranks",
+        )
+    return ok(subject, f"{room}; the host tier needs none of it")
+
+
+def large_pages(read: Read = read, release: str | None = None) -> Finding:
+    """Whether memory that moves can be in pages of 2 MiB (`memory.pages`)."""
+    subject = "large pages"
+    enabled = re.search(r"\[(\w+)\]", read("/sys/kernel/mm/transparent_hugepage/enabled") or "")
+    version = release or os.uname().release
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    collapses = numbers is not None and (int(numbers[1]), int(numbers[2])) >= _COLLAPSES_SINCE
+    slow = "reads between processes of one machine are several times slower in small pages"
+    if enabled is None:
+        return note(
+            subject, f"this kernel ({version}) has none: {slow}", "use a kernel with them, if that matters"
+        )
+    if enabled[1] == "never":
+        later = (
+            "what is in use is copied to them" if collapses else f"and Linux {version} cannot copy to them"
+        )
+        return note(
+            subject,
+            f"off (transparent_hugepage/enabled is never), {later}: {slow}",
+            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+        )
+    if not collapses:
+        return note(
+            subject,
+            f"on ({enabled[1]}), but Linux {version} cannot copy to them what is in use, as the host tier is",
+            "Linux 6.1 or newer can",
+        )
+    return ok(subject, f"on ({enabled[1]}), for shared memory as well")
+
+
+def memory_room(read: Read = read) -> tuple[int, str] | None:
+    """Bytes of memory that can still be had, and what bounds them: the machine, or this control group."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", read("/proc/meminfo") or "", re.MULTILINE)
+    if found is None:
+        return None
+    room = [(int(found[1]) << 10, "available on this machine")]
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        most, now = read(limit) or "", read(used) or ""
+        if most.isdigit() and now.isdigit():
+            room.append((max(0, int(most) - int(now)), "left to this control group"))
+    return min(room)
+
+
+def check() -> list[Finding]:
+    """All of it."""
+    return [locked_memory(), open_files(), shared_memory(), large_pages()]

@@ -1,0 +1,195 @@
+"""Meeting an engine over its control channel, as a peer does, to see who it is. Nothing of its KV is read.
+
+    Hello(no facts)     ──────▶
+                        ◀──────   Accepted(facts)      timed, several times: the producer keeps no account
+    AskRanks(no facts)  ──────▶
+                        ◀──────   Ranks
+
+Facts that only one side states do not reject, so whoever states none learns what the engine is without being
+one that fits.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import zmq
+
+import kvferry
+from kvferry.errors import KVFerryError, ProtocolError
+from kvferry.transport import security
+from kvferry.transport.endpoint import endpoint
+from kvferry.transport.handshake import Address
+from kvferry.transport.lease import new_incarnation
+from kvferry.transport.messages import (
+    MAX_MESSAGE_BYTES,
+    PROTOCOL,
+    Accepted,
+    AskRanks,
+    Facts,
+    Hello,
+    RankCard,
+    Ranks,
+    Refused,
+    Release,
+    Reply,
+    Request,
+    decode_reply,
+    encode,
+)
+
+_ROUNDS = 7
+_GREETING_BYTES = 64
+_MECHANISM = slice(12, 32)
+_GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00"
+"""Of ZMTP 3.0 (rfc.zeromq.org/spec/23), signature and version: the other side then says its mechanism. With a
+mechanism of ours that is another, it would close instead."""
+
+
+class CannotMeet(KVFerryError):
+    """An engine that does not answer as one.
+
+    Attributes:
+        advice: what to do.
+    """
+
+    def __init__(self, found: str, advice: str) -> None:
+        super().__init__(found)
+        self.advice = advice
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """An engine, as it introduced itself.
+
+    Attributes:
+        address: of its control channel.
+        facts: who it is.
+        ranks: its workers.
+        encrypted: whether the channel is.
+        round_trip_seconds: of a question and its answer, the median.
+    """
+
+    address: Address
+    facts: Facts
+    ranks: tuple[RankCard, ...]
+    encrypted: bool
+    round_trip_seconds: float
+
+
+def meet(address: Address, keys: security.Keys | None, seconds: float) -> Met:
+    """Meet the engine whose control channel is at `address`.
+
+    Args:
+        address: host and port.
+        keys: CURVE keys; None without a secret.
+        seconds: until it is given up.
+
+    Raises:
+        CannotMeet: it is not there, is none, or wants another secret.
+    """
+    until = time.monotonic() + seconds
+    encrypted = _mechanism(address, seconds) == "CURVE"
+    if encrypted and keys is None:
+        raise CannotMeet(
+            "it asks for a secret (CURVE)",
+            "give --secret-file, or a --config that names the engines' secret_file",
+        )
+    facts = Facts("kvferry-doctor", new_incarnation(), f"kvferry {kvferry.__version__}", {})
+    with _connected(address, keys if encrypted else None) as channel:
+        took, accepted = [], None
+        for _ in range(_ROUNDS):
+            asked = time.perf_counter()
+            accepted = _ask(channel, Hello(PROTOCOL, facts), Accepted, until)
+            took.append(time.perf_counter() - asked)
+        ranks = _ask(channel, AskRanks(PROTOCOL, facts), Ranks, until)
+    if accepted is None or not ranks.ranks:
+        raise CannotMeet("it names no ranks", "use the same kvferry here and there")
+    return Met(address, accepted.facts, tuple(ranks.ranks), encrypted, median(took))
+
+
+def release(address: Address, keys: security.Keys | None, lease: str) -> None:
+    """Let an engine have the blocks back that it keeps for us."""
+    with _connected(address, keys) as channel:
+        channel.linger = 1000
+        channel.send(encode(Release([lease])))
+
+
+@contextmanager
+def _connected(address: Address, keys: security.Keys | None) -> Iterator[zmq.Socket[Any]]:
+    context: zmq.Context[Any] = zmq.Context()
+    channel: zmq.Socket[Any] = context.socket(zmq.DEALER)
+    channel.linger = 0
+    channel.maxmsgsize = MAX_MESSAGE_BYTES
+    try:
+        security.as_client(channel, keys)
+        channel.connect(endpoint(channel, *address))
+        yield channel
+    except zmq.ZMQError as error:
+        raise CannotMeet(f"it cannot be asked: {error}", "mend the address") from error
+    finally:
+        channel.close()
+        context.term()
+
+
+def _ask(channel: zmq.Socket[Any], message: Request, kind: type[Any], until: float) -> Any:
+    channel.send(encode(message))
+    if not channel.poll(max(0, int((until - time.monotonic()) * 1000))):
+        raise CannotMeet(
+            "it does not answer", "see that its secret is the one given here, and that it is no other program"
+        )
+    try:
+        reply: Reply = decode_reply(channel.recv_multipart()[-1])
+    except ProtocolError as error:
+        raise CannotMeet(f"its answer is {error}", "use the same kvferry here and there") from error
+    if isinstance(reply, Refused):
+        raise CannotMeet(
+            "; ".join(reply.differences) or "it refuses, and gives no reason",
+            "use the same kvferry here and there",
+        )
+    if not isinstance(reply, kind):
+        raise CannotMeet(
+            f"it answers {type(reply).__name__} to {type(message).__name__}",
+            "use the same kvferry here and there",
+        )
+    return reply
+
+
+def _mechanism(address: Address, seconds: float) -> str:
+    """How a ZeroMQ socket there is secured, by its greeting: ``NULL`` or ``CURVE``.
+
+    Raises:
+        CannotMeet: nobody listens, or it is no ZeroMQ socket.
+    """
+    until = time.monotonic() + seconds
+    heard = b""
+    try:
+        with socket.create_connection((address[0], address[1]), timeout=seconds) as connection:
+            connection.sendall(_GREETING)
+            while len(heard) < _GREETING_BYTES:
+                connection.settimeout(max(0.001, until - time.monotonic()))
+                if not (part := connection.recv(_GREETING_BYTES - len(heard))):
+                    break
+                heard += part
+    except TimeoutError as error:
+        if not heard:
+            raise CannotMeet(
+                f"no answer within {seconds:g} s", "see that it is up, and that no firewall is between"
+            ) from error
+    except OSError as error:
+        raise CannotMeet(
+            f"it cannot be reached: {error.strerror or error}",
+            "see that it is up, and that the address is the one of its kv_transfer_params",
+        ) from error
+    if len(heard) < _GREETING_BYTES or heard[0] != 0xFF:
+        raise CannotMeet(
+            "what listens there is no control channel of an engine",
+            "give remote_host and remote_port of its kv_transfer_params, or its HTTP address with http://",
+        )
+    return heard[_MECHANISM].rstrip(b"\0").decode("ascii", "replace")

@@ -1,0 +1,59 @@
+"""NIXL here: which of its plugins start, and whether a process that used it ends as it should."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvferry.doctor.finding import Finding, bad, note, ok
+from kvferry.doctor.limits import Ended, run_python
+from kvferry.doctor.probes import MODULE, said
+
+_SECONDS = 60.0
+_INSTALL = "pip install --no-deps nixl nixl-cu12"
+
+
+def _start_plugins() -> Ended:
+    return run_python(["-m", MODULE, "nixl"], _SECONDS, {"NIXL_LOG_LEVEL": "ERROR"})
+
+
+def check(version: str | None, probe: Callable[[], Ended] = _start_plugins) -> list[Finding]:
+    """Whether NIXL is here, and what of it starts.
+
+    Args:
+        version: that is installed; None if none is.
+        probe: tries plugins one after the other, in another process.
+    """
+    if version is None:
+        absent = "is not installed here: engines of this machine can keep KV in tiers, but exchange none"
+        return [note("NIXL", absent, _INSTALL)]
+    ended = probe()
+    lines = said(ended.out)
+    tried = {line["plugin"]: line["why"] for line in lines if "plugin" in line}
+    start = [plugin for plugin, why in tried.items() if not why]
+    if "UCX" not in start:
+        why = tried.get("UCX") or ended.last_words
+        return [
+            bad("NIXL", f"{version}, whose plugin UCX does not start: {why}", f"see to UCX_TLS; {_INSTALL}")
+        ]
+    found = [ok("NIXL", f"{version}; plugins that start: {', '.join(start)}")]
+    rest = ", ".join(plugin for plugin, why in tried.items() if why)
+    if rest:
+        found.append(ok("NIXL plugins", f"do not start here, and kvferry uses none of them: {rest}"))
+    trying = [line["trying"] for line in lines if "trying" in line]
+    if len(trying) > len(tried):
+        stopped = f"{trying[-1]} stops the process that tries it ({ended.how}); kvferry does not use it"
+        return [*found, note("NIXL plugins", stopped)]
+    libraries = any(line.get("verbs") for line in lines)
+    return [*found, _end(ended, libraries)]
+
+
+def _end(ended: Ended, libraries: bool) -> Finding:
+    """How the process ended that had used NIXL (`transport.verbs`)."""
+    beside = "the system's libefa is loaded first" if libraries else "no libefa here"
+    if ended.code:
+        return bad(
+            "RDMA libraries",
+            f"a process that used NIXL dies as it exits ({ended.how}); {beside}",
+            "install the system's rdma-core anew, or remove it where there is no RDMA device",
+        )
+    return ok("RDMA libraries", f"a process that used NIXL ends as it should; {beside}")

@@ -1,0 +1,183 @@
+"""Whether one engine can read another's KV: each difference, by the functions of the handshake."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from itertools import permutations
+
+from kvferry.doctor.engines import Seen
+from kvferry.doctor.finding import Finding, Section, State, bad, note, ok
+from kvferry.doctor.limits import guarded
+from kvferry.doctor.meeting import Met
+from kvferry.errors import ConfigError, Incompatible
+from kvferry.geometry import GroupKind
+from kvferry.plan.units import duration, size
+from kvferry.planning.strategy import Costs, choose, ways
+from kvferry.planning.template import Template, build_templates, kept_too_little
+from kvferry.serving.role import Role
+from kvferry.transport.messages import compare
+from kvferry.transport.security import is_loopback
+
+_PAIR_SECONDS = 60.0
+_CELLS = 64
+_IMAGE_BYTES = 64 << 20
+_UNVERIFIED = "unverified"
+_ADVICE = {
+    "weights": "give both the same checkpoint",
+    "model configuration": "give both the same config.json and --hf-overrides",
+    "model dtype": "give both the same --dtype",
+    "KV cache dtype": "give both the same --kv-cache-dtype",
+    "recurrent state dtypes": "give both the same --mamba-cache-dtype and --mamba-ssm-cache-dtype",
+    "quantization": "give both the same --quantization",
+}
+"""By the names of `engines.vllm.identity`."""
+_OTHERWISE = "start both with the same model, dtypes, attention backend and cache manager"
+
+
+def differences(there: Met, here: Met) -> list[str]:
+    """Why `here` cannot read from `there`, a sentence each, all of them; empty if it can."""
+    found = dict.fromkeys(compare(there.facts.must_agree, here.facts.must_agree))
+    peer = [card.geometry for card in there.ranks]
+    for card in here.ranks:
+        try:
+            build_templates(peer, card.geometry)
+        except Incompatible as error:
+            found |= dict.fromkeys(error.differences)
+        found |= dict.fromkeys(kept_too_little(peer, card.geometry))
+    return list(found)
+
+
+def check(engines: Sequence[Seen], costs: Costs, local: str = "") -> list[Section]:
+    """A section for every pair of a prefill and a decode engine, in the direction that KV moves.
+
+    Args:
+        engines: all that were met; those of no role are taken for both.
+        costs: what the planner goes by here.
+        local: what a READ between two processes of this machine has shown; empty if nothing.
+    """
+    met = [(seen, seen.met) for seen in engines if seen.met is not None]
+    found: dict[tuple[str, str], tuple[Finding, ...]] = {}
+    for (source, there), (reader, here) in permutations(met, 2):
+        if source.role is not Role.DECODE and reader.role is not Role.PREFILL and there.facts != here.facts:
+            check_pair = partial(_pair, there, here, costs, local)
+            found[source.name, reader.name] = tuple(guarded("pair", _PAIR_SECONDS, check_pair))
+    sections, said = list[Section](), set[tuple[str, str]]()
+    for (one, other), findings in found.items():
+        back = found.get((other, one))
+        if (other, one) in said:
+            continue
+        alike = back is not None and _either_way(findings) == _either_way(back)
+        sections.append(Section(f"{one} (there) {'<->' if alike else '->'} {other} (here)", findings))
+        if alike:
+            said.add((one, other))
+    return sections
+
+
+def _either_way(findings: Sequence[Finding]) -> set[tuple[str, State, str]]:
+    r"""What is said of a pair, whichever of the two is the one that reads.
+
+    >>> one, other = "dtype: a there, b here", "dtype: b there, a here"
+    >>> _either_way([note("x", one)]) == _either_way([note("x", other)])
+    True
+    """
+    return {(one.subject, one.state, re.sub(r"[^:,;]* (there|here)", r" \1", one.found)) for one in findings}
+
+
+def _pair(there: Met, here: Met, costs: Costs, local: str) -> list[Finding]:
+    different = differences(there, here)
+    found = [bad("difference", text, _ADVICE.get(text.partition(":")[0], _OTHERWISE)) for text in different]
+    if there.encrypted != here.encrypted:
+        which = "first" if there.encrypted else "second"
+        found.append(
+            bad(
+                "secret",
+                f"only the {which} has a secret, so they never meet",
+                "give both the same secret_file",
+            )
+        )
+    if is_loopback(there.address[0]) and not is_loopback(here.address[0]):
+        found.append(
+            bad(
+                "address",
+                f"the first tells peers {there.address[0]}, which is another machine to the second",
+                "set host (or advertise_host) of the first to an address that others reach",
+            )
+        )
+    if not different:
+        found += [ok("compatible", _moves(there, here, costs)), *_windows(there, here)]
+    if any(met.facts.must_agree.get("weights", "").startswith(_UNVERIFIED) for met in (there, here)):
+        found.append(
+            note(
+                "weights",
+                "are compared by the model's name alone, where a checkpoint is not on its machine's disk",
+                "load the checkpoint from a folder, so that its content is compared",
+            )
+        )
+    if there.facts.software != here.facts.software:
+        found.append(
+            note("software", f"{there.facts.software} there, {here.facts.software} here; that rejects nobody")
+        )
+    return [*found, _link(there, here, local)]
+
+
+def _link(there: Met, here: Met, local: str) -> Finding:
+    """How bytes would go; said of no more than what was measured."""
+    took = " and ".join(map(duration, sorted(met.round_trip_seconds for met in (there, here))))
+    channel = f"asked from here, control channels answer in {took}"
+    if there.address[0] == here.address[0]:
+        way = f"one machine; two processes of the one that runs this read {local}" if local else "one machine"
+    else:
+        way = "two machines; the speed between them was not measured, nor which way UCX takes there"
+    return ok("link", f"{way}; {channel}")
+
+
+def _moves(there: Met, here: Met, costs: Costs) -> str:
+    """What a hand-over looks like: ranks, runs, strategies."""
+    ranks = f"{len(there.ranks)} rank(s) there, {len(here.ranks)} here"
+    peer = [card.geometry for card in there.ranks]
+    templates = [t for card in here.ranks for t in build_templates(peer, card.geometry)]
+    try:
+        taken = sorted(_strategies(templates, costs))
+    except ConfigError as error:
+        return f"{ranks}; {error}"
+    runs = [nest.run for t in templates for route in t.routes for phase in route.nests for nest in phase]
+    return f"{ranks}; bytes go {' and '.join(taken)}, in runs of {_between(runs)}"
+
+
+def _between(runs: Sequence[int]) -> str:
+    """Bytes of contiguous runs, from the least to the most."""
+    ends = dict.fromkeys((size(min(runs)), size(max(runs))))
+    return " to ".join(ends)
+
+
+def _strategies(templates: Sequence[Template], costs: Costs) -> set[str]:
+    """The ways that the planner would choose for a request of some blocks."""
+    found = set()
+    for template in templates:
+        for route in template.routes:
+            possible = ways(route, costs, _IMAGE_BYTES)
+            found.add(str(possible[choose(possible, _CELLS, costs)].strategy))
+    return found
+
+
+def _windows(there: Met, here: Met) -> list[Finding]:
+    """Blocks of windows that are filled in part serve one request only (`engines.vllm.part_blocks`)."""
+    kinds = (GroupKind.SLIDING, GroupKind.CHUNKED)
+    theirs, ours = (
+        max(
+            (g.block_tokens for card in met.ranks for g in card.geometry.groups if g.kind in kinds), default=0
+        )
+        for met in (there, here)
+    )
+    if not 0 < theirs < ours:
+        return []
+    return [
+        note(
+            "windows",
+            f"blocks of {theirs} tokens there, {ours} here: a load may fill the block in which a window "
+            "begins in part, and such a block serves one request",
+            "the same block size on both, where prompts begin alike",
+        )
+    ]

@@ -1,0 +1,156 @@
+"""What is tried in a process of its own: `python -m kvferry.doctor.probes WHAT [ARGUMENT]`.
+
+Each prints lines that `said` reads; a process that is killed, or crashes, has said what it knew till then.
+
+- ``nixl``: which plugins there are and which start; ``reads``: READs between two processes;
+- ``connector``: whether vLLM takes the connector; ``path``: what can be done with a directory.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import sys
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kvferry.errors import KVFerryError
+
+MODULE = "kvferry.doctor.probes"
+_MARK = "kvferry doctor: "
+_READ_BYTES = 32 << 20
+_SMALL, _LARGE = 4096, 2 << 20
+_MOST_DESCRIPTORS = 2048
+_ROUNDS = 7
+
+
+def said(out: str) -> list[dict[str, Any]]:
+    """What a probe has said, among what libraries print."""
+    found = []
+    for line in out.splitlines():
+        _, mark, told = line.partition(_MARK)  # libraries leave unfinished lines before it
+        if mark:
+            with suppress(ValueError):  # cut off
+                found.append(json.loads(told))
+    return found
+
+
+def _say(**what: Any) -> None:
+    print(f"{_MARK}{json.dumps(what)}", flush=True)  # noqa: T201 - this is how it is told
+
+
+def nixl() -> None:
+    """Its version, its plugins, and what becomes of each."""
+    from importlib.metadata import version  # noqa: PLC0415
+
+    from kvferry.transport.progress import sleeping_agent  # noqa: PLC0415 - loads NIXL
+    from kvferry.transport.verbs import load_first  # noqa: PLC0415
+
+    _say(version=version("nixl"), verbs=load_first())
+    plugins = sorted(sleeping_agent("doctor", [], progress=False).plugin_list)
+    for plugin in sorted(plugins, key=lambda name: (name != "UCX", name)):
+        _say(trying=plugin)
+        try:
+            agent = sleeping_agent(f"doctor-{plugin}", [plugin], progress=False)
+            why = "" if plugin in agent.backends else "it does not start"
+        except Exception as error:  # noqa: BLE001 - whatever a plugin raises, it does not start
+            why = str(error) or type(error).__name__
+        _say(plugin=plugin, why=why)
+
+
+def reads() -> None:
+    """READs of small and of large descriptors, as `kvferry bench calibrate` times them."""
+    import numpy as np  # noqa: PLC0415
+
+    from kvferry.bench.calibrate import room  # noqa: PLC0415 - loads torch and NIXL
+    from kvferry.bench.link import Producer  # noqa: PLC0415
+    from kvferry.bench.raw import RawReads  # noqa: PLC0415
+    from kvferry.bench.reader import Reader  # noqa: PLC0415
+    from kvferry.bench.transfer import machine  # noqa: PLC0415
+
+    _say(machine=asdict(machine()))
+    src, dst = (room(name, _READ_BYTES) for name in ("source", "destination"))
+    with Producer([src], {}) as producer, Reader(dst, producer) as reader, closing(RawReads(reader)) as raw:
+        for size in (_SMALL, _LARGE):
+            lists = raw.large(min(_READ_BYTES, size * _MOST_DESCRIPTORS), size)
+            seconds = [raw.read(lists) for _ in range(_ROUNDS + 1)][1:]
+            _say(descriptors=len(lists.indices.src), bytes=lists.bytes, seconds=float(np.median(seconds)))
+
+
+def connector() -> None:
+    """Import the connector as an engine would."""
+    import vllm  # noqa: PLC0415 - heavy, and what is to be tried
+
+    _say(version=vllm.__version__)
+    from vllm.platforms import current_platform  # noqa: PLC0415
+
+    from kvferry.engines.vllm import compat  # noqa: PLC0415
+    from kvferry.engines.vllm.connector import KVFerryConnector  # noqa: PLC0415
+
+    _say(
+        connector=issubclass(KVFerryConnector, compat.SupportsHMA),
+        platform=bool(current_platform.support_hybrid_kv_cache()),
+        device=str(current_platform.device_type),
+    )
+
+
+def path(where: str) -> None:
+    """A directory of the file tier: whose, how much room, and what the file system does with a file there."""
+    from kvferry.tiers.ledger import read_ledger  # noqa: PLC0415
+    from kvferry.tiers.opening import check_directory  # noqa: PLC0415
+
+    _say(real=os.path.realpath(where))
+    try:
+        check_directory(where)
+    except KVFerryError as error:
+        _say(refused=str(error))
+        return
+    status, space = Path(where).stat(), os.statvfs(where)
+    _say(
+        owner=status.st_uid,
+        mode=status.st_mode & 0o777,
+        free=space.f_bavail * space.f_frsize,
+        total=space.f_blocks * space.f_frsize,
+        ledger=read_ledger(where),
+    )
+    _write(f"{where}/.kvferry-doctor.{secrets.token_hex(8)}")
+
+
+def _write(name: str) -> None:
+    """Write, lock and remove a file of a page."""
+    from kvferry.tiers.direct_io import set_direct, whole_pages  # noqa: PLC0415
+
+    page = whole_pages(4096)
+    page[:] = bytes(4096)
+    try:
+        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            direct = set_direct(fd, on=True)
+            try:
+                os.pwrite(fd, page, 0)
+            except OSError as error:
+                if not direct or error.errno != errno.EINVAL:
+                    raise
+                direct = set_direct(fd, on=False)
+                os.pwrite(fd, page, 0)
+        finally:
+            os.close(fd)
+            os.unlink(name)  # noqa: PTH108
+    except OSError as error:
+        _say(failed=os.strerror(error.errno or 0), number=error.errno)
+    else:
+        _say(direct=direct)
+
+
+if __name__ == "__main__":
+    _WHAT: dict[str, Callable[..., None]] = {
+        "nixl": nixl, "reads": reads, "connector": connector, "path": path
+    }  # fmt: skip
+    _WHAT[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,140 @@
+"""The file of ``--config``: read as the connector reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvferry.doctor.finding import Finding, bad, note, ok, refused
+from kvferry.engines.vllm.config import ConnectorConfig, parse_config
+from kvferry.errors import ConfigError
+
+_OURS = "KVFerryConnector"
+_MODULE = "kvferry.engines.vllm.connector"
+_MOST_BYTES = 1 << 20
+_ROLES = ("kv_producer", "kv_consumer", "kv_both")
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a file says.
+
+    Attributes:
+        configs: settings of every `KVFerryConnector` in it that can be used.
+        findings: about the file.
+    """
+
+    configs: tuple[ConnectorConfig, ...]
+    findings: tuple[Finding, ...]
+
+
+def read_file(path: str) -> Given:
+    """Read and check a file: the object of ``--kv-transfer-config``, or its ``kv_connector_extra_config``.
+
+    Raises:
+        ConfigError: it cannot be read, or is no JSON object.
+    """
+    given = _json(path)
+    if "kv_connector" in given:
+        return _of_transfer(given)
+    config, found = _extra(given, "settings")
+    return Given(config, found)
+
+
+def _json(path: str) -> dict[str, Any]:
+    try:
+        with Path(path).open("rb") as file:
+            text = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {os.strerror(error.errno or 0)}") from error
+    if len(text) > _MOST_BYTES:
+        raise ConfigError(f"--config {path} is larger than 1 MiB, no configuration is; name another file")
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--config {path} is no JSON ({error}); `kvferry config` prints some") from error
+    if not isinstance(given, dict):
+        raise ConfigError(
+            f"--config {path} holds a JSON {type(given).__name__}; it must be an object, as "
+            "`kvferry config` prints it"
+        )
+    return given
+
+
+def _of_transfer(given: Mapping[str, Any]) -> Given:
+    """A value of ``--kv-transfer-config``; of several connectors in one, ours."""
+    name = given["kv_connector"]
+    extra = given.get("kv_connector_extra_config") or {}
+    if not isinstance(extra, dict):
+        return Given((), (bad("settings", f"kv_connector_extra_config is {extra!r}", "make it an object"),))
+    if name == _OURS:
+        configs, found = _extra(extra, "settings")
+        return Given(configs, (*_around(given), *found))
+    inner = [each for each in extra.get("connectors") or () if isinstance(each, dict)]
+    ours = [each for each in inner if each.get("kv_connector") == _OURS]
+    if not ours:
+        return Given(
+            (),
+            (
+                note(
+                    "settings", f"kv_connector is {name!r}, which is not kvferry's; nothing of it is checked"
+                ),
+            ),
+        )
+    configs_, found_ = (
+        list[ConnectorConfig](),
+        [note("settings", f"{_OURS} within {name}; only it is checked")],
+    )
+    for number, each in enumerate(ours):
+        read = _of_transfer(each)
+        configs_ += read.configs
+        subject = "settings" if len(ours) == 1 else f"settings ({number + 1})"
+        found_ += [Finding(subject, one.state, one.found, one.advice) for one in read.findings]
+    return Given(tuple(configs_), tuple(found_))
+
+
+def _around(given: Mapping[str, Any]) -> list[Finding]:
+    """What stands beside the connector's own settings."""
+    found = []
+    if (module := given.get("kv_connector_module_path")) != _MODULE:
+        found.append(
+            bad(
+                "kv_connector_module_path",
+                f"is {module!r}: vLLM does not find {_OURS}" if module is None else f"is {module!r}",
+                f'set it to "{_MODULE}"',
+            )
+        )
+    if (policy := given.get("kv_load_failure_policy", "fail")) != "recompute":
+        found.append(
+            bad(
+                "kv_load_failure_policy",
+                f"is {policy!r}: a request whose load fails would fail, and the engine does not start so",
+                'set it to "recompute"',
+            )
+        )
+    if (role := given.get("kv_role")) not in _ROLES:
+        found.append(bad("kv_role", f"is {role!r}", f"set it to one of {', '.join(_ROLES)}"))
+    return found
+
+
+def _extra(extra: Mapping[str, Any], subject: str) -> tuple[tuple[ConnectorConfig, ...], tuple[Finding, ...]]:
+    try:
+        config = parse_config(extra)
+    except ConfigError as error:
+        return (), (refused(subject, error),)
+    return (config,), (
+        ok(subject, f"{len(extra)} keys, all of which the connector takes: {summary(config)}"),
+    )
+
+
+def summary(config: ConnectorConfig) -> str:
+    """What an engine with these settings does, in few words."""
+    does = ["exchanges KV with other engines"] if config.transfers else []
+    if config.tiers:
+        kinds = "host, file" if config.tiers == "default" else ", ".join(one["type"] for one in config.tiers)
+        does.append(f"keeps it in tiers ({kinds})")
+    return " and ".join(does)

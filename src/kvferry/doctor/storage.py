@@ -1,0 +1,185 @@
+"""The tiers of a configuration, on this machine: memory, directories, buckets."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvferry.doctor.finding import Finding, bad, note, ok, refused
+from kvferry.doctor.limits import Ended, guarded, run_python
+from kvferry.doctor.machine import memory_room
+from kvferry.doctor.mounts import Mount, mount_of, mounts
+from kvferry.doctor.probes import MODULE, said
+from kvferry.engines.vllm.tier_config import FileSettings, HostSettings, ObjectSettings, Tiers
+from kvferry.errors import ConfigError
+from kvferry.plan.units import size
+from kvferry.tiers.objects.client import Bucket
+from kvferry.tiers.objects.faults import Unavailable
+from kvferry.tiers.opening import DEFAULT_SHARE
+from kvferry.tiers.place import user_directory
+from kvferry.tiers.sizes import parse_size
+
+_PATH_SECONDS = 10.0
+_OTHERS = 0o077
+_LOCKS = "mount it so that locks work: processes that share it need them"
+_REMEDIES = {
+    errno.ENOSPC: "free space: the disk is full",
+    errno.EDQUOT: "raise the quota",
+    errno.EROFS: "mount it for writing",
+    errno.EACCES: "see to its owner and mode",
+    errno.ENOLCK: _LOCKS,
+    errno.EOPNOTSUPP: _LOCKS,
+    errno.ENOSYS: _LOCKS,
+}
+
+Probe = Callable[[str], Ended]
+
+
+def check(tiers: Tiers) -> Iterator[Finding]:
+    """All tiers, the fastest first."""
+    yield host(tiers.host)
+    for number, one in enumerate(tiers.slow):
+        subject = f"tier {number + 1}, {'file' if isinstance(one, FileSettings) else 'object'}"
+        if isinstance(one, FileSettings):
+            yield from guarded(subject, 2 * _PATH_SECONDS, partial(file, subject, one))
+        else:
+            seconds = 4 * one.timeout_seconds
+            yield from guarded(subject, seconds, partial(object_storage, subject, one))
+
+
+def host(settings: HostSettings, room: Callable[[], tuple[int, str] | None] = memory_room) -> Finding:
+    """Whether the memory can be had."""
+    subject = "host memory"
+    found = room()
+    if found is None:
+        return note(subject, "how much is available cannot be read here", "see to /proc/meminfo")
+    available, where = found
+    if settings.capacity is None:
+        return ok(subject, f"a tenth of the {size(available)} {where}, at start")
+    asked = parse_size(settings.capacity)
+    if asked > available:
+        return bad(
+            subject,
+            f"{size(asked)} are asked for, {size(available)} are {where}: the engine would not start",
+            "lower the tier's capacity, unless an engine that runs has it already",
+        )
+    return ok(subject, f"{size(asked)} of the {size(available)} {where}")
+
+
+def _probe(path: str) -> Ended:
+    return run_python(["-m", MODULE, "path", path], _PATH_SECONDS)
+
+
+def file(
+    subject: str,
+    settings: FileSettings,
+    probe: Probe = _probe,
+    among: Callable[[], list[Mount]] = mounts,
+) -> Iterator[Finding]:
+    """Whether the directory can be used, what it is on, and whether the capacity fits."""
+    wanted = os.path.abspath(settings.path or user_directory())  # noqa: PTH100 - as the tier has it
+    path = wanted if settings.path else _made(wanted)
+    ended = probe(path)
+    told: dict[str, Any] = {name: value for line in said(ended.out) for name, value in line.items()}
+    mount = mount_of(told.get("real", path), among())
+    on = f" ({mount.kind} of {mount.source}, mounted on {mount.point})" if mount else ""
+    if "refused" in told:
+        yield refused(subject, ConfigError(told["refused"]))
+        return
+    if "direct" not in told and "failed" not in told:
+        why = (
+            f"does not answer for {_PATH_SECONDS:g} s"
+            if ended.code is None
+            else f"cannot be looked at: {ended.how}"
+        )
+        yield bad(subject, f"{path}{on} {why}", "see to the mount: it hangs, and the engine's start would")
+        return
+    if "failed" in told:
+        yield bad(
+            subject,
+            f"{path}{on}: a file cannot be made, locked and written: {told['failed']}",
+            _remedy(told["number"]),
+        )
+    yield from _capacity(subject, settings, told)
+    if mount is not None:
+        yield _mount(subject, path, mount)
+    if told.get("direct") is False:
+        yield note(
+            subject,
+            "no direct I/O there: chunks go through the page cache, at the cost of memory and a core's time",
+            "another file system, if that matters",
+        )
+    if path == wanted and told["mode"] & _OTHERS:
+        yield note(
+            subject,
+            f"{path} has mode {told['mode']:o}: others on this machine can get at chunks, which tell prompts",
+            f"chmod 700 {path}, unless that is wanted",
+        )
+
+
+def _made(default: str) -> str:
+    """The default directory, or the folder above it that there is: the engine makes the rest."""
+    path = Path(default)
+    return default if path.exists() else str(next(above for above in path.parents if above.exists()))
+
+
+def _capacity(subject: str, settings: FileSettings, told: dict[str, Any]) -> Iterator[Finding]:
+    ledger = told.get("ledger")
+    free, used = told["free"], ledger[1] if ledger else 0
+    if settings.capacity is None:
+        capacity = ledger[0] if ledger else (free + used) // DEFAULT_SHARE
+        why = "as the directory was set to before" if ledger else "a tenth of what is free"
+    else:
+        capacity, why = parse_size(settings.capacity), "as configured"
+    room = f"{size(free)} free{f' and {size(used)} of cache' if used else ''}"
+    if capacity > free + used:
+        yield bad(
+            subject,
+            f"a capacity of {size(capacity)}, {why}, and {room}: the engine would serve without this tier",
+            "lower the capacity or free space",
+        )
+    else:
+        yield ok(subject, f"{settings.path or user_directory()}: {size(capacity)}, {why}; {room}")
+
+
+def _mount(subject: str, path: str, mount: Mount) -> Finding:
+    where = f"{path} is on {mount.kind} ({mount.source}, mounted on {mount.point})"
+    if mount.in_memory:
+        return note(
+            subject,
+            f"{where}: it is memory, and gone at the next start of the machine",
+            "a disk, or a larger host tier",
+        )
+    if mount.is_layer:
+        return note(subject, f"{where}: it goes with the container", "a volume of its own")
+    if mount.is_network:
+        return note(
+            subject,
+            f"{where}: several machines may share it, all engines as the same user; it hangs with its server",
+            "keep it, if it is meant to be shared; else a local disk is faster",
+        )
+    return ok(subject, where)
+
+
+def _remedy(number: int) -> str:
+    return _REMEDIES.get(number, "see to its owner, mode and mount")
+
+
+def object_storage(subject: str, settings: ObjectSettings) -> list[Finding]:
+    """Whether it can be listed, written and cleared: an object of a few bytes is stored and removed."""
+    name = f".kvferry-doctor.{secrets.token_hex(8)}"
+    try:
+        bucket = Bucket(settings.url, settings.options, settings.timeout_seconds)
+        next(iter(bucket.list()), None)
+        bucket.put(name, [b"kvferry doctor"])
+        bucket.remove([name])
+    except ConfigError as error:
+        return [refused(subject, error)]
+    except Unavailable as error:
+        return [bad(subject, f"{settings.url}: {error}", error.fault.advice)]
+    return [ok(subject, f"{settings.url} can be listed, written to and cleared")]

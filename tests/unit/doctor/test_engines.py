@@ -1,0 +1,194 @@
+"""HTTP addresses that answer like engines, and control servers without an engine, on real sockets."""
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from kvferry.doctor import http_engine
+from kvferry.doctor.engines import Target, look_at, target
+from kvferry.doctor.finding import State
+from kvferry.errors import ConfigError
+from kvferry.serving.role import Role
+from kvferry.transport.control_server import Card, ControlServer
+from kvferry.transport.messages import Release
+from transport.cards import cards, facts
+
+HOST = "127.0.0.1"
+NIXLS = {"remote_block_ids": [[1]], "remote_host": HOST, "remote_port": 5, "remote_request_id": "r"}
+KVFERRY_METRICS = "# HELP kvferry_transfer_loads_total Loads\nvllm:num_requests_running 0\n"
+
+
+@contextmanager
+def http(answers: dict[str, object], asked: list | None = None):
+    """A server that answers by path: text as it is, else as JSON, a number as a status."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = self.rfile.read(int(self.headers.get("content-length") or 0))
+            if asked is not None:
+                asked.append((self.path, self.headers.get("authorization"), body))
+            answer = answers.get(self.path, 404)
+            self.send_response(answer if isinstance(answer, int) else 200)
+            data = (
+                b""
+                if isinstance(answer, int)
+                else (answer if isinstance(answer, str) else json.dumps(answer)).encode()
+            )
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_POST = do_GET  # noqa: N815 - the same
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer((HOST, 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://{HOST}:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture
+def control():
+    server = ControlServer(HOST, 0, Card(facts(), cards()))
+    yield server
+    server.close()
+
+
+def engine(port: int | None, **changes) -> dict[str, object]:
+    params = port and {
+        "do_remote_prefill": True,
+        "remote_host": HOST,
+        "remote_port": port,
+        "remote_request_id": "cmpl-7",
+        "remote_engine_id": "P",
+        "remote_block_ids": [[1]],
+        "remote_lease": {},
+    }
+    answers: dict[str, object] = {
+        "/health": "",
+        "/version": {"version": "0.32.0"},
+        "/metrics": KVFERRY_METRICS,
+        "/v1/models": {"data": [{"id": "m"}]},
+        "/v1/completions": {"kv_transfer_params": params},
+    }
+    return answers | changes
+
+
+def said(section):
+    return {one.subject: one for one in section.findings}
+
+
+def test_an_engine_is_met_through_its_http_address_and_has_its_blocks_back(control):
+    with http(engine(control.port), asked := []) as url:
+        (section,), (seen,) = look_at([target(url)], None)
+    assert {one.state for one in section.findings} == {State.OK}
+    assert seen.met is not None
+    assert seen.met.facts == facts()
+    (body,) = [json.loads(body) for path, _, body in asked if path == "/v1/completions"]
+    assert (body["max_tokens"], body["kv_transfer_params"]["do_remote_decode"]) == (1, True)
+    assert list(control.events) == [Release(["cmpl-7"])]
+
+
+def test_another_engine_at_the_address_that_peers_are_told_is_not_taken_for_it():
+    server = ControlServer(HOST, 0, Card(facts("somebody"), cards()))
+    try:
+        with http(engine(server.port)) as url:
+            (section,), (seen,) = look_at([target(url)], None)
+        assert not server.events
+    finally:
+        server.close()
+    assert seen.met is None
+    assert "engine somebody answers there, not P" in said(section)["control channel"].found
+
+
+def test_a_router_leads_to_its_engines(control):
+    with http(engine(control.port)) as one, http(engine(control.port)) as other:
+        health = {
+            "status": "degraded",
+            "prefill": [{"url": one, "up": True, "reason": ""}],
+            "decode": [{"url": other, "up": False, "reason": "it is tired"}],
+        }
+        with http({"/health": health}) as router:
+            sections, seen = look_at([target(f"{router}/v1")], None)
+    assert [section.title for section in sections] == [
+        f"engine {router}/v1",
+        f"prefill engine {one}",
+        f"decode engine {other}",
+    ]
+    assert [(each.name, each.role) for each in seen] == [(one, Role.PREFILL), (other, Role.DECODE)]
+    (down,) = [each for each in sections[0].findings if each.state is State.BAD]
+    assert "it is tired" in down.found
+
+
+@pytest.mark.parametrize(
+    ("changes", "subject", "state", "words"),
+    [
+        ({"/version": {"version": "0.31.0"}}, "vLLM", State.BAD, "0.31.0; kvferry is tested with"),
+        ({"/version": 404}, "HTTP", State.BAD, "no vLLM"),
+        ({"/metrics": "vllm:nixl_xfer 1"}, "metrics", State.NOTE, "but NixlConnector's are"),
+        ({"/metrics": 403}, "metrics", State.NOTE, "answers 403"),
+        ({"/v1/models": 401}, "HTTP", State.BAD, "/v1/models answers 401"),
+        ({"/v1/models": {"data": []}}, "HTTP", State.BAD, "names no model"),
+        ({"/v1/completions": 500}, "completion", State.BAD, "is answered 500"),
+        ({"/v1/completions": {}}, "connector", State.BAD, "offers no KV"),
+        (
+            {"/v1/completions": {"kv_transfer_params": NIXLS}},
+            "connector",
+            State.BAD,
+            "not as kvferry does",
+        ),
+    ],
+)
+def test_what_is_wrong_with_an_engine_is_said(changes, subject, state, words):
+    with http(engine(None, **changes)) as url:
+        (section,), _ = look_at([target(url)], None)
+    found = said(section)[subject]
+    assert found.state is state
+    assert words in found.found
+
+
+def test_a_key_is_sent_where_vllms_variable_is_set():
+    with http(engine(None), asked := []) as url:
+        http_engine.look(url, 5.0, {"VLLM_API_KEY": "k"})
+    assert {key for _, key, _ in asked} == {"Bearer k"}
+
+
+def test_an_engine_that_does_not_answer_costs_only_itself(control, monkeypatch):
+    monkeypatch.setattr("kvferry.doctor.engines._HTTP_SECONDS", 0.3)
+    gone = "http://127.0.0.1:1"
+    (first, second), seen = look_at([target(gone), target(f"kvferry://{HOST}:{control.port}")], None)
+    assert said(first)["HTTP"].state is State.BAD
+    assert "who" in said(second)
+    assert [each.met is None for each in seen] == [True, False]
+
+
+def test_loopback_told_by_an_engine_that_serves_others_is_noted(control):
+    from kvferry.doctor.engines import _told
+
+    assert _told("http://10.0.0.1:8000", (HOST, control.port))[0].state is State.NOTE
+    assert _told("http://127.0.0.1:8000", (HOST, control.port)) == []
+    assert _told("http://10.0.0.1:8000", ("10.0.0.1", control.port)) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "x", "ftp://a:1", "kvferry://a", "host:port", "kvferry://a:1/x", "http://", "a:99999", "[::1"],
+)
+def test_what_is_no_address_is_one_sentence(text):
+    with pytest.raises(ConfigError, match="is no address of an engine; give"):
+        target(text)
+
+
+def test_addresses_of_engines():
+    assert target("https://a.b/v1") == Target("https://a.b/v1", url="https://a.b")
+    assert target("10.0.0.1:5600", Role.DECODE).control == ("10.0.0.1", 5600)

@@ -1,0 +1,141 @@
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import kvferry
+from kvferry.doctor import pairs
+from kvferry.doctor.engines import Seen
+from kvferry.doctor.finding import State
+from kvferry.doctor.meeting import Met
+from kvferry.geometry import GroupKind
+from kvferry.planning.strategy import Costs
+from kvferry.serving.role import Role
+from kvferry.transport.messages import Facts
+from support.engines import EngineSpec, GroupSpec, Interior, ranks
+from transport.cards import ATTENTION, cards, facts
+
+NEAR = "127.0.0.1", 5600
+
+
+def met(engine: str = "P", of=None, address=NEAR, encrypted=False, **agree) -> Met:
+    return Met(address, facts(engine, ord(engine), **agree), of or cards(), encrypted, 1e-3)
+
+
+def windowed(tokens: int = 16):
+    """Cards of an engine whose two layers have a window of 32 tokens."""
+    group = GroupSpec(GroupKind.SLIDING, 32, (0, 1), tokens)
+    spec = EngineSpec(1, (2,), (group,), "LBNHC", Interior(), 8, 1 << 40)
+    family = replace(ATTENTION, kind=GroupKind.SLIDING, reach=32)
+    (card,) = cards()
+    return tuple(msgspec.structs.replace(card, geometry=rank) for rank in ranks(spec, [family] * 2))
+
+
+def checked(one: Met, other: Met, roles=(Role.BOTH, Role.BOTH), local=""):
+    seen = [
+        Seen(name, role, [], engine) for name, role, engine in zip("AB", roles, (one, other), strict=True)
+    ]
+    return pairs.check(seen, Costs(), local)
+
+
+def found(section, subject):
+    return [one.found for one in section.findings if one.subject == subject]
+
+
+def test_engines_that_fit_are_one_line_for_both_directions():
+    (section,) = checked(met(), met("D"))
+    assert section.title == "A (there) <-> B (here)"
+    assert {one.state for one in section.findings} == {State.OK}
+    assert "1 rank(s) there, 1 here; bytes go " in found(section, "compatible")[0]
+
+
+def test_each_difference_is_named_once():
+    (section,) = checked(met(weights="abc"), met("D", weights="xyz", **{"model dtype": "bfloat16"}))
+    assert found(section, "difference") == [
+        "weights: abc there, xyz here",
+        "model dtype: float32 there, bfloat16 here",
+    ]
+    assert section.title == "A (there) <-> B (here)"
+
+
+def test_each_fact_that_engines_must_agree_on_has_advice_of_its_own():
+    names = Path(kvferry.__file__).with_name("engines").joinpath("vllm", "identity.py").read_text()
+    assert [name for name in pairs._ADVICE if f'"{name}": ' not in names] == []
+    (section,) = checked(met(weights="abc"), met("D", weights="xyz"))
+    assert section.findings[0].advice == "give both the same checkpoint"
+
+
+def test_differences_of_memory_are_named_beside_those_of_facts():
+    other = replace(ATTENTION, fields=tuple(replace(one, item_bytes=4) for one in ATTENTION.fields))
+    (section,) = checked(met(weights="abc"), met("D", cards(family=other), weights="xyz"))
+    texts = found(section, "difference")
+    assert texts[0] == "weights: abc there, xyz here"
+    assert any("elements of 2 bytes there, 4 here" in text for text in texts[1:])
+
+
+def test_tensor_parallel_sizes_may_differ():
+    sections = checked(met(), met("D", cards(2)))
+    assert {one.state for section in sections for one in section.findings} == {State.OK}
+
+
+def test_a_pair_goes_from_prefill_to_decode():
+    (section,) = checked(met(), met("D"), (Role.PREFILL, Role.DECODE))
+    assert section.title == "A (there) -> B (here)"
+    (section,) = checked(met(), met("D"), (Role.DECODE, Role.PREFILL))
+    assert section.title == "B (there) -> A (here)"
+    for role in (Role.PREFILL, Role.DECODE):
+        assert checked(met(), met("D"), (role, role)) == []
+
+
+def test_one_engine_given_twice_is_no_pair():
+    assert checked(met(), met()) == []
+
+
+def test_windows_here_and_full_attention_there_go_one_way():
+    full, windows = met(), met("D", windowed())
+    sections = {section.title: section for section in checked(windows, full)}
+    assert set(sections) == {"A (there) -> B (here)", "B (there) -> A (here)"}
+    (text,) = found(sections["A (there) -> B (here)"], "difference")
+    assert "sliding_window(32) there, full_attention here" in text
+    assert not found(sections["B (there) -> A (here)"], "difference")
+
+
+def test_larger_blocks_of_windows_are_noted():
+    small, large = met(of=windowed(tokens=8)), met("D", windowed(tokens=16))
+    sections = {section.title: section for section in checked(small, large)}
+    assert "blocks of 8 tokens there, 16 here" in found(sections["A (there) -> B (here)"], "windows")[0]
+    assert not found(sections["B (there) -> A (here)"], "windows")
+
+
+def test_a_secret_on_one_side_alone_is_bad():
+    (section,) = checked(met(encrypted=True), met("D"), (Role.PREFILL, Role.DECODE))
+    assert found(section, "secret") == ["only the first has a secret, so they never meet"]
+
+
+def test_loopback_is_of_no_use_to_another_machine():
+    far = met("D", address=("10.0.0.2", 5600))
+    (section,) = checked(met(), far, (Role.PREFILL, Role.DECODE))
+    assert "the first tells peers 127.0.0.1" in found(section, "address")[0]
+    (section,) = checked(far, met(), (Role.PREFILL, Role.DECODE))
+    assert not found(section, "address")
+
+
+@pytest.mark.parametrize(
+    ("addresses", "said"),
+    [
+        ((NEAR, NEAR), "two processes of the one that runs this read by cma"),
+        ((("10.0.0.1", 1), ("10.0.0.2", 1)), "the speed between them was not measured"),
+    ],
+)
+def test_of_the_link_no_more_is_said_than_was_measured(addresses, said):
+    one, other = (met(name, address=address) for name, address in zip("PD", addresses, strict=True))
+    (section,) = checked(one, other, local="by cma")
+    assert said in found(section, "link")[0]
+
+
+def test_what_is_not_certain_is_noted():
+    one = met(weights="unverified m at main")
+    other = replace(one, facts=Facts("D", 9, "another version", one.facts.must_agree))
+    (section,) = checked(one, other)
+    assert {one.subject for one in section.findings if one.state is State.NOTE} == {"weights", "software"}

@@ -1,0 +1,58 @@
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from kvferry.doctor import report
+from kvferry.doctor.finding import Finding, Section, State, bad, is_well, note, ok, refused
+
+LONG = "word " * 40 + "/a/path/that/is/far/longer/than/any/line/" + "of-a-terminal/" * 8
+SECTIONS = [
+    Section("this machine", (ok("one", LONG), note("two", "worth\x1b[31m a look", "look " * 30))),
+    Section("engine", (bad("three", "is wrong", "mend it"),)),
+]
+
+
+def shown(sections) -> str:
+    out = io.StringIO()
+    report.show(sections, Console(file=out, highlight=False))
+    return out.getvalue()
+
+
+def test_a_report_fits_80_columns_and_is_plain_where_it_is_no_terminal():
+    text = shown(SECTIONS)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\x1b" not in text
+    assert "worth?[31m a look" in text
+
+
+def test_a_report_says_what_to_do_and_ends_with_what_it_comes_to():
+    lines = shown(SECTIONS).splitlines()
+    assert "  BAD  three: is wrong" in lines
+    assert "       -> mend it" in lines
+    assert lines[-1] == "1 of 3 things must be changed; 1 worth a look."
+    assert shown(SECTIONS[:1]).splitlines()[-1] == "Nothing must be changed; 1 worth a look."
+
+
+def test_json_has_the_same():
+    found = json.loads(json.dumps(report.as_json(SECTIONS)))
+    assert found["well"] is False
+    assert found["sections"][1]["findings"] == [
+        {"subject": "three", "state": "bad", "found": "is wrong", "advice": "mend it"}
+    ]
+
+
+def test_only_what_is_bad_is_not_well():
+    assert is_well(SECTIONS[:1])
+    assert not is_well(SECTIONS)
+
+
+def test_what_is_bad_says_what_to_do():
+    with pytest.raises(ValueError, match="what is bad says what to do"):
+        Finding("it", State.BAD, "is wrong")
+
+
+def test_kvferrys_own_errors_are_split_into_what_is_and_what_to_do():
+    assert refused("port", ValueError("a; b; do c")) == bad("port", "a; b", "do c")
+    assert refused("port", ValueError("a"), "do c") == bad("port", "a", "do c")

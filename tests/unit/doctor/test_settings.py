@@ -1,0 +1,105 @@
+import json
+
+import pytest
+
+from kvferry.doctor.finding import State
+from kvferry.doctor.settings import read_file, summary
+from kvferry.engines.vllm.config import parse_config
+from kvferry.errors import ConfigError
+from kvferry.serving.kv_config import kv_transfer_config
+from kvferry.serving.role import Role
+
+
+@pytest.fixture
+def given(tmp_path):
+    def write(content) -> str:
+        path = tmp_path / "kv.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return str(path)
+
+    return write
+
+
+def states(found) -> set[State]:
+    return {one.state for one in found.findings}
+
+
+def test_what_kvferry_config_prints_is_well(given):
+    found = read_file(given(kv_transfer_config(Role.PREFILL, {"tiers": "default", "transfer": True})))
+    assert states(found) == {State.OK}
+    (config,) = found.configs
+    assert summary(config) == "exchanges KV with other engines and keeps it in tiers (host, file)"
+
+
+def test_the_extra_config_alone_will_do(given):
+    found = read_file(given({"port": 5600}))
+    assert states(found) == {State.OK}
+    assert found.configs == (parse_config({"port": 5600}),)
+
+
+@pytest.mark.parametrize(
+    ("extra", "said", "advice"),
+    [
+        ({"leese_seconds": 3}, "has no key 'leese_seconds'", "did you mean 'lease_seconds'?"),
+        ({"port": 70_000}, "port is 70000", ""),
+        ({"tiers": [{"type": "host", "capacity": "many"}]}, "a size of 'many'", "write a number"),
+    ],
+)
+def test_what_the_connector_refuses_is_refused_in_its_words(given, extra, said, advice):
+    found = read_file(given({**kv_transfer_config(Role.BOTH), "kv_connector_extra_config": extra}))
+    (bad,) = [one for one in found.findings if one.state is State.BAD]
+    assert said in bad.found
+    assert advice in bad.advice
+    assert found.configs == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "subject"),
+    [
+        ({"kv_load_failure_policy": "fail"}, "kv_load_failure_policy"),
+        ({"kv_connector_module_path": None}, "kv_connector_module_path"),
+        ({"kv_connector_module_path": "elsewhere"}, "kv_connector_module_path"),
+        ({"kv_role": "prefill"}, "kv_role"),
+    ],
+)
+def test_what_stands_around_the_settings_is_checked(given, change, subject):
+    found = read_file(given({**kv_transfer_config(Role.BOTH), **change}))
+    assert [one.subject for one in found.findings if one.state is State.BAD] == [subject]
+    assert len(found.configs) == 1
+
+
+def test_ours_is_found_among_several_connectors(given):
+    inner = [{"kv_connector": "LMCacheConnectorV1"}, kv_transfer_config(Role.BOTH, {"port": 5600})]
+    several = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": inner}}
+    found = read_file(given(several))
+    assert [config.port for config in found.configs] == [5600]
+    assert states(found) == {State.OK, State.NOTE}
+
+
+def test_a_connector_that_is_not_ours_is_said(given):
+    found = read_file(given({"kv_connector": "NixlConnector"}))
+    assert (found.configs, states(found)) == ((), {State.NOTE})
+
+
+def test_settings_that_are_no_object_are_bad(given):
+    found = read_file(given({"kv_connector": "KVFerryConnector", "kv_connector_extra_config": [1]}))
+    assert states(found) == {State.BAD}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "is no JSON"),
+        ("[1]", "holds a JSON list"),
+        ("[" * 10**5, "is no JSON"),
+        (" " * (1 << 21), "1 MiB"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_one_sentence(given, content, said):
+    with pytest.raises(ConfigError, match=said):
+        read_file(given(content))
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(ConfigError, match="No such file"):
+        read_file(str(tmp_path / "none"))

@@ -1,0 +1,74 @@
+import json
+
+import pytest
+
+from kvferry.doctor import software
+from kvferry.doctor.finding import State
+from kvferry.doctor.limits import Ended
+from kvferry.doctor.probes import said
+
+MARK = "kvferry doctor: "
+
+
+def told(*lines: dict, err: str = "", code: int | None = 0) -> Ended:
+    return Ended(code, "\n".join(f"noise {MARK}{json.dumps(line)}" for line in lines), err)
+
+
+def test_what_a_probe_says_is_found_among_what_libraries_print():
+    out = f'chatter\n\x1b[0m{MARK}{{"a": 1}}\n{MARK}{{"b": [2]}}\n{MARK}{{"cut'
+    assert said(out) == [{"a": 1}, {"b": [2]}]
+
+
+@pytest.mark.parametrize(
+    ("version", "state"),
+    [(None, State.NOTE), ("0.32.1", State.OK), ("0.31.0", State.BAD), ("0.320.0", State.BAD)],
+)
+def test_vllm_must_be_the_tested_one(version, state):
+    assert software.vllm(version).state is state
+
+
+def test_a_connector_that_loads():
+    ended = told({"version": "0.32.0"}, {"connector": True, "platform": True, "device": "cuda"})
+    loaded, hybrid = software.connector(lambda: ended)
+    assert (loaded.state, loaded.found) == (State.OK, "vLLM 0.32.0 loads it, for cuda")
+    assert hybrid.state is State.OK
+
+
+def test_a_platform_without_the_hybrid_manager():
+    ended = told({"version": "0.32.0"}, {"connector": True, "platform": False, "device": "tpu"})
+    assert software.connector(lambda: ended)[1].state is State.BAD
+
+
+@pytest.mark.parametrize(
+    ("ended", "words"),
+    [
+        (
+            told(err="Trace\nRuntimeError: operator torchvision::nms does not exist\n", code=1),
+            "vLLM itself cannot be imported: RuntimeError: operator torchvision::nms",
+        ),
+        (
+            told({"version": "0.40.0"}, err="ImportError: cannot import name 'x'", code=1),
+            "vLLM does not take it: ImportError",
+        ),
+        (told(code=None), "vLLM itself cannot be imported: it was not done in time"),
+    ],
+)
+def test_a_connector_that_does_not_load(ended, words):
+    (found,) = software.connector(lambda: ended)
+    assert found.state is State.BAD
+    assert words in found.found
+
+
+def test_the_hash_seed_plays_no_part():
+    assert "PYTHONHASHSEED (not set) plays no part" in software.hash_seed({}).found
+    assert "(7)" in software.hash_seed({"PYTHONHASHSEED": "7"}).found
+
+
+def test_whether_weights_are_read_at_every_start(tmp_path, monkeypatch):
+    memory = tmp_path / "kvferry" / "weights.json"
+    assert software.weights_memory(None, 0).state is State.NOTE
+    assert "will be remembered" in software.weights_memory(memory, 0).found
+    assert "digests of 3 files" in software.weights_memory(memory, 3).found
+    monkeypatch.setattr(software.os, "access", lambda *_: False)
+    found = software.weights_memory(memory, 3)
+    assert (found.state, "read whole at every start" in found.found) == (State.NOTE, True)

@@ -1,0 +1,210 @@
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kvferry.doctor import storage
+from kvferry.doctor.finding import State
+from kvferry.doctor.limits import Ended
+from kvferry.doctor.mounts import Mount
+from kvferry.engines.vllm.tier_config import FileSettings, HostSettings, ObjectSettings, read_tiers
+
+MARK = "kvferry doctor: "
+GIB = 1 << 30
+ROOM = {"owner": 0, "mode": 0o700, "free": 100 * GIB, "total": 200 * GIB, "ledger": None}
+DISK = Mount("/", "ext4", "/dev/sda1")
+
+
+def told(*lines: dict, code: int | None = 0) -> Ended:
+    return Ended(code, "\n".join(f"{MARK}{json.dumps(line)}" for line in lines), "")
+
+
+def looked(settings=None, *, on: Mount = DISK, code: int | None = 0, end=None, **room):
+    lines = [{"real": "/kv"}, {**ROOM, **room}, {"direct": True} if end is None else end]
+    return list(
+        storage.file(
+            "file", settings or FileSettings("/kv"), lambda path: told(*lines, code=code), lambda: [on]
+        )
+    )
+
+
+def worst(found) -> State:
+    return max((one.state for one in found), key=list(State).index)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "room", "state"),
+    [
+        (None, 10 * GIB, State.OK),
+        ("8GiB", 10 * GIB, State.OK),
+        ("12GiB", 10 * GIB, State.BAD),
+    ],
+)
+def test_host_memory_must_be_there(capacity, room, state):
+    assert storage.host(HostSettings(capacity), lambda: (room, "left to this control group")).state is state
+
+
+def test_memory_that_cannot_be_seen_is_said():
+    assert storage.host(HostSettings("1GiB"), lambda: None).state is State.NOTE
+
+
+def test_a_directory_on_a_disk_is_well():
+    assert worst(looked()) is State.OK
+
+
+@pytest.mark.parametrize(
+    ("settings", "room", "state", "said"),
+    [
+        (FileSettings("/kv", "50GiB"), {}, State.OK, "50 GiB, as configured; 100 GiB free"),
+        (
+            FileSettings("/kv", "500GiB"),
+            {},
+            State.BAD,
+            "a capacity of 500 GiB, as configured, and 100 GiB free",
+        ),
+        (FileSettings("/kv", "150GiB"), {"ledger": [GIB, 60 * GIB]}, State.OK, "and 60 GiB of cache"),
+        (FileSettings("/kv"), {}, State.OK, "10 GiB, a tenth of what is free"),
+        (
+            FileSettings("/kv"),
+            {"ledger": [7 * GIB, GIB]},
+            State.OK,
+            "7 GiB, as the directory was set to before",
+        ),
+        (FileSettings("/kv", "1GiB"), {"free": 0}, State.BAD, "and 0 B free"),
+    ],
+)
+def test_a_capacity_must_fit(settings, room, state, said):
+    found = looked(settings, **room)
+    assert worst(found) is state
+    assert any(said in one.found for one in found)
+
+
+@pytest.mark.parametrize(
+    ("mount", "said"),
+    [
+        (Mount("/kv", "tmpfs", "tmpfs"), "it is memory"),
+        (Mount("/kv", "nfs4", "server:/export"), "several machines may share it"),
+        (Mount("/kv", "fuse.s3fs", "s3fs"), "several machines may share it"),
+        (Mount("/", "overlay", "overlay"), "it goes with the container"),
+    ],
+)
+def test_what_a_directory_is_on_is_said(mount, said):
+    found = looked(on=mount)
+    assert worst(found) is State.NOTE
+    assert any(said in one.found for one in found)
+
+
+def test_a_directory_without_direct_io_or_open_to_others_is_noted():
+    assert "page cache" in looked(end={"direct": False})[-1].found
+    assert "mode 755" in looked(mode=0o755)[-1].found
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [(28, "the disk is full"), (30, "for writing"), (37, "locks"), (5, "owner, mode and mount")],
+)
+def test_a_directory_that_cannot_be_written_is_bad(number, advice):
+    found = looked(end={"failed": "because", "number": number})
+    assert found[0].state is State.BAD
+    assert advice in found[0].advice
+
+
+def test_a_mount_that_hangs_is_named():
+    hangs = Mount("/kv", "nfs4", "gone:/export")
+    found = list(
+        storage.file("file", FileSettings("/kv/a"), lambda path: told(code=None), lambda: [DISK, hangs])
+    )
+    assert [one.state for one in found] == [State.BAD]
+    assert "(nfs4 of gone:/export, mounted on /kv) does not answer" in found[0].found
+
+
+def test_a_real_directory_is_looked_at_and_left_as_it_was(tmp_path):
+    tmp_path.chmod(0o700)
+    assert worst(storage.file("file", FileSettings(str(tmp_path), "1MiB"))) is not State.BAD
+    assert list(tmp_path.iterdir()) == []
+    (missing,) = storage.file("file", FileSettings(str(tmp_path / "none")))
+    assert (missing.state, "does not exist" in missing.found) == (State.BAD, True)
+    (tmp_path / "kvferry.json").write_text("{}")
+    (other,) = storage.file("file", FileSettings(str(tmp_path)))
+    assert "is not what kvferry writes" in other.found
+
+
+def test_the_default_directory_may_be_missing(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tmp_path.chmod(0o755)
+    found = list(storage.file("file", FileSettings()))
+    assert worst(found) is not State.BAD
+    assert not any("mode" in one.found for one in found), "it will be made for its user alone"
+
+
+@pytest.fixture
+def full(tmp_path):
+    """A tmpfs of one page, which is full."""
+    where = tmp_path / "full"
+    where.mkdir()
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4k,mode=700", "none", where], check=False, capture_output=True
+    )
+    if mount.returncode:
+        pytest.skip("nothing can be mounted here")
+    (where / "filler").write_bytes(bytes(4096))
+    yield where
+    subprocess.run(["umount", where], check=True)
+
+
+def test_a_full_disk_is_bad(full: Path):
+    found = list(storage.file("file", FileSettings(str(full), "1MiB")))
+    assert [one.advice for one in found if one.state is State.BAD] == [
+        "free space: the disk is full",
+        "lower the capacity or free space",
+    ]
+    assert any("tmpfs" in one.found for one in found)
+
+
+def test_object_storage_is_written_to_and_left_as_it_was(tmp_path):
+    (found,) = storage.object_storage("object", ObjectSettings(f"file://{tmp_path}"))
+    assert found.state is State.OK
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (ObjectSettings("s3://b/p", {"endpont": "x"}), "has no option 'endpont'"),
+        (
+            ObjectSettings(
+                "s3://b/p",
+                {
+                    "endpoint": "http://127.0.0.1:9",
+                    "allow_http": "true",
+                    "access_key_id": "k",
+                    "secret_access_key": "s",
+                },
+                2.0,
+            ),
+            "s3://b/p: it cannot be reached",
+        ),
+    ],
+)
+def test_object_storage_that_cannot_be_used_is_bad(settings, said):
+    (found,) = storage.object_storage("object", settings)
+    assert found.state is State.BAD
+    assert said in found.found
+
+
+def test_all_tiers_are_looked_at(tmp_path):
+    tiers = read_tiers(
+        [
+            {"type": "host", "capacity": "1MiB"},
+            {"type": "file", "path": str(tmp_path)},
+            {"type": "object", "url": f"file://{tmp_path}"},
+        ]
+    )
+    assert {one.subject for one in storage.check(tiers)} == {"host memory", "tier 1, file", "tier 2, object"}
+
+
+def test_what_takes_too_long_is_killed(monkeypatch, tmp_path):
+    monkeypatch.setattr(storage, "_PATH_SECONDS", 0.001)
+    (found,) = storage.file("file", FileSettings(str(tmp_path)))
+    assert "does not answer for 0.001 s" in found.found

@@ -1,0 +1,177 @@
+import json
+from datetime import UTC, datetime
+
+import pytest
+
+from kvferry.doctor import costs, nixl, reads
+from kvferry.doctor.finding import Finding, State
+from kvferry.doctor.limits import Ended
+from kvferry.planning.strategy import Costs
+from kvferry.transport.costs import default_path, write_costs
+
+MARK = "kvferry doctor: "
+# As UCX 1.20 printed it here.
+UCX = """\
+[1795309897.55] [vm:5712 :0]   +--------+-------------+-------------------------------------------+
+[1795309897.55] [vm:5712 :0]   | bench-raw/1 intra-node cfg#1                                     |
+[1795309897.55] [vm:5712 :0]   | remote memory read by ucp_get*(multi) into host memory from host |
+[1795309897.55] [vm:5712 :0]   +--------+-------------+-------------------------------------------+
+[1795309897.55] [vm:5712 :0]   | Range  | Description |                  Config                   |
+[1795309897.55] [vm:5712 :0]   +--------+-------------+-------------------------------------------+
+[1795309897.55] [vm:5712 :0]   | 0..inf | zero-copy   | WAY                                |
+[1795309897.55] [vm:5712 :0]   +--------+-------------+-------------------------------------------+
+[1795309897.55] [vm:5712 :3]   +-------------+--------------------+---------------------+
+[1795309897.55] [vm:5712 :3]   | active message by ucp_am_send*(multi) from host memory |
+[1795309897.55] [vm:5712 :3]   +-------------+--------------------+---------------------+
+[1795309897.55] [vm:5712 :3]   |    Range    |    Description     |       Config        |
+[1795309897.55] [vm:5712 :3]   |     0..8184 | short              | tcp/eth7            |
+"""
+SMALL, LARGE = (2048, 2048 << 12, 5e-3), (16, 32 << 20, 3e-3)
+
+
+def told(*lines: dict, err: str = "", code: int | None = 0, ucx: str = "") -> Ended:
+    return Ended(code, ucx + "\n".join(f"{MARK}{json.dumps(line)}" for line in lines), err)
+
+
+def read(way: str = "cma/memory") -> Ended:
+    timed = [{"descriptors": n, "bytes": size, "seconds": s} for n, size, s in (SMALL, LARGE)]
+    return told({"machine": {"cpu": "Some CPU"}}, *timed, ucx=UCX.replace("WAY", way))
+
+
+def plugins(**why: str) -> list[dict]:
+    lines: list[dict] = [{"version": "1.5.1", "verbs": True}]
+    for name, text in why.items():
+        lines += [{"trying": name}, {"plugin": name, "why": text}]
+    return lines
+
+
+def test_without_nixl_the_rest_is_told():
+    (found,) = nixl.check(None, lambda: pytest.fail("nothing is started"))
+    assert found.state is State.NOTE
+
+
+def test_plugins_that_start_and_that_do_not():
+    found = nixl.check("1.5.1", lambda: told(*plugins(UCX="", GDS="no device", POSIX="")))
+    assert [one.state for one in found] == [State.OK] * 3
+    assert found[0].found.endswith("UCX, POSIX")
+    assert found[1].found.endswith(": GDS")
+
+
+@pytest.mark.parametrize(
+    ("ended", "said"),
+    [
+        (told(*plugins(UCX="NIXL_ERR_BACKEND")), "does not start: NIXL_ERR_BACKEND"),
+        (told(code=1, err="x\nImportError: libucp.so\n"), "does not start: ImportError: libucp.so"),
+        (told(code=None), "it was not done in time"),
+    ],
+)
+def test_without_ucx_there_is_no_transport(ended, said):
+    (found,) = nixl.check("1.5.1", lambda: ended)
+    assert found.state is State.BAD
+    assert said in found.found
+
+
+def test_a_process_that_dies_after_nixl_is_bad():
+    last = nixl.check("1.5.1", lambda: told(*plugins(UCX=""), code=-11))[-1]
+    assert (last.state, "dies as it exits (signal 11 ended it)" in last.found) == (State.BAD, True)
+
+
+@pytest.mark.parametrize("code", [-11, None])
+def test_a_plugin_that_nobody_uses_may_crash_or_hang(code):
+    last = nixl.check("1.5.1", lambda: told(*plugins(UCX=""), {"trying": "GDS"}, code=code))[-1]
+    assert (last.state, last.found[:15]) == (State.NOTE, "GDS stops the p")
+
+
+def test_the_way_of_reads_is_what_ucx_says():
+    assert reads.way_of(UCX.replace("WAY", "cma/memory").splitlines()) == ("cma/memory",)
+    assert reads.way_of(["nothing", "| a | b | c |"]) == ()
+    emulated = UCX.replace("WAY", "tcp/lo").replace("zero-copy", "software emulation")
+    assert reads.way_of(emulated.splitlines()) == ("tcp/lo (emulated)",)
+
+
+def findings(environment, *ended: Ended) -> list[Finding]:
+    asked: list[str | None] = []
+
+    def once(transports):
+        asked.append(transports)
+        return ended[len(asked) - 1]
+
+    found = [one for one in reads.check(environment, once) if isinstance(one, Finding)]
+    assert asked == [None, "^sm"][: len(ended)]
+    return found
+
+
+def test_reads_are_told_with_their_way_and_speed(monkeypatch):
+    monkeypatch.setattr(reads, "devices", list)
+    here, away = findings({}, read(), read("tcp/eth0"))
+    assert here.state is State.OK
+    assert "by cma/memory: 1.7 GB/s in pieces of 4 KiB, 11 GB/s in pieces of 2 MiB" in here.found
+    assert (away.state, "read over TCP" in away.found) == (State.NOTE, True)
+
+
+def test_rdma_that_ucx_leaves_out_is_bad(monkeypatch):
+    monkeypatch.setattr(reads, "devices", lambda: ["mlx5_0"])
+    assert findings({}, read(), read("tcp/eth0"))[1].state is State.BAD
+    assert findings({}, read(), read("rc_mlx5/mlx5_0:1"))[1].state is State.OK
+
+
+def test_reads_that_fail_are_bad():
+    (found,) = findings({"UCX_TLS": "shm"}, told(err="no active messages transport", code=1))
+    assert (found.state, "add tcp" in found.advice) == (State.BAD, True)
+    assert findings({}, read(), told(code=None))[1].state is State.BAD
+
+
+def test_an_operators_choice_of_transports_is_kept():
+    (found,) = findings({"UCX_TLS": "tcp,self"}, read("tcp/lo"))
+    assert found.found.endswith("(UCX_TLS=tcp,self)")
+
+
+REAL = Costs(read_descriptor_seconds=2e-6, read_byte_seconds=8e-11)
+MADE = "2026-01-31T12:00:00+00:00"
+NOW = datetime(2026, 2, 10, tzinfo=UTC)
+
+
+def written(tmp_path, of=REAL, made=MADE, cpu="Some CPU") -> str:
+    path = tmp_path / "costs.json"
+    write_costs(path, of, made, {"cpu": cpu})
+    return str(path)
+
+
+def measured() -> reads.Reads:
+    found = reads.time_reads(read())
+    assert isinstance(found, reads.Reads)
+    return found
+
+
+def test_costs_of_this_machine(tmp_path):
+    found = costs.check(written(tmp_path), measured(), NOW)
+    assert (found.state, found.found[:19]) == (State.OK, "measured 2026-01-31")
+
+
+def test_costs_that_are_not_there(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert not default_path().exists()
+    found = costs.check(None, measured())
+    assert (found.state, "built-in costs" in found.found) == (State.NOTE, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"made": "2024-01-31T12:00:00"}, "days ago"),
+        ({"cpu": "Another CPU"}, "measured on another machine (Another CPU; this is Some CPU)"),
+        ({"of": Costs(read_byte_seconds=1e-9)}, "is far off: a READ takes 0.1 times what it says"),
+        ({"of": Costs(read_descriptor_seconds=1e-9, read_byte_seconds=1e-11)}, "is far off"),
+    ],
+)
+def test_costs_that_are_not_this_machines_any_more(tmp_path, changes, said):
+    found = costs.check(written(tmp_path, **changes), measured(), NOW)
+    assert found.state is State.NOTE
+    assert said in found.found
+
+
+def test_costs_that_cannot_be_read(tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text("{}")
+    assert costs.check(str(path), None).state is State.BAD
+    assert costs.check(str(tmp_path / "none"), None).state is State.BAD
