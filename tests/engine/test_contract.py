@@ -6,6 +6,8 @@ import inspect
 
 import pytest
 
+from kvferry.observe.counted import Counted
+
 pytestmark = pytest.mark.engine
 
 
@@ -35,12 +37,15 @@ def test_the_multi_connector_can_read_our_stats_and_show_them() -> None:
     )
 
     from kvferry.engines.vllm.connector import KVFerryConnector
-    from kvferry.engines.vllm.meta import Report
+    from kvferry.engines.vllm.stats import FerryStats
 
-    stats = KVFerryConnector.build_kv_connector_stats()
-    stats.note(Report("gone"), ())
+    counted = Counted()
+    counted.count("loads", "peer", "failed")
+    stats = KVFerryConnector.build_kv_connector_stats(FerryStats.of(counted).to_dict())
     sent = {"KVFerryConnector": stats.to_dict()}
-    assert MultiConnector.build_kv_connector_stats(sent).reduce()["KVFerryConnector"]["failed loads"] == 1
+    assert (
+        MultiConnector.build_kv_connector_stats(sent).reduce()["KVFerryConnector"]["peer failed loads"] == 1
+    )
     config = type("Config", (), {"kv_transfer_config": None})
     given = config, {kind: kind for kind in (Counter, Gauge, Histogram)}, ["engine"], {0: ["0"]}
     ours = KVFerryConnector.build_prom_metrics(*given)
@@ -143,3 +148,34 @@ def test_where_a_snapshot_stands() -> None:
     for mode, places in (("none", [0, 0, 0]), ("align", [0, 0, 1])):
         spec = MambaSpec(block_size=16, shapes=((2,),), dtypes=(torch.float32,), mamba_cache_mode=mode)
         assert [state_position(spec, tokens) for tokens in (1, 16, 17)] == places
+
+
+def test_every_member_of_vllms_connector_is_handed_on_to_children_or_left_for_a_reason() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+
+    from kvferry.engines.vllm.multi.connector import NOT_FORWARDED, FerryMultiConnector
+
+    assert not inspect.isabstract(FerryMultiConnector)
+    theirs = {
+        name: member
+        for base in (KVConnectorBase_V1, SupportsHMA)
+        for name, member in vars(base).items()
+        if not name.startswith("_")
+    }
+    ours = {name for name in vars(FerryMultiConnector) if not name.startswith("_")} - {"sub_connectors"}
+    assert ours <= theirs.keys(), "vLLM has no such members"
+    assert theirs.keys() - ours == NOT_FORWARDED.keys()
+    for name in ours:
+        mine, base = getattr(FerryMultiConnector, name), getattr(KVConnectorBase_V1, name, theirs[name])
+        if callable(mine):
+            assert parameters(mine) == parameters(base) or name == "request_finished", name
+
+
+def test_entries_of_connectors_have_the_keys_of_vllms_own_setting() -> None:
+    import dataclasses
+
+    from vllm.config import KVTransferConfig
+
+    from kvferry.engines.vllm.multi.settings import TRANSFER_KEYS
+
+    assert {field.name for field in dataclasses.fields(KVTransferConfig)} == set(TRANSFER_KEYS)

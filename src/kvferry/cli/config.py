@@ -57,12 +57,16 @@ def config(
     patience_seconds: Annotated[
         float | None, typer.Option(help="How long a request waits for a source that is looking.")
     ] = None,
+    beside: Annotated[
+        str | None,
+        typer.Option(help='Other connectors of the engine, JSON: [{"kv_connector": "NixlConnector"}, ...].'),
+    ] = None,
 ) -> None:
     """Print the JSON for vLLM's --kv-transfer-config, in one line.
 
     vllm serve MODEL --kv-transfer-config "$(kvferry config --role decode)"
     """
-    from kvferry.serving.kv_config import kv_transfer_config, kv_transfer_json, tiers_of
+    from kvferry.serving import kv_config
 
     settings = {
         "host": host,
@@ -80,7 +84,7 @@ def config(
         "staging_mib": staging_mib,
         "lanes": lanes,
         "costs": costs,
-        "tiers": tiers_of(tiers),
+        "tiers": kv_config.tiers_of(tiers),
         "transfer": transfer,
         "chunk_tokens": chunk_tokens,
         "snapshot_tokens": snapshot_tokens,
@@ -88,4 +92,7 @@ def config(
         "load_weight": load_weight,
         "patience_seconds": patience_seconds,
     }
-    print(kv_transfer_json(kv_transfer_config(role, settings)))
+    whole = kv_config.kv_transfer_config(role, settings)
+    if beside is not None:
+        whole = kv_config.beside(whole, kv_config.others_of(beside))
+    print(kv_config.kv_transfer_json(whole))

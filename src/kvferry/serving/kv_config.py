@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvferry.engines.vllm.config import parse_config
+from kvferry.engines.vllm.multi.settings import parse_multi
 from kvferry.errors import ConfigError
 from kvferry.serving.role import Role
 from kvferry.transport import security
@@ -37,6 +38,46 @@ def kv_transfer_config(role: Role, settings: Mapping[str, Any] | None = None) ->
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": extra,
     }
+
+
+def beside(config: Mapping[str, Any], others: Any) -> dict[str, Any]:
+    """The object for an engine with other connectors, before ours: a `FerryMultiConnector` of all.
+
+    Args:
+        config: ours, see `kv_transfer_config`; its ``policy`` and ``patience_seconds`` choose between all.
+        others: entries of ``connectors``.
+
+    Raises:
+        ConfigError: they are no such entries; see `parse_multi`.
+    """
+    extra = config["kv_connector_extra_config"]
+    own = {
+        key: config[key] for key in ("kv_connector", "kv_connector_module_path", "kv_connector_extra_config")
+    }
+    shared = {key: extra[key] for key in ("policy", "patience_seconds") if key in extra}
+    given = [*others, own] if isinstance(others, list) else others
+    parse_multi({"connectors": given})
+    return {
+        **config,
+        "kv_connector": "FerryMultiConnector",
+        "kv_connector_module_path": "kvferry.engines.vllm.multi.connector",
+        "kv_connector_extra_config": {"connectors": given, **shared},
+    }
+
+
+def others_of(text: str) -> Any:
+    """Entries of ``connectors`` from a command line.
+
+    Raises:
+        ConfigError: it is no JSON. What it holds, `beside` checks.
+    """
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(
+            f"beside is {text!r}, which is no JSON ({error}); write a list such as "
+            '[{"kv_connector": "NixlConnector"}]'
+        ) from error
 
 
 def tiers_of(text: str | None) -> Any:

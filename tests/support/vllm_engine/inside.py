@@ -11,6 +11,12 @@ from kvferry.observe.fold import Fold
 from kvferry.planning.select import Span
 from kvferry.serving.router.bodies import ASK_FOR_KV
 from support.vllm_engine import any_layout, copied, pages
+from support.vllm_engine.multi_inside import (  # noqa: F401 - called by name
+    chosen,
+    metrics,
+    spoil_child,
+    still_known,
+)
 from support.vllm_engine.pages import Digests, digests_of, negate
 from support.vllm_engine.tiers_inside import (  # noqa: F401 - called by name
     abort_at_random,
@@ -25,6 +31,7 @@ from support.vllm_engine.tiers_inside import (  # noqa: F401 - called by name
     slow_files,
     stuck,
     tier_stats,
+    worker_half,
 )
 
 
@@ -54,7 +61,7 @@ def start(settings: dict[str, Any]) -> Any:
     if transfer is not None:
         settings["kv_transfer_config"] = KVTransferConfig(**transfer)
     engine = LLM(**settings)
-    worker = _worker_half(engine)
+    worker = worker_half(engine)
     if worker is not None:
         engine.witness = Witness(worker, half(engine).admission)
         engine.fold = Fold()
@@ -98,7 +105,7 @@ def about(engine: Any) -> dict[str, Any]:
     config = engine.llm_engine.vllm_config
     core = engine.llm_engine.engine_core.engine_core
     groups = core.scheduler.kv_cache_config.kv_cache_groups
-    worker = _worker_half(engine)
+    worker = worker_half(engine)
     return {
         "block_size": config.cache_config.block_size,
         "prefix_caching": config.cache_config.enable_prefix_caching,
@@ -305,9 +312,9 @@ def bids(engine: Any) -> list[int]:
     return seen
 
 
-def settle_tiers(engine: Any, seconds: float = 30.0) -> None:
+def settle_tiers(engine: Any, seconds: float = 30.0, of: int = 0) -> None:
     """Step until the tiers have nothing left to do, as a server does."""
-    ours = half(engine)
+    ours = half(engine, of)
     until = time.monotonic() + seconds
     cache = ours._tiering._cache
     while ours.busy or cache._incoming or any(len(writing) for writing in cache.writing):
@@ -317,9 +324,9 @@ def settle_tiers(engine: Any, seconds: float = 30.0) -> None:
         time.sleep(0.002)
 
 
-def forget_host_memory(engine: Any) -> None:
+def forget_host_memory(engine: Any, of: int = 0) -> None:
     """What is in the tiers' host memory; what is behind it stays, and is looked at anew."""
-    cache = half(engine)._tiering._cache
+    cache = half(engine, of)._tiering._cache
     cache.clear()
     for queue in cache._queues:
         queue.tier.refresh()
@@ -370,7 +377,7 @@ def forget_peers_after(engine: Any, seconds: float) -> None:
 
 def peers(engine: Any) -> int:
     """How many the worker knows."""
-    return len(_worker_half(engine)._transfers._lanes[0]._peers)
+    return len(worker_half(engine)._transfers._lanes[0]._peers)
 
 
 def requests_left(engine: Any) -> int:
@@ -385,7 +392,7 @@ def free_blocks(engine: Any) -> int:
 
 def digests(engine: Any, tables: list[list[int]], tokens: int, have: int = 0) -> Digests:
     """What a continuation after `tokens` tokens needs, as `pages.digests_of` has it."""
-    return digests_of(_worker_half(engine), tables, Span(have, tokens, tokens + 1))
+    return digests_of(worker_half(engine), tables, Span(have, tokens, tokens + 1))
 
 
 class Witness:
@@ -462,19 +469,9 @@ def _scheduler(engine: Any) -> Any:
     return engine.llm_engine.engine_core.engine_core.scheduler
 
 
-def _worker_half(engine: Any) -> Any:
-    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-
-    if not has_kv_transfer_group():
-        return None
-    group = get_kv_transfer_group()
-    (one,) = getattr(group, "_connectors", [group])
-    return one._halves[engine.llm_engine.vllm_config.kv_transfer_config.engine_id]
-
-
 def contents(engine: Any) -> list[tuple[str, str, list[str]]]:
     """(kind, content id, field names) of every group's first layer."""
-    groups = _worker_half(engine)._geometry.groups
+    groups = worker_half(engine)._geometry.groups
     return [
         (str(g.kind), g.layers[0].page.content, [f.name for f in g.layers[0].page.fields]) for g in groups
     ]
@@ -487,7 +484,7 @@ def believed_if_it_were(engine: Any, adapter: str) -> list[str]:
 
     config = engine.llm_engine.vllm_config
     cache = _scheduler(engine).kv_cache_config
-    worker = _worker_half(engine)
+    worker = worker_half(engine)
     found = []
     for group, described in zip(cache.kv_cache_groups, worker._geometry.groups, strict=True):
         if described.kind is GroupKind.STATE:
@@ -503,7 +500,7 @@ def believed_if_it_were(engine: Any, adapter: str) -> list[str]:
 
 def registered_is_the_cache(engine: Any) -> bool:
     """The memory that peers read and write is the engine's own cache, not a host buffer."""
-    worker = _worker_half(engine)
+    worker = worker_half(engine)
     own = {t.untyped_storage().data_ptr() for t in worker._caches.values()}
     return own == {region.address for region in worker._geometry.regions}
 
@@ -517,7 +514,7 @@ def poison(engine: Any) -> None:
     assert not scheduler.requests
     assert scheduler.kv_cache_manager.reset_prefix_cache()
     clears = scheduler.kv_cache_config.needs_kv_cache_zeroing
-    pages.poison(_worker_half(engine), float("nan") if clears else 1e4)
+    pages.poison(worker_half(engine), float("nan") if clears else 1e4)
 
 
 def kept(engine: Any) -> list[list[tuple[str, str, int, int]]]:

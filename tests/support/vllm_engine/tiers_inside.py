@@ -8,18 +8,29 @@ import time
 from collections import Counter
 from typing import Any
 
+from support.vllm_engine.multi_inside import ferries
 
-def half(engine: Any) -> Any:
-    """The scheduler half of the connector, which may be the child of another one."""
+
+def half(engine: Any, of: int = 0) -> Any:
+    """The scheduler half of the connector, or of that of kvferry's own among its children."""
     connector = engine.llm_engine.engine_core.engine_core.scheduler.connector
-    return getattr(connector, "_connectors", [connector])[0].scheduler_half
+    return ferries(connector)[of].scheduler_half
 
 
-def held(engine: Any) -> dict[str, int]:
+def worker_half(engine: Any, of: int = 0) -> Any:
+    """The rank's half of that child."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    ours = ferries(get_kv_transfer_group()) if has_kv_transfer_group() else []
+    engine_id = engine.llm_engine.vllm_config.kv_transfer_config.engine_id if ours else None
+    return ours[of]._halves[engine_id] if ours else None
+
+
+def held(engine: Any, of: int = 0) -> dict[str, int]:
     """What requests, loads and stores hold, and is not nothing; host memory and its book must agree."""
-    tiering, admission = half(engine)._tiering, half(engine).admission
+    tiering, admission = half(engine, of)._tiering, half(engine, of).admission
     cache, source, storing = tiering._cache, tiering.source, tiering._storing
-    worker = engine.witness._worker
+    worker = worker_half(engine, of)
     cache._host.check_integrity()
     book = cache._host._book
     counts = {

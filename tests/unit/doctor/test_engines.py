@@ -18,7 +18,7 @@ from transport.cards import cards, facts
 
 HOST = "127.0.0.1"
 NIXLS = {"remote_block_ids": [[1]], "remote_host": HOST, "remote_port": 5, "remote_request_id": "r"}
-KVFERRY_METRICS = "# HELP kvferry_transfer_loads_total Loads\nvllm:num_requests_running 0\n"
+KVFERRY_METRICS = "# HELP kvferry_loads_total Loads\nvllm:num_requests_running 0\n"
 
 
 @contextmanager

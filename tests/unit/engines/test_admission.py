@@ -104,11 +104,12 @@ class Stand:
 
 
 class Engine:
-    def __init__(self, *sources, workers=2, attempts=2, policy=None, patience=10.0):
+    def __init__(self, *sources, workers=2, attempts=2, policy=None, patience=10.0, whole=False):
         group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))
         self.pool, self.workers = BlockPool(60), workers
         self.fold, self.told = Fold(), []
         self.parts = PartBlocks(GROUPS, self.pool)
+        self.parts = PartBlocks(GROUPS, self.pool, whole)
         self.admission = Admission(
             SimpleNamespace(kv_cache_groups=[group, group]),
             (GroupKind.FULL, GroupKind.SLIDING),
@@ -949,3 +950,15 @@ class Counting(RuleBasedStateMachine):
 
 TestCounting = Counting.TestCase
 TestCounting.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+
+
+def test_beside_others_a_bid_that_would_fill_a_block_in_part_is_not_taken():
+    fine, coarse = Stand("fine", 24, grain=2), Stand("coarse", 16)
+    alone = Engine(fine, coarse)
+    assert alone.admit(alone.arrive()) == 24
+    engine = Engine(fine, coarse, whole=True)
+    assert engine.admit(engine.arrive()) == 16
+    fine.looking = True
+    assert engine.admit(engine.arrive("c")) is None, "what it will turn out to be is not known"
+    fine.looking, fine.grain = False, BLOCK
+    assert engine.admit(engine.arrive("d")) == 24

@@ -54,3 +54,12 @@ def test_a_block_that_nobody_sees_any_more_is_somebody_elses(computed, watched):
     parts.end_pass()
     one.num_computed_tokens, block.block_hash = computed, b"cached"
     assert parts.evict() == watched
+
+
+def test_nothing_is_whole_of_a_request_that_another_connector_loads_as_it_is_used():
+    parts = PartBlocks([GROUP], BlockPool(9))
+    parts.doubt("a")
+    assert parts.without("a", ([1, 2], [3])) == ([0, 0], [0])
+    assert parts.without("b", ([1, 2],)) == ([1, 2],)
+    parts.forget("a")
+    assert parts.without("a", ([1, 2],)) == ([1, 2],)

@@ -45,6 +45,18 @@ def test_config_takes_the_default_tiers():
     assert extra == {"tiers": "default", "chunk_tokens": 128, "snapshot_tokens": 4096}
 
 
+def test_config_puts_other_connectors_beside_ours():
+    others = [{"kv_connector": "NixlConnector", "load_weight": 0.5}]
+    done = run("config", "--tiers", "default", "--policy", "cost", "--beside", json.dumps(others))
+    config = json.loads(done.stdout)
+    assert config["kv_connector"] == "FerryMultiConnector"
+    extra = config["kv_connector_extra_config"]
+    assert (extra["connectors"][:-1], extra["policy"]) == (others, "cost")
+    ours = extra["connectors"][-1]
+    assert ours["kv_connector"] == "KVFerryConnector"
+    assert ours["kv_connector_extra_config"] == {"tiers": "default", "policy": "cost"}
+
+
 def test_config_takes_tiers_as_json_and_transfer_beside_them():
     tiers = [{"type": "host", "capacity": "8GiB"}, {"type": "file", "path": "/mnt/kv", "write": "back"}]
     done = run("config", "--tiers", json.dumps(tiers), "--transfer")
@@ -68,6 +80,9 @@ def test_config_takes_tiers_as_json_and_transfer_beside_them():
             ["config", "--tiers", '[{"type": "file", "pat": "x"}]'],
             "tiers[0] (file) has no key 'pat'; did you mean 'path'?",
         ),
+        (["config", "--beside", "{"], "beside is '{', which is no JSON (Expecting"),
+        (["config", "--beside", "{}"], "connectors is {}; it must be a list of objects"),
+        (["config", "--beside", "[{}]"], 'connectors[0] is {}; it must be an object whose "kv_connector"'),
         (["config", "--no-transfer"], "transfer is false and there are no tiers"),
         (
             ["config", "--tiers", "default", "--chunk-tokens", "0"],

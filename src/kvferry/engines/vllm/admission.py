@@ -264,24 +264,28 @@ class Admission:
         return best.tokens
 
     def _offers(self, wish: _Wish, request: Any, have: int) -> list[_Offer]:
-        """What each source has, then what one has the beginning of and another the end."""
+        """What each source has, then what two have together."""
         sources = wish.sources
-        alone = [_Offer(bid, ((one, bid),)) for one in sources for bid in one.bids(request, have)]
-        if len(sources) < 2 or not self._grain:
-            return alone
-        both = list[_Offer]()
+        found = [_Offer(bid, ((one, bid),)) for one in sources for bid in one.bids(request, have)]
+        if len(sources) > 1 and self._grain:
+            found += self._composed(sources, request, have)
+        return [offer for offer in found if not self._in_part(offer, request, have)]
+
+    def _composed(self, sources: Sequence[Source], request: Any, have: int) -> list[_Offer]:
+        """What one source has the beginning of and another the end."""
+        found = list[_Offer]()
         for first in sources:
             if (head := first.head(request, have, self._grain)) is None:
                 continue
             tails = [
                 (last, last.tail(request, have, have + head.tokens)) for last in sources if last is not first
             ]
-            both += [
+            found += [
                 _Offer(Bid.composed(head, tail), ((first, head), (last, tail)))
                 for last, tail in tails
                 if tail is not None
             ]
-        return alone + both
+        return found
 
     def _begin(self, wish: _Wish, request: Any, blocks: Any, external: int) -> None:
         """Begin the loads of what was taken, of which `external` tokens are not here."""
@@ -313,6 +317,13 @@ class Admission:
             source.begin(load, request)
             self._telling.began(source, load)
         self._parts.begin(request, load.tables, span, source.grains(load))
+
+    def _in_part(self, offer: _Offer, request: Any, have: int) -> bool:
+        """The offer would fill a block in part where that must not be; of what is looked for nobody knows."""
+        source, bid = offer.legs[-1]
+        span = Span(have, have + offer.bid.tokens, request.num_tokens)
+        load = Load("", request.request_id, "", 1, bid, span, (), 0.0)
+        return not offer.bid.looking and self._parts.refuses(span, source.grains(load))
 
     def _settle(self, request_id: str, wish: _Wish) -> None:
         wish.state = _State.SERVED

@@ -5,15 +5,23 @@ Written against vLLM 0.32; a contract test introspects the installed one.
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from vllm import envs
-from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.config import (
+    KVTransferConfig,
+    VllmConfig,
+    get_current_vllm_config_or_none,
+    set_current_vllm_config,
+)
 from vllm.distributed.device_communicators import shm_broadcast
+from vllm.distributed.kv_events import KVConnectorKVEvents
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -58,6 +66,7 @@ __all__ = [
     "KVCacheConfig",
     "KVConnectorBase_V1",
     "KVConnectorHandshakeMetadata",
+    "KVConnectorKVEvents",
     "KVConnectorMetadata",
     "KVConnectorPromMetrics",
     "KVConnectorRole",
@@ -68,6 +77,9 @@ __all__ = [
     "VllmConfig",
     "after_forward",
     "attention_layer",
+    "class_of",
+    "config_of",
+    "connector_class",
     "conv_channels_first",
     "current_config",
     "declared_layouts",
@@ -86,8 +98,11 @@ __all__ = [
     "state_position",
     "stored_rope",
     "supported_layouts",
+    "supports_hybrid",
     "takes_whole_blocks",
     "trim_prompt",
+    "with_connector",
+    "with_extra",
 ]
 
 HITS = {
@@ -326,3 +341,53 @@ def register(name: str, module: str) -> None:
     """Make a connector class known by name, by which alone vLLM's MultiConnector finds whose stats it has."""
     if name not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(name, module, name)
+
+
+# -- connectors within a connector ------------------------------------------------------------------------
+
+
+def with_connector(vllm_config: VllmConfig, transfer: Mapping[str, Any]) -> VllmConfig:
+    """The same configuration with another connector; what is not the connector's is shared.
+
+    Raises:
+        ValueError, TypeError: settings that vLLM refuses.
+    """
+    config = copy.copy(vllm_config)
+    config.kv_transfer_config = KVTransferConfig(**transfer)
+    return config
+
+
+def with_extra(vllm_config: VllmConfig, more: Mapping[str, Any]) -> VllmConfig:
+    """The same configuration with more settings of the connector's own."""
+    config = copy.copy(vllm_config)
+    config.kv_transfer_config = copy.copy(config.kv_transfer_config)
+    config.kv_transfer_config.kv_connector_extra_config = {
+        **config.kv_transfer_config.kv_connector_extra_config,
+        **more,
+    }
+    return config
+
+
+def connector_class(vllm_config: VllmConfig) -> Any:
+    """The class of a configuration's connector.
+
+    Raises:
+        ValueError, ImportError, AttributeError: there is none of that name.
+    """
+    return KVConnectorFactory.get_connector_class(vllm_config.kv_transfer_config)
+
+
+def class_of(transfer: Mapping[str, Any]) -> Any:
+    """The same, of a connector's settings alone."""
+    return KVConnectorFactory.get_connector_class(KVTransferConfig(**{"kv_role": "kv_both", **transfer}))
+
+
+def supports_hybrid(vllm_config: VllmConfig) -> bool:
+    """Whether a configuration's connector can do with the hybrid KV cache manager."""
+    return bool(KVConnectorFactory.supports_hma_config(vllm_config.kv_transfer_config))
+
+
+def config_of(vllm_config: VllmConfig) -> AbstractContextManager[Any]:
+    """While it lasts, this is the configuration of the engine that is being set up."""
+    context: AbstractContextManager[Any] = set_current_vllm_config(vllm_config)
+    return context

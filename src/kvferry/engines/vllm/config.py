@@ -57,6 +57,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         policy: which of several sources serves a request, see `cache.policies`.
         load_weight: of what peers offer, for ``policy`` ``weight``; those of tiers are in `tiers`.
         patience_seconds: how long a request waits for a source that cannot say yet what it has.
+        whole_blocks: take no load that would fill a block in part: beside another connector that stores,
+            which could not tell.
     """
 
     host: str = "127.0.0.1"
@@ -83,6 +85,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy: Literal["weight", "cost", "first"] = "weight"
     load_weight: float = 1.0
     patience_seconds: float = 10.0
+    whole_blocks: bool = False
 
     @property
     def transfers(self) -> bool:

@@ -54,18 +54,31 @@ class _Watch:
 class PartBlocks:
     """See the module. The engine's thread calls it."""
 
-    def __init__(self, groups: Sequence[Group], pool: Any) -> None:
+    def __init__(self, groups: Sequence[Group], pool: Any, refused: bool = False) -> None:
         """None.
 
         Args:
             groups: the engine's, as a rank has them.
             pool: the engine's block pool.
+            refused: there must be none.
         """
-        self._groups, self._pool = tuple(groups), pool
+        self._groups, self._pool, self._refused = tuple(groups), pool, refused
         self._parts: dict[str, list[_Part]] = {}
         self._loading: dict[str, _Watch] = {}
         self._going_on: dict[str, _Watch] = {}
         self._looked = False
+        self._doubted: set[str] = set()
+
+    def doubt(self, request_id: str) -> None:
+        """Another connector fills blocks of this request in the step that uses them: all may prove wrong."""
+        self._doubted.add(request_id)
+
+    def refuses(self, span: Span, grains: Sequence[int]) -> bool:
+        """Whether such a load would fill a block in part, and there must be none; see `begin`."""
+        return self._refused and any(
+            part_block(group.kind, group.reach, group.block_tokens, span, grain) is not None
+            for group, grain in zip(self._groups, grains, strict=True)
+        )
 
     def begin(self, request: Any, tables: BlockIds, span: Span, grains: Sequence[int]) -> None:
         """A load fills these tables; what an earlier one filled in part is the request's no more.
@@ -115,6 +128,8 @@ class PartBlocks:
 
     def without(self, request_id: str, tables: BlockIds) -> BlockIds:
         """A request's block tables as far as their blocks are whole: null blocks instead of others."""
+        if request_id in self._doubted:
+            return tuple([NULL_BLOCK] * len(ids) for ids in tables)
         parts = self._parts.get(request_id)
         if parts is None:
             return tables
@@ -127,6 +142,7 @@ class PartBlocks:
 
     def forget(self, request_id: str) -> None:
         """The request's blocks are not its own any more, or are computed anew."""
+        self._doubted.discard(request_id)
         for of in (self._parts, self._loading, self._going_on):
             of.pop(request_id, None)
 

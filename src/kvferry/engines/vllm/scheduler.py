@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from kvferry.cache.pins import Pins
@@ -20,10 +19,11 @@ from kvferry.engines.vllm.producer import Producer
 from kvferry.engines.vllm.refusals import Refusals
 from kvferry.engines.vllm.source import Source
 from kvferry.engines.vllm.stats import FerryStats
+from kvferry.engines.vllm.step_times import StepTimes
 from kvferry.engines.vllm.tier_config import read_tiers
 from kvferry.engines.vllm.tiering import Tiering
 from kvferry.engines.vllm.transfer_log import TransferLog
-from kvferry.errors import Incompatible
+from kvferry.errors import ConfigError, Incompatible
 from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.observe.fold import Fold
 from kvferry.observe.watch import Watch
@@ -33,9 +33,6 @@ from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import Card, ControlServer
 from kvferry.transport.lease import new_incarnation
 from kvferry.transport.messages import RankCard
-
-_PREFILL_TOKENS = 128
-"""Tokens of a step from which on its time tells how fast prompts are computed."""
 
 
 class SchedulerHalf:
@@ -60,7 +57,7 @@ class SchedulerHalf:
         )
         self._refusals = Refusals(self.watch)
         self._speeds = Speeds()
-        self._last_step = 0.0, 0
+        self._steps = StepTimes(self._speeds)
         self._pool: Any = None
         self._server: ControlServer | None = None
         self._client: ControlClient | None = None
@@ -80,7 +77,7 @@ class SchedulerHalf:
             ConfigError: the control channel cannot listen where it should, or the tiers could keep nothing.
         """
         pins: Pins[Any] = Pins(len(cards))
-        self._parts = PartBlocks(cards[0].geometry.groups, self._pool)
+        self._parts = PartBlocks(cards[0].geometry.groups, self._pool, self._config.whole_blocks)
         sources: list[Source] = []
         ranks = [card.card for card in cards if card.card is not None]
         if ranks:
@@ -193,7 +190,7 @@ class SchedulerHalf:
 
     def build_meta(self, scheduler_output: Any) -> SchedulerMeta:
         """What the workers are to do in the coming step."""
-        self._time_steps(scheduler_output)
+        self._steps.scheduled(scheduler_output)
         meta = SchedulerMeta(self._engine_id)
         if self._admission is None:
             return meta
@@ -205,13 +202,6 @@ class SchedulerHalf:
         if self._config.host_buffer:
             self._save_completed(scheduler_output, meta)
         return meta
-
-    def _time_steps(self, scheduled: Any) -> None:
-        """See how fast prompts are computed: by the time to the next step of a request that goes on."""
-        now, (began, tokens) = time.monotonic(), self._last_step
-        if tokens >= _PREFILL_TOKENS and scheduled.scheduled_cached_reqs.req_ids:
-            self._speeds.computed(tokens, now - began)
-        self._last_step = now, scheduled.total_num_scheduled_tokens
 
     def take_output(self, output: Any) -> None:
         """What the workers did in the last step."""
@@ -255,9 +245,18 @@ class SchedulerHalf:
 
 
 def sorted_cards(metadata: dict[tuple[int, int], Any]) -> tuple[WorkerCard, ...]:
-    """Workers' cards by (pp_rank, tp_rank)."""
+    """Workers' cards by (pp_rank, tp_rank).
+
+    Raises:
+        ConfigError: they are another connector's.
+    """
     cards = [metadata[place] for place in sorted(metadata)]
-    assert all(isinstance(card, WorkerCard) for card in cards)
+    for card in cards:
+        if not isinstance(card, WorkerCard):
+            raise ConfigError(
+                f"the workers' handshake is a {type(card).__name__}, not KVFerryConnector's: vLLM's "
+                "MultiConnector gives all children that of the first that has one; use FerryMultiConnector"
+            )
     return tuple(cards)
 
 

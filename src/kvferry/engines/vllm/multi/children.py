@@ -1,0 +1,161 @@
+"""The connectors of a `FerryMultiConnector`, and what they must agree on before an engine can start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.config import read_settings
+from kvferry.engines.vllm.connector import KVFerryConnector
+from kvferry.engines.vllm.multi.settings import ChildSettings, MultiSettings, parse_multi
+from kvferry.errors import ConfigError
+
+_HAND_OVER = {
+    "MoRIIOConnector",
+    "MooncakeConnector",
+    "NixlConnector",
+    "NixlPullConnector",
+    "NixlPushConnector",
+}
+"""Connectors of vLLM's own that hand a request's KV to another engine."""
+
+_INHERITED = ("engine_id", "kv_role", "kv_buffer_device", "kv_load_failure_policy")
+"""What a child has of the engine's own setting, unless it says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A connector before it is made.
+
+    Attributes:
+        name: see `ChildSettings`.
+        load_weight: the same.
+        cls: its class.
+        config: the engine's configuration with this child's settings as the connector's.
+    """
+
+    name: str
+    load_weight: float
+    cls: Any
+    config: Any
+
+    @property
+    def ferry(self) -> bool:
+        """It is one of kvferry's own."""
+        return isinstance(self.cls, type) and issubclass(self.cls, KVFerryConnector)
+
+    @property
+    def hands_over(self) -> bool:
+        """It is known to hand KV to other engines."""
+        if self.ferry:
+            return read_settings(self.config).transfers
+        return self.cls.__name__ in _HAND_OVER
+
+
+def read_multi(vllm_config: Any) -> MultiSettings:
+    """The settings from vLLM's.
+
+    Raises:
+        ConfigError: see `parse_multi`; or vLLM's own settings cannot be used.
+    """
+    transfer = vllm_config.kv_transfer_config
+    settings = parse_multi(transfer.kv_connector_extra_config)
+    if transfer.kv_load_failure_policy != "recompute":
+        raise ConfigError(
+            f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, it must be 'recompute': "
+            "a request whose load fails is given to another connector or computed, not failed"
+        )
+    return settings
+
+
+def children_of(vllm_config: Any) -> tuple[Child, ...]:
+    """The connectors that the settings name.
+
+    Raises:
+        ConfigError: see `read_multi`; a class that is not found, or settings that vLLM refuses.
+    """
+    return tuple(_child(vllm_config, one) for one in read_multi(vllm_config).children)
+
+
+def _child(vllm_config: Any, settings: ChildSettings) -> Child:
+    parent = vllm_config.kv_transfer_config
+    inherited = {name: getattr(parent, name) for name in _INHERITED}
+    try:
+        config = compat.with_connector(vllm_config, {**inherited, **settings.transfer})
+        cls = compat.connector_class(config)
+    except (AttributeError, ImportError, TypeError, ValueError) as error:
+        why = " ".join(str(error).split())
+        raise ConfigError(f"connectors: {settings.name} cannot be had: {why}") from error
+    if issubclass(cls, KVFerryConnector):
+        # Its siblings are given the same blocks and cannot tell which of them hold only the end of a window.
+        config = compat.with_extra(config, {"whole_blocks": True})
+    return Child(settings.name, settings.load_weight, cls, config)
+
+
+def check(children: Sequence[Child], vllm_config: Any) -> None:
+    """See that these children can live in one engine.
+
+    Raises:
+        ConfigError: some cannot do with the hybrid KV cache manager, which is on; or several hand KV over.
+    """
+    if not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        without = [child.name for child in children if not compat.supports_hybrid(child.config)]
+        if without:
+            raise ConfigError(
+                f"{', '.join(without)} cannot do with the hybrid KV cache manager, which is on; start the "
+                "engine with --disable-hybrid-kv-cache-manager, or leave "
+                f"{'it' if len(without) == 1 else 'them'} out of connectors"
+            )
+    handing = [child.name for child in children if child.hands_over]
+    if len(handing) > 1:
+        raise ConfigError(
+            f"{' and '.join(handing)} would both hand KV over to other engines, and a request carries one "
+            "offer; leave all but one out of connectors, or set transfer to false where it is a "
+            "KVFerryConnector with tiers"
+        )
+
+
+def agreed_layout(children: Sequence[Child]) -> str | None:
+    """The memory layout that the children want the engine's cache to have; None if any will do.
+
+    A KVFerryConnector whose layout is ``auto`` takes what the others want.
+
+    Raises:
+        ConfigError: two want different ones.
+    """
+    soft: str | None = None
+    wishes: dict[str, str] = {}
+    for child in children:
+        wish = child.cls.get_required_kvcache_layout(child.config)
+        if wish is None:
+            continue
+        if child.ferry and read_settings(child.config).layout == "auto":
+            soft = soft or str(wish)
+        else:
+            wishes[child.name] = str(wish)
+    if len(set(wishes.values())) > 1:
+        said = ", ".join(f"{name} wants {wish}" for name, wish in wishes.items())
+        raise ConfigError(
+            f"connectors need different layouts of the KV cache: {said}; an engine's cache has one, so leave "
+            'one of them out, or set "layout": "auto" where it is a KVFerryConnector'
+        )
+    return next(iter(wishes.values()), soft)
+
+
+def agreed_count(names: Sequence[str], counts: Sequence[int | None], workers: int) -> int | None:
+    """How many workers report each request, by what the children say; None for all.
+
+    Raises:
+        ConfigError: not all of them say the same.
+    """
+    if len({workers if count is None else count for count in counts}) > 1:
+        said = ", ".join(
+            f"{name} has {workers if n is None else n}" for name, n in zip(names, counts, strict=True)
+        )
+        raise ConfigError(
+            f"connectors have different numbers of workers report a request: {said}; the engine waits for "
+            "one number, so leave one of them out"
+        )
+    return next((count for count in counts if count is not None), None)

@@ -1,0 +1,379 @@
+"""`FerryMultiConnector`: several of vLLM's KV connectors at once, and a choice between what they have.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "FerryMultiConnector",
+        "kv_connector_module_path": "kvferry.engines.vllm.multi.connector", ...}'
+
+This class only hands vLLM's hooks on to the children, and joins what they answer; see `choosing` and
+`completions` for what is more than that.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from kvferry.cache.policies import Choice, Cost, First, Policy, Weight
+from kvferry.cache.speeds import Speeds
+from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.compat import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from kvferry.engines.vllm.connector import KVFerryConnector
+from kvferry.engines.vllm.multi.children import (
+    agreed_count,
+    agreed_layout,
+    check,
+    children_of,
+    read_multi,
+)
+from kvferry.engines.vllm.multi.choosing import Choosing
+from kvferry.engines.vllm.multi.completions import Completions
+from kvferry.engines.vllm.multi.meta import MultiEvents, MultiHandshake, MultiMeta, MultiWorkerMeta
+from kvferry.engines.vllm.multi.metrics import MultiMetrics
+from kvferry.engines.vllm.multi.settings import parse_multi
+from kvferry.engines.vllm.multi.stats import MultiStats, path_of
+from kvferry.engines.vllm.step_times import StepTimes
+from kvferry.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+NOT_FORWARDED = {
+    "role": "an instance's own",
+    "has_connector_metadata": "asks for what `bind_connector_metadata` was given, which is ours",
+    "bind_gpu_block_pool": "children are given it by `bind_kv_cache_manager`, of which it is a part",
+}
+"""Members of vLLM's base class that are left as they are, and why."""
+
+
+class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
+    """See the module. One instance in the scheduler, one per worker, as of any connector."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        """Make the children.
+
+        Raises:
+            ConfigError: a setting cannot be used, or children do not go together; says why and what to do.
+        """
+        super().__init__(vllm_config, role, kv_cache_config)
+        compat.share_logging()
+        settings, of = read_multi(vllm_config), children_of(vllm_config)
+        check(of, vllm_config)
+        self._of, self._names = of, tuple(child.name for child in of)
+        self._connectors = [child.cls(child.config, role, kv_cache_config) for child in of]
+        self._speeds = Speeds()
+        self._steps = StepTimes(self._speeds)
+        policies: dict[str, Callable[[], Policy]] = {
+            "weight": lambda: Weight({child.name: child.load_weight for child in of}),
+            "cost": lambda: Cost(self._speeds),
+            "first": First,
+        }
+        choice = Choice(policies[settings.policy](), self._speeds, settings.patience_seconds)
+        self._choosing = Choosing(self._names, self._connectors, choice, settings.attempts)
+        self._holders: dict[str, set[int]] = {}
+        self._completions = Completions()
+        self._said: set[tuple[str, ...]] = set()
+
+    @property
+    def sub_connectors(self) -> list[Any]:
+        """The children, by place in the configuration."""
+        return list(self._connectors)
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        return all(child.supports_divergent_local_hybrid_hits for child in self._connectors)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return any(child.requires_kv_delivery for child in self._connectors)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        return agreed_layout(children_of(vllm_config))
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return any(
+            compat.class_of(child.transfer).requires_piecewise_for_cudagraph(
+                child.transfer.get("kv_connector_extra_config", {})
+            )
+            for child in parse_multi(extra_config).children
+        )
+
+    # -- scheduler half -----------------------------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        for child in self._connectors:
+            child.bind_kv_cache_manager(kv_cache_manager)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        for place, child in enumerate(self._connectors):
+            if theirs := _of_child(metadata, place):
+                child.set_xfer_handshake_metadata(theirs)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        for place, child in enumerate(self._connectors):
+            if theirs := _of_child(metadata, place):
+                child.set_xfer_handshake_metadata_pp_aware(theirs)
+
+    def get_finished_count(self) -> int | None:
+        counts = [child.get_finished_count() for child in self._connectors]
+        return agreed_count(self._names, counts, self._vllm_config.parallel_config.world_size)
+
+    def on_new_request(self, request: Any) -> None:
+        for child in self._connectors:
+            child.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._choosing.matched(request, num_computed_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        place = self._choosing.chosen(request.request_id)
+        if place is None:
+            return ()
+        return tuple(self._connectors[place].get_loaded_kv_cache_group_ids(request))
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        loader = self._choosing.allocated(request, blocks, num_external_tokens)
+        for place, child in enumerate(self._connectors):
+            if loader not in (None, place) and isinstance(child, KVFerryConnector):
+                # What fails to load is known after the step, in which what follows from it would be stored.
+                child.scheduler_half.parts.doubt(request.request_id)
+
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[compat.CacheHitSource, int]:
+        place = self._choosing.chosen(request.request_id)
+        found: dict[compat.CacheHitSource, int] = {}
+        if place is not None:
+            found = self._connectors[place].get_external_cache_hit_sources(request, num_external_tokens)
+        return found
+
+    def build_connector_meta(self, scheduler_output: Any) -> MultiMeta:
+        self._steps.scheduled(scheduler_output)
+        children = tuple(child.build_connector_meta(scheduler_output) for child in self._connectors)
+        holders, self._holders = self._holders, {}
+        held = {name: frozenset(places) for name, places in holders.items()}
+        return MultiMeta(children, self._choosing.take_new(), held)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        meta, events = connector_output.kv_connector_worker_meta, connector_output.kv_cache_events
+        try:
+            for place, child in enumerate(self._connectors):
+                connector_output.kv_connector_worker_meta = _part(meta, place)
+                connector_output.kv_cache_events = _part(events, place)
+                child.update_connector_output(connector_output)
+        finally:
+            connector_output.kv_connector_worker_meta = meta
+            connector_output.kv_cache_events = events
+        self._choosing.heard(
+            connector_output.finished_recving or set(),
+            connector_output.failed_recving,
+            connector_output.invalid_block_ids,
+        )
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._finish(request, lambda child: child.request_finished(request, block_ids))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        def ended(child: Any) -> tuple[bool, dict[str, Any] | None]:
+            if isinstance(child, SupportsHMA):
+                answer: tuple[bool, dict[str, Any] | None] = child.request_finished_all_groups(
+                    request, block_ids
+                )
+            else:  # the hybrid manager is off, so there is one group
+                answer = child.request_finished(request, block_ids[0])
+            return answer
+
+        return self._finish(request, ended)
+
+    def register_finished_partial_tail(
+        self,
+        request: Any,
+        block_ids: tuple[list[int], ...],
+        partial_tail_offloads: list[tuple[int, int, int]],
+    ) -> bool:
+        held = [
+            child.register_finished_partial_tail(request, block_ids, partial_tail_offloads)
+            for child in self._connectors
+        ]
+        self._hold(request.request_id, held)
+        return any(held)
+
+    def _finish(
+        self, request: Any, ended: Callable[[Any], tuple[bool, dict[str, Any] | None]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended. What goes with its answer is the first child's that has something to say."""
+        answers = [ended(child) for child in self._connectors]
+        self._choosing.finished(request.request_id)
+        self._hold(request.request_id, [held for held, _ in answers])
+        said = [(name, params) for name, (_, params) in zip(self._names, answers, strict=True) if params]
+        self._say_once(tuple(name for name, _ in said))
+        return any(held for held, _ in answers), said[0][1] if said else None
+
+    def _hold(self, request_id: str, held: Iterable[bool]) -> None:
+        places = {place for place, holds in enumerate(held) if holds}
+        if places:
+            self._holders.setdefault(request_id, set()).update(places)
+
+    def _say_once(self, names: tuple[str, ...]) -> None:
+        if len(names) > 1 and names not in self._said:
+            self._said.add(names)
+            logger.warning(
+                "%s all answer requests with kv_transfer_params; those of %s, the first in connectors, are "
+                "what callers get. Blocks that the others keep for a consumer wait for their own deadline",
+                ", ".join(names), names[0],
+            )  # fmt: skip
+
+    def take_events(self) -> Iterable[Any]:
+        for child in self._connectors:
+            yield from child.take_events()
+
+    def has_pending_block_frees(self) -> bool:
+        return any(child.has_pending_block_frees() for child in self._connectors)
+
+    def has_pending_push_work(self) -> bool:
+        return any(child.has_pending_push_work() for child in self._connectors)
+
+    def reset_cache(self) -> bool | None:
+        answers = [child.reset_cache() for child in self._connectors]
+        return all(answer is not False for answer in answers)
+
+    # -- worker half --------------------------------------------------------------------------------------
+
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+        found = [(name, child.get_mem_pool_context()) for name, child in self._children()]
+        with_pool = [(name, context) for name, context in found if context is not None]
+        if len(with_pool) > 1:
+            raise ConfigError(
+                f"{' and '.join(name for name, _ in with_pool)} each want a memory pool of their own for the "
+                "KV cache, which is in one; configure it for one of them"
+            )
+        return with_pool[0][1] if with_pool else None
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        for child, of in zip(self._connectors, self._of, strict=True):
+            with compat.config_of(of.config):
+                child.register_kv_caches(kv_caches)
+
+    def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
+        for child in self._connectors:
+            child.set_host_xfer_buffer_ops(copy_operation)
+
+    def get_handshake_metadata(self) -> MultiHandshake | None:
+        cards = tuple(child.get_handshake_metadata() for child in self._connectors)
+        return None if all(card is None for card in cards) else MultiHandshake(cards)
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        assert isinstance(connector_metadata, MultiMeta)
+        super().bind_connector_metadata(connector_metadata)
+        self._completions.expect(connector_metadata.loads, connector_metadata.holders)
+        for child, meta in zip(self._connectors, connector_metadata.children, strict=True):
+            child.bind_connector_metadata(meta)
+
+    def clear_connector_metadata(self) -> None:
+        for child in self._connectors:
+            child.clear_connector_metadata()
+        super().clear_connector_metadata()
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        for child, meta in zip(self._connectors, kv_connector_metadata.children, strict=True):
+            child.handle_preemptions(meta)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        for child in self._connectors:
+            child.start_load_kv(forward_context, **kwargs)
+
+    def finish_forward(self) -> None:
+        for child in self._connectors:
+            child.finish_forward()
+
+    def reset_capture_state(self) -> None:
+        for child in self._connectors:
+            child.reset_capture_state()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        for child in self._connectors:
+            child.wait_for_layer_load(layer_name)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        for child in self._connectors:
+            child.save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
+
+    def wait_for_save(self) -> None:
+        for child in self._connectors:
+            child.wait_for_save()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending or None, results.finished_recving or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> compat.KVConnectorTransferResults:
+        return self._completions.join(
+            [child.get_transfer_results(finished_req_ids) for child in self._connectors]
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set().union(*(child.get_block_ids_with_load_errors() for child in self._connectors))
+
+    def get_kv_connector_kv_cache_events(self) -> MultiEvents | None:
+        events = tuple(child.get_kv_connector_kv_cache_events() for child in self._connectors)
+        return None if all(of is None for of in events) else MultiEvents(events)
+
+    def build_connector_worker_meta(self) -> MultiWorkerMeta | None:
+        metas = tuple(child.build_connector_worker_meta() for child in self._connectors)
+        return None if all(meta is None for meta in metas) else MultiWorkerMeta(metas)
+
+    # -- both ---------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> MultiStats | None:
+        found = {
+            name: (path_of(type(child)), child.get_kv_connector_stats()) for name, child in self._children()
+        }
+        children = {name: (path, stats) for name, (path, stats) in found.items() if stats is not None}
+        counts = self._choosing.counts if self._role is KVConnectorRole.SCHEDULER else None
+        stats = MultiStats.of(children, counts)
+        return None if stats.is_empty() else stats
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> MultiStats:
+        return MultiStats.read(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[type, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> MultiMetrics:
+        children = children_of(vllm_config)
+        return MultiMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, children)
+
+    def shutdown(self) -> None:
+        failed: list[Exception] = []
+        for name, child in self._children():
+            try:
+                child.shutdown()
+            except Exception as error:
+                logger.exception("%s did not shut down", name)
+                failed.append(error)
+        if failed:
+            raise failed[0]
+
+    def _children(self) -> Iterable[tuple[str, Any]]:
+        return zip(self._names, self._connectors, strict=True)
+
+
+def _of_child(metadata: dict[Any, Any], place: int) -> dict[Any, Any]:
+    """One child's part of what workers told at start, by worker."""
+    return {worker: of.children[place] for worker, of in metadata.items() if of.children[place] is not None}
+
+
+def _part(whole: Any, place: int) -> Any:
+    """What one child said of what all did; None if they said nothing."""
+    return None if whole is None else whole.children[place]
+
+
+compat.register(FerryMultiConnector.__name__, __name__)

@@ -1,0 +1,102 @@
+"""The children's Prometheus metrics, each with a label ``connector``, and those of choosing between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from prometheus_client import REGISTRY, Counter, Gauge
+from prometheus_client.metrics import MetricWrapperBase
+
+from kvferry.engines.vllm.compat import KVConnectorPromMetrics
+from kvferry.engines.vllm.multi.children import Child
+
+PREFIX = "kvferry_multi"
+LABEL = "connector"
+
+COUNTED = {
+    "queries": ("Requests that it was asked for, per admission.", ()),
+    "hits": ("Of those, that it was chosen to load.", ()),
+    "hit_tokens": ("Tokens that it was to load for them.", ()),
+    "passed_over": ("Of those, that it had tokens of, and another was chosen.", ()),
+    "misses": ("Of those, that it had nothing of, or gave no answer in time.", ()),
+    "loads": ("Loads of it that have ended.", ("outcome",)),
+}
+"""Counters: what each means, and its labels besides ``connector``."""
+
+
+class MultiMetrics(KVConnectorPromMetrics):
+    """See the module; lives in the API server's process."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Mapping[type, Any],
+        labelnames: Sequence[str],
+        per_engine_labelvalues: Mapping[int, list[object]],
+        children: Sequence[Child],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        _unregister()
+        names = [*labelnames, LABEL]
+        counter, gauge = metric_types[Counter], metric_types[Gauge]
+        self._counted = {
+            name: counter(name=f"{PREFIX}_{name}", documentation=what, labelnames=[*names, *labels])
+            for name, (what, labels) in COUNTED.items()
+        }
+        self._pending = gauge(
+            name=f"{PREFIX}_pending_loads",
+            documentation="Loads of it that are under way.",
+            labelnames=names,
+            multiprocess_mode="mostrecent",
+        )
+        shared = _Shared()
+        types = {kind: partial(shared.metric, make) for kind, make in metric_types.items()}
+        self._children: dict[str, Any] = {}
+        for child in children:
+            values = {engine: [*those, child.name] for engine, those in per_engine_labelvalues.items()}
+            metrics = child.cls.build_prom_metrics(child.config, types, names, values)
+            if metrics is not None:
+                self._children[child.name] = metrics
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add what an engine has sent."""
+        engine = self.per_engine_labelvalues[engine_idx]
+        for metric, child, outcome, n in transfer_stats_data["more"]:
+            labels = (child, outcome) if outcome else (child,)
+            self._counted[metric].labels(*engine, *labels).inc(n)
+        for child, n in transfer_stats_data["pending"].items():
+            self._pending.labels(*engine, child).set(n)
+        for child, (_, data) in transfer_stats_data["children"].items():
+            if child in self._children:
+                self._children[child].observe(data, engine_idx)
+
+
+class _Shared:
+    """One metric per name, however many children make it: their labels tell them apart."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def metric(self, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The metric of that name, made the first time."""
+        name = str(kwargs["name"] if "name" in kwargs else args[0])
+        if name not in self._made:
+            self._made[name] = make(*args, **kwargs)
+        made = self._made[name]
+        if isinstance(made, MetricWrapperBase) and made not in REGISTRY._collector_to_names:
+            REGISTRY.register(made)  # the second of a class has unregistered what the first had made
+        return made
+
+
+def _unregister() -> None:
+    """Forget the metrics of an engine that this process had before, as vLLM does with its own."""
+    for collector in list(_ours()):
+        REGISTRY.unregister(collector)
+
+
+def _ours() -> Iterator[Any]:
+    for collector in REGISTRY._collector_to_names:
+        if getattr(collector, "_name", "").startswith(PREFIX):
+            yield collector

@@ -1,0 +1,138 @@
+"""The settings of a `FerryMultiConnector`: a list of connectors, and how to choose between them."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from kvferry.engines.vllm.tier_config import check_weight
+from kvferry.errors import ConfigError
+
+TRANSFER_KEYS = (
+    "kv_connector",
+    "kv_connector_module_path",
+    "kv_connector_extra_config",
+    "kv_role",
+    "kv_buffer_device",
+    "kv_load_failure_policy",
+    "kv_port",
+    "engine_id",
+    "enable_permute_local_kv",
+)
+"""What vLLM's own ``KVTransferConfig`` has."""
+
+OWN_KEYS = ("name", "load_weight")
+"""What an entry of ``connectors`` has besides."""
+
+_KEYS = ("connectors", "policy", "patience_seconds", "attempts")
+
+
+class ChildSettings(msgspec.Struct, frozen=True):
+    """One entry of ``connectors``.
+
+    Attributes:
+        name: tells it from the others, in errors and as a label; by default the class, numbered from the
+            second of its kind on.
+        load_weight: of the tokens that it offers, for ``policy`` ``weight``.
+        transfer: its keys of vLLM's ``KVTransferConfig``.
+    """
+
+    name: str
+    load_weight: float
+    transfer: dict[str, Any]
+
+
+class MultiSettings(msgspec.Struct, frozen=True):
+    """``kv_connector_extra_config`` of a `FerryMultiConnector`.
+
+    Attributes:
+        children: in the order in which equals are preferred.
+        policy: which of several serves a request, see `cache.policies`.
+        patience_seconds: how long a request waits for one that cannot say yet what it has.
+        attempts: loads tried for one request before it is computed.
+    """
+
+    children: tuple[ChildSettings, ...]
+    policy: Literal["weight", "cost", "first"] = "weight"
+    patience_seconds: float = 10.0
+    attempts: int = 2
+
+
+class _Plain(msgspec.Struct, forbid_unknown_fields=True):
+    """The keys besides ``connectors``, as they are given."""
+
+    policy: Literal["weight", "cost", "first"] = "weight"
+    patience_seconds: float = 10.0
+    attempts: int = 2
+
+
+def parse_multi(extra: Mapping[str, Any]) -> MultiSettings:
+    """Settings from what the engine was given.
+
+    Raises:
+        ConfigError: an unknown key (with the nearest known one), a wrong type, a value out of range, no
+            connectors, or two of one name.
+    """
+    _known("kv_connector_extra_config", extra, _KEYS)
+    given = extra.get("connectors")
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+        raise ConfigError(
+            f"connectors is {given!r}; it must be a list of objects as vLLM's MultiConnector takes them, "
+            'each with "kv_connector"'
+        )
+    try:
+        plain = msgspec.convert({k: v for k, v in extra.items() if k != "connectors"}, _Plain)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"kv_connector_extra_config: {error}") from error
+    if not 0 < plain.patience_seconds < 86_400:
+        raise ConfigError(f"patience_seconds is {plain.patience_seconds}, it must be above 0 and below a day")
+    if not 1 <= plain.attempts <= 16:
+        raise ConfigError(f"attempts is {plain.attempts}, it must be 1 to 16")
+    children = _named([_entry(number, one) for number, one in enumerate(given)])
+    return MultiSettings(children, plain.policy, plain.patience_seconds, plain.attempts)
+
+
+def _entry(number: int, given: Any) -> dict[str, Any]:
+    where = f"connectors[{number}]"
+    if not isinstance(given, Mapping) or not isinstance(given.get("kv_connector"), str):
+        raise ConfigError(f'{where} is {given!r}; it must be an object whose "kv_connector" names a class')
+    where += f" ({given['kv_connector']})"
+    _known(where, given, (*TRANSFER_KEYS, *OWN_KEYS))
+    weight, name = given.get("load_weight", 1.0), given.get("name")
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        raise ConfigError(f"{where}: load_weight is {weight!r}, it must be a number")
+    check_weight(f"{where}: load_weight", weight)
+    if name is not None and not (isinstance(name, str) and name):
+        raise ConfigError(f"{where}: name is {name!r}, it must be a text")
+    return dict(given)
+
+
+def _named(entries: Sequence[dict[str, Any]]) -> tuple[ChildSettings, ...]:
+    taken = Counter(entry["name"] for entry in entries if entry.get("name"))
+    if taken and (most := taken.most_common(1)[0])[1] > 1:
+        raise ConfigError(f"connectors: {most[0]!r} is the name of {most[1]}; give each a name of its own")
+    children = []
+    for entry in entries:
+        name = entry.get("name")
+        if not name:
+            name = next(one for one in _numbered(entry["kv_connector"]) if one not in taken)
+            taken[name] = 1
+        transfer = {key: value for key, value in entry.items() if key not in OWN_KEYS}
+        children.append(ChildSettings(name, float(entry.get("load_weight", 1.0)), transfer))
+    return tuple(children)
+
+
+def _numbered(name: str) -> Sequence[str]:
+    return [name, *(f"{name}-{number}" for number in range(2, 1000))]
+
+
+def _known(where: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1, 0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+            raise ConfigError(f"{where} has no key {key!r}; {hint}")

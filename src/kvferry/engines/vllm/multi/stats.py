@@ -1,0 +1,109 @@
+"""What the children count, and what is counted of them, on its way to the engine's /metrics.
+
+vLLM hands stats from process to process as plain values and asks the connector's class, which knows no
+configuration there, to make them whole again. So each child's carry the class that can.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from kvferry.engines.vllm.compat import KVConnectorStats
+from kvferry.engines.vllm.multi.choosing import Counts
+
+logger = logging.getLogger(__name__)
+
+ClassPath = tuple[str, str]
+"""Module and name of a connector's class."""
+
+
+def path_of(cls: type) -> ClassPath:
+    """Where a class is found."""
+    return cls.__module__, cls.__qualname__
+
+
+class MultiStats(KVConnectorStats):
+    """Stats of a step, of one worker or of the scheduler.
+
+    Attributes:
+        data: ``children``: by name, the path of the connector's class and its stats; ``more``: (metric,
+            child, outcome, how much more); ``pending``: loads under way by child, as it is now.
+    """
+
+    data: dict[str, Any]
+
+    def __init__(self, data: Mapping[str, Any] | None = None) -> None:
+        super().__init__(dict(data) if data else {})
+        if not self.data:
+            self.reset()
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any] | None) -> MultiStats:
+        """From what `to_dict` gave, on the other side of a process boundary or on this one."""
+        if not data:
+            return cls()
+        children = {}
+        for name, (path, stats) in data["children"].items():
+            whole = stats if isinstance(stats, KVConnectorStats) else _whole(tuple(path), stats)
+            if whole is not None:
+                children[name] = (tuple(path), whole)
+        return cls({**data, "children": children, "more": [*data["more"]], "pending": {**data["pending"]}})
+
+    @classmethod
+    def of(
+        cls, children: Mapping[str, tuple[ClassPath, KVConnectorStats]], counts: Counts | None
+    ) -> MultiStats:
+        """What the children have, and what was counted of them; mutates `counts`."""
+        more = counts.take() if counts is not None else {}
+        pending = dict(counts.pending) if counts is not None and more else {}
+        return cls(
+            {"children": dict(children), "more": [[*key, n] for key, n in more.items()], "pending": pending}
+        )
+
+    def reset(self) -> None:
+        """Forget all."""
+        self.data = {"children": {}, "more": [], "pending": {}}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        children = {
+            name: [list(path), stats.to_dict()] for name, (path, stats) in self.data["children"].items()
+        }
+        return {**self.data, "children": children}
+
+    def aggregate(self, other: KVConnectorStats) -> MultiStats:
+        """Add another's to these."""
+        ours = self.data["children"]
+        for name, (path, stats) in other.data["children"].items():
+            ours[name] = (path, ours[name][1].aggregate(stats) if name in ours else stats)
+        self.data["more"] += other.data["more"]
+        self.data["pending"] |= other.data["pending"]
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """For the engine's log."""
+        said: dict[str, int | float] = {}
+        for metric, name, outcome, n in self.data["more"]:
+            key = " ".join(filter(None, (name, outcome, metric.replace("_", " "))))
+            said[key] = said.get(key, 0) + n
+        for name, (_, stats) in self.data["children"].items():
+            if not stats.is_empty():
+                said |= {f"{name} {key}": value for key, value in stats.reduce().items()}
+        return said
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to say."""
+        return not self.data["more"] and all(stats.is_empty() for _, stats in self.data["children"].values())
+
+
+def _whole(path: ClassPath, data: Any) -> KVConnectorStats | None:
+    """A child's stats from plain values, made by its class; None if it makes none."""
+    module, name = path
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    stats: KVConnectorStats | None = found.build_kv_connector_stats(data)
+    return stats

@@ -1,0 +1,244 @@
+"""Several connectors in one engine."""
+
+from __future__ import annotations
+
+import shutil
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from safetensors.torch import load_file, save_file
+
+from kvferry.serving.engine import EngineSpec
+from kvferry.serving.launch import Fleet
+from kvferry.serving.ports import free_ports
+from kvferry.serving.role import Role
+from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
+from support.vllm_engine.inside import distance
+from support.vllm_engine.multi import child, multi
+from support.vllm_engine.pair import prompt
+from support.vllm_engine.process import Engine
+
+pytestmark = pytest.mark.engine
+
+TEXT = prompt(700, 7)
+HOST = {"type": "host", "capacity": "64MiB"}
+
+
+class Two:
+    """An engine with two of kvferry's own: one keeps in memory, the other in a directory."""
+
+    def __init__(self, folder: Path, checkpoints: Path) -> None:
+        (folder / "chunks").mkdir()
+        disk = {"type": "file", "path": str(folder / "chunks"), "capacity": "256MiB"}
+        connectors = multi(
+            {**child(tiers=[HOST], chunk_tokens=64), "name": "memory"},
+            {**child(tiers=[disk], chunk_tokens=64), "name": "disk"},
+        )
+        self.engine = Engine(
+            folder / "log",
+            model=str(tiny_checkpoint("gemma3", checkpoints)),
+            kv_transfer_config=connectors,
+            disable_log_stats=False,
+            block_size=64,
+            **FAMILIES["gemma3"].engine_options(),
+        )
+        try:
+            self.engine.ready()
+        except BaseException:
+            self.engine.close()
+            raise
+        self.engine.call("chosen")
+
+    def say(self, text: list[int]) -> dict[str, Any]:
+        """The engine's answer, with what it loaded for it; everything it stores is stored."""
+        assert self.engine.call("reset_prefix_cache")
+        (answer,) = self.engine.call("generate", [text])
+        for each in (0, 1):
+            self.engine.call("settle_tiers", of=each)
+        answer["loaded"] = self.engine.call("chosen")
+        return answer
+
+
+@pytest.fixture(scope="module")
+def two(running: object, checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
+    running.close()
+    started = Two(tmp_path_factory.mktemp("two"), checkpoints)
+    yield started
+    started.engine.close()
+
+
+def test_both_store_and_either_serves(two: Two) -> None:
+    cold = two.say(TEXT)
+    assert cold["loaded"] == []
+    for name in ("memory", "disk"):
+
+        def ask(name: str = name) -> dict[str, Any]:
+            if name == "disk":
+                two.engine.call("forget_host_memory", of=0)  # what the other gave was stored there again
+            answer = two.say(TEXT)
+            assert answer["loaded"] == [(name, len(TEXT))]
+            return answer
+
+        warm = ask()
+        assert warm["tokens"] == cold["tokens"]
+        assert distance(warm, cold) < 1e-4
+        two.engine.call("spoil_child", name)
+        assert distance(ask(), cold) > 1e-2, "what was loaded was not looked at"
+        two.engine.call("spoil_child", None)
+    assert two.engine.call("still_known") == {}
+    for each in (0, 1):
+        assert two.engine.call("held", of=each) == {}
+
+
+def test_counts_of_both_are_told_apart(two: Two) -> None:
+    before = two.engine.call("metrics", "kvferry_")
+    two.say(prompt(300, 8))
+    two.say(prompt(300, 8))
+    after = two.engine.call("metrics", "kvferry_")
+    more = {name: value - before.get(name, 0) for name, value in after.items()}
+    assert more["kvferry_multi_hit_tokens_total memory"] == 300
+    assert more["kvferry_hit_tokens_total memory tiers host"] == 300
+    assert more["kvferry_multi_misses_total memory"] == more["kvferry_multi_misses_total disk"] == 1
+    assert more["kvferry_multi_passed_over_total disk"] == 1
+    assert not more.get("kvferry_hit_tokens_total disk tiers file")
+    assert more["kvferry_tier_stored_chunks_total memory host"] > 0
+    assert more["kvferry_tier_stored_chunks_total disk file"] > 0
+
+
+def test_a_reset_is_told_to_both(two: Two) -> None:
+    text = prompt(300, 9)
+    cold, warm = two.say(text), two.say(text)
+    assert warm["loaded"] == [("memory", len(text))]
+    assert two.engine.call("reset_all")
+    after = two.say(text)
+    assert after["loaded"] == []
+    assert distance(after, cold) < 1e-4
+
+
+@pytest.mark.family
+def test_one_that_loads_and_saves_within_a_step_is_a_child_as_others(
+    running: object, checkpoints: Path, tmp_path: Path
+) -> None:
+    running.close()
+    storage = {"kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "files")}}
+    example = {"kv_connector": "ExampleConnector", "load_weight": 2, **storage}
+    engine = Engine(
+        tmp_path / "log",
+        model=str(tiny_checkpoint("qwen3", checkpoints)),
+        kv_transfer_config=multi(example, child(tiers=[HOST])),
+        disable_hybrid_kv_cache_manager=True,
+        **FAMILIES["qwen3"].engine_options(),
+    )
+    try:
+        engine.ready()
+        files = tmp_path / "files"
+
+        def say() -> dict[str, Any]:
+            engine.call("chosen")
+            (answer,) = engine.call("generate", [TEXT])
+            answer["loaded"] = engine.call("chosen")
+            engine.call("settle_tiers")
+            assert engine.call("reset_prefix_cache")
+            return answer
+
+        cold = say()
+        assert cold["loaded"] == []
+        kept = engine.call("tier_counts")["stored"]
+        assert kept > 0
+        engine.call("forget_host_memory")
+        warm = say()
+        assert warm["loaded"] == [("ExampleConnector", 640)]
+        assert warm["tokens"] == cold["tokens"]
+        assert distance(warm, cold) < 1e-4
+        assert engine.call("tier_counts")["stored"] == kept, "what may have failed to load was stored"
+        for path in files.rglob("*.safetensors"):
+            save_file({name: -tensor for name, tensor in load_file(path).items()}, path)
+        assert distance(say(), cold) > 1e-2, "what was loaded was not looked at"
+        shutil.rmtree(files)
+        assert say()["loaded"] == []
+        shutil.rmtree(files)
+        again = say()
+        assert again["loaded"] == [("KVFerryConnector", 700)]
+        assert distance(again, cold) < 1e-4
+        assert engine.call("still_known") == {}
+    finally:
+        engine.close()
+
+
+def named(*children: dict[str, Any]) -> list[dict[str, Any]]:
+    """Children without the module that has them."""
+    return [{k: v for k, v in one.items() if k != "kv_connector_module_path"} for one in children]
+
+
+ROLE = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+MEMORY = named(child(tiers=[HOST], chunk_tokens=64))
+
+
+@pytest.mark.family
+@pytest.mark.parametrize(
+    ("parent", "children", "found"),
+    [
+        (
+            "FerryMultiConnector",
+            [{**MEMORY[0], "name": "one"}, {**MEMORY[0], "name": "two"}],
+            [
+                ("kvferry_multi_hit_tokens_total", 'connector="one"'),
+                ("kvferry_hit_tokens_total", 'connector="one"'),
+                ("kvferry_tier_stored_chunks_total", 'connector="two"'),
+            ],
+        ),
+        ("MultiConnector", [{**MEMORY[0], **ROLE}], [("kvferry_hit_tokens_total", "")]),
+    ],
+)
+def test_a_server_knows_them_by_name_and_shows_what_its_engine_counts(
+    running: object, checkpoints: Path, tmp_path: Path, parent: str, children: list, found: list
+) -> None:
+    """The entry point is read from a distribution that is made here, as an installer would make it."""
+    running.close()
+    root = Path(__file__).parents[2]
+    plugins = tomllib.loads((root / "pyproject.toml").read_text())["project"]["entry-points"]
+    lines = [f"[{group}]\n" + "\n".join(f"{k} = {v}" for k, v in of.items()) for group, of in plugins.items()]
+    info = tmp_path / "site" / "kvferry_names-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvferry-names\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    spec = EngineSpec(
+        name="engine",
+        role=Role.BOTH,
+        model=str(tiny_checkpoint("qwen3", checkpoints)),
+        port=free_ports(1)[0],
+        kv_transfer={
+            "kv_connector": parent,
+            **ROLE,
+            "kv_connector_extra_config": {"connectors": children},
+        },
+        arguments=("--enforce-eager", "--max-model-len", "1024", "--dtype", "float32", "--block-size", "64"),
+        environment={
+            "PYTHONPATH": f"{tmp_path / 'site'}:{root / 'src'}",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_SERVER_DEV_MODE": "1",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        },
+    )
+    with Fleet([spec], tmp_path / "logs") as fleet:
+        fleet.wait_ready()
+        body = {"model": spec.model, "prompt": TEXT, "max_tokens": 8, "temperature": 0}
+        answers = []
+        for _ in range(2):
+            answer = httpx.post(f"{spec.url}/v1/completions", json=body, timeout=60.0)
+            answers.append(answer.raise_for_status().json()["choices"][0]["text"])
+            httpx.post(f"{spec.url}/reset_prefix_cache", timeout=60.0).raise_for_status()
+        shown = httpx.get(f"{spec.url}/metrics", timeout=60.0).text
+    assert answers[0] == answers[1]
+    for name, label in found:
+        (value,) = [
+            float(line.split()[-1])
+            for line in shown.splitlines()
+            if line.startswith(name + "{") and label in line
+        ]
+        assert value > 0, name

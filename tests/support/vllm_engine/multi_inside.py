@@ -1,0 +1,90 @@
+"""What is done to an engine with several connectors, in its own process: functions of `inside`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def ferries(connector: Any) -> list[Any]:
+    """kvferry's own among a connector's children, or it itself."""
+    from kvferry.engines.vllm.connector import KVFerryConnector
+
+    return [
+        one for one in getattr(connector, "_connectors", [connector]) if isinstance(one, KVFerryConnector)
+    ]
+
+
+def _multi(engine: Any) -> Any:
+    return engine.llm_engine.engine_core.engine_core.scheduler.connector
+
+
+def chosen(engine: Any) -> list[tuple[str, int]]:
+    """(child, tokens) of every load begun since the last call; the first call begins."""
+    choosing = _multi(engine)._choosing
+    if not hasattr(engine, "chosen"):
+        engine.chosen = []
+        inner = choosing._admit
+
+        def admit(name: str, wish: Any, blocks: Any, external: int) -> int | None:
+            place = inner(name, wish, blocks, external)
+            if place is not None:
+                engine.chosen.append((choosing._names[place], external))
+            return place
+
+        choosing._admit = admit
+    seen, engine.chosen = engine.chosen, []
+    return seen
+
+
+def still_known(engine: Any) -> dict[str, int]:
+    """What the connector still knows of requests, and is not nothing."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    ours = _multi(engine)
+    counts = {
+        "requests": len(ours._choosing),
+        "holders": len(ours._holders),
+        "expected": len(get_kv_transfer_group()._completions),
+        "pending": sum(ours._choosing.counts.pending.values()),
+    }
+    return {name: count for name, count in counts.items() if count}
+
+
+def spoil_child(engine: Any, name: str | None) -> None:
+    """Change signs in every group's first block of what this child loads, as it reports it; None stops."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from support.vllm_engine.pages import negate
+
+    group, scheduler = get_kv_transfer_group(), engine.llm_engine.engine_core.engine_core.scheduler
+    if not hasattr(engine, "spoilt_child"):
+        inner = group._completions.join
+
+        def join(reports: list[Any]) -> Any:
+            loads = dict(group._completions._loads)
+            results = inner(reports)
+            for request in results.finished_recving - results.failed_recving:
+                if group._names[loads[request]] == engine.spoilt_child:
+                    tables = scheduler.kv_cache_manager.get_block_ids(request)
+                    worker = next(iter(ferries(group)[0]._halves.values()))
+                    for ids, described in zip(tables, worker._geometry.groups, strict=True):
+                        for layer in described.layers:
+                            negate(worker, layer, next(number for number in ids if number))
+            return results
+
+        group._completions.join = join
+    engine.spoilt_child = name
+
+
+def metrics(engine: Any, prefix: str) -> dict[str, float]:
+    """Samples of this process's metrics, by name and the value of the label ``connector`` and others."""
+    from prometheus_client import REGISTRY
+
+    found = {}
+    for metric in REGISTRY.collect():
+        if not metric.name.startswith(prefix):
+            continue
+        for sample in metric.samples:
+            labels = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine", "le")}
+            found[" ".join([sample.name, *(labels[k] for k in sorted(labels))])] = sample.value
+    return found

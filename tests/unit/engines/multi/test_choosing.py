@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+from hypothesis import given, strategies as st
+
+from kvferry.cache.policies import Choice, Cost, First, Weight
+from kvferry.cache.speeds import Speeds
+from kvferry.engines.vllm.multi.choosing import Choosing
+from support.clock import Clock
+
+PATIENCE, REST = 5.0, 1000
+
+
+@dataclass
+class Child:
+    """A connector that answers as it is told to."""
+
+    answer: tuple[int | None, bool] = (0, False)
+    allocated: list[int] = field(default_factory=list)
+
+    def get_num_new_matched_tokens(self, request: object, have: int) -> tuple[int | None, bool]:
+        return self.answer
+
+    def update_state_after_alloc(self, request: object, blocks: object, tokens: int) -> None:
+        self.allocated.append(tokens)
+
+
+def request(name: str = "r") -> SimpleNamespace:
+    return SimpleNamespace(request_id=name, num_tokens=REST)
+
+
+def blocks(*ids: int) -> SimpleNamespace:
+    return SimpleNamespace(get_block_ids=lambda: (list(ids),))
+
+
+def choosing(*answers: tuple[int | None, bool], policy=None, attempts: int = 2) -> tuple:
+    clock = Clock()
+    children = [Child(answer) for answer in answers]
+    names = [f"c{n}" for n in range(len(children))]
+    choice = Choice(policy or Weight({}), Speeds(clock), PATIENCE)
+    return Choosing(names, children, choice, attempts, clock), children, clock
+
+
+def test_the_best_bid_is_loaded_and_the_others_are_told_of_the_blocks() -> None:
+    ours, children, _ = choosing((100, True), (300, True), (0, False))
+    assert ours.matched(request(), 0) == (300, True)
+    assert ours.chosen("r") == 1
+    assert ours.allocated(request(), blocks(1), 300) is None, "it is loaded between steps"
+    assert [child.allocated for child in children] == [[0], [300], [0]]
+    assert ours.take_new() == {"r": 1}
+    assert ours.take_new() == {}
+    assert ours.counts.pending == {"c1": 1}
+    ours.heard({"r"}, set(), set())
+    ours.allocated(request(), blocks(1), 0)  # as the engine does once the load is done
+    assert [child.allocated for child in children] == [[0, 0], [300, 0], [0, 0]]
+    ours.finished("r")
+    assert len(ours) == 0
+    assert ours.counts.take() == {
+        **{("queries", name, ""): 1 for name in ("c0", "c1", "c2")},
+        ("passed_over", "c0", ""): 1,
+        ("hits", "c1", ""): 1,
+        ("hit_tokens", "c1", ""): 300,
+        ("misses", "c2", ""): 1,
+        ("loads", "c1", "ready"): 1,
+    }
+    assert +ours.counts.pending == {}
+
+
+def test_weights_and_order_decide() -> None:
+    weighed, *_ = choosing((100, True), (300, True), policy=Weight({"c0": 4.0}))
+    assert weighed.matched(request(), 0) == (100, True)
+    first, *_ = choosing((1, True), (300, True), policy=First())
+    assert first.matched(request(), 0) == (1, True)
+    equal, *_ = choosing((300, True), (300, False))
+    assert equal.matched(request(), 0) == (300, True)
+
+
+def test_by_cost_a_slow_child_is_left_for_a_faster_one() -> None:
+    clock = Clock()
+    speeds = Speeds(clock)
+    children = [Child((900, True)), Child((500, True))]
+    ours = Choosing(["slow", "fast"], children, Choice(Cost(speeds), speeds, PATIENCE), 2, clock)
+    speeds.computed(1000, 1.0)
+    for name, seconds, tokens in (("a", 9.0, 900), ("b", 0.1, 500), ("c", 0.1, 500)):
+        assert ours.matched(request(name), 0) == (tokens, True)
+        ours.allocated(request(name), blocks(1), tokens)
+        clock.now += seconds
+        ours.heard({name}, set(), set())
+
+
+def test_a_child_that_is_looking_is_waited_for_as_long_as_there_is_patience() -> None:
+    ours, children, clock = choosing((None, False), (300, True))
+    assert ours.matched(request(), 0) == (None, False)
+    clock.now += PATIENCE / 2
+    assert ours.matched(request(), 0) == (None, False)
+    clock.now += PATIENCE / 2
+    assert ours.matched(request(), 0) == (300, True)
+    children[0].answer = (900, True)
+    assert ours.matched(request(), 0) == (900, True), "it has found what it was looking for"
+
+
+def test_a_child_that_is_looking_holds_up_nobody_whose_bid_is_better_anyway() -> None:
+    ours, *_ = choosing((REST, True), (None, False))
+    assert ours.matched(request(), 0) == (REST, True)
+    weighed, *_ = choosing((None, False), (300, True), policy=Weight({"c0": 0.1}))
+    assert weighed.matched(request(), 0) == (300, True)
+    alone, *_ = choosing((None, False), (0, False))
+    assert alone.matched(request(), REST - 1) == (0, False), "nothing is left to be found"
+
+
+def test_what_was_chosen_stays_chosen_until_another_is_clearly_better() -> None:
+    ours, children, _ = choosing((300, True), (290, True))
+    assert ours.matched(request(), 0) == (300, True)
+    children[1].answer = (320, True)
+    assert ours.matched(request(), 0) == (300, True)
+    children[1].answer = (400, True)
+    assert ours.matched(request(), 0) == (400, True)
+
+
+def fail(ours: Choosing, tokens: int) -> None:
+    ours.allocated(request(), blocks(1), tokens)
+    ours.heard({"r"}, {"r"}, set())
+
+
+def test_a_child_that_failed_is_struck_out_and_the_request_lets_others_pass_once() -> None:
+    ours, *_ = choosing((300, True), (100, True))
+    assert ours.matched(request(), 0) == (300, True)
+    fail(ours, 300)
+    assert ours.matched(request(), 0) == (None, False)
+    assert ours.matched(request(), 0) == (100, True)
+    fail(ours, 100)
+    assert ours.matched(request(), 0) == (None, False)
+    assert ours.matched(request(), 0) == (0, False)
+    assert ours.counts.more["loads", "c0", "failed"] == ours.counts.more["loads", "c1", "failed"] == 1
+
+
+def test_an_offer_after_a_failure_that_finds_no_room_is_withdrawn() -> None:
+    ours, *_ = choosing((300, True), (100, True))
+    ours.matched(request(), 0)
+    fail(ours, 300)
+    assert [ours.matched(request(), 0) for _ in range(3)] == [(None, False), (100, True), (0, False)]
+    ours.allocated(request(), blocks(1), 0)
+    assert ours.take_new() == {"r": 0}, "the withdrawn offer was loaded"
+
+
+def test_attempts_are_capped() -> None:
+    ours, *_ = choosing((300, True), (200, True), (100, True), attempts=2)
+    for tokens in (300, 200):
+        ours.matched(request(), 0)
+        ours.matched(request(), 0)
+        fail(ours, tokens)
+    assert [ours.matched(request(), 0) for _ in range(2)] == [(None, False), (0, False)]
+
+
+def test_a_preempted_request_may_be_served_again() -> None:
+    ours, children, _ = choosing((300, True), attempts=1)
+    for _ in range(3):
+        assert ours.matched(request(), 0) == (300, True)
+        ours.allocated(request(), blocks(1), 300)
+        ours.heard({"r"}, set(), set())
+    assert children[0].allocated == [300] * 3
+
+
+def test_an_ended_request_is_forgotten_when_its_load_is_reported() -> None:
+    ours, *_ = choosing((300, True))
+    ours.matched(request(), 0)
+    ours.allocated(request(), blocks(1), 300)
+    ours.finished("r")
+    assert len(ours) == 1
+    assert ours.counts.pending["c0"] == 1
+    ours.heard({"r"}, {"r"}, set())
+    assert len(ours) == 0
+    assert +ours.counts.pending == {}
+
+
+def test_a_synchronous_child_is_struck_out_by_the_blocks_that_did_not_load() -> None:
+    ours, *_ = choosing((300, False), (100, True))
+    assert ours.matched(request(), 0) == (300, False)
+    assert ours.allocated(request(), blocks(4, 5), 300) == 0
+    assert ours.take_new() == {}, "nobody will report it"
+    ours.heard(set(), set(), {9})
+    ours.heard(set(), set(), {5})
+    assert ours.matched(request(), 0) == (100, True), "preempted, it is asked for again"
+    assert ours.counts.more["loads", "c0", "failed"] == 1
+    good, *_ = choosing((300, False))
+    good.matched(request(), 0)
+    good.allocated(request(), blocks(4), 300)
+    good.finished("r")
+    assert good.counts.more["loads", "c0", "ready"] == 1
+    assert len(good) == 0
+
+
+def test_blocks_of_loads_that_are_done_blame_nobody() -> None:
+    ours, *_ = choosing((300, True))
+    ours.matched(request(), 0)
+    ours.allocated(request(), blocks(4), 300)
+    ours.heard({"r"}, set(), set())
+    ours.heard(set(), set(), {4})
+    assert ours.matched(request(), 0) == (300, True)
+
+
+ANSWERS = st.one_of(
+    st.just((None, False)),
+    st.tuples(st.integers(1, REST), st.booleans()),
+    st.just((0, False)),
+)
+
+
+@given(st.data())
+def test_whatever_children_answer_and_do_a_request_comes_to_an_end(data) -> None:
+    """Until it is admitted without a load, or with one that succeeds, however often loads fail."""
+    count, attempts = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
+    policy = data.draw(st.sampled_from([Weight({"c0": 0.5}), Weight({"c1": 0.0}), First(), Cost(Speeds())]))
+    ours, children, clock = choosing(*[(0, False)] * count, policy=policy, attempts=attempts)
+    failed, loads, waited = set(), 0, 0.0
+    while True:
+        for child in children:
+            child.answer = data.draw(ANSWERS)
+        tokens, waits = ours.matched(request(), 0)
+        if tokens is None:
+            clock.now += 1.0
+            waited += 1.0
+            assert waited <= PATIENCE + attempts + 1
+            continue
+        before = [len(child.allocated) for child in children]
+        ours.allocated(request(), blocks(loads), tokens)
+        given_to = [child.allocated[-1] for child in children]
+        assert [len(child.allocated) for child in children] == [n + 1 for n in before]
+        if not tokens:
+            assert not any(given_to)
+            break
+        (place,) = [n for n, more in enumerate(given_to) if more]
+        assert (given_to[place], waits) == children[place].answer
+        assert place not in failed
+        loads += 1
+        assert loads <= attempts
+        if not data.draw(st.booleans()) and waits:
+            ours.heard({"r"}, {"r"}, set())
+            failed.add(place)
+            continue
+        ours.heard({"r"} if waits else set(), set(), set())
+        break
+    ours.finished("r")
+    assert len(ours) == 0
+    assert +ours.counts.pending == {}
+    more = ours.counts.take()
+    for child in (f"c{n}" for n in range(count)):
+        asked = sum(more[what, child, ""] for what in ("hits", "passed_over", "misses"))
+        assert more["queries", child, ""] == asked
+        assert more["hits", child, ""] == sum(more["loads", child, how] for how in ("ready", "failed"))
