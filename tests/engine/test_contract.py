@@ -6,8 +6,6 @@ import inspect
 
 import pytest
 
-from kvferry.observe.counted import Counted
-
 pytestmark = pytest.mark.engine
 
 
@@ -38,14 +36,13 @@ def test_the_multi_connector_can_read_our_stats_and_show_them() -> None:
 
     from kvferry.engines.vllm.connector import KVFerryConnector
     from kvferry.engines.vllm.stats import FerryStats
+    from kvferry.observe.counted import Counted
 
     counted = Counted()
     counted.count("loads", "peer", "failed")
-    stats = KVFerryConnector.build_kv_connector_stats(FerryStats.of(counted).to_dict())
-    sent = {"KVFerryConnector": stats.to_dict()}
-    assert (
-        MultiConnector.build_kv_connector_stats(sent).reduce()["KVFerryConnector"]["peer failed loads"] == 1
-    )
+    sent = {"KVFerryConnector": FerryStats.of(counted).to_dict()}
+    told = MultiConnector.build_kv_connector_stats(sent).reduce()
+    assert told["KVFerryConnector"]["peer failed loads"] == 1
     config = type("Config", (), {"kv_transfer_config": None})
     given = config, {kind: kind for kind in (Counter, Gauge, Histogram)}, ["engine"], {0: ["0"]}
     ours = KVFerryConnector.build_prom_metrics(*given)
@@ -179,3 +176,21 @@ def test_entries_of_connectors_have_the_keys_of_vllms_own_setting() -> None:
     from kvferry.engines.vllm.multi.settings import TRANSFER_KEYS
 
     assert {field.name for field in dataclasses.fields(KVTransferConfig)} == set(TRANSFER_KEYS)
+
+
+def test_a_request_has_its_trace_headers_and_an_id_that_callers_know_without_its_end() -> None:
+    from vllm import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.request import Request
+
+    from kvferry.engines.vllm.compat import external_id
+
+    given = {"arrival_time": 0.0, "lora_request": None, "cache_salt": None, "data_parallel_rank": None}
+    sent = EngineCoreRequest(
+        request_id="cmpl-a-0", prompt_token_ids=[1], mm_features=None, sampling_params=SamplingParams(),
+        pooling_params=None, trace_headers={"traceparent": "00-1-2-01"}, **given,
+    )  # fmt: skip
+    InputProcessor.assign_request_id(sent)
+    assert sent.request_id != sent.external_req_id == external_id(sent.request_id) == "cmpl-a-0"
+    assert Request.from_engine_core_request(sent, None).trace_headers == {"traceparent": "00-1-2-01"}

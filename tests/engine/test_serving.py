@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -17,7 +18,10 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from kvferry.plan.units import size
 from kvferry.serving.tiny import tiny_checkpoint
+from support.explain import explain
+from support.otlp import Collector, attributes
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -56,10 +60,13 @@ class Served:
     def __init__(self, model: Path, folder: Path) -> None:
         self.model = str(model)
         self.errors = folder / "stderr"
+        self.collector = Collector()
         command = [*KVFERRY, "serve", self.model, "--port", "0", "--log-dir", str(folder), "--", *ENGINE]
+        command += ["--otlp-traces-endpoint", self.collector.url]
+        soon = {**ENVIRONMENT, "OTEL_BSP_SCHEDULE_DELAY": "100"}
         with self.errors.open("wb") as errors:
             self.process = subprocess.Popen(
-                command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=errors, text=True
+                command, env=soon, stdout=subprocess.PIPE, stderr=errors, text=True
             )
         line = self.process.stdout.readline()
         found = re.fullmatch(r"kvferry: serving on (http://127\.0\.0\.1:\d+)/v1\n", line)
@@ -83,6 +90,7 @@ class Served:
             self.process.terminate()
         self.process.wait(60)
         self.process.stdout.close()
+        self.collector.close()
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +116,53 @@ def test_a_completion_is_what_a_single_engine_says_and_its_kv_was_moved(served):
     assert answer["usage"] == alone["usage"]
     moved = served.metric(served.decode, "vllm:external_prefix_cache_hits_total") - before
     assert moved >= answer["usage"]["prompt_tokens"] - 1 > 300
+
+
+def test_a_request_is_explained_and_its_spans_belong_to_the_callers_trace(served):
+    trace_id, span_id = secrets.token_bytes(16), secrets.token_bytes(8)
+    headers = {"X-Request-Id": "who-asks-why", "traceparent": f"00-{trace_id.hex()}-{span_id.hex()}-01"}
+    body = {"model": served.model, "prompt": "Why? " + TEXT * 18, "max_tokens": 4}
+    answer = served.client.post(f"{served.url}/v1/completions", json=body, headers=headers).json()
+    tokens = answer["usage"]["prompt_tokens"]
+    eventually(lambda: "released" in explain("who-asks-why").stdout)
+
+    prefill, decode = explain("who-asks-why").stdout.split("\n\n")
+    assert re.match(r"cmpl-who-asks-why-0-\w{8}\n  prefill engine, process \d+, ", prefill)
+    assert f"{tokens - 1} tokens are offered to another engine" in prefill
+    assert re.match(r"cmpl-who-asks-why-0-\w{8}\n  decode engine, process \d+, ", decode)
+    assert f"It comes with {tokens} tokens; may be served by peer." in decode
+    assert f"goes on with {tokens - 1} tokens at hand and computes 1." in decode
+    assert explain(answer["id"]).stdout == f"{prefill}\n\n{decode}"
+    listed = explain("--last", "3").stdout.splitlines()
+    at = listed.index(decode.splitlines()[0])
+    assert f"{tokens} tokens: {tokens - 1} from peer, 1 computed" in " ".join(
+        "".join(listed[at + 1 : at + 3]).split()
+    )
+
+    spans = served.collector.of(trace_id, "llm_request", "kvferry.load", "kvferry.lease")
+    load, lease = attributes(spans["kvferry.load"]), attributes(spans["kvferry.lease"])
+    assert {spans[name].parent_span_id for name in ("kvferry.load", "kvferry.lease")} == {span_id}
+    assert load["gen_ai.request.id"] == lease["gen_ai.request.id"] == answer["id"] + "-0"
+    assert (load["kvferry.outcome"], load["kvferry.tokens.peer"]) == ("ready", tokens - 1)
+    assert (lease["kvferry.tokens"], lease["kvferry.expired"]) == (tokens - 1, False)
+    assert f"{size(load['kvferry.bytes'])} of 0 full_attention" in decode
+    assert 0 < time.time_ns() - spans["kvferry.load"].end_time_unix_nano < 120e9
+    assert (
+        0
+        < load["kvferry.read_seconds"] * 1e9
+        < lasted(spans["kvferry.load"])
+        < lasted(spans["kvferry.lease"])
+    )
+
+
+def lasted(span) -> int:
+    return span.end_time_unix_nano - span.start_time_unix_nano
+
+
+def test_a_request_that_nobody_knows_is_one_sentence(served):
+    done = explain("nobody")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(r"kvferry: no request 'nobody' is remembered by 2 engines .*\n", done.stderr)
 
 
 def test_a_chat_is_what_a_single_engine_says(served):
@@ -225,6 +280,8 @@ def test_ctrl_c_leaves_no_process_port_or_shared_memory(served):
     assert "Traceback" not in served.errors.read_text()
     assert not [pid for pid in below if alive(pid)]
     assert not [name for name in segments if Path("/dev/shm", name).exists()]
+    explain("nobody")  # vLLM kills its schedulers: whoever asks next removes their sockets
+    assert not list(Path(os.environ["XDG_RUNTIME_DIR"], "kvferry").iterdir())
     for url in (served.url, served.prefill, served.decode):
         with socket.socket() as sock:
             assert sock.connect_ex(("127.0.0.1", urlsplit(url).port)) != 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from support.explain import events, explain
 from support.vllm_engine.both import Both, loads
 from support.vllm_engine.inside import distance
 from support.vllm_engine.pair import prompt
@@ -48,6 +50,29 @@ def test_what_a_peer_gave_is_stored_and_served_without_it(both: Both) -> None:
         assert loads(both.decode) == [len(asked)]
         assert distance(alone, reference) == 0.0
     both.nothing_held()
+
+
+def test_why_a_request_was_served_as_it_was_is_explained(both: Both) -> None:
+    text = prompt(512, 57)
+    (first,) = both.decode.call("generate", [text[:200]])
+    both.forget(host=True)
+    (answer,) = both.through([text])
+    both.forget()
+    peer = next(event for name, event in events(answer["request_id"]) if name == "LoadEnded")
+    assert (peer["source"], peer["outcome"]) == ("peer", "ready")
+    assert {one["group"] for one in peer["moved"]} == {
+        *(f"{number} sliding_window(64)" for number in range(5)),
+        "5 full_attention",
+    }
+    said = " ".join(explain(answer["request_id"]).stdout.split())
+    assert "peer bids 511 tokens (511 from peer), worth 511." in said
+    assert "tiers bids 192 tokens (192 from file), worth 192." in said
+    assert "is taken: the best bid." in said
+    assert "The engine goes on with 511 tokens at hand and computes 1." in said
+    assert re.search(r"Stored 5 of 5 chunks of \d full_attention, [\d.]+ [KM]iB, until", said), said
+    alone = " ".join(explain(first["request_id"]).stdout.split())
+    assert "It is to be computed: nothing is offered." in alone
+    assert "tiers bids nothing, not stored: chunk 0 of" in alone
 
 
 def test_what_the_prefill_engine_has_from_its_tiers_it_hands_over(both: Both) -> None:

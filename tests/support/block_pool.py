@@ -72,6 +72,7 @@ def request(name: str, tokens: Sequence[int], prompt: int | None = None, **more:
             "lora_request": None,
             "cache_salt": None,
             "kv_transfer_params": None,
+            "trace_headers": None,
             **more,
         }
     )

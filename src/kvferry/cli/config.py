@@ -57,6 +57,9 @@ def config(
     patience_seconds: Annotated[
         float | None, typer.Option(help="How long a request waits for a source that is looking.")
     ] = None,
+    explain_requests: Annotated[
+        int | None, typer.Option(help="Requests remembered for kvferry explain; 0: none.")
+    ] = None,
     beside: Annotated[
         str | None,
         typer.Option(help='Other connectors of the engine, JSON: [{"kv_connector": "NixlConnector"}, ...].'),
@@ -91,6 +94,7 @@ def config(
         "policy": policy,
         "load_weight": load_weight,
         "patience_seconds": patience_seconds,
+        "explain_requests": explain_requests,
     }
     whole = kv_config.kv_transfer_config(role, settings)
     if beside is not None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli import bench, cache, config, demo, doctor, plan, router, serve
+from kvferry.cli import bench, cache, config, demo, doctor, explain, plan, router, serve
 from kvferry.errors import ConfigError, KVFerryError
 
 _FAILED = 1
@@ -21,7 +21,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _module in (serve, router, config, doctor, demo, plan, cache, bench):
+for _module in (serve, router, config, doctor, demo, plan, cache, explain, bench):
     _module.register(app)
 
 

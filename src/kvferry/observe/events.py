@@ -122,6 +122,7 @@ class Arrived:
         tokens: of its prompt.
         sources: that may serve it.
         declined: sources that cannot, though they were asked.
+        trace_headers: the trace that it belongs to, as W3C headers; none if it belongs to none.
     """
 
     request_id: str
@@ -129,6 +130,7 @@ class Arrived:
     tokens: int
     sources: tuple[str, ...]
     declined: tuple[Lack, ...] = ()
+    trace_headers: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

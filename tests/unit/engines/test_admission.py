@@ -962,3 +962,13 @@ def test_beside_others_a_bid_that_would_fill_a_block_in_part_is_not_taken():
     assert engine.admit(engine.arrive("c")) is None, "what it will turn out to be is not known"
     fine.looking, fine.grain = False, BLOCK
     assert engine.admit(engine.arrive("d")) == 24
+
+
+def test_a_request_that_no_source_can_serve_is_told_with_its_trace_and_its_end():
+    engine = Engine(Stand("peer", serves=False))
+    one = request("a", range(PROMPT), trace_headers={"traceparent": "00-1-2-01"})
+    engine.admission.on_new_request(one)
+    engine.admission.finished("a")
+    assert said(engine) == (["Arrived", "Finished"], {})
+    came = engine.told[0]
+    assert (came.tokens, came.sources, came.trace_headers) == (PROMPT, (), (("traceparent", "00-1-2-01"),))

@@ -57,6 +57,7 @@ def test_a_key_like_no_other_is_refused_with_all_known_ones():
         ({"policy": "best"}, "Invalid enum value 'best' - at `$.policy`"),
         ({"load_weight": -1}, "load_weight is -1.0, it must be 0 to 1000000"),
         ({"load_weight": math.nan}, "load_weight is nan, it must be 0 to 1000000"),
+        ({"explain_requests": -1}, "explain_requests is -1, it must be 0 to 100000"),
         ({"patience_seconds": 0}, "patience_seconds is 0.0, it must be above 0 and below a day"),
         (
             {"tiers": [{"type": "host"}, {"type": "file", "load_weight": -2}]},

@@ -26,12 +26,14 @@ def listen(monkeypatch):
 
     def start(port, index=0):
         parallel = SimpleNamespace(data_parallel_index=index)
-        transfer = SimpleNamespace(engine_id=f"engine_dp{index}")
         vllm_config = SimpleNamespace(
-            parallel_config=parallel, kv_transfer_config=transfer, model_config=None
+            parallel_config=parallel,
+            kv_transfer_config=SimpleNamespace(engine_id=f"engine_dp{index}", kv_role="kv_both"),
+            model_config=SimpleNamespace(model="tiny"),
+            observability_config=SimpleNamespace(otlp_traces_endpoint=None),
         )
         cache = SimpleNamespace(kv_cache_groups=[], num_blocks=8, hash_block_size=16)
-        half = scheduler.SchedulerHalf(vllm_config, cache, ConnectorConfig(port=port))
+        half = scheduler.SchedulerHalf(vllm_config, cache, ConnectorConfig(port=port, explain_requests=0))
         halves.append(half)
         rank = rank_of(kv_page())
         half.start((WorkerCard(rank, RankCard(rank, b"", 0, 8, 1)),))

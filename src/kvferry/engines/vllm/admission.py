@@ -190,6 +190,7 @@ class Admission:
         """The request has ended, whichever way: nothing more is wanted for it."""
         wish = self._wishes.pop(request_id, None)
         if wish is None:
+            self._telling.finished(request_id)
             return
         for load in wish.loads:
             self.pins.late(load.key)

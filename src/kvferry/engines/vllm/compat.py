@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -36,6 +37,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.tracing import SpanAttributes, extract_trace_context, is_tracing_available
 from vllm.transformers_utils.config import get_config, get_hf_text_config
 from vllm.utils.network_utils import get_ip
 from vllm.v1.attention.backend import MultipleOf
@@ -62,6 +64,7 @@ from kvferry.geometry import GroupKind
 
 __all__ = [
     "HITS",
+    "REQUEST_ID",
     "CacheHitSource",
     "KVCacheConfig",
     "KVConnectorBase_V1",
@@ -83,7 +86,9 @@ __all__ = [
     "conv_channels_first",
     "current_config",
     "declared_layouts",
+    "external_id",
     "finished_whole",
+    "is_traced",
     "kind_of",
     "layers_are_alike",
     "leave_cores_to_others",
@@ -100,6 +105,7 @@ __all__ = [
     "supported_layouts",
     "supports_hybrid",
     "takes_whole_blocks",
+    "trace_context",
     "trim_prompt",
     "with_connector",
     "with_extra",
@@ -335,6 +341,27 @@ def layers_are_alike(vllm_config: VllmConfig) -> bool:
         and getattr(text, "index_topk", None) is None
         and vllm_config.speculative_config is None
     )
+
+
+# -- tracing ----------------------------------------------------------------------------------------------
+
+REQUEST_ID: str = SpanAttributes.GEN_AI_REQUEST_ID
+"""What vLLM's own span of a request calls its id."""
+
+
+def is_traced(vllm_config: VllmConfig) -> bool:
+    """The engine exports spans: vLLM has set up OpenTelemetry in the scheduler's process."""
+    return vllm_config.observability_config.otlp_traces_endpoint is not None and is_tracing_available()
+
+
+def trace_context(headers: Mapping[str, str]) -> Any:
+    """The context that a request's headers name, None if they name none."""
+    return extract_trace_context(headers)
+
+
+def external_id(request_id: str) -> str:
+    """A request's id as vLLM's callers know it: the scheduler's ends with eight random digits."""
+    return re.sub(r"-[0-9a-f]{8}$", "", request_id)
 
 
 def register(name: str, module: str) -> None:

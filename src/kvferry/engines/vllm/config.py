@@ -59,6 +59,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         patience_seconds: how long a request waits for a source that cannot say yet what it has.
         whole_blocks: take no load that would fill a block in part: beside another connector that stores,
             which could not tell.
+        explain_requests: how many of the last requests are remembered for ``kvferry explain``; 0 for none.
     """
 
     host: str = "127.0.0.1"
@@ -86,6 +87,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_weight: float = 1.0
     patience_seconds: float = 10.0
     whole_blocks: bool = False
+    explain_requests: int = 512
 
     @property
     def transfers(self) -> bool:
@@ -120,6 +122,7 @@ _RANGES = {
     "lanes": (1, 16),
     "chunk_tokens": (1, 1 << 20),
     "snapshot_tokens": (1, 1 << 20),
+    "explain_requests": (0, 100_000),
 }
 
 

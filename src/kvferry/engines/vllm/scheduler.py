@@ -10,6 +10,7 @@ from kvferry.cache.speeds import Speeds
 from kvferry.engines.vllm import compat
 from kvferry.engines.vllm.admission import Admission
 from kvferry.engines.vllm.config import ConnectorConfig
+from kvferry.engines.vllm.explaining import Explaining
 from kvferry.engines.vllm.geometry import kind_of
 from kvferry.engines.vllm.identity import facts_of
 from kvferry.engines.vllm.meta import BlockIds, SchedulerMeta, WorkerCard, WorkerMeta
@@ -22,6 +23,7 @@ from kvferry.engines.vllm.stats import FerryStats
 from kvferry.engines.vllm.step_times import StepTimes
 from kvferry.engines.vllm.tier_config import read_tiers
 from kvferry.engines.vllm.tiering import Tiering
+from kvferry.engines.vllm.tracing import tracing
 from kvferry.engines.vllm.transfer_log import TransferLog
 from kvferry.errors import ConfigError, Incompatible
 from kvferry.geometry import GroupKind, RankGeometry
@@ -52,6 +54,9 @@ class SchedulerHalf:
         self._incarnation = new_incarnation()
         self._fold = Fold()
         self.watch = Watch(self._fold)
+        if (spans := tracing(vllm_config)) is not None:
+            self.watch.add(spans)
+        self._explaining = Explaining(vllm_config, config.explain_requests, self.watch)
         self._producer = Producer(
             vllm_config, kv_cache_config, config, self._kinds, self._incarnation, self.watch
         )
@@ -107,6 +112,7 @@ class SchedulerHalf:
             Choice(self._policy(), self._speeds, self._config.patience_seconds),
             self.watch,
         )
+        self._explaining.start()
 
     def _policy(self) -> Policy:
         """How sources are chosen."""
@@ -226,6 +232,7 @@ class SchedulerHalf:
 
     def shutdown(self) -> None:
         """End all threads."""
+        self._explaining.close()
         if self._client is not None:
             self._client.close()
         if self._server is not None:

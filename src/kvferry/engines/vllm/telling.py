@@ -73,9 +73,9 @@ class Telling:
         """A request has come in, which the first may serve and the others may not."""
         declined = tuple(lack for source in others if (lack := source.declined(request)) is not None)
         names = tuple(source.name for source in sources)
-        if names or declined:
-            now, tokens = time.monotonic(), int(request.num_tokens)
-            self._watch.tell(Arrived(request.request_id, now, tokens, names, declined))
+        now, tokens = time.monotonic(), int(request.num_tokens)
+        headers = tuple((request.trace_headers or {}).items())
+        self._watch.tell(Arrived(request.request_id, now, tokens, names, declined, headers))
 
     @_harmless
     def asked(

@@ -1,0 +1,51 @@
+"""What `kvferry explain` asks an engine's scheduler for."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import kvferry
+from kvferry.observe.answering import Answering
+from kvferry.observe.traces import Traces
+from kvferry.observe.watch import Watch
+from kvferry.observe.wire import Engine
+
+_ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
+
+
+class Explaining:
+    """Remembers the last requests, and answers who asks for them; nothing if it is to remember none."""
+
+    def __init__(self, vllm_config: Any, requests: int, watch: Watch) -> None:
+        """Begin to remember.
+
+        Args:
+            vllm_config: the engine's.
+            requests: how many.
+            watch: what is remembered.
+        """
+        self._traces = Traces(requests) if requests else None
+        self._most = requests
+        self._answering: Answering | None = None
+        transfer = vllm_config.kv_transfer_config
+        self._engine = Engine(
+            kvferry.__version__,
+            str(transfer.engine_id),
+            str(vllm_config.model_config.model),
+            os.getpid(),
+            _ROLES.get(transfer.kv_role, "both"),
+        )
+        if self._traces is not None:
+            watch.add(self._traces)
+
+    def start(self) -> None:
+        """Answer from now on."""
+        if self._traces is not None:
+            self._answering = Answering(self._traces, self._engine, self._most)
+
+    def close(self) -> None:
+        """Answer no more."""
+        if self._answering is not None:
+            self._answering.close()
+            self._answering = None

@@ -1,0 +1,40 @@
+"""Spans of requests go where the engine's own go: to vLLM's tracer, which has a thread to export them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import kvferry
+from kvferry.engines.vllm import compat
+from kvferry.observe.spans import Span, Spans
+from kvferry.observe.watch import Listener
+
+
+def tracing(vllm_config: Any) -> Listener | None:
+    """A listener that makes spans, if the engine is traced; else None, and nothing is loaded."""
+    if not compat.is_traced(vllm_config):
+        return None
+    return Spans(_exported())
+
+
+def _exported() -> Callable[[Span], None]:
+    from opentelemetry import trace  # noqa: PLC0415 - only a traced engine has, or needs, it
+
+    tracer = trace.get_tracer("kvferry", kvferry.__version__)
+
+    def export(span: Span) -> None:
+        zero = time.time_ns() - time.monotonic_ns()
+        made = tracer.start_span(
+            span.name,
+            compat.trace_context(dict(span.parent)),
+            trace.SpanKind.INTERNAL,
+            {compat.REQUEST_ID: compat.external_id(span.request_id), **span.attributes},
+            start_time=zero + round(span.begin * 1e9),
+        )
+        if span.failure:
+            made.set_status(trace.Status(trace.StatusCode.ERROR, span.failure))
+        made.end(zero + round(span.end * 1e9))
+
+    return export

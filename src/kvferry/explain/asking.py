@@ -1,0 +1,131 @@
+"""Asks the engines of this machine for traces; an engine that does not answer costs a few seconds."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from kvferry.errors import ConfigError, ProtocolError
+from kvferry.observe import meeting_place
+from kvferry.observe.events import Arrived
+from kvferry.observe.traces import Trace
+from kvferry.observe.wire import MOST_ANSWER_BYTES, Engine, Question, decode_trace
+
+_SECONDS = 5.0
+
+
+class _Refusal(msgspec.Struct, frozen=True):
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an engine has said.
+
+    Attributes:
+        engine: which.
+        traces: the latest first.
+    """
+
+    engine: Engine
+    traces: tuple[Trace, ...]
+
+    def wall(self, at: float) -> float:
+        """Seconds since 1970 at a time of the engine's monotonic clock."""
+        return at - self.engine.monotonic + self.engine.wall
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A trace, and whose it is."""
+
+    answer: Answer
+    trace: Trace
+
+    @property
+    def came(self) -> float:
+        """When the request came to its engine, seconds since 1970."""
+        return self.answer.wall(self.trace.events[0].at)
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Of all engines.
+
+    Attributes:
+        answers: of those that gave one.
+        silent: what else there is to say: of those that gave none, and of where nobody could be asked.
+    """
+
+    answers: tuple[Answer, ...]
+    silent: tuple[str, ...]
+
+    def told(self) -> list[Told]:
+        """All traces, in the order in which the requests came: the prefill engine's first."""
+        found = [Told(answer, trace) for answer in self.answers for trace in answer.traces]
+        return sorted(found, key=lambda one: one.came)
+
+
+def ask(question: Question) -> Answers:
+    """Ask every engine of this user on this machine.
+
+    Raises:
+        ConfigError: no engine answers, and a directory of sockets is not the user's alone.
+    """
+    answers: list[Answer] = []
+    silent: list[str] = []
+    refused: list[ConfigError] = []
+    for directory in meeting_place.places():
+        try:
+            for asked in meeting_place.connected(directory):
+                with asked:
+                    try:
+                        answers.append(_answer(asked, question))
+                    except (OSError, ProtocolError) as error:
+                        silent.append(f"an engine did not answer: {type(error).__name__}: {error}")
+        except ConfigError as error:
+            refused.append(error)
+    if refused and not answers:
+        raise refused[0]
+    return Answers(tuple(answers), (*silent, *map(str, refused)))
+
+
+def _answer(asked: socket.socket, question: Question) -> Answer:
+    """What one engine says.
+
+    Raises:
+        ProtocolError: it cannot be understood, or is an engine's refusal.
+        OSError: it did not come in time.
+    """
+    asked.sendall(msgspec.json.encode(question) + b"\n")
+    first, *rest = _lines(asked)
+    try:
+        if b'"error"' in first[:16]:
+            raise ProtocolError(msgspec.json.decode(first, type=_Refusal).error)
+        engine = msgspec.json.decode(first, type=Engine)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"an answer that cannot be read: {error}") from error
+    traces = tuple(decode_trace(line) for line in rest)
+    if not all(trace.events and isinstance(trace.events[0], Arrived) for trace in traces):
+        raise ProtocolError("a trace that does not begin with the coming of its request")
+    return Answer(engine, traces)
+
+
+def _lines(asked: socket.socket) -> Iterator[bytes]:
+    """All lines until it says no more; at least one."""
+    said, until = bytearray(), time.monotonic() + _SECONDS
+    while True:
+        asked.settimeout(max(0.001, until - time.monotonic()))
+        piece = asked.recv(1 << 16)
+        if not piece:
+            break
+        said += piece
+        if len(said) > MOST_ANSWER_BYTES or time.monotonic() > until:
+            raise ProtocolError(f"an answer of more than {MOST_ANSWER_BYTES} bytes, or {_SECONDS:g} s")
+    if not said.endswith(b"\n"):
+        raise ProtocolError("an answer that ends before its end")
+    yield from bytes(said).splitlines()

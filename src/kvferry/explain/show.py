@@ -1,0 +1,93 @@
+"""Stories and lists of requests as text that fits a terminal."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+
+from kvferry.explain.asking import Told
+from kvferry.explain.story import Line, story
+from kvferry.explain.summary import Summary, summary
+from kvferry.plan.units import amount, duration
+
+_WIDTH = 80
+_TIMES = 11
+"""Columns for when something happened."""
+
+
+def show(told: Told) -> str:
+    """The story of one request."""
+    engine = told.answer.engine
+    came = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(told.came))
+    lines = [
+        _clean(told.trace.request_id),
+        *_wrapped(f"{_engine(told)}, process {engine.pid}, {engine.model}; came {came} UTC", "  "),
+    ]
+    for line in story(told.trace):
+        lines += _line(line)
+    if (times := _times(summary(told.trace))) is not None:
+        lines += _wrapped(times, "  ")
+    return "\n".join(lines)
+
+
+def show_list(told: list[Told], now: float) -> str:
+    """One request after the other, the latest last, in two lines or so each."""
+    lines: list[str] = []
+    for one in told:
+        found = summary(one.trace)
+        places = ", ".join(f"{amount(n)} {_from(place)}" for place, n in found.places.most_common())
+        if not places:
+            places = "no source was asked" if _unasked(one) else "the engine has not gone on with it"
+        failed = f"; {found.failed} load{'s' * (found.failed > 1)} failed" if found.failed else ""
+        said = f"{_age(now - one.came)} ago, {_engine(one)}, {amount(found.tokens)} tokens: "
+        lines += [_clean(one.trace.request_id), *_wrapped(f"{said}{places}{failed}", "  ")]
+    return "\n".join(lines)
+
+
+def _times(found: Summary) -> str | None:
+    if found.seconds is None:
+        return None
+    parts = [(found.loading, "loading"), (found.looking, "waiting for a source"), (found.queued, "queued")]
+    of = ", ".join(f"{duration(seconds)} {what}" for seconds, what in parts if seconds)
+    return f"The engine went on {duration(found.seconds)} after the request came: {of}."
+
+
+def _line(line: Line) -> list[str]:
+    first = "" if line.after is None else f"+{_after(line.after)}"
+    rows = textwrap.wrap(_clean(line.text), _WIDTH - _TIMES - 2) or [""]
+    return [f"{first if not n else '':>{_TIMES}}  {row}" for n, row in enumerate(rows)]
+
+
+def _after(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(_clean(text), _WIDTH, initial_indent=indent, subsequent_indent=indent)
+
+
+def _from(place: str) -> str:
+    if place == "computed":
+        return place
+    return f"from {'its own ' if place == 'prefix cache' else ''}{place}"
+
+
+def _engine(told: Told) -> str:
+    role = told.answer.engine.role
+    return "engine" if role == "both" else f"{role} engine"
+
+
+def _unasked(told: Told) -> bool:
+    return not getattr(told.trace.events[0], "sources", ())
+
+
+def _age(seconds: float) -> str:
+    for each, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= each:
+            return f"{seconds / each:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def _clean(text: str) -> str:
+    """Text that anybody may have sent, for a terminal."""
+    return "".join(each if each.isprintable() else "?" for each in text)

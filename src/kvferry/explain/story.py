@@ -1,0 +1,183 @@
+"""What became of one request, told to people: a fold over its trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.observe import events
+from kvferry.observe.events import Lack, OfRequest, Outcome, Why
+from kvferry.observe.fold import parts_of
+from kvferry.observe.traces import FIRST, Stored, Trace
+from kvferry.plan.units import amount, duration, size
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Of a story.
+
+    Attributes:
+        text: to be wrapped.
+        after: seconds since the request came; None if it goes on from the line before.
+    """
+
+    text: str
+    after: float | None = None
+
+
+def story(trace: Trace) -> list[Line]:
+    """What was told of a request, line by line; the first event is its coming."""
+    return list(_Teller(trace).lines())
+
+
+class _Teller:
+    """Remembers of a story what later events refer to."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace, self._came = trace, trace.events[0].at
+        self._settled = False
+        self._failure = ""
+        self._of: Mapping[type[OfRequest], Callable[[Any], Iterator[str]]] = {
+            events.Arrived: _arrived,
+            events.Asked: self._asked,
+            events.LoadBegan: self._load_began,
+            events.LoadEnded: self._load_ended,
+            events.Refused: self._refused,
+            events.Settled: self._went_on,
+            events.Finished: lambda _: iter(("It has ended.",)),
+            events.LeaseGranted: _lease_granted,
+            events.LeaseEnded: self._lease_ended,
+        }
+
+    def lines(self) -> Iterator[Line]:
+        for number, event in enumerate(self._trace.events):
+            if number == FIRST and self._trace.left_out:
+                yield Line(f"... {self._trace.left_out} events are not remembered ...")
+            after: float | None = event.at - self._came
+            for text in self._of[type(event)](event):
+                yield Line(text, after)
+                after = None
+        for stored in self._trace.stored:
+            yield Line(_stored(stored), stored.first - self._came)
+
+    def _asked(self, event: events.Asked) -> Iterator[str]:
+        yield from self._again()
+        if event.have:
+            yield f"The engine itself has {_tokens(event.have)}."
+        for one in event.bids:
+            if one.struck:
+                yield f"{one.source} is not asked any more: {one.struck}"
+                continue
+            places = ", ".join(f"{amount(part.tokens)} from {part.place}" for part in one.bid.parts)
+            looking = "is still looking, for at most" if one.bid.looking else "bids"
+            yield f"{one.source} {looking} {_tokens(one.bid.tokens)} ({places}), worth {one.value:.4g}."
+        if event.computing:
+            yield f"Computing all is worth {event.computing:.4g}."
+        for lack in event.lacks:
+            yield f"{lack.source} bids nothing, {_lack(lack)}"
+        chosen = next((one.source for one in event.bids if one.bid == event.chosen), "")
+        if event.chosen is None:
+            yield f"It is to be computed: {event.why}."
+        elif event.why is Why.LOOKING:
+            yield f"It waits for {chosen}: {event.why}."
+        else:
+            yield f"{chosen} is taken: {event.why}."
+
+    def _load_began(self, event: events.LoadBegan) -> Iterator[str]:
+        yield from self._again()
+        parts = parts_of(event.parts, event.total - event.have)
+        places = ", ".join(f"{amount(part.tokens)} from {part.place}" for part in parts)
+        yield f"Loading tokens {event.have} to {event.total - 1}: {places}."
+        if event.peer != event.source:
+            yield f"The {event.source} is {event.peer}"
+
+    def _load_ended(self, event: events.LoadEnded) -> Iterator[str]:
+        took = duration(event.seconds)
+        self._failure = event.failure
+        if event.outcome is Outcome.DROPPED:
+            yield f"The load is dropped after {took}: the request has ended before."
+            return
+        if event.outcome is not Outcome.READY:
+            what = "is given up at its deadline" if event.outcome is Outcome.EXPIRED else "has failed"
+            kind = f" ({_words(event.miss)})" if event.miss else ""
+            yield f"The load {what} after {took}{kind}: {event.failure}"
+            return
+        stages = (
+            ("planning", event.plan_seconds),
+            ("reading", event.transfer_seconds),
+            ("checking", event.check_seconds),
+        )
+        waiting = event.seconds - sum(seconds for _, seconds in stages)
+        said = [f"{duration(seconds)} {name}" for name, seconds in stages if event.transfer_seconds]
+        said += [f"{duration(max(0.0, waiting))} waiting"] if said else []
+        yield f"Loaded in {took}{': ' if said else ''}{', '.join(said)}."
+        for moved in event.moved:
+            way = f", {moved.strategy}" if moved.strategy else ""
+            yield f"{size(moved.size)} of {moved.group}{way}"
+        if event.pages:
+            yield f"{amount(event.pages)} pages in {amount(event.descriptors)} descriptors"
+
+    def _refused(self, event: events.Refused) -> Iterator[str]:
+        because = "" if event.reason == self._failure else f": {event.reason}"
+        yield f"{event.source} is struck out{because}"
+
+    def _went_on(self, event: events.Settled) -> Iterator[str]:
+        self._settled = True
+        rest = event.tokens - event.at_hand
+        yield f"The engine goes on with {_tokens(event.at_hand)} at hand and computes {amount(rest)}."
+
+    def _lease_ended(self, event: events.LeaseEnded) -> Iterator[str]:
+        heard = self._trace.heard
+        if not event.expired:
+            yield f"The lease is released by its consumer{f', heard of {heard} times' if heard else ''}."
+        elif heard:
+            yield f"The lease has expired: its consumer was heard of {heard} times, and then no more."
+        else:
+            yield "The lease has expired: nothing was heard of its consumer."
+
+    def _again(self) -> Iterator[str]:
+        """A request that went on is admitted once more."""
+        if self._settled:
+            self._settled = False
+            yield "It was preempted, and is admitted anew."
+
+
+def _arrived(event: events.Arrived) -> Iterator[str]:
+    asked = " and ".join(event.sources)
+    if asked:
+        yield f"It comes with {_tokens(event.tokens)}; may be served by {asked}."
+    elif event.declined:
+        yield f"It comes with {_tokens(event.tokens)}."
+    else:
+        yield f"It comes with {_tokens(event.tokens)}, without an offer of another engine; nothing is asked."
+    for lack in event.declined:
+        yield f"{lack.source} cannot serve it, {_lack(lack)}"
+
+
+def _lease_granted(event: events.LeaseGranted) -> Iterator[str]:
+    yield (
+        f"{_tokens(event.tokens)} are offered to another engine; the lease ends {event.seconds:g} s after "
+        "its consumer's last sign of life."
+    )
+
+
+def _stored(stored: Stored) -> str:
+    said = f"Stored {stored.done} of {stored.ordered} chunks of {stored.group}, {size(stored.size)}"
+    if stored.done + stored.failed == stored.ordered:
+        said += f", until {duration(stored.last - stored.first)} later"
+    else:
+        said += f", {stored.ordered - stored.done - stored.failed} under way"
+    return f"{said}; {stored.failed} have failed: {stored.failure}" if stored.failed else f"{said}."
+
+
+def _lack(lack: Lack) -> str:
+    return f"{_words(lack.miss)}: {lack.detail}" if lack.detail else f"{_words(lack.miss)}."
+
+
+def _words(miss: events.Miss) -> str:
+    return str(miss).replace("_", " ")
+
+
+def _tokens(count: int) -> str:
+    return f"{amount(count)} token{'' if count == 1 else 's'}"

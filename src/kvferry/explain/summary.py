@@ -1,0 +1,73 @@
+"""A request in a few numbers: where its tokens came from, and its time until the engine went on with it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from kvferry.observe import events
+from kvferry.observe.events import Outcome, Why
+from kvferry.observe.fold import parts_of
+from kvferry.observe.traces import Trace
+
+
+@dataclass(slots=True)
+class Summary:
+    """Of what was told, up to when the engine first went on with the request.
+
+    Attributes:
+        tokens: of the prompt.
+        places: tokens by where they came from: a tier, ``peer``, ``prefix cache`` or ``computed``; empty as
+            long as the engine has not gone on.
+        failed: loads that have failed.
+        seconds: since the request came; None as long as the engine has not gone on.
+        loading, looking: of these, under way, and waiting for a source that was looking.
+    """
+
+    tokens: int
+    places: Counter[str] = field(default_factory=Counter)
+    failed: int = 0
+    seconds: float | None = None
+    loading: float = 0.0
+    looking: float = 0.0
+
+    @property
+    def queued(self) -> float:
+        """What is left of `seconds`."""
+        return max(0.0, (self.seconds or 0.0) - self.loading - self.looking)
+
+
+def summary(trace: Trace) -> Summary:
+    """Of a trace that begins with the coming of its request."""
+    came = trace.events[0]
+    assert isinstance(came, events.Arrived)  # noqa: S101 - by construction
+    found, looks_since, begun = Summary(came.tokens), None, dict[str, events.LoadBegan]()
+    brought: list[events.LoadBegan] = []
+    for event in trace.events:
+        if isinstance(event, events.Asked | events.LoadBegan | events.Settled) and looks_since is not None:
+            found.looking, looks_since = found.looking + event.at - looks_since, None
+        if isinstance(event, events.Asked) and event.why is Why.LOOKING:
+            looks_since = event.at
+        elif isinstance(event, events.LoadBegan):
+            begun[event.load] = event
+        elif isinstance(event, events.LoadEnded):
+            found.loading += event.seconds
+            if event.outcome is Outcome.READY:
+                brought += [begun[event.load]] if event.load in begun else []
+            elif event.outcome is not Outcome.DROPPED:
+                found.failed += 1
+        elif isinstance(event, events.Settled):
+            found.seconds = event.at - came.at
+            found.places = _places(brought, event)
+            break
+    return found
+
+
+def _places(brought: list[events.LoadBegan], went_on: events.Settled) -> Counter[str]:
+    places: Counter[str] = Counter()
+    for load in brought:
+        for part in parts_of(load.parts, load.total - load.have):
+            places[part.place] += part.tokens
+    here = went_on.at_hand - places.total()
+    places.update({"prefix cache": max(0, here), "computed": went_on.tokens - went_on.at_hand})
+    return +places

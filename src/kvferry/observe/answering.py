@@ -1,0 +1,155 @@
+"""Answers questions for traces, in a thread of its own, over a socket that only the engine's user reaches.
+
+One question at a time, each with a deadline. The thread shares the interpreter with the engine, so it works
+in pieces of some 20 µs and lets others have the interpreter after each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+
+from kvferry.errors import ConfigError, KVFerryError, ProtocolError
+from kvferry.observe import meeting_place
+from kvferry.observe.names import known_as
+from kvferry.observe.traces import Traces
+from kvferry.observe.wire import MOST_QUESTION_BYTES, Engine, encode_trace, read_question
+
+logger = logging.getLogger(__name__)
+
+_SECONDS = 3.0
+"""For a question and its answer."""
+_CREDENTIALS = struct.Struct("3i")
+_ROOT = 0
+
+
+class Answering:
+    """See the module. Ends with `close`, or with the process.
+
+    Attributes:
+        error: why it does not answer; None if it does.
+    """
+
+    def __init__(self, traces: Traces, engine: Engine, most: int, seconds: float = _SECONDS) -> None:
+        """Begin. What prevents it is logged: an engine serves requests all the same.
+
+        Args:
+            traces: that are asked for.
+            engine: whose; its clocks and counts are filled in here.
+            most: that `traces` may hold.
+            seconds: for a question and its answer.
+        """
+        self.error: ConfigError | None = None
+        self._traces, self._engine, self._most, self._seconds = traces, engine, most, seconds
+        self._thread = threading.Thread(target=self._run, name="kvferry-explain", daemon=True)
+        try:
+            directory, name = meeting_place.make(), f"engine-{secrets.token_hex(8)}"
+            self._socket, self._path = meeting_place.listen(directory, name)
+        except ConfigError as error:
+            self.error = error
+            logger.warning("kvferry explain cannot ask this engine: %s", error)
+        else:
+            self._thread.start()
+
+    def close(self) -> None:
+        """Answer no more; waits for nobody."""
+        if self.error is None:
+            self._path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            self._thread.join(0.2)
+
+    def _run(self) -> None:
+        with contextlib.suppress(KVFerryError, OSError):
+            meeting_place.sweep(self._path.parent)
+        with self._socket:
+            while True:
+                try:
+                    asking, _ = self._socket.accept()
+                except OSError:
+                    return
+                with asking:
+                    self._hear(asking)
+
+    def _hear(self, asking: socket.socket) -> None:
+        try:
+            self._serve(asking)
+        except OSError:
+            pass  # it is gone, or too slow
+        except Exception:
+            logger.exception("a question of kvferry explain was not answered; tell kvferry's authors")
+
+    def _serve(self, asking: socket.socket) -> None:
+        until = time.monotonic() + self._seconds
+        try:
+            said = _line(asking, until)
+            _check_user(asking)
+            for line in self._answer(said):
+                _limit(asking, until)
+                asking.sendall(line + b"\n")
+                time.sleep(0)
+        except KVFerryError as error:
+            _limit(asking, until)
+            asking.sendall(msgspec.json.encode({"error": str(error)}) + b"\n")
+
+    def _answer(self, line: bytes) -> Iterator[bytes]:
+        question = read_question(line)
+        yield msgspec.json.encode(
+            msgspec.structs.replace(
+                self._engine,
+                wall=time.time(),
+                monotonic=time.monotonic(),
+                remembered=len(self._traces),
+                most=self._most,
+            )
+        )
+        left = question.most
+        for trace in self._traces.last():
+            if known_as(trace.request_id, question.find):
+                yield encode_trace(trace)
+                left -= 1
+            if not left:
+                return
+
+
+def _check_user(asking: socket.socket) -> None:
+    """Raise unless it is our user, or root, who asks."""
+    found = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(found)
+    if user not in (_ROOT, os.getuid()):
+        raise ProtocolError(f"user {user} asks, only {os.getuid()} may")
+
+
+def _line(asking: socket.socket, until: float) -> bytes:
+    """The first line of what somebody says.
+
+    Raises:
+        ProtocolError: it is longer than a question.
+        OSError: it did not come in time.
+    """
+    said = bytearray()
+    while b"\n" not in said:
+        _limit(asking, until)
+        piece = asking.recv(MOST_QUESTION_BYTES)
+        if not piece:
+            break
+        said += piece
+        if len(said) > MOST_QUESTION_BYTES:
+            raise ProtocolError(f"a question of more than {MOST_QUESTION_BYTES} bytes")
+    return bytes(said).partition(b"\n")[0]
+
+
+def _limit(asking: socket.socket, until: float) -> None:
+    left = until - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    asking.settimeout(left)

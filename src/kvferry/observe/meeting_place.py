@@ -1,0 +1,121 @@
+"""Where the engines of a user on this machine can be asked: directories of sockets that only they may enter.
+
+An engine's socket gets its name when it listens, so one that refuses belongs to an engine that is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvferry.errors import ConfigError
+
+_SUFFIX, _UNFINISHED = ".sock", ".new"
+_SECONDS = 2.0
+"""Until a listening socket that takes no more connections is given up."""
+
+
+def places() -> list[Path]:
+    """Directories, which need not exist: of the user's session if there is one, and of the machine.
+
+    An engine takes the first; whoever asks may be of a session when the engine is not.
+    """
+    runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or "/nonexistent")
+    shared = Path(f"/tmp/kvferry-{os.getuid()}")  # noqa: S108 - checked by whoever uses it
+    return [runtime / "kvferry", shared] if runtime.is_dir() else [shared]
+
+
+def make() -> Path:
+    """The first of the directories, made if need be, and ours alone.
+
+    Raises:
+        ConfigError: it is not, or cannot be made.
+    """
+    directory = places()[0]
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        check(directory)
+    except OSError as error:
+        said = os.strerror(error.errno or 0)
+        raise ConfigError(
+            f"cannot make {directory}: {said}; set XDG_RUNTIME_DIR to a directory that is yours"
+        ) from error
+    return directory
+
+
+def check(directory: Path) -> None:
+    """See that a directory is ours alone.
+
+    Raises:
+        ConfigError: it is another user's, others may enter it, or it is something else.
+        OSError: it cannot be looked at.
+    """
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"{directory} is no directory; remove it, or set XDG_RUNTIME_DIR")
+    if found.st_uid != os.getuid():
+        raise ConfigError(
+            f"{directory} belongs to user {found.st_uid}, expected {os.getuid()}; "
+            "set XDG_RUNTIME_DIR to a directory that is yours"
+        )
+    if found.st_mode & 0o077:
+        raise ConfigError(
+            f"{directory} has mode {stat.S_IMODE(found.st_mode):o}, expected 700, so that nobody else can "
+            f"ask; chmod 700 {directory}"
+        )
+
+
+def listen(directory: Path, name: str) -> tuple[socket.socket, Path]:
+    """A socket that listens in a directory that was checked, and its path.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    path, before = directory / f"{name}{_SUFFIX}", directory / f"{name}{_UNFINISHED}"
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listening.bind(str(before))
+        listening.listen(8)
+        before.rename(path)
+    except OSError as error:
+        listening.close()
+        before.unlink(missing_ok=True)
+        raise ConfigError(
+            f"cannot listen on {path}: {error.strerror or error}; set XDG_RUNTIME_DIR to a directory where "
+            "sockets can be made, of a shorter name"
+        ) from error
+    return listening, path
+
+
+def connected(directory: Path) -> Iterator[socket.socket]:
+    """A connection to every engine there; what engines that are gone have left is removed.
+
+    Raises:
+        ConfigError: the directory is not ours alone.
+    """
+    try:
+        check(directory)
+        found = sorted(path for path in directory.iterdir() if path.suffix == _SUFFIX)
+    except FileNotFoundError:
+        return
+    for path in found:
+        asking = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        asking.settimeout(_SECONDS)
+        try:
+            asking.connect(str(path))
+        except ConnectionRefusedError:
+            asking.close()
+            path.unlink(missing_ok=True)
+        except OSError:  # gone since it was listed, or so busy that it does not answer
+            asking.close()
+        else:
+            yield asking
+
+
+def sweep(directory: Path) -> None:
+    """Remove what engines that are gone have left."""
+    for one in connected(directory):
+        one.close()

@@ -1,0 +1,155 @@
+"""What takes time, as spans of whatever trace a request belongs to: a fold over events.
+
+One span per load, store and lease, and one for every time that a source was waited for. Attributes are named
+as OpenTelemetry names them where it does, ``gen_ai.request.id`` as the engine's own span has it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from kvferry.observe import events
+from kvferry.observe.events import Event, Outcome, Why
+from kvferry.observe.fold import parts_of
+
+Headers: TypeAlias = tuple[tuple[str, str], ...]
+Attributes: TypeAlias = dict[str, str | int | float | bool]
+
+MOST = 16_384
+"""Requests whose trace is remembered: stores and leases may end after they have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that has ended.
+
+    Attributes:
+        name: of its kind.
+        request_id: the engine's.
+        parent: headers of the trace that it belongs to; none if it belongs to none.
+        begin, end: seconds of the monotonic clock.
+        attributes: by name.
+        failure: for people; empty if it did not fail.
+    """
+
+    name: str
+    request_id: str
+    parent: Headers
+    begin: float
+    end: float
+    attributes: Attributes = field(default_factory=dict)
+    failure: str = ""
+
+
+class Spans:
+    """See the module: call it with every event. Not thread-safe."""
+
+    def __init__(self, emit: Callable[[Span], None]) -> None:
+        """Args: emit: is given every span as it ends."""
+        self._emit = emit
+        self._parents: OrderedDict[str, Headers] = OrderedDict()
+        self._looking: dict[str, events.Asked] = {}
+        self._loads: dict[str, events.LoadBegan] = {}
+        self._stores: dict[str, events.StoreBegan] = {}
+        self._leases: dict[str, events.LeaseGranted] = {}
+        self._of: Mapping[type[Event], Callable[[Any], None]] = {
+            events.Arrived: self._arrived,
+            events.Asked: self._asked,
+            events.LoadBegan: self._load_began,
+            events.LoadEnded: self._load_ended,
+            events.Settled: self._looked,
+            events.Finished: self._looked,
+            events.StoreBegan: self._store_began,
+            events.StoreEnded: self._store_ended,
+            events.LeaseGranted: self._lease_granted,
+            events.LeaseEnded: self._lease_ended,
+        }
+
+    def __call__(self, event: Event) -> None:
+        """Something has begun, or ended."""
+        if (note := self._of.get(type(event))) is not None:
+            note(event)
+
+    def _arrived(self, event: events.Arrived) -> None:
+        if event.trace_headers:
+            self._parents[event.request_id] = event.trace_headers
+            if len(self._parents) > MOST:
+                self._parents.popitem(last=False)
+
+    def _asked(self, event: events.Asked) -> None:
+        if event.why is not Why.LOOKING:
+            self._looked(event)
+        else:
+            self._looking.setdefault(event.request_id, event)
+
+    def _looked(self, event: events.Asked | events.LoadBegan | events.Settled | events.Finished) -> None:
+        asked = self._looking.pop(event.request_id, None)
+        if asked is not None and asked.chosen is not None:
+            self._end("kvferry.wait", asked, event, {"kvferry.source": asked.chosen.source})
+
+    def _load_began(self, event: events.LoadBegan) -> None:
+        self._looked(event)
+        self._loads[event.load] = event
+
+    def _load_ended(self, event: events.LoadEnded) -> None:
+        began = self._loads.pop(event.load, None)
+        if began is None:
+            return
+        said: Attributes = {
+            "kvferry.source": event.source,
+            "kvferry.outcome": str(event.outcome),
+            "kvferry.tokens": began.total - began.have,
+            "kvferry.bytes": sum(moved.size for moved in event.moved),
+        }
+        if began.peer != began.source:
+            said["kvferry.peer"] = began.peer
+        for part in parts_of(began.parts, began.total - began.have):
+            said[f"kvferry.tokens.{part.place}"] = part.tokens
+        for moved in event.moved:
+            said[f"kvferry.bytes.{moved.group}"] = moved.size
+        if event.pages:
+            said |= {
+                "kvferry.pages": event.pages,
+                "kvferry.descriptors": event.descriptors,
+                "kvferry.plan_seconds": event.plan_seconds,
+                "kvferry.read_seconds": event.transfer_seconds,
+                "kvferry.check_seconds": event.check_seconds,
+            }
+        if event.miss is not None:
+            said["error.type"] = str(event.miss)
+        failure = "" if event.outcome in {Outcome.READY, Outcome.DROPPED} else event.failure
+        self._end("kvferry.load", began, event, said, failure)
+
+    def _store_began(self, event: events.StoreBegan) -> None:
+        self._stores[event.store] = event
+
+    def _store_ended(self, event: events.StoreEnded) -> None:
+        if (began := self._stores.pop(event.store, None)) is not None:
+            said: Attributes = {
+                "kvferry.group": began.group,
+                "kvferry.chunks": began.chunks,
+                "kvferry.bytes": event.size,
+            }
+            self._end("kvferry.store", began, event, said, event.failure)
+
+    def _lease_granted(self, event: events.LeaseGranted) -> None:
+        self._leases[event.request_id] = event
+
+    def _lease_ended(self, event: events.LeaseEnded) -> None:
+        if (began := self._leases.pop(event.request_id, None)) is not None:
+            said: Attributes = {"kvferry.tokens": began.tokens, "kvferry.expired": event.expired}
+            self._end("kvferry.lease", began, event, said)
+
+    def _end(
+        self,
+        name: str,
+        began: events.OfRequest,
+        ended: events.OfRequest,
+        said: Attributes,
+        failure: str = "",
+    ) -> None:
+        parent = self._parents.get(began.request_id, ())
+        self._emit(Span(name, began.request_id, parent, began.at, ended.at, said, failure))

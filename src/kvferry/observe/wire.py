@@ -1,0 +1,113 @@
+"""Questions for traces and answers to them, as lines of JSON.
+
+One connection is one question, and its answer: a line about the engine (`Engine`), then one per trace
+(`encode_trace`), the latest first.
+"""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import msgspec
+
+from kvferry.errors import ProtocolError
+from kvferry.observe.events import OfRequest
+from kvferry.observe.traces import Stored, Trace
+
+MOST_QUESTION_BYTES = 4096
+MOST_ANSWER_BYTES = 16 << 20
+MOST_TRACES = 1000
+"""Of an answer."""
+_EVENTS = {one.__name__: one for one in get_args(OfRequest)}
+
+
+class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What is asked for.
+
+    Attributes:
+        find: what `known_as` takes; empty for whichever.
+        most: traces.
+    """
+
+    find: str = ""
+    most: int = MOST_TRACES
+
+
+class Engine(msgspec.Struct, frozen=True):
+    """Who answers.
+
+    Attributes:
+        kvferry: version.
+        engine_id, model, pid: whose.
+        role: ``prefill``, ``decode`` or ``both``.
+        wall, monotonic: what both clocks say, seconds.
+        remembered, most: requests that are, and may be.
+    """
+
+    kvferry: str
+    engine_id: str
+    model: str
+    pid: int
+    role: str
+    wall: float = 0.0
+    monotonic: float = 0.0
+    remembered: int = 0
+    most: int = 0
+
+
+class _Trace(msgspec.Struct, frozen=True):
+    request_id: str
+    events: list[tuple[str, dict[str, Any]]]
+    left_out: int
+    stored: tuple[Stored, ...]
+    heard: int
+
+
+def encode_trace(trace: Trace) -> bytes:
+    """One line."""
+    return msgspec.json.encode(_named(trace))
+
+
+def plain_trace(trace: Trace) -> dict[str, Any]:
+    """What that line says."""
+    plain: dict[str, Any] = msgspec.to_builtins(_named(trace))
+    return plain
+
+
+def _named(trace: Trace) -> dict[str, Any]:
+    return {
+        "request_id": trace.request_id,
+        "events": [(type(event).__name__, event) for event in trace.events],
+        "left_out": trace.left_out,
+        "stored": trace.stored,
+        "heard": trace.heard,
+    }
+
+
+def decode_trace(line: bytes) -> Trace:
+    """The other way round.
+
+    Raises:
+        ProtocolError: it is no trace.
+    """
+    try:
+        plain = msgspec.json.decode(line, type=_Trace)
+        told = tuple(msgspec.convert(values, _EVENTS[name]) for name, values in plain.events)
+    except (msgspec.MsgspecError, KeyError) as error:
+        raise ProtocolError(f"a trace that cannot be read: {error}") from error
+    return Trace(plain.request_id, told, plain.left_out, plain.stored, plain.heard)
+
+
+def read_question(line: bytes) -> Question:
+    """What somebody asks.
+
+    Raises:
+        ProtocolError: it is no question.
+    """
+    try:
+        question = msgspec.json.decode(line, type=Question)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"a question that cannot be read: {error}") from error
+    if not 0 < question.most <= MOST_TRACES:
+        raise ProtocolError(f"{question.most} traces are asked for, it must be 1 to {MOST_TRACES}")
+    return question

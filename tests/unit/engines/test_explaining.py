@@ -1,0 +1,67 @@
+"""An engine that remembers its requests, and one that is told not to."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvferry.engines.vllm.explaining import Explaining
+from kvferry.engines.vllm.tracing import tracing
+from kvferry.explain.asking import ask
+from kvferry.observe import meeting_place
+from kvferry.observe.events import Arrived
+from kvferry.observe.watch import Watch
+from kvferry.observe.wire import Question
+
+
+@pytest.fixture
+def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kvferry-", dir="/tmp") as folder:
+        monkeypatch.setattr(meeting_place, "places", lambda: [Path(folder) / "kvferry"])
+        yield Path(folder) / "kvferry"
+
+
+def config(role: str = "kv_producer", endpoint: str | None = None) -> SimpleNamespace:
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(engine_id="e", kv_role=role),
+        model_config=SimpleNamespace(model="tiny"),
+        observability_config=SimpleNamespace(otlp_traces_endpoint=endpoint),
+    )
+
+
+@pytest.mark.parametrize(
+    ("vllms", "ours"), [("kv_producer", "prefill"), ("kv_consumer", "decode"), ("kv_both", "both")]
+)
+def test_what_is_told_is_answered_as_long_as_the_engine_runs(directory: Path, vllms: str, ours: str) -> None:
+    watch = Watch()
+    explaining = Explaining(config(vllms), 2, watch)
+    explaining.start()
+    for name in "abc":
+        watch.tell(Arrived(name, 0.0, 10, ()))
+    (answer,) = ask(Question()).answers
+    assert [trace.request_id for trace in answer.traces] == ["c", "b"]
+    engine = answer.engine
+    assert (engine.role, engine.model, engine.most, engine.remembered) == (ours, "tiny", 2, 2)
+    explaining.close()
+    explaining.close()
+    assert not ask(Question()).answers
+
+
+def test_an_engine_that_remembers_nothing_costs_nothing(directory: Path) -> None:
+    threads, watch = threading.active_count(), Watch()
+    explaining = Explaining(config(), 0, watch)
+    explaining.start()
+    watch.tell(Arrived("a", 0.0, 10, ()))
+    assert threading.active_count() == threads
+    assert not directory.exists()
+    explaining.close()
+
+
+def test_an_engine_that_is_not_traced_has_no_spans() -> None:
+    assert tracing(config()) is None
+    assert tracing(config(endpoint="http://127.0.0.1:1")) is not None

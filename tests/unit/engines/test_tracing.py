@@ -1,0 +1,36 @@
+"""Spans as OpenTelemetry has them."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from kvferry.engines.vllm.tracing import tracing
+from kvferry.observe.events import Arrived, LoadBegan, LoadEnded, Miss, Outcome
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+def test_a_load_that_failed_is_an_error_of_its_callers_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    provider, found = TracerProvider(), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(found))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    config = SimpleNamespace(observability_config=SimpleNamespace(otlp_traces_endpoint="http://127.0.0.1:1"))
+    listener = tracing(config)
+    now, name = time.monotonic(), "cmpl-a-0-12345678"
+    listener(Arrived(name, now, 9, ("peer",), (), (("traceparent", f"00-{TRACE}-{PARENT}-01"),)))
+    listener(LoadBegan(name, now - 2, "a#1", "peer", "peer", (), 0, 9, "a#1"))
+    listener(LoadEnded(name, now - 1, "a#1", "peer", Outcome.FAILED, Miss.CHECKSUM, "bytes differ", 1.0))
+    (span,) = found.get_finished_spans()
+    assert (span.name, span.instrumentation_scope.name) == ("kvferry.load", "kvferry")
+    assert (span.context.trace_id, span.parent.span_id) == (int(TRACE, 16), int(PARENT, 16))
+    assert (span.status.status_code, span.status.description) == (trace.StatusCode.ERROR, "bytes differ")
+    assert (span.attributes["gen_ai.request.id"], span.attributes["error.type"]) == ("cmpl-a-0", "checksum")
+    assert span.end_time - span.start_time == pytest.approx(1e9, abs=1e6)
+    assert 1e9 <= time.time_ns() - span.end_time < 60e9

@@ -1,0 +1,363 @@
+"""Asking an engine over its socket: right answers to its user, and no harm from anybody else."""
+
+from __future__ import annotations
+
+import json
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvferry.cache.bids import Bid, Part
+from kvferry.cli.main import app
+from kvferry.errors import ConfigError, ProtocolError
+from kvferry.explain.asking import ask
+from kvferry.observe import answering, meeting_place
+from kvferry.observe.answering import Answering
+from kvferry.observe.events import (
+    Arrived,
+    Asked,
+    Event,
+    Finished,
+    Lack,
+    LeaseEnded,
+    LeaseGranted,
+    LoadBegan,
+    LoadEnded,
+    Miss,
+    Moved,
+    Outcome,
+    Refused,
+    Settled,
+    StoreBegan,
+    Valued,
+    Why,
+)
+from kvferry.observe.names import known_as
+from kvferry.observe.traces import Traces
+from kvferry.observe.wire import MOST_QUESTION_BYTES, Engine, Question, decode_trace
+
+SECONDS = 0.5
+
+
+@pytest.fixture
+def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kvferry-", dir="/tmp") as folder:
+        monkeypatch.setattr(meeting_place, "places", lambda: [Path(folder) / "kvferry"])
+        yield Path(folder) / "kvferry"
+
+
+def everything(name: str, at: float) -> tuple[Event, ...]:
+    bid = Bid("peer", (Part("peer", 10),), looking=True)
+    lack = Lack("tiers", Miss.EVICTED, "full", "chunk 1 of full")
+    return (
+        Arrived(name, at, 20, ("peer",), (lack,), (("traceparent", "00-1-2-01"),)),
+        Asked(name, at, 1, (Valued("peer", bid, 1.5),), 0.5, (lack,), bid, Why.LOOKING),
+        LoadBegan(name, at, f"{name}#1", "peer", "host:1", bid.parts, 1, 11, f"{name}#1"),
+        LoadEnded(
+            name, at, f"{name}#1", "peer", Outcome.EXPIRED, Miss.DEADLINE, "late", 1.0,
+            (Moved("full", "direct", 5),), 3, 2, 0.1, 0.2, 0.3,
+        ),
+        Refused(name, at, "peer", "late"),
+        StoreBegan(name, at, f"store-{name}", "full", 2),
+        Settled(name, at, 1, 20),
+        Finished(name, at),
+        LeaseGranted(name, at, 19, 30.0),
+        LeaseEnded(name, at, expired=True),
+    )  # fmt: skip
+
+
+def remembered(*names: str) -> Traces:
+    found = Traces(100)
+    for number, name in enumerate(names):
+        for event in everything(name, time.monotonic() - 100 + number):
+            found(event)
+    return found
+
+
+def engine(role: str = "decode") -> Engine:
+    return Engine("1.0", f"engine-{role}", "tiny", 7, role)
+
+
+@pytest.fixture
+def answers(directory: Path) -> Iterator[Answering]:
+    serving = Answering(remembered("cmpl-a-0-12345678", "cmpl-b-0-12345678"), engine(), 100, SECONDS)
+    assert serving.error is None
+    assert ask(Question()).answers, "and it has looked for what others have left"
+    yield serving
+    serving.close()
+
+
+def test_what_is_told_arrives_as_it_was(answers: Answering) -> None:
+    (answer,) = ask(Question("a", 5)).answers
+    (trace,) = answer.traces
+    came = trace.events[0].at
+    assert trace.events == tuple(
+        e for e in everything("cmpl-a-0-12345678", came) if type(e) is not StoreBegan
+    )
+    assert trace.stored[0].ordered == 2
+    assert (answer.engine.remembered, answer.engine.most) == (2, 100)
+    assert answer.wall(came) == pytest.approx(time.time() - 100, abs=5)
+
+
+def test_several_engines_are_asked_and_who_had_the_request_first_comes_first(answers: Answering) -> None:
+    prefill = Answering(remembered("old", "cmpl-a-0-87654321"), engine("prefill"), 100, SECONDS)
+    for event in everything("cmpl-a-0-99999999", time.monotonic() - 1000):
+        prefill._traces(event)
+    try:
+        told = ask(Question("a", 5)).told()
+        assert [one.answer.engine.role for one in told] == ["prefill", "decode", "prefill"]
+        assert [one.trace.request_id[-2:] for one in told] == ["99", "78", "21"]
+        assert len(ask(Question("", 1)).told()) == 2, "one of each"
+    finally:
+        prefill.close()
+
+
+@pytest.mark.parametrize(
+    ("request_id", "said", "known"),
+    [
+        ("cmpl-5f3a-0-1b2c3d4e", "cmpl-5f3a-0-1b2c3d4e", True),
+        ("cmpl-5f3a-0-1b2c3d4e", "cmpl-5f3a", True),
+        ("cmpl-5f3a-0-1b2c3d4e", "5f3a-0", True),
+        ("0_chatcmpl-5f3a-1b2c3d4e", "chatcmpl-5f3a", True),
+        ("0_generate-tokens-5f3a-1b2c3d4e", "5f3a", True),
+        ("5f3a", "5f3", True),
+        ("cmpl-my-own.id*-0-1b2c3d4e", "my-own.id*", True),
+        ("cmpl-my-own-id-0-1b2c3d4e", "my.own", False),
+        ("cmpl-5f3a-0-1b2c3d4e", "1b2c3d4e", False),
+        ("cmpl-5f3a-0-1b2c3d4e", "f3a", False),
+    ],
+)
+def test_a_request_is_known_by_what_its_client_saw_or_sent(request_id: str, said: str, known: bool) -> None:
+    assert known_as(request_id, said) == known
+
+
+def say(answers: Answering, said: bytes, seconds: float = 10.0) -> bytes:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        asking.settimeout(seconds)
+        asking.connect(str(answers._path))
+        asking.sendall(said)
+        answer = b""
+        while piece := asking.recv(1 << 16):
+            answer += piece
+    return answer
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\n",
+        b"{}x\n",
+        b"\xff\xfe\n",
+        b'{"find": 1}\n',
+        b'{"find": "a", "most": 0}\n',
+        b'{"find": "a", "most": 100000}\n',
+        b'{"find": "a", "whatever": 1}\n',
+        b"[" * 2000 + b"\n",
+        b"x" * (MOST_QUESTION_BYTES + 1),
+    ],
+)
+def test_a_question_that_is_none_is_refused_in_a_sentence(answers: Answering, said: bytes) -> None:
+    assert set(json.loads(say(answers, said))) == {"error"}
+    assert ask(Question("a")).told(), "the next one is answered"
+
+
+def test_whoever_says_nothing_or_hears_nothing_holds_up_others_for_moments_only(answers: Answering) -> None:
+    before = time.monotonic()
+    for said in (b"", b"{"):
+        assert say(answers, said) == b""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as deaf:
+        for event in (e for n in range(90) for e in everything(f"{n}" + "x" * 400, 1.0)):
+            answers._traces(event)
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        deaf.connect(str(answers._path))
+        deaf.sendall(b"{}\n")
+        assert ask(Question("a")).told()
+    assert time.monotonic() - before < 5 * SECONDS + 2
+
+
+def test_another_user_is_refused(answers: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answering.os, "getuid", lambda: 12345)
+    monkeypatch.setattr(answering, "_ROOT", 54321)
+    assert b"only 12345 may" in say(answers, b"{}\n")
+
+
+def test_nobody_else_may_enter_the_directory(directory: Path, answers: Answering) -> None:
+    assert directory.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("made", ["open to others", "a file", "a link", "another's"])
+def test_a_directory_that_is_not_ours_alone_is_not_used(
+    directory: Path, made: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if made == "a file":
+        directory.touch(0o600)
+    elif made == "a link":
+        (directory.parent / "elsewhere").mkdir(0o700)
+        directory.symlink_to(directory.parent / "elsewhere")
+    else:
+        directory.mkdir(0o700)
+        directory.chmod(0o770 if made == "open to others" else 0o700)
+    if made == "another's":
+        monkeypatch.setattr(meeting_place.os, "getuid", lambda: 12345)
+    serving = Answering(remembered(), engine(), 100)
+    assert isinstance(serving.error, ConfigError)
+    assert "kvferry explain cannot ask this engine: " in caplog.text
+    serving.close()
+    with pytest.raises(ConfigError, match=r"set XDG_RUNTIME_DIR|chmod 700"):
+        ask(Question())
+
+
+def test_a_directory_that_another_user_has_made_hides_no_engine(
+    directory: Path, answers: Answering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (planted := directory.parent / "planted").mkdir(0o777)
+    planted.chmod(0o777)
+    monkeypatch.setattr(meeting_place, "places", lambda: [planted, directory])
+    found = ask(Question("a"))
+    assert len(found.told()) == 1
+    assert "has mode 777" in found.silent[0]
+
+
+def test_a_path_that_is_too_long_is_said_and_the_engine_goes_on(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = directory.parent / ("x" * 100)
+    monkeypatch.setattr(meeting_place, "places", lambda: [long])
+    serving = Answering(remembered(), engine(), 100)
+    assert "of a shorter name" in str(serving.error)
+    assert not list(long.iterdir())
+
+
+def test_what_an_engine_that_is_gone_has_left_is_removed(directory: Path, answers: Answering) -> None:
+    listening, path = meeting_place.listen(directory, "engine-gone")
+    listening.close()
+    (directory / "something else").touch()
+    assert path.exists()
+    assert len(ask(Question()).answers) == 1
+    assert sorted(directory.iterdir()) == sorted([answers._path, directory / "something else"])
+
+
+def test_an_engine_that_begins_removes_what_others_have_left(directory: Path) -> None:
+    directory.mkdir(0o700)
+    listening, path = meeting_place.listen(directory, "engine-gone")
+    listening.close()
+    serving = Answering(remembered("a"), engine(), 100)
+    until = time.monotonic() + 10
+    while path.exists():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    assert len(ask(Question()).told()) == 1
+    serving.close()
+
+
+def test_an_engine_that_ends_leaves_nothing_and_waits_for_nobody(directory: Path) -> None:
+    threads = set(threading.enumerate())
+    serving = Answering(remembered("a"), engine(), 100, seconds=60.0)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+        silent.connect(str(serving._path))
+        time.sleep(0.05)
+        before = time.monotonic()
+        serving.close()
+        assert time.monotonic() - before < 1
+    assert not list(directory.iterdir())
+    serving._thread.join(5)
+    assert set(threading.enumerate()) <= threads
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        (b"", "ends before its end"),
+        (b"{}\n", "cannot be read"),
+        (b'{"error": "no"}\n', "no"),
+        (b"GET / HTTP/1.1\n", "cannot be read"),
+        (b'{"kvferry":"9","engine_id":"e","model":"m","pid":1,"role":"both"}\n{"request_id":"a"}\n', "trace"),
+    ],
+)
+def test_an_engine_that_answers_otherwise_is_said_to_be_silent(
+    directory: Path, answers: Answering, said: bytes, sentence: str
+) -> None:
+    listening, _ = meeting_place.listen(directory, "engine-other")
+
+    def answer() -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(100)
+            connection.sendall(said)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    found = ask(Question("a"))
+    thread.join()
+    listening.close()
+    assert len(found.told()) == 1
+    (silent,) = found.silent
+    assert sentence in silent
+
+
+def test_a_trace_that_is_none_is_refused() -> None:
+    for line in (
+        b"x",
+        b"{}",
+        b'{"request_id":"a","events":[["Nothing",{}]],"left_out":0,"stored":[],"heard":0}',
+    ):
+        with pytest.raises(ProtocolError):
+            decode_trace(line)
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    app(["explain", *arguments], standalone_mode=False)
+    return capsys.readouterr().out
+
+
+def test_the_command_lists_and_tells_and_fits_a_terminal(
+    answers: Answering, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listed = command(capsys).splitlines()
+    assert listed[0] == "cmpl-a-0-12345678"
+    assert listed[1] == "  2 min ago, decode engine, 20 tokens: 19 computed, 1 from its own prefix cache;"
+    assert listed[2] == "  1 load failed"
+    said = command(capsys, "a")
+    assert "+0.0 ms  It comes with 20 tokens; may be served by peer." in said
+    assert all(len(line) <= 80 for line in said.splitlines())
+    (plain,) = json.loads(command(capsys, "a", "--json"))
+    assert plain["request_id"] == "cmpl-a-0-12345678"
+    assert plain["events"][0] == ["Arrived", {**plain["events"][0][1], "tokens": 20}]
+    assert plain["engine"]["role"] == "decode"
+
+
+def test_a_name_that_would_change_a_terminal_is_shown_without(
+    answers: Answering, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for event in everything("cmpl-\x1b[31mred-0-12345678", time.monotonic()):
+        answers._traces(event)
+    assert "cmpl-?[31mred-0-12345678" in command(capsys)
+    assert "\x1b" not in command(capsys, "\x1b[31mred")
+
+
+def test_engines_that_are_not_there_are_told_apart_from_requests_that_are_not(
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvferry.cli import main
+
+    def said(*arguments: str) -> str:
+        monkeypatch.setattr("sys.argv", ["kvferry", "explain", *arguments])
+        with pytest.raises(SystemExit):
+            main.main()
+        return capsys.readouterr().err
+
+    assert said().startswith("kvferry: no engine of this user on this machine can be asked; ")
+    serving = Answering(remembered(), engine(), 100)
+    try:
+        assert said() == "kvferry: no request has come yet\n"
+        assert said("a").startswith(
+            "kvferry: no request 'a' is remembered by 1 engine (of their last requests: 0)"
+        )
+        assert said("x" * 600).startswith("kvferry: the id of a request has 1 to 511 bytes")
+    finally:
+        serving.close()

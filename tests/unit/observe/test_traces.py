@@ -1,0 +1,147 @@
+"""Traces: the last requests are remembered, and no more than there is room for."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+from kvferry.cache.bids import Bid, Part
+from kvferry.observe.events import (
+    Arrived,
+    Asked,
+    Finished,
+    Lack,
+    LateBlocks,
+    LeaseExtended,
+    Miss,
+    Refused,
+    Settled,
+    StoreBegan,
+    StoreEnded,
+    Valued,
+    Why,
+)
+from kvferry.observe.traces import EVENTS, FIRST, LAST, LONGEST, Stored, Traces
+
+
+def arrived(name: str) -> Arrived:
+    return Arrived(name, 0.0, 10, ("peer",))
+
+
+def kept(found: Traces) -> list[str]:
+    return [trace.request_id for trace in found.last()]
+
+
+def test_the_last_requests_are_remembered_the_latest_first() -> None:
+    found = Traces(3)
+    for number in range(5):
+        found(arrived(f"r{number}"))
+    assert kept(found) == ["r4", "r3", "r2"]
+    found(arrived("r2"))
+    assert kept(found) == ["r2", "r4", "r3"], "it has come anew"
+
+
+def test_what_is_no_matter_of_a_request_that_is_remembered_is_not_kept() -> None:
+    found = Traces(1)
+    for event in (
+        arrived("a"),
+        arrived("b"),
+        Settled("a", 1.0, 0, 10),
+        LateBlocks(1.0, 3),
+        Finished("b", 2.0),
+    ):
+        found(event)
+    (trace,) = found.last()
+    assert trace.events == (arrived("b"), Finished("b", 2.0))
+
+
+def test_of_a_request_with_many_events_the_first_and_the_last_are_kept() -> None:
+    found = Traces(10)
+    found(arrived("a"))
+    for number in range(1, 200):
+        found(Settled("a", float(number), 0, 10))
+    (trace,) = found.last()
+    assert [event.at for event in trace.events] == [*range(FIRST), *range(200 - LAST, 200)]
+    assert trace.left_out == 200 - FIRST - LAST
+
+
+def test_requests_with_many_events_leave_room_for_fewer() -> None:
+    found = Traces(8)
+    for name in range(8):
+        found(arrived(str(name)))
+        for number in range(100):
+            found(Settled(str(name), float(number), 0, 10))
+    found(arrived("last"))
+    held = sum(len(trace.events) for trace in found.last())
+    assert held <= 8 * EVENTS
+    assert kept(found)[:2] == ["last", "7"]
+
+
+def test_chunks_that_were_stored_and_signs_of_life_are_summed_up() -> None:
+    found = Traces(1)
+    found(arrived("a"))
+    for number in range(1000):
+        found(StoreBegan("a", number, f"store#{number}", "full", 2))
+        found(StoreEnded("a", number + 0.5, f"store#{number}", "" if number % 10 else "no room", 8, 0.1))
+        found(LeaseExtended("a", number))
+    found(StoreBegan("a", 2000.0, "store#x", "state", 1))
+    (trace,) = found.last()
+    assert trace.events == (arrived("a"),)
+    assert trace.stored == (
+        Stored("full", 2000, 0, 1800, 200, 7200, 999.5, "no room"),
+        Stored("state", 1, 2000.0),
+    )
+    assert trace.heard == 1000
+
+
+def test_orders_of_requests_that_are_forgotten_are_forgotten_too() -> None:
+    found = Traces(1)
+    for number in range(100):
+        name = str(number)
+        found(arrived(name))
+        found(StoreBegan(name, 0.0, f"store#{name}", "full", 1))
+        found(arrived("other"))
+        found(StoreEnded(name, 0.0, f"store#{name}", "", 8, 0.1))
+    assert not found._stores
+
+
+def test_long_texts_of_others_are_cut() -> None:
+    text = "x" * 10_000
+    found = Traces(1)
+    lack = Lack("tiers", Miss.FAILED, detail=text)
+    bid = Valued("peer", Bid("peer", (Part("peer", 1),)), 0.0, text)
+    found(arrived(text))
+    assert len(found) == 0
+    found(Arrived("a", 0.0, 10, (), (lack,), (("tracestate", text),)))
+    found(Asked("a", 0.0, 0, (bid,), 0.0, (lack,), None, Why.NOTHING))
+    found(Refused("a", 0.0, "peer", text))
+    (trace,) = found.last()
+    assert len(repr(trace)) < 7 * LONGEST
+
+
+def test_a_reader_never_stops_the_writer_nor_sees_half_of_it() -> None:
+    found, failures, over = Traces(50), [], threading.Event()
+
+    def read() -> None:
+        while not over.is_set():
+            try:
+                for trace in found.last():
+                    assert isinstance(trace.events[0], Arrived)
+            except Exception as error:  # noqa: BLE001 - told below
+                failures.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for number in range(3000):
+            found(arrived(str(number)))
+            for at in range(5):
+                found(StoreBegan(str(number), at, f"{number}-{at}", str(at), 1))
+                found(Settled(str(number), at, 0, 10))
+    finally:
+        over.set()
+        reader.join()
+        sys.setswitchinterval(before)
+    assert not failures
