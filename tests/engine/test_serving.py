@@ -18,10 +18,12 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from kvferry.observe.exposed import COMMON, EXPOSED
 from kvferry.plan.units import size
 from kvferry.serving.tiny import tiny_checkpoint
 from support.explain import explain
 from support.otlp import Collector, attributes
+from support.terminal import Terminal
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -244,6 +246,45 @@ def test_doctor_finds_both_engines_behind_the_router_and_lets_them_read(served):
     assert f"{served.prefill} (there) -> {served.decode} (here)" in sections
     assert "1 rank(s) there, 1 here" in next(one["found"] for one in pair if one["subject"] == "compatible")
     eventually(lambda: served.metric(served.prefill, "vllm:kv_cache_usage_perc") == 0, 15)
+
+
+def test_top_finds_the_engines_through_the_router_and_shows_what_they_have_done(served):
+    rows = [
+        rf"^{re.escape(urlsplit(url).netloc)} {role} +0 +0 "
+        for url, role in ((served.prefill, "prefill"), (served.decode, "decode"))
+    ]
+    with Terminal([*KVFERRY, "top", served.url, "--interval", "0.5"]) as terminal:
+        terminal.until(lambda text: "2 of 2 engines answer" in text and "tokens/s  answers" in text)
+        for number in range(3):
+            served.post(served.url, "/v1/completions", prompt=f"{number} {TEXT * 12}")
+        terminal.until(lambda text: re.search(r"peer [1-9]", text) is not None)  # tokens per second, just now
+        granted = served.metric(served.prefill, "kvferry_leases_granted_total")
+        hits, misses = (served.metric(served.decode, f"kvferry_{name}_total") for name in ("hits", "misses"))
+        assert granted >= hits >= 3
+        # The engines' last steps are on their pages a moment later.
+        said = terminal.until(
+            lambda text: (
+                f" {granted:.0f} granted" in text and all(re.search(row, text, re.MULTILINE) for row in rows)
+            )
+        )
+        [source] = [line for line in said.splitlines() if line.startswith("peer ")]
+        assert f" {hits / (hits + misses):.0%} " in source
+        assert f"all engines: {served.model}"[:60] in said
+        terminal.press("q")
+        assert terminal.end() == 0
+        assert terminal.modes == terminal.before
+
+
+def test_every_metric_that_is_asked_for_is_on_an_engines_page(served):
+    page = served.client.get(f"{served.decode}/metrics").text
+    kinds = dict(re.findall(r"^# TYPE (\S+) (\w+)$", page, re.MULTILINE))
+    assert {name: kinds.get(name) for name in EXPOSED} == {
+        name: str(each.kind) for name, each in EXPOSED.items()
+    }
+    for name, metric in EXPOSED.items():
+        for labels in re.findall(rf"^{name}(?:_bucket|_sum|_count)?{{(.*)}} ", page, re.MULTILINE):
+            asked = {*COMMON, *metric.labels}
+            assert set(re.findall(r'(\w+)="', labels)) - {"le"} == asked, name
 
 
 def test_a_prefill_engine_that_dies_is_reported_and_done_without(served):

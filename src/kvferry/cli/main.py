@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli import bench, cache, config, demo, doctor, explain, plan, router, serve
+from kvferry.cli import bench, cache, config, dashboard, demo, doctor, explain, plan, router, serve, top
 from kvferry.errors import ConfigError, KVFerryError
 
 _FAILED = 1
@@ -21,7 +21,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _module in (serve, router, config, doctor, demo, plan, cache, explain, bench):
+for _module in (serve, router, config, doctor, demo, plan, cache, explain, top, dashboard, bench):
     _module.register(app)
 
 

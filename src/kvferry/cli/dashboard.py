@@ -1,0 +1,35 @@
+"""`kvferry dashboard`: what Grafana and Prometheus load to show and watch an engine's metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvferry.cli.options import write
+from kvferry.errors import ConfigError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("dashboard")(dashboard)
+
+
+def dashboard(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the files; made if need be.")] = Path(),
+) -> None:
+    """Write a Grafana dashboard (kvferry-dashboard.json) and Prometheus alerts (kvferry-alerts.yaml)."""
+    from kvferry.observe.dashboard import dashboard as model, rules
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        said = os.strerror(error.errno or 0)
+        raise ConfigError(f"cannot make the folder {out}: {said}; name one that can be made") from error
+    files = {"kvferry-dashboard.json": json.dumps(model(), indent=2) + "\n", "kvferry-alerts.yaml": rules()}
+    for name, text in files.items():
+        write(out / name, text)
+        print(out / name)

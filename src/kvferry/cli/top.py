@@ -1,0 +1,62 @@
+"""`kvferry top`: what engines do, live."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+_FAILED = 1
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("top")(top)
+
+
+def top(
+    urls: Annotated[
+        list[str],
+        typer.Argument(metavar="URL...", help="Of engines, whose /metrics is read, or of a kvferry router."),
+    ],
+    interval: Annotated[
+        float, typer.Option(min=0.1, max=3600, help="Seconds between readings; rates are of that time.")
+    ] = 1.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Read twice, print, and end; so too without a terminal.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The same as JSON, in bytes, seconds and shares.")
+    ] = False,
+) -> None:
+    """Watch engines: hits and misses, loads, tiers, failures; of all together, then a line each.
+
+    q quits. Tab shows the next engine in detail, Escape all of them again.
+    """
+    import anyio
+    from rich.console import Console
+
+    from kvferry.top.fetch import address
+    from kvferry.top.lines import text
+    from kvferry.top.live import sampled, watch
+
+    asked = list(dict.fromkeys(address(url) for url in urls))
+    console = Console(highlight=False)
+    drawn = console.is_terminal and not console.is_dumb_terminal and sys.stdin.isatty()
+    if drawn and not (once or as_json):
+        anyio.run(watch, asked, interval, console)
+        return
+    try:
+        found = anyio.run(sampled, asked, interval)
+    except KeyboardInterrupt:
+        return
+    if as_json:
+        print(json.dumps(asdict(found)))
+    else:
+        print(text(found, shutil.get_terminal_size().columns, interval), end="")
+    if not found.answering:
+        raise typer.Exit(_FAILED)

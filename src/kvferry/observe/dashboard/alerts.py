@@ -1,0 +1,135 @@
+"""What somebody should be told of, and what to do about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.observe.dashboard.expressions import ENGINE, gained, less, per_second, series, total
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """One of them.
+
+    Attributes:
+        name: of it.
+        expression: that is true of the engines, sources or tiers that it is about.
+        lasts: for how long it must be, before anybody is told.
+        severity: ``warning``: look at it today; ``info``: something is not as it could be.
+        summary: what is so, with labels.
+        action: what to do.
+    """
+
+    name: str
+    expression: str
+    lasts: str
+    severity: str
+    summary: str
+    action: str
+
+
+_SOURCE = (*ENGINE, "source")
+_TIER = (*ENGINE, "tier")
+_WHO = "{{ $labels.instance }} ({{ $labels.model_name }}, engine {{ $labels.engine }})"
+_SHARE = "{{ $value | humanizePercentage }}"
+
+
+def _rate(name: str, by: tuple[str, ...], over: str = "10m", **where: str) -> str:
+    return total(per_second(series(name, None, **where), over), *by)
+
+
+def _gained(name: str, by: tuple[str, ...], over: str, **where: str) -> str:
+    return total(gained(series(name, None, **where), over), *by)
+
+
+_FAILED = _rate("kvferry_loads_total", _SOURCE, outcome="failed")
+_LOADED = _rate("kvferry_loads_total", _SOURCE)
+_RECOMPUTED = _rate("kvferry_recomputed_tokens_total", ENGINE)
+_PROMPTS = _rate("vllm:prompt_tokens_total", ENGINE)
+# Host memory is meant to be full, and drops what a slower tier did not give.
+_SLOW = "!host"
+_USED = total(series("kvferry_tier_used_bytes", tier=_SLOW), *_TIER)
+_CAPACITY = total(series("kvferry_tier_capacity_bytes", tier=_SLOW), *_TIER)
+_STORED = _rate("kvferry_tier_stored_chunks_total", _TIER, tier=_SLOW)
+_DROPPED = _rate("kvferry_tier_dropped_chunks_total", _TIER, tier=_SLOW)
+_LOOKED = less(
+    _gained("kvferry_queries_total", _SOURCE, "30m"),
+    _gained("kvferry_misses_total", _SOURCE, "30m", reason="local"),
+)
+
+ALERTS = (
+    Alert(
+        "KVFerryLoadsFail",
+        f"{_FAILED} / {_LOADED} > 0.05",
+        "10m",
+        "warning",
+        f"{_SHARE} of the loads from {{{{ $labels.source }}}} fail on {_WHO}",
+        "Requests are computed instead: answers are right, and slower. The engine's log names each failure, "
+        "kvferry_misses_total has reasons: checksum is a disk (kvferry cache verify), refused is a peer.",
+    ),
+    Alert(
+        "KVFerryDeadlinesPass",
+        f"{_gained('kvferry_loads_total', _SOURCE, '10m', outcome='expired')} > 2",
+        "2m",
+        "warning",
+        f"Loads from {{{{ $labels.source }}}} pass their deadline on {_WHO}: "
+        "{{ $value | humanize }} in ten minutes",
+        "Each held a request up for load_timeout_seconds. Look at kvferry_transfer_seconds by stage, or at "
+        "kvferry_tier_fetch_seconds: a hung mount, a dead peer, a network that is full.",
+    ),
+    Alert(
+        "KVFerryLateBlocks",
+        f"{total(series('kvferry_late_blocks'), *ENGINE)} > 0",
+        "15m",
+        "warning",
+        f"{{{{ $value }}}} blocks of {_WHO} are held by reads that should have ended long ago",
+        "They are given back when the reads have ended; at the cap of late_blocks that peer is refused. "
+        "See whether the peer is stopped but not gone, and end it if so.",
+    ),
+    Alert(
+        "KVFerryLeasesExpire",
+        f"{_rate('kvferry_leases_ended_total', ENGINE, outcome='expired')}"
+        f" / {_rate('kvferry_leases_ended_total', ENGINE)} > 0.05",
+        "10m",
+        "warning",
+        f"{_SHARE} of the prompts that {_WHO} prepared are never taken",
+        "Their blocks are lost to the engine for lease_seconds each. See whether the router sends both "
+        "halves of a request, and whether decode engines reach this one's control channel.",
+    ),
+    Alert(
+        "KVFerryTierDropsStores",
+        f"{_DROPPED} / ({_DROPPED} + {_STORED}) > 0.01",
+        "15m",
+        "warning",
+        f"Tier {{{{ $labels.tier }}}} of {_WHO} does not take {_SHARE} of the chunks",
+        "They will be misses. kvferry_tier_dropped_chunks_total has the reasons: a tier slower than what is "
+        "stored, host memory too small to wait for it, a disk that others fill.",
+    ),
+    Alert(
+        "KVFerryTierFull",
+        f"{_USED} / {_CAPACITY} > 0.95 and {_DROPPED} > 0",
+        "15m",
+        "warning",
+        f"Tier {{{{ $labels.tier }}}} of {_WHO} is {_SHARE} full and drops stores",
+        "Eviction should make room. See kvferry_tier_dropped_chunks_total by reason, the log, and the free "
+        "space of the disk (kvferry cache stat): the capacity may be more than the disk has left.",
+    ),
+    Alert(
+        "KVFerryNoHits",
+        f"{_LOOKED} > 100 unless {_gained('kvferry_hits_total', _SOURCE, '30m')} > 0",
+        "15m",
+        "info",
+        f"No hit from {{{{ $labels.source }}}} on {_WHO} in {{{{ $value | humanize }}}} queries",
+        "topk(5, sum by (reason, group) (rate(kvferry_misses_total[30m]))) says why; docs/metrics.md says "
+        "what each reason asks for.",
+    ),
+    Alert(
+        "KVFerryTokensRecomputed",
+        f"{_RECOMPUTED} / {_PROMPTS} > 0.05",
+        "10m",
+        "warning",
+        f"{_SHARE} of the prompt tokens on {_WHO} are computed after a load of them failed",
+        "First tokens wait for the load and then for the computing. Find out why loads fail "
+        "(kvferry_loads_total by outcome); until then a shorter load_timeout_seconds makes it cheaper.",
+    ),
+)

@@ -1,0 +1,83 @@
+"""PromQL over series that exist: a name or a label that no metric has is refused where it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvferry.observe.exposed import COMMON, EXPOSED, SUFFIXES
+from kvferry.observe.metrics import Kind
+
+INSTANCE = "instance"
+"""The label that Prometheus gives what it scrapes: an engine's address."""
+ENGINE = (INSTANCE, *COMMON)
+"""What together names one engine."""
+
+
+def series(name: str, scope: Mapping[str, str] | None = None, **where: str) -> str:
+    """A selector.
+
+    Args:
+        name: of `EXPOSED`; of a histogram with one of its suffixes.
+        scope: patterns of labels that all metrics have.
+        where: patterns of the metric's own labels; one that begins with ``!`` must not match.
+
+    Raises:
+        ValueError: there is no such metric, or it has no such label.
+
+    >>> series("kvferry_loads_total", outcome="failed|expired")
+    'kvferry_loads_total{outcome=~"failed|expired"}'
+    """
+    known = labels_of(name)
+    patterns = {**(scope or {}), **where}
+    if strange := patterns.keys() - known:
+        raise ValueError(f"{name} has no label {', '.join(sorted(strange))}, only {', '.join(sorted(known))}")
+    terms = [
+        f'{label}!~"{pattern[1:]}"' if pattern.startswith("!") else f'{label}=~"{pattern}"'
+        for label, pattern in patterns.items()
+    ]
+    return f"{name}{{{','.join(terms)}}}" if terms else name
+
+
+def labels_of(name: str) -> frozenset[str]:
+    """Of a series, as Prometheus stores it.
+
+    Raises:
+        ValueError: there is no such metric.
+    """
+    base, suffix = next(
+        ((name.removesuffix(each), each) for each in SUFFIXES if name.endswith(each)), (name, "")
+    )
+    metric = EXPOSED.get(base)
+    if metric is None or (metric.kind is Kind.HISTOGRAM) != bool(suffix):
+        raise ValueError(f"{name} is no series of an engine")
+    own = {*metric.labels, *ENGINE, "job"}
+    return frozenset(own | {"le"} if suffix == "_bucket" else own)
+
+
+def total(what: str, *by: str) -> str:
+    """Summed up by labels.
+
+    >>> total(per_second(series("kvferry_hits_total"), "5m"), "source")
+    'sum by (source) (rate(kvferry_hits_total[5m]))'
+    """
+    return f"sum by ({', '.join(by)}) ({what})" if by else f"sum({what})"
+
+
+def per_second(selector: str, over: str) -> str:
+    """Of a counter."""
+    return f"rate({selector}[{over}])"
+
+
+def gained(selector: str, over: str) -> str:
+    """Of a counter, in so long."""
+    return f"increase({selector}[{over}])"
+
+
+def quantile(q: float, selector: str, over: str, *by: str) -> str:
+    """Of a histogram's buckets."""
+    return f"histogram_quantile({q:g}, {total(per_second(selector, over), *by, 'le')})"
+
+
+def less(what: str, part: str) -> str:
+    """A difference, where the part may be no series at all."""
+    return f"({what} - ({part} or 0 * {what}))"

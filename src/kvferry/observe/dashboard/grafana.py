@@ -1,0 +1,115 @@
+"""The dashboard as Grafana's JSON (the classic model, schema 39: Grafana 10.4 and later load it).
+
+https://grafana.com/docs/grafana/latest/dashboards/build-dashboards/view-dashboard-json-model/
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvferry.observe.dashboard.expressions import series
+from kvferry.observe.dashboard.loads import FAILURES, LOADS
+from kvferry.observe.dashboard.panels import Panel, Row
+from kvferry.observe.dashboard.requests import ENGINES, HITS
+from kvferry.observe.dashboard.storage import TIERS
+
+_ROWS = (ENGINES, HITS, LOADS, TIERS, FAILURES)
+_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+_WIDTH, _HEIGHT, _COLUMNS = 8, 8, 3
+_ALWAYS = "vllm:num_requests_running"
+"""A series that an engine has from its start."""
+
+
+def dashboard() -> dict[str, Any]:
+    """All of it."""
+    panels: list[dict[str, Any]] = []
+    y = 0
+    for each in _ROWS:
+        panels.append(_heading(each, len(panels) + 1, y))
+        for place, panel in enumerate(each.panels):
+            at = {"x": place % _COLUMNS * _WIDTH, "y": y + 1 + place // _COLUMNS * _HEIGHT}
+            panels.append(_panel(panel, len(panels) + 1, at))
+        y += 1 + -(-len(each.panels) // _COLUMNS) * _HEIGHT
+    return {
+        "uid": "kvferry",
+        "title": "kvferry",
+        "description": "KV cache between engines and tiers: hits and misses, loads, storage, failures.",
+        "tags": ["kvferry", "vllm"],
+        "schemaVersion": 39,
+        "editable": True,
+        "graphTooltip": 1,
+        "refresh": "10s",
+        "time": {"from": "now-1h", "to": "now"},
+        "timezone": "browser",
+        "templating": {"list": [_datasource(), *_variables()]},
+        "annotations": {"list": []},
+        "panels": panels,
+    }
+
+
+def _heading(row: Row, number: int, y: int) -> dict[str, Any]:
+    return {
+        "id": number,
+        "type": "row",
+        "title": row.title,
+        "collapsed": False,
+        "gridPos": {"x": 0, "y": y, "w": _WIDTH * _COLUMNS, "h": 1},
+        "panels": [],
+    }
+
+
+def _panel(panel: Panel, number: int, at: dict[str, int]) -> dict[str, Any]:
+    stacking = {"mode": "normal" if panel.stacked else "none", "group": "A"}
+    custom = {"fillOpacity": 20 if panel.stacked else 0, "stacking": stacking, "showPoints": "never"}
+    return {
+        "id": number,
+        "type": "timeseries",
+        "title": panel.title,
+        "description": panel.about,
+        "datasource": _SOURCE,
+        "gridPos": {**at, "w": _WIDTH, "h": _HEIGHT},
+        "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0, "custom": custom}, "overrides": []},
+        "options": {
+            "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []},
+            "tooltip": {"mode": "multi", "sort": "desc"},
+        },
+        "targets": [
+            {
+                "refId": chr(ord("A") + place),
+                "datasource": _SOURCE,
+                "expr": query.expression,
+                "legendFormat": query.legend,
+            }
+            for place, query in enumerate(panel.queries)
+        ],
+    }
+
+
+def _datasource() -> dict[str, Any]:
+    return {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
+
+
+def _variables() -> list[dict[str, Any]]:
+    model = series(_ALWAYS, {"model_name": "$model"})
+    engine = series(_ALWAYS, {"model_name": "$model", "instance": "$instance"})
+    return [
+        _variable("model", "Model", f"label_values({series(_ALWAYS)}, model_name)"),
+        _variable("instance", "Engine", f"label_values({model}, instance)"),
+        _variable("engine", "Number", f"label_values({engine}, engine)"),
+    ]
+
+
+def _variable(name: str, label: str, query: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "label": label,
+        "type": "query",
+        "datasource": _SOURCE,
+        "query": {"query": query, "refId": name},
+        "refresh": 2,
+        "sort": 1,
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".*",
+        "current": {"text": ["All"], "value": ["$__all"]},
+    }

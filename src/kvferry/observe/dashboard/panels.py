@@ -1,0 +1,70 @@
+"""What a dashboard consists of, and what its panels ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.observe.dashboard.expressions import per_second, quantile, series, total
+
+SCOPE = {"instance": "$instance", "model_name": "$model", "engine": "$engine"}
+"""The dashboard's variables."""
+_RATE = "$__rate_interval"
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A line, or lines, of a panel.
+
+    Attributes:
+        expression: in PromQL.
+        legend: with labels in double braces.
+    """
+
+    expression: str
+    legend: str
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One picture.
+
+    Attributes:
+        title: what it shows.
+        about: how to read it.
+        unit: by Grafana's name.
+        stacked: values that add up to something.
+    """
+
+    title: str
+    about: str
+    unit: str
+    queries: tuple[Query, ...]
+    stacked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Panels under one heading."""
+
+    title: str
+    panels: tuple[Panel, ...]
+
+
+def level(name: str, *by: str, **where: str) -> str:
+    """Of a gauge, summed up by labels."""
+    return total(series(name, SCOPE, **where), *by)
+
+
+def rate(name: str, *by: str, **where: str) -> str:
+    """Of a counter, per second, summed up by labels."""
+    return total(per_second(series(name, SCOPE, **where), _RATE), *by)
+
+
+def quantiles(name: str, by: str = "") -> tuple[Query, ...]:
+    """Median and 99th percentile of a histogram, by a label."""
+    labels, legend = ((by,), f"{{{{{by}}}}} ") if by else ((), "")
+    buckets = series(f"{name}_bucket", SCOPE)
+    return tuple(
+        Query(quantile(q, buckets, _RATE, *labels), f"{legend}{said}")
+        for q, said in ((0.5, "median"), (0.99, "p99"))
+    )

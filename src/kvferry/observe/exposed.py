@@ -1,0 +1,43 @@
+"""Names as they stand on an engine's `/metrics`: kvferry's, and those of vLLM's that are shown beside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from kvferry.observe.metrics import METRICS, PREFIX, Kind, Metric
+
+COMMON = ("model_name", "engine")
+"""Labels that vLLM gives every metric, its own and a connector's."""
+
+VLLM_PREFIX = "vllm:"
+
+_VLLM = (
+    Metric("num_requests_running", Kind.GAUGE, "Requests in the running batch."),
+    Metric("num_requests_waiting", Kind.GAUGE, "Requests that wait."),
+    Metric("kv_cache_usage_perc", Kind.GAUGE, "Share of the KV cache that is in use, up to 1."),
+    Metric("prompt_tokens", Kind.COUNTER, "Tokens of prompts."),
+    Metric("prompt_tokens_by_source", Kind.COUNTER, "The same, by where they come from.", ("source",)),
+    Metric("generation_tokens", Kind.COUNTER, "Tokens of answers."),
+    Metric("time_to_first_token_seconds", Kind.HISTOGRAM, "As the API server sees it."),
+)
+
+
+def exposed(metric: Metric, prefix: str = PREFIX) -> str:
+    """The name with which a metric is asked for; of a histogram, without what is appended to it."""
+    return f"{prefix}{metric.name}{'_total' if metric.kind is Kind.COUNTER else ''}"
+
+
+EXPOSED: Mapping[str, Metric] = MappingProxyType(
+    {exposed(metric): metric for metric in METRICS.values()}
+    | {exposed(metric, VLLM_PREFIX): metric for metric in _VLLM}
+)
+"""All of them, by that name."""
+
+SUFFIXES = ("_bucket", "_sum", "_count")
+"""Of a histogram's series."""
+
+
+def series_names(name: str) -> tuple[str, ...]:
+    """Names of the series of a metric of `EXPOSED`."""
+    return tuple(name + each for each in SUFFIXES) if EXPOSED[name].kind is Kind.HISTOGRAM else (name,)

@@ -1,0 +1,74 @@
+"""Everything that is looked at, and who keeps it up to date."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import anyio
+import httpx
+from anyio.abc import TaskGroup
+
+from kvferry.errors import ProtocolError
+from kvferry.top.fetch import Health, ask
+from kvferry.top.seen import Fleet, Seen, fleet
+
+
+class Book:
+    """What is known of every address, in the order in which they were given or a router named them.
+
+    Of one event loop.
+    """
+
+    def __init__(self, http: httpx.AsyncClient, urls: Sequence[str], changed: Callable[[], None]) -> None:
+        self._http = http
+        self._seen = {url: Seen(url) for url in urls}
+        self._changed = changed
+
+    def fleet(self) -> Fleet:
+        """What is known now."""
+        return fleet(list(self._seen.values()), time.time())
+
+    async def read_once(self) -> None:
+        """Ask all, and those that routers name."""
+        asked: set[str] = set()
+        while new := self._seen.keys() - asked:
+            asked |= new
+            async with anyio.create_task_group() as group:
+                for url in new:
+                    group.start_soon(self._read, url)
+
+    async def keep_reading(self, every: float, group: TaskGroup) -> None:
+        """Ask each, again and again, none later for another's sake; begins with those that routers name."""
+        reading: set[str] = set()
+        while True:
+            for url in self._seen.keys() - reading:
+                reading.add(url)
+                group.start_soon(self._read_for_ever, url, every)
+            await anyio.sleep(every)
+
+    async def _read_for_ever(self, url: str, every: float) -> None:
+        while True:
+            due = anyio.current_time() + every
+            await self._read(url)
+            await anyio.sleep_until(due)
+
+    async def _read(self, url: str) -> None:
+        try:
+            said = await ask(self._http, url)
+        except ProtocolError as error:
+            self._seen[url] = self._seen[url].failed(time.time(), str(error))
+        else:
+            if isinstance(said, Health):
+                self._routed(url, said)
+            else:
+                self._seen[url] = self._seen[url].heard(said)
+        self._changed()
+
+    def _routed(self, url: str, said: Health) -> None:
+        self._seen[url] = replace(self._seen[url], role="router", silence=None)
+        for role, engines in (("prefill", said.prefill), ("decode", said.decode)):
+            for engine in engines:
+                known = self._seen.setdefault(engine.url, Seen(engine.url))
+                self._seen[engine.url] = replace(known, role=role)

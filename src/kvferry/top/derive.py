@@ -1,0 +1,142 @@
+"""Figures, taken from values of series."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvferry.observe.events import Miss
+from kvferry.top.figures import Figures, Flow, Lacking, Levels, Moved, Room, Seconds, Source, TierFlow
+from kvferry.top.values import Values
+from kvferry.top.window import Window
+
+
+def figures(windows: list[Window]) -> Figures:
+    """Of engines together."""
+    several = Window.added(windows)
+    rates = None if several.rates is None else _flow(several.rates)
+    return Figures(_levels(several.now, [one.now for one in windows]), rates, _flow(several.now))
+
+
+def _flow(values: Values) -> Flow:
+    sources = {
+        source for name in ("queries", "loads") for (source,) in values.by(f"kvferry_{name}_total", "source")
+    }
+    pages = values.total("kvferry_transfer_pages_total")
+    descriptors = values.total("kvferry_transfer_descriptors_total")
+    ended = values.by("kvferry_leases_ended_total", "outcome")
+    return Flow(
+        prompt_tokens=values.total("vllm:prompt_tokens_total"),
+        generated_tokens=values.total("vllm:generation_tokens_total"),
+        tokens=_tokens(values),
+        first_token_seconds=Seconds.of(values, "vllm:time_to_first_token_seconds"),
+        sources={source: _source(values, source) for source in sorted(sources)},
+        misses=_lacking(values),
+        moved=_moved(values),
+        stages={
+            stage: Seconds.of(values, "kvferry_transfer_seconds", stage=stage)
+            for (stage,) in values.by("kvferry_transfer_seconds_count", "stage")
+        },
+        pages_per_descriptor=pages / descriptors if descriptors else None,
+        descriptor_bytes=(
+            values.total("kvferry_load_bytes_total", source="peer") / descriptors if descriptors else None
+        ),
+        tiers={tier: _tier(values, tier) for tier in _tiers(values)},
+        recomputed_tokens=values.total("kvferry_recomputed_tokens_total"),
+        leases_granted=values.total("kvferry_leases_granted_total"),
+        leases_released=ended.get(("released",), 0.0),
+        leases_expired=ended.get(("expired",), 0.0),
+    )
+
+
+def _lacking(values: Values) -> tuple[Lacking, ...]:
+    of = values.by("kvferry_misses_total", "source", "reason", "group")
+    found = [Lacking(source, reason, group, n) for (source, reason, group), n in of.items() if n]
+    return tuple(sorted(found, key=lambda one: -one.count))
+
+
+def _moved(values: Values) -> tuple[Moved, ...]:
+    of = values.by("kvferry_load_bytes_total", "source", "group", "strategy")
+    found = [Moved(source, group, strategy, n) for (source, group, strategy), n in of.items() if n]
+    return tuple(sorted(found, key=lambda one: -one.size))
+
+
+_VLLM_SOURCES = {"local_compute": "computed", "local_cache_hit": "local"}
+
+
+def _tokens(values: Values) -> dict[str, float]:
+    of = values.by("vllm:prompt_tokens_by_source_total", "source")
+    own = {name: of[source,] for source, name in _VLLM_SOURCES.items() if (source,) in of}
+    brought = {tier: n for (tier,), n in values.by("kvferry_hit_tokens_total", "tier").items()}
+    return own | {tier: brought[tier] for tier in _ordered(brought)}
+
+
+def _source(values: Values, source: str) -> Source:
+    queries = values.total("kvferry_queries_total", source=source)
+    hits = values.total("kvferry_hits_total", source=source)
+    looked = queries - values.total("kvferry_misses_total", source=source, reason=Miss.LOCAL)
+    return Source(
+        queries=queries,
+        hits=hits,
+        hit_rate=hits / looked if looked > 0 else None,
+        loads={
+            outcome: n for (outcome,), n in values.by("kvferry_loads_total", "outcome", source=source).items()
+        },
+        load_bytes=values.total("kvferry_load_bytes_total", source=source),
+        load_seconds=Seconds.of(values, "kvferry_load_seconds", source=source),
+    )
+
+
+def _tiers(values: Values) -> list[str]:
+    """Those with a metric of their own."""
+    told = (series for name, series in values.of.items() if name.startswith("kvferry_tier_"))
+    return _ordered({dict(labels)["tier"] for series in told for labels in series})
+
+
+_ORDER = ("peer", "host", "file", "object")
+
+
+def _ordered(tiers: Iterable[str]) -> list[str]:
+    """The fastest first; ``file.2`` is one more of its kind."""
+    return sorted(tiers, key=lambda name: (*(kind != name.partition(".")[0] for kind in _ORDER), name))
+
+
+def _tier(values: Values, tier: str) -> TierFlow:
+    def by_reason(name: str) -> dict[str, float]:
+        return {reason: n for (reason,), n in values.by(name, "reason", tier=tier).items() if n}
+
+    return TierFlow(
+        fetched_chunks=values.total("kvferry_tier_fetched_chunks_total", tier=tier),
+        stored_chunks=values.total("kvferry_tier_stored_chunks_total", tier=tier),
+        stored_bytes=values.total("kvferry_tier_stored_bytes_total", tier=tier),
+        evicted_chunks=values.total("kvferry_tier_evicted_chunks_total", tier=tier),
+        missed_chunks=by_reason("kvferry_tier_missed_chunks_total"),
+        dropped_chunks=by_reason("kvferry_tier_dropped_chunks_total"),
+        fetch_seconds=Seconds.of(values, "kvferry_tier_fetch_seconds", tier=tier),
+        store_seconds=Seconds.of(values, "kvferry_tier_store_seconds", tier=tier),
+    )
+
+
+def _levels(values: Values, each: list[Values]) -> Levels:
+    pending = values.by("kvferry_pending_loads", "source")
+    return Levels(
+        running=values.total("vllm:num_requests_running"),
+        waiting=values.total("vllm:num_requests_waiting"),
+        cache_usage=max((one.total("vllm:kv_cache_usage_perc") for one in each), default=0.0),
+        pending_loads={source: n for (source,), n in pending.items()},
+        late_blocks=values.total("kvferry_late_blocks"),
+        leases=values.total("kvferry_leases"),
+        tiers={tier: _fullest(tier, each) for tier in _tiers(values)},
+    )
+
+
+def _fullest(tier: str, each: list[Values]) -> Room:
+    rooms = (_room(one, tier) for one in each)
+    return max(rooms, key=lambda room: (room.share, room.used is not None, room.owed_chunks is not None))
+
+
+def _room(values: Values, tier: str) -> Room:
+    used, capacity, owed = (
+        values.by(f"kvferry_tier_{name}", "tier").get((tier,))
+        for name in ("used_bytes", "capacity_bytes", "owed_chunks")
+    )
+    return Room(used, capacity, owed)

@@ -1,0 +1,193 @@
+"""What is to be known of one engine, or of all together, as lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from kvferry.plan.units import duration, size
+from kvferry.top.figures import Figures, Flow, Room, Seconds, TierFlow
+from kvferry.top.layout import Column, Line, Look, row, wrapped
+from kvferry.top.units import number, percent
+
+_SOURCE = (
+    Column("asked/s", 10),
+    Column("hit now", 9),
+    Column("since start", 13),
+    Column("under way", 11),
+    Column("loaded/s", 11),
+    Column("median", 8),
+    Column("p99", 8),
+)
+_TIER = (
+    Column("used", 9),
+    Column("of", 9),
+    Column("full", 5),
+    Column("owed", 6),
+    Column("out/s", 7),
+    Column("p99", 9),
+    Column("in/s", 7),
+    Column("dropped", 8),
+    Column("evicted", 9),
+)
+
+
+_TABLE = 100
+"""Widest table: numbers stand near to what they are of."""
+
+
+def detail(of: Figures, width: int, misses: int | None = None) -> Iterator[Line]:
+    """What always is there, the most urgent first; at most so many lines of misses."""
+    levels, rates, table = of.levels, of.rates, min(width, _TABLE)
+    yield from _said("requests", _requests(of), width)
+    yield from _said("tokens/s", _tokens(rates), width)
+    failed = any(of.totals.failed.values()) or of.totals.recomputed_tokens > 0
+    yield from _said("failures", _failures(of), width, look=Look.BAD if failed else Look.PLAIN)
+    if of.totals.sources:
+        yield _head("source", _SOURCE, table)
+        for name in of.totals.sources:
+            yield Line(row(name, list(_source(of, name)), _SOURCE, table))
+    if levels.tiers:
+        yield _head("tier", _TIER, table)
+        for name, room in levels.tiers.items():
+            now = None if rates is None else rates.tiers.get(name)
+            yield Line(row(name, list(_tier(room, now, of.totals.tiers[name])), _TIER, table))
+    yield from _said("misses", _misses(of), width, at_most=misses)
+    if of.totals.stages:
+        yield from _said("peers", _peers(of.totals), width)
+    yield from _said("leases", _leases(of), width)
+
+
+def extra(of: Figures, width: int) -> Iterator[Line]:
+    """What is there if there is room."""
+    moved = [f"{one.source} {one.group} {one.strategy} {size(one.size)}" for one in of.totals.moved]
+    yield from _said("moved", moved, width)
+    for what in ("dropped", "missed"):
+        reasons = {
+            f"{name}: {reason}": n
+            for name, tier in of.totals.tiers.items()
+            for reason, n in (tier.dropped_chunks if what == "dropped" else tier.missed_chunks).items()
+        }
+        yield from _said(what, (f"{reason} {number(n)}" for reason, n in reasons.items()), width)
+
+
+def _head(name: str, columns: tuple[Column, ...], width: int) -> Line:
+    return Line(row(name, [column.head for column in columns], columns, width), Look.HEAD)
+
+
+def _said(
+    heading: str,
+    items: Iterator[str] | list[str],
+    width: int,
+    at_most: int | None = None,
+    look: Look = Look.PLAIN,
+) -> Iterator[Line]:
+    lines = list(wrapped(heading, items, width))
+    for place, line in enumerate(lines[:at_most]):
+        last = at_most is not None and place == at_most - 1 and len(lines) > at_most
+        yield Line(f"{line[: width - 4]} ..." if last else line, look)
+
+
+def _requests(of: Figures) -> Iterator[str]:
+    yield f"{number(of.levels.running)} running"
+    yield f"{number(of.levels.waiting)} waiting"
+    yield f"cache {percent(of.levels.cache_usage)}"
+    first = _recent(of, lambda flow: flow.first_token_seconds)
+    if first.median is not None:
+        yield f"first token {duration(first.median)}, p99 {_duration(first.p99)}"
+
+
+def _tokens(rates: Flow | None) -> Iterator[str]:
+    if rates is None:
+        yield "one reading so far"
+        return
+    yield f"answers {number(rates.generated_tokens)}"
+    yield f"prompts {number(rates.prompt_tokens)}{':' if rates.tokens else ''}"
+    yield from (f"{name} {number(n)}" for name, n in rates.tokens.items())
+
+
+def _source(of: Figures, name: str) -> Iterator[str]:
+    total = of.totals.sources[name]
+    now = None if of.rates is None else of.rates.sources.get(name)
+    seconds = _recent(of, lambda flow: source.load_seconds if (source := flow.sources.get(name)) else None)
+    yield number(None if now is None else now.queries)
+    yield percent(None if now is None else now.hit_rate)
+    yield percent(total.hit_rate)
+    yield number(of.levels.pending_loads.get(name, 0.0))
+    yield _size(None if now is None else now.load_bytes)
+    yield _duration(seconds.median)
+    yield _duration(seconds.p99)
+
+
+def _tier(room: Room, now: TierFlow | None, total: TierFlow) -> Iterator[str]:
+    yield _size(room.used)
+    yield _size(room.capacity)
+    yield percent(room.share) if room.capacity else "-"
+    yield number(room.owed_chunks)
+    yield number(None if now is None else now.fetched_chunks)
+    yield _duration(total.fetch_seconds.p99)
+    yield number(None if now is None else now.stored_chunks)
+    yield number(sum(total.dropped_chunks.values()))
+    yield number(total.evicted_chunks)
+
+
+def _misses(of: Figures) -> Iterator[str]:
+    now = (
+        {}
+        if of.rates is None
+        else {(one.source, one.reason, one.group): one.count for one in of.rates.misses}
+    )
+    for one in of.totals.misses:
+        group = f" ({one.group})" if one.group else ""
+        rate = now.get((one.source, one.reason, one.group), 0.0)
+        yield f"{one.source} {one.reason}{group} {number(one.count)}{_added(rate)}"
+    if not of.totals.misses:
+        yield "none"
+
+
+def _peers(totals: Flow) -> Iterator[str]:
+    for stage in sorted(totals.stages, key=lambda name: (*(name != each for each in _STAGES), name)):
+        seconds = totals.stages[stage]
+        yield f"{stage} {_duration(seconds.median)}, p99 {_duration(seconds.p99)}"
+    if totals.pages_per_descriptor is not None and totals.descriptor_bytes is not None:
+        pages = number(totals.pages_per_descriptor)
+        yield f"descriptors of {size(totals.descriptor_bytes)}, {pages} pages each"
+
+
+_STAGES = ("plan", "read", "check")
+
+
+def _failures(of: Figures) -> Iterator[str]:
+    now: Mapping[str, float] = {} if of.rates is None else of.rates.failed
+    for outcome, n in of.totals.failed.items():
+        yield f"loads {outcome} {number(n)}{_added(now.get(outcome, 0.0))}"
+    rate = 0.0 if of.rates is None else of.rates.recomputed_tokens
+    yield f"recomputed tokens {number(of.totals.recomputed_tokens)}{_added(rate)}"
+    yield f"late blocks {number(of.levels.late_blocks)}"
+
+
+def _leases(of: Figures) -> Iterator[str]:
+    totals, rates = of.totals, of.rates
+    yield f"{number(of.levels.leases)} held"
+    yield f"{number(totals.leases_granted)} granted{_added(rates.leases_granted if rates else 0.0)}"
+    yield f"{number(totals.leases_released)} released"
+    yield f"{number(totals.leases_expired)} expired{_added(rates.leases_expired if rates else 0.0)}"
+
+
+def _recent(of: Figures, seconds: Callable[[Flow], Seconds | None]) -> Seconds:
+    """Of the last interval, if there was something to time in it; else since the start."""
+    now = None if of.rates is None else seconds(of.rates)
+    if now is not None and now.median is not None:
+        return now
+    return seconds(of.totals) or Seconds(None, None)
+
+
+def _added(rate: float) -> str:
+    return f" +{number(rate)}/s" if rate else ""
+
+
+def _duration(seconds: float | None) -> str:
+    return "-" if seconds is None else duration(seconds)
+
+
+def _size(count: float | None) -> str:
+    return "-" if count is None else size(count)

@@ -1,0 +1,87 @@
+"""The text of a `/metrics` page, read: https://prometheus.io/docs/instrumenting/exposition_formats/."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvferry.errors import ProtocolError
+from kvferry.observe.exposed import COMMON, EXPOSED, VLLM_PREFIX, series_names
+from kvferry.observe.metrics import PREFIX
+from kvferry.top.values import Labels, Values
+
+_STARTED = "process_start_time_seconds"
+_LABELS = {one: {*COMMON, *metric.labels} for name, metric in EXPOSED.items() for one in series_names(name)}
+_WANTED = _LABELS.keys() | {_STARTED}
+_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """One reading of a page.
+
+    Attributes:
+        at: when, by the monotonic clock.
+        started: when its process did, in seconds since 1970; None where that is not told.
+        model: the name of what is served; empty if it is not told.
+        ferry: kvferry's metrics are on the page.
+        engines: values by the engine's number; an API server may have several.
+    """
+
+    at: float
+    started: float | None
+    model: str
+    ferry: bool
+    engines: Mapping[str, Values]
+
+
+def read(text: str, at: float) -> Scrape:
+    """The page, as far as it is of use here.
+
+    Raises:
+        ProtocolError: it is none, or none of an engine.
+    """
+    engines: defaultdict[str, defaultdict[str, dict[Labels, float]]] = defaultdict(lambda: defaultdict(dict))
+    started, model = None, ""
+    try:
+        # A page has thousands of lines, most of which are not asked for; the parser is not fast.
+        for family in text_string_to_metric_families("\n".join(_wanted(text))):
+            for sample in family.samples:
+                if sample.name == _STARTED:
+                    started = sample.value
+                    continue
+                labels = _checked(sample.name, sample.labels)
+                engine, model = labels.pop("engine"), labels.pop("model_name")
+                engines[engine][sample.name][tuple(sorted(labels.items()))] = sample.value
+    except (ValueError, KeyError, IndexError) as error:
+        raise ProtocolError(f"/metrics is not of Prometheus: {error}") from error
+    if not engines:
+        raise ProtocolError(
+            f"/metrics has nothing of {VLLM_PREFIX} or {PREFIX} (an engine started with --disable-log-stats?)"
+        )
+    ferry = f"# TYPE {PREFIX}" in text
+    return Scrape(at, started, model, ferry, {name: Values(of) for name, of in sorted(engines.items())})
+
+
+def _checked(name: str, labels: Mapping[str, str]) -> dict[str, str]:
+    """Labels, all of which are there.
+
+    Raises:
+        ValueError: one is not, or is no number where it has to be.
+    """
+    if missing := _LABELS[name] - labels.keys():
+        raise ValueError(f"{name} has no label {', '.join(sorted(missing))}")
+    if name.endswith("_bucket"):
+        float(labels.get("le", ""))
+    return dict(labels)
+
+
+def _wanted(text: str) -> Iterator[str]:
+    for line in text.splitlines():
+        name = _NAME.match(line)
+        if name is not None and name[0] in _WANTED:
+            yield line

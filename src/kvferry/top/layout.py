@@ -1,0 +1,69 @@
+"""Lines of text, of a given width."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rich.cells import set_cell_size
+
+MARGIN = 10
+"""Where what is said of a heading begins."""
+
+
+class Look(StrEnum):
+    """Of a line, where there is colour; what it says, it says without."""
+
+    PLAIN = ""
+    TITLE = "bold"
+    HEAD = "dim"
+    BAD = "bold red"
+    CHOSEN = "reverse"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One of them."""
+
+    text: str
+    look: Look = Look.PLAIN
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Of a table: its heading, and how many cells wide; numbers stand at its right end."""
+
+    head: str
+    width: int
+
+
+def row(name: str, cells: Sequence[str], columns: Sequence[Column], width: int) -> str:
+    """A line of a table: a name with the room that is left, and cells of these columns."""
+    numbers = "".join(f"{cell:>{column.width}}" for cell, column in zip(cells, columns, strict=True))
+    return fit(name, max(0, width - len(numbers))) + numbers
+
+
+def fit(text: str, width: int) -> str:
+    """Cut, with dots, or filled up to exactly so many cells."""
+    shown = printable(text)
+    whole = set_cell_size(shown, width)
+    return whole if whole.rstrip() == shown.rstrip() or width < 3 else set_cell_size(shown, width - 2) + ".."
+
+
+def printable(text: str) -> str:
+    """Text that came from elsewhere, without what a terminal would act on."""
+    return "".join(each if each.isprintable() else "?" for each in text)
+
+
+def wrapped(heading: str, items: Iterable[str], width: int) -> Iterator[str]:
+    """Items, as many in a line as there is room for; the first line begins with the heading."""
+    line, empty = fit(heading, MARGIN), True
+    for item in map(printable, items):
+        if not empty and len(line) + 2 + len(item) > width:
+            yield line
+            line, empty = " " * MARGIN, True
+        line += item if empty else f"  {item}"
+        empty = False
+    if not empty:
+        yield line

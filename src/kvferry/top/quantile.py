@@ -1,0 +1,39 @@
+"""Quantiles of a histogram, as Prometheus estimates them.
+
+The rule is that of `histogram_quantile` (https://prometheus.io/docs/prometheus/latest/querying/functions/,
+`bucketQuantile` in promql/quantile.go): values are taken to lie evenly within their bucket, the lowest
+bucket to begin at 0, and what lies beyond the last finite end is said to be there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Bucket(NamedTuple):
+    """So many values were at most this large."""
+
+    end: float
+    n: float
+
+
+def quantile(q: float, buckets: Sequence[Bucket]) -> float | None:
+    """Below which a share `q` of the values lies, above 0 and up to 1; None if there were none.
+
+    Args:
+        buckets: cumulative, by their ends, the last of which is infinite. All ends are above 0.
+
+    >>> quantile(0.5, [Bucket(1, 0), Bucket(2, 4), Bucket(math.inf, 4)])
+    1.5
+    """
+    if len(buckets) < 2 or not math.isinf(buckets[-1].end) or not buckets[-1].n > 0:
+        return None
+    rank = q * buckets[-1].n
+    at = next(number for number, bucket in enumerate(buckets) if bucket.n >= rank)
+    if at == len(buckets) - 1:
+        return buckets[-2].end
+    below = buckets[at - 1] if at else Bucket(0.0, 0.0)
+    share = (rank - below.n) / (buckets[at].n - below.n)
+    return below.end + (buckets[at].end - below.end) * share

@@ -1,0 +1,34 @@
+"""Numbers in few characters."""
+
+from __future__ import annotations
+
+_STEPS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+_EXACT = 10_000
+
+
+def number(value: float | None) -> str:
+    """A count or a rate: ``0``, ``0.4``, ``123``, ``9,876``, ``12.3k``; a dash for what is not known.
+
+    >>> [number(each) for each in (None, 0, 0.04, 3.14, 123.4, 9876, 12345, 2.5e6)]
+    ['-', '0', '0.04', '3.1', '123', '9,876', '12.3k', '2.5M']
+    """
+    if value is None:
+        return "-"
+    if value >= _EXACT:
+        each, unit = next((each, unit) for each, unit in _STEPS if value >= each)
+        return f"{value / each:.1f}{unit}"
+    if value >= 100 or float(value).is_integer():
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 0.1 else f"{value:.2g}"
+
+
+def percent(share: float | None) -> str:
+    """Of a share: ``97%``; a dash for what is not known."""
+    return "-" if share is None else f"{share:.0%}"
+
+
+def span(seconds: float) -> str:
+    """How long something has lasted: ``12 s``, ``3 min``, ``2.5 h``."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

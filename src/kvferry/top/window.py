@@ -1,0 +1,56 @@
+"""Two readings of the same engine, and what happened between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvferry.observe.exposed import SUFFIXES
+from kvferry.top.exposition import Scrape
+from kvferry.top.values import Labels, Values
+
+_CUMULATIVE = ("_total", *SUFFIXES)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Of one engine, or of several.
+
+    Attributes:
+        now: values as they were read last: levels, and counts since the engine's start.
+        rates: of what is counted, per second between the two readings; None if there is only one.
+    """
+
+    now: Values
+    rates: Values | None
+
+    @classmethod
+    def added(cls, windows: list[Window]) -> Window:
+        """Of several engines; those that were read only once have no rates yet."""
+        rates = [window.rates for window in windows if window.rates is not None]
+        return cls(Values.added(window.now for window in windows), Values.added(rates) if rates else None)
+
+
+def window(before: Scrape | None, now: Scrape, engine: str) -> Window:
+    """Of one engine of a page.
+
+    A count that went back has begun anew, and so have all if the process is another one: then all that is
+    counted has happened since. So does a series that was not there before.
+    """
+    values = now.engines[engine]
+    if before is None or now.at <= before.at:
+        return Window(values, None)
+    again = before.started is not None and now.started is not None and now.started != before.started
+    base = None if again else before.engines.get(engine)
+    seconds = now.at - before.at
+
+    def rates(name: str, series: Mapping[Labels, float]) -> dict[Labels, float]:
+        was = {} if base is None else base.of.get(name, {})
+        return {labels: _gained(was.get(labels, 0.0), value) / seconds for labels, value in series.items()}
+
+    counted = {name: series for name, series in values.of.items() if name.endswith(_CUMULATIVE)}
+    return Window(values, Values({name: rates(name, series) for name, series in counted.items()}))
+
+
+def _gained(was: float, value: float) -> float:
+    return value - was if value >= was else value

@@ -1,0 +1,132 @@
+"""`/metrics` pages of engines that never ran, made from the project's own definitions, on real sockets."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from kvferry.observe.counted import Counted
+from kvferry.observe.exposed import COMMON, EXPOSED, VLLM_PREFIX, exposed
+from kvferry.observe.metrics import METRICS, SECONDS, Kind, Metric
+
+
+class Page:
+    """What an API server shows."""
+
+    def __init__(self, model: str = "tiny", started: float = 1000.0, engines: int = 1) -> None:
+        self._registry = CollectorRegistry()
+        self._metrics = {name: self._made(name, metric) for name, metric in EXPOSED.items()}
+        self._labels = {number: (model, str(number)) for number in range(engines)}
+        self.started = Gauge("process_start_time_seconds", "s", registry=self._registry)
+        self.started.set(started)
+
+    def _made(self, name: str, metric: Metric) -> Any:
+        of = {"labelnames": [*COMMON, *metric.labels], "registry": self._registry}
+        if metric.kind is Kind.HISTOGRAM:
+            return Histogram(name, metric.what, buckets=SECONDS, **of)
+        return (Counter if metric.kind is Kind.COUNTER else Gauge)(name, metric.what, **of)
+
+    def vllm(self, name: str, *labels: str, engine: int = 0) -> Any:
+        """A metric of vLLM's, as on the page."""
+        return self._metrics[f"{VLLM_PREFIX}{name}"].labels(*self._labels[engine], *labels)
+
+    def count(self, counted: Counted, engine: int = 0) -> None:
+        """Add what an engine has counted."""
+        own = self._labels[engine]
+        for (name, labels), n in counted.counters.items():
+            self._metrics[exposed(METRICS[name])].labels(*own, *labels).inc(n)
+        for (name, labels), value in counted.gauges.items():
+            self._metrics[exposed(METRICS[name])].labels(*own, *labels).set(value)
+        for (name, labels), seen in counted.samples.items():
+            for each in seen:
+                self._metrics[exposed(METRICS[name])].labels(*own, *labels).observe(each)
+
+    def text(self) -> str:
+        """The page."""
+        return generate_latest(self._registry).decode()
+
+
+@contextmanager
+def shown(pages: dict[str, Any], port: int = 0) -> Iterator[str]:
+    """Texts by path, or what makes them, for as long as the block runs; yields the address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found = pages.get(self.path)
+            body = (found() if callable(found) else found or "").encode()
+            self.send_response(200 if found is not None else 404)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def busy(page: Page, times: int = 1, engine: int = 0) -> None:
+    """Something of everything that can be counted, the same again and again."""
+    for _ in range(times):
+        counted = Counted()
+        counted.count("queries", "peer", by=10)
+        counted.count("queries", "tiers", by=8)
+        counted.count("hits", "peer", by=6)
+        counted.count("hits", "tiers", by=3)
+        counted.count("hit_tokens", "peer", "peer", by=600)
+        counted.count("hit_tokens", "tiers", "host", by=200)
+        counted.count("hit_tokens", "tiers", "file", by=100)
+        counted.count("misses", "peer", "looking", "", by=2)
+        counted.count("misses", "peer", "local", "", by=2)
+        counted.count("misses", "tiers", "not_stored", "1 sliding_window(64)", by=5)
+        counted.set("pending_loads", "peer", to=2)
+        counted.count("loads", "peer", "ready", by=6)
+        counted.count("loads", "peer", "failed", by=1)
+        counted.count("loads", "peer", "expired", by=1)
+        counted.count("load_bytes", "peer", "0 full_attention", "direct", by=12 << 20)
+        counted.count("load_bytes", "tiers", "0 full_attention", "copied", by=4 << 20)
+        counted.sample("load_seconds", "peer", of=[0.02] * 6)
+        counted.sample("load_seconds", "tiers", of=[0.2] * 3)
+        for stage, seconds in (("plan", 0.0002), ("read", 0.015), ("check", 0.0004)):
+            counted.sample("transfer_seconds", stage, of=[seconds] * 6)
+        counted.count("transfer_pages", by=120)
+        counted.count("transfer_descriptors", by=12)
+        for tier, used, capacity in (("host", 3 << 30, 8 << 30), ("file", 9 << 30, 10 << 30)):
+            counted.set("tier_used_bytes", tier, to=used)
+            counted.set("tier_capacity_bytes", tier, to=capacity)
+            counted.count("tier_fetched_chunks", tier, by=30)
+            counted.count("tier_stored_chunks", tier, by=20)
+            counted.count("tier_stored_bytes", tier, by=20 << 20)
+            counted.count("tier_evicted_chunks", tier, by=5)
+            counted.sample("tier_fetch_seconds", tier, of=[0.003] * 30)
+            counted.sample("tier_store_seconds", tier, of=[0.004] * 20)
+        counted.set("tier_owed_chunks", "file", to=7)
+        counted.count("tier_dropped_chunks", "file", "no space on the device", by=2)
+        counted.count("tier_missed_chunks", "file", "corrupt", by=1)
+        counted.count("recomputed_tokens", "peer", by=40)
+        counted.set("late_blocks", to=3)
+        counted.set("leases", to=4)
+        counted.count("leases_granted", by=9)
+        counted.count("leases_ended", "released", by=7)
+        counted.count("leases_ended", "expired", by=1)
+        page.count(counted, engine)
+        page.vllm("prompt_tokens_total", engine=engine).inc(1500)
+        for source, n in (("local_compute", 300), ("local_cache_hit", 300), ("external_kv_transfer", 900)):
+            page.vllm("prompt_tokens_by_source_total", source, engine=engine).inc(n)
+        page.vllm("generation_tokens_total", engine=engine).inc(50)
+        page.vllm("time_to_first_token_seconds", engine=engine).observe(0.04)
+        page.vllm("num_requests_running", engine=engine).set(5)
+        page.vllm("num_requests_waiting", engine=engine).set(1)
+        page.vllm("kv_cache_usage_perc", engine=engine).set(0.45)

@@ -1,0 +1,244 @@
+"""From the text of a page to what is shown of it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from kvferry.errors import ProtocolError
+from kvferry.observe.counted import Counted
+from kvferry.top.derive import figures
+from kvferry.top.exposition import Scrape, read
+from kvferry.top.figures import Figures
+from kvferry.top.lines import screen, text
+from kvferry.top.quantile import Bucket, quantile
+from kvferry.top.seen import Seen, fleet
+from kvferry.top.units import number, span
+from kvferry.top.window import window
+from support.metrics_page import Page, busy
+
+
+def of(before: Scrape | None, now: Scrape, engine: str = "0") -> Figures:
+    return figures([window(before, now, engine)])
+
+
+def test_a_page_is_read_engine_by_engine():
+    page = Page("a model", engines=2)
+    busy(page, 1, engine=0)
+    busy(page, 2, engine=1)
+    found = read(page.text(), 5.0)
+    assert (found.at, found.started, found.model, found.ferry) == (5.0, 1000.0, "a model", True)
+    assert [of(None, found, engine).totals.prompt_tokens for engine in ("0", "1")] == [1500, 3000]
+    assert figures([window(None, found, engine) for engine in "01"]).totals.prompt_tokens == 4500
+
+
+def test_a_page_without_kvferry_is_an_engine_too():
+    found = read('vllm:num_requests_running{engine="0",model_name="m"} 3.0\n', 0.0)
+    assert not found.ferry
+    assert of(None, found).levels.running == 3
+
+
+def test_labels_are_read_as_they_were_written():
+    strange = (
+        r'kvferry_misses_total{engine="0",group="1 \"x\"\\,{}",model_name="m",reason="a\nb",source="peer"} 1'
+        "\n"
+    )
+    [one] = of(None, read(strange, 0.0)).totals.misses
+    assert (one.reason, one.group) == ("a\nb", '1 "x"\\,{}')
+
+
+@pytest.mark.parametrize("page", ["", "<html>\n", "up 1\n", "process_start_time_seconds 3\n"])
+def test_a_page_of_something_else_is_refused(page):
+    with pytest.raises(ProtocolError, match="has nothing of vllm: or kvferry_"):
+        read(page, 0.0)
+
+
+@pytest.mark.parametrize("line", ['{engine="0"', '{engine="0"} many', "{engine=0} 1", ""])
+def test_a_broken_page_is_refused(line):
+    with pytest.raises(ProtocolError, match="/metrics is not of Prometheus"):
+        read(f"vllm:num_requests_running{line}\n", 0.0)
+
+
+PAGE = Page()
+busy(PAGE)
+LINES = PAGE.text().splitlines()
+PIECES = [
+    "",
+    '"',
+    "{",
+    "}",
+    "=",
+    ",",
+    " ",
+    "\\",
+    "NaN",
+    "+Inf",
+    "-1",
+    "1e400",
+    "#",
+    'le="x"',
+    "\x1b[2J",
+    "\u202e",
+]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, len(LINES) - 1), st.floats(0, 1), st.sampled_from(PIECES)), max_size=4)
+)
+@settings(max_examples=150, deadline=None)
+def test_whatever_a_page_says_it_is_shown_or_refused_and_never_acted_on(changes):
+    lines = list(LINES)
+    for number_of_line, place, piece in changes:
+        line = lines[number_of_line]
+        at = int(place * len(line))
+        lines[number_of_line] = line[:at] + piece + line[at + 1 :]
+    try:
+        seen = Seen("http://a:1", before=read(PAGE.text(), 0.0), now=read("\n".join(lines), 1.0))
+    except ProtocolError:
+        return
+    found = fleet([seen], 0.0)
+    shown = screen(found, 80, 24, chosen=None, every=1.0)
+    assert len(shown) <= 24
+    assert all(line.text.isprintable() for line in shown)
+    assert text(found, 80, 1.0).replace("\n", "").isprintable()
+
+
+def scrape(at: float, times: int, started: float = 1000.0) -> Scrape:
+    page = Page(started=started)
+    busy(page, times)
+    return read(page.text(), at)
+
+
+def test_one_reading_has_no_rates():
+    assert of(None, scrape(0.0, 1)).rates is None
+
+
+def test_rates_are_what_was_gained_by_the_time_between():
+    found = of(scrape(10.0, 3), scrape(14.0, 5))
+    assert found.rates is not None
+    assert found.rates.prompt_tokens == 2 * 1500 / 4
+    assert found.rates.sources["peer"].queries == 2 * 10 / 4
+    assert found.rates.sources["peer"].hit_rate == pytest.approx(6 / 8)
+    assert found.totals.prompt_tokens == 5 * 1500
+    assert found.rates.sources["peer"].load_seconds.p99 == pytest.approx(0.02485)
+
+
+def test_nothing_gained_is_a_rate_of_0_and_no_quantile():
+    found = of(scrape(0.0, 2), scrape(1.0, 2)).rates
+    assert found is not None
+    assert found.prompt_tokens == 0
+    assert found.sources["peer"].hit_rate is None
+    assert found.sources["peer"].load_seconds.median is None
+    assert found.misses == ()
+
+
+@pytest.mark.parametrize("started", [1000.0, 2000.0], ids=["unseen", "seen"])
+def test_counts_that_went_back_have_begun_anew(started):
+    found = of(scrape(0.0, 5), scrape(10.0, 1, started)).rates
+    assert found is not None
+    assert found.prompt_tokens == 150
+
+
+def test_another_process_has_begun_anew_even_if_it_has_counted_more():
+    found = of(scrape(0.0, 2), scrape(10.0, 3, started=2000.0)).rates
+    assert found is not None
+    assert found.prompt_tokens == 450
+
+
+def test_a_series_that_was_not_there_has_begun_at_0():
+    empty = Page()
+    empty.vllm("num_requests_running").set(0)
+    found = of(read(empty.text(), 0.0), scrape(2.0, 1)).rates
+    assert found is not None
+    assert found.misses[0].count == 2.5
+
+
+def test_levels_are_what_they_are_now():
+    levels = of(scrape(0.0, 1), scrape(1.0, 2)).levels
+    assert (levels.running, levels.late_blocks, levels.pending_loads) == (5, 3, {"peer": 2})
+    assert levels.tiers["file"].owed_chunks == 7
+    assert list(levels.tiers) == ["host", "file"]
+
+
+def test_of_several_engines_a_tier_is_as_full_as_the_fullest():
+    other = Page()
+    busy(other)
+    smaller = Counted()
+    smaller.set("tier_capacity_bytes", "file", to=9.8e9)
+    other.count(smaller)
+    more = read(other.text(), 0.0)
+    both = figures([window(None, scrape(0.0, 1), "0"), window(None, more, "0")])
+    assert both.levels.tiers["file"].capacity == 9.8e9
+    assert both.levels.running == 10
+
+
+def test_tokens_are_told_by_where_they_come_from():
+    assert of(None, scrape(0.0, 1)).totals.tokens == {
+        "computed": 300, "local": 300, "peer": 600, "host": 200, "file": 100,
+    }  # fmt: skip
+
+
+INF = math.inf
+
+
+@pytest.mark.parametrize(
+    ("q", "buckets", "expected"),
+    [
+        (0.5, [(1, 10), (2, 10), (INF, 10)], 0.5),
+        (0.99, [(1, 10), (2, 10), (INF, 10)], 0.99),
+        (0.5, [(1, 0), (2, 4), (4, 8), (INF, 8)], 2.0),
+        (0.75, [(1, 0), (2, 4), (4, 8), (INF, 8)], 3.0),
+        (0.99, [(1, 1), (2, 1), (INF, 10)], 2.0),
+        (0.5, [(1, 0), (INF, 0)], None),
+        (0.5, [(INF, 3)], None),
+        (0.5, [(1, 2), (2, 3)], None),
+        (0.5, [], None),
+    ],
+)
+def test_quantiles_are_those_of_histogram_quantile(q, buckets, expected):
+    assert quantile(q, [Bucket(*each) for each in buckets]) == (
+        None if expected is None else pytest.approx(expected)
+    )
+
+
+def test_silence_lasts_from_its_first_moment_to_the_next_answer():
+    seen = (
+        Seen("http://a:1")
+        .heard(scrape(0.0, 1))
+        .failed(100.0, "cannot connect")
+        .failed(101.0, "silent for 5 s")
+    )
+    assert (seen.silence.since, seen.silence.why) == (100.0, "silent for 5 s")
+    assert list(seen.windows()) == []
+    [engine] = fleet([seen], 102.0).engines
+    assert engine.figures is None
+    again = seen.heard(scrape(9.0, 1))
+    assert again.silence is None
+    assert fleet([again], 103.0).answering == 1
+
+
+def test_several_engines_at_one_address_have_a_line_each():
+    page = Page(engines=2)
+    for engine in (0, 1):
+        busy(page, engine=engine)
+    seen = Seen("http://a:1").heard(read(page.text(), 0.0))
+    assert [engine.name for engine in fleet([seen], 0.0).engines] == ["a:1/0", "a:1/1"]
+
+
+def test_a_router_that_answers_is_no_engine_and_one_that_does_not_is_shown():
+    router = Seen("http://r:1", role="router")
+    assert fleet([router], 0.0).engines == ()
+    assert [engine.name for engine in fleet([router.failed(1.0, "cannot connect")], 2.0).engines] == ["r:1"]
+
+
+def test_numbers_are_short():
+    assert [number(each) for each in (999.4, 9_999, 10_000, 1e6, 1.5e9)] == [
+        "999",
+        "9,999",
+        "10.0k",
+        "1.0M",
+        "1.5G",
+    ]
+    assert [span(each) for each in (0, 119, 120, 7200)] == ["0 s", "119 s", "2 min", "2.0 h"]

@@ -1,0 +1,283 @@
+"""`kvferry top` in a terminal, against pages on real sockets."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+
+from kvferry.errors import ConfigError
+from kvferry.top.fetch import address
+from support.metrics_page import Page, busy, shown
+from support.terminal import Terminal
+
+KVFERRY = [sys.executable, "-c", "from kvferry.cli.main import main; main()"]
+NOBODY = "http://127.0.0.1:1"
+
+
+def top(*arguments: str, columns: int = 80, rows: int = 24, **environment: str) -> Terminal:
+    return Terminal([*KVFERRY, "top", "--interval", "0.2", *arguments], columns, rows, **environment)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*KVFERRY, "top", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.fixture
+def page():
+    made = Page("gemma-3-27b-it")
+    busy(made)
+    return made
+
+
+@pytest.fixture
+def engine(page):
+    with shown({"/metrics": page.text}) as url:
+        yield url
+
+
+def row(text: str, name: str) -> list[str]:
+    [line] = [line for line in text.splitlines() if line.startswith(f"{name} ")]
+    return line.split()
+
+
+def left_as_found(terminal: Terminal) -> bool:
+    """The screen that was there before, a cursor, keys that are shown and need Enter."""
+    shown_again = terminal.said.rindex(b"\x1b[?1049l") > terminal.said.rindex(b"\x1b[?1049h")
+    cursor = terminal.said.rindex(b"\x1b[?25h") > terminal.said.rindex(b"\x1b[?25l")
+    return shown_again and cursor and terminal.modes == terminal.before
+
+
+def test_everything_that_is_to_be_known_fits_80_columns_and_24_rows(engine):
+    with top(engine) as terminal:
+        said = terminal.until(lambda text: "answers" in text and "127.0.0.1" in text)
+        lines = terminal.lines
+    assert lines[0].startswith("kvferry top  1 of 1 engines answer, read every 0.2 s")
+    assert lines[1] == "all engines: gemma-3-27b-it"
+    assert "requests  5 running  1 waiting  cache 45%  first token 37.5 ms, p99 49.8 ms" in lines
+    assert row(said, "peer")[3:5] == ["75%", "2"]  # of eight that looked for something; two under way
+    assert row(said, "host")[:6] == ["host", "3", "GiB", "8", "GiB", "38%"]
+    assert row(said, "file")[:7] == ["file", "9", "GiB", "10", "GiB", "90%", "7"]
+    for words in (
+        "loads failed 1", "loads expired 1", "recomputed tokens 40", "late blocks 3",
+        "tiers not_stored (1 sliding_window(64)) 5", "peer looking 2",
+        "read 17.5 ms, p99 24.8 ms", "descriptors of 1 MiB, 10 pages each",
+        "4 held", "9 granted", "7 released", "1 expired",
+        "peer 0 full_attention direct 12 MiB",
+    ):  # fmt: skip
+        assert words in said, words
+    assert row(said, engine.removeprefix("http://"))[1:3] == ["5", "1"]
+
+
+def test_rates_are_of_the_last_interval(engine, page):
+    with top(engine) as terminal:
+        terminal.until(lambda text: "prompts 0" in text)
+        busy(page)
+        said = terminal.until(lambda text: re.search(r"prompts [^0]", text) is not None)
+        found = re.search(
+            r"answers (\S+)\s+prompts (\S+):\s+computed (\S+)\s+local (\S+)\s+peer (\S+)\s+host (\S+)", said
+        )
+        answers, prompts, computed, local, peer, host = (
+            float(each.replace(",", "")) for each in found.groups()
+        )
+        # 50 tokens in a fifth of a second, or in a little more on a machine that is busy.
+        assert 25 < answers <= 260
+        ratios = [each / answers for each in (prompts, computed, local, peer, host)]
+        assert ratios == pytest.approx([30, 6, 6, 12, 4], rel=0.05)
+        terminal.until(lambda text: "prompts 0" in text)
+
+
+def test_it_follows_the_terminals_size(engine):
+    with top(engine, rows=60, columns=140) as terminal:
+        terminal.until(lambda text: "file: no space on the device 2" in text and "answer/s" in text)
+        assert len(terminal.lines[0]) == 140
+        terminal.resize(80, 24)
+        terminal.until(lambda text: text.splitlines()[0].endswith(time.strftime(":%M:%S")))
+        assert len(terminal.lines[0]) == 80
+        assert "answer/s" not in terminal.text
+        terminal.resize(40, 8)
+        terminal.until(lambda text: "requests  5 running" in text)
+        terminal.resize(200, 50)
+        terminal.until(lambda text: "answer/s" in text)
+        terminal.press("q")
+        assert terminal.end() == 0
+
+
+def test_an_engine_that_does_not_answer_is_said_to_and_the_others_are_shown(engine):
+    with top(NOBODY, engine) as terminal:
+        said = terminal.until(lambda text: "1 of 2 engines answer" in text and "prompts" in text)
+    assert re.search(
+        r"^127\.0\.0\.1:1  no answer since \d\d:\d\d:\d\d \(\d+ s\): cannot connect$", said, re.MULTILINE
+    )
+    assert row(said, engine.removeprefix("http://"))[1:3] == ["5", "1"]
+
+
+def test_an_engine_that_is_started_anew_counts_from_nothing(page):
+    with shown({"/metrics": page.text}) as url:
+        port = int(url.rpartition(":")[2])
+        terminal = top(url)
+        terminal.until(lambda text: "prompts 0" in text)
+    with terminal:
+        terminal.until(lambda text: "0 of 1 engines answer" in text and "no answer since" in text)
+        new = Page("gemma-3-27b-it", started=2000.0)
+        new.vllm("prompt_tokens_total").inc(30)
+        with shown({"/metrics": new.text}, port):
+            # A rate below 0, or one of all that the first engine had counted, would be of two lives.
+            said = terminal.until(lambda text: re.search(r"prompts (?!0)", text) is not None)
+            assert 0 < float(re.search(r"prompts (\S+)", said)[1]) <= 150
+            assert "1 of 1 engines answer" in said
+            terminal.until(lambda text: "prompts 0" in text)
+
+
+@pytest.mark.parametrize("key", ["q", "\x03"], ids=["q", "ctrl-c"])
+def test_it_leaves_the_terminal_as_it_was(engine, key):
+    with top(engine, NOBODY) as terminal:
+        terminal.until(lambda text: "1 of 2 engines answer" in text)
+        assert terminal.modes[6][termios.VSUSP] == b"\0"  # Ctrl-Z, after which the screen would stay
+        terminal.press(key)
+        assert terminal.end() == 0
+        assert left_as_found(terminal)
+        assert b"Traceback" not in terminal.said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_it_as_a_key_does(engine, number):
+    with top(engine) as terminal:
+        terminal.until(lambda text: "1 of 1 engines answer" in text)
+        terminal.process.send_signal(number)
+        assert terminal.end() == 0
+        assert left_as_found(terminal)
+
+
+def test_it_does_not_wait_for_an_address_that_is_silent_to_end(silent):
+    with top(silent) as terminal:
+        terminal.until(lambda text: "asked, has not answered yet" in text)
+        began = time.monotonic()
+        terminal.press("q")
+        assert terminal.end() == 0
+        assert time.monotonic() - began < 2
+
+
+@pytest.fixture
+def silent():
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+def test_tab_goes_through_the_engines_and_escape_back(engine):
+    other = Page("other-model")
+    other.vllm("num_requests_running").set(0)
+    with shown({"/metrics": other.text}) as second, top(engine, second) as terminal:
+        terminal.until(lambda text: "2 of 2" in text and "all engines: gemma-3-27b-it, other-model" in text)
+        terminal.press("\t")
+        terminal.until(lambda text: f"{engine.removeprefix('http://')}, gemma-3-27b-it" in text)
+        terminal.press("\t")
+        terminal.until(
+            lambda text: f"{second.removeprefix('http://')}, other-model" in text and "misses    none" in text
+        )
+        terminal.press("\t")
+        terminal.until(lambda text: "all engines" in text)
+        terminal.press("\t\x1b")
+        terminal.until(lambda text: "all engines" in text)
+
+
+def test_of_many_engines_those_without_room_are_counted(engine):
+    with top(engine, *(f"http://127.0.0.{n}:1" for n in range(2, 22))) as terminal:
+        said = terminal.until(lambda text: re.search(r"^and \d+ more$", text, re.MULTILINE) is not None)
+        listed = len(re.findall(r"^127\.0\.0\.", said, re.MULTILINE))
+        assert f"and {21 - listed} more" in said
+        assert listed >= 3
+        terminal.resize(80, 60)
+        terminal.until(lambda text: "127.0.0.21:1 " in text and "more" not in text)
+
+
+def test_a_router_stands_for_its_engines(page):
+    with shown({"/metrics": page.text}) as decode:
+        health = {"prefill": [{"url": NOBODY, "up": False}], "decode": [{"url": decode, "up": True}]}
+        with shown({"/health": json.dumps(health)}) as router, top(router) as terminal:
+            said = terminal.until(lambda text: "1 of 2 engines answer" in text and "prompts" in text)
+    assert "127.0.0.1:1 prefill  no answer since" in said
+    assert f"{decode.removeprefix('http://')} decode" in said
+    assert router.removeprefix("http://") not in said
+
+
+def test_without_colour_it_says_the_same(engine):
+    with top(engine, NOBODY, NO_COLOR="1") as terminal:
+        terminal.until(lambda text: "1 of 2 engines answer" in text and "no answer since" in text)
+        assert not re.search(rb"\x1b\[[0-9;]*3[0-7]m", terminal.said)
+
+
+def test_without_a_terminal_it_prints_one_sample(engine):
+    done = run(engine, "--interval", "0.2")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+    assert "prompts 0" in done.stdout
+    assert "dropped   file: no space on the device 2" in done.stdout
+
+
+def test_once_prints_one_sample_in_a_terminal_too(engine):
+    with top(engine, "--once") as terminal:
+        assert terminal.end() == 0
+        assert b"\x1b[?1049h" not in terminal.said
+        assert "leases    4 held" in terminal.text
+
+
+def test_json_has_the_same_numbers(engine):
+    done = run(engine, NOBODY, "--json", "--interval", "0.2")
+    assert done.returncode == 0
+    said = json.loads(done.stdout)
+    first, second = said["engines"]
+    assert (first["model"], first["figures"]["levels"]["running"]) == ("gemma-3-27b-it", 5)
+    assert said["together"]["totals"]["sources"]["peer"]["hit_rate"] == 0.75
+    assert said["together"]["rates"]["prompt_tokens"] == 0
+    assert (second["figures"], second["silence"]["why"]) == (None, "cannot connect")
+
+
+def test_what_is_no_url_is_one_sentence():
+    done = run("localhost:8000")
+    assert done.returncode == 2
+    said = "kvferry: 'localhost:8000' is no URL of an engine or a router; give one such as http://127.0.0.1:8000\n"
+    assert done.stderr == said
+
+
+@pytest.mark.parametrize(
+    "url", ["", "http://", "http://a:99999", "http://a:x", "ftp://a:1", "http://[1", "/metrics"]
+)
+def test_an_address_has_a_scheme_a_host_and_a_port_that_can_be(url):
+    with pytest.raises(ConfigError, match="is no URL of an engine or a router"):
+        address(url)
+
+
+@pytest.mark.parametrize("more", ["", "/", "/metrics", "/metrics/"])
+def test_an_address_may_be_that_of_its_metrics(more):
+    assert address(f"http://a:1{more}") == "http://a:1"
+
+
+def test_what_is_no_engine_is_said_and_an_exit_code():
+    with (
+        shown({}) as nothing,
+        shown({"/metrics": "<html>"}) as page,
+        shown({"/metrics": f"{RUNNING}{{x= 3"}) as broken,
+    ):
+        done = run(nothing, page, broken, "--interval", "0.1")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert re.search(
+        r"no answer since \d\d:\d\d:\d\d \(0 s\): /metrics answers with status 404$",
+        done.stdout,
+        re.MULTILINE,
+    )
+    assert "/metrics has nothing of vllm: or kvferry_" in done.stdout
+    assert "/metrics is not of Prometheus" in done.stdout
+
+
+RUNNING = "vllm:num_requests_running"
