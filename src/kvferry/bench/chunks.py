@@ -51,14 +51,19 @@ class Ranks:
         tables: its blocks, on either rank.
     """
 
-    def __init__(self, reading: ModelReading, layout: str, chunks: int) -> None:
+    def __init__(self, reading: ModelReading, side: Side, chunks: int) -> None:
         """Take the memory: that of all chunks three times.
+
+        Args:
+            reading: whose.
+            side: what both ranks are like.
+            chunks: how many.
 
         Raises:
             ConfigError: there is not enough.
         """
-        held = engine("holder", reading, Side(layout=layout), chunks * CHUNK_TOKENS)
-        self.layout, self.chunks = layout, chunks
+        held = engine("holder", reading, side, chunks * CHUNK_TOKENS)
+        self.layout, self.chunks = side.layout, chunks
         self.source, self.destination = held.allocated(0), held.allocated(0)
         content.fill(self.source, held)
         self._canonical = canonical_of([self.source.geometry], CHUNK_TOKENS)

@@ -20,6 +20,7 @@ from kvferry.bench.lookup import LookUp
 from kvferry.bench.tier_hooks import HookCost
 from kvferry.bench.transfer import Machine, machine
 from kvferry.geometry.models import ModelReading
+from kvferry.plan.side import Side
 
 PARTS = ("tiers", "lookup", HOOKS, TTFT)
 DEFAULT_PARTS = ("tiers", "lookup")
@@ -32,7 +33,7 @@ class Job:
     Attributes:
         reading: whose KV cache, of a model whose layers are alike.
         parts: of `PARTS`.
-        layouts: of the engine's memory, each measured by itself.
+        sides: engines that chunks come from and go to, each measured by itself.
         depths: chunks that are under way at a time.
         repeats: rounds; one more comes before them that does not count.
         path: folder for the file tier's files, which exists; they are removed again.
@@ -44,7 +45,7 @@ class Job:
 
     reading: ModelReading
     parts: tuple[str, ...]
-    layouts: tuple[str, ...]
+    sides: tuple[Side, ...]
     depths: tuple[int, ...]
     repeats: int
     path: Path
@@ -86,7 +87,7 @@ def measure(job: Job, progress: Callable[[str], None]) -> Measured:
     speeds: tuple[Speed, ...] = ()
     if "tiers" in job.parts:
         speeds = tier_speeds.measure(
-            job.reading, job.layouts, job.depths, job.repeats, job.path, job.url, progress
+            job.reading, job.sides, job.depths, job.repeats, job.path, job.url, progress
         )
     found = None
     if "lookup" in job.parts:

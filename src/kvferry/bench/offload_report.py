@@ -40,7 +40,8 @@ def as_json(measured: Measured) -> dict[str, Any]:
     return {
         "geometry": job.reading.cache.name,
         "machine": asdict(measured.machine),
-        **{name: getattr(job, name) for name in ("parts", "layouts", "depths", "repeats")},
+        **{name: getattr(job, name) for name in ("parts", "depths", "repeats")},
+        "engines": [{"layout": side.layout, "block_tokens": side.block_tokens} for side in job.sides],
         "path": str(job.path),
         "object": job.url,
         **{name: getattr(measured, name) for name in ("chunk_tokens", "chunk_bytes")},

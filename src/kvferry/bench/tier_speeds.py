@@ -10,11 +10,12 @@ from kvferry.bench import file_tier, host_tier, object_tier
 from kvferry.bench.chunks import Ranks, chunk_group
 from kvferry.bench.contest import Speed, run
 from kvferry.geometry.models import ModelReading
+from kvferry.plan.side import Side
 
 
 def measure(
     reading: ModelReading,
-    layouts: Sequence[str],
+    sides: Sequence[Side],
     depths: Sequence[int],
     repeats: int,
     path: Path,
@@ -25,7 +26,7 @@ def measure(
 
     Args:
         reading: whose chunks.
-        layouts: of the engine's memory, for the host tier.
+        sides: engines, for the host tier, each measured by itself.
         depths: chunks under way at a time.
         repeats: rounds.
         path: folder for the file tier, which exists.
@@ -37,10 +38,10 @@ def measure(
         TransferError: a chunk did not come back as it was.
     """
     found: list[Speed] = []
-    for layout in layouts:
-        with Ranks(reading, layout, max(depths)) as ranks, ExitStack() as stack:
+    for side in sides:
+        with Ranks(reading, side, max(depths)) as ranks, ExitStack() as stack:
             contests = host_tier.contests(stack, ranks, depths)
-            found += run(contests, repeats, _said(progress, f"host tier, {layout}"))
+            found += run(contests, repeats, _said(progress, f"host tier, {side.layout}"))
             host_tier.prove(contests, ranks)
     group = chunk_group(reading)
     with ExitStack() as stack:

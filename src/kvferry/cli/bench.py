@@ -181,6 +181,7 @@ def offload(
     layouts: Annotated[
         str, typer.Option(help="Orders of the axes in an engine's memory, for the host tier.")
     ] = "LBHNC,BHLNC",
+    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens of a block; 16 by default.")] = None,
     depths: Annotated[str, typer.Option(help="Chunks under way at a time.")] = "1,8,32",
     path: Annotated[
         Path | None,
@@ -213,6 +214,7 @@ def offload(
     from kvferry.bench.engine_parts import Asked
     from kvferry.bench.engines import read_geometry
     from kvferry.bench.offload import Job, measure
+    from kvferry.plan.side import Side
 
     reading = read_geometry(geometry, given(num_hidden_layers=layers))
     with _folder(path) as folder, Console(stderr=True).status("starting") as status:
@@ -220,7 +222,7 @@ def offload(
             Job(
                 reading,
                 _parts(parts),
-                _layouts(layouts),
+                tuple(Side(layout=layout, block_tokens=block_size) for layout in _layouts(layouts)),
                 _depths(depths),
                 repeats,
                 folder,

@@ -14,6 +14,7 @@ from kvferry.bench.engines import read_geometry
 from kvferry.bench.host_tier import contests, prove
 from kvferry.bench.slow_tier import Bodies, Loads, queue_over, store_all
 from kvferry.errors import ConfigError, TransferError
+from kvferry.plan.side import Side
 from support.stores import open_store
 
 TINY = read_geometry("Llama-3.1-8B", {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 32})
@@ -36,7 +37,7 @@ def test_all_tiers_are_measured_once_through(tmp_path: Path, monkeypatch, has_fi
     job = offload.Job(
         TINY,
         offload.DEFAULT_PARTS,
-        ("LBNHC", "BHLNC"),
+        (Side(layout="LBNHC"), Side(layout="BHLNC", block_tokens=64)),
         (1, 3),
         2,
         files,
@@ -66,7 +67,7 @@ def test_a_prompt_is_found_where_it_is_and_nowhere_else() -> None:
 
 
 def test_a_rank_that_got_other_bytes_is_noticed() -> None:
-    with Ranks(TINY, "LBNHC", 2) as ranks, ExitStack() as stack:
+    with Ranks(TINY, Side(layout="LBNHC"), 2) as ranks, ExitStack() as stack:
         made = contests(stack, ranks, (2,))
         prove(made, ranks)
         store, load = made

@@ -20,6 +20,7 @@ from kvferry.bench.rounds import Series
 from kvferry.bench.stats import Spread
 from kvferry.bench.tier_hooks import HookClock, HookCost, StepTimes
 from kvferry.bench.transfer import Machine
+from kvferry.plan.side import Side
 
 SIZE = 512 << 20
 
@@ -46,7 +47,14 @@ def measured(*speeds: Speed, look_ms: float = 1.0) -> Measured:
     wide = Spread(look_ms / 1e3, 0.9e-3, 1162e-3)
     looks = tuple(Looks(place, 131_072, wide, wide) for place in ("host", "file", "nowhere"))
     return Measured(
-        Job(read_geometry("Llama-3.1-8B"), ("tiers", "lookup"), ("LBNHC",), (1, 8), 7, Path("/tmp")),
+        Job(
+            read_geometry("Llama-3.1-8B"),
+            ("tiers", "lookup"),
+            (Side(layout="LBNHC"),),
+            (1, 8),
+            7,
+            Path("/tmp"),
+        ),
         Machine(128, "Some Long-named Processor 9654P 96-Core @ 3.70GHz", None),
         256,
         16 << 20,
