@@ -58,6 +58,11 @@ class Bid:
         return frozenset(part.place for part in self.parts)
 
     @property
+    def legs(self) -> tuple[tuple[Part, ...], ...]:
+        """The parts of each source, in the order of the prompt."""
+        return (self.parts,) if self.head is None else (self.head.parts, self.parts[len(self.head.parts) :])
+
+    @property
     def sources(self) -> tuple[str, ...]:
         """Names of all sources, in the order of the prompt."""
         return (self.source,) if self.head is None else (*self.head.sources, self.source)

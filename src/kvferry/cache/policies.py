@@ -56,7 +56,8 @@ class Weight:
         del rest
         if bid is None:
             return 0.0
-        return sum(part.tokens * self._weights.get(part.place, 1.0) for part in bid.parts)
+        values = [sum(part.tokens * self._weights.get(part.place, 1.0) for part in leg) for leg in bid.legs]
+        return sum(values) if all(values) else 0.0  # what is never taken is not taken with something else
 
 
 class Cost:

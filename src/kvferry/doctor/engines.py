@@ -105,7 +105,13 @@ def look_at(targets: Sequence[Target], keys: Keys | None) -> tuple[list[Section]
                 continue
             engine, behind = answer
             found.append(_section(one, engine.findings))
-            further += [target(url, role) for url, role in behind]
+            for url, role in behind:
+                try:
+                    further.append(target(url, role))
+                except ConfigError as error:
+                    found.append(
+                        _section(one, [bad("router", f"names an engine {url!r}: {error}", "see to it")])
+                    )
             if not behind and (one.name, one.role) not in known:
                 seen.append(engine)
             known.add((one.name, one.role))

@@ -89,10 +89,17 @@ def _router(client: httpx.Client) -> dict[str, Any] | None:
 
 
 def _behind(health: dict[str, Any]) -> AtUrl:
-    seen = AtUrl(
-        behind=tuple((one["url"], role) for role in (Role.PREFILL, Role.DECODE) for one in health[role])
-    )
-    down = [one for role in (Role.PREFILL, Role.DECODE) for one in health[role] if not one.get("up")]
+    try:
+        seen = AtUrl(
+            behind=tuple(
+                (str(one["url"]), role) for role in (Role.PREFILL, Role.DECODE) for one in health[role]
+            )
+        )
+        down = [one for role in (Role.PREFILL, Role.DECODE) for one in health[role] if not one.get("up")]
+    except (TypeError, KeyError, AttributeError):
+        seen = AtUrl()
+        seen.findings.append(bad("router", "its /health is not that of kvferry's router", "see what it is"))
+        return seen
     seen.findings.append(
         ok("router", f"{len(seen.behind)} engines behind it, {len(seen.behind) - len(down)} of them up")
     )

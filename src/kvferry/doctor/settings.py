@@ -11,10 +11,12 @@ from typing import Any
 
 from kvferry.doctor.finding import Finding, bad, note, ok, refused
 from kvferry.engines.vllm.config import ConnectorConfig, parse_config
+from kvferry.engines.vllm.multi.settings import INHERITED, parse_multi
 from kvferry.errors import ConfigError
 
 _OURS = "KVFerryConnector"
-_MODULE = "kvferry.engines.vllm.connector"
+_MULTI = "FerryMultiConnector"
+_MODULES = {_OURS: "kvferry.engines.vllm.connector", _MULTI: "kvferry.engines.vllm.multi.connector"}
 _MOST_BYTES = 1 << 20
 _ROLES = ("kv_producer", "kv_consumer", "kv_both")
 
@@ -75,7 +77,14 @@ def _of_transfer(given: Mapping[str, Any]) -> Given:
         configs, found = _extra(extra, "settings")
         return Given(configs, (*_around(given), *found))
     inner = [each for each in extra.get("connectors") or () if isinstance(each, dict)]
+    found_ = list[Finding]()
+    if name == _MULTI:
+        found_ += _of_multi(given, extra)
+        handed_on = {key: given[key] for key in INHERITED if key in given}
+        inner = [{**handed_on, **each} for each in inner]
     ours = [each for each in inner if each.get("kv_connector") == _OURS]
+    if not ours and name == _MULTI:
+        return Given((), tuple(found_))
     if not ours:
         return Given(
             (),
@@ -85,10 +94,8 @@ def _of_transfer(given: Mapping[str, Any]) -> Given:
                 ),
             ),
         )
-    configs_, found_ = (
-        list[ConnectorConfig](),
-        [note("settings", f"{_OURS} within {name}; only it is checked")],
-    )
+    configs_ = list[ConnectorConfig]()
+    found_.append(note("settings", f"{_OURS} within {name}; of the others nothing is checked"))
     for number, each in enumerate(ours):
         read = _of_transfer(each)
         configs_ += read.configs
@@ -97,15 +104,27 @@ def _of_transfer(given: Mapping[str, Any]) -> Given:
     return Given(tuple(configs_), tuple(found_))
 
 
+def _of_multi(given: Mapping[str, Any], extra: Mapping[str, Any]) -> list[Finding]:
+    """A `FerryMultiConnector`, but for what its children are told."""
+    try:
+        settings = parse_multi(extra)
+    except ConfigError as error:
+        return [*_around(given), refused("settings", error)]
+    names = ", ".join(child.name for child in settings.children)
+    return [*_around(given), ok("settings", f"{_MULTI} over {names}, policy {settings.policy}")]
+
+
 def _around(given: Mapping[str, Any]) -> list[Finding]:
     """What stands beside the connector's own settings."""
     found = []
-    if (module := given.get("kv_connector_module_path")) != _MODULE:
+    name = given["kv_connector"]
+    expected = _MODULES[name]
+    if (module := given.get("kv_connector_module_path")) != expected:
         found.append(
             bad(
                 "kv_connector_module_path",
-                f"is {module!r}: vLLM does not find {_OURS}" if module is None else f"is {module!r}",
-                f'set it to "{_MODULE}"',
+                f"is {module!r}: vLLM does not find {name}" if module is None else f"is {module!r}",
+                f'set it to "{expected}"',
             )
         )
     if (policy := given.get("kv_load_failure_policy", "fail")) != "recompute":

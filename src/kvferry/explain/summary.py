@@ -43,6 +43,7 @@ def summary(trace: Trace) -> Summary:
     assert isinstance(came, events.Arrived)  # noqa: S101 - by construction
     found, looks_since, begun = Summary(came.tokens), None, dict[str, events.LoadBegan]()
     brought: list[events.LoadBegan] = []
+    broken, loading = set[str](), dict[str, float]()
     for event in trace.events:
         if isinstance(event, events.Asked | events.LoadBegan | events.Settled) and looks_since is not None:
             found.looking, looks_since = found.looking + event.at - looks_since, None
@@ -51,15 +52,19 @@ def summary(trace: Trace) -> Summary:
         elif isinstance(event, events.LoadBegan):
             begun[event.load] = event
         elif isinstance(event, events.LoadEnded):
-            found.loading += event.seconds
+            began = begun.get(event.load)
+            attempt = event.load if began is None else began.attempt
+            loading[attempt] = max(loading.get(attempt, 0.0), event.seconds)  # parts come beside each other
             if event.outcome is Outcome.READY:
-                brought += [begun[event.load]] if event.load in begun else []
+                brought += [] if began is None else [began]
             elif event.outcome is not Outcome.DROPPED:
                 found.failed += 1
+                broken.add(attempt)
         elif isinstance(event, events.Settled):
             found.seconds = event.at - came.at
-            found.places = _places(brought, event)
+            found.places = _places([load for load in brought if load.attempt not in broken], event)
             break
+    found.loading = sum(loading.values())
     return found
 
 

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _SECONDS = 3.0
 """For a question and its answer."""
-_CREDENTIALS = struct.Struct("3i")
+_CREDENTIALS = struct.Struct("iII")
 _ROOT = 0
 
 
@@ -48,22 +48,22 @@ class Answering:
             most: that `traces` may hold.
             seconds: for a question and its answer.
         """
-        self.error: ConfigError | None = None
+        self.error: Exception | None = None
         self._traces, self._engine, self._most, self._seconds = traces, engine, most, seconds
         self._thread = threading.Thread(target=self._run, name="kvferry-explain", daemon=True)
         try:
             directory, name = meeting_place.make(), f"engine-{secrets.token_hex(8)}"
             self._socket, self._path = meeting_place.listen(directory, name)
-        except ConfigError as error:
+            self._thread.start()
+        except (ConfigError, OSError, RuntimeError) as error:
             self.error = error
             logger.warning("kvferry explain cannot ask this engine: %s", error)
-        else:
-            self._thread.start()
 
     def close(self) -> None:
         """Answer no more; waits for nobody."""
         if self.error is None:
-            self._path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._path.unlink()
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
             self._thread.join(0.2)

@@ -9,6 +9,7 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from kvferry.errors import ConfigError
@@ -25,7 +26,7 @@ def places() -> list[Path]:
     """
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or "/nonexistent")
     shared = Path(f"/tmp/kvferry-{os.getuid()}")  # noqa: S108 - checked by whoever uses it
-    return [runtime / "kvferry", shared] if runtime.is_dir() else [shared]
+    return [runtime / "kvferry", shared] if os.path.isdir(runtime) else [shared]  # noqa: PTH112 - never raises
 
 
 def make() -> Path:
@@ -75,14 +76,17 @@ def listen(directory: Path, name: str) -> tuple[socket.socket, Path]:
         ConfigError: it cannot be made.
     """
     path, before = directory / f"{name}{_SUFFIX}", directory / f"{name}{_UNFINISHED}"
-    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listening = None
     try:
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listening.bind(str(before))
         listening.listen(8)
         before.rename(path)
     except OSError as error:
-        listening.close()
-        before.unlink(missing_ok=True)
+        if listening is not None:
+            listening.close()
+        with suppress(OSError):
+            before.unlink()
         raise ConfigError(
             f"cannot listen on {path}: {error.strerror or error}; set XDG_RUNTIME_DIR to a directory where "
             "sockets can be made, of a shorter name"
@@ -94,13 +98,15 @@ def connected(directory: Path) -> Iterator[socket.socket]:
     """A connection to every engine there; what engines that are gone have left is removed.
 
     Raises:
-        ConfigError: the directory is not ours alone.
+        ConfigError: the directory is not ours alone, or cannot be looked into.
     """
     try:
         check(directory)
         found = sorted(path for path in directory.iterdir() if path.suffix == _SUFFIX)
     except FileNotFoundError:
         return
+    except OSError as error:
+        raise ConfigError(f"cannot look into {directory}: {os.strerror(error.errno or 0)}") from error
     for path in found:
         asking = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         asking.settimeout(_SECONDS)

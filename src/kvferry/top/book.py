@@ -10,8 +10,8 @@ import anyio
 import httpx
 from anyio.abc import TaskGroup
 
-from kvferry.errors import ProtocolError
-from kvferry.top.fetch import Health, ask
+from kvferry.errors import ConfigError, ProtocolError
+from kvferry.top.fetch import Health, address, ask
 from kvferry.top.seen import Fleet, Seen, fleet
 
 
@@ -70,5 +70,9 @@ class Book:
         self._seen[url] = replace(self._seen[url], role="router", silence=None)
         for role, engines in (("prefill", said.prefill), ("decode", said.decode)):
             for engine in engines:
+                try:
+                    address(engine.url)
+                except ConfigError:
+                    continue  # nobody could ask it
                 known = self._seen.setdefault(engine.url, Seen(engine.url))
                 self._seen[engine.url] = replace(known, role=role)

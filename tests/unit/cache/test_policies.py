@@ -156,3 +156,12 @@ def test_what_was_not_measured_lately_is_tried_anew():
     assert found.load_seconds("file", 1) == 0.0
     found.loaded((Part("file", 10),), 1.0)
     assert found.load_seconds("file", 10) == pytest.approx(1.0), "what was is forgotten"
+
+
+def test_what_weighs_nothing_is_not_taken_together_with_something_either():
+    near, far = bid("near", host=16), bid("far", peer=23)
+    both, own = Bid.composed(near, far), bid("near", host=8)
+    assert choose(Weight({"peer": 0}), [own, both], PROMPT, waits=True) is own
+    assert choose(Weight({"peer": 0.1}), [own, both], PROMPT, waits=True) is both
+    tiers = bid("tiers", host=16, object=8)
+    assert choose(Weight({"object": 0}), [own, tiers], PROMPT, waits=True) is tiers

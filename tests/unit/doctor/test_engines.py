@@ -111,6 +111,22 @@ def test_another_engine_at_the_address_that_peers_are_told_is_not_taken_for_it()
     assert "engine somebody answers there, not P" in said(section)["control channel"].found
 
 
+@pytest.mark.parametrize(
+    "health",
+    [
+        {"prefill": [{"url": "http://["}], "decode": []},
+        {"prefill": [{"url": 5}], "decode": []},
+        {"prefill": 5, "decode": []},
+        {"prefill": [], "decode": [{"up": True}]},
+    ],
+)
+def test_a_strange_router_is_a_finding_and_ends_nothing(health):
+    with http({"/health": health}) as router:
+        sections, seen = look_at([target(router)], None)
+    assert not [each for each in seen if each.name != router]
+    assert State.BAD in {one.state for section in sections for one in section.findings}
+
+
 def test_a_router_leads_to_its_engines(control):
     with http(engine(control.port)) as one, http(engine(control.port)) as other:
         health = {

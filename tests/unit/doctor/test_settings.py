@@ -6,7 +6,7 @@ from kvferry.doctor.finding import State
 from kvferry.doctor.settings import read_file, summary
 from kvferry.engines.vllm.config import parse_config
 from kvferry.errors import ConfigError
-from kvferry.serving.kv_config import kv_transfer_config
+from kvferry.serving.kv_config import beside, kv_transfer_config
 from kvferry.serving.role import Role
 
 
@@ -74,6 +74,24 @@ def test_ours_is_found_among_several_connectors(given):
     found = read_file(given(several))
     assert [config.port for config in found.configs] == [5600]
     assert states(found) == {State.OK, State.NOTE}
+
+
+def test_several_connectors_that_kvferry_config_prints_are_well(given):
+    ours = kv_transfer_config(Role.BOTH, {"tiers": "default"})
+    several = beside(ours, [{"kv_connector": "NixlConnector"}])
+    found = read_file(given(several))
+    assert states(found) == {State.OK, State.NOTE}
+    assert len(found.configs) == 1
+    assert any("FerryMultiConnector over NixlConnector" in one.found for one in found.findings)
+
+
+def test_several_connectors_that_would_be_refused_are_refused(given):
+    several = beside(kv_transfer_config(Role.BOTH), [{"kv_connector": "NixlConnector"}])
+    several["kv_connector_extra_config"]["polcy"] = "cost"
+    found = read_file(given(several))
+    assert "did you mean 'policy'?" in "".join(one.found + one.advice for one in found.findings)
+    alone = {**several, "kv_connector_extra_config": {"connectors": [{"kv_connector": "NixlConnector"}]}}
+    assert states(read_file(given(alone))) == {State.OK}
 
 
 def test_a_connector_that_is_not_ours_is_said(given):

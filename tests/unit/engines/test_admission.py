@@ -644,6 +644,14 @@ def test_the_source_of_the_part_that_failed_is_struck_out_and_the_other_is_not(f
         assert near.heard[-1] == ("settled", "a")
 
 
+def test_a_part_tells_nothing_of_how_fast_its_place_is():
+    engine, _, near, far = composed()
+    for source in (near, far):
+        engine.report(source.load, None, None)
+    speeds = engine.admission._choice.speeds
+    assert [speeds.load_seconds(place, 100) for place in ("near", "far")] == [0, 0]
+
+
 def test_an_attempt_of_two_parts_is_one():
     engine, one, near, far = composed(attempts=1)
     engine.report(near.load, None, None)

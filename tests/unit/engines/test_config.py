@@ -115,3 +115,17 @@ def test_anything_is_a_configuration_or_a_config_error(extra):
         assert isinstance(parse_config(extra), ConnectorConfig)
     except ConfigError:
         return
+
+
+@pytest.mark.parametrize(("extra", "device"), [({"host_buffer": True}, "cpu"), ({}, "cuda")])
+def test_tiers_behind_a_host_buffer_are_refused(extra, device):
+    """Chunks would be copied to and from the buffer: never the engine's cache."""
+    tiers = {"tiers": [{"type": "host", "capacity": "1GiB"}]}
+    transfer = SimpleNamespace(
+        kv_connector_extra_config={**tiers, **extra},
+        kv_load_failure_policy="recompute",
+        kv_buffer_device="cpu",
+    )
+    engine = SimpleNamespace(kv_transfer_config=transfer, device_config=SimpleNamespace(device_type=device))
+    with pytest.raises(ConfigError, match="host buffer"):
+        read_settings(engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import tempfile
 import threading
@@ -231,6 +232,37 @@ def test_a_path_that_is_too_long_is_said_and_the_engine_goes_on(
     serving = Answering(remembered(), engine(), 100)
     assert "of a shorter name" in str(serving.error)
     assert not list(long.iterdir())
+
+
+@pytest.mark.parametrize("what", [PermissionError(13, "no"), OSError(24, "too many open files")])
+def test_whatever_cannot_be_made_is_said_and_the_engine_goes_on(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, what: OSError
+) -> None:
+    def refused(*_: object) -> None:
+        raise what
+
+    monkeypatch.setattr(meeting_place.socket, "socket", refused)
+    assert Answering(remembered(), engine(), 100).error is not None
+    monkeypatch.undo()
+    monkeypatch.setattr(meeting_place, "make", refused)
+    assert Answering(remembered(), engine(), 100).error is what
+
+
+def test_a_directory_that_has_become_something_else_ends_no_engine(
+    directory: Path, answers: Answering
+) -> None:
+    answers._path.unlink()
+    directory.rmdir()
+    directory.touch()
+    answers.close()
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "\0"])
+def test_a_runtime_directory_of_an_impossible_name_is_done_without(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(meeting_place.os, "environ", {"XDG_RUNTIME_DIR": f"/tmp/{name}"})
+    assert [place.name for place in meeting_place.places()] == [f"kvferry-{os.getuid()}"]
 
 
 def test_what_an_engine_that_is_gone_has_left_is_removed(directory: Path, answers: Answering) -> None:

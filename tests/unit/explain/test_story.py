@@ -188,3 +188,24 @@ def test_a_summary_of_a_failure_and_of_what_has_not_gone_on() -> None:
     assert (found.failed, found.seconds, found.places) == (1, None, {})
     found = summary(Trace("a", (CAME, LOADED[2], end, Settled("a", 12.0, 0, 700))))
     assert found.places == {"computed": 700}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_summary_of_two_parts_counts_time_once_and_nothing_of_what_was_of_no_use(fails: bool) -> None:
+    host = Bid("tiers", (Part("host", 256),))
+    ends = Outcome.FAILED if fails else Outcome.READY
+    found = summary(
+        Trace(
+            "a",
+            (
+                CAME,
+                LoadBegan("a", 10.0, "a#1.0", "tiers", "tiers", host.parts, 0, 256, "a#1"),
+                LoadBegan("a", 10.0, "a#1.1", "peer", PEER.source, PEER.parts, 256, 700, "a#1"),
+                LoadEnded("a", 10.5, "a#1.1", "peer", Outcome.READY, None, "", 0.5),
+                LoadEnded("a", 10.7, "a#1.0", "tiers", ends, Miss.FAILED if fails else None, "", 0.7),
+                Settled("a", 11.0, 0 if fails else 700, 700),
+            ),
+        )
+    )
+    assert found.places == ({"computed": 700} if fails else {"host": 256, "peer": 444})
+    assert (found.loading, found.queued) == (pytest.approx(0.7), pytest.approx(0.3))

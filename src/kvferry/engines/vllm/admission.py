@@ -233,7 +233,8 @@ class Admission:
             wish.broken = True
             self._parts.forget(load.request_id)
         source.ended(load, whole)
-        if whole.failure is None or whole.late:  # late, it takes at least so long
+        # Late, it takes at least so long. Of a part, windows and states are most, whatever its tokens are.
+        if load.loads == 1 and (whole.failure is None or whole.late):
             self._choice.speeds.loaded(load.bid.parts, time.monotonic() - load.began)
         if wish.loads:
             return

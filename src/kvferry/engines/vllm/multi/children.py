@@ -9,7 +9,7 @@ from typing import Any
 from kvferry.engines.vllm import compat
 from kvferry.engines.vllm.config import read_settings
 from kvferry.engines.vllm.connector import KVFerryConnector
-from kvferry.engines.vllm.multi.settings import ChildSettings, MultiSettings, parse_multi
+from kvferry.engines.vllm.multi.settings import INHERITED, ChildSettings, MultiSettings, parse_multi
 from kvferry.errors import ConfigError
 
 _HAND_OVER = {
@@ -21,7 +21,6 @@ _HAND_OVER = {
 }
 """Connectors of vLLM's own that hand a request's KV to another engine."""
 
-_INHERITED = ("engine_id", "kv_role", "kv_buffer_device", "kv_load_failure_policy")
 """What a child has of the engine's own setting, unless it says otherwise."""
 
 
@@ -81,7 +80,7 @@ def children_of(vllm_config: Any) -> tuple[Child, ...]:
 
 def _child(vllm_config: Any, settings: ChildSettings) -> Child:
     parent = vllm_config.kv_transfer_config
-    inherited = {name: getattr(parent, name) for name in _INHERITED}
+    inherited = {name: getattr(parent, name) for name in INHERITED}
     try:
         config = compat.with_connector(vllm_config, {**inherited, **settings.transfer})
         cls = compat.connector_class(config)

@@ -25,6 +25,9 @@ TRANSFER_KEYS = (
 )
 """What vLLM's own ``KVTransferConfig`` has."""
 
+INHERITED = ("engine_id", "kv_role", "kv_buffer_device", "kv_load_failure_policy")
+"""Of those, what an entry of ``connectors`` has from the whole unless it says otherwise."""
+
 OWN_KEYS = ("name", "load_weight")
 """What an entry of ``connectors`` has besides."""
 
