@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-_FAILED = 1
+_FAILED, _INTERRUPTED = 1, 130
 
 
 def register(app: typer.Typer) -> None:
@@ -53,10 +54,19 @@ def top(
     try:
         found = anyio.run(sampled, asked, interval)
     except KeyboardInterrupt:
-        return
+        raise typer.Exit(_INTERRUPTED) from None
     if as_json:
-        print(json.dumps(asdict(found)))
+        print(json.dumps(as_plain(asdict(found))))
     else:
         print(text(found, shutil.get_terminal_size().columns, interval), end="")
     if not found.answering:
         raise typer.Exit(_FAILED)
+
+
+def as_plain(value: Any) -> Any:
+    """With null for what is no number."""
+    if isinstance(value, dict):
+        return {key: as_plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -75,7 +75,8 @@ def target(text: str, role: Role = Role.BOTH) -> Target:
     except ValueError:
         host, port, parts = None, None, urlsplit("")
     if host and parts.scheme in ("http", "https"):
-        return Target(text, role, url=f"{parts.scheme}://{parts.netloc}")
+        shown = text.replace(parts.netloc, parts.netloc.rpartition("@")[2])  # credentials are nobody's to see
+        return Target(shown, role, url=f"{parts.scheme}://{parts.netloc}")
     if host and port and parts.scheme == _SCHEME and not parts.path.strip("/"):
         return Target(text, role, control=(host, port))
     raise ConfigError(

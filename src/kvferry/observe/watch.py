@@ -8,13 +8,33 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TypeAlias
+from functools import wraps
+from typing import ParamSpec, TypeAlias
 
 from kvferry.observe.events import Event
 
 logger = logging.getLogger(__name__)
 
+_P = ParamSpec("_P")
+
 Listener: TypeAlias = Callable[[Event], None]
+
+
+def harmless(tell: Callable[_P, None]) -> Callable[_P, None]:
+    """Of what tells: an error in it is logged, the first time, and ends there."""
+    said = False
+
+    @wraps(tell)
+    def told(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        nonlocal said
+        try:
+            tell(*args, **kwargs)
+        except Exception:
+            if not said:
+                logger.exception("%s could not be told; tell kvferry's authors", tell.__qualname__)
+            said = True
+
+    return told
 
 
 class Watch:

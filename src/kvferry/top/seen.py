@@ -49,7 +49,7 @@ class Seen:
     @property
     def name(self) -> str:
         """Its address, short."""
-        return urlsplit(self.url).netloc or self.url
+        return urlsplit(self.url).netloc.rpartition("@")[2] or self.url
 
     @property
     def answers(self) -> bool:

@@ -111,6 +111,11 @@ def test_another_engine_at_the_address_that_peers_are_told_is_not_taken_for_it()
     assert "engine somebody answers there, not P" in said(section)["control channel"].found
 
 
+def test_credentials_are_used_and_not_shown():
+    one = target("http://user:secret@127.0.0.1:8000/v1")
+    assert (one.name, one.url) == ("http://127.0.0.1:8000/v1", "http://user:secret@127.0.0.1:8000")
+
+
 @pytest.mark.parametrize(
     "health",
     [

@@ -269,7 +269,7 @@ def test_a_load_is_described_whole():
     load = source.load
     assert (load.request_id, load.source, load.span) == ("a", "one", Span(8, 24, PROMPT))
     assert load.tables == tuple([b.block_id for b in table] for table in engine.held["a"])
-    assert engine.admission.origin("a") == "one of a"
+    assert engine.admission.origins("a") == {"one of a": 16}
 
 
 def test_an_engine_that_takes_less_loads_the_end_of_what_was_offered():
@@ -603,7 +603,7 @@ def test_the_beginning_comes_from_one_source_and_the_rest_from_another():
     table, window = engine.held["a"]
     assert [block.ref_cnt for block in table] == [1] + [2] * 9
     assert [block.ref_cnt for block in window] == [0] + [2] * 9, "windows come with the end"
-    assert engine.admission.origin("a") == "far of a"
+    assert engine.admission.origins("a") == {"near of a": 12, "far of a": 23}
 
 
 def composed(**options):
@@ -844,7 +844,10 @@ def test_what_cannot_be_told_is_logged_once_and_changes_nothing(caplog, monkeypa
         assert engine.admit(engine.arrive(name)) == 16
         engine.report(source.load, None)
         engine.admission.finished(name)
-    assert [record.getMessage().partition(" ")[0] for record in caplog.records] == ["asked", "ended"]
+    assert [record.getMessage().partition(" ")[0] for record in caplog.records] == [
+        "Telling.asked",
+        "Telling.ended",
+    ]
 
 
 class Counting(RuleBasedStateMachine):

@@ -94,3 +94,11 @@ def test_what_ranks_copy_is_told_of_host_memory():
     tiers.source.copy_seconds += [0.1, 0.2]
     assert tiers.told()["host"].fetch_seconds == (0.1, 0.2)
     assert tiers.told() == {}
+
+
+def test_what_cannot_be_told_ends_no_engine(monkeypatch, caplog):
+    tiers = Tiers()
+    monkeypatch.setattr(TierTeller, "_changes", lambda _: 1 / 0)
+    tiers.store(FIRST)
+    assert tiers.told() == {}
+    assert "TierTeller.tell could not be told" in caplog.text

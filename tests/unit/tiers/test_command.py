@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -49,7 +50,7 @@ def test_ls_shows_namespaces_by_the_facts_of_their_models(cache):
     said = kvferry("ls", cache)
     assert f"{NAMESPACE.digest.hex()[:16]}  tests/small\n  dtype bfloat16, kv_dtype auto" in said
     assert "weights 0123abcd, chunks of 64 tokens\n" in said
-    assert "3 chunks, 192 tokens, 180 KiB; last used 0 s ago" in said.replace("1 s ago", "0 s ago")
+    assert re.search(r"3 chunks, 192 tokens, 180 KiB; last used \d+ s ago", said)
     assert " d ago" in said
     assert "1 chunks, 16 tokens, 8 KiB" in said
     assert max(map(len, said.splitlines())) <= 80

@@ -242,3 +242,7 @@ def test_numbers_are_short():
         "1.5G",
     ]
     assert [span(each) for each in (0, 119, 120, 7200)] == ["0 s", "119 s", "2 min", "2.0 h"]
+
+
+def test_credentials_are_not_shown() -> None:
+    assert Seen("http://user:secret@10.0.0.1:8000").name == "10.0.0.1:8000"

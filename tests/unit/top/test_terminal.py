@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from kvferry.cli.top import as_plain
 from kvferry.errors import ConfigError
 from kvferry.top.fetch import address
 from support.metrics_page import Page, busy, shown
@@ -241,6 +242,22 @@ def test_json_has_the_same_numbers(engine):
     assert said["together"]["totals"]["sources"]["peer"]["hit_rate"] == 0.75
     assert said["together"]["rates"]["prompt_tokens"] == 0
     assert (second["figures"], second["silence"]["why"]) == (None, "cannot connect")
+
+
+def test_json_has_null_for_what_is_no_number():
+    assert as_plain({"a": [float("nan"), 1.5], "b": {"c": float("inf")}}) == {
+        "a": [None, 1.5],
+        "b": {"c": None},
+    }
+
+
+def test_ctrl_c_while_one_sample_is_taken_is_said_by_the_exit_code(engine):
+    command = [*KVFERRY, "top", engine, "--json", "--interval", "60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        time.sleep(3)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+        assert "Traceback" not in process.stderr.read()
 
 
 def test_what_is_no_url_is_one_sentence():

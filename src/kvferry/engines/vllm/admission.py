@@ -21,6 +21,7 @@ whatever became of the request meanwhile.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -181,10 +182,12 @@ class Admission:
         self._begin(wish, request, blocks, external)
         wish.taken = None
 
-    def origin(self, request_id: str) -> str:
-        """Where the end of what a request waits for comes from: ``peer``, or a tier's name."""
-        source, load = self._loads[self._wishes[request_id].loads[-1].key]
-        return source.origin(load)
+    def origins(self, request_id: str) -> Counter[str]:
+        """Tokens that a request waits for, by where most of each load comes from: ``peer``, or a tier."""
+        found = Counter[str]()
+        for load in self._wishes[request_id].loads:
+            found[self._loads[load.key][0].origin(load)] += load.span.ends - load.span.begins
+        return found
 
     def finished(self, request_id: str) -> None:
         """The request has ended, whichever way: nothing more is wanted for it."""

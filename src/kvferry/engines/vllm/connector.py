@@ -7,6 +7,7 @@ This class only maps vLLM's hooks to the two halves; see `scheduler` and `worker
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, ClassVar
 
 from kvferry.engines.vllm import compat, layout
@@ -89,8 +90,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> dict[compat.CacheHitSource, int]:
         if not num_external_tokens:
             return {}
-        kind = self.scheduler_half.admission.origin(request.request_id).partition(ALIKE)[0]
-        return {compat.HITS[kind]: num_external_tokens}
+        found = Counter[compat.CacheHitSource]()
+        for place, tokens in self.scheduler_half.admission.origins(request.request_id).items():
+            found[compat.HITS[place.partition(ALIKE)[0]]] += tokens
+        return found
 
     def has_pending_push_work(self) -> bool:
         return self.scheduler_half.busy

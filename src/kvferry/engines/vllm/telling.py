@@ -5,12 +5,10 @@ Whatever goes wrong in telling is logged, and changes nothing of what was decide
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import wraps
-from typing import Any, ParamSpec
+from typing import Any
 
 from kvferry.cache.bids import Bid, Bidding
 from kvferry.cache.policies import Policy
@@ -28,30 +26,9 @@ from kvferry.observe.events import (
     Valued,
     Why,
 )
-from kvferry.observe.watch import Watch
-
-logger = logging.getLogger(__name__)
-
-_P = ParamSpec("_P")
+from kvferry.observe.watch import Watch, harmless
 
 _OUTCOMES = {"ready": Outcome.READY, "failed": Outcome.FAILED, "expired": Outcome.EXPIRED}
-
-
-def _harmless(tell: Callable[_P, None]) -> Callable[_P, None]:
-    """An error in it is logged, the first time, and ends there."""
-    said = False
-
-    @wraps(tell)
-    def told(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        nonlocal said
-        try:
-            tell(*args, **kwargs)
-        except Exception:
-            if not said:
-                logger.exception("%s of a request could not be told; tell kvferry's authors", tell.__name__)
-            said = True
-
-    return told
 
 
 class Telling:
@@ -68,7 +45,7 @@ class Telling:
         self._asked: dict[str, tuple[object, Asked]] = {}
         self._late = 0
 
-    @_harmless
+    @harmless
     def arrived(self, request: Any, sources: Sequence[Source], others: Sequence[Source]) -> None:
         """A request has come in, which the first may serve and the others may not."""
         declined = tuple(lack for source in others if (lack := source.declined(request)) is not None)
@@ -77,7 +54,7 @@ class Telling:
         headers = tuple((request.trace_headers or {}).items())
         self._watch.tell(Arrived(request.request_id, now, tokens, names, declined, headers))
 
-    @_harmless
+    @harmless
     def asked(
         self,
         request: Any,
@@ -108,7 +85,7 @@ class Telling:
         self._asked[request.request_id] = now, event
         self._watch.tell(event)
 
-    @_harmless
+    @harmless
     def no_room(self, request_id: str, have: int) -> None:
         """After a failure there was no room for the load that was chosen: it is not waited for."""
         _, last = self._asked[request_id]
@@ -117,7 +94,7 @@ class Telling:
         self._asked[request_id] = None, event
         self._watch.tell(event)
 
-    @_harmless
+    @harmless
     def began(self, source: Source, load: Load) -> None:
         """A load was ordered."""
         bid, span = load.bid, load.span
@@ -135,7 +112,7 @@ class Telling:
             )
         )
 
-    @_harmless
+    @harmless
     def ended(self, source: Source, load: Load, whole: Report, *, wanted: bool) -> None:
         """All workers have reported a load, which its request still waits for, or not."""
         now, failed = time.monotonic(), whole.failure is not None
@@ -160,7 +137,7 @@ class Telling:
             )
         )
 
-    @_harmless
+    @harmless
     def settled(self, request_id: str, at_hand: int | None, tokens: int) -> None:
         """The engine goes on with a request: with `at_hand` tokens, or with what it last asked with."""
         if at_hand is None:
@@ -168,13 +145,13 @@ class Telling:
             at_hand = 0 if last is None else last[1].have
         self._watch.tell(Settled(request_id, time.monotonic(), at_hand, tokens))
 
-    @_harmless
+    @harmless
     def finished(self, request_id: str) -> None:
         """A request has ended."""
         self._asked.pop(request_id, None)
         self._watch.tell(Finished(request_id, time.monotonic()))
 
-    @_harmless
+    @harmless
     def late(self, blocks: int) -> None:
         """What loads hold that nobody waits for any more; said if it has changed."""
         if blocks != self._late:

@@ -12,7 +12,7 @@ from kvferry.cache.writing import Writing
 from kvferry.engines.vllm.storing import Storing
 from kvferry.engines.vllm.tier_source import TierSource
 from kvferry.observe.events import TierTold
-from kvferry.observe.watch import Watch
+from kvferry.observe.watch import Watch, harmless
 from kvferry.tiers.counters import Drop
 
 
@@ -42,6 +42,7 @@ class TierTeller:
     _seen: dict[str, _Totals] = field(default_factory=dict)
     _looked: tuple[object, ...] = ()
 
+    @harmless
     def tell(self) -> None:
         """Look, and say what is new."""
         looked = self._signs()  # before counting: what a thread adds meanwhile is seen next time
