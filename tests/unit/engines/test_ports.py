@@ -15,6 +15,9 @@ from kvferry.transport.messages import RankCard
 from support.pages import kv_page, rank_of
 from transport.cards import facts
 
+# Tests beside it would take ports that were found free.
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture
 def listen(monkeypatch):

@@ -15,6 +15,9 @@ from kvferry.errors import ConfigError
 from kvferry.serving.launch import Engine, EngineSpec, EngineState, Fleet, LaunchError, Role
 from kvferry.serving.ports import free_ports
 
+# Tests beside it would take ports that were found free.
+pytestmark = pytest.mark.alone
+
 # A tree of processes like an engine's: a child that ignores SIGTERM, and a server in the root.
 ENGINE = """
 import http.server, json, os, signal, subprocess, sys
