@@ -63,7 +63,11 @@ class Run:
             time.sleep(0.05)
 
     def ends(self, code: int, seconds: float) -> None:
-        assert self.process.wait(seconds) == code, self.output
+        try:
+            ended = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"still running: {self.left.processes()}\n{self.output}")
+        assert ended == code, self.output
         assert self.left.processes() == {}
         # torch keeps its cache there, from the writing of the checkpoint.
         assert [path for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_")] == []

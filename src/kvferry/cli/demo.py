@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from kvferry.errors import ConfigError, KVFerryError
 
 if TYPE_CHECKING:
     from kvferry.serving.demo import DemoModel, Screen
+    from kvferry.serving.signals import StopSignals
 
 _FAMILIES = "gemma3,nemotronh"
 _FAILED = 1
@@ -48,18 +48,23 @@ def demo(
     from rich.console import Console
 
     from kvferry.serving.demo import Screen, Verdict, measure
+    from kvferry.serving.signals import StopRequested, StopSignals
 
-    # SIGTERM ends a run like Ctrl-C: through the blocks that end engines, wherever it comes.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     screen = Screen(Console())
     folder = log_dir or Path(tempfile.mkdtemp(prefix="kvferry-demo-"))
     verdicts: list[Verdict] = []
     try:
-        for number, served in enumerate(_models(model, families, vllm_args or [], screen)):
-            verdicts += measure(
-                served, folder / str(number), screen, count=prompts, answer_tokens=answer_tokens
-            )
-    except KeyboardInterrupt:
+        with StopSignals() as signals:
+            for number, served in enumerate(_models(model, families, vllm_args or [], screen, signals)):
+                verdicts += measure(
+                    served,
+                    folder / str(number),
+                    screen,
+                    signals,
+                    count=prompts,
+                    answer_tokens=answer_tokens,
+                )
+    except (StopRequested, KeyboardInterrupt):
         _drop(folder, log_dir)
         screen.note("\nkvferry: stopped; nothing of the demo is left running")
         raise typer.Exit(_INTERRUPTED) from None
@@ -75,7 +80,9 @@ def demo(
     _drop(folder, log_dir)
 
 
-def _models(model: str | None, families: str, arguments: list[str], screen: Screen) -> Iterator[DemoModel]:
+def _models(
+    model: str | None, families: str, arguments: list[str], screen: Screen, signals: StopSignals
+) -> Iterator[DemoModel]:
     from kvferry.serving.demo import DemoModel, family_model
 
     if model is not None and model.startswith("-"):
@@ -88,7 +95,9 @@ def _models(model: str | None, families: str, arguments: list[str], screen: Scre
         return
     names = [name.strip() for name in families.split(",")]
     screen.note("Tiny random checkpoints: writing those not kept from before ...")
-    yield from [family_model(name, arguments) for name in names]
+    with signals.interruptible():
+        models = [family_model(name, arguments) for name in names]
+    yield from models
 
 
 def _drop(folder: Path, log_dir: Path | None) -> None:

@@ -19,8 +19,9 @@ from kvferry.serving.demo.text import prompts
 from kvferry.serving.demo.transfers import read_transfer
 from kvferry.serving.demo.verdict import Verdict, compare
 from kvferry.serving.devices import this_machine
-from kvferry.serving.engine import EngineSpec
+from kvferry.serving.engine import Engine, EngineSpec
 from kvferry.serving.launch import Fleet, fleet_specs
+from kvferry.serving.signals import StopSignals
 from kvferry.serving.tiny import cache_directory, family, tiny_checkpoint
 
 _LIKELIEST = 5
@@ -71,7 +72,7 @@ def family_model(name: str, arguments: Sequence[str] = ()) -> DemoModel:
 
 
 def measure(
-    model: DemoModel, folder: Path, screen: Screen, *, count: int, answer_tokens: int
+    model: DemoModel, folder: Path, screen: Screen, signals: StopSignals, *, count: int, answer_tokens: int
 ) -> Sequence[Verdict]:
     """Serve `model` with two engines, show `count` answers and what moved for each; the verdicts.
 
@@ -81,31 +82,44 @@ def measure(
         model: what is served.
         folder: for the engines' logs and the transfer log.
         screen: where the reader sees it.
+        signals: end it.
         count: number of requests.
         answer_tokens: length of each answer.
 
     Raises:
         LaunchError: an engine did not start.
         AskError: a request failed.
+        StopRequested, KeyboardInterrupt: a signal came.
     """
     log = folder / "transfers.jsonl"
     specs = fleet_specs(model.path, decode_settings={"transfer_log": str(log)}, arguments=model.arguments)
     screen.model(model.title)
     specs = tuple(replace(spec, environment={**spec.environment, **model.environment}) for spec in specs)
-    rows = _measured(specs, log, screen, count=count, answer_tokens=answer_tokens)
+    rows = _measured(specs, log, screen, signals, count=count, answer_tokens=answer_tokens)
     screen.table(rows)
     return [row.verdict for row in rows]
 
 
 def _measured(
-    specs: Sequence[EngineSpec], log: Path, screen: Screen, *, count: int, answer_tokens: int
+    specs: Sequence[EngineSpec],
+    log: Path,
+    screen: Screen,
+    signals: StopSignals,
+    *,
+    count: int,
+    answer_tokens: int,
 ) -> Sequence[Row]:
     with Fleet(specs, log.parent) as fleet:
-        with screen.starting() as on_progress:
+        with screen.starting() as show:
+
+            def on_progress(engines: Sequence[Engine]) -> None:
+                signals.check()
+                show(engines)
+
             fleet.wait_ready(on_progress)
         single_url = fleet.prefill_urls[0]
         with routed(fleet.prefill_urls, fleet.decode_urls) as url, _client() as client:
-            run = _Run(client, url, single_url, answer_tokens, log, screen)
+            run = _Run(client, url, single_url, answer_tokens, log, screen, signals)
             return run.rows(count)
 
 
@@ -117,6 +131,7 @@ class _Run:
     answer_tokens: int
     log: Path
     screen: Screen
+    signals: StopSignals
 
     def rows(self, count: int) -> Sequence[Row]:
         served = self.client.get(f"{self.url}/v1/models").raise_for_status().json()["data"][0]
@@ -127,7 +142,7 @@ class _Run:
         measured = []
         for number, text in enumerate(texts, 1):
             request_id = f"demo-{uuid.uuid4().hex}"
-            with self.screen.answering(number, text) as on_text:
+            with self.screen.answering(number, text) as on_text, self.signals.interruptible():
                 answer = ask(
                     self.client, self.url, {**body, "prompt": text}, request_id=request_id, on_text=on_text
                 )
@@ -149,7 +164,8 @@ class _Run:
         return compare(answer, single, prefill)
 
     def _ask(self, url: str, body: Mapping[str, Any]) -> Answer:
-        return ask(self.client, url, body, request_id=f"demo-{uuid.uuid4().hex}")
+        with self.signals.interruptible():
+            return ask(self.client, url, body, request_id=f"demo-{uuid.uuid4().hex}")
 
 
 def _client() -> httpx.Client:

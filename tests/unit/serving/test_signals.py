@@ -1,0 +1,75 @@
+"""Signals are seen at safe points, in work that may be interrupted at once, and never lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from kvferry.serving.signals import StopRequested, StopSignals
+
+
+def leave(done: list[str]) -> None:
+    send()
+    done.append("after")
+
+
+def send(number: int = signal.SIGTERM) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_the_first_is_noted_and_the_second_raises(number, code) -> None:
+    with StopSignals() as signals:
+        signals.check()
+        send(number)
+        with pytest.raises(StopRequested):
+            signals.check()
+        assert (signals.received, signals.exit_code) == (number, code)
+        with pytest.raises(KeyboardInterrupt):
+            send(number)
+        send(number)
+
+
+def test_the_first_raises_in_work_that_is_interruptible_and_only_there() -> None:
+    done = []
+    with StopSignals() as signals:
+        with signals.interruptible():
+            done.append("before")
+        with pytest.raises(KeyboardInterrupt), signals.interruptible():
+            leave(done)
+        assert done == ["before"]
+        with pytest.raises(StopRequested):
+            signals.check()
+
+
+def test_no_such_work_begins_after_one() -> None:
+    with StopSignals() as signals:
+        send()
+        with pytest.raises(StopRequested), signals.interruptible():
+            pytest.fail("it began")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_one_that_is_raised_where_python_drops_it_is_seen_at_the_end() -> None:
+    class Finalized:
+        def __del__(self) -> None:
+            send()
+
+    def drop(done: list[str]) -> None:
+        Finalized()
+        done.append("dropped")
+
+    done: list[str] = []
+    with StopSignals() as signals:
+        with pytest.raises(StopRequested), signals.interruptible():
+            drop(done)
+        assert done == ["dropped"]
+
+
+def test_handlers_are_as_before_at_the_end() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignals():
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
