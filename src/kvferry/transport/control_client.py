@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,14 +25,18 @@ from kvferry.transport.endpoint import endpoint
 from kvferry.transport.handshake import Address, Answer, Handshakes
 from kvferry.transport.messages import (
     MAX_MESSAGE_BYTES,
+    AskTurn,
     Facts,
     Heartbeat,
+    KeptTurn,
     RankCard,
     Release,
     Request,
     encode,
+    turn_of,
 )
 from kvferry.transport.punctual import Punctual
+from kvferry.transport.turns import Content, Questions
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +71,8 @@ class ControlClient:
         """
         self._keys, self._heartbeat_seconds = keys, heartbeat_seconds
         self._handshakes = Handshakes(facts, check, handshake_seconds)
-        self._commands: deque[tuple[str, Address, str]] = deque()
+        self._questions = Questions(time.monotonic)
+        self._commands: deque[tuple[str, Address, str | AskTurn]] = deque()
         self._context: zmq.Context[Any] = zmq.Context()
         self._peers: dict[Address, _Peer] = {}
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -97,6 +102,24 @@ class ControlClient:
         """Tell the producer that a lease is no longer needed."""
         self._command("release", address, lease)
 
+    def ask_turn(self, addresses: Sequence[Address], content: Content) -> int | None:
+        """Ask peers for an earlier turn that begins as this; the question's number, None if none is asked."""
+        number, asked = self._questions.begin(addresses)
+        question = AskTurn(number, content.chunk_tokens, list(content.keys))
+        for address in asked:
+            self._command("ask", address, question)
+        if not asked:
+            self._questions.drop(number)
+        return number if asked else None
+
+    def turns(self, number: int) -> dict[Address, KeptTurn] | None:
+        """What was found, by whom; None while that is not known. Once it is, the question is forgotten."""
+        return self._questions.answers(number)
+
+    def drop_question(self, number: int) -> None:
+        """Nobody wants to know any more."""
+        self._questions.drop(number)
+
     def close(self) -> None:
         """Send what is queued and end the thread."""
         self._stop = True
@@ -104,8 +127,8 @@ class ControlClient:
         self._thread.join()
         os.close(self._wake)
 
-    def _command(self, verb: str, address: Address, lease: str) -> None:
-        self._commands.append((verb, address, lease))
+    def _command(self, verb: str, address: Address, what: str | AskTurn) -> None:
+        self._commands.append((verb, address, what))
         os.eventfd_write(self._wake, 1)
 
     # -- the thread ---------------------------------------------------------------------------------------
@@ -151,9 +174,9 @@ class ControlClient:
                 peer.socket.close(linger=500)
                 del self._peers[address]
 
-    def _obey(self, poller: zmq.Poller, verb: str, address: Address, lease: str) -> None:
+    def _obey(self, poller: zmq.Poller, verb: str, address: Address, what: str | AskTurn) -> None:
         try:
-            self._carry_out(poller, verb, address, lease)
+            self._carry_out(poller, verb, address, what)
         except (zmq.ZMQError, ValueError) as error:
             # An address that is none, a name that is not Unicode: they came with a request, and cost only it.
             if verb == "hello":
@@ -161,19 +184,22 @@ class ControlClient:
             else:
                 logger.debug("control channel: %s for %a was dropped: %s", verb, address, error)
 
-    def _carry_out(self, poller: zmq.Poller, verb: str, address: Address, lease: str) -> None:
-        lease.encode()
+    def _carry_out(self, poller: zmq.Poller, verb: str, address: Address, what: str | AskTurn) -> None:
+        if isinstance(what, str):
+            what.encode()
         peer = self._peers.get(address)
         if peer is None:
             peer = self._peers[address] = _Peer(self._connect(address))
             poller.register(peer.socket, zmq.POLLIN)
-        if verb == "hello":
+        if isinstance(what, AskTurn):
+            self._send(peer, what)
+        elif verb == "hello":
             self._send(peer, self._handshakes.open(address))
         elif verb == "hold":
-            peer.leases.add(lease)
+            peer.leases.add(what)
         else:
-            peer.leases.discard(lease)
-            self._send(peer, Release([lease]))
+            peer.leases.discard(what)
+            self._send(peer, Release([what]))
 
     def _connect(self, address: Address) -> zmq.Socket[Any]:
         socket: zmq.Socket[Any] = self._context.socket(zmq.DEALER)
@@ -196,5 +222,7 @@ class ControlClient:
     def _receive(self, address: Address) -> None:
         peer = self._peers[address]
         frames = peer.socket.recv_multipart()
-        if message := self._handshakes.hear(address, frames[-1]):
+        if (turn := turn_of(frames[-1])) is not None:
+            self._questions.hear(address, turn)
+        elif message := self._handshakes.hear(address, frames[-1]):
             self._send(peer, message)

@@ -1,7 +1,8 @@
 """The producer's end of the control channel: one thread, one ROUTER socket.
 
-It answers handshakes from data that does not change, and hands heartbeats and releases over as events: leases
-belong to the engine's thread. A message it cannot understand is counted and dropped; its sender gets nothing.
+It answers handshakes from data that does not change, questions for earlier turns from an index, and hands
+heartbeats and releases over as events: leases belong to the engine's thread.
+A message it cannot understand is counted and dropped; its sender gets nothing.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from dataclasses import dataclass
 
 from kvferry.errors import ProtocolError
 from kvferry.transport import security
+from kvferry.transport.handshake import Address
 from kvferry.transport.listener import Listener
 from kvferry.transport.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL,
     Accepted,
     AskRanks,
+    AskTurn,
     Facts,
     Heartbeat,
     Hello,
@@ -33,9 +36,11 @@ from kvferry.transport.messages import (
     encode,
 )
 from kvferry.transport.punctual import Punctual
+from kvferry.transport.turns import TurnIndex
 
 logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.2
+_MOST_KEEPERS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,7 @@ class ControlServer:
         events: heartbeats and releases not yet taken, oldest first; appended by the thread, taken by the
             engine.
         rejected: messages that could not be understood.
+        turns: what is answered from when earlier turns are asked for.
     """
 
     def __init__(self, host: str, port: int, card: Card, keys: security.Keys | None = None) -> None:
@@ -80,12 +86,19 @@ class ControlServer:
         """
         self.events: deque[Heartbeat | Release] = deque()
         self.rejected = 0
+        self.turns = TurnIndex()
+        self._keepers: dict[Address, None] = {}
         self._card = card
         self._listener = Listener("control channel", host, port, keys, MAX_MESSAGE_BYTES)
         self.port = self._listener.port
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-control-server", daemon=True)
         self._thread.start()
+
+    @property
+    def keepers(self) -> list[Address]:
+        """Peers that have read from this engine, or are about to, and keep earlier turns; the last ones."""
+        return list(self._keepers)
 
     def close(self) -> None:
         """Stop listening; returns when the thread has ended."""
@@ -112,5 +125,16 @@ class ControlServer:
             return
         if isinstance(message, Heartbeat | Release):
             self.events.append(message)
+        elif isinstance(message, AskTurn):
+            self._listener.send(sender, encode(self.turns.find(message)))
         elif reply := self._card.answer(message):
+            if isinstance(message, Hello) and not isinstance(reply, Refused):
+                self._met(message.facts)
             self._listener.send(sender, encode(reply))
+
+    def _met(self, peer: Facts) -> None:
+        if peer.keeps_turns is not None:
+            self._keepers.pop(peer.keeps_turns, None)
+            self._keepers[peer.keeps_turns] = None
+            if len(self._keepers) > _MOST_KEEPERS:
+                del self._keepers[next(iter(self._keepers))]

@@ -104,8 +104,8 @@ class LeaseBook:
         """Leases held or ending."""
         return len(self._held) + len(self._ending)
 
-    def grant(self, name: str) -> Ticket:
-        """Take a lease for the blocks of request `name`.
+    def grant(self, name: str, seconds: float | None = None) -> Ticket:
+        """Take a lease for the blocks of request `name`; for this book's `seconds` unless said otherwise.
 
         Raises:
             TransferError: all slots are in use; the blocks are then not offered.
@@ -116,18 +116,18 @@ class LeaseBook:
                 f"lease_seconds ({self.seconds:g}) is too long"
             )
         slot = self._free.pop()
-        self._held[name] = _Held(slot, self._clock() + self.seconds)
+        self._held[name] = _Held(slot, self._clock() + (self.seconds if seconds is None else seconds))
         return Ticket(slot, self._generations[slot], self._incarnation)
 
     def extend(self, names: Iterable[str]) -> list[str]:
-        """A consumer is still there: these leases run from now again. Unknown names are ignored.
+        """A consumer is still there: these leases have their full time again. Unknown names are ignored.
 
         Returns:
             The names that are known.
         """
         known = [name for name in names if name in self._held]
         for name in known:
-            self._held[name].expires = self._clock() + self.seconds
+            self._held[name].expires = max(self._held[name].expires, self._clock() + self.seconds)
         return known
 
     def end(self, names: Iterable[str]) -> dict[str, int]:

@@ -7,6 +7,8 @@
                           ◀──────    Ranks(geometry, transport metadata, lease words of every rank)
     Heartbeat(leases)     ──────▶    extends them            (no answer)
     Release(leases)       ──────▶    ends them               (no answer)
+    AskTurn(keys)         ──────▶    looks among earlier turns whose blocks it keeps
+                          ◀──────    Turn(the one that shares most, or none)
 
 Compatibility comes first: a peer that cannot be used never sees transport metadata, and learns of every
 difference, not the first. Facts are compared by name; a fact that only one side states does not reject.
@@ -23,15 +25,24 @@ from kvferry.errors import ProtocolError
 from kvferry.geometry import RankGeometry
 from kvferry.transport.wire import reading
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_LEASES = 65_536
 MAX_WORDS = 1 << 20
+MAX_KEYS = 65_536
 
 # A list is prepared of as many words as a peer says it has, and addresses are computed with as int64.
 _Words = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORDS)]
 _Address = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _HalfWord = Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]
+_Word = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+_Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+Host: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_.:%-]{1,255}\Z")]
+"""Names and addresses, IPv6 with a zone included; nothing else is ever connected to."""
+
+Port: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -42,12 +53,14 @@ class Facts(msgspec.Struct, frozen=True):
         incarnation: which run of it.
         software: versions, for logs; never a reason to refuse.
         must_agree: what would make the bytes wrong if it differed, by name.
+        keeps_turns: where it can be asked for earlier turns; None if it keeps none.
     """
 
     engine_id: str
     incarnation: int
     software: str
     must_agree: dict[str, str]
+    keeps_turns: tuple[Host, Port] | None = None
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -86,7 +99,7 @@ class Outgoing(msgspec.Struct, frozen=True):
     """
 
     host: str
-    port: Annotated[int, msgspec.Meta(ge=1, le=65_535)]
+    port: Port
     address: _Address
     bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
     words: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORDS)]
@@ -134,12 +147,65 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
     leases: list[str]
 
 
-Request: TypeAlias = Hello | AskRanks | Heartbeat | Release
-Reply: TypeAlias = Accepted | Refused | Ranks
+class AskTurn(msgspec.Struct, frozen=True, tag="ask-turn"):
+    """Asks for an earlier turn that begins as a prompt does.
+
+    Attributes:
+        number: comes back with the answer.
+        chunk_tokens: tokens of a chunk.
+        keys: of the prompt's whole chunks, from the first on.
+    """
+
+    number: Annotated[int, msgspec.Meta(ge=0)]
+    chunk_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+    keys: Annotated[list[_Key], msgspec.Meta(max_length=MAX_KEYS)]
+
+
+class KeptTurn(msgspec.Struct, frozen=True):
+    """Blocks of a finished request that its engine keeps for a while.
+
+    Attributes:
+        engine_id: whose.
+        lease: its name there.
+        slot, generation, incarnation: the ticket.
+        tokens: that the blocks hold.
+        least: the shortest prefix that can be continued from: windows reach no farther back, and recurrent
+            state is that after all tokens.
+        chunks: how many chunks it shares with what was asked.
+        after: tokens that follow these.
+        tables: block ids by position per group, as in an offer.
+    """
+
+    engine_id: str
+    lease: str
+    slot: _Count
+    generation: _Word
+    incarnation: _Word
+    tokens: _Count
+    least: _Count
+    chunks: _Count
+    after: list[_Word]
+    tables: list[list[_Count]]
+
+    def found(self, chunks: int, after: list[int]) -> KeptTurn:
+        """By so many chunks, which these tokens follow."""
+        return msgspec.structs.replace(self, chunks=chunks, after=after)
+
+
+class Turn(msgspec.Struct, frozen=True, tag="turn"):
+    """What was found for question `number`, if anything."""
+
+    number: int
+    kept: KeptTurn | None
+
+
+Request: TypeAlias = Hello | AskRanks | Heartbeat | Release | AskTurn
+Reply: TypeAlias = Accepted | Refused | Ranks | Turn
 
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)
 _replies = msgspec.msgpack.Decoder(Reply)
+_turns = msgspec.msgpack.Decoder(Turn)
 
 
 def encode(message: Request | Reply) -> bytes:
@@ -172,6 +238,15 @@ def decode_reply(data: bytes) -> Reply:
             for card in message.ranks:
                 card.geometry.check()
     return message
+
+
+def turn_of(data: bytes) -> Turn | None:
+    """An answer about earlier turns; None if it is another one, or none."""
+    try:
+        turn: Turn = _turns.decode(data)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return None
+    return turn
 
 
 def compare(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:

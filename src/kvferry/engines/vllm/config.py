@@ -56,6 +56,9 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             multiple of `chunk_tokens`; by default wherever a chunk ends.
         policy: which of several sources serves a request, see `cache.policies`.
         load_weight: of what peers offer, for ``policy`` ``weight``; those of tiers are in `tiers`.
+        turn_seconds: how long blocks of a finished request are kept for whoever computes the next turn of its
+            conversation; 0: not at all.
+        turn_share: share of the block pool that they may be at most.
         patience_seconds: how long a request waits for a source that cannot say yet what it has.
         whole_blocks: take no load that would fill a block in part: beside another connector that stores,
             which could not tell.
@@ -85,6 +88,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     snapshot_tokens: int | None = None
     policy: Literal["weight", "cost", "first"] = "weight"
     load_weight: float = 1.0
+    turn_seconds: float = 0.0
+    turn_share: float = 0.25
     patience_seconds: float = 10.0
     whole_blocks: bool = False
     explain_requests: int = 512
@@ -112,6 +117,7 @@ def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:
     except msgspec.ValidationError as error:
         raise ConfigError(f"kv_connector_extra_config: {error}") from error
     _check_ranges(config)
+    _check_turns(config)
     return config
 
 
@@ -135,8 +141,9 @@ def _check_ranges(config: ConnectorConfig) -> None:
         if value is not None and not low <= value <= high:
             raise ConfigError(f"{name} is {value}, it must be {low} to {high}")
     check_weight("load_weight", config.load_weight)
-    if not 0 < config.late_blocks <= 1:
-        raise ConfigError(f"late_blocks is {config.late_blocks}, it must be above 0 and at most 1")
+    for name in ("late_blocks", "turn_share"):
+        if not 0 < getattr(config, name) <= 1:
+            raise ConfigError(f"{name} is {getattr(config, name)}, it must be above 0 and at most 1")
     if config.host in _EVERYWHERE and not config.advertise_host:
         raise ConfigError(
             f"host {config.host} listens everywhere, so advertise_host must say where peers find it"
@@ -144,6 +151,15 @@ def _check_ranges(config: ConnectorConfig) -> None:
     if read_tiers(config.tiers) is None and not config.transfers:
         raise ConfigError(
             "transfer is false and there are no tiers, so nothing is left to do; set one of them"
+        )
+
+
+def _check_turns(config: ConnectorConfig) -> None:
+    if not 0 <= config.turn_seconds < 86_400:
+        raise ConfigError(f"turn_seconds is {config.turn_seconds}, it must be 0 or more and below a day")
+    if config.turn_seconds and not config.transfers:
+        raise ConfigError(
+            "turn_seconds is set, but no KV is exchanged with other engines; set transfer to true"
         )
 
 

@@ -16,11 +16,9 @@ from kvferry.engines.vllm.prompt import digest_of
 from kvferry.errors import ProtocolError
 from kvferry.transport.handshake import Known
 from kvferry.transport.lease import Ticket
+from kvferry.transport.messages import Host, Port
 
-_Port = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-# Names and addresses, IPv6 with a zone included; nothing else is ever connected to.
-_Host = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_.:%-]{1,255}\Z")]
 _Word = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 _BlockId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
@@ -53,8 +51,8 @@ class Offer(msgspec.Struct, frozen=True):
 
     remote_engine_id: str
     remote_request_id: str
-    remote_host: _Host
-    remote_port: _Port
+    remote_host: Host
+    remote_port: Port
     remote_block_ids: list[list[_BlockId]]
     remote_num_tokens: _Count
     remote_lease: Lease

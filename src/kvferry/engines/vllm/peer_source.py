@@ -1,7 +1,8 @@
 """The source that is another engine: prompts it has computed and keeps for us under a lease.
 
 One `_Pull` per request that came with an offer. Its lease is kept alive from arrival on, and released once:
-when the request has been served, is computed after all, or this peer is struck out.
+when the request has been served, is computed after all, or this peer is struck out. A request that came
+without one gets the offer of a peer that keeps an earlier turn of its conversation, if there is such a peer.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from kvferry.engines.vllm.offer import Offer, not_of_peer, not_of_prompt, read_o
 from kvferry.engines.vllm.refusals import Refusals
 from kvferry.engines.vllm.source import Load
 from kvferry.engines.vllm.transfer_log import TransferLog
+from kvferry.engines.vllm.turn_finder import TurnFinder
 from kvferry.errors import ProtocolError
 from kvferry.geometry import RankGeometry
 from kvferry.observe.events import Lack, Miss, Moved
@@ -28,6 +30,8 @@ from kvferry.transport.handshake import Address, Known, Looking, NotUsable
 
 PEER = "peer"
 """The place that tokens come from, whichever peer it is."""
+
+_TURNS = "peers that keep earlier turns"
 
 UNUSED_SECONDS = 600.0
 """When workers forget a peer that nothing is read from: it may be gone. Meeting it again is cheap."""
@@ -96,6 +100,7 @@ class PeerSource:
         refusals: Refusals,
         timeout_seconds: float,
         most_late_blocks: int,
+        turns: TurnFinder,
     ) -> None:
         """Begin.
 
@@ -107,10 +112,12 @@ class PeerSource:
             refusals: where what is not served is said.
             timeout_seconds: of a load.
             most_late_blocks: what late reads from a peer may hold before it is refused.
+            turns: asks for earlier turns.
         """
         self._groups, self._grains = _blocks_of(ranks), dict[str, tuple[int, ...]]()
         self._client, self._pins, self._log, self._refusals = client, pins, log, refusals
         self._timeout, self._most_late = timeout_seconds, most_late_blocks
+        self._turns, self._asking = turns, dict[str, Bidding]()
         self._pulls: dict[str, _Pull] = {}
         self._users: Counter[tuple[Address, str]] = Counter()
         self._orders: list[LoadOrder] = []
@@ -118,22 +125,21 @@ class PeerSource:
         self._connected: dict[str, float] = {}  # peers that workers know, and when each was last used
 
     def __len__(self) -> int:
-        """Requests that came with an offer and have not ended."""
+        """Requests that have an offer and have not ended."""
         return len(self._pulls)
 
     def arrived(self, request: Any, bidding: Bidding) -> bool:
-        """Read the offer a request came with, and keep its lease alive from now on."""
+        """Read the offer a request came with, and keep its lease alive from now on; ask for one otherwise."""
         try:
             offer = read_offer(request.kv_transfer_params)
         except ProtocolError as error:
             self._refusals.say(request.request_id, "its offer", str(error))
             return False
         if offer is None:
-            return False
-        pull = _Pull(offer, bidding)
-        self._pulls[request.request_id] = pull
-        self._users[pull.lease] += 1
-        self._client.hold(*pull.lease)
+            if self._turns.ask(request):
+                self._asking[request.request_id] = bidding
+            return request.request_id in self._asking
+        self._take(request.request_id, offer, bidding)
         if mismatch := not_of_prompt(offer, request):
             self._strike(request.request_id, mismatch)
         return True
@@ -148,7 +154,11 @@ class PeerSource:
 
     def bids(self, request: Any, have: int) -> Sequence[Bid]:
         """The offered tokens, once the peer is known; looking until then."""
-        pull = self._pulls[request.request_id]
+        if looking := self._ask(request, have):
+            return (looking,)
+        pull = self._pulls.get(request.request_id)
+        if pull is None:
+            return ()
         tokens = pull.offer.remote_num_tokens - have
         if pull.settled or tokens <= 0:
             return ()
@@ -163,17 +173,21 @@ class PeerSource:
 
     def head(self, request: Any, have: int, grain: int) -> Bid | None:
         """See `Source.head`."""
-        end = self._pulls[request.request_id].offer.remote_num_tokens // grain * grain
+        pull = self._pulls.get(request.request_id)
+        end = pull.offer.remote_num_tokens // grain * grain if pull is not None else have
         return _shorter(self.bids(request, have), end - have)
 
     def tail(self, request: Any, have: int, first: int) -> Bid | None:
         """See `Source.tail`."""
-        tokens = self._pulls[request.request_id].offer.remote_num_tokens - first
+        pull = self._pulls.get(request.request_id)
+        tokens = pull.offer.remote_num_tokens - first if pull is not None else 0
         return _shorter(self.bids(request, have), tokens)
 
     def lack(self, request: Any, have: int) -> Lack:
-        """The peer cannot be used, or has no more than is here."""
-        pull = self._pulls[request.request_id]
+        """The peer cannot be used, or has no more than is here; or none keeps an earlier turn."""
+        pull = self._pulls.get(request.request_id)
+        if pull is None:
+            return Lack(PEER, Miss.NOT_STORED, detail="no peer keeps an earlier turn of it")
         if (why := pull.bidding.why(pull.peer)) is not None:
             return Lack(PEER, Miss.REFUSED, detail=why)
         offered = pull.offer.remote_num_tokens
@@ -241,8 +255,9 @@ class PeerSource:
 
     def settled(self, request_id: str) -> None:
         """Release the producer, once nobody here needs the offer: parallel samples of a prompt share one."""
-        pull = self._pulls[request_id]
-        if pull.settled:
+        self._turns.drop(request_id)
+        pull = self._pulls.get(request_id)
+        if pull is None or pull.settled:
             return
         pull.settled = True
         self._users[pull.lease] -= 1
@@ -252,7 +267,9 @@ class PeerSource:
 
     def finished(self, request_id: str) -> None:
         """The request has ended."""
-        del self._pulls[request_id]
+        self._turns.drop(request_id)
+        self._asking.pop(request_id, None)
+        self._pulls.pop(request_id, None)
 
     def hand_over(self, meta: SchedulerMeta) -> None:
         """Orders, peers to meet, and peers to forget."""
@@ -264,6 +281,23 @@ class PeerSource:
             del self._connected[name]
             self._grains.pop(name, None)
         meta.orders, self._orders = self._orders, []
+
+    def _take(self, request_id: str, offer: Offer, bidding: Bidding) -> None:
+        pull = self._pulls[request_id] = _Pull(offer, bidding)
+        self._users[pull.lease] += 1
+        self._client.hold(*pull.lease)
+
+    def _ask(self, request: Any, have: int) -> Bid | None:
+        """See whether peers have said what they keep; a bid while they have not."""
+        name, most = request.request_id, request.num_tokens - 1 - have
+        if name not in self._turns or most <= 0:
+            return None
+        found = self._turns.found(request)
+        if isinstance(found, Looking):
+            return Bid(_TURNS, (Part(PEER, most),), looking=True)
+        if found is not None:
+            self._take(name, found, self._asking[name])
+        return None
 
     def _refusal(self, pull: _Pull, answer: Known | NotUsable) -> str | None:
         """Why a peer cannot be used."""

@@ -18,12 +18,16 @@ from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.meta import BlockIds, SchedulerMeta
 from kvferry.engines.vllm.offer import Lease, Offer, wants_prefill, write_nothing, write_offer
 from kvferry.engines.vllm.prompt import digest_of
+from kvferry.engines.vllm.turn_keeper import TurnKeeper
+from kvferry.engines.vllm.turn_names import TurnNames
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
 from kvferry.observe.events import LeaseEnded, LeaseExtended, LeaseGranted
 from kvferry.observe.watch import Watch
+from kvferry.transport.handshake import Address
 from kvferry.transport.lease import LeaseBook
 from kvferry.transport.messages import Heartbeat, Release
+from kvferry.transport.turns import TurnIndex
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +45,7 @@ class Producer:
         kinds: tuple[GroupKind, ...],
         incarnation: int,
         watch: Watch,
+        names: TurnNames,
     ) -> None:
         self._parallel = vllm_config.parallel_config
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
@@ -51,7 +56,36 @@ class Producer:
         self._host = config.advertise_host or config.host
         self._watch = watch
         self._prompts: dict[str, Any] = {}
+        self._turns: TurnKeeper | None = None
+        if config.turn_seconds:
+            self._turns = TurnKeeper(
+                vllm_config,
+                kv_cache_config,
+                kinds,
+                self._book,
+                names,
+                watch,
+                seconds=config.turn_seconds,
+                share=config.turn_share,
+            )
         self.port = 0
+
+    def start(self, port: int, turns: TurnIndex, pool: Any) -> None:
+        """Whoever asks finds what is kept.
+
+        Args:
+            port: of the control channel.
+            turns: where it answers from.
+            pool: the engine's block pool.
+        """
+        self.port = port
+        if self._turns is not None:
+            self._turns.start(turns, pool)
+
+    @property
+    def keeps_turns(self) -> Address | None:
+        """Where peers can ask for earlier turns, if any are kept."""
+        return None if self._turns is None else (self._host, self.port)
 
     def on_new_request(self, request: Any) -> None:
         """Stop short of the last prompt token, which the consumer computes; mutates `request`."""
@@ -79,7 +113,7 @@ class Producer:
             block_ids: by position per group, up to what was computed.
         """
         if not wants_prefill(request.kv_transfer_params):
-            return False, None
+            return self._turns is not None and self._turns.finished(request, block_ids, self.tables), None
         if self._prompts.pop(request.request_id, None) is None or not compat.finished_whole(request):
             return False, write_nothing()
         tokens = request.num_prompt_tokens
@@ -121,8 +155,13 @@ class Producer:
                 for name in self._book.extend(event.leases):
                     self._watch.tell(LeaseExtended(name, time.monotonic()))
             else:
-                meta.ended.update(self._ended(self._book.end(event.leases), expired=False))
-        expired = self._ended(self._book.end_expired(), expired=True)
+                released = [name for name in event.leases if self._turns is None or name not in self._turns]
+                meta.ended.update(self._ended(self._book.end(released), expired=False))
+        over = self._book.end_expired()
+        if self._turns is not None:
+            turns = {name: over.pop(name) for name in list(over) if name in self._turns}
+            meta.ended.update(self._ended({**turns, **self._book.end(self._turns.step())}, expired=False))
+        expired = self._ended(over, expired=True)
         for name in expired:
             logger.warning(
                 "request %s: its consumer was silent for %g s (lease_seconds), its blocks are given back",
@@ -132,6 +171,8 @@ class Producer:
 
     def _ended(self, leases: dict[str, int], *, expired: bool) -> dict[str, int]:
         for name in leases:
+            if self._turns is not None:
+                self._turns.ended(name)
             self._watch.tell(LeaseEnded(name, time.monotonic(), expired))
         return leases
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 from kvferry.cache.prompt_chunks import PromptChunks
@@ -66,16 +67,35 @@ class Prompts:
         self._epoch = f"{secrets.token_hex(16)} "
 
     def _keys(self, request: Any) -> ChunkKeys:
-        if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
-            raise Unnameable("the prompt is not made of token ids")
-        items = [
-            Item(feature.mm_position.offset, feature.mm_position.length, str(feature.identifier))
-            for feature in request.mm_features or ()
-        ]
-        return ChunkKeys(
-            self._canonical.chunk_tokens,
-            list(request.all_token_ids),
-            items=items,
-            lora=self._adapters.name(request.lora_request),
-            salt=f"{self._epoch}{request.cache_salt or ''}",
-        )
+        tokens = list(request.all_token_ids)
+        return keys_of(request, tokens, self._canonical.chunk_tokens, self._adapters, self._epoch)
+
+
+def keys_of(
+    request: Any, tokens: Sequence[int], chunk_tokens: int, adapters: Adapters, epoch: str
+) -> ChunkKeys:
+    """What names the content of blocks.
+
+    Args:
+        request: vLLM's.
+        tokens: of it, from the first on.
+        chunk_tokens: tokens of a chunk.
+        adapters: of the engine.
+        epoch: sets apart what may not be found by others, or from before; empty otherwise.
+
+    Raises:
+        Unnameable: there is no certain name.
+    """
+    if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
+        raise Unnameable("the prompt is not made of token ids")
+    items = [
+        Item(feature.mm_position.offset, feature.mm_position.length, str(feature.identifier))
+        for feature in request.mm_features or ()
+    ]
+    return ChunkKeys(
+        chunk_tokens,
+        tokens,
+        items=items,
+        lora=adapters.name(request.lora_request),
+        salt=f"{epoch}{request.cache_salt or ''}",
+    )

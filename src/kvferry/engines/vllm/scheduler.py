@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec import structs
+
 from kvferry.cache.pins import Pins
 from kvferry.cache.policies import Choice, Cost, First, Policy, Weight
 from kvferry.cache.speeds import Speeds
@@ -25,6 +27,8 @@ from kvferry.engines.vllm.tier_config import read_tiers
 from kvferry.engines.vllm.tiering import Tiering
 from kvferry.engines.vllm.tracing import tracing
 from kvferry.engines.vllm.transfer_log import TransferLog
+from kvferry.engines.vllm.turn_finder import TurnFinder
+from kvferry.engines.vllm.turn_names import TurnNames
 from kvferry.errors import ConfigError, Incompatible
 from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.observe.fold import Fold
@@ -57,8 +61,9 @@ class SchedulerHalf:
         if (spans := tracing(vllm_config)) is not None:
             self.watch.add(spans)
         self._explaining = Explaining(vllm_config, config.explain_requests, self.watch)
+        self._turn_names = TurnNames()
         self._producer = Producer(
-            vllm_config, kv_cache_config, config, self._kinds, self._incarnation, self.watch
+            vllm_config, kv_cache_config, config, self._kinds, self._incarnation, self.watch, self._turn_names
         )
         self._refusals = Refusals(self.watch)
         self._speeds = Speeds()
@@ -132,9 +137,10 @@ class SchedulerHalf:
         index = int(self._vllm_config.parallel_config.data_parallel_index)
         port = config.port + index if config.port else 0
         self._server = ControlServer(config.host, port, Card(facts, ranks), self._keys)
-        self._producer.port = self._server.port
+        self._producer.start(self._server.port, self._server.turns, self._pool)
+        server = self._server
         self._client = ControlClient(
-            facts,
+            structs.replace(facts, keeps_turns=self._producer.keeps_turns),
             lambda theirs: _check_all(theirs, ranks),
             self._keys,
             config.handshake_seconds,
@@ -152,6 +158,7 @@ class SchedulerHalf:
             self._refusals,
             config.load_timeout_seconds,
             most_late,
+            TurnFinder(self._client, lambda: server.keepers, self._turn_names),
         )
         return self._peers
 
@@ -220,6 +227,7 @@ class SchedulerHalf:
 
     def reset(self) -> None:
         """Nothing that was kept so far is to be used again."""
+        self._turn_names.start_anew()
         if self._tiering is not None:
             self._tiering.start_anew()
 

@@ -1,0 +1,186 @@
+"""Blocks of finished requests, kept for a while: the next turn of a conversation begins with the same tokens.
+
+Its prompt goes to an engine that has computed the last prompt, but not the answer; the answer's blocks are
+here. So they stay where they are, under a lease of their own, and whoever asks finds them by their content
+(`transport.turns`). The lease ends when its time is up, when a longer turn of the same conversation has taken
+its place, or when the engine needs the room: kept blocks give way to requests.
+
+With steps in flight a request can end before its last forward has run, so a turn is found only after all
+steps that were under way have ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.meta import BlockIds
+from kvferry.engines.vllm.turn_names import TurnNames
+from kvferry.errors import TransferError
+from kvferry.geometry import GroupKind
+from kvferry.observe.events import LeaseGranted
+from kvferry.observe.watch import Watch
+from kvferry.planning.select import NULL_BLOCK, sees_all, unseen_from
+from kvferry.transport.lease import LeaseBook
+from kvferry.transport.messages import KeptTurn
+from kvferry.transport.turns import Content, TurnIndex
+
+_FREE = 1 / 16
+"""Share of the pool below which kept blocks give way."""
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A turn that is kept.
+
+    Attributes:
+        content, kept: as the index wants them.
+        blocks: how many it holds.
+        steps: that are still to be begun before it can be found.
+    """
+
+    content: Content
+    kept: KeptTurn
+    blocks: int
+    steps: int
+
+
+class TurnKeeper:
+    """See the module. The engine's thread calls it."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        kinds: Sequence[GroupKind],
+        book: LeaseBook,
+        names: TurnNames,
+        watch: Watch,
+        *,
+        seconds: float,
+        share: float,
+    ) -> None:
+        """Nothing is kept yet.
+
+        Args:
+            vllm_config, kv_cache_config: vLLM's.
+            kinds: of its groups.
+            book: that grants leases.
+            names: what blocks hold.
+            watch: told of leases.
+            seconds: how long blocks are kept.
+            share: of the pool, that they may be at most.
+        """
+        self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
+        self._in_flight = int(vllm_config.max_concurrent_batches)
+        self._states = GroupKind.STATE in kinds
+        self._drafts = vllm_config.speculative_config is not None
+        self._specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        self._kinds, self._book, self._names, self._watch = tuple(kinds), book, names, watch
+        self._seconds, self._most = seconds, int(share * kv_cache_config.num_blocks)
+        self._least_free = int(_FREE * kv_cache_config.num_blocks)
+        self._turns: dict[str, _Turn] = {}
+        self._over: list[str] = []
+        self._index, self._pool = TurnIndex(), None
+
+    def __contains__(self, lease: str) -> bool:
+        """Whether this is a turn's lease."""
+        return lease in self._turns
+
+    def start(self, index: TurnIndex, pool: Any) -> None:
+        """From now on turns are published there; `pool` is the engine's block pool."""
+        self._index, self._pool = index, pool
+
+    def finished(
+        self, request: Any, block_ids: BlockIds, tables: Callable[[BlockIds, int], list[list[int]]]
+    ) -> bool:
+        """A request has ended: whether its blocks are kept.
+
+        Args:
+            request: vLLM's.
+            block_ids: by position per group, up to what was computed.
+            tables: what is offered of them, after so many tokens.
+        """
+        tokens = self._tokens(request)
+        content = self._names.content(request, tokens) if tokens else None
+        if content is None or not content.keys:
+            return False
+        offered = tables(block_ids, tokens)
+        least = self._least(offered, tokens)
+        blocks = sum(len(ids) - ids.count(NULL_BLOCK) for ids in block_ids)
+        if least is None or blocks > self._most:
+            return False
+        try:
+            ticket = self._book.grant(request.request_id, self._seconds)
+        except TransferError:
+            return False
+        kept = KeptTurn(
+            self._engine_id,
+            request.request_id,
+            ticket.slot,
+            ticket.generation,
+            ticket.incarnation,
+            tokens,
+            least,
+            0,
+            [],
+            offered,
+        )
+        self._over += [name for name, turn in self._turns.items() if content.begins_with(turn.content)]
+        self._turns[request.request_id] = _Turn(content, kept, blocks, 1 + self._in_flight)
+        self._watch.tell(LeaseGranted(request.request_id, time.monotonic(), tokens, self._seconds))
+        return True
+
+    def step(self) -> list[str]:
+        """A step begins: publish what can be read by now; leases that are to end."""
+        for turn in self._turns.values():
+            turn.steps -= 1
+            if turn.steps == 0:
+                self._index.publish(turn.content, turn.kept)
+        over, self._over = self._over, []
+        return over + self._in_the_way(over)
+
+    def ended(self, lease: str) -> None:
+        """A lease ends: it is found no more."""
+        if self._turns.pop(lease, None) is not None:
+            self._index.withdraw(lease)
+
+    def _in_the_way(self, over: Sequence[str]) -> list[str]:
+        """The oldest of those that go on: that are too many, or whose room is needed."""
+        assert self._pool is not None
+        held = {name: turn.blocks for name, turn in self._turns.items() if name not in over}
+        room = min(self._most - sum(held.values()), self._pool.get_num_free_blocks() - self._least_free)
+        found = []
+        for name, blocks in held.items():
+            if room >= 0:
+                break
+            found.append(name)
+            room += blocks
+        return found
+
+    def _tokens(self, request: Any) -> int:
+        """Tokens that blocks hold for certain, and a state exactly; 0 if that cannot be said."""
+        if not compat.finished_whole(request):
+            return 0
+        if not self._states:
+            return int(request.num_tokens) - 1
+        computed = int(request.num_computed_tokens)
+        return 0 if self._drafts or not 0 <= request.num_tokens - computed <= 1 else computed
+
+    def _least(self, tables: Sequence[Sequence[int]], tokens: int) -> int | None:
+        """The shortest prefix that can be continued from; None if not even the longest can."""
+        least = 1
+        for kind, spec, ids in zip(self._kinds, self._specs, tables, strict=True):
+            if kind is GroupKind.STATE:
+                least = max(least, tokens if ids[0] != NULL_BLOCK else tokens + 1)
+                continue
+            whole = list(ids[: -(-tokens // spec.block_size)])
+            gone = len(whole) - whole[::-1].index(NULL_BLOCK) if NULL_BLOCK in whole else 0
+            if gone and sees_all(kind):
+                return None
+            if gone:
+                least = max(least, unseen_from(kind, compat.reach_of(spec), gone * spec.block_size))
+        return least if least <= tokens else None

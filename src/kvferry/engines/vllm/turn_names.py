@@ -1,0 +1,36 @@
+"""What names the content of a request's blocks to other engines that look for an earlier turn."""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from typing import Any
+
+from kvferry.engines.vllm.adapters import Adapters
+from kvferry.engines.vllm.prompts import keys_of
+from kvferry.errors import Unnameable
+from kvferry.transport.turns import Content
+
+CHUNK_TOKENS = 256
+"""Whatever the tiers have: peers need not have the same."""
+
+
+class TurnNames:
+    """Names under which blocks are kept and looked for."""
+
+    def __init__(self) -> None:
+        self._adapters, self._epoch = Adapters(), ""
+
+    def content(self, request: Any, tokens: int) -> Content | None:
+        """Of the first tokens of a request; None if there is no certain name."""
+        ids = array("I", request.all_token_ids[:tokens])
+        try:
+            keys = keys_of(request, ids.tolist(), CHUNK_TOKENS, self._adapters, self._epoch)
+        except Unnameable:
+            return None
+        items = sorted(feature.mm_position.offset for feature in request.mm_features or ())
+        return Content(CHUNK_TOKENS, tuple(keys.chunks()), ids, tuple(items))
+
+    def start_anew(self) -> None:
+        """Nothing from before is found, and what comes is found by nobody: blocks may mix both times."""
+        self._epoch = f"{secrets.token_hex(16)} "
