@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from support.vllm_engine.pair import Pair, Setup, connector, prompt
 NO_CACHE = {"enable_prefix_caching": False}
 SHORT_STEPS = {"max_num_batched_tokens": 256}
 ANSWER = 40
+STATES = ("nemotronh", "qwen3next", "lfm2")
 
 
 def keeping(family: str, label: str, options: dict[str, Any], **more: Any) -> Setup:
@@ -40,23 +42,83 @@ pytestmark = [
 ]
 
 
-def test_the_last_answer_is_read_from_the_engine_that_decoded_it(pair: Pair) -> None:
-    first, more = prompt(300, 300), prompt(60, 60)
-    (said,) = pair.reference([first], ANSWER)
-    second = first + said["tokens"] + more
-    (reference,) = pair.reference([second])
+@pytest.fixture
+def ended(pair: Pair) -> Iterator[None]:
+    """Nothing is kept any more afterwards."""
+    yield
+    pair.prefill.call("spoil", None)
+    pair.decode.call("reset_connector")
+    pair.decode.call("step", 0.3)
+    assert pair.decode.call("counters")["leases"] == 0
+    assert pair.decode.call("requests_left") == 0
 
+
+def first_turn(pair: Pair, text: list[int]) -> list[int]:
+    """A prompt and its answer, which the decode engine has and keeps."""
+    (answer,) = pair.through([text], ANSWER)
+    pair.decode.call("step", 0.1)  # whatever was in flight has ended
     pair.prefill.call("new_loads")
-    (answer,) = pair.through([first], ANSWER)
-    assert answer["tokens"] == said["tokens"]
-    assert pair.prefill.call("new_loads") == []
-    pair.decode.call("step", 0.2)
-    print(pair.prefill.call("counters"), pair.decode.call("counters"))
+    return text + answer["tokens"]
+
+
+def alone(pair: Pair, text: list[int]) -> dict[str, Any]:
+    """What the prefill engine says by itself."""
+    pair.prefill.call("ask_for_turns", False)
+    (reference,) = pair.reference([text])
+    pair.prefill.call("ask_for_turns", True)
+    return reference
+
+
+@pytest.mark.usefixtures("ended")
+def test_the_last_answer_is_read_from_the_engine_that_decoded_it(pair: Pair) -> None:
+    said = first_turn(pair, prompt(300, 300))
+    text = said + prompt(60, 60)
+    reference = alone(pair, text)
+    ((tables, tokens),) = pair.decode.call("kept_turns")
+    assert tokens == len(said) - 1, "the last token's content was never computed"
+    theirs = pair.decode.call("digests", tables, tokens)
+
+    answers = []
     for spoiled in (None, 0):
         pair.prefill.call("reset_prefix_cache")
+        pair.prefill.call("loaded")
         pair.prefill.call("spoil", spoiled)
-        (answer,) = pair.through([second])
-        loads = pair.prefill.call("new_loads")
-        print(loads, distance(answer, reference))
-        pair.prefill.call("spoil", None)
-    assert 0
+        answers += pair.through([text])
+        assert pair.prefill.call("new_loads") == [("peer", 0, tokens)]
+        (ours,) = pair.prefill.call("loaded").values()
+        assert ours == theirs, "bytes of every layer and field"
+    assert distance(answers[0], reference) <= 2 * pair.gap + 1e-3
+    assert distance(answers[1], answers[0]) > 1e-3, "what was read is not used"
+    if pair.setup.exact:
+        assert distance(answers[0], reference) == 0.0
+
+
+@pytest.mark.usefixtures("ended")
+def test_only_what_is_missing_is_read_and_a_longer_turn_takes_the_place_of_a_shorter(pair: Pair) -> None:
+    said = first_turn(pair, prompt(300, 1))
+    said = first_turn(pair, said + prompt(50, 2))
+    ((_, tokens),) = pair.decode.call("kept_turns")
+    assert tokens == len(said) - 1
+    pair.through([said + prompt(50, 3)])
+    ((source, have, total),) = pair.prefill.call("new_loads")
+    assert (source, total) == ("peer", tokens)
+    assert (have > 0) == pair.prefix_caching
+
+
+@pytest.mark.usefixtures("ended")
+def test_where_a_conversation_departs_inside_an_answer_what_is_the_same_is_read_or_nothing(pair: Pair) -> None:
+    said = first_turn(pair, prompt(300, 4))
+    text = said[:320] + prompt(50, 5)
+    reference = alone(pair, text)
+    pair.prefill.call("reset_prefix_cache")
+    (answer,) = pair.through([text])
+    states = pair.setup.family in STATES
+    assert pair.prefill.call("new_loads") == ([] if states else [("peer", 0, 320)])
+    assert distance(answer, reference) <= 2 * pair.gap + 1e-3
+
+
+@pytest.mark.usefixtures("ended")
+def test_others_find_nothing(pair: Pair) -> None:
+    first_turn(pair, prompt(300, 6))
+    pair.through([prompt(400, 7)])
+    assert pair.prefill.call("new_loads") == []

@@ -57,6 +57,12 @@ def config(
     patience_seconds: Annotated[
         float | None, typer.Option(help="How long a request waits for a source that is looking.")
     ] = None,
+    turn_seconds: Annotated[
+        float | None, typer.Option(help="How long blocks are kept for a conversation's next turn; 0: not.")
+    ] = None,
+    turn_share: Annotated[
+        float | None, typer.Option(help="Share of the block pool that they may be at most.")
+    ] = None,
     explain_requests: Annotated[
         int | None, typer.Option(help="Requests remembered for kvferry explain; 0: none.")
     ] = None,
@@ -94,6 +100,8 @@ def config(
         "policy": policy,
         "load_weight": load_weight,
         "patience_seconds": patience_seconds,
+        "turn_seconds": turn_seconds,
+        "turn_share": turn_share,
         "explain_requests": explain_requests,
     }
     whole = kv_config.kv_transfer_config(role, settings)

@@ -28,6 +28,9 @@ def serve(
     decode_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of each decode engine.")] = 1,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any.")] = 8000,
+    turn_seconds: Annotated[
+        float, typer.Option(help="How long decode engines keep an answer for the next turn; 0: not.")
+    ] = 0,
     log_dir: Annotated[Path | None, typer.Option(help="Folder for the engines' logs.")] = None,
     startup_timeout: Annotated[float, typer.Option(help="Seconds until every engine must be ready.")] = 600,
 ) -> None:
@@ -45,6 +48,7 @@ def serve(
         decode=decode,
         prefill_tensor_parallel=prefill_tp,
         decode_tensor_parallel=decode_tp,
+        decode_settings={"turn_seconds": turn_seconds} if turn_seconds else None,
         arguments=vllm_args or (),
     )
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)

@@ -37,6 +37,7 @@ class _Teller:
     def __init__(self, trace: Trace) -> None:
         self._trace, self._came = trace, trace.events[0].at
         self._settled = False
+        self._turn = False
         self._failure = ""
         self._of: Mapping[type[OfRequest], Callable[[Any], Iterator[str]]] = {
             events.Arrived: _arrived,
@@ -46,7 +47,7 @@ class _Teller:
             events.Refused: self._refused,
             events.Settled: self._went_on,
             events.Finished: lambda _: iter(("It has ended.",)),
-            events.LeaseGranted: _lease_granted,
+            events.LeaseGranted: self._lease_granted,
             events.LeaseEnded: self._lease_ended,
         }
 
@@ -127,9 +128,21 @@ class _Teller:
         rest = event.tokens - event.at_hand
         yield f"The engine goes on with {_tokens(event.at_hand)} at hand and computes {amount(rest)}."
 
+    def _lease_granted(self, event: events.LeaseGranted) -> Iterator[str]:
+        self._turn = event.turn
+        if event.turn:
+            yield f"Blocks of {_tokens(event.tokens)} are kept for the next turn, for {event.seconds:g} s."
+            return
+        yield (
+            f"{_tokens(event.tokens)} are offered to another engine; the lease ends {event.seconds:g} s after "
+            "its consumer's last sign of life."
+        )
+
     def _lease_ended(self, event: events.LeaseEnded) -> Iterator[str]:
         heard = self._trace.heard
-        if not event.expired:
+        if self._turn:
+            yield f"They are given back{f'; readers were heard of {heard} times' if heard else ''}."
+        elif not event.expired:
             yield f"The lease is released by its consumer{f', heard of {heard} times' if heard else ''}."
         elif heard:
             yield f"The lease has expired: its consumer was heard of {heard} times, and then no more."
@@ -153,13 +166,6 @@ def _arrived(event: events.Arrived) -> Iterator[str]:
         yield f"It comes with {_tokens(event.tokens)}, without an offer of another engine; nothing is asked."
     for lack in event.declined:
         yield f"{lack.source} cannot serve it, {_lack(lack)}"
-
-
-def _lease_granted(event: events.LeaseGranted) -> Iterator[str]:
-    yield (
-        f"{_tokens(event.tokens)} are offered to another engine; the lease ends {event.seconds:g} s after "
-        "its consumer's last sign of life."
-    )
 
 
 def _stored(stored: Stored) -> str:

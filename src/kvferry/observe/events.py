@@ -287,17 +287,19 @@ class StoreEnded:
 
 @dataclass(frozen=True, slots=True)
 class LeaseGranted:
-    """A producer keeps the blocks of a prompt for a consumer.
+    """A producer keeps the blocks of a prompt for a consumer, or of a whole request for its next turn.
 
     Attributes:
         tokens: offered.
         seconds: until it ends, unless the consumer is heard of.
+        turn: for the next turn, whoever asks.
     """
 
     request_id: str
     at: float
     tokens: int
     seconds: float
+    turn: bool = False
 
 
 @dataclass(frozen=True, slots=True)

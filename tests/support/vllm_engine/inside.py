@@ -385,6 +385,23 @@ def requests_left(engine: Any) -> int:
     return len(_scheduler(engine).requests)
 
 
+def kept_turns(engine: Any) -> list[tuple[list[list[int]], int]]:
+    """(tables, tokens) of the turns that are kept."""
+    turns = half(engine)._producer._turns._turns.values()
+    return [(turn.kept.tables, turn.kept.tokens) for turn in turns]
+
+
+def reset_connector(engine: Any) -> None:
+    """What it keeps is not to be used again, as after an update of the weights."""
+    half(engine).reset()
+    half(engine)._turn_names._epoch = ""  # but what comes is
+
+
+def ask_for_turns(engine: Any, asks: bool) -> None:
+    """Whether peers are asked for earlier turns."""
+    half(engine)._peers._turns._keepers = (lambda: half(engine)._server.keepers) if asks else list
+
+
 def free_blocks(engine: Any) -> int:
     """Blocks free in the pool."""
     return int(_scheduler(engine).kv_cache_manager.block_pool.get_num_free_blocks())

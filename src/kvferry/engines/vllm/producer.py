@@ -176,6 +176,11 @@ class Producer:
             self._watch.tell(LeaseEnded(name, time.monotonic(), expired))
         return leases
 
+    def reset(self) -> None:
+        """What was computed so far is not to be used again: earlier turns are kept no longer."""
+        if self._turns is not None:
+            self._turns.give_up()
+
     def sent(self, request_ids: set[str]) -> None:
         """All workers have raised the words of these."""
         for name in request_ids:

@@ -228,6 +228,7 @@ class SchedulerHalf:
     def reset(self) -> None:
         """Nothing that was kept so far is to be used again."""
         self._turn_names.start_anew()
+        self._producer.reset()
         if self._tiering is not None:
             self._tiering.start_anew()
 

@@ -131,7 +131,8 @@ class TurnKeeper:
         )
         self._over += [name for name, turn in self._turns.items() if content.begins_with(turn.content)]
         self._turns[request.request_id] = _Turn(content, kept, blocks, 1 + self._in_flight)
-        self._watch.tell(LeaseGranted(request.request_id, time.monotonic(), tokens, self._seconds))
+        now = time.monotonic()
+        self._watch.tell(LeaseGranted(request.request_id, now, tokens, self._seconds, turn=True))
         return True
 
     def step(self) -> list[str]:
@@ -142,6 +143,10 @@ class TurnKeeper:
                 self._index.publish(turn.content, turn.kept)
         over, self._over = self._over, []
         return over + self._in_the_way(over)
+
+    def give_up(self) -> None:
+        """Let go of all with the next step."""
+        self._over = list(self._turns)
 
     def ended(self, lease: str) -> None:
         """A lease ends: it is found no more."""
