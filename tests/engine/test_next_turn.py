@@ -1,4 +1,4 @@
-"""The next turn of a conversation: the prefill engine reads the last answer from the engine that decoded it."""
+"""The next turn of a conversation: its prefill engine reads the last answer where it was decoded."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def first_turn(pair: Pair, text: list[int]) -> list[int]:
 
 def alone(pair: Pair, text: list[int]) -> dict[str, Any]:
     """What the prefill engine says by itself."""
-    pair.prefill.call("ask_for_turns", False)
+    pair.prefill.call("ask_for_turns", asks=False)
     (reference,) = pair.reference([text])
-    pair.prefill.call("ask_for_turns", True)
+    pair.prefill.call("ask_for_turns", asks=True)
     return reference
 
 
@@ -106,7 +106,9 @@ def test_only_what_is_missing_is_read_and_a_longer_turn_takes_the_place_of_a_sho
 
 
 @pytest.mark.usefixtures("ended")
-def test_where_a_conversation_departs_inside_an_answer_what_is_the_same_is_read_or_nothing(pair: Pair) -> None:
+def test_where_a_conversation_departs_what_is_the_same_is_read_or_nothing(
+    pair: Pair,
+) -> None:
     said = first_turn(pair, prompt(300, 4))
     text = said[:320] + prompt(50, 5)
     reference = alone(pair, text)

@@ -134,8 +134,8 @@ class _Teller:
             yield f"Blocks of {_tokens(event.tokens)} are kept for the next turn, for {event.seconds:g} s."
             return
         yield (
-            f"{_tokens(event.tokens)} are offered to another engine; the lease ends {event.seconds:g} s after "
-            "its consumer's last sign of life."
+            f"{_tokens(event.tokens)} are offered to another engine; the lease ends {event.seconds:g} s "
+            "after its consumer's last sign of life."
         )
 
     def _lease_ended(self, event: events.LeaseEnded) -> Iterator[str]:

@@ -397,7 +397,7 @@ def reset_connector(engine: Any) -> None:
     half(engine)._turn_names._epoch = ""  # but what comes is
 
 
-def ask_for_turns(engine: Any, asks: bool) -> None:
+def ask_for_turns(engine: Any, *, asks: bool) -> None:
     """Whether peers are asked for earlier turns."""
     half(engine)._peers._turns._keepers = (lambda: half(engine)._server.keepers) if asks else list
 

@@ -54,6 +54,29 @@ KNOWN = Known(facts("engine", 11), cards())
 PEER = "engine@127.0.0.1:5600#b"
 
 
+class Turns:
+    """Earlier turns that peers have, once they have answered."""
+
+    def __init__(self, answer=None):
+        self.answer, self.asked = answer, set()
+
+    def __contains__(self, name):
+        return name in self.asked
+
+    def ask(self, one):
+        if self.answer is not None:
+            self.asked.add(one.request_id)
+        return self.answer is not None
+
+    def found(self, one):
+        if not isinstance(self.answer, Looking):
+            self.asked.discard(one.request_id)
+        return self.answer or None
+
+    def drop(self, name):
+        self.asked.discard(name)
+
+
 class Log:
     """A transfer log that nobody reads."""
 
@@ -77,9 +100,10 @@ def offered(name="a", of="theirs", **changes):
 
 
 class Engine:
-    def __init__(self, answer=KNOWN, ranks=RANKS):
+    def __init__(self, answer=KNOWN, ranks=RANKS, turns=None):
         self.client, self.pins, self.refusals = Client(answer), Pins(1), Refusals()
-        self.source = PeerSource(self.client, ranks, self.pins, Log(), self.refusals, 30.0, 2)
+        self.turns = Turns(turns)
+        self.source = PeerSource(self.client, ranks, self.pins, Log(), self.refusals, 30.0, 2, self.turns)
         self.bidding = Bidding(2)
 
     def arrive(self, one):
@@ -278,3 +302,49 @@ def test_workers_forget_a_peer_that_nothing_was_read_from_for_long(monkeypatch):
     assert engine.step().disconnects == []
     engine.begin(engine.arrive(offered("b")))
     assert engine.step().connects == {PEER: KNOWN.ranks}
+
+
+TURN = Offer("engine", "earlier", *ADDRESS, [[1, 2, 3]], 40, Lease(3, 7, 11), "")
+
+
+def test_a_request_without_an_offer_gets_that_of_an_earlier_turn_once_peers_have_answered():
+    engine = Engine(turns=Looking())
+    one = engine.arrive(request("a", [*TOKENS, 99]))
+    (bid,) = engine.source.bids(one, 8)
+    assert (bid.looking, bid.tokens) == (True, 32)
+    engine.turns.answer = TURN
+    assert engine.source.bids(one, 8) == (Bid(PEER, (Part("peer", 32),)),)
+    assert engine.client.held == ["earlier"]
+    assert engine.source.head(one, 8, 16) == Bid(PEER, (Part("peer", 24),))
+    engine.source.settled("a")
+    engine.source.finished("a")
+    assert (engine.client.released, len(engine.source)) == (["earlier"], 0)
+
+
+def test_where_no_peer_has_an_earlier_turn_nothing_is_bid_and_that_is_said():
+    engine = Engine(turns=False)
+    one = engine.arrive(request("a", [*TOKENS, 99]))
+    assert engine.source.bids(one, 0) == ()
+    assert (engine.source.head(one, 0, 16), engine.source.tail(one, 0, 16)) == (None, None)
+    assert engine.source.lack(one, 0).miss is Miss.NOT_STORED
+    engine.source.settled("a")
+    engine.source.finished("a")
+    assert engine.client.held == engine.client.released == []
+
+
+def test_a_request_that_ends_while_peers_are_asked_leaves_nothing():
+    engine = Engine(turns=Looking())
+    one = engine.arrive(request("a", [*TOKENS, 99]))
+    engine.source.bids(one, 0)
+    engine.source.settled("a")
+    engine.source.finished("a")
+    assert engine.turns.asked == set()
+
+
+def test_peers_are_not_waited_for_when_all_but_the_last_token_is_here():
+    engine = Engine(turns=Looking())
+    assert engine.source.bids(engine.arrive(request("a", [*TOKENS, 99])), 40) == ()
+
+
+def test_without_peers_that_keep_turns_a_request_is_not_ours():
+    assert not Engine().source.arrived(request("a", [*TOKENS, 99]), Bidding(2))

@@ -11,6 +11,7 @@ from kvferry.engines.vllm import compat, producer
 from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.meta import SchedulerMeta
 from kvferry.engines.vllm.producer import Producer
+from kvferry.engines.vllm.turn_names import TurnNames
 from kvferry.observe.events import LeaseEnded, LeaseExtended, LeaseGranted
 from kvferry.observe.fold import Fold
 from kvferry.observe.watch import Watch
@@ -40,6 +41,7 @@ class Engine:
             (),
             1,
             Watch(self.told.append, self.fold),
+            TurnNames(),
         )
 
     def offer(self, name: str) -> None:

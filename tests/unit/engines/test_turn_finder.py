@@ -1,0 +1,82 @@
+"""Peers are asked for earlier turns, and the one that brings most is taken as an offer."""
+
+from __future__ import annotations
+
+from kvferry.engines.vllm.turn_finder import TurnFinder
+from kvferry.engines.vllm.turn_names import CHUNK_TOKENS, TurnNames
+from kvferry.transport.handshake import Looking
+from kvferry.transport.messages import KeptTurn
+from support.block_pool import request
+
+A, B = ("10.0.0.1", 1), ("10.0.0.2", 2)
+
+
+class Client:
+    def __init__(self, asks=True) -> None:
+        self.asks, self.asked, self.answers, self.dropped = asks, [], None, []
+
+    def ask_turn(self, addresses, content):
+        self.asked.append((list(addresses), content))
+        return len(self.asked) if self.asks else None
+
+    def turns(self, number):
+        return self.answers
+
+    def drop_question(self, number):
+        self.dropped.append(number)
+
+
+def kept(tokens=300, least=1, lease="r") -> KeptTurn:
+    chunks = min(tokens, 400) // CHUNK_TOKENS
+    return KeptTurn("D", lease, 1, 2, 3, tokens, least, chunks, list(range(chunks * 256, tokens)), [[5], [6]])
+
+
+def asked(answers, tokens=400, client=None):
+    client = client or Client()
+    finder, one = TurnFinder(client, lambda: [A, B], TurnNames()), request("a", list(range(tokens)))
+    assert finder.ask(one)
+    assert finder.found(one) == Looking()
+    client.answers = answers
+    found = finder.found(one)
+    assert "a" not in finder
+    return found
+
+
+def test_what_brings_most_is_an_offer():
+    offer = asked({A: kept(300), B: kept(320, lease="longer")})
+    assert (offer.remote_host, offer.remote_port) == B
+    assert (offer.remote_engine_id, offer.remote_request_id) == ("D", "longer")
+    assert (offer.remote_num_tokens, offer.remote_block_ids) == (320, [[5], [6]])
+    assert offer.remote_lease.ticket().word(9) == 9 << 32 | 2
+
+
+def test_what_cannot_be_continued_from_is_left():
+    offer = asked({A: kept(300), B: kept(500, least=410)})
+    assert (offer.remote_host, offer.remote_port) == A
+    assert asked({B: kept(300, least=301)}) is None
+    assert asked({}) is None
+
+
+def test_the_last_token_of_a_prompt_is_computed():
+    assert asked({A: kept(400)}).remote_num_tokens == 399
+    assert asked({A: kept(400, least=400)}) is None
+
+
+def test_nobody_is_asked_for_a_short_prompt_or_one_without_a_name_or_where_nobody_keeps_any():
+    client = Client()
+    finder = TurnFinder(client, lambda: [A], TurnNames())
+    assert not finder.ask(request("a", list(range(CHUNK_TOKENS))))
+    assert not finder.ask(request("b", list(range(400)), prompt_embeds=object()))
+    assert not TurnFinder(client, list, TurnNames()).ask(request("c", list(range(400))))
+    assert client.asked == []
+    assert not TurnFinder(Client(asks=False), lambda: [A], TurnNames()).ask(request("d", list(range(400))))
+
+
+def test_a_request_that_ends_is_asked_for_no_more():
+    client = Client()
+    finder = TurnFinder(client, lambda: [A], TurnNames())
+    finder.ask(request("a", list(range(400))))
+    finder.drop("a")
+    finder.drop("never asked")
+    assert client.dropped == [1]
+    assert "a" not in finder

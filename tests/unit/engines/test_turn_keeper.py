@@ -1,0 +1,197 @@
+"""Blocks of finished requests are kept, found when nothing is in flight any more, and give way."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvferry.engines.vllm import compat, turn_keeper
+from kvferry.engines.vllm.turn_keeper import TurnKeeper
+from kvferry.engines.vllm.turn_names import CHUNK_TOKENS, TurnNames
+from kvferry.geometry import GroupKind
+from kvferry.observe.watch import Watch
+from kvferry.transport.lease import LeaseBook
+from kvferry.transport.messages import AskTurn
+from kvferry.transport.turns import TurnIndex
+from support.block_pool import request
+from support.clock import Clock
+
+BLOCK = 16
+FULL, SLIDING, STATE = GroupKind.FULL, GroupKind.SLIDING, GroupKind.STATE
+SECONDS = 60.0
+WINDOW = 64
+
+
+class Pool:
+    def __init__(self, free: int) -> None:
+        self.free = free
+
+    def get_num_free_blocks(self) -> int:
+        return self.free
+
+
+class Engine:
+    def __init__(self, kinds=(FULL,), blocks=1000, share=0.5, batches=1, drafts=None) -> None:
+        self.clock, self.names, self.told = Clock(), TurnNames(), []
+        self.book = LeaseBook(1, 8, 30.0, self.clock)
+        groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK)) for _ in kinds]
+        self.keeper = TurnKeeper(
+            SimpleNamespace(
+                kv_transfer_config=SimpleNamespace(engine_id="D"),
+                max_concurrent_batches=batches,
+                speculative_config=drafts,
+            ),
+            SimpleNamespace(kv_cache_groups=groups, num_blocks=blocks),
+            kinds,
+            self.book,
+            self.names,
+            Watch(self.told.append),
+            seconds=SECONDS,
+            share=share,
+        )
+        self.kinds, self.index, self.pool = kinds, TurnIndex(), Pool(blocks)
+        self.keeper.start(self.index, self.pool)
+
+    def finish(self, one, tables=None) -> bool:
+        """A request ends; its blocks are all there unless said otherwise."""
+        blocks = -(-one.num_tokens // BLOCK)
+        ids = tables or [list(range(1, blocks + 1)) for _ in self.kinds]
+
+        def offered(block_ids, tokens):
+            return [
+                [table[(tokens - 1) // BLOCK]] if kind is STATE else table
+                for kind, table in zip(self.kinds, block_ids, strict=True)
+            ]
+
+        return self.keeper.finished(one, ids, offered)
+
+    def step(self) -> list[str]:
+        over = self.keeper.step()
+        for name in self.book.end(over):
+            self.keeper.ended(name)
+        return over
+
+    def finds(self, one) -> bool:
+        content = self.names.content(one, one.num_tokens)
+        return self.index.find(AskTurn(0, CHUNK_TOKENS, list(content.keys))).kept is not None
+
+
+@pytest.fixture(autouse=True)
+def whole(monkeypatch):
+    monkeypatch.setattr(compat, "finished_whole", lambda one: not getattr(one, "aborted", False))
+    monkeypatch.setattr(compat, "reach_of", lambda _: WINDOW)
+    monkeypatch.setattr(turn_keeper.time, "monotonic", lambda: 5.0)
+
+
+def turn(name="a", tokens=300, ahead=0, **more):
+    return request(name, list(range(tokens)), num_computed_tokens=tokens - 1 + ahead, **more)
+
+
+@pytest.mark.parametrize("batches", [1, 2, 3])
+def test_it_is_found_once_all_steps_that_were_under_way_have_ended(batches):
+    engine, one = Engine(batches=batches), turn()
+    assert engine.finish(one)
+    for _ in range(batches):
+        assert engine.step() == []
+        assert not engine.finds(one)
+    engine.step()
+    assert engine.finds(one)
+    (granted,) = engine.told
+    assert (granted.tokens, granted.seconds, granted.turn) == (299, SECONDS, True)
+
+
+def test_what_is_short_or_was_cut_off_or_has_no_name_is_not_kept():
+    engine = Engine()
+    assert not engine.finish(turn(tokens=CHUNK_TOKENS))
+    assert engine.finish(turn("b", tokens=CHUNK_TOKENS + 1))
+    assert not engine.finish(turn("c", aborted=True))
+    assert not engine.finish(turn("d", prompt_embeds=object()))
+
+
+@pytest.mark.parametrize(("ahead", "tokens"), [(0, 299), (1, 300)])
+def test_a_state_is_that_after_what_was_computed_be_it_a_token_ahead(ahead, tokens):
+    engine = Engine((FULL, STATE))
+    assert engine.finish(turn(ahead=ahead))
+    (kept,) = [one.kept for one in engine.keeper._turns.values()]
+    assert (kept.tokens, kept.least) == (tokens, tokens)
+    assert kept.tables[1] == [(tokens - 1) // BLOCK + 1]
+
+
+def test_a_state_that_is_not_certainly_that_of_the_tokens_is_not_kept():
+    assert not Engine((FULL, STATE)).finish(turn(ahead=2))
+    assert not Engine((FULL, STATE), drafts=object()).finish(turn())
+    assert Engine((FULL,), drafts=object()).finish(turn())
+    blocks = list(range(1, 20))
+    assert not Engine((FULL, STATE)).finish(turn(), [blocks, [0] * 19])
+
+
+def test_a_window_can_be_continued_from_where_it_is_whole():
+    engine, blocks = Engine((FULL, SLIDING)), list(range(1, 20))
+    assert engine.finish(turn(), [blocks, [0] * 14 + blocks[14:]])
+    (kept,) = [one.kept for one in engine.keeper._turns.values()]
+    assert kept.least == 14 * BLOCK + WINDOW - 1  # whose window begins with the first block that is there
+    assert not Engine((FULL, SLIDING)).finish(turn(), [blocks, [0] * 18 + blocks[18:]])
+
+
+def test_what_layers_that_see_everything_lack_cannot_be_kept():
+    assert not Engine().finish(turn(), [[0, *range(2, 20)]])
+
+
+def test_a_longer_turn_takes_the_place_of_a_shorter_and_another_does_not():
+    engine = Engine()
+    other = request("other", [*range(290), *range(9)], num_computed_tokens=298)
+    engine.finish(turn("a"))
+    engine.finish(other)
+    assert engine.step() == []
+    engine.finish(turn("b", tokens=400))
+    assert engine.step() == ["a"]
+    assert "b" in engine.keeper
+    assert "other" in engine.keeper
+    assert "a" not in engine.keeper
+
+
+def test_the_oldest_give_way_when_there_are_too_many():
+    engine = Engine(blocks=100, share=0.5)
+    assert not engine.finish(turn("larger than all", tokens=900))
+    for name in ("a", "b", "c"):
+        assert engine.finish(turn(name, tokens=300, cache_salt=name))
+    engine.pool.free = 100
+    assert engine.step() == ["a"], "19 blocks each, 50 may be kept"
+    assert engine.step() == []
+
+
+def test_the_oldest_give_way_when_the_engine_needs_the_room():
+    engine = Engine(blocks=160, share=1.0)
+    for name in ("a", "b", "c"):
+        engine.finish(turn(name, cache_salt=name))
+    engine.pool.free = 10
+    assert engine.step() == []
+    engine.pool.free = 9
+    assert engine.step() == ["a"]
+    engine.pool.free = 0
+    assert engine.step() == ["b"]
+    assert len(engine.index) == 1
+
+
+def test_without_a_slot_nothing_is_kept():
+    engine = Engine()
+    kept = [engine.finish(turn(str(n), cache_salt=str(n))) for n in range(9)]
+    assert kept == [True] * 8 + [False]
+
+
+def test_after_a_reset_all_go_and_what_comes_is_found_by_nobody():
+    engine, one = Engine(), turn()
+    engine.finish(one)
+    engine.step()
+    engine.step()
+    engine.names.start_anew()
+    engine.keeper.give_up()
+    assert not engine.finds(one)
+    assert engine.step() == ["a"]
+    engine.finish(turn("b"))
+    engine.step()
+    engine.step()
+    names = TurnNames()
+    asked = names.content(one, one.num_tokens)
+    assert engine.index.find(AskTurn(0, CHUNK_TOKENS, list(asked.keys))).kept is None
