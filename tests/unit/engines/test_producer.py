@@ -12,10 +12,12 @@ from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.meta import SchedulerMeta
 from kvferry.engines.vllm.producer import Producer
 from kvferry.engines.vllm.turn_names import TurnNames
+from kvferry.geometry import GroupKind
 from kvferry.observe.events import LeaseEnded, LeaseExtended, LeaseGranted
 from kvferry.observe.fold import Fold
 from kvferry.observe.watch import Watch
 from kvferry.transport.messages import Heartbeat, Release
+from kvferry.transport.turns import TurnIndex
 from support.block_pool import request
 from support.clock import Clock
 
@@ -31,14 +33,23 @@ def clock(monkeypatch) -> Clock:
 
 
 class Engine:
-    def __init__(self) -> None:
+    def __init__(self, **settings) -> None:
         self.told, self.fold = [], Fold()
         parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1)
         self.producer = Producer(
-            SimpleNamespace(parallel_config=parallel, kv_transfer_config=SimpleNamespace(engine_id="e")),
-            SimpleNamespace(kv_cache_groups=[], hash_block_size=4),
-            ConnectorConfig(lease_seconds=SECONDS),
-            (),
+            SimpleNamespace(
+                parallel_config=parallel,
+                kv_transfer_config=SimpleNamespace(engine_id="e"),
+                max_concurrent_batches=1,
+                speculative_config=None,
+            ),
+            SimpleNamespace(
+                kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))],
+                hash_block_size=4,
+                num_blocks=1000,
+            ),
+            ConnectorConfig(lease_seconds=SECONDS, **settings),
+            (GroupKind.FULL,),
             1,
             Watch(self.told.append, self.fold),
             TurnNames(),
@@ -48,7 +59,7 @@ class Engine:
         one = request(name, range(8))
         one.kv_transfer_params = {"do_remote_decode": True}
         self.producer.on_new_request(one)
-        assert self.producer.finished(one, ())[0]
+        assert self.producer.finished(one, ([1],))[0]
 
     def hear(self, *events: Heartbeat | Release) -> dict[str, int]:
         meta = SchedulerMeta("e")
@@ -74,3 +85,36 @@ def test_a_lease_is_told_from_its_grant_to_its_end(clock) -> None:
         "leases_granted": 2, "leases_ended expired": 1, "leases_ended released": 1,
     }  # fmt: skip
     assert counted.gauges == {("leases", ()): 0}
+
+
+def test_an_earlier_turn_is_kept_for_its_time_whoever_releases_it(clock) -> None:
+    engine, index = Engine(turn_seconds=4 * SECONDS), TurnIndex()
+    engine.producer.start(7, index, SimpleNamespace(get_num_free_blocks=lambda: 1000))
+    assert engine.producer.keeps_turns == ("127.0.0.1", 7)
+    one = request("a", range(300), num_computed_tokens=299)
+    assert engine.producer.finished(one, (list(range(1, 20)),)) == (True, None)
+    assert engine.hear() == engine.hear(Release(["a"])) == {}
+    assert len(index) == 1
+    clock.now += 3.5 * SECONDS
+    engine.hear(Heartbeat(["a"]))
+    clock.now += 0.9 * SECONDS
+    assert engine.hear() == {}, "it is being read"
+    clock.now += 0.1 * SECONDS
+    assert engine.hear().keys() == {"a"}
+    assert len(index) == 0
+    assert engine.told[-1] == LeaseEnded("a", clock.now, expired=False)
+
+
+def test_a_reset_gives_earlier_turns_back(clock) -> None:
+    engine = Engine(turn_seconds=SECONDS)
+    engine.producer.start(7, TurnIndex(), SimpleNamespace(get_num_free_blocks=lambda: 1000))
+    engine.producer.finished(request("a", range(300), num_computed_tokens=299), (list(range(1, 20)),))
+    engine.producer.reset()
+    assert engine.hear().keys() == {"a"}
+
+
+def test_without_the_setting_nothing_is_kept(clock) -> None:
+    engine = Engine()
+    assert engine.producer.keeps_turns is None
+    one = request("a", range(300), num_computed_tokens=299)
+    assert engine.producer.finished(one, (list(range(1, 20)),)) == (False, None)

@@ -9,13 +9,16 @@ from contextlib import ExitStack
 import msgspec
 import pytest
 import zmq
+from msgspec import structs
 
 from kvferry.errors import ConfigError, Incompatible
+from kvferry.keys.chunk import ChunkKeys
 from kvferry.transport import handshake, security
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import Card, ControlServer
 from kvferry.transport.handshake import Known, Looking, NotUsable
-from kvferry.transport.messages import PROTOCOL, Accepted, AskRanks, Hello, Ranks, Refused, encode
+from kvferry.transport.messages import PROTOCOL, Accepted, AskRanks, Hello, KeptTurn, Ranks, Refused, encode
+from kvferry.transport.turns import Content
 from transport.cards import cards, facts
 
 HOST = "127.0.0.1"
@@ -444,3 +447,60 @@ def test_who_has_the_secret_does_not_speak_to_a_server_without(ends, keys):
     server = ends.server()
     client = ends.client(keys=keys("the right secret"), handshake_seconds=0.5)
     assert isinstance(settled(client, server.port), NotUsable)
+
+
+def content(tokens: int) -> Content:
+    keys = ChunkKeys(256, list(range(tokens)))
+    return Content(256, tuple(keys.chunks()), range(tokens))
+
+
+def answered(client: ControlClient, number: int):
+    return until(lambda: None if (found := client.turns(number)) is None else [found])[0]
+
+
+def test_a_peer_that_keeps_turns_is_known_once_it_has_met_us_and_asked_over_the_channel(ends):
+    keeper, asker = ends.server(), ends.server()
+    at = (HOST, keeper.port)
+    settled(ends.client(structs.replace(facts("D", 9), keeps_turns=at)), asker.port)
+    settled(ends.client(facts("E", 9)), asker.port)
+    assert asker.keepers == [at]
+    turn = KeptTurn("D", "r", 1, 2, 3, 600, 1, 0, [], [[5], [6]])
+    keeper.turns.publish(content(600), turn)
+    client = ends.client()
+    for tokens, found in ((700, {at: turn.found(2, list(range(512, 600)))}), (200, {})):
+        number = client.ask_turn(asker.keepers, content(tokens))
+        assert answered(client, number) == found
+    settled(client, keeper.port)  # the same channel goes on to serve
+
+
+def test_a_peer_that_was_refused_is_not_asked(ends):
+    asker = ends.server(facts(weights="ours"))
+    others = structs.replace(facts("D", 9, weights="theirs"), keeps_turns=(HOST, 7))
+    settled(ends.client(others), asker.port)
+    assert asker.keepers == []
+
+
+def test_a_peer_that_does_not_answer_is_waited_for_a_moment_and_then_left_alone(ends):
+    client, nobody = ends.client(), (HOST, ends.fake())
+    number = client.ask_turn([nobody], content(600))
+    assert client.turns(number) is None
+    assert answered(client, number) == {}
+    assert client.ask_turn([nobody], content(600)) is None
+
+
+def test_only_the_last_peers_that_keep_turns_are_remembered(ends):
+    asker = ends.server()
+    raw = ends.raw(asker.port)
+    for port in range(1, 80):
+        raw.send(encode(Hello(PROTOCOL, structs.replace(facts("D", port), keeps_turns=(HOST, port)))))
+        raw.recv()
+    assert asker.keepers == [(HOST, port) for port in range(16, 80)]
+
+
+def test_where_a_peer_keeps_turns_must_be_an_address(ends):
+    asker = ends.server()
+    raw = ends.raw(asker.port)
+    for at in (("a b", 7), (HOST, 0), ("", 7)):
+        raw.send(encode(Hello(PROTOCOL, structs.replace(facts("D", 9), keeps_turns=at))))
+    until(lambda: asker.rejected == 3)
+    assert asker.keepers == []

@@ -129,3 +129,15 @@ def test_the_address_of_the_words_is_that_of_slot_0():
 
 def test_incarnations_fit_half_a_word_and_are_never_0():
     assert all(0 < new_incarnation() < 1 << 32 for _ in range(1000))
+
+
+def test_a_lease_for_longer_is_not_shortened_by_a_heartbeat(book, clock):
+    book.grant("a", 300.0)
+    book.extend(["a"])
+    clock.now += 280
+    assert book.end_expired() == {}
+    book.extend(["a"])
+    clock.now += 29
+    assert book.end_expired() == {}, "nor ended while it is heard of"
+    clock.now += 1
+    assert book.end_expired().keys() == {"a"}

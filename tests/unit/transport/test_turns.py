@@ -70,6 +70,14 @@ def test_what_is_withdrawn_is_not_found():
     assert (found(index, one), len(index)) == (None, 0)
 
 
+def test_what_another_turn_is_found_by_stays_when_one_is_withdrawn():
+    index, one, other = TurnIndex(), content(range(9)), content([*range(6), 7])
+    for of, lease in ((one, "one"), (other, "other")):
+        index.publish(of, kept(of, lease))
+    index.withdraw("one")
+    assert found(index, one).lease == "other"
+
+
 def test_a_tenant_does_not_find_anothers_turn():
     index, one = TurnIndex(), content(range(9), salt="mine")
     index.publish(one, kept(one))
