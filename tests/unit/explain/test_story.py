@@ -209,3 +209,14 @@ def test_a_summary_of_two_parts_counts_time_once_and_nothing_of_what_was_of_no_u
     )
     assert found.places == ({"computed": 700} if fails else {"host": 256, "peer": 444})
     assert (found.loading, found.queued) == (pytest.approx(0.7), pytest.approx(0.3))
+
+
+@pytest.mark.parametrize(("heard", "also"), [(0, ""), (3, "; readers were heard of 3 times")])
+def test_blocks_that_are_kept_for_the_next_turn(heard, also):
+    found = told(
+        LeaseGranted("a", 11.0, 699, 60.0, turn=True), LeaseEnded("a", 12.0, expired=False), heard=heard
+    )
+    assert found[-2:] == [
+        "1.0 Blocks of 699 tokens are kept for the next turn, for 60 s.",
+        f"2.0 They are given back{also}.",
+    ]
