@@ -121,14 +121,18 @@ def test_anything_is_a_configuration_or_a_config_error(extra):
 
 
 @pytest.mark.parametrize(("extra", "device"), [({"host_buffer": True}, "cpu"), ({}, "cuda")])
-def test_tiers_behind_a_host_buffer_are_refused(extra, device):
-    """Chunks would be copied to and from the buffer: never the engine's cache."""
-    tiers = {"tiers": [{"type": "host", "capacity": "1GiB"}]}
+@pytest.mark.parametrize(
+    "beside",
+    [{"tiers": [{"type": "host", "capacity": "1GiB"}]}, {"turn_seconds": 60}],
+    ids=lambda one: next(iter(one)),
+)
+def test_what_would_not_see_the_engines_cache_behind_a_host_buffer_is_refused(extra, device, beside):
+    """Chunks would be copied to and from the buffer; answers are never copied to it."""
     transfer = SimpleNamespace(
-        kv_connector_extra_config={**tiers, **extra},
+        kv_connector_extra_config={**beside, **extra},
         kv_load_failure_policy="recompute",
         kv_buffer_device="cpu",
     )
     engine = SimpleNamespace(kv_transfer_config=transfer, device_config=SimpleNamespace(device_type=device))
-    with pytest.raises(ConfigError, match="host buffer"):
+    with pytest.raises(ConfigError, match=f"{next(iter(beside))} .* host buffer"):
         read_settings(engine)
