@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 
 import pytest
@@ -16,7 +15,7 @@ def leave(done: list[str]) -> None:
 
 
 def send(number: int = signal.SIGTERM) -> None:
-    os.kill(os.getpid(), number)
+    signal.raise_signal(number)  # to this thread, and at once: there may be others
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
