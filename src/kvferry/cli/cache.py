@@ -46,7 +46,7 @@ def register(app: typer.Typer) -> None:
 
 
 def ls(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
-    """List the namespaces: whose KV is kept, how much, and when it was last used."""
+    """List the namespaces: whose KV, how much, when last used."""
     from kvferry.plan.units import size
     from kvferry.tiers.survey import holdings
 
@@ -99,7 +99,10 @@ def verify(
     option: _Options = None,
     as_json: _Json = False,
 ) -> None:
-    """Read every chunk and check every byte; exit code 1 if something is bad."""
+    """Read every chunk and check every byte.
+
+    Exit code 1 if something is bad.
+    """
     from kvferry.plan.units import size
     from kvferry.tiers.survey import verify_all
 
@@ -126,7 +129,10 @@ def gc(
     option: _Options = None,
     as_json: _Json = False,
 ) -> None:
-    """Remove what killed processes left, count anew, and evict what was used, or stored, longest ago."""
+    """Remove leftovers, count anew, and evict down to the capacity.
+
+    Leftovers are of processes that were killed; what was used, or stored, longest ago is evicted first.
+    """
     from kvferry.plan.units import size
 
     done = _cache(where, option).collect(None if capacity is None else bytes_of(capacity))

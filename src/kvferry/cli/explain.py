@@ -33,9 +33,10 @@ def explain(
     last: Annotated[int, typer.Option(min=1, max=1000, help="How many to list, of each engine.")] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: every event, in seconds.")] = False,
 ) -> None:
-    """Say where the KV of a request came from, why, and how long it took; or list the last requests.
+    """Say where the KV of a request came from, and why.
 
-    Asks every engine of this user on this machine.
+    And how long it took; without a request, lists the last ones. Asks every engine of this user on this
+    machine.
     """
     from kvferry.explain.asking import ask
     from kvferry.explain.show import show, show_list
