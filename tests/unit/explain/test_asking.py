@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -16,6 +17,7 @@ import pytest
 from kvferry.cache.bids import Bid, Part
 from kvferry.cli.main import app
 from kvferry.errors import ConfigError, ProtocolError
+from kvferry.explain import asking
 from kvferry.explain.asking import ask
 from kvferry.observe import answering, meeting_place
 from kvferry.observe.answering import Answering
@@ -308,6 +310,8 @@ def test_an_engine_that_ends_leaves_nothing_and_waits_for_nobody(directory: Path
         (b"{}\n", "cannot be read"),
         (b'{"error": "no"}\n', "no"),
         (b"GET / HTTP/1.1\n", "cannot be read"),
+        (b'{"error": "\xff"}\n', "cannot be read"),
+        (b'{"kvferry": "\xff"}\n', "cannot be read"),
         (b'{"kvferry":"9","engine_id":"e","model":"m","pid":1,"role":"both"}\n{"request_id":"a"}\n', "trace"),
     ],
 )
@@ -332,11 +336,68 @@ def test_an_engine_that_answers_otherwise_is_said_to_be_silent(
     assert sentence in silent
 
 
+def test_engines_that_never_answer_cost_one_deadline_together(
+    directory: Path, answers: Answering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "_SECONDS", 0.4)
+    hung = [meeting_place.listen(directory, f"engine-hung-{n}")[0] for n in range(3)]
+    begun = time.monotonic()
+    found = ask(Question("a"))
+    assert time.monotonic() - begun < 0.8
+    assert len(found.told()) == 1
+    assert found.silent == ("an engine did not answer: TimeoutError: timed out",) * 3
+    for one in hung:
+        one.close()
+
+
+def test_an_engine_that_too_many_ask_is_tried_again_and_not_forgotten(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "_SECONDS", 0.4)
+    directory.mkdir(0o700)
+    listening, path = meeting_place.listen(directory, "engine-busy")
+    waiting: list[socket.socket] = []
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            waiting.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            waiting[-1].settimeout(0)
+            waiting[-1].connect(str(path))
+    assert ask(Question()).silent == (
+        "an engine did not answer: TimeoutError: too many questions wait for it",
+    )
+
+    def take() -> None:
+        listening.accept()[0].close()
+
+    taken = threading.Timer(0.1, take)
+    taken.start()
+    connection = meeting_place.connect(path, time.monotonic() + 5)
+    assert connection is not None, "there is room after all"
+    for one in (*waiting, connection, listening):
+        one.close()
+    taken.join()
+
+
+def test_what_a_process_has_left_that_was_killed_as_it_began_is_removed(
+    directory: Path, answers: Answering
+) -> None:
+    left, begins = (directory / f"engine-{name}.new" for name in ("left", "begins"))
+    for path in (left, begins):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as bound:
+            bound.bind(str(path))
+    os.utime(left, (time.time() - 100,) * 2)
+    assert len(ask(Question()).answers) == 1
+    assert not left.exists()
+    assert begins.exists(), "somebody may be about to listen there"
+
+
 def test_a_trace_that_is_none_is_refused() -> None:
     for line in (
         b"x",
         b"{}",
         b'{"request_id":"a","events":[["Nothing",{}]],"left_out":0,"stored":[],"heard":0}',
+        b'{"request_id":"\xff","events":[],"left_out":0,"stored":[],"heard":0}',
+        b'{"request_id":"a","events":[["Arrived",{"id":' + b"[" * 100_000,
     ):
         with pytest.raises(ProtocolError):
             decode_trace(line)
