@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvferry.cli.printed import complain
 from kvferry.errors import ConfigError, KVFerryError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def explain(
         raise ConfigError("the id of a request has 1 to 511 bytes; see kvferry explain for those there are")
     answers = ask(Question("", last) if request_id is None else Question(request_id, _MOST_STORIES))
     for silent in answers.silent:
-        print(f"kvferry: {silent}", file=sys.stderr)
+        complain(silent)
     told = answers.told()
     if not told:
         raise KVFerryError(_nothing(answers, request_id))

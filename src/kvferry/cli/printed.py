@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from kvferry.terminal import printable
+
 _FAILED = 1
 _NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO))
 
@@ -38,9 +40,9 @@ def whole_output() -> Iterator[None]:
 
 
 def complain(sentence: str) -> None:
-    """Say what is wrong, if anybody hears it."""
+    """Say what is wrong, if anybody hears it; its words may be those of an engine or a file."""
     with suppress(OSError):
-        print(f"kvferry: {sentence}", file=sys.stderr)
+        print("\n".join(map(printable, f"kvferry: {sentence}".split("\n"))), file=sys.stderr)
 
 
 def _drop_the_rest() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import tempfile
 import threading
@@ -16,7 +17,7 @@ import pytest
 
 from kvferry.cache.bids import Bid, Part
 from kvferry.cli.main import app
-from kvferry.errors import ConfigError, ProtocolError
+from kvferry.errors import ConfigError, KVFerryError, ProtocolError
 from kvferry.explain import asking
 from kvferry.explain.asking import ask
 from kvferry.observe import answering, meeting_place
@@ -413,7 +414,9 @@ def test_the_command_lists_and_tells_and_fits_a_terminal(
 ) -> None:
     listed = command(capsys).splitlines()
     assert listed[0] == "cmpl-a-0-12345678"
-    assert listed[1] == "  2 min ago, decode engine, 20 tokens: 19 computed, 1 from its own prefix cache;"
+    assert re.sub(r"10\d s", "100 s", listed[1]) == (
+        "  100 s ago, decode engine, 20 tokens: 19 computed, 1 from its own prefix cache;"
+    )
     assert listed[2] == "  1 load failed"
     said = command(capsys, "a")
     assert "+0.0 ms  It comes with 20 tokens; may be served by peer." in said
@@ -431,6 +434,26 @@ def test_a_name_that_would_change_a_terminal_is_shown_without(
         answers._traces(event)
     assert "cmpl-?[31mred-0-12345678" in command(capsys)
     assert "\x1b" not in command(capsys, "\x1b[31mred")
+
+
+def test_a_long_name_is_told_whole_and_fits_a_terminal(
+    answers: Answering, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "cmpl-" + "a-long-name-" * 20 + "0-12345678"
+    for event in everything(name, time.monotonic()):
+        answers._traces(event)
+    for said in (command(capsys), command(capsys, name)):
+        assert max(map(len, said.splitlines())) <= 80
+        assert name in said.replace("\n  ", "")
+
+
+def test_what_an_engine_says_in_refusing_changes_no_terminal(
+    directory: Path, answers: Answering, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.explain.asking._asked", lambda *_: "an engine says \x1b[31m")
+    with pytest.raises(KVFerryError):
+        command(capsys)
+    assert capsys.readouterr().err == "kvferry: an engine says ?[31m\n"
 
 
 def test_engines_that_are_not_there_are_told_apart_from_requests_that_are_not(
