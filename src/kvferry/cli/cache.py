@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvferry.cli.options import pairs, size as bytes_of
+from kvferry.cli.options import pairs
 from kvferry.errors import ConfigError
 from kvferry.terminal import printable, report_width, wrapped
 
@@ -136,8 +136,9 @@ def gc(
     Leftovers are of processes that were killed; what was used, or stored, longest ago is evicted first.
     """
     from kvferry.plan.units import size
+    from kvferry.tiers.sizes import parse_size
 
-    done = _cache(where, option).collect(None if capacity is None else bytes_of(capacity))
+    done = _cache(where, option).collect(None if capacity is None else parse_size(capacity))
     if as_json:
         print(json.dumps(asdict(done)))
         return

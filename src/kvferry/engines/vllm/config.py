@@ -147,6 +147,19 @@ def _check_ranges(config: ConnectorConfig) -> None:
         )
 
 
+def check_failure_policy(transfer: Any) -> None:
+    """See that vLLM goes on with a request whose load fails.
+
+    Raises:
+        ConfigError: it would not.
+    """
+    if transfer.kv_load_failure_policy != "recompute":
+        raise ConfigError(
+            f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, it must be 'recompute': a "
+            "request whose load fails is loaded from elsewhere or computed, not failed"
+        )
+
+
 def read_settings(vllm_config: Any) -> ConnectorConfig:
     """The connector's settings from vLLM's; `host_buffer` is decided here.
 
@@ -155,11 +168,7 @@ def read_settings(vllm_config: Any) -> ConnectorConfig:
     """
     transfer = vllm_config.kv_transfer_config
     config = parse_config(transfer.kv_connector_extra_config)
-    if transfer.kv_load_failure_policy != "recompute":
-        raise ConfigError(
-            f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, it must be 'recompute': "
-            "a request whose load fails is computed here, not failed"
-        )
+    check_failure_policy(transfer)
     if config.host == NODE:
         from kvferry.engines.vllm import compat  # noqa: PLC0415 - loads the engine; settings are read without
 
