@@ -147,19 +147,6 @@ def _check_ranges(config: ConnectorConfig) -> None:
         )
 
 
-def check_failure_policy(transfer: Any) -> None:
-    """See that vLLM goes on with a request whose load fails.
-
-    Raises:
-        ConfigError: it would not.
-    """
-    if transfer.kv_load_failure_policy != "recompute":
-        raise ConfigError(
-            f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, it must be 'recompute': a "
-            "request whose load fails is loaded from elsewhere or computed, not failed"
-        )
-
-
 def read_settings(vllm_config: Any) -> ConnectorConfig:
     """The connector's settings from vLLM's; `host_buffer` is decided here.
 
@@ -182,3 +169,16 @@ def read_settings(vllm_config: Any) -> ConnectorConfig:
             "chunks would go to the buffer and not to the engine's cache; leave one of them out"
         )
     return config
+
+
+def check_failure_policy(transfer: Any) -> None:
+    """See that vLLM goes on with a request whose load fails.
+
+    Raises:
+        ConfigError: it would not.
+    """
+    if transfer.kv_load_failure_policy != "recompute":
+        raise ConfigError(
+            f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, it must be 'recompute': a "
+            "request whose load fails is loaded from elsewhere or computed, not failed"
+        )
