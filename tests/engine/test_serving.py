@@ -142,9 +142,9 @@ def test_a_request_is_explained_and_its_spans_belong_to_the_callers_trace(served
     eventually(lambda: "released" in explain("who-asks-why").stdout)
 
     prefill, decode = explain("who-asks-why").stdout.split("\n\n")
-    assert re.match(r"cmpl-who-asks-why-0-\w{8}\n  prefill engine, process \d+, ", prefill)
+    assert re.match(r"cmpl-who-asks-why-0-\w{8}\n  prefill engine, process \d+,\s", prefill)
     assert f"{tokens - 1} tokens are offered to another engine" in prefill
-    assert re.match(r"cmpl-who-asks-why-0-\w{8}\n  decode engine, process \d+, ", decode)
+    assert re.match(r"cmpl-who-asks-why-0-\w{8}\n  decode engine, process \d+,\s", decode)
     assert f"It comes with {tokens} tokens; may be served by peer." in decode
     assert f"goes on with {tokens - 1} tokens at hand and computes 1." in decode
     assert explain(answer["id"]).stdout == f"{prefill}\n\n{decode}"

@@ -7,7 +7,6 @@ Sizes are taken in an order drawn anew every round: a slow minute of the machine
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ import zmq
 
 from kvferry.bench.engines import Engine, engine, read_geometry
 from kvferry.bench.fit import Fit, fit
-from kvferry.bench.link import Producer
+from kvferry.bench.link import Producer, use_transports
 from kvferry.bench.raw import Patience, RawReads
 from kvferry.bench.reader import Reader
 from kvferry.bench.stats import Spread
@@ -90,8 +89,7 @@ def calibrate(job: Job, progress: Callable[[str], None]) -> Calibrated:
         ConfigError: memory or NIXL cannot be had.
         TransferError: the other process died, or something could not be moved.
     """
-    settings = {} if job.transports is None else {"UCX_TLS": job.transports}
-    os.environ.update(settings)
+    settings = use_transports(job.transports)
     progress("starting the producer process")
     src, dst = (room(name, job.read_bytes) for name in ("source", "destination"))
     with Producer([src], settings) as producer, Reader(dst, producer) as reader:

@@ -6,7 +6,6 @@ of every layout and size. All are up at once, so that a round can move every cel
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ import numpy as np
 from kvferry.bench import planning
 from kvferry.bench.cells import CHOSEN, WAYS, Cell, Row, Table, runs_of
 from kvferry.bench.engines import Engine, engine, span_of
-from kvferry.bench.link import Producer
+from kvferry.bench.link import Producer, use_transports
 from kvferry.bench.movers import Ferry, Mover, RawNixl
 from kvferry.bench.raw import RawReads
 from kvferry.bench.reader import Reader
@@ -69,8 +68,7 @@ def measure(job: Job, reading: ModelReading, progress: Callable[[str], None]) ->
         ConfigError: no cell can be, or memory or NIXL cannot be had.
         TransferError: the other process died, or other bytes arrived than were asked for.
     """
-    settings = {} if job.transports is None else {"UCX_TLS": job.transports}
-    os.environ.update(settings)
+    settings = use_transports(job.transports)
     tokens = moved_tokens(job, reading)
     found = _Engines.of(job, reading, tokens)
     transfer = TransferSettings(costs=costs_of(), lanes=job.lanes)

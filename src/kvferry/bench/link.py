@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -17,6 +18,13 @@ ANSWER_SECONDS = 30.0
 _END_SECONDS = 15.0
 
 AnswerT = TypeVar("AnswerT")
+
+
+def use_transports(named: str | None) -> dict[str, str]:
+    """Let UCX use these here, if any are named; returns the environment in which a producer does."""
+    settings = {} if named is None else {"UCX_TLS": named}
+    os.environ.update(settings)
+    return settings
 
 
 class Producer:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvferry.bench import hooks, planning, rounds
 from kvferry.bench.engines import engine
-from kvferry.bench.link import Producer
+from kvferry.bench.link import Producer, use_transports
 from kvferry.bench.reader import Reader
 from kvferry.bench.stats import Spread
 from kvferry.geometry.layout import lay_out
@@ -88,8 +88,7 @@ def measure(job: Job, progress: Callable[[str], None]) -> Measured:
         ConfigError: memory or NIXL cannot be had.
         TransferError: the other process died, or something could not be moved.
     """
-    settings = {} if job.transports is None else {"UCX_TLS": job.transports}
-    os.environ.update(settings)
+    settings = use_transports(job.transports)
     progress("starting the producer process")
     src, dst = (
         engine(name, job.reading, job.side, job.tokens, job.order, seed)

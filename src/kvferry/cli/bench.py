@@ -50,11 +50,11 @@ def transfer(
         bool, typer.Option("--json", help="Print JSON: all rounds, in seconds and bytes.")
     ] = False,
 ) -> None:
-    """Move KV cache between two processes over NIXL, beside raw NIXL and memcpy.
+    """Move KV cache over NIXL, beside raw NIXL and memcpy.
 
-    kvferry's time is that of a request: from the moment its blocks are known until they may be used, with
-    planning, posting, the lease check and the acknowledgement. Also measured: planning a long request, and
-    the time spent inside an engine's hooks while transfers run.
+    Between two processes. kvferry's time is that of a request: from the moment its blocks are known until
+    they may be used, with planning, posting, the lease check and the acknowledgement. Also measured:
+    planning a long request, and the time spent inside an engine's hooks while transfers run.
     """
     from rich.console import Console
 
@@ -106,10 +106,11 @@ def layout(
         bool, typer.Option("--json", help="Print JSON: all rounds, in seconds and bytes.")
     ] = False,
 ) -> None:
-    """Compare memory layouts, tensor-parallel sizes and strategies, over NIXL between two processes.
+    """Compare memory layouts, parallel sizes and strategies.
 
-    A request with scattered blocks moves from an engine to one rank of another: direct, over-read, staged,
-    and as the planner chooses. Speeds are multiples of raw NIXL's at 2 MiB in the same round.
+    A request with scattered blocks moves, over NIXL between two processes, from an engine to one rank of
+    another: direct, over-read, staged, and as the planner chooses. Speeds are multiples of raw NIXL's at
+    2 MiB in the same round.
     """
     from rich.console import Console
 
@@ -144,10 +145,11 @@ def calibrate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure what reading, copying and asking cost on this machine, and keep it for the planner.
+    """Measure this machine's costs, and keep them for the planner.
 
-    The planner chooses between strategies by these costs. They are written to a file which kvferry reads
-    wherever it plans transfers; without one it goes by built-in costs.
+    Of reading, copying and asking. The planner chooses between strategies by these costs. They are
+    written to a file which kvferry reads wherever it plans transfers; without one it goes by built-in
+    costs.
     """
     from datetime import UTC, datetime
 
@@ -201,7 +203,7 @@ def offload(
         bool, typer.Option("--json", help="Print JSON: all rounds, in seconds and bytes.")
     ] = False,
 ) -> None:
-    """Keep chunks in every tier and fetch them, beside what the same bytes reach without kvferry.
+    """Keep chunks in every tier and fetch them, beside raw storage.
 
     Host memory beside memcpy, files beside fio or threads with direct I/O, objects beside obstore. Also
     measured: how long a scheduler looks for the chunks of a long prompt. With an engine, a real one on this

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvferry.cli.options import pairs, size as bytes_of
+from kvferry.cli.options import pairs
 from kvferry.errors import ConfigError
+from kvferry.terminal import printable, report_width, wrapped
 
 if TYPE_CHECKING:
     from kvferry.tiers.cache import Cache
@@ -46,24 +47,24 @@ def register(app: typer.Typer) -> None:
 
 
 def ls(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
-    """List the namespaces: whose KV is kept, how much, and when it was last used."""
-    from kvferry.plan.units import size
+    """List the namespaces: whose KV, how much, when last used."""
+    from kvferry.plan.units import age, size
     from kvferry.tiers.survey import holdings
 
     cache = _cache(where, option)
-    found = holdings(cache)
+    found, now = holdings(cache), time.time()
     if as_json:
         print(json.dumps([asdict(one) for one in found]))
         return
     for one in found:
-        print(f"{one.namespace[:16]}  {_shown(one.name) or 'no model named'}"[:80])
-        for line in _lines(_said(one.facts)):
-            print(f"  {line}")
+        print(f"{one.namespace[:16]}  {printable(one.name) or 'no model named'}"[: report_width()])
+        for line in _lines(_said(one.facts), report_width() - 2):
+            print("\n".join(wrapped(line, 2, 2)))
         held = f"{one.chunks} chunks, {one.tokens} tokens, {size(one.total_bytes)}"
         if one.oldest is not None and one.newest is not None:
             verb = "last used" if cache.notes_use else "stored"
-            held += f"; {verb} {_age(one.newest)} ago, the oldest {_age(one.oldest)} ago"
-        print(f"  {held}")
+            held += f"; {verb} {age(now - one.newest)} ago, the oldest {age(now - one.oldest)} ago"
+        print("\n".join(wrapped(held, 2, 2)))
         if one.unreadable:
             print(f"  {one.unreadable} of them cannot be read; see kvferry cache verify")
     if not found:
@@ -99,7 +100,10 @@ def verify(
     option: _Options = None,
     as_json: _Json = False,
 ) -> None:
-    """Read every chunk and check every byte; exit code 1 if something is bad."""
+    """Read every chunk and check every byte.
+
+    Exit code 1 if something is bad.
+    """
     from kvferry.plan.units import size
     from kvferry.tiers.survey import verify_all
 
@@ -108,7 +112,8 @@ def verify(
         print(json.dumps(asdict(found)))
     else:
         for one in found.bad:
-            print(f"{one.path}\n  {one.why}{'; moved to quarantine' if one.moved else ''}")
+            print(printable(str(one.path)))
+            print("\n".join(wrapped(f"{one.why}{'; moved to quarantine' if one.moved else ''}", 2)))
         print(f"{found.chunks} chunks, {size(found.total_bytes)}: {len(found.bad)} bad")
     if found.bad:
         raise typer.Exit(_BAD)
@@ -126,10 +131,14 @@ def gc(
     option: _Options = None,
     as_json: _Json = False,
 ) -> None:
-    """Remove what killed processes left, count anew, and evict what was used, or stored, longest ago."""
-    from kvferry.plan.units import size
+    """Remove leftovers, count anew, and evict down to the capacity.
 
-    done = _cache(where, option).collect(None if capacity is None else bytes_of(capacity))
+    Leftovers are of processes that were killed; what was used, or stored, longest ago is evicted first.
+    """
+    from kvferry.plan.units import size
+    from kvferry.tiers.sizes import parse_size
+
+    done = _cache(where, option).collect(None if capacity is None else parse_size(capacity))
     if as_json:
         print(json.dumps(asdict(done)))
         return
@@ -190,15 +199,10 @@ def _said(facts: Mapping[str, object]) -> list[str]:
     """Facts that are short; of the form, which has a line for every field of every layer, the first."""
     said = [f"{fact} {value}" for fact, value in facts.items() if isinstance(value, str | int | float)]
     form = facts.get("form")
-    return [_shown(one) for one in (*said, *(map(str, form[:1]) if isinstance(form, list) else ()))]
+    return [printable(one) for one in (*said, *(map(str, form[:1]) if isinstance(form, list) else ()))]
 
 
-def _shown(text: str) -> str:
-    """Text of a file that anybody may have written, for a terminal."""
-    return "".join(each if each.isprintable() else "?" for each in text)
-
-
-def _lines(words: list[str], width: int = 78) -> list[str]:
+def _lines(words: list[str], width: int) -> list[str]:
     """Words joined by commas, in lines of at most so many characters where a word is not longer."""
     lines: list[str] = []
     for word in words:
@@ -207,11 +211,3 @@ def _lines(words: list[str], width: int = 78) -> list[str]:
         else:
             lines.append(word)
     return lines
-
-
-def _age(then: float) -> str:
-    seconds = max(0.0, time.time() - then)
-    for each, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= each:
-            return f"{seconds / each:.0f} {unit}"
-    return f"{seconds:.0f} s"

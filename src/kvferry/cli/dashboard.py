@@ -21,7 +21,10 @@ def register(app: typer.Typer) -> None:
 def dashboard(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the files; made if need be.")] = Path(),
 ) -> None:
-    """Write a Grafana dashboard (kvferry-dashboard.json) and Prometheus alerts (kvferry-alerts.yaml)."""
+    """Write a Grafana dashboard and Prometheus alerts.
+
+    As kvferry-dashboard.json and kvferry-alerts.yaml.
+    """
     from kvferry.observe.dashboard import dashboard as model, rules
 
     try:

@@ -40,10 +40,10 @@ def demo(
         Path | None, typer.Option(help="Keep the engines' logs there; by default only those of a failed run.")
     ] = None,
 ) -> None:
-    """Serve a model with a prefill and a decode engine, send it real text, and show what moved.
+    """Send real text through two engines, and show what moved.
 
-    Ends with a table: per request what moved for each KV cache group, how long it took, and whether the
-    answer is identical to a single engine's.
+    A model is served by a prefill and a decode engine. Ends with a table: per request what moved for each
+    KV cache group, how long it took, and whether the answer is identical to a single engine's.
     """
     from rich.console import Console
 

@@ -38,10 +38,11 @@ def doctor(
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check this machine, a configuration and running engines, and say what to change.
+    """Check this machine, a configuration and running engines.
 
-    Exit code 0: nothing must be changed; 1: something must; 2: an argument cannot be used. An engine that
-    is given by its HTTP address is asked to compute a prompt of four tokens.
+    Says what must be changed, and how. Exit code 0: nothing must be changed; 1: something must; 2: an
+    argument cannot be used. An engine that is given by its HTTP address is asked to compute a prompt of
+    four tokens.
     """
     from rich.console import Console
 

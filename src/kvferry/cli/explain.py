@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvferry.cli.printed import complain
 from kvferry.errors import ConfigError, KVFerryError
 
 if TYPE_CHECKING:
@@ -33,9 +33,10 @@ def explain(
     last: Annotated[int, typer.Option(min=1, max=1000, help="How many to list, of each engine.")] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: every event, in seconds.")] = False,
 ) -> None:
-    """Say where the KV of a request came from, why, and how long it took; or list the last requests.
+    """Say where the KV of a request came from, and why.
 
-    Asks every engine of this user on this machine.
+    And how long it took; without a request, lists the last ones. Asks every engine of this user on this
+    machine.
     """
     from kvferry.explain.asking import ask
     from kvferry.explain.show import show, show_list
@@ -45,7 +46,7 @@ def explain(
         raise ConfigError("the id of a request has 1 to 511 bytes; see kvferry explain for those there are")
     answers = ask(Question("", last) if request_id is None else Question(request_id, _MOST_STORIES))
     for silent in answers.silent:
-        print(f"kvferry: {silent}", file=sys.stderr)
+        complain(silent)
     told = answers.told()
     if not told:
         raise KVFerryError(_nothing(answers, request_id))

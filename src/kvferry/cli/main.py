@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvferry.cli import bench, cache, config, dashboard, demo, doctor, explain, plan, router, serve, top
+from kvferry.cli.printed import complain, whole_output
 from kvferry.errors import ConfigError, KVFerryError
 
 _FAILED = 1
@@ -51,14 +52,15 @@ def _options(
 
 def main() -> None:
     """Run a command; what kvferry raises becomes one sentence and an exit code."""
-    try:
-        app()
-    except ConfigError as error:
-        _end(error, _USAGE)
-    except KVFerryError as error:
-        _end(error, _FAILED)
+    with whole_output():
+        try:
+            app()
+        except ConfigError as error:
+            _end(error, _USAGE)
+        except KVFerryError as error:
+            _end(error, _FAILED)
 
 
 def _end(error: KVFerryError, code: int) -> None:
-    print(f"kvferry: {error}", file=sys.stderr)
+    complain(str(error))
     sys.exit(code)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,6 @@ from kvferry.errors import ConfigError
 def given(**options: Any) -> dict[str, Any]:
     """Those that were given: whose value is not None."""
     return {name: value for name, value in options.items() if value is not None}
-
-
-_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-
-
-def size(text: str) -> int:
-    """Bytes, of a text such as ``10GiB``, ``1.5 TiB`` or ``4096``.
-
-    Raises:
-        ConfigError: it is no size.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]iB|)", text)
-    if found is None:
-        raise ConfigError(f"{text!r} is no size; give bytes, KiB, MiB, GiB or TiB, as in 10GiB")
-    return int(float(found[1]) * _UNITS[found[2]])
 
 
 def pairs(texts: list[str] | None) -> dict[str, str]:

@@ -34,7 +34,10 @@ def serve(
     log_dir: Annotated[Path | None, typer.Option(help="Folder for the engines' logs.")] = None,
     startup_timeout: Annotated[float, typer.Option(help="Seconds until every engine must be ready.")] = 600,
 ) -> None:
-    """Start prefill and decode engines of MODEL on this machine and serve one OpenAI endpoint over them."""
+    """Start engines of MODEL here, and one OpenAI endpoint.
+
+    Prefill and decode engines on this machine, and over them a router.
+    """
     from rich.console import Console
 
     from kvferry.serving.launch import fleet_specs

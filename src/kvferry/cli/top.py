@@ -34,9 +34,9 @@ def top(
         bool, typer.Option("--json", help="The same as JSON, in bytes, seconds and shares.")
     ] = False,
 ) -> None:
-    """Watch engines: hits and misses, loads, tiers, failures; of all together, then a line each.
+    """Watch engines live: hits, misses, loads, tiers, failures.
 
-    q quits. Tab shows the next engine in detail, Escape all of them again.
+    Of all together, then a line each. q quits. Tab shows the next engine in detail, Escape all of them again.
     """
     import anyio
     from rich.console import Console

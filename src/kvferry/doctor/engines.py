@@ -13,6 +13,7 @@ from kvferry.doctor.finding import Finding, Section, bad, note, ok
 from kvferry.doctor.limits import each_within
 from kvferry.doctor.meeting import CannotMeet, Met, meet, release
 from kvferry.errors import ConfigError
+from kvferry.observe.fetch import http_address
 from kvferry.plan.units import duration
 from kvferry.serving.role import Role
 from kvferry.transport.handshake import Address
@@ -69,14 +70,15 @@ def target(text: str, role: Role = Role.BOTH) -> Target:
     Raises:
         ConfigError: it is no address.
     """
+    if (url := http_address(text)) is not None:
+        netloc = urlsplit(text).netloc
+        shown = text.replace(netloc, netloc.rpartition("@")[2])  # credentials are nobody's to see
+        return Target(shown, role, url=url)
     try:
         parts = urlsplit(text if "://" in text else f"{_SCHEME}://{text}")
         host, port = parts.hostname, parts.port
     except ValueError:
         host, port, parts = None, None, urlsplit("")
-    if host and parts.scheme in ("http", "https"):
-        shown = text.replace(parts.netloc, parts.netloc.rpartition("@")[2])  # credentials are nobody's to see
-        return Target(shown, role, url=f"{parts.scheme}://{parts.netloc}")
     if host and port and parts.scheme == _SCHEME and not parts.path.strip("/"):
         return Target(text, role, control=(host, port))
     raise ConfigError(

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
+import anyio
+import msgspec
 
 from kvferry.doctor.finding import Finding, bad, note, ok
 from kvferry.engines.vllm.version import TESTED, is_tested
+from kvferry.errors import ProtocolError
+from kvferry.observe.fetch import Health, Reply, client, fetch
 from kvferry.serving.role import Role
 from kvferry.serving.router.bodies import handed_over, prefill_body
-from kvferry.serving.router.upstream import says
 from kvferry.transport.handshake import Address
 
 _PROMPT = [11, 12, 13, 14]
 """Token ids that any vocabulary has; the engine drops the last one."""
-_CONNECT_SECONDS = 5.0
 _METRICS = {"kvferry_": "KVFerryConnector", "vllm:nixl_": "NixlConnector"}
 
 
@@ -61,59 +62,61 @@ def look(url: str, seconds: float, environment: Mapping[str, str] = os.environ) 
         environment: ``VLLM_API_KEY`` is sent where it is set, as vLLM reads it.
     """
     key = environment.get("VLLM_API_KEY")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    timeout = httpx.Timeout(seconds, connect=min(seconds, _CONNECT_SECONDS))
-    with httpx.Client(base_url=url, timeout=timeout, trust_env=False, headers=headers) as client:
-        seen = AtUrl()
+    return anyio.run(_look, url, seconds, {"Authorization": f"Bearer {key}"} if key else {})
+
+
+async def _look(url: str, seconds: float, headers: Mapping[str, str]) -> AtUrl:
+    seen = AtUrl()
+    async with client(headers) as http:
+
+        async def ask(path: str, post: bytes | None = None) -> Reply:
+            return await fetch(http, f"{url}{path}", seconds, post)
+
         try:
-            if router := _router(client):
+            if router := _router(await ask("/health")):
                 return _behind(router)
-            if _is_engine(client, seen):
-                _connector(client, seen)
-                _ask_for_kv(client, seen)
-        except httpx.HTTPError as error:
+            if _is_engine(await ask("/version"), seen):
+                _connector(await ask("/metrics"), seen)
+                await _ask_for_kv(ask, seen)
+        except ProtocolError as error:
             seen.findings.append(
-                bad(
-                    "HTTP",
-                    f"{url} does not answer: {says(error)}",
-                    "see that it is up, and reachable from here",
-                )
+                bad("HTTP", f"no answer: {error}", "see that it is an engine, up, and reachable from here")
             )
-        return seen
+    return seen
 
 
-def _router(client: httpx.Client) -> dict[str, Any] | None:
+def _router(health: Reply) -> dict[str, Any] | None:
     """What a router says of its engines; None if this is none."""
-    health = _json(client.get("/health"))
-    return health if isinstance(health, dict) and {"prefill", "decode"} <= health.keys() else None
+    said = health.json
+    return said if isinstance(said, dict) and {"prefill", "decode"} <= said.keys() else None
 
 
-def _behind(health: dict[str, Any]) -> AtUrl:
+def _behind(said: dict[str, Any]) -> AtUrl:
+    seen = AtUrl()
     try:
-        seen = AtUrl(
-            behind=tuple(
-                (str(one["url"]), role) for role in (Role.PREFILL, Role.DECODE) for one in health[role]
-            )
+        health = msgspec.convert(said, Health)
+    except msgspec.ValidationError as error:
+        seen.findings.append(
+            bad("router", f"its /health is not that of kvferry's: {error}", "see what it is")
         )
-        down = [one for role in (Role.PREFILL, Role.DECODE) for one in health[role] if not one.get("up")]
-    except (TypeError, KeyError, AttributeError):
-        seen = AtUrl()
-        seen.findings.append(bad("router", "its /health is not that of kvferry's router", "see what it is"))
         return seen
+    engines = [(one, Role.PREFILL) for one in health.prefill] + [(one, Role.DECODE) for one in health.decode]
+    seen.behind = tuple((one.url, role) for one, role in engines)
+    down = [one for one, _ in engines if not one.up]
     seen.findings.append(
-        ok("router", f"{len(seen.behind)} engines behind it, {len(seen.behind) - len(down)} of them up")
+        ok("router", f"{len(engines)} engines behind it, {len(engines) - len(down)} of them up")
     )
     seen.findings += [
-        bad("router", f"{one['url']} is down: {one.get('reason') or 'no reason given'}", "see to that engine")
+        bad("router", f"{one.url} is down: {one.reason or 'no reason given'}", "see to that engine")
         for one in down
     ]
     return seen
 
 
-def _is_engine(client: httpx.Client, seen: AtUrl) -> bool:
+def _is_engine(answer: Reply, seen: AtUrl) -> bool:
     """Whether it is vLLM, which says its version."""
-    answer = _json(client.get("/version"))
-    version = answer.get("version") if isinstance(answer, dict) else None
+    said = answer.json
+    version = said.get("version") if isinstance(said, dict) else None
     if not isinstance(version, str):
         seen.findings.append(
             bad(
@@ -129,13 +132,12 @@ def _is_engine(client: httpx.Client, seen: AtUrl) -> bool:
     return isinstance(version, str)
 
 
-def _connector(client: httpx.Client, seen: AtUrl) -> None:
+def _connector(answer: Reply, seen: AtUrl) -> None:
     """Whose metrics it shows; several API servers show none of a counter that never counted."""
-    answer = client.get("/metrics")
-    shown = [name for prefix, name in _METRICS.items() if prefix in answer.text] if answer.is_success else []
-    if not answer.is_success:
+    shown = [name for prefix, name in _METRICS.items() if prefix in answer.text] if answer.fine else []
+    if not answer.fine:
         seen.findings.append(
-            note("metrics", f"/metrics answers {answer.status_code}", "let it be asked, to see what moves")
+            note("metrics", f"/metrics answers {answer.status}", "let it be asked, to see what moves")
         )
     elif _METRICS["kvferry_"] in shown:
         seen.findings.append(ok("metrics", "kvferry's are on its /metrics"))
@@ -144,33 +146,31 @@ def _connector(client: httpx.Client, seen: AtUrl) -> None:
         seen.findings.append(note("metrics", f"none of kvferry's on its /metrics{others}"))
 
 
-def _ask_for_kv(client: httpx.Client, seen: AtUrl) -> None:
+async def _ask_for_kv(ask: Callable[[str, bytes | None], Awaitable[Reply]], seen: AtUrl) -> None:
     """Compute a short prompt for another engine: the answer says where the control channel is."""
-    models = _json(listed := client.get("/v1/models"))
+    listed = await ask("/v1/models", None)
     try:
-        model = models["data"][0]["id"]
+        model = listed.json["data"][0]["id"]
     except (KeyError, IndexError, TypeError):
-        denied = listed.status_code in (401, 403)
+        denied = listed.status in (401, 403)
         advice = "set VLLM_API_KEY" if denied else "give an engine's own address"
-        seen.findings.append(
-            bad("HTTP", f"/v1/models answers {listed.status_code} and names no model", advice)
-        )
+        seen.findings.append(bad("HTTP", f"/v1/models answers {listed.status} and names no model", advice))
         return
     body = prefill_body({"model": model, "prompt": _PROMPT, "temperature": 0})
-    answer = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
-    if not answer.is_success:
+    answer = await ask("/v1/completions", body)
+    if not answer.fine:
         seen.findings.append(
             bad(
                 "completion",
-                f"a prompt of {len(_PROMPT)} tokens is answered {answer.status_code}",
+                f"a prompt of {len(_PROMPT)} tokens is answered {answer.status}",
                 "see its log",
             )
         )
         return
     seen.findings.append(ok("model", str(model)))
-    seen.offered = _offered(handed_over(answer.content))
+    seen.offered = _offered(handed_over(answer.body))
     if seen.offered is None:
-        other = handed_over(answer.content) or {}
+        other = handed_over(answer.body) or {}
         what = (
             "offers KV, but not as kvferry does"
             if other.get("remote_block_ids")
@@ -193,10 +193,3 @@ def _offered(params: dict[str, Any] | None) -> Offered | None:
     if not (isinstance(host, str) and isinstance(port, int)):
         return None
     return Offered((host, port), str(engine_id), str(lease))
-
-
-def _json(answer: httpx.Response) -> Any:
-    try:
-        return answer.json()
-    except ValueError:
-        return None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,8 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 from kvferry.doctor.finding import Section, State, is_well
+from kvferry.terminal import printable, wrapped
 
-_WIDTH = 80
 _MARKS = {State.OK: "ok", State.NOTE: "note", State.BAD: "BAD"}
 _STYLES = {State.OK: "green", State.NOTE: "yellow", State.BAD: "bold red"}
 _INDENT = 7
@@ -23,15 +22,15 @@ _ARROW = "-> "
 def show(sections: Sequence[Section], console: Console) -> None:
     """Print them, and what they come to."""
     for section in sections:
-        console.print(Text(_shown(section.title), "bold"), soft_wrap=True)
+        console.print(Text(printable(section.title), "bold"), soft_wrap=True)
         for finding in section.findings:
-            first, *rest = _wrapped(f"{finding.subject}: {finding.found}", _INDENT)
+            first, *rest = wrapped(f"{finding.subject}: {finding.found}", _INDENT)
             mark = Text(f"  {_MARKS[finding.state]:<{_INDENT - 2}}", _STYLES[finding.state])
             console.print(mark + Text(first.strip()), soft_wrap=True)
             for line in rest:
                 console.print(Text(line), soft_wrap=True)
             if finding.advice:
-                for line in _wrapped(_ARROW + finding.advice, _INDENT, len(_ARROW)):
+                for line in wrapped(_ARROW + finding.advice, _INDENT, len(_ARROW)):
                     console.print(Text(line), soft_wrap=True)
         console.print()
     console.print(summary(sections), soft_wrap=True, highlight=False)
@@ -55,19 +54,3 @@ def as_json(sections: Sequence[Section]) -> dict[str, Any]:
             for section in sections
         ],
     }
-
-
-def _wrapped(text: str, indent: int, hanging: int = 0) -> Iterator[str]:
-    """Lines of 80 columns at most; a long path is cut rather than run over."""
-    yield from textwrap.wrap(
-        _shown(text),
-        _WIDTH,
-        initial_indent=" " * indent,
-        subsequent_indent=" " * (indent + hanging),
-        break_on_hyphens=False,
-    )
-
-
-def _shown(text: str) -> str:
-    """What others have said, for a terminal."""
-    return "".join(each if each.isprintable() else "?" for each in text)

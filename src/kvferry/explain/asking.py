@@ -1,11 +1,13 @@
-"""Asks the engines of this machine for traces; an engine that does not answer costs a few seconds."""
+"""Asks the engines of this machine for traces, all at once; those that do not answer cost a few seconds."""
 
 from __future__ import annotations
 
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -13,9 +15,12 @@ from kvferry.errors import ConfigError, ProtocolError
 from kvferry.observe import meeting_place
 from kvferry.observe.events import Arrived
 from kvferry.observe.traces import Trace
-from kvferry.observe.wire import MOST_ANSWER_BYTES, Engine, Question, decode_trace
+from kvferry.observe.wire import MOST_ANSWER_BYTES, UNREADABLE, Engine, Question, decode_trace
 
 _SECONDS = 5.0
+"""For all engines together."""
+_SHORTEST = 0.001
+_MOST_AT_ONCE = 64
 
 
 class _Refusal(msgspec.Struct, frozen=True):
@@ -76,38 +81,49 @@ def ask(question: Question) -> Answers:
     Raises:
         ConfigError: no engine answers, and a directory of sockets is not the user's alone.
     """
-    answers: list[Answer] = []
-    silent: list[str] = []
+    paths: list[Path] = []
     refused: list[ConfigError] = []
     for directory in meeting_place.places():
         try:
-            for asked in meeting_place.connected(directory):
-                with asked:
-                    try:
-                        answers.append(_answer(asked, question))
-                    except (OSError, ProtocolError) as error:
-                        silent.append(f"an engine did not answer: {type(error).__name__}: {error}")
+            paths += meeting_place.sockets(directory)
         except ConfigError as error:
             refused.append(error)
+    until = time.monotonic() + _SECONDS
+    with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
+        said = list(pool.map(lambda path: _asked(path, question, until), paths))
+    answers = tuple(one for one in said if isinstance(one, Answer))
     if refused and not answers:
         raise refused[0]
-    return Answers(tuple(answers), (*silent, *map(str, refused)))
+    return Answers(answers, (*(one for one in said if isinstance(one, str)), *map(str, refused)))
 
 
-def _answer(asked: socket.socket, question: Question) -> Answer:
+def _asked(path: Path, question: Question, until: float) -> Answer | str | None:
+    """What one engine says, or why it does not; None if it is gone."""
+    try:
+        connection = meeting_place.connect(path, until)
+        if connection is None:
+            return None
+        with connection:
+            return _answer(connection, question, until)
+    except (OSError, ProtocolError) as error:
+        return f"an engine did not answer: {type(error).__name__}: {error}"
+
+
+def _answer(asked: socket.socket, question: Question, until: float) -> Answer:
     """What one engine says.
 
     Raises:
         ProtocolError: it cannot be understood, or is an engine's refusal.
         OSError: it did not come in time.
     """
+    asked.settimeout(max(_SHORTEST, until - time.monotonic()))
     asked.sendall(msgspec.json.encode(question) + b"\n")
-    first, *rest = _lines(asked)
+    first, *rest = _lines(asked, until)
     try:
         if b'"error"' in first[:16]:
             raise ProtocolError(msgspec.json.decode(first, type=_Refusal).error)
         engine = msgspec.json.decode(first, type=Engine)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"an answer that cannot be read: {error}") from error
     traces = tuple(decode_trace(line) for line in rest)
     if not all(trace.events and isinstance(trace.events[0], Arrived) for trace in traces):
@@ -115,11 +131,11 @@ def _answer(asked: socket.socket, question: Question) -> Answer:
     return Answer(engine, traces)
 
 
-def _lines(asked: socket.socket) -> Iterator[bytes]:
+def _lines(asked: socket.socket, until: float) -> Iterator[bytes]:
     """All lines until it says no more; at least one."""
-    said, until = bytearray(), time.monotonic() + _SECONDS
+    said = bytearray()
     while True:
-        asked.settimeout(max(0.001, until - time.monotonic()))
+        asked.settimeout(max(_SHORTEST, until - time.monotonic()))
         piece = asked.recv(1 << 16)
         if not piece:
             break

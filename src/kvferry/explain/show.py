@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import textwrap
 import time
 
 from kvferry.explain.asking import Told
 from kvferry.explain.story import Line, story
 from kvferry.explain.summary import Summary, summary
-from kvferry.plan.units import amount, duration
+from kvferry.plan.units import age, amount, duration
+from kvferry.terminal import wrapped
 
-_WIDTH = 80
+_INDENT = 2
 _TIMES = 11
 """Columns for when something happened."""
 
@@ -20,13 +20,13 @@ def show(told: Told) -> str:
     engine = told.answer.engine
     came = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(told.came))
     lines = [
-        _clean(told.trace.request_id),
-        *_wrapped(f"{_engine(told)}, process {engine.pid}, {engine.model}; came {came} UTC", "  "),
+        *wrapped(told.trace.request_id, hanging=_INDENT),
+        *wrapped(f"{_engine(told)}, process {engine.pid}, {engine.model}; came {came} UTC", _INDENT),
     ]
     for line in story(told.trace):
         lines += _line(line)
     if (times := _times(summary(told.trace))) is not None:
-        lines += _wrapped(times, "  ")
+        lines += wrapped(times, _INDENT)
     return "\n".join(lines)
 
 
@@ -39,8 +39,9 @@ def show_list(told: list[Told], now: float) -> str:
         if not places:
             places = "no source was asked" if _unasked(one) else "the engine has not gone on with it"
         failed = f"; {found.failed} load{'s' * (found.failed > 1)} failed" if found.failed else ""
-        said = f"{_age(now - one.came)} ago, {_engine(one)}, {amount(found.tokens)} tokens: "
-        lines += [_clean(one.trace.request_id), *_wrapped(f"{said}{places}{failed}", "  ")]
+        said = f"{age(now - one.came)} ago, {_engine(one)}, {amount(found.tokens)} tokens: "
+        lines += wrapped(one.trace.request_id, hanging=_INDENT)
+        lines += wrapped(f"{said}{places}{failed}", _INDENT)
     return "\n".join(lines)
 
 
@@ -54,16 +55,12 @@ def _times(found: Summary) -> str | None:
 
 def _line(line: Line) -> list[str]:
     first = "" if line.after is None else f"+{_after(line.after)}"
-    rows = textwrap.wrap(_clean(line.text), _WIDTH - _TIMES - 2) or [""]
-    return [f"{first if not n else '':>{_TIMES}}  {row}" for n, row in enumerate(rows)]
+    begin, *rest = wrapped(line.text, _TIMES + 2)
+    return [f"{first:>{_TIMES}}{begin[_TIMES:]}", *rest]
 
 
 def _after(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
-def _wrapped(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(_clean(text), _WIDTH, initial_indent=indent, subsequent_indent=indent)
 
 
 def _from(place: str) -> str:
@@ -79,15 +76,3 @@ def _engine(told: Told) -> str:
 
 def _unasked(told: Told) -> bool:
     return not getattr(told.trace.events[0], "sources", ())
-
-
-def _age(seconds: float) -> str:
-    for each, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= each:
-            return f"{seconds / each:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
-
-
-def _clean(text: str) -> str:
-    """Text that anybody may have sent, for a terminal."""
-    return "".join(each if each.isprintable() else "?" for each in text)

@@ -8,15 +8,16 @@ from __future__ import annotations
 import os
 import socket
 import stat
-from collections.abc import Iterator
+import time
 from contextlib import suppress
 from pathlib import Path
 
 from kvferry.errors import ConfigError
 
 _SUFFIX, _UNFINISHED = ".sock", ".new"
-_SECONDS = 2.0
-"""Until a listening socket that takes no more connections is given up."""
+_UNFINISHED_SECONDS = 60.0
+"""After which nobody makes a socket any more, which takes moments."""
+_AGAIN_SECONDS = 0.02
 
 
 def places() -> list[Path]:
@@ -94,34 +95,60 @@ def listen(directory: Path, name: str) -> tuple[socket.socket, Path]:
     return listening, path
 
 
-def connected(directory: Path) -> Iterator[socket.socket]:
-    """A connection to every engine there; what engines that are gone have left is removed.
+def sockets(directory: Path) -> list[Path]:
+    """Of the engines there; what a process has left that was killed while it made one is removed.
 
     Raises:
         ConfigError: the directory is not ours alone, or cannot be looked into.
     """
     try:
         check(directory)
-        found = sorted(path for path in directory.iterdir() if path.suffix == _SUFFIX)
+        found = sorted(directory.iterdir())
     except FileNotFoundError:
-        return
+        return []
     except OSError as error:
         raise ConfigError(f"cannot look into {directory}: {os.strerror(error.errno or 0)}") from error
     for path in found:
-        asking = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        asking.settimeout(_SECONDS)
+        with suppress(OSError):
+            if path.suffix == _UNFINISHED and time.time() - path.lstat().st_mtime > _UNFINISHED_SECONDS:
+                path.unlink()
+    return [path for path in found if path.suffix == _SUFFIX]
+
+
+def connect(path: Path, until: float) -> socket.socket | None:
+    """A connection to an engine; None if the engine is gone, and what it has left is removed then.
+
+    Args:
+        path: one of `sockets`.
+        until: monotonic time; an engine with a full queue of questions is tried again so long.
+
+    Raises:
+        OSError: its queue is still full, or it cannot be asked.
+    """
+    asking = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    asking.settimeout(0)
+    while True:
         try:
             asking.connect(str(path))
-        except ConnectionRefusedError:
+        except BlockingIOError:
+            if time.monotonic() < until:
+                time.sleep(_AGAIN_SECONDS)
+                continue
+            asking.close()
+            raise TimeoutError("too many questions wait for it") from None
+        except (ConnectionRefusedError, FileNotFoundError):
             asking.close()
             path.unlink(missing_ok=True)
-        except OSError:  # gone since it was listed, or so busy that it does not answer
+            return None
+        except OSError:
             asking.close()
-        else:
-            yield asking
+            raise
+        return asking
 
 
 def sweep(directory: Path) -> None:
     """Remove what engines that are gone have left."""
-    for one in connected(directory):
-        one.close()
+    for path in sockets(directory):
+        with suppress(OSError):
+            if (connection := connect(path, 0.0)) is not None:
+                connection.close()

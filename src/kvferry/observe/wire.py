@@ -18,6 +18,8 @@ MOST_QUESTION_BYTES = 4096
 MOST_ANSWER_BYTES = 16 << 20
 MOST_TRACES = 1000
 """Of an answer."""
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What reading raises of a line that nobody should have said."""
 _EVENTS = {one.__name__: one for one in get_args(OfRequest)}
 
 
@@ -93,7 +95,7 @@ def decode_trace(line: bytes) -> Trace:
     try:
         plain = msgspec.json.decode(line, type=_Trace)
         told = tuple(msgspec.convert(values, _EVENTS[name]) for name, values in plain.events)
-    except (msgspec.MsgspecError, KeyError) as error:
+    except (*UNREADABLE, KeyError) as error:
         raise ProtocolError(f"a trace that cannot be read: {error}") from error
     return Trace(plain.request_id, told, plain.left_out, plain.stored, plain.heard)
 
@@ -106,7 +108,7 @@ def read_question(line: bytes) -> Question:
     """
     try:
         question = msgspec.json.decode(line, type=Question)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"a question that cannot be read: {error}") from error
     if not 0 < question.most <= MOST_TRACES:
         raise ProtocolError(f"{question.most} traces are asked for, it must be 1 to {MOST_TRACES}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+_AGES = (("days", 86_400, 0), ("h", 3600, 1), ("min", 60, 0))
 _EXACT = 100_000
 _MANY = 100
 
@@ -28,3 +29,15 @@ def duration(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.1f} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
+
+
+def age(seconds: float) -> str:
+    """How long something has lasted, or how long ago it was.
+
+    >>> [age(each) for each in (-0.5, 119, 120, 7200, 9000, 172_800, 345_600)]
+    ['0 s', '119 s', '2 min', '2.0 h', '2.5 h', '2 days', '4 days']
+    """
+    for unit, each, digits in _AGES:
+        if seconds >= 2 * each:
+            return f"{seconds / each:.{digits}f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"

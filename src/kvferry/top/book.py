@@ -11,7 +11,8 @@ import httpx
 from anyio.abc import TaskGroup
 
 from kvferry.errors import ConfigError, ProtocolError
-from kvferry.top.fetch import Health, address, ask
+from kvferry.observe.fetch import Health
+from kvferry.top.fetch import address, ask
 from kvferry.top.seen import Fleet, Seen, fleet
 
 

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rich.cells import set_cell_size
+from rich.cells import cell_len, set_cell_size
+
+from kvferry.terminal import printable
 
 MARGIN = 10
 """Where what is said of a heading begins."""
@@ -51,19 +53,16 @@ def fit(text: str, width: int) -> str:
     return whole if whole.rstrip() == shown.rstrip() or width < 3 else set_cell_size(shown, width - 2) + ".."
 
 
-def printable(text: str) -> str:
-    """Text that came from elsewhere, without what a terminal would act on."""
-    return "".join(each if each.isprintable() else "?" for each in text)
-
-
 def wrapped(heading: str, items: Iterable[str], width: int) -> Iterator[str]:
     """Items, as many in a line as there is room for; the first line begins with the heading."""
     line, empty = fit(heading, MARGIN), True
     for item in map(printable, items):
-        if not empty and len(line) + 2 + len(item) > width:
+        if not empty and cell_len(line) + 2 + cell_len(item) > width:
             yield line
             line, empty = " " * MARGIN, True
         line += item if empty else f"  {item}"
         empty = False
+        if cell_len(line) > width:
+            line = fit(line, width)
     if not empty:
         yield line

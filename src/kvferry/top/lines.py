@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from kvferry.plan.units import duration, size
+from kvferry.plan.units import age, duration, size
+from kvferry.terminal import printable
 from kvferry.top.detail import detail, extra
 from kvferry.top.figures import Figures
-from kvferry.top.layout import Column, Line, Look, fit, printable, row
+from kvferry.top.layout import Column, Line, Look, fit, row
 from kvferry.top.seen import Engine, Fleet
-from kvferry.top.units import number, percent, span
+from kvferry.top.units import number, percent
 
 _FEW = 3
 """Engines that are listed however small the terminal is."""
@@ -30,7 +31,7 @@ _WIDE = (
     Column("answer/s", 9),
     Column("fullest", 8),
     Column("expired", 8),
-    Column("up", 8),
+    Column("up", 10),
 )
 _WIDE_FROM = 120
 
@@ -121,7 +122,7 @@ def _silent(engine: Engine, at: float) -> str:
     if engine.silence is None:
         return f"{_named(engine)}  asked, has not answered yet"
     since = time.strftime("%H:%M:%S", time.localtime(engine.silence.since))
-    ago = span(max(0.0, at - engine.silence.since))
+    ago = age(at - engine.silence.since)
     return f"{_named(engine)}  no answer since {since} ({ago}): {engine.silence.why}"
 
 
@@ -149,4 +150,4 @@ def _wide(of: Figures, started: float | None, at: float) -> Iterator[str]:
     yield number(None if of.rates is None else of.rates.generated_tokens)
     yield percent(fullest)
     yield number(of.totals.leases_expired)
-    yield "-" if started is None else span(max(0.0, at - started))
+    yield "-" if started is None else age(at - started)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import anyio
 from rich.console import Console
 
+from kvferry.observe.fetch import client
 from kvferry.top.book import Book
-from kvferry.top.fetch import client
 from kvferry.top.lines import screen
 from kvferry.top.seen import Fleet
 from kvferry.top.terminal import draw, keys, pressed

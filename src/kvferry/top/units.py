@@ -25,10 +25,3 @@ def number(value: float | None) -> str:
 def percent(share: float | None) -> str:
     """Of a share: ``97%``; a dash for what is not known."""
     return "-" if share is None else f"{share:.0%}"
-
-
-def span(seconds: float) -> str:
-    """How long something has lasted: ``12 s``, ``3 min``, ``2.5 h``."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

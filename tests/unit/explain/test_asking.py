@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import socket
 import tempfile
 import threading
@@ -15,7 +17,8 @@ import pytest
 
 from kvferry.cache.bids import Bid, Part
 from kvferry.cli.main import app
-from kvferry.errors import ConfigError, ProtocolError
+from kvferry.errors import ConfigError, KVFerryError, ProtocolError
+from kvferry.explain import asking
 from kvferry.explain.asking import ask
 from kvferry.observe import answering, meeting_place
 from kvferry.observe.answering import Answering
@@ -308,6 +311,8 @@ def test_an_engine_that_ends_leaves_nothing_and_waits_for_nobody(directory: Path
         (b"{}\n", "cannot be read"),
         (b'{"error": "no"}\n', "no"),
         (b"GET / HTTP/1.1\n", "cannot be read"),
+        (b'{"error": "\xff"}\n', "cannot be read"),
+        (b'{"kvferry": "\xff"}\n', "cannot be read"),
         (b'{"kvferry":"9","engine_id":"e","model":"m","pid":1,"role":"both"}\n{"request_id":"a"}\n', "trace"),
     ],
 )
@@ -332,11 +337,68 @@ def test_an_engine_that_answers_otherwise_is_said_to_be_silent(
     assert sentence in silent
 
 
+def test_engines_that_never_answer_cost_one_deadline_together(
+    directory: Path, answers: Answering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "_SECONDS", 0.4)
+    hung = [meeting_place.listen(directory, f"engine-hung-{n}")[0] for n in range(3)]
+    begun = time.monotonic()
+    found = ask(Question("a"))
+    assert time.monotonic() - begun < 0.8
+    assert len(found.told()) == 1
+    assert found.silent == ("an engine did not answer: TimeoutError: timed out",) * 3
+    for one in hung:
+        one.close()
+
+
+def test_an_engine_that_too_many_ask_is_tried_again_and_not_forgotten(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "_SECONDS", 0.4)
+    directory.mkdir(0o700)
+    listening, path = meeting_place.listen(directory, "engine-busy")
+    waiting: list[socket.socket] = []
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            waiting.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            waiting[-1].settimeout(0)
+            waiting[-1].connect(str(path))
+    assert ask(Question()).silent == (
+        "an engine did not answer: TimeoutError: too many questions wait for it",
+    )
+
+    def take() -> None:
+        listening.accept()[0].close()
+
+    taken = threading.Timer(0.1, take)
+    taken.start()
+    connection = meeting_place.connect(path, time.monotonic() + 5)
+    assert connection is not None, "there is room after all"
+    for one in (*waiting, connection, listening):
+        one.close()
+    taken.join()
+
+
+def test_what_a_process_has_left_that_was_killed_as_it_began_is_removed(
+    directory: Path, answers: Answering
+) -> None:
+    left, begins = (directory / f"engine-{name}.new" for name in ("left", "begins"))
+    for path in (left, begins):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as bound:
+            bound.bind(str(path))
+    os.utime(left, (time.time() - 100,) * 2)
+    assert len(ask(Question()).answers) == 1
+    assert not left.exists()
+    assert begins.exists(), "somebody may be about to listen there"
+
+
 def test_a_trace_that_is_none_is_refused() -> None:
     for line in (
         b"x",
         b"{}",
         b'{"request_id":"a","events":[["Nothing",{}]],"left_out":0,"stored":[],"heard":0}',
+        b'{"request_id":"\xff","events":[],"left_out":0,"stored":[],"heard":0}',
+        b'{"request_id":"a","events":[["Arrived",{"id":' + b"[" * 100_000,
     ):
         with pytest.raises(ProtocolError):
             decode_trace(line)
@@ -352,7 +414,9 @@ def test_the_command_lists_and_tells_and_fits_a_terminal(
 ) -> None:
     listed = command(capsys).splitlines()
     assert listed[0] == "cmpl-a-0-12345678"
-    assert listed[1] == "  2 min ago, decode engine, 20 tokens: 19 computed, 1 from its own prefix cache;"
+    assert re.sub(r"10\d s", "100 s", listed[1]) == (
+        "  100 s ago, decode engine, 20 tokens: 19 computed, 1 from its own prefix cache;"
+    )
     assert listed[2] == "  1 load failed"
     said = command(capsys, "a")
     assert "+0.0 ms  It comes with 20 tokens; may be served by peer." in said
@@ -370,6 +434,26 @@ def test_a_name_that_would_change_a_terminal_is_shown_without(
         answers._traces(event)
     assert "cmpl-?[31mred-0-12345678" in command(capsys)
     assert "\x1b" not in command(capsys, "\x1b[31mred")
+
+
+def test_a_long_name_is_told_whole_and_fits_a_terminal(
+    answers: Answering, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "cmpl-" + "a-long-name-" * 20 + "0-12345678"
+    for event in everything(name, time.monotonic()):
+        answers._traces(event)
+    for said in (command(capsys), command(capsys, name)):
+        assert max(map(len, said.splitlines())) <= 80
+        assert name in said.replace("\n  ", "")
+
+
+def test_what_an_engine_says_in_refusing_changes_no_terminal(
+    directory: Path, answers: Answering, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.explain.asking._asked", lambda *_: "an engine says \x1b[31m")
+    with pytest.raises(KVFerryError):
+        command(capsys)
+    assert capsys.readouterr().err == "kvferry: an engine says ?[31m\n"
 
 
 def test_engines_that_are_not_there_are_told_apart_from_requests_that_are_not(

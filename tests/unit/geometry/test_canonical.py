@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.errors import GeometryError
 from kvferry.geometry import Axis, Field, GroupKind, PageFormat, RankGeometry, opaque_page
-from kvferry.geometry.canonical import Canonical, canonical_of, chunk_pool, units_touched
+from kvferry.geometry.canonical import Canonical, canonical_of, chunk_pool
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.geometry.store import LayerStore, ModelCache, Stored
 from kvferry.planning.request import as_addresses
@@ -52,7 +52,6 @@ def test_gqa_stored_by_four_is_read_by_two_as_one_run():
         (template,) = build_templates([only_pool(canonical)], rank)
         (route,) = template.routes
         assert route.rows.length.tolist() == [4 * section.unit_bytes]
-    assert [units_touched(canonical.groups[0], rank)[0].whole for rank in two] == [range(4), range(4, 8)]
 
 
 def test_a_head_of_a_layer_is_one_run_from_a_head_major_page():
@@ -67,11 +66,9 @@ def test_what_ranks_hold_copies_of_is_stored_by_one():
     assert bytes_stored(engine(GQA, 16)) == [head, 0] * 8
 
 
-def test_a_latent_is_one_unit_that_every_rank_touches():
-    ranks = engine(MLA, 4)
-    (group,) = canonical_of(ranks, 128).groups
+def test_a_latent_is_one_unit():
+    (group,) = canonical_of(engine(MLA, 4), 128).groups
     assert [(s.axis, s.units, s.unit_bytes) for s in group.sections] == [("", 1, 4 * 128 * 576 * 2)]
-    assert [units_touched(group, rank)[0].whole for rank in ranks] == [range(1)] * 4
 
 
 # -- recurrent state: heads and channels
@@ -114,8 +111,7 @@ def test_a_rank_reads_one_run_of_units_of_every_section_of_a_state(ranges: list[
     ]
     pool = only_pool(canonical)
     for rank, (start, stop) in zip(ranks, ranges, strict=True):
-        whole = [touched.whole for touched in units_touched(group, rank)]
-        assert whole == [range(start, stop), range(8), range(4 * start, 4 * stop)]
+        whole = [range(start, stop), range(8), range(4 * start, 4 * stop)]
         (template,) = build_templates([pool], rank)
         (route,) = template.routes
         read, expected = np.zeros((2, group.chunk_bytes), bool)
@@ -140,25 +136,7 @@ def test_channels_may_be_cut_inside_a_unit(cuts: list[int]):
     writers, readers = ranks(cuts, 1 << 40), ranks([0, 256, 512], 1 << 44)
     canonical = canonical_of(writers, 1)
     assert canonical == canonical_of(readers, 1)
-    (group,) = canonical.groups
-    touched = [units_touched(group, rank)[0] for rank in writers]
-    assert [t.units for t in touched] == [range(a // 8, -(-b // 8)) for a, b in pairwise(cuts)]
-    assert [t.whole for t in touched] == [
-        range(-(-a // 8), b // 8) if -(-a // 8) < b // 8 else range(0) for a, b in pairwise(cuts)
-    ]
     hand_over(writers, only_pool(canonical), readers)
-
-
-def test_a_copy_beside_a_share_touches_every_unit_but_holds_only_the_shares_whole():
-    def page(start: int) -> PageFormat:
-        share = Field("conv.x", 2, 0, (Axis("channel", ((2, 2),), start, 4),))
-        copied = Field("conv.b", 2, 4, (Axis("channel", ((4, 2),)),))
-        return PageFormat("state", 0, 12, (share, copied))
-
-    ranks = [rank_of(page(2 * rank), kind=GroupKind.STATE, tp=(rank, 2)) for rank in range(2)]
-    (group,) = canonical_of(ranks, 16).groups
-    touched = [units_touched(group, rank)[0] for rank in ranks]
-    assert [(t.units, t.whole) for t in touched] == [(range(4), range(2)), (range(4), range(2, 4))]
 
 
 def hand_over(writers, pool, readers) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import event, given, settings, strategies as st
 
 from kvferry.geometry import GroupKind, RankGeometry
-from kvferry.geometry.canonical import Canonical, canonical_of, chunk_pool, units_touched
+from kvferry.geometry.canonical import Canonical, canonical_of, chunk_pool
 from kvferry.planning.request import as_addresses
 from kvferry.planning.select import Cells, Span, select_cells
 from kvferry.planning.template import Route, build_templates
@@ -145,38 +145,6 @@ def test_engines_of_one_model_agree_on_the_canonical_form(case: Kept):
         assert forms[0] == forms[1] == forms[2]
         assert len({form.content for form in forms}) == 1
         assert form_of(case, case.chunk_tokens + 1).content != forms[0].content
-
-
-@settings(max_examples=EXAMPLES // 2)
-@given(kept())
-def test_the_units_that_a_rank_touches_are_those_that_it_reads(case: Kept):
-    with cut_like(case.finest):
-        canonical = form_of(case)
-        pools = pools_of(canonical, case)
-        for rank in ranks(case.reader.spec, case.families):
-            for group, pool, template in zip(
-                canonical.groups, pools, build_templates(pools, rank), strict=True
-            ):
-                read = bytes_read(group.chunk_bytes, pool, template)
-                for section, start, touched in zip(
-                    group.sections, group.starts, units_touched(group, rank), strict=True
-                ):
-                    units = read[start : start + section.bytes].reshape(section.units, section.unit_bytes)
-                    assert np.flatnonzero(units.any(1)).tolist() == list(touched.units)
-                    assert np.flatnonzero(units.all(1)).tolist() == list(touched.whole)
-                    event("partly" if touched.units != touched.whole else "wholly")
-
-
-def bytes_read(chunk_bytes: int, pool: RankGeometry, template) -> np.ndarray:
-    """Which bytes of slot 0 all cells of all routes read: bool of shape (chunk_bytes,)."""
-    read = np.zeros(chunk_bytes, bool)
-    for route in template.routes:
-        for pieces in route.phases:
-            for at, length in zip(
-                (pieces.src - pool.regions[0].address).tolist(), pieces.length.tolist(), strict=True
-            ):
-                read[at : at + length] = True
-    return read
 
 
 def form_of(case: Kept, chunk_tokens: int = 0) -> Canonical:

@@ -8,6 +8,9 @@ import sys
 
 import httpx
 import pytest
+from typer.testing import CliRunner
+
+from kvferry.cli.main import app
 
 KVFERRY = [sys.executable, "-c", "from kvferry.cli.main import main; main()"]
 
@@ -21,6 +24,16 @@ def test_help_lists_the_commands():
     assert done.returncode == 0
     for command in ("serve", "router", "config", "demo"):
         assert re.search(rf"^  {command} ", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize("group", ["", "bench", "cache"])
+def test_help_says_of_every_command_in_a_whole_sentence_what_it_does(group):
+    done = CliRunner().invoke(app, [*group.split(), "--help"], env={"COLUMNS": "80"})
+    listed = done.output.split("Commands:\n")[1].splitlines()
+    assert len(listed) > 3
+    for line in listed:
+        assert re.fullmatch(r"  [a-z]+ +[A-Z].*[^.]\.", line), line
+        assert len(line) <= 80
 
 
 def test_config_prints_one_line_of_json():

@@ -51,9 +51,12 @@ def test_ls_shows_namespaces_by_the_facts_of_their_models(cache):
     assert f"{NAMESPACE.digest.hex()[:16]}  tests/small\n  dtype bfloat16, kv_dtype auto" in said
     assert "weights 0123abcd, chunks of 64 tokens\n" in said
     assert re.search(r"3 chunks, 192 tokens, 180 KiB; last used \d+ s ago", said)
-    assert " d ago" in said
+    assert " days ago" in said
     assert "1 chunks, 16 tokens, 8 KiB" in said
     assert max(map(len, said.splitlines())) <= 80
+    with pytest.MonkeyPatch.context() as narrow:
+        narrow.setenv("COLUMNS", "44")
+        assert max(map(len, kvferry("ls", cache).splitlines())) <= 44
     (first,) = [one for one in json.loads(kvferry("ls", cache, "--json")) if one["name"] == "tests/small"]
     assert first["facts"] == NAMESPACE.facts
     assert (first["chunks"], first["tokens"], first["total_bytes"]) == (3, 192, 3 * FILE_BYTES)

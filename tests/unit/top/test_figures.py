@@ -6,6 +6,7 @@ import math
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from rich.cells import cell_len
 
 from kvferry.errors import ProtocolError
 from kvferry.observe.counted import Counted
@@ -15,7 +16,7 @@ from kvferry.top.figures import Figures
 from kvferry.top.lines import screen, text
 from kvferry.top.quantile import Bucket, quantile
 from kvferry.top.seen import Seen, fleet
-from kvferry.top.units import number, span
+from kvferry.top.units import number
 from kvferry.top.window import window
 from support.metrics_page import Page, busy
 
@@ -233,6 +234,17 @@ def test_a_router_that_answers_is_no_engine_and_one_that_does_not_is_shown():
     assert [engine.name for engine in fleet([router.failed(1.0, "cannot connect")], 2.0).engines] == ["r:1"]
 
 
+@pytest.mark.parametrize("name", ["x" * 200, "\u4e2d" * 50, "a b" * 80], ids=["x", "wide", "ab"])
+def test_a_name_that_is_wider_than_the_screen_is_cut(name):
+    page = Page()
+    counted = Counted()
+    counted.count("misses", "peer", name, "full", by=3)
+    page.count(counted)
+    seen = Seen("http://a:1").heard(read(page.text(), 5.0))
+    for line in screen(fleet([seen], 5.0), 80, 40, chosen=None, every=1.0):
+        assert cell_len(line.text) <= 80, line.text
+
+
 def test_numbers_are_short():
     assert [number(each) for each in (999.4, 9_999, 10_000, 1e6, 1.5e9)] == [
         "999",
@@ -241,7 +253,6 @@ def test_numbers_are_short():
         "1.0M",
         "1.5G",
     ]
-    assert [span(each) for each in (0, 119, 120, 7200)] == ["0 s", "119 s", "2 min", "2.0 h"]
 
 
 def test_credentials_are_not_shown() -> None:

@@ -171,11 +171,7 @@ def read_settings(vllm_config: Any) -> ConnectorConfig:
     """
     transfer = vllm_config.kv_transfer_config
     config = parse_config(transfer.kv_connector_extra_config)
-    if transfer.kv_load_failure_policy != "recompute":
-        raise ConfigError(
-            f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, it must be 'recompute': "
-            "a request whose load fails is computed here, not failed"
-        )
+    check_failure_policy(transfer)
     if config.host == NODE:
         from kvferry.engines.vllm import compat  # noqa: PLC0415 - loads the engine; settings are read without
 
@@ -194,3 +190,16 @@ def read_settings(vllm_config: Any) -> ConnectorConfig:
             "chunks would go to the buffer and not to the engine's cache; leave one of them out"
         )
     return config
+
+
+def check_failure_policy(transfer: Any) -> None:
+    """See that vLLM goes on with a request whose load fails.
+
+    Raises:
+        ConfigError: it would not.
+    """
+    if transfer.kv_load_failure_policy != "recompute":
+        raise ConfigError(
+            f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, it must be 'recompute': a "
+            "request whose load fails is loaded from elsewhere or computed, not failed"
+        )

@@ -6,7 +6,7 @@ per step (`FerryStats`), which keeps it as Prometheus metrics (`FerryMetrics`). 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from statistics import median
 from typing import Any
 
@@ -80,7 +80,7 @@ class FerryMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        _unregister()
+        unregister({f"{PREFIX}{name}" for name in METRICS})
         self._metrics = {
             name: _made(metric, metric_types, [*labelnames, *metric.labels])
             for name, metric in METRICS.items()
@@ -113,14 +113,8 @@ def _made(metric: Metric, types: Mapping[type, Any], labels: list[str]) -> Any:
     return types[Gauge](**of, multiprocess_mode="mostrecent")
 
 
-def _unregister() -> None:
+def unregister(names: Collection[str]) -> None:
     """Forget the metrics of an engine that this process had before, as vLLM does with its own."""
-    for collector in list(_ours()):
-        REGISTRY.unregister(collector)
-
-
-def _ours() -> Iterator[Any]:
-    names = {f"{PREFIX}{name}" for name in METRICS}
-    for collector in REGISTRY._collector_to_names:
+    for collector in list(REGISTRY._collector_to_names):
         if getattr(collector, "_name", "") in names:
-            yield collector
+            REGISTRY.unregister(collector)

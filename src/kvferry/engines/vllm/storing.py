@@ -25,6 +25,7 @@ from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.orders import MovedByAll, Piece, StoreOrder
 from kvferry.engines.vllm.meta import BlockIds, SchedulerMeta
 from kvferry.engines.vllm.part_blocks import PartBlocks
+from kvferry.engines.vllm.progress import Progress
 from kvferry.engines.vllm.prompts import Prompts
 from kvferry.geometry import Group, GroupKind
 from kvferry.geometry.canonical import Canonical
@@ -58,29 +59,6 @@ class _Store:
     request_id: str
     slots: list[tuple[Slot, int]]
     blocks: list[Any]
-
-
-@dataclass(slots=True)
-class _Progress:
-    """How far a request has been looked at.
-
-    Attributes:
-        request: vLLM's.
-        computed: tokens that the steps so far compute.
-        preemptions: how often it had been preempted when it was last admitted; -1 before.
-        found: tokens that it then had without computing them: from the engine's own cache, or loaded.
-        chunks: how many of its chunks.
-        tail: its prompt's last, shorter chunk has been looked at, or there is none.
-        due: tokens computed at which there may be something to store.
-    """
-
-    request: Any
-    computed: int = 0
-    preemptions: int = -1
-    found: int = 0
-    chunks: int = 0
-    tail: bool = False
-    due: int = 0
 
 
 class Storing:
@@ -127,7 +105,7 @@ class Storing:
         self._state = next((n for n, g in enumerate(canonical.groups) if g.kind is GroupKind.STATE), None)
         states = [] if self._state is None else self._parts[self._state]
         self._block = snapshots_apart(*(groups[number].block_tokens for number in states)) if states else 0
-        self._progress: dict[str, _Progress] = {}
+        self._progress: dict[str, Progress] = {}
         self._stores: dict[str, _Store] = {}
         self._orders: list[StoreOrder] = []
         self._pinned = 0
@@ -140,7 +118,7 @@ class Storing:
 
     def on_new_request(self, request: Any) -> None:
         """A request whose chunks have names has come in."""
-        self._progress[request.request_id] = _Progress(request, tail=self._state is not None)
+        self._progress[request.request_id] = Progress(request, tail=self._state is not None)
 
     def schedule(self, scheduled: Any) -> None:
         """Look at what the coming step computes.
@@ -151,16 +129,8 @@ class Storing:
         state = scheduled.kv_connector_block_state
         for request_id, tokens in scheduled.num_scheduled_tokens.items():
             progress = self._progress.get(request_id)
-            if progress is not None:
-                request = progress.request
-                if progress.preemptions != request.num_preemptions:
-                    progress.preemptions, progress.found = (
-                        request.num_preemptions,
-                        request.num_computed_tokens,
-                    )
-                progress.computed = request.num_computed_tokens + tokens
-                if progress.computed >= progress.due:
-                    self._look_at(progress, state.resolve_block_ids)
+            if progress is not None and progress.step(tokens):
+                self._look_at(progress, state.resolve_block_ids)
         for request_id, snapshots in state.boundary_state_offloads.items() if state else ():
             progress = self._progress.get(request_id)
             if progress is not None:
@@ -169,10 +139,7 @@ class Storing:
     def finished(self, request: Any, block_ids: BlockIds) -> None:
         """A request has ended; what it completed last is stored, its blocks being pinned."""
         progress = self._progress.pop(request.request_id, None)
-        if progress is not None and progress.preemptions == request.num_preemptions:
-            # Preempted, its blocks were given back. Of a load that is under way, what the engine counts as
-            # computed is not there yet.
-            progress.computed = min(progress.computed, request.num_computed_tokens)
+        if progress is not None and progress.end():
             self._look_at(progress, lambda _: block_ids)
 
     def hand_over(self, meta: SchedulerMeta) -> None:
@@ -198,39 +165,30 @@ class Storing:
         """Store nothing more of the requests that are running."""
         self._progress.clear()
 
-    def _look_at(self, progress: _Progress, resolve: Resolve) -> None:
+    def _look_at(self, progress: Progress, resolve: Resolve) -> None:
         """Store what is complete now."""
-        request = progress.request
-        until = min(progress.computed, request.num_tokens)
-        prompt = request.num_prompt_tokens
-        whole = until // self._chunk
-        progress.tail |= prompt % self._chunk == 0
-        with_tail = not progress.tail and until >= prompt
-        progress.due = max(whole, progress.chunks) * self._chunk + self._chunk
-        if not progress.tail and not with_tail:
-            progress.due = min(progress.due, prompt)
-        if whole <= progress.chunks and not with_tail:
+        request, prompt = progress.request, progress.request.num_prompt_tokens
+        numbers, with_tail = progress.take(self._chunk)
+        if not (numbers or with_tail):
             return
         chunks = self._prompts.get(request)
         if chunks is None:
             self._progress.pop(request.request_id, None)
             return
         tables = self._part_blocks.without(request.request_id, resolve(request.request_id))
-        numbers, ends = range(progress.chunks, whole), last_ends(prompt, self._chunk, self._block)
-        progress.chunks = max(whole, progress.chunks)
+        ends = last_ends(prompt, self._chunk, self._block)
         for group, one in enumerate(self._canonical):
             if one.kind is not GroupKind.STATE:
                 kept = [n for n in numbers if keeps_chunk(one, n, self._chunk, self._every, ends)]
                 keys = [chunks.key(group, number) for number in kept]
                 wanted = dict(zip(kept, keys, strict=True))
-                self._store(progress, group, wanted, tables, whole * self._chunk)
+                self._store(progress, group, wanted, tables, numbers.stop * self._chunk)
                 if with_tail:
                     tail = {prompt // self._chunk: chunks.tail(group, prompt)}
                     self._store(progress, group, tail, tables, prompt)
-        progress.tail |= with_tail
 
     def _store(
-        self, progress: _Progress, group: int, keys: dict[int, bytes], tables: BlockIds, until: int
+        self, progress: Progress, group: int, keys: dict[int, bytes], tables: BlockIds, until: int
     ) -> None:
         """Order the chunks of one group that are not at hand, as far as their blocks are there."""
         missing = ~self._cache.at_hand(list(keys.values()))
@@ -253,7 +211,7 @@ class Storing:
 
     def _blocks_of(
         self,
-        progress: _Progress,
+        progress: Progress,
         group: int,
         numbers: list[int],
         keys: dict[int, bytes],

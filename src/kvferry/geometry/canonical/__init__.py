@@ -8,16 +8,14 @@ a plan from the engine's ranks to that geometry, loading a plan from it, by the 
 
 from kvferry.geometry.canonical.derive import canonical_of
 from kvferry.geometry.canonical.form import Canonical, CanonicalGroup, Part, Section, unit_count
-from kvferry.geometry.canonical.place import Touched, chunk_pool, units_touched
+from kvferry.geometry.canonical.place import chunk_pool
 
 __all__ = [
     "Canonical",
     "CanonicalGroup",
     "Part",
     "Section",
-    "Touched",
     "canonical_of",
     "chunk_pool",
     "unit_count",
-    "units_touched",
 ]

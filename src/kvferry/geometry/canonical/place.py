@@ -1,9 +1,8 @@
-"""Chunks in memory, as geometry; and which units of a chunk a rank has to do with."""
+"""Chunks in memory, as geometry."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
 
 from kvferry.errors import GeometryError
 from kvferry.geometry.canonical.form import Canonical, CanonicalGroup, Part, Section
@@ -108,63 +107,3 @@ def _layer(name: str, fields: list[Field], address: int, stride: int) -> Layer:
     tokens = max((axis.count for f in placed if (axis := f.axis(TOKEN))), default=0)
     page = PageFormat("canonical", tokens, max(f.extent()[1] for f in placed), placed)
     return Layer(name, address + first, stride, page)
-
-
-@dataclass(frozen=True, slots=True)
-class Touched:
-    """The units of one section that a rank has to do with.
-
-    Attributes:
-        units: those of which it holds anything, and what is between them.
-        whole: those of which it holds everything; empty on a pipeline rank without all the layers.
-    """
-
-    units: range
-    whole: range
-
-
-def units_touched(group: CanonicalGroup, rank: RankGeometry) -> tuple[Touched, ...]:
-    """Which units of a chunk lie wholly or in part in a rank's slice, by section.
-
-    2 KV heads on 4 ranks, and a pipeline rank without the other half of the layers:
-
-    >>> from kvferry.geometry.canonical.derive import canonical_of
-    >>> from kvferry.geometry.layout import EngineShape, lay_out
-    >>> from kvferry.geometry.rank import GroupKind
-    >>> from kvferry.geometry.store import LayerStore, ModelCache, Stored
-    >>> model = ModelCache("gqa", (LayerStore(GroupKind.FULL, 0, (Stored("k", 2, 2),)),) * 2)
-    >>> tp4 = lay_out(model, EngineShape(4, (2,), 16, "LBHNC", 10))
-    >>> (group,) = canonical_of(tp4, 16).groups
-    >>> [units_touched(group, rank)[0].whole for rank in tp4]
-    [range(0, 1), range(0, 1), range(1, 2), range(1, 2)]
-    >>> units_touched(group, lay_out(model, EngineShape(1, (1, 1), 16, "LBHNC", 10))[0])
-    (Touched(units=range(0, 2), whole=range(0, 0)),)
-    """
-    held = {
-        (layer.name, field.name): field
-        for of in rank.groups
-        for layer in of.layers
-        for field in layer.page.fields
-    }
-    return tuple(
-        _touched(section, [held.get((p.layer, p.field)) for p in section.parts]) for section in group.sections
-    )
-
-
-def _touched(section: Section, fields: list[Field | None]) -> Touched:
-    """`fields` are those of the section's parts, None where the rank has none."""
-    size = section.unit_elements
-    ranges = [_range(section, field) for field in fields if field is not None]
-    if not ranges:
-        return Touched(range(0), range(0))
-    units = range(min(start for start, _ in ranges) // size, -(-max(stop for _, stop in ranges) // size))
-    first, last = -(-max(start for start, _ in ranges) // size), min(stop for _, stop in ranges) // size
-    if None in fields or first >= last:
-        return Touched(units, range(0))
-    return Touched(units, range(first, last))
-
-
-def _range(section: Section, field: Field) -> tuple[int, int]:
-    """What a rank holds of the section's axis."""
-    axis = field.axis(section.axis)
-    return (axis.start, axis.stop) if axis else (0, 1)

@@ -11,6 +11,7 @@ from kvferry.serving.demo.report import Row, failures, summary, table
 from kvferry.serving.demo.units import milliseconds
 from kvferry.serving.engine import Engine
 from kvferry.serving.progress import startup_progress
+from kvferry.terminal import printable
 
 _INDENT = "    "
 
@@ -44,7 +45,7 @@ class Screen:
     @contextmanager
     def answering(self, number: int, prompt: str) -> Iterator[Callable[[str], None]]:
         """An answer as it comes, on one line below the beginning of its prompt."""
-        begins = _printable(prompt)[: self._console.width - len(_INDENT) - 8]
+        begins = printable(prompt, " ")[: self._console.width - len(_INDENT) - 8]
         self.note(f"\n{number:>3} {begins} ...")
         room = self._console.width - len(_INDENT) - 8
         self._piece(f"{_INDENT}-> ")
@@ -52,7 +53,7 @@ class Screen:
         def on_text(text: str) -> None:
             nonlocal room
             if room > 0:
-                piece = _printable(text)[:room]
+                piece = printable(text, " ")[:room]
                 room -= len(piece)
                 self._piece(piece if room > 0 else f"{piece}...")
 
@@ -70,8 +71,3 @@ class Screen:
     def _piece(self, text: str) -> None:
         self._console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
         self._console.file.flush()
-
-
-def _printable(text: str) -> str:
-    """One line, without what a terminal would act on."""
-    return "".join(c if c.isprintable() else " " for c in text)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.engines.vllm import compat
-from kvferry.engines.vllm.config import read_settings
+from kvferry.engines.vllm.config import check_failure_policy, read_settings
 from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.multi.settings import INHERITED, ChildSettings, MultiSettings, parse_multi
 from kvferry.errors import ConfigError
@@ -61,11 +61,7 @@ def read_multi(vllm_config: Any) -> MultiSettings:
     """
     transfer = vllm_config.kv_transfer_config
     settings = parse_multi(transfer.kv_connector_extra_config)
-    if transfer.kv_load_failure_policy != "recompute":
-        raise ConfigError(
-            f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, it must be 'recompute': "
-            "a request whose load fails is given to another connector or computed, not failed"
-        )
+    check_failure_policy(transfer)
     return settings
 
 

@@ -3,8 +3,8 @@
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "FerryMultiConnector",
         "kv_connector_module_path": "kvferry.engines.vllm.multi.connector", ...}'
 
-This class only hands vLLM's hooks on to the children, and joins what they answer; see `choosing` and
-`completions` for what is more than that.
+This class only hands vLLM's hooks on to the children, and joins what they answer; see `choosing`,
+`completions` and `endings` for what is more than that.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from kvferry.engines.vllm.multi.children import (
 )
 from kvferry.engines.vllm.multi.choosing import Choosing
 from kvferry.engines.vllm.multi.completions import Completions
+from kvferry.engines.vllm.multi.endings import Ending, Endings
 from kvferry.engines.vllm.multi.meta import MultiEvents, MultiHandshake, MultiMeta, MultiWorkerMeta
 from kvferry.engines.vllm.multi.metrics import MultiMetrics
 from kvferry.engines.vllm.multi.settings import parse_multi
@@ -69,9 +70,8 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
         }
         choice = Choice(policies[settings.policy](), self._speeds, settings.patience_seconds)
         self._choosing = Choosing(self._names, self._connectors, choice, settings.attempts)
-        self._holders: dict[str, set[int]] = {}
+        self._endings = Endings(self._names)
         self._completions = Completions()
-        self._said: set[tuple[str, ...]] = set()
 
     @property
     def sub_connectors(self) -> list[Any]:
@@ -151,9 +151,7 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> MultiMeta:
         self._steps.scheduled(scheduler_output)
         children = tuple(child.build_connector_meta(scheduler_output) for child in self._connectors)
-        holders, self._holders = self._holders, {}
-        held = {name: frozenset(places) for name, places in holders.items()}
-        return MultiMeta(children, self._choosing.take_new(), held)
+        return MultiMeta(children, self._choosing.take_new(), self._endings.take_new())
 
     def update_connector_output(self, connector_output: Any) -> None:
         meta, events = connector_output.kv_connector_worker_meta, connector_output.kv_cache_events
@@ -171,22 +169,21 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
             connector_output.invalid_block_ids,
         )
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, block_ids: list[int]) -> Ending:
         return self._finish(request, lambda child: child.request_finished(request, block_ids))
 
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        def ended(child: Any) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> Ending:
+        def ended(child: Any) -> Any:
             if isinstance(child, SupportsHMA):
-                answer: tuple[bool, dict[str, Any] | None] = child.request_finished_all_groups(
-                    request, block_ids
-                )
-            else:  # the hybrid manager is off, so there is one group
-                answer = child.request_finished(request, block_ids[0])
-            return answer
+                return child.request_finished_all_groups(request, block_ids)
+            return child.request_finished(request, block_ids[0])  # the hybrid manager is off: one group
 
         return self._finish(request, ended)
+
+    def _finish(self, request: Any, ended: Callable[[Any], Ending]) -> Ending:
+        endings = [ended(child) for child in self._connectors]
+        self._choosing.finished(request.request_id)
+        return self._endings.join(request.request_id, endings)
 
     def register_finished_partial_tail(
         self,
@@ -198,33 +195,7 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
             child.register_finished_partial_tail(request, block_ids, partial_tail_offloads)
             for child in self._connectors
         ]
-        self._hold(request.request_id, held)
-        return any(held)
-
-    def _finish(
-        self, request: Any, ended: Callable[[Any], tuple[bool, dict[str, Any] | None]]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended. What goes with its answer is the first child's that has something to say."""
-        answers = [ended(child) for child in self._connectors]
-        self._choosing.finished(request.request_id)
-        self._hold(request.request_id, [held for held, _ in answers])
-        said = [(name, params) for name, (_, params) in zip(self._names, answers, strict=True) if params]
-        self._say_once(tuple(name for name, _ in said))
-        return any(held for held, _ in answers), said[0][1] if said else None
-
-    def _hold(self, request_id: str, held: Iterable[bool]) -> None:
-        places = {place for place, holds in enumerate(held) if holds}
-        if places:
-            self._holders.setdefault(request_id, set()).update(places)
-
-    def _say_once(self, names: tuple[str, ...]) -> None:
-        if len(names) > 1 and names not in self._said:
-            self._said.add(names)
-            logger.warning(
-                "%s all answer requests with kv_transfer_params; those of %s, the first in connectors, are "
-                "what callers get. Blocks that the others keep for a consumer wait for their own deadline",
-                ", ".join(names), names[0],
-            )  # fmt: skip
+        return self._endings.hold(request.request_id, held)
 
     def take_events(self) -> Iterable[Any]:
         for child in self._connectors:

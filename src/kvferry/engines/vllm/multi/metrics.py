@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,9 +11,11 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from kvferry.engines.vllm.compat import KVConnectorPromMetrics
 from kvferry.engines.vllm.multi.children import Child
+from kvferry.engines.vllm.stats import unregister
 
 PREFIX = "kvferry_multi"
 LABEL = "connector"
+_PENDING = "pending_loads"
 
 COUNTED = {
     "queries": ("Requests that it was asked for, per admission.", ()),
@@ -38,7 +40,7 @@ class MultiMetrics(KVConnectorPromMetrics):
         children: Sequence[Child],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        _unregister()
+        unregister({f"{PREFIX}_{name}" for name in (*COUNTED, _PENDING)})
         names = [*labelnames, LABEL]
         counter, gauge = metric_types[Counter], metric_types[Gauge]
         self._counted = {
@@ -46,7 +48,7 @@ class MultiMetrics(KVConnectorPromMetrics):
             for name, (what, labels) in COUNTED.items()
         }
         self._pending = gauge(
-            name=f"{PREFIX}_pending_loads",
+            name=f"{PREFIX}_{_PENDING}",
             documentation="Loads of it that are under way.",
             labelnames=names,
             multiprocess_mode="mostrecent",
@@ -88,15 +90,3 @@ class _Shared:
         if isinstance(made, MetricWrapperBase) and made not in REGISTRY._collector_to_names:
             REGISTRY.register(made)  # the second of a class has unregistered what the first had made
         return made
-
-
-def _unregister() -> None:
-    """Forget the metrics of an engine that this process had before, as vLLM does with its own."""
-    for collector in list(_ours()):
-        REGISTRY.unregister(collector)
-
-
-def _ours() -> Iterator[Any]:
-    for collector in REGISTRY._collector_to_names:
-        if getattr(collector, "_name", "").startswith(PREFIX):
-            yield collector

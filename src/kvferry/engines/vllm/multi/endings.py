@@ -1,0 +1,53 @@
+"""Requests that have ended: which children keep their blocks, and whose parameters go with the answer.
+
+The scheduler half collects here what its children say, request by request; workers learn who holds what with
+the next step (`completions`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+logger = logging.getLogger(__name__)
+
+Ending: TypeAlias = tuple[bool, dict[str, Any] | None]
+"""What a connector says of a request that has ended: it keeps the blocks; ``kv_transfer_params``."""
+
+
+class Endings:
+    """See the module. The engine's thread calls it."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        self._holders: dict[str, set[int]] = {}
+        self._warned_of: set[tuple[str, ...]] = set()
+
+    def join(self, request_id: str, endings: Sequence[Ending]) -> Ending:
+        """What all say together: parameters are those of the first child that has some."""
+        keeps = self.hold(request_id, [held for held, _ in endings])
+        said = [(name, params) for name, (_, params) in zip(self._names, endings, strict=True) if params]
+        self._warn_once(tuple(name for name, _ in said))
+        return keeps, said[0][1] if said else None
+
+    def hold(self, request_id: str, held: Sequence[bool]) -> bool:
+        """Children keep blocks of a request, by place; whether any does."""
+        if any(held):
+            places = {place for place, holds in enumerate(held) if holds}
+            self._holders.setdefault(request_id, set()).update(places)
+        return any(held)
+
+    def take_new(self) -> dict[str, frozenset[int]]:
+        """Who holds blocks of which request, since this was asked last."""
+        holders, self._holders = self._holders, {}
+        return {request_id: frozenset(places) for request_id, places in holders.items()}
+
+    def _warn_once(self, names: tuple[str, ...]) -> None:
+        if len(names) > 1 and names not in self._warned_of:
+            self._warned_of.add(names)
+            logger.warning(
+                "%s all answer requests with kv_transfer_params; those of %s, the first in connectors, are "
+                "what callers get. Blocks that the others keep for a consumer wait for their own deadline",
+                ", ".join(names), names[0],
+            )  # fmt: skip

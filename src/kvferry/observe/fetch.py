@@ -1,0 +1,116 @@
+"""What engines and routers show over HTTP, asked for by whoever looks at them.
+
+Whatever is at an address may answer: an answer has a limit in bytes and one in time, which holds for all of
+it, so that a server that never ends costs what a silent one does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import anyio
+import httpx
+import msgspec
+
+from kvferry.errors import ProtocolError
+
+MOST_BYTES = 64 << 20
+"""Of an answer; a page of metrics has some 100 KB per engine."""
+_CONNECT_SECONDS = 5.0
+
+
+class Reply(NamedTuple):
+    """An answer, whole."""
+
+    status: int
+    body: bytes
+
+    @property
+    def fine(self) -> bool:
+        """Whether it is what was asked for."""
+        return 200 <= self.status < 300
+
+    @property
+    def text(self) -> str:
+        """The body."""
+        return self.body.decode(errors="replace")
+
+    @property
+    def json(self) -> Any:
+        """What the body says; None if it is no JSON."""
+        try:
+            return msgspec.json.decode(self.body)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
+
+
+class Health(msgspec.Struct, frozen=True):
+    """What a kvferry router says of its engines."""
+
+    class Engine(msgspec.Struct, frozen=True):
+        """One of them."""
+
+        url: str
+        up: bool = False
+        reason: str | None = None
+
+    prefill: list[Engine]
+    decode: list[Engine]
+
+
+def http_address(text: str) -> str | None:
+    """Where an engine or a router is asked, without the path of what for; None for what is no URL.
+
+    >>> [http_address(text) for text in ("http://127.0.0.1:8000/metrics", "https://a.b/one/v1/", "a:1")]
+    ['http://127.0.0.1:8000', 'https://a.b/one', None]
+    """
+    try:
+        parts = urlsplit(text)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+            return None
+    except ValueError:
+        return None
+    path = parts.path.rstrip("/").removesuffix("/metrics").removesuffix("/v1").rstrip("/")
+    return f"{parts.scheme}://{parts.netloc}{path}"
+
+
+def client(headers: Mapping[str, str] | None = None) -> httpx.AsyncClient:
+    """For all addresses; an idle engine closes connections, so each serves once."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    timeout = httpx.Timeout(None, connect=_CONNECT_SECONDS)
+    return httpx.AsyncClient(
+        limits=limits, timeout=timeout, trust_env=False, follow_redirects=False, headers=headers
+    )
+
+
+async def fetch(http: httpx.AsyncClient, url: str, seconds: float, post: bytes | None = None) -> Reply:
+    """The answer of a server, whatever its status.
+
+    Args:
+        http: of this event loop.
+        url: with its path.
+        seconds: until all of the answer is here.
+        post: JSON to send; without, this is a GET.
+
+    Raises:
+        ProtocolError: there is none; a few words say why.
+    """
+    method, headers = ("GET", {}) if post is None else ("POST", {"content-type": "application/json"})
+    body = bytearray()
+    try:
+        with anyio.fail_after(seconds):
+            async with http.stream(method, url, content=post, headers=headers) as answer:
+                async for piece in answer.aiter_bytes():
+                    body += piece
+                    if len(body) > MOST_BYTES:
+                        raise ProtocolError(f"{urlsplit(url).path} is larger than {MOST_BYTES >> 20} MiB")
+    except TimeoutError as error:
+        what = f"{urlsplit(url).path} does not end in" if body else "silent for"
+        raise ProtocolError(f"{what} {seconds:g} s") from error
+    except (httpx.TimeoutException, httpx.ConnectError) as error:
+        raise ProtocolError("cannot connect") from error
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ProtocolError(f"{type(error).__name__}: {error}") from error
+    return Reply(answer.status_code, bytes(body))

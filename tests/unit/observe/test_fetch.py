@@ -1,0 +1,152 @@
+"""HTTP answers of whoever is at an address: each costs at most its time and its bytes, and one sentence."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import anyio
+import pytest
+
+from kvferry.doctor import http_engine
+from kvferry.errors import ProtocolError
+from kvferry.observe import fetch as module
+from kvferry.observe.fetch import Reply, client, fetch, http_address
+from kvferry.top.fetch import ask
+
+HEAD = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
+
+
+@contextmanager
+def server(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """Answers every request that way, until the block ends."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            try:
+                asking, _ = listening.accept()
+            except OSError:
+                return
+            with asking, suppress(OSError):
+                asking.recv(1 << 16)
+                answer(asking)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        listening.shutdown(socket.SHUT_RDWR)
+        listening.close()
+        thread.join(10)
+
+
+def fetched(url: str, seconds: float = 5.0) -> Reply:
+    async def one() -> Reply:
+        async with client() as http:
+            return await fetch(http, f"{url}/metrics", seconds)
+
+    return anyio.run(one)
+
+
+def endless(asking: socket.socket) -> None:
+    asking.sendall(CHUNKED)
+    while True:
+        asking.sendall(b"10000\r\n" + b"x" * (1 << 16) + b"\r\n")
+
+
+def slow(asking: socket.socket) -> None:
+    asking.sendall(CHUNKED)
+    while True:
+        asking.sendall(b"1\r\nx\r\n")
+        time.sleep(0.02)
+
+
+def silent(asking: socket.socket) -> None:
+    asking.recv(1)
+
+
+def broken(asking: socket.socket) -> None:
+    asking.sendall(HEAD + b"content-length: 9\r\n\r\nhalf")
+
+
+def test_an_answer_comes_whole_whatever_its_status() -> None:
+    with server(lambda asking: asking.sendall(b"HTTP/1.1 404 no\r\ncontent-length: 2\r\n\r\n{}")) as url:
+        assert fetched(url) == Reply(404, b"{}")
+    assert not Reply(404, b"").fine
+    assert (Reply(200, b"[1]").json, Reply(200, b"\xff").json, Reply(200, b'"\xff"').json) == (
+        [1],
+        None,
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (endless, "/metrics is larger than 1 MiB"),
+        (slow, "/metrics does not end in 0.5 s"),
+        (silent, "silent for 0.5 s"),
+        (broken, "RemoteProtocolError: peer closed connection without sending complete message body"),
+        (lambda asking: asking.sendall(b"SSH-2.0-OpenSSH\r\n"), "RemoteProtocolError: "),
+    ],
+    ids=["endless", "slow", "silent", "broken off", "no HTTP"],
+)
+def test_what_is_no_answer_is_one_sentence_within_its_time(answer, words, monkeypatch) -> None:
+    monkeypatch.setattr(module, "MOST_BYTES", 1 << 20)
+    begun = time.monotonic()
+    with server(answer) as url, pytest.raises(ProtocolError) as raised:
+        fetched(url, 0.5)
+    assert str(raised.value).startswith(words)
+    assert "\n" not in str(raised.value)
+    assert time.monotonic() - begun < 3
+
+
+def test_nobody_at_an_address_is_one_sentence() -> None:
+    with pytest.raises(ProtocolError, match=r"^cannot connect$"):
+        fetched("http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [(endless, "no answer: /health is larger than 1 MiB"), (slow, "no answer: /health does")],
+)
+def test_doctor_is_not_held_up_by_a_server_that_does_not_end(answer, words, monkeypatch) -> None:
+    monkeypatch.setattr(module, "MOST_BYTES", 1 << 20)
+    with server(answer) as url:
+        (found,) = http_engine.look(url, 0.5).findings
+    assert found.found.startswith(words)
+
+
+def test_top_is_not_held_up_by_a_server_that_does_not_end(monkeypatch) -> None:
+    monkeypatch.setattr(module, "MOST_BYTES", 1 << 20)
+
+    async def one(url: str) -> None:
+        async with client() as http:
+            await ask(http, url)
+
+    with server(endless) as url, pytest.raises(ProtocolError, match=r"^/metrics is larger than 1 MiB$"):
+        anyio.run(one, url)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("http://a:8000/", "http://a:8000"),
+        ("http://u:p@[::1]:8000/v1", "http://u:p@[::1]:8000"),
+        ("http://a/metrics?x=1#y", "http://a"),
+        ("http://a:0", None),
+        ("http://a:99999", None),
+        ("http://[", None),
+        ("ftp://a", None),
+        ("kvferry://a:1", None),
+        ("", None),
+    ],
+)
+def test_an_address_is_known_without_what_is_asked_there(text: str, found: str | None) -> None:
+    assert http_address(text) == found
