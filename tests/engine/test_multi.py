@@ -109,6 +109,17 @@ def test_counts_of_both_are_told_apart(two: Two) -> None:
     assert more["kvferry_tier_stored_chunks_total disk file"] > 0
 
 
+def test_each_tells_of_a_request_that_the_other_has_loaded(two: Two) -> None:
+    text = prompt(300, 10)
+    two.say(text)
+    two.engine.call("forget_host_memory", of=0)
+    assert two.say(text)["loaded"] == [("disk", 300)]
+    told = two.engine.call("story_of_last", of=0)
+    at = told.index("Another connector of the engine has brought 299 tokens.")
+    assert told[at + 1] == "The engine goes on with 299 tokens at hand and computes 1."
+    assert not any("nother connector" in line for line in two.engine.call("story_of_last", of=1))
+
+
 def test_a_reset_is_told_to_both(two: Two) -> None:
     text = prompt(300, 9)
     cold, warm = two.say(text), two.say(text)
@@ -152,6 +163,9 @@ def test_one_that_loads_and_saves_within_a_step_is_a_child_as_others(
         engine.call("forget_host_memory")
         warm = say()
         assert warm["loaded"] == [("ExampleConnector", 640)]
+        told = engine.call("story_of_last")
+        assert "Another connector of the engine has brought 640 tokens." in told
+        assert "The engine goes on with 640 tokens at hand and computes 60." in told
         assert warm["tokens"] == cold["tokens"]
         assert distance(warm, cold) < 1e-4
         assert engine.call("tier_counts")["stored"] == kept, "what may have failed to load was stored"

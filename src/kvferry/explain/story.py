@@ -125,6 +125,8 @@ class _Teller:
     def _went_on(self, event: events.Settled) -> Iterator[str]:
         self._settled = True
         rest = event.tokens - event.at_hand
+        if event.elsewhere:
+            yield f"Another connector of the engine has brought {_tokens(event.elsewhere)}."
         yield f"The engine goes on with {_tokens(event.at_hand)} at hand and computes {amount(rest)}."
 
     def _lease_ended(self, event: events.LeaseEnded) -> Iterator[str]:

@@ -233,12 +233,14 @@ class Settled:
     Attributes:
         at_hand: tokens that need not be computed.
         tokens: of the request.
+        elsewhere: of those at hand, what another connector of this engine has brought.
     """
 
     request_id: str
     at: float
     at_hand: int
     tokens: int
+    elsewhere: int = 0
 
 
 @dataclass(frozen=True, slots=True)

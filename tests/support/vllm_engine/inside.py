@@ -16,6 +16,7 @@ from support.vllm_engine.multi_inside import (  # noqa: F401 - called by name
     metrics,
     spoil_child,
     still_known,
+    story_of_last,
 )
 from support.vllm_engine.pages import Digests, digests_of, negate
 from support.vllm_engine.tiers_inside import (  # noqa: F401 - called by name

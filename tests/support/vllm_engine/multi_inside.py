@@ -36,6 +36,14 @@ def chosen(engine: Any) -> list[tuple[str, int]]:
     return seen
 
 
+def story_of_last(engine: Any, of: int = 0) -> list[str]:
+    """What that child of kvferry's own tells of the request that came last."""
+    from kvferry.explain.story import story
+
+    half = ferries(_multi(engine))[of].scheduler_half
+    return [line.text for line in story(next(half._explaining._traces.last()))]
+
+
 def still_known(engine: Any) -> dict[str, int]:
     """What the connector still knows of requests, and is not nothing."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group

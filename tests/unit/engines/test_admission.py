@@ -20,7 +20,7 @@ from kvferry.engines.vllm.meta import Report, SchedulerMeta, WorkerMeta
 from kvferry.engines.vllm.part_blocks import PartBlocks
 from kvferry.geometry import Group, GroupKind
 from kvferry.observe.counted import Counted
-from kvferry.observe.events import Asked, Lack, LateBlocks, Miss, Moved, Why
+from kvferry.observe.events import Asked, Lack, LateBlocks, Miss, Moved, Settled, Why
 from kvferry.observe.fold import Fold
 from kvferry.observe.watch import Watch
 from kvferry.planning.select import Span
@@ -153,6 +153,11 @@ class Engine:
             ),
         )
         self.admission.allocated(one, blocks, tokens)
+
+    def compute(self, one, at_hand=0):
+        """A step computes what comes after these tokens."""
+        one.num_computed_tokens = at_hand
+        self.admission.scheduled({one.request_id: 1})
 
     def free(self, one):
         for table in self.held.pop(one.request_id):
@@ -749,12 +754,61 @@ def test_a_failure_is_told_with_what_is_struck_out_and_what_had_to_be_computed()
     engine.admit(one)
     engine.report(peer.load, "gone")
     assert engine.admit_anew(one) == 0
+    engine.compute(one)
     names, counted = said(engine)
     assert names == ["Arrived", "Asked", "LoadBegan", "LoadEnded", "Asked", "Settled"]
     assert (engine.told[-2].bids[0].struck, engine.told[-2].why) == ("gone", Why.NOTHING)
     assert counted == {
         "loads peer failed": 1, "queries peer": 1, "misses peer failed ": 1, "recomputed_tokens peer": 16,
     }  # fmt: skip
+
+
+def settled(engine):
+    return [(event.at_hand, event.elsewhere) for event in engine.told if isinstance(event, Settled)]
+
+
+@pytest.mark.parametrize(("local", "at_hand"), [(8, 39), (None, 39), (0, 24)])
+def test_what_another_connector_has_loaded_is_neither_computed_nor_the_engines_own(local, at_hand):
+    """As a parent of several connectors has it: 0 tokens are ours to load, and the engine has more later."""
+    ours = Stand("tiers", 32)
+    engine = Engine(ours)
+    one = engine.arrive()
+    one.prefill_stats = None if local is None else SimpleNamespace(num_local_cached_tokens=local)
+    assert engine.admission.matched(one, local or 0) == 32 - (local or 0)
+    engine.allocate(one, 0)
+    assert settled(engine) == [], "the other one is loading"
+    engine.allocate(one, 0)
+    engine.admission.scheduled({"b": 1})
+    engine.compute(one, at_hand)
+    engine.compute(one, at_hand + 1)
+    assert settled(engine) == [(at_hand, at_hand - (local or 0))]
+    assert said(engine)[1] == {"queries tiers": 1, "misses tiers lost_bid ": 1}
+
+
+def test_what_another_connector_brings_after_our_load_failed_is_not_recomputed():
+    ours = Stand("tiers", 32)
+    engine = Engine(ours, workers=1)
+    one = engine.arrive()
+    engine.admit(one)
+    engine.report(ours.load, "gone")
+    assert engine.admit_anew(one) == 0
+    engine.compute(one, 20)
+    assert said(engine)[1]["recomputed_tokens tiers"] == 12
+
+
+def test_a_request_is_not_said_to_go_on_when_the_other_connectors_load_has_failed():
+    ours = Stand("tiers", 32)
+    engine = Engine(ours, workers=1)
+    one = engine.arrive()
+    assert engine.admission.matched(one, 0) == 32
+    engine.allocate(one, 0)
+    assert engine.admit(one) == 32, "the other has failed: ours is taken"
+    engine.compute(one, 16)
+    assert settled(engine) == []
+    engine.report(ours.load, None)
+    assert settled(engine) == [(32, 0)]
+    counted = said(engine)[1]
+    assert (counted["queries tiers"], counted["hits tiers"]) == (1, 1)
 
 
 def test_why_nothing_is_loaded_is_told(monkeypatch):
@@ -765,6 +819,7 @@ def test_why_nothing_is_loaded_is_told(monkeypatch):
     assert engine.admission.matched(one, 0) is None
     clock.now += 2
     assert engine.admit(one) == 0
+    engine.compute(one)
     assert [event.why for event in engine.told if isinstance(event, Asked)] == [Why.LOOKING, Why.NOTHING]
     assert {name: n for name, n in said(engine)[1].items() if name.startswith("misses")} == {
         "misses peer looking ": 1, "misses tiers evicted 0 full_attention": 1,
@@ -781,6 +836,7 @@ def test_an_offer_that_is_withdrawn_for_want_of_room_is_a_miss_of_that_name():
     assert engine.admission.matched(one, 0) == 8
     assert engine.admission.matched(one, 0) == 0, "there was no room"
     engine.allocate(one, 0)
+    engine.compute(one)
     counted = said(engine)[1]
     assert (counted["misses few no_room "], counted["misses many failed "]) == (1, 1)
     assert counted["recomputed_tokens many"] == 16
@@ -793,6 +849,7 @@ def test_attempts_that_are_used_up_are_a_miss_of_that_name():
     engine.admit(one)
     engine.report(bad.load, "gone")
     assert engine.admit_anew(one) == 0
+    engine.compute(one)
     counted = said(engine)[1]
     assert (counted["misses bad failed "], counted["misses good attempts "]) == (1, 1)
 
@@ -886,6 +943,7 @@ class Counting(RuleBasedStateMachine):
             loads = list(self.engine.admission._wishes[one.request_id].loads)
             self.loading[one.request_id] = one, loads
         else:
+            self.engine.compute(one)
             self.runs(one)
 
     @precondition(lambda self: self.loading)

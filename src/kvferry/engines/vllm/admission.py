@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import lcm
@@ -175,7 +175,7 @@ class Admission:
         if external == 0 or wish.taken is None:
             wish.taken = None
             self._settle(request.request_id, wish)
-            self._telling.settled(request.request_id, None, request.num_tokens)
+            self._telling.unserved(request)
             return
         wish.state, wish.broken = _State.LOADING, False
         wish.bidding.take()
@@ -203,6 +203,10 @@ class Admission:
             source.finished(request_id)
         self._telling.finished(request_id)
         self._telling.late(self.pins.all_late_blocks)
+
+    def scheduled(self, requests: Container[str]) -> None:
+        """The coming step computes something of these."""
+        self._telling.scheduled(requests)
 
     def hand_over(self, meta: SchedulerMeta) -> None:
         """Give the workers what has been decided since the last step."""
