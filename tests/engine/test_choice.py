@@ -69,5 +69,9 @@ def test_by_cost_a_disk_that_turned_out_slow_is_not_waited_for_and_memory_is_use
         answer = engine.say(text)
         assert answer["hit"] == [0], "computing is faster"
         assert distance(answer, reference) < 1e-4
+        puts = engine.engine.call("tier_stats")[0]["puts"]
+        engine.forget()
+        assert engine.say(text)["hit"] == [len(text)], "what was computed is in memory, as what was loaded is"
+        assert engine.engine.call("tier_stats")[0]["puts"] == puts, "the disk has it"
     finally:
         engine.close()
