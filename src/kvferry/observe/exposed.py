@@ -9,6 +9,8 @@ from kvferry.observe.metrics import METRICS, PREFIX, Kind, Metric
 
 COMMON = ("model_name", "engine")
 """Labels that vLLM gives every metric, its own and a connector's."""
+CONNECTOR = "connector"
+"""The label that kvferry's metrics have besides, where several connectors are in one engine."""
 
 VLLM_PREFIX = "vllm:"
 

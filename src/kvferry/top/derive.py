@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvferry.observe.events import Miss
+from kvferry.observe.exposed import CONNECTOR
 from kvferry.top.figures import Figures, Flow, Lacking, Levels, Moved, Room, Seconds, Source, TierFlow
 from kvferry.top.values import Values
 from kvferry.top.window import Window
@@ -130,13 +131,15 @@ def _levels(values: Values, each: list[Values]) -> Levels:
 
 
 def _fullest(tier: str, each: list[Values]) -> Room:
-    rooms = (_room(one, tier) for one in each)
+    rooms = (room for one in each for room in _rooms(one, tier))
     return max(rooms, key=lambda room: (room.share, room.used is not None, room.owed_chunks is not None))
 
 
-def _room(values: Values, tier: str) -> Room:
+def _rooms(values: Values, tier: str) -> list[Room]:
+    """As each connector of an engine says."""
     used, capacity, owed = (
-        values.by(f"kvferry_tier_{name}", "tier").get((tier,))
+        values.by(f"kvferry_tier_{name}", CONNECTOR, tier=tier)
         for name in ("used_bytes", "capacity_bytes", "owed_chunks")
     )
-    return Room(used, capacity, owed)
+    told = used.keys() | capacity.keys() | owed.keys() or {("",)}
+    return [Room(used.get(one), capacity.get(one), owed.get(one)) for one in sorted(told)]

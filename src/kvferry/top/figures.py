@@ -150,7 +150,8 @@ class Levels:
         pending_loads: by source.
         late_blocks: held by loads past their deadline.
         leases: that hold blocks.
-        tiers: by name; of several engines, what the fullest of them says, since directories may be shared.
+        tiers: by name; of several engines, or connectors of one, what the fullest of them says, since
+            directories may be shared.
     """
 
     running: float

@@ -17,7 +17,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from kvferry.observe.dashboard import dashboard, rules
 from kvferry.observe.dashboard.alerts import ALERTS
 from kvferry.observe.dashboard.expressions import series
-from kvferry.observe.exposed import EXPOSED
+from kvferry.observe.exposed import CONNECTOR, EXPOSED
 from kvferry.observe.metrics import METRICS, PREFIX, Kind
 
 BESIDE = {"instance", "job", "model_name", "engine"}
@@ -42,7 +42,7 @@ def labels() -> dict[str, set[str]]:
     """By the name of every series that an engine shows, its labels."""
     found: dict[str, set[str]] = {}
     for name, metric in EXPOSED.items():
-        own = BESIDE | set(metric.labels)
+        own = BESIDE | set(metric.labels) | ({CONNECTOR} if name.startswith(PREFIX) else set())
         if metric.kind is Kind.HISTOGRAM:
             found |= {f"{name}_sum": own, f"{name}_count": own, f"{name}_bucket": own | {"le"}}
         else:
@@ -108,6 +108,13 @@ def test_a_legend_names_labels_that_its_expression_has_left(expression, legend):
     # Lines that a legend does not tell apart cannot be read.
     left = set.union(set(), *summed_by(expression)) - {"le"}
     assert left - named <= {"engine"}
+
+
+def test_what_a_tier_holds_is_never_added_up_over_those_that_share_it():
+    said = {"instance", "engine", CONNECTOR, "tier"}
+    for expression in expressions():
+        for by, _ in re.findall(r"sum by \(([^)]*)\) \((kvferry_tier_(?:used|capacity)_bytes)", expression):
+            assert said <= set(re.split(r",\s*", by)), expression
 
 
 def test_every_query_is_narrowed_by_all_variables():

@@ -63,16 +63,17 @@ def tier(name: str, n: int, labels: str = "") -> dict[str, str]:
     return told(f"kvferry_tier_{name}", n, f'tier="file"{labels}')
 
 
-def space(used: int) -> list[dict[str, str]]:
+def space(used: int, labels: str = "") -> list[dict[str, str]]:
     return [
-        level("kvferry_tier_used_bytes", used, 'tier="file"'),
-        level("kvferry_tier_capacity_bytes", 100, 'tier="file"'),
+        level("kvferry_tier_used_bytes", used, f'tier="file"{labels}'),
+        level("kvferry_tier_capacity_bytes", 100, f'tier="file"{labels}'),
     ]
 
 
 PEER = 'source="peer"'
 LOCAL = f'{PEER},reason="local",group=""'
 DROPPED = ',reason="no space on the device"'
+ONE, TWO = ',connector="one"', ',connector="two"'
 STORIES = [
     ("KVFerryLoadsFail", [loads("ready", 90), loads("failed", 10)], [loads("ready", 99), loads("failed", 1)]),
     ("KVFerryDeadlinesPass", [loads("expired", 1)], [loads("ready", 9), loads("expired", 0)]),
@@ -87,6 +88,12 @@ STORIES = [
         "KVFerryTierFull",
         [*space(97), tier("dropped_chunks_total", 5, DROPPED)],
         [*space(97), tier("dropped_chunks_total", 0, DROPPED)],
+    ),
+    (
+        "KVFerryTierFull",
+        # Two connectors of one engine, each with a directory.
+        [*space(97, ONE), *space(1, TWO), tier("dropped_chunks_total", 5, f"{DROPPED}{ONE}")],
+        [*space(97, ONE), *space(1, TWO), tier("dropped_chunks_total", 5, f"{DROPPED}{TWO}")],
     ),
     (
         "KVFerryNoHits",
