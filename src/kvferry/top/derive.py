@@ -6,7 +6,18 @@ from collections.abc import Iterable
 
 from kvferry.observe.events import Miss
 from kvferry.observe.exposed import CONNECTOR
-from kvferry.top.figures import Figures, Flow, Lacking, Levels, Moved, Room, Seconds, Source, TierFlow
+from kvferry.top.figures import (
+    Connector,
+    Figures,
+    Flow,
+    Lacking,
+    Levels,
+    Moved,
+    Room,
+    Seconds,
+    Source,
+    TierFlow,
+)
 from kvferry.top.values import Values
 from kvferry.top.window import Window
 
@@ -16,6 +27,9 @@ def figures(windows: list[Window]) -> Figures:
     several = Window.added(windows)
     rates = None if several.rates is None else _flow(several.rates)
     return Figures(_levels(several.now, [one.now for one in windows]), rates, _flow(several.now))
+
+
+_ASKED = "kvferry_multi_queries_total"
 
 
 def _flow(values: Values) -> Flow:
@@ -31,6 +45,7 @@ def _flow(values: Values) -> Flow:
         tokens=_tokens(values),
         first_token_seconds=Seconds.of(values, "vllm:time_to_first_token_seconds"),
         sources={source: _source(values, source) for source in sorted(sources)},
+        connectors={name: _connector(values, name) for (name,) in values.by(_ASKED, CONNECTOR)},
         misses=_lacking(values),
         moved=_moved(values),
         stages={
@@ -68,7 +83,11 @@ def _tokens(values: Values) -> dict[str, float]:
     of = values.by("vllm:prompt_tokens_by_source_total", "source")
     own = {name: of[source,] for source, name in _VLLM_SOURCES.items() if (source,) in of}
     brought = {tier: n for (tier,), n in values.by("kvferry_hit_tokens_total", "tier").items()}
-    return own | {tier: brought[tier] for tier in _ordered(brought)}
+    found = own | {tier: brought[tier] for tier in _ordered(brought)}
+    if values.by(_ASKED, CONNECTOR).keys() - values.by("kvferry_queries_total", CONNECTOR).keys():
+        external = of.get(("external_kv_transfer",), 0.0)
+        found["others"] = max(0.0, external - sum(brought.values()))
+    return found
 
 
 def _source(values: Values, source: str) -> Source:
@@ -84,6 +103,21 @@ def _source(values: Values, source: str) -> Source:
         },
         load_bytes=values.total("kvferry_load_bytes_total", source=source),
         load_seconds=Seconds.of(values, "kvferry_load_seconds", source=source),
+    )
+
+
+def _connector(values: Values, name: str) -> Connector:
+    def count(what: str) -> float:
+        return values.total(f"kvferry_multi_{what}_total", connector=name)
+
+    ended = values.by("kvferry_multi_loads_total", "outcome", connector=name)
+    return Connector(
+        queries=count("queries"),
+        hits=count("hits"),
+        passed_over=count("passed_over"),
+        misses=count("misses"),
+        hit_tokens=count("hit_tokens"),
+        loads={outcome: n for (outcome,), n in ended.items()},
     )
 
 
@@ -124,6 +158,9 @@ def _levels(values: Values, each: list[Values]) -> Levels:
         waiting=values.total("vllm:num_requests_waiting"),
         cache_usage=max((one.total("vllm:kv_cache_usage_perc") for one in each), default=0.0),
         pending_loads={source: n for (source,), n in pending.items()},
+        pending_connectors={
+            name: n for (name,), n in values.by("kvferry_multi_pending_loads", CONNECTOR).items()
+        },
         late_blocks=values.total("kvferry_late_blocks"),
         leases=values.total("kvferry_leases"),
         tiers={tier: _fullest(tier, each) for tier in _tiers(values)},

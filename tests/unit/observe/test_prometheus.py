@@ -20,7 +20,7 @@ from kvferry.observe.dashboard.alerts import ALERTS
 from kvferry.serving.ports import listen, url_of
 from kvferry.top.exposition import read
 from kvferry.top.figures import Seconds
-from support.metrics_page import Page, busy, shown
+from support.metrics_page import Page, busy, several, shown
 
 PROMTOOL, PROMETHEUS = shutil.which("promtool"), shutil.which("prometheus")
 with_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed")
@@ -190,7 +190,7 @@ def ask(url: str, pages: list[Page]) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.2)
         for panel in dashboard()["panels"]:
-            for target in panel.get("targets", ()):
+            for target in [t for one in (panel, *panel.get("panels", ())) for t in one.get("targets", ())]:
                 found = prometheus.values(target["expr"])
                 assert found, (panel["title"], target["expr"])
                 assert not any(math.isnan(each) for each in found), (panel["title"], target["expr"])
@@ -224,6 +224,7 @@ class Prometheus:
         """All of these, some times, while they went on."""
         for page in pages:
             busy(page)
+            several(page)
         try:
             if self._client.get("/-/ready").status_code != 200:
                 return False
