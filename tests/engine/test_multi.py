@@ -21,6 +21,7 @@ from support.vllm_engine.inside import distance
 from support.vllm_engine.multi import child, multi
 from support.vllm_engine.pair import prompt
 from support.vllm_engine.process import Engine
+from support.vllm_engine.tiered import chunk_files, spoil
 
 pytestmark = pytest.mark.engine
 
@@ -31,23 +32,28 @@ HOST = {"type": "host", "capacity": "64MiB"}
 class Two:
     """An engine with two of kvferry's own: one keeps in memory, the other in a directory."""
 
-    def __init__(self, folder: Path, checkpoints: Path) -> None:
-        (folder / "chunks").mkdir()
-        disk = {"type": "file", "path": str(folder / "chunks"), "capacity": "256MiB"}
+    def __init__(
+        self, folder: Path, checkpoints: Path, family: str = "gemma3", policy: str = "weight", **options: Any
+    ) -> None:
+        self.chunks = folder / "chunks"
+        self.chunks.mkdir()
+        disk = {"type": "file", "path": str(self.chunks), "capacity": "256MiB"}
         connectors = multi(
             {**child(tiers=[HOST], chunk_tokens=64), "name": "memory"},
-            {**child(tiers=[disk], chunk_tokens=64), "name": "disk"},
+            {**child(tiers=[HOST, disk], chunk_tokens=64), "name": "disk"},
+            policy=policy,
         )
         self.engine = Engine(
             folder / "log",
-            model=str(tiny_checkpoint("gemma3", checkpoints)),
+            model=str(tiny_checkpoint(family, checkpoints)),
             kv_transfer_config=connectors,
             disable_log_stats=False,
             block_size=64,
-            **FAMILIES["gemma3"].engine_options(),
+            **FAMILIES[family].engine_options(),
+            **options,
         )
         try:
-            self.engine.ready()
+            self.engine.ready(500.0)
         except BaseException:
             self.engine.close()
             raise
@@ -128,6 +134,48 @@ def test_a_reset_is_told_to_both(two: Two) -> None:
     after = two.say(text)
     assert after["loaded"] == []
     assert distance(after, cold) < 1e-4
+
+
+@pytest.mark.family
+@pytest.mark.timeout(900)
+def test_on_two_ranks_the_cheaper_child_loads_or_none(
+    running: object, checkpoints: Path, tmp_path: Path
+) -> None:
+    running.close()
+    two = Two(tmp_path, checkpoints, "qwen3", "cost", tensor_parallel_size=2)
+    text, said = prompt(512, 11), list[dict[str, Any]]()
+
+    def ask(*, memory: bool = False) -> list[tuple[str, int]]:
+        if not memory:
+            for each in (0, 1):
+                two.engine.call("forget_host_memory", of=each)
+        said.append(two.say(text))
+        return said[-1]["loaded"]
+
+    try:
+        assert ask() == []
+        assert ask(memory=True) == [("memory", 512)], "both are to be tried, the first is first"
+        assert ask() == [("disk", 512)], "the other has nothing any more"
+        two.engine.call("forget_speeds")
+        two.engine.call("slow_files", 2.0, of=1)
+        assert ask() == [("disk", 512)]
+        assert ask() == [], "computing is faster than such a disk"
+        assert ask(memory=True) == [("memory", 512)]
+        cold, *others = said
+        for answer in others:
+            assert answer["tokens"] == cold["tokens"]
+            assert distance(answer, cold) < 1e-4
+        for paths in chunk_files(two.chunks).values():
+            for path in paths:
+                spoil(path, with_checksum=True)
+        two.engine.call("forget_speeds")
+        assert ask() == [("disk", 512)]
+        assert distance(said[-1], cold) > 1e-2, "what was loaded was not looked at"
+        assert two.engine.call("still_known") == {}
+        for each in (0, 1):
+            assert two.engine.call("held", of=each) == {}
+    finally:
+        two.engine.close()
 
 
 @pytest.mark.family
