@@ -96,7 +96,7 @@ class _Teller:
         took = duration(event.seconds)
         self._failure = event.failure
         if event.outcome is Outcome.DROPPED:
-            yield f"The load is dropped after {took}: the request has ended before."
+            yield f"The load is dropped after {took}: {event.failure or 'the request has ended before'}."
             return
         if event.outcome is not Outcome.READY:
             what = "is given up at its deadline" if event.outcome is Outcome.EXPIRED else "has failed"

@@ -61,7 +61,7 @@ class Outcome(StrEnum):
     READY = "ready"
     FAILED = "failed"
     EXPIRED = "expired"  # at its deadline; what it wrote to may be written still
-    DROPPED = "dropped"  # the request ended before
+    DROPPED = "dropped"  # the request ended before, or another part of its prefix failed
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,17 @@ from kvferry.engines.vllm.meta import Report, SchedulerMeta, WorkerMeta
 from kvferry.engines.vllm.part_blocks import PartBlocks
 from kvferry.geometry import Group, GroupKind
 from kvferry.observe.counted import Counted
-from kvferry.observe.events import Asked, Lack, LateBlocks, Miss, Moved, Settled, Why
+from kvferry.observe.events import (
+    Asked,
+    Lack,
+    LateBlocks,
+    LoadEnded,
+    Miss,
+    Moved,
+    Outcome,
+    Settled,
+    Why,
+)
 from kvferry.observe.fold import Fold
 from kvferry.observe.watch import Watch
 from kvferry.planning.select import Span
@@ -647,6 +657,64 @@ def test_the_source_of_the_part_that_failed_is_struck_out_and_the_other_is_not(f
     else:
         assert engine.admit_anew(one) == 0, "a beginning alone is of no use"
         assert near.heard[-1] == ("settled", "a")
+
+
+def handed_over(engine):
+    meta = SchedulerMeta("")
+    engine.admission.hand_over(meta)
+    return meta.given_up
+
+
+@pytest.mark.parametrize("lands", [True, False], ids=["it lands", "it hangs"])
+@pytest.mark.parametrize("fails", ["near", "far"])
+def test_when_one_part_fails_the_other_is_given_up_and_is_not_to_blame(fails, lands):
+    engine, one, near, far = composed()
+    bad, good = (near, far) if fails == "near" else (far, near)
+    load = good.load
+    engine.report(bad.load, "torn")
+    assert handed_over(engine) == {load.key: "another part of the prefix has failed"}
+    assert good.heard[1:] == [("dropped", load.key)]
+    engine.report(bad.load, None)
+    assert handed_over(engine) == {}, "it is said once"
+    assert engine.admission.matched(one, 0) == 0, "not every worker has said so"
+    why = "another part of the prefix has failed"
+    engine.report(load, why, None if lands else why, late=not lands)
+    assert good.heard[1:] == [("dropped", load.key)], "it is not struck out"
+    engine.free(one)
+    held = 0 if lands else sum(block.ref_cnt for block in engine.pool.blocks)
+    assert bool(held) == (not lands), "what is in flight may still be written"
+    dropped = [e for e in engine.told if isinstance(e, LoadEnded) and e.source == good.name]
+    assert [(e.outcome, e.failure) for e in dropped] == [(Outcome.DROPPED, why)]
+    good.head_until = 0
+    assert engine.admit_anew(one) == (39 if good is far else 0)
+    if not lands:
+        engine.landed(load, 2)
+    engine.admission.finished("a")
+    if good is far:
+        engine.report(far.load, None, None)
+    engine.free(one)
+    assert engine.pool.references == 0
+
+
+def test_two_parts_that_fail_at_once_are_both_to_blame():
+    engine, one, near, far = composed(workers=1)
+    reports = {source.load.key: Report("torn", late=False) for source in (near, far)}
+    engine.admission.take_reports(WorkerMeta(reports, dict.fromkeys(reports, 1), dict.fromkeys(reports, 1)))
+    assert near.heard[1:] == far.heard[1:] == [("ended", "torn")]
+    assert handed_over(engine) == {}
+    assert engine.admit_anew(one) == 0
+
+
+def test_two_parts_that_fail_on_one_worker_at_once_are_both_to_blame_and_the_others_need_not_go_on():
+    engine, one, near, far = composed()
+    reports = {source.load.key: Report("torn", late=False) for source in (near, far)}
+    engine.admission.take_reports(WorkerMeta(reports, dict.fromkeys(reports, 1), dict.fromkeys(reports, 1)))
+    why = "another part of the prefix has failed"
+    assert handed_over(engine) == dict.fromkeys(reports, why)
+    for source in (near, far):
+        engine.report(source.load, why)
+        assert source.heard[-1] in (("ended", "torn"), ("settled", "a"))
+    assert engine.admit_anew(one) == 0
 
 
 def test_a_part_tells_nothing_of_how_fast_its_place_is():

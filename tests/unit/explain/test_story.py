@@ -188,6 +188,8 @@ def test_a_gap_is_told() -> None:
 def test_a_load_that_nobody_waits_for_is_told() -> None:
     end = LoadEnded("a", 11.0, "a#1", "peer", Outcome.DROPPED, None, "", 0.9)
     assert told(end)[1] == "1.0 The load is dropped after 900 ms: the request has ended before."
+    given_up = replace(end, failure="another part of the prefix has failed")
+    assert told(given_up)[1] == "1.0 The load is dropped after 900 ms: another part of the prefix has failed."
 
 
 def test_a_summary_says_where_tokens_came_from_and_where_the_time_went() -> None:

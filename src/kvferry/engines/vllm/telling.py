@@ -29,6 +29,8 @@ from kvferry.observe.events import (
 )
 from kvferry.observe.watch import Watch, harmless
 
+OTHER_PART = "another part of the prefix has failed"
+"""Why a load is dropped though its request has not ended."""
 _OUTCOMES = {"ready": Outcome.READY, "failed": Outcome.FAILED, "expired": Outcome.EXPIRED}
 
 
@@ -117,7 +119,7 @@ class Telling:
 
     @harmless
     def ended(self, source: Source, load: Load, whole: Report, *, wanted: bool) -> None:
-        """All workers have reported a load, which its request still waits for, or not."""
+        """All workers have reported a load, which its request still waits for, or does not."""
         now, failed = time.monotonic(), whole.failure is not None
         blame = source.blame(load, whole) if failed and wanted else None
         moved = source.brought(load, whole)
@@ -129,7 +131,7 @@ class Telling:
                 source.name,
                 _OUTCOMES[whole.outcome] if wanted else Outcome.DROPPED,
                 blame,
-                whole.failure or "",
+                (whole.failure or "") if wanted else OTHER_PART if load.given_up else "",
                 now - load.began,
                 () if failed else moved,
                 whole.pages,
