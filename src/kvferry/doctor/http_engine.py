@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,9 @@ from kvferry.transport.handshake import Address
 _PROMPT = [11, 12, 13, 14]
 """Token ids that any vocabulary has; the engine drops the last one."""
 _CONNECT_SECONDS = 5.0
+_RANK = "X-data-parallel-rank"
+"""The header by which vLLM lets a data-parallel rank be chosen."""
+_ENGINE = re.compile(r'^vllm:num_requests_running\{[^}]*\bengine="(\d+)"', re.MULTILINE)
 _METRICS = {"kvferry_": "KVFerryConnector", "vllm:nixl_": "NixlConnector"}
 
 
@@ -44,12 +48,14 @@ class AtUrl:
     Attributes:
         findings: about it.
         behind: engines behind a router, with their roles.
-        offered: by an engine that exchanges KV.
+        offered: by an engine that exchanges KV; of a data-parallel one, by its first rank.
+        others: the same by its other ranks, None of one that does not.
     """
 
     findings: list[Finding] = field(default_factory=list)
     behind: tuple[tuple[str, Role], ...] = ()
     offered: Offered | None = None
+    others: tuple[Offered | None, ...] = ()
 
 
 def look(url: str, seconds: float, environment: Mapping[str, str] = os.environ) -> AtUrl:
@@ -69,8 +75,7 @@ def look(url: str, seconds: float, environment: Mapping[str, str] = os.environ) 
             if router := _router(client):
                 return _behind(router)
             if _is_engine(client, seen):
-                _connector(client, seen)
-                _ask_for_kv(client, seen)
+                _ask_for_kv(client, seen, _connector(client, seen))
         except httpx.HTTPError as error:
             seen.findings.append(
                 bad(
@@ -129,8 +134,12 @@ def _is_engine(client: httpx.Client, seen: AtUrl) -> bool:
     return isinstance(version, str)
 
 
-def _connector(client: httpx.Client, seen: AtUrl) -> None:
-    """Whose metrics it shows; several API servers show none of a counter that never counted."""
+def _connector(client: httpx.Client, seen: AtUrl) -> int:
+    """Whose metrics it shows; several API servers show none of a counter that never counted.
+
+    Returns:
+        How many data-parallel ranks it shows metrics of; 1 where that cannot be seen.
+    """
     answer = client.get("/metrics")
     shown = [name for prefix, name in _METRICS.items() if prefix in answer.text] if answer.is_success else []
     if not answer.is_success:
@@ -142,10 +151,11 @@ def _connector(client: httpx.Client, seen: AtUrl) -> None:
     else:
         others = f", but {' and '.join(shown)}'s are" if shown else ""
         seen.findings.append(note("metrics", f"none of kvferry's on its /metrics{others}"))
+    return max(1, len(set(_ENGINE.findall(answer.text)))) if answer.is_success else 1
 
 
-def _ask_for_kv(client: httpx.Client, seen: AtUrl) -> None:
-    """Compute a short prompt for another engine: the answer says where the control channel is."""
+def _ask_for_kv(client: httpx.Client, seen: AtUrl, engines: int) -> None:
+    """Compute a short prompt for another engine, on every rank: answers say where control channels are."""
     models = _json(listed := client.get("/v1/models"))
     try:
         model = models["data"][0]["id"]
@@ -157,7 +167,14 @@ def _ask_for_kv(client: httpx.Client, seen: AtUrl) -> None:
         )
         return
     body = prefill_body({"model": model, "prompt": _PROMPT, "temperature": 0})
-    answer = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+
+    def compute(rank: int) -> httpx.Response:
+        chosen = {_RANK: str(rank)} if engines > 1 else {}
+        return client.post(
+            "/v1/completions", content=body, headers={"content-type": "application/json", **chosen}
+        )
+
+    answer = compute(0)
     if not answer.is_success:
         seen.findings.append(
             bad(
@@ -169,7 +186,10 @@ def _ask_for_kv(client: httpx.Client, seen: AtUrl) -> None:
         return
     seen.findings.append(ok("model", str(model)))
     seen.offered = _offered(handed_over(answer.content))
-    if seen.offered is None:
+    if seen.offered is not None:
+        others = [compute(rank) for rank in range(1, engines)]
+        seen.others = tuple(_offered(handed_over(one.content)) if one.is_success else None for one in others)
+    else:
         other = handed_over(answer.content) or {}
         what = (
             "offers KV, but not as kvferry does"
