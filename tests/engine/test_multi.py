@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tomllib
 from collections.abc import Iterator
@@ -12,11 +13,15 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
+from kvferry.observe.exposed import CONNECTOR, EXPOSED
 from kvferry.serving.engine import EngineSpec
 from kvferry.serving.launch import Fleet
 from kvferry.serving.ports import free_ports
 from kvferry.serving.role import Role
 from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
+from kvferry.top.derive import figures
+from kvferry.top.exposition import read
+from kvferry.top.window import window
 from support.vllm_engine.inside import distance
 from support.vllm_engine.multi import child, multi
 from support.vllm_engine.pair import prompt
@@ -304,3 +309,9 @@ def test_a_server_knows_them_by_name_and_shows_what_its_engine_counts(
             if line.startswith(name + "{") and label in line
         ]
         assert value > 0, name
+    kinds = dict(re.findall(r"^# TYPE (\S+) (\w+)$", shown, re.MULTILINE))
+    asked = {name: str(metric.kind) for name, metric in EXPOSED.items() if CONNECTOR in metric.labels}
+    if parent == "FerryMultiConnector":
+        assert {name: kinds.get(name) for name in asked} == asked, "top and the dashboard ask for these"
+        found = figures([window(None, read(shown, 0.0), "0")]).totals.connectors
+        assert {name: one.hits for name, one in found.items()} == {"one": 1, "two": 0}
