@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -126,6 +127,10 @@ def ranks(*engines: tuple[str, dict], header: bool = True):
 def test_all_ranks_of_a_data_parallel_engine_are_met_and_have_their_blocks_back():
     with ranks(("P_dp0", {}), ("P_dp1", {}), ("P_dp2", {})) as (url, servers):
         (section,), (seen,) = look_at([target(url)], None)
+        until = time.monotonic() + 10
+        while not all(server.events for server in servers):
+            assert time.monotonic() < until, "a rank has not been given its blocks back"
+            time.sleep(0.01)
         assert [list(server.events) for server in servers] == [[Release(["cmpl-7"])]] * 3
     assert {one.state for one in section.findings} == {State.OK}
     assert said(section)["data-parallel"].found == "3 ranks, each of which was met; they are alike"
