@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +52,25 @@ def test_a_peer_that_weighs_less_brings_the_end_of_what_the_tiers_have_the_begin
         both.nothing_held()
 
 
+def test_when_the_peers_part_fails_that_of_slow_tiers_is_not_waited_for(both: Both) -> None:
+    text = prompt(700, 720)
+    (reference,) = both.reference([text])
+    both.decode.call("generate", [text[:512]])
+    both.forget(host=True)
+    both.decode.call("slow_files", 2.0)  # from here on
+    (offer,) = [answer["params"] for answer in both.prefill.call("prefill", [text])]
+    nowhere = {**offer, "remote_block_ids": [[10**6] * len(table) for table in offer["remote_block_ids"]]}
+    both.decode.call("new_loads")
+    (answer,) = both.decode.call("generate", [text], [nowhere])
+    assert both.decode.call("new_loads") == [("tiers", 0, 512), ("peer", 512, 699), ("tiers", 0, 512)]
+    given_up = r"The load is dropped after [\d.]+ m?s: another part of the prefix has failed\."
+    assert any(re.fullmatch(given_up, line) for line in both.decode.call("story_of_last"))
+    assert answer["tokens"] == reference["tokens"]
+    assert distance(answer, reference) < 1e-4
+    both.prefill.call("step", 1.0)
+    both.nothing_held()
+
+
 def test_by_cost_a_disk_that_turned_out_slow_is_not_waited_for_and_memory_is_used(
     checkpoints: Path, running: object, tmp_path: Path
 ) -> None:
@@ -69,5 +89,9 @@ def test_by_cost_a_disk_that_turned_out_slow_is_not_waited_for_and_memory_is_use
         answer = engine.say(text)
         assert answer["hit"] == [0], "computing is faster"
         assert distance(answer, reference) < 1e-4
+        puts = engine.engine.call("tier_stats")[0]["puts"]
+        engine.forget()
+        assert engine.say(text)["hit"] == [len(text)], "what was computed is in memory, as what was loaded is"
+        assert engine.engine.call("tier_stats")[0]["puts"] == puts, "the disk has it"
     finally:
         engine.close()

@@ -50,6 +50,22 @@ def test_the_multi_connector_can_read_our_stats_and_show_them() -> None:
     KVFerryConnector.build_prom_metrics(*given)
 
 
+def test_requests_say_what_the_engines_own_prefix_cache_had_of_them() -> None:
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    from kvferry.engines.vllm.compat import own_hit
+
+    request = Request("r", [1, 2, 3], SamplingParams(max_tokens=8), None)
+    request.prefill_stats.set(3, 2, 1)
+    assert own_hit(request) == 2
+    request.num_preemptions = 1
+    assert own_hit(request) is None
+    request.num_preemptions = 0
+    request.take_prefill_stats()
+    assert own_hit(request) is None
+
+
 def test_requests_have_what_trimming_a_prompt_touches() -> None:
     from vllm import SamplingParams
     from vllm.v1.request import Request

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tomllib
 from collections.abc import Iterator
@@ -12,15 +13,20 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
+from kvferry.observe.exposed import CONNECTOR, EXPOSED
 from kvferry.serving.engine import EngineSpec
 from kvferry.serving.launch import Fleet
 from kvferry.serving.ports import free_ports
 from kvferry.serving.role import Role
 from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
+from kvferry.top.derive import figures
+from kvferry.top.exposition import read
+from kvferry.top.window import window
 from support.vllm_engine.inside import distance
 from support.vllm_engine.multi import child, multi
 from support.vllm_engine.pair import prompt
 from support.vllm_engine.process import Engine
+from support.vllm_engine.tiered import chunk_files, spoil
 
 pytestmark = pytest.mark.engine
 
@@ -31,23 +37,28 @@ HOST = {"type": "host", "capacity": "64MiB"}
 class Two:
     """An engine with two of kvferry's own: one keeps in memory, the other in a directory."""
 
-    def __init__(self, folder: Path, checkpoints: Path) -> None:
-        (folder / "chunks").mkdir()
-        disk = {"type": "file", "path": str(folder / "chunks"), "capacity": "256MiB"}
+    def __init__(
+        self, folder: Path, checkpoints: Path, family: str = "gemma3", policy: str = "weight", **options: Any
+    ) -> None:
+        self.chunks = folder / "chunks"
+        self.chunks.mkdir()
+        disk = {"type": "file", "path": str(self.chunks), "capacity": "256MiB"}
         connectors = multi(
             {**child(tiers=[HOST], chunk_tokens=64), "name": "memory"},
-            {**child(tiers=[disk], chunk_tokens=64), "name": "disk"},
+            {**child(tiers=[HOST, disk], chunk_tokens=64), "name": "disk"},
+            policy=policy,
         )
         self.engine = Engine(
             folder / "log",
-            model=str(tiny_checkpoint("gemma3", checkpoints)),
+            model=str(tiny_checkpoint(family, checkpoints)),
             kv_transfer_config=connectors,
             disable_log_stats=False,
             block_size=64,
-            **FAMILIES["gemma3"].engine_options(),
+            **FAMILIES[family].engine_options(),
+            **options,
         )
         try:
-            self.engine.ready()
+            self.engine.ready(500.0)
         except BaseException:
             self.engine.close()
             raise
@@ -109,6 +120,17 @@ def test_counts_of_both_are_told_apart(two: Two) -> None:
     assert more["kvferry_tier_stored_chunks_total disk file"] > 0
 
 
+def test_each_tells_of_a_request_that_the_other_has_loaded(two: Two) -> None:
+    text = prompt(300, 10)
+    two.say(text)
+    two.engine.call("forget_host_memory", of=0)
+    assert two.say(text)["loaded"] == [("disk", 300)]
+    told = two.engine.call("story_of_last", of=0)
+    at = told.index("Another connector of the engine has brought 299 tokens.")
+    assert told[at + 1] == "The engine goes on with 299 tokens at hand and computes 1."
+    assert not any("nother connector" in line for line in two.engine.call("story_of_last", of=1))
+
+
 def test_a_reset_is_told_to_both(two: Two) -> None:
     text = prompt(300, 9)
     cold, warm = two.say(text), two.say(text)
@@ -117,6 +139,48 @@ def test_a_reset_is_told_to_both(two: Two) -> None:
     after = two.say(text)
     assert after["loaded"] == []
     assert distance(after, cold) < 1e-4
+
+
+@pytest.mark.family
+@pytest.mark.timeout(900)
+def test_on_two_ranks_the_cheaper_child_loads_or_none(
+    running: object, checkpoints: Path, tmp_path: Path
+) -> None:
+    running.close()
+    two = Two(tmp_path, checkpoints, "qwen3", "cost", tensor_parallel_size=2)
+    text, said = prompt(512, 11), list[dict[str, Any]]()
+
+    def ask(*, memory: bool = False) -> list[tuple[str, int]]:
+        if not memory:
+            for each in (0, 1):
+                two.engine.call("forget_host_memory", of=each)
+        said.append(two.say(text))
+        return said[-1]["loaded"]
+
+    try:
+        assert ask() == []
+        assert ask(memory=True) == [("memory", 512)], "both are to be tried, the first is first"
+        assert ask() == [("disk", 512)], "the other has nothing any more"
+        two.engine.call("forget_speeds")
+        two.engine.call("slow_files", 2.0, of=1)
+        assert ask() == [("disk", 512)]
+        assert ask() == [], "computing is faster than such a disk"
+        assert ask(memory=True) == [("memory", 512)]
+        cold, *others = said
+        for answer in others:
+            assert answer["tokens"] == cold["tokens"]
+            assert distance(answer, cold) < 1e-4
+        for paths in chunk_files(two.chunks).values():
+            for path in paths:
+                spoil(path, with_checksum=True)
+        two.engine.call("forget_speeds")
+        assert ask() == [("disk", 512)]
+        assert distance(said[-1], cold) > 1e-2, "what was loaded was not looked at"
+        assert two.engine.call("still_known") == {}
+        for each in (0, 1):
+            assert two.engine.call("held", of=each) == {}
+    finally:
+        two.engine.close()
 
 
 @pytest.mark.family
@@ -152,6 +216,9 @@ def test_one_that_loads_and_saves_within_a_step_is_a_child_as_others(
         engine.call("forget_host_memory")
         warm = say()
         assert warm["loaded"] == [("ExampleConnector", 640)]
+        told = engine.call("story_of_last")
+        assert "Another connector of the engine has brought 640 tokens." in told
+        assert "The engine goes on with 640 tokens at hand and computes 60." in told
         assert warm["tokens"] == cold["tokens"]
         assert distance(warm, cold) < 1e-4
         assert engine.call("tier_counts")["stored"] == kept, "what may have failed to load was stored"
@@ -242,3 +309,9 @@ def test_a_server_knows_them_by_name_and_shows_what_its_engine_counts(
             if line.startswith(name + "{") and label in line
         ]
         assert value > 0, name
+    kinds = dict(re.findall(r"^# TYPE (\S+) (\w+)$", shown, re.MULTILINE))
+    asked = {name: str(metric.kind) for name, metric in EXPOSED.items() if CONNECTOR in metric.labels}
+    if parent == "FerryMultiConnector":
+        assert {name: kinds.get(name) for name in asked} == asked, "top and the dashboard ask for these"
+        found = figures([window(None, read(shown, 0.0), "0")]).totals.connectors
+        assert {name: one.hits for name, one in found.items()} == {"one": 1, "two": 0}

@@ -68,6 +68,7 @@ def request(name: str, tokens: Sequence[int], prompt: int | None = None, **more:
             "num_prompt_tokens": len(tokens) if prompt is None else prompt,
             "num_computed_tokens": 0,
             "num_preemptions": 0,
+            "prefill_stats": None,
             "mm_features": [],
             "lora_request": None,
             "cache_salt": None,

@@ -12,7 +12,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from kvferry.observe.counted import Counted
 from kvferry.observe.exposed import COMMON, EXPOSED, VLLM_PREFIX, exposed
-from kvferry.observe.metrics import METRICS, SECONDS, Kind, Metric
+from kvferry.observe.metrics import METRICS, MULTI, SECONDS, Kind, Metric
+
+_OF = {**METRICS, **MULTI}
 
 
 class Page:
@@ -39,12 +41,12 @@ class Page:
         """Add what an engine has counted."""
         own = self._labels[engine]
         for (name, labels), n in counted.counters.items():
-            self._metrics[exposed(METRICS[name])].labels(*own, *labels).inc(n)
+            self._metrics[exposed(_OF[name])].labels(*own, *labels).inc(n)
         for (name, labels), value in counted.gauges.items():
-            self._metrics[exposed(METRICS[name])].labels(*own, *labels).set(value)
+            self._metrics[exposed(_OF[name])].labels(*own, *labels).set(value)
         for (name, labels), seen in counted.samples.items():
             for each in seen:
-                self._metrics[exposed(METRICS[name])].labels(*own, *labels).observe(each)
+                self._metrics[exposed(_OF[name])].labels(*own, *labels).observe(each)
 
     def text(self) -> str:
         """The page."""
@@ -130,3 +132,18 @@ def busy(page: Page, times: int = 1, engine: int = 0) -> None:
         page.vllm("num_requests_running", engine=engine).set(5)
         page.vllm("num_requests_waiting", engine=engine).set(1)
         page.vllm("kv_cache_usage_perc", engine=engine).set(0.45)
+
+
+def several(page: Page) -> None:
+    """The like of two connectors in one engine: the first is kvferry's, the other is not."""
+    counted = Counted()
+    for name, hits, passed_over, misses, failed in (("memory", 3, 1, 6, 0), ("nixl", 5, 0, 5, 2)):
+        counted.count("multi_queries", name, by=10)
+        counted.count("multi_hits", name, by=hits)
+        counted.count("multi_hit_tokens", name, by=100 * hits)
+        counted.count("multi_passed_over", name, by=passed_over)
+        counted.count("multi_misses", name, by=misses)
+        counted.count("multi_loads", name, "ready", by=hits - failed)
+        counted.count("multi_loads", name, "failed", by=failed)
+        counted.set("multi_pending_loads", name, to=hits - 2)
+    page.count(counted)

@@ -4,8 +4,10 @@ The *request* has a deadline: when it passes, the load is reported as failed and
 without. The *memory* belongs to the transfer until nothing of it is in flight, however long that takes.
 
     LOADING ─landed─▶ READY or FAILED     (reported; memory free)
-       └─deadline─▶ EXPIRED ─landed─▶ RELEASED
+       └─deadline, or given up─▶ EXPIRED ─landed─▶ RELEASED
                     (reported; memory still held)    (memory free)
+
+A load is given up before its deadline when it would be of no use: another part of its prefix has failed.
 
 Each load is reported exactly once, each is released exactly once.
 """
@@ -60,6 +62,7 @@ class Loads:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._deadlines: dict[str, float] = {}
+        self._given_up: dict[str, str] = {}
         self._expired: set[str] = set()
         self._landed: dict[str, str | None] = {}
 
@@ -72,6 +75,11 @@ class Loads:
         if key in self._deadlines or key in self._expired:
             raise ValueError(f"load {key!r} has begun already")
         self._deadlines[key] = self._clock() + timeout_seconds
+
+    def give_up(self, key: str, why: str) -> None:
+        """A load is of no use any more; nothing if it has been reported."""
+        if key in self._deadlines:
+            self._given_up[key] = why
 
     def landed(self, key: str, failure: str | None) -> None:
         """Nothing of a load is in flight any more."""
@@ -87,11 +95,14 @@ class Loads:
                 self._expired.discard(key)
             else:
                 del self._deadlines[key]
+                self._given_up.pop(key, None)
                 reported[key] = failure
         self._landed.clear()
         now = self._clock()
-        for key in [k for k, deadline in self._deadlines.items() if deadline <= now]:
+        over = {k: "its deadline passed" for k, deadline in self._deadlines.items() if deadline <= now}
+        for key, why in {**over, **self._given_up}.items():
             del self._deadlines[key]
             self._expired.add(key)
-            reported[key] = "its deadline passed"
+            reported[key] = why
+        self._given_up.clear()
         return Settled(reported, released)

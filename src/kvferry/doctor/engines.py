@@ -10,13 +10,16 @@ from urllib.parse import urlsplit
 
 from kvferry.doctor import http_engine
 from kvferry.doctor.finding import Finding, Section, bad, note, ok
+from kvferry.doctor.http_engine import Offered
 from kvferry.doctor.limits import each_within
 from kvferry.doctor.meeting import CannotMeet, Met, meet, release
 from kvferry.errors import ConfigError
+from kvferry.geometry import RankGeometry
 from kvferry.observe.fetch import http_address
 from kvferry.plan.units import duration
 from kvferry.serving.role import Role
 from kvferry.transport.handshake import Address
+from kvferry.transport.messages import compare
 from kvferry.transport.security import Keys, is_loopback
 
 _SCHEME = "kvferry"
@@ -131,29 +134,80 @@ def _look(one: Target, keys: Keys | None) -> tuple[Seen, tuple[tuple[str, Role],
     """An engine; or a router, with what is behind it."""
     seen = Seen(one.name, one.role)
     control, offered = one.control, None
+    others: tuple[Offered | None, ...] = ()
     if one.url is not None:
         at = http_engine.look(one.url, _HTTP_SECONDS)
         seen.findings += at.findings
         if at.offered is None:
             return seen, at.behind
-        offered = at.offered
+        offered, others = at.offered, at.others
         control = offered.address
         seen.findings += _told(one.url, control)
     assert control is not None  # noqa: S101 - a target is one of the two
     try:
-        met = meet(control, keys, _CONTROL_SECONDS)
-        if offered is not None and offered.engine_id != met.facts.engine_id:
-            raise CannotMeet(
-                f"engine {met.facts.engine_id} answers there, not {offered.engine_id}, which tells peers so",
-                "set the connector's host to an address that is its machine's wherever peers are",
-            )
-        seen.met = met
-        seen.findings += _who(met)
-        if offered is not None:
-            release(control, keys if met.encrypted else None, offered.lease)
+        seen.met = _meet(control, keys, offered)
+        seen.findings += _who(seen.met)
     except CannotMeet as error:
         seen.findings.append(bad("control channel", f"{_shown(control)}: {error}", error.advice))
+    if offered is not None and others:
+        seen.findings += _ranks(offered, others, seen.met, keys)
     return seen, ()
+
+
+def _meet(control: Address, keys: Keys | None, offered: Offered | None) -> Met:
+    """Who is there, who then has the blocks back that it offered.
+
+    Raises:
+        CannotMeet: nobody, or somebody else.
+    """
+    met = meet(control, keys, _CONTROL_SECONDS)
+    if offered is None:
+        return met
+    if offered.engine_id != met.facts.engine_id:
+        raise CannotMeet(
+            f"engine {met.facts.engine_id} answers there, not {offered.engine_id}, which tells peers so",
+            "set the connector's host to an address that is its machine's wherever peers are",
+        )
+    release(control, keys if met.encrypted else None, offered.lease)
+    return met
+
+
+def _ranks(
+    first: Offered, others: Sequence[Offered | None], met: Met | None, keys: Keys | None
+) -> list[Finding]:
+    """The data-parallel ranks of an engine besides the first, as far as they are not what it is."""
+    found, known = list[Finding](), {first.engine_id}
+    for number, offered in enumerate(others, 1):
+        rank = f"data-parallel rank {number}"
+        if offered is None or offered.engine_id in known:
+            what = "offers no KV" if offered is None else "does not answer: another rank does in its place"
+            found.append(note(rank, f"it {what}, and was not looked at", "look at it by its control channel"))
+            continue
+        known.add(offered.engine_id)
+        try:
+            other = _meet(offered.address, keys, offered)
+        except CannotMeet as error:
+            found.append(bad(rank, f"{_shown(offered.address)}: {error}", error.advice))
+            continue
+        if met is not None and (different := _different(met, other)):
+            found.append(bad(rank, f"it is not as rank 0 is: {different}", "start all ranks alike"))
+    if not found:
+        found.append(ok("data-parallel", f"{len(others) + 1} ranks, each of which was met; they are alike"))
+    return found
+
+
+def _different(one: Met, other: Met) -> str:
+    """In what two ranks of an engine differ that must not; empty if in nothing."""
+    facts = compare(one.facts.must_agree, other.facts.must_agree)
+    shapes = [
+        [(card.geometry.tp_size, card.geometry.pp_size, *_groups(card.geometry)) for card in met.ranks]
+        for met in (one, other)
+    ]
+    return "; ".join([*facts, *(["other workers, groups or block sizes"] if shapes[0] != shapes[1] else [])])
+
+
+def _groups(geometry: RankGeometry) -> list[tuple[str, int]]:
+    return [(group.label, group.block_tokens) for group in geometry.groups]
 
 
 def _told(url: str, control: Address) -> list[Finding]:

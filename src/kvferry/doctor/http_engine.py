@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import anyio
 import msgspec
@@ -18,8 +19,21 @@ from kvferry.serving.role import Role
 from kvferry.serving.router.bodies import handed_over, prefill_body
 from kvferry.transport.handshake import Address
 
+
+class _Ask(Protocol):
+    """Asks one address."""
+
+    async def __call__(
+        self, path: str, post: bytes | None = None, chosen: Mapping[str, str] | None = None
+    ) -> Reply:
+        """Its answer; `chosen` are headers."""
+
+
 _PROMPT = [11, 12, 13, 14]
 """Token ids that any vocabulary has; the engine drops the last one."""
+_RANK = "X-data-parallel-rank"
+"""The header by which vLLM lets a data-parallel rank be chosen."""
+_ENGINE = re.compile(r'^vllm:num_requests_running\{[^}]*\bengine="(\d+)"', re.MULTILINE)
 _METRICS = {"kvferry_": "KVFerryConnector", "vllm:nixl_": "NixlConnector"}
 
 
@@ -45,12 +59,14 @@ class AtUrl:
     Attributes:
         findings: about it.
         behind: engines behind a router, with their roles.
-        offered: by an engine that exchanges KV.
+        offered: by an engine that exchanges KV; of a data-parallel one, by its first rank.
+        others: the same by its other ranks, None of one that does not.
     """
 
     findings: list[Finding] = field(default_factory=list)
     behind: tuple[tuple[str, Role], ...] = ()
     offered: Offered | None = None
+    others: tuple[Offered | None, ...] = ()
 
 
 def look(url: str, seconds: float, environment: Mapping[str, str] = os.environ) -> AtUrl:
@@ -69,15 +85,15 @@ async def _look(url: str, seconds: float, headers: Mapping[str, str]) -> AtUrl:
     seen = AtUrl()
     async with client(headers) as http:
 
-        async def ask(path: str, post: bytes | None = None) -> Reply:
-            return await fetch(http, f"{url}{path}", seconds, post)
+        async def ask(path: str, post: bytes | None = None, chosen: Mapping[str, str] | None = None) -> Reply:
+            return await fetch(http, f"{url}{path}", seconds, post, chosen)
 
         try:
             if router := _router(await ask("/health")):
                 return _behind(router)
             if _is_engine(await ask("/version"), seen):
-                _connector(await ask("/metrics"), seen)
-                await _ask_for_kv(ask, seen)
+                engines = _connector(await ask("/metrics"), seen)
+                await _ask_for_kv(ask, seen, engines)
         except ProtocolError as error:
             seen.findings.append(
                 bad("HTTP", f"no answer: {error}", "see that it is an engine, up, and reachable from here")
@@ -132,8 +148,12 @@ def _is_engine(answer: Reply, seen: AtUrl) -> bool:
     return isinstance(version, str)
 
 
-def _connector(answer: Reply, seen: AtUrl) -> None:
-    """Whose metrics it shows; several API servers show none of a counter that never counted."""
+def _connector(answer: Reply, seen: AtUrl) -> int:
+    """Whose metrics it shows; several API servers show none of a counter that never counted.
+
+    Returns:
+        How many data-parallel ranks it shows metrics of; 1 where that cannot be seen.
+    """
     shown = [name for prefix, name in _METRICS.items() if prefix in answer.text] if answer.fine else []
     if not answer.fine:
         seen.findings.append(
@@ -144,11 +164,12 @@ def _connector(answer: Reply, seen: AtUrl) -> None:
     else:
         others = f", but {' and '.join(shown)}'s are" if shown else ""
         seen.findings.append(note("metrics", f"none of kvferry's on its /metrics{others}"))
+    return max(1, len(set(_ENGINE.findall(answer.text)))) if answer.fine else 1
 
 
-async def _ask_for_kv(ask: Callable[[str, bytes | None], Awaitable[Reply]], seen: AtUrl) -> None:
-    """Compute a short prompt for another engine: the answer says where the control channel is."""
-    listed = await ask("/v1/models", None)
+async def _ask_for_kv(ask: _Ask, seen: AtUrl, engines: int) -> None:
+    """Compute a short prompt for another engine, on every rank: answers say where control channels are."""
+    listed = await ask("/v1/models")
     try:
         model = listed.json["data"][0]["id"]
     except (KeyError, IndexError, TypeError):
@@ -157,7 +178,11 @@ async def _ask_for_kv(ask: Callable[[str, bytes | None], Awaitable[Reply]], seen
         seen.findings.append(bad("HTTP", f"/v1/models answers {listed.status} and names no model", advice))
         return
     body = prefill_body({"model": model, "prompt": _PROMPT, "temperature": 0})
-    answer = await ask("/v1/completions", body)
+
+    async def compute(rank: int) -> Reply:
+        return await ask("/v1/completions", body, {_RANK: str(rank)} if engines > 1 else {})
+
+    answer = await compute(0)
     if not answer.fine:
         seen.findings.append(
             bad(
@@ -169,7 +194,10 @@ async def _ask_for_kv(ask: Callable[[str, bytes | None], Awaitable[Reply]], seen
         return
     seen.findings.append(ok("model", str(model)))
     seen.offered = _offered(handed_over(answer.body))
-    if seen.offered is None:
+    if seen.offered is not None:
+        others = [await compute(rank) for rank in range(1, engines)]
+        seen.others = tuple(_offered(handed_over(one.body)) if one.fine else None for one in others)
+    else:
         other = handed_over(answer.body) or {}
         what = (
             "offers KV, but not as kvferry does"

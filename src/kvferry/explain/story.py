@@ -97,7 +97,7 @@ class _Teller:
         took = duration(event.seconds)
         self._failure = event.failure
         if event.outcome is Outcome.DROPPED:
-            yield f"The load is dropped after {took}: the request has ended before."
+            yield f"The load is dropped after {took}: {event.failure or 'the request has ended before'}."
             return
         if event.outcome is not Outcome.READY:
             what = "is given up at its deadline" if event.outcome is Outcome.EXPIRED else "has failed"
@@ -126,6 +126,8 @@ class _Teller:
     def _went_on(self, event: events.Settled) -> Iterator[str]:
         self._settled = True
         rest = event.tokens - event.at_hand
+        if event.elsewhere:
+            yield f"Another connector of the engine has brought {_tokens(event.elsewhere)}."
         yield f"The engine goes on with {_tokens(event.at_hand)} at hand and computes {amount(rest)}."
 
     def _lease_granted(self, event: events.LeaseGranted) -> Iterator[str]:

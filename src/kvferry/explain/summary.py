@@ -17,8 +17,8 @@ class Summary:
 
     Attributes:
         tokens: of the prompt.
-        places: tokens by where they came from: a tier, ``peer``, ``prefix cache`` or ``computed``; empty as
-            long as the engine has not gone on.
+        places: tokens by where they came from: a tier, ``peer``, ``prefix cache``, ``another connector`` or
+            ``computed``; empty as long as the engine has not gone on.
         failed: loads that have failed.
         seconds: since the request came; None as long as the engine has not gone on.
         loading, looking: of these, under way, and waiting for a source that was looking.
@@ -73,6 +73,12 @@ def _places(brought: list[events.LoadBegan], went_on: events.Settled) -> Counter
     for load in brought:
         for part in parts_of(load.parts, load.total - load.have):
             places[part.place] += part.tokens
-    here = went_on.at_hand - places.total()
-    places.update({"prefix cache": max(0, here), "computed": went_on.tokens - went_on.at_hand})
+    here = went_on.at_hand - went_on.elsewhere - places.total()
+    places.update(
+        {
+            "prefix cache": max(0, here),
+            "another connector": went_on.elsewhere,
+            "computed": went_on.tokens - went_on.at_hand,
+        }
+    )
     return +places

@@ -61,7 +61,7 @@ class Outcome(StrEnum):
     READY = "ready"
     FAILED = "failed"
     EXPIRED = "expired"  # at its deadline; what it wrote to may be written still
-    DROPPED = "dropped"  # the request ended before
+    DROPPED = "dropped"  # the request ended before, or another part of its prefix failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,12 +233,14 @@ class Settled:
     Attributes:
         at_hand: tokens that need not be computed.
         tokens: of the request.
+        elsewhere: of those at hand, what another connector of this engine has brought.
     """
 
     request_id: str
     at: float
     at_hand: int
     tokens: int
+    elsewhere: int = 0
 
 
 @dataclass(frozen=True, slots=True)

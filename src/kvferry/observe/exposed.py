@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from kvferry.observe.metrics import METRICS, PREFIX, Kind, Metric
+from kvferry.observe.metrics import METRICS, MULTI, PREFIX, Kind, Metric
 
 COMMON = ("model_name", "engine")
 """Labels that vLLM gives every metric, its own and a connector's."""
+CONNECTOR = "connector"
+"""The label that kvferry's metrics have besides, where several connectors are in one engine."""
 
 VLLM_PREFIX = "vllm:"
 
@@ -29,7 +31,7 @@ def exposed(metric: Metric, prefix: str = PREFIX) -> str:
 
 
 EXPOSED: Mapping[str, Metric] = MappingProxyType(
-    {exposed(metric): metric for metric in METRICS.values()}
+    {exposed(metric): metric for metric in (*METRICS.values(), *MULTI.values())}
     | {exposed(metric, VLLM_PREFIX): metric for metric in _VLLM}
 )
 """All of them, by that name."""

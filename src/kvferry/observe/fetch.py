@@ -85,7 +85,13 @@ def client(headers: Mapping[str, str] | None = None) -> httpx.AsyncClient:
     )
 
 
-async def fetch(http: httpx.AsyncClient, url: str, seconds: float, post: bytes | None = None) -> Reply:
+async def fetch(
+    http: httpx.AsyncClient,
+    url: str,
+    seconds: float,
+    post: bytes | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Reply:
     """The answer of a server, whatever its status.
 
     Args:
@@ -93,15 +99,16 @@ async def fetch(http: httpx.AsyncClient, url: str, seconds: float, post: bytes |
         url: with its path.
         seconds: until all of the answer is here.
         post: JSON to send; without, this is a GET.
+        headers: of this request.
 
     Raises:
         ProtocolError: there is none; a few words say why.
     """
-    method, headers = ("GET", {}) if post is None else ("POST", {"content-type": "application/json"})
+    method, kind = ("GET", {}) if post is None else ("POST", {"content-type": "application/json"})
     body = bytearray()
     try:
         with anyio.fail_after(seconds):
-            async with http.stream(method, url, content=post, headers=headers) as answer:
+            async with http.stream(method, url, content=post, headers={**kind, **(headers or {})}) as answer:
                 async for piece in answer.aiter_bytes():
                     body += piece
                     if len(body) > MOST_BYTES:

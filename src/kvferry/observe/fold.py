@@ -25,7 +25,8 @@ class _Asking:
         sources: that might serve it.
         asked: what was said last at its admission.
         failed: sources whose last load failed, and how.
-        lost: per such source, up to which token its loads would have brought it, since it was last settled.
+        until: per attempt, up to which token all of its loads together would have brought it.
+        lost: per such source, the same of its last attempt, since it was last settled.
         brought: loads that are ready.
         broken: attempts of which a load failed; what else they brought is of no use.
         settled: the engine has gone on with it, once at least.
@@ -34,6 +35,7 @@ class _Asking:
     sources: tuple[str, ...]
     asked: events.Asked | None = None
     failed: dict[str, Miss] = field(default_factory=dict)
+    until: dict[str, int] = field(default_factory=dict)
     lost: dict[str, int] = field(default_factory=dict)
     brought: list[events.LoadBegan] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
@@ -110,6 +112,8 @@ class Fold:
         self._loads[event.load] = event
         self._pending[event.source] += 1
         self._counted.set("pending_loads", event.source, to=self._pending[event.source])
+        if (request := self._requests.get(event.request_id)) is not None:
+            request.until[event.attempt] = max(event.total, request.until.get(event.attempt, 0))
 
     def _load_ended(self, event: events.LoadEnded) -> None:
         began = self._loads.pop(event.load, None)
@@ -127,7 +131,8 @@ class Fold:
         elif event.miss is not None and request is not None:
             request.failed[source] = event.miss
             request.broken.add(began.attempt)
-            request.lost[source] = max(began.total, request.lost.get(source, 0))
+            until = request.until.get(began.attempt, began.total)
+            request.lost[source] = max(until, request.lost.get(source, 0))
 
     def _moved(self, event: events.LoadEnded) -> None:
         counted = self._counted

@@ -82,5 +82,17 @@ _ALL = (
     _counter("leases_ended", "Leases that have ended.", "outcome"),
 )
 
+_MULTI = (
+    _counter("multi_queries", "Requests that a connector was asked for, per admission.", "connector"),
+    _counter("multi_hits", "Of those, that it was chosen to load.", "connector"),
+    _counter("multi_hit_tokens", "Tokens that it was to load for them.", "connector"),
+    _counter("multi_passed_over", "Of those, that it had tokens of, and another was chosen.", "connector"),
+    _counter("multi_misses", "Of those, that it had nothing of, or gave no answer in time.", "connector"),
+    _counter("multi_loads", "Loads of it that have ended.", "connector", "outcome"),
+    _gauge("multi_pending_loads", "Loads of it that are under way.", "connector"),
+)
+
 METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _ALL})
-"""By name."""
+"""Of a connector, by name."""
+MULTI: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _MULTI})
+"""Of the choice between several connectors, by name; `docs/multi.md` explains them."""

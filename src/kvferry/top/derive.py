@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvferry.observe.events import Miss
-from kvferry.top.figures import Figures, Flow, Lacking, Levels, Moved, Room, Seconds, Source, TierFlow
+from kvferry.observe.exposed import CONNECTOR
+from kvferry.top.figures import (
+    Connector,
+    Figures,
+    Flow,
+    Lacking,
+    Levels,
+    Moved,
+    Room,
+    Seconds,
+    Source,
+    TierFlow,
+)
 from kvferry.top.values import Values
 from kvferry.top.window import Window
 
@@ -15,6 +27,9 @@ def figures(windows: list[Window]) -> Figures:
     several = Window.added(windows)
     rates = None if several.rates is None else _flow(several.rates)
     return Figures(_levels(several.now, [one.now for one in windows]), rates, _flow(several.now))
+
+
+_ASKED = "kvferry_multi_queries_total"
 
 
 def _flow(values: Values) -> Flow:
@@ -30,6 +45,7 @@ def _flow(values: Values) -> Flow:
         tokens=_tokens(values),
         first_token_seconds=Seconds.of(values, "vllm:time_to_first_token_seconds"),
         sources={source: _source(values, source) for source in sorted(sources)},
+        connectors={name: _connector(values, name) for (name,) in values.by(_ASKED, CONNECTOR)},
         misses=_lacking(values),
         moved=_moved(values),
         stages={
@@ -67,7 +83,11 @@ def _tokens(values: Values) -> dict[str, float]:
     of = values.by("vllm:prompt_tokens_by_source_total", "source")
     own = {name: of[source,] for source, name in _VLLM_SOURCES.items() if (source,) in of}
     brought = {tier: n for (tier,), n in values.by("kvferry_hit_tokens_total", "tier").items()}
-    return own | {tier: brought[tier] for tier in _ordered(brought)}
+    found = own | {tier: brought[tier] for tier in _ordered(brought)}
+    if values.by(_ASKED, CONNECTOR).keys() - values.by("kvferry_queries_total", CONNECTOR).keys():
+        external = of.get(("external_kv_transfer",), 0.0)
+        found["others"] = max(0.0, external - sum(brought.values()))
+    return found
 
 
 def _source(values: Values, source: str) -> Source:
@@ -83,6 +103,21 @@ def _source(values: Values, source: str) -> Source:
         },
         load_bytes=values.total("kvferry_load_bytes_total", source=source),
         load_seconds=Seconds.of(values, "kvferry_load_seconds", source=source),
+    )
+
+
+def _connector(values: Values, name: str) -> Connector:
+    def count(what: str) -> float:
+        return values.total(f"kvferry_multi_{what}_total", connector=name)
+
+    ended = values.by("kvferry_multi_loads_total", "outcome", connector=name)
+    return Connector(
+        queries=count("queries"),
+        hits=count("hits"),
+        passed_over=count("passed_over"),
+        misses=count("misses"),
+        hit_tokens=count("hit_tokens"),
+        loads={outcome: n for (outcome,), n in ended.items()},
     )
 
 
@@ -123,6 +158,9 @@ def _levels(values: Values, each: list[Values]) -> Levels:
         waiting=values.total("vllm:num_requests_waiting"),
         cache_usage=max((one.total("vllm:kv_cache_usage_perc") for one in each), default=0.0),
         pending_loads={source: n for (source,), n in pending.items()},
+        pending_connectors={
+            name: n for (name,), n in values.by("kvferry_multi_pending_loads", CONNECTOR).items()
+        },
         late_blocks=values.total("kvferry_late_blocks"),
         leases=values.total("kvferry_leases"),
         tiers={tier: _fullest(tier, each) for tier in _tiers(values)},
@@ -130,13 +168,15 @@ def _levels(values: Values, each: list[Values]) -> Levels:
 
 
 def _fullest(tier: str, each: list[Values]) -> Room:
-    rooms = (_room(one, tier) for one in each)
+    rooms = (room for one in each for room in _rooms(one, tier))
     return max(rooms, key=lambda room: (room.share, room.used is not None, room.owed_chunks is not None))
 
 
-def _room(values: Values, tier: str) -> Room:
+def _rooms(values: Values, tier: str) -> list[Room]:
+    """As each connector of an engine says."""
     used, capacity, owed = (
-        values.by(f"kvferry_tier_{name}", "tier").get((tier,))
+        values.by(f"kvferry_tier_{name}", CONNECTOR, tier=tier)
         for name in ("used_bytes", "capacity_bytes", "owed_chunks")
     )
-    return Room(used, capacity, owed)
+    told = used.keys() | capacity.keys() | owed.keys() or {("",)}
+    return [Room(used.get(one), capacity.get(one), owed.get(one)) for one in sorted(told)]

@@ -18,6 +18,15 @@ _SOURCE = (
     Column("median", 8),
     Column("p99", 8),
 )
+_CONNECTOR = (
+    Column("asked/s", 10),
+    Column("hit now", 9),
+    Column("since start", 13),
+    Column("under way", 11),
+    Column("tokens/s", 11),
+    Column("missed", 8),
+    Column("failed", 8),
+)
 _TIER = (
     Column("used", 9),
     Column("of", 9),
@@ -40,8 +49,16 @@ def detail(of: Figures, width: int, misses: int | None = None) -> Iterator[Line]
     levels, rates, table = of.levels, of.rates, min(width, _TABLE)
     yield from _said("requests", _requests(of), width)
     yield from _said("tokens/s", _tokens(rates), width)
-    failed = any(of.totals.failed.values()) or of.totals.recomputed_tokens > 0
+    failed = (
+        any(of.totals.failed.values())
+        or of.totals.recomputed_tokens > 0
+        or any(connector.failed for connector in of.totals.connectors.values())
+    )
     yield from _said("failures", _failures(of), width, look=Look.BAD if failed else Look.PLAIN)
+    if of.totals.connectors:
+        yield _head("connector", _CONNECTOR, table)
+        for name in of.totals.connectors:
+            yield Line(row(name, list(_connector(of, name)), _CONNECTOR, table))
     if of.totals.sources:
         yield _head("source", _SOURCE, table)
         for name in of.totals.sources:
@@ -116,6 +133,18 @@ def _source(of: Figures, name: str) -> Iterator[str]:
     yield _size(None if now is None else now.load_bytes)
     yield _duration(seconds.median)
     yield _duration(seconds.p99)
+
+
+def _connector(of: Figures, name: str) -> Iterator[str]:
+    total = of.totals.connectors[name]
+    now = None if of.rates is None else of.rates.connectors.get(name)
+    yield number(None if now is None else now.queries)
+    yield percent(None if now is None else now.hit_rate)
+    yield percent(total.hit_rate)
+    yield number(of.levels.pending_connectors.get(name, 0.0))
+    yield number(None if now is None else now.hit_tokens)
+    yield number(total.misses)
+    yield number(total.failed)
 
 
 def _tier(room: Room, now: TierFlow | None, total: TierFlow) -> Iterator[str]:

@@ -46,6 +46,37 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
+class Connector:
+    """One of several in an engine, as the choice between them has it.
+
+    Attributes:
+        queries: requests that it was asked for: the sum of the next three.
+        hits: those that it was chosen to load.
+        passed_over: those that it had tokens of, and another was chosen, or nothing was loaded.
+        misses: those that it had nothing of.
+        hit_tokens: that it was to load.
+        loads: that have ended, by outcome.
+    """
+
+    queries: float
+    hits: float
+    passed_over: float
+    misses: float
+    hit_tokens: float
+    loads: Mapping[str, float]
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Of all that it was asked for."""
+        return self.hits / self.queries if self.queries else None
+
+    @property
+    def failed(self) -> float:
+        """Loads that were of no use."""
+        return self.loads.get(Outcome.FAILED, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
 class Lacking:
     """Queries that a source brought nothing, for one reason."""
 
@@ -85,9 +116,11 @@ class Flow:
 
     Attributes:
         prompt_tokens, generated_tokens: of vLLM.
-        tokens: of prompts, by where they come from: ``computed``, ``local`` (the engine's own cache), tiers.
+        tokens: of prompts, by where they come from: ``computed``, ``local`` (the engine's own cache), tiers;
+            ``others``: what connectors brought that are not kvferry's, beside one of several that is.
         first_token_seconds: of vLLM.
         sources: by name.
+        connectors: by name, where an engine has several.
         misses: most frequent first.
         moved: most bytes first.
         stages: seconds of loads from peers, by stage.
@@ -103,6 +136,7 @@ class Flow:
     tokens: Mapping[str, float]
     first_token_seconds: Seconds
     sources: Mapping[str, Source]
+    connectors: Mapping[str, Connector]
     misses: tuple[Lacking, ...]
     moved: tuple[Moved, ...]
     stages: Mapping[str, Seconds]
@@ -148,15 +182,18 @@ class Levels:
         running, waiting: requests.
         cache_usage: of the engine's own KV cache, up to 1; the fullest engine's.
         pending_loads: by source.
+        pending_connectors: loads under way by connector, where an engine has several.
         late_blocks: held by loads past their deadline.
         leases: that hold blocks.
-        tiers: by name; of several engines, what the fullest of them says, since directories may be shared.
+        tiers: by name; of several engines, or connectors of one, what the fullest of them says, since
+            directories may be shared.
     """
 
     running: float
     waiting: float
     cache_usage: float
     pending_loads: Mapping[str, float]
+    pending_connectors: Mapping[str, float]
     late_blocks: float
     leases: float
     tiers: Mapping[str, Room]

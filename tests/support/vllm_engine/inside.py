@@ -13,9 +13,11 @@ from kvferry.serving.router.bodies import ASK_FOR_KV
 from support.vllm_engine import any_layout, copied, pages
 from support.vllm_engine.multi_inside import (  # noqa: F401 - called by name
     chosen,
+    forget_speeds,
     metrics,
     spoil_child,
     still_known,
+    story_of_last,
 )
 from support.vllm_engine.pages import Digests, digests_of, negate
 from support.vllm_engine.tiers_inside import (  # noqa: F401 - called by name

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvferry.cache.speeds import COMPUTED
+
 
 def ferries(connector: Any) -> list[Any]:
     """kvferry's own among a connector's children, or it itself."""
@@ -36,15 +38,31 @@ def chosen(engine: Any) -> list[tuple[str, int]]:
     return seen
 
 
+def story_of_last(engine: Any, of: int = 0) -> list[str]:
+    """What that child of kvferry's own tells of the request that came last."""
+    from kvferry.explain.story import story
+
+    half = ferries(_multi(engine))[of].scheduler_half
+    return [line.text for line in story(next(half._explaining._traces.last()))]
+
+
+def forget_speeds(engine: Any) -> None:
+    """How fast children load, as if they had not for long; not how fast the engine computes."""
+    rates = _multi(engine)._choosing._choice.speeds._rates
+    for place in rates.keys() - {COMPUTED}:
+        del rates[place]
+
+
 def still_known(engine: Any) -> dict[str, int]:
     """What the connector still knows of requests, and is not nothing."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     ours = _multi(engine)
+    worker = get_kv_transfer_group() if has_kv_transfer_group() else None  # of one rank, it is here
     counts = {
         "requests": len(ours._choosing),
         "holders": len(ours._holders),
-        "expected": len(get_kv_transfer_group()._completions),
+        "expected": len(worker._completions) if worker else 0,
         "pending": sum(ours._choosing.counts.pending.values()),
     }
     return {name: count for name, count in counts.items() if count}

@@ -52,12 +52,15 @@ def held(engine: Any, of: int = 0) -> dict[str, int]:
         "reads": len(book._reads),
         "reading": sum(queue.reading for queue in cache._queues),
         "writing": sum(queue.writing for queue in cache._queues),
-        "loads of the worker": len(worker._loads),
-        "orders of the worker": len(worker._orders),
-        "results of the worker": len(worker._results),
-        "failures of the mover": len(worker._mover._failed),
         "requests": len(engine.llm_engine.engine_core.engine_core.scheduler.requests),
     }
+    if worker is not None:  # of one rank, it is in this process
+        counts |= {
+            "loads of the worker": len(worker._loads),
+            "orders of the worker": len(worker._orders),
+            "results of the worker": len(worker._results),
+            "failures of the mover": len(worker._mover._failed),
+        }
     return {name: count for name, count in counts.items() if count}
 
 
@@ -78,9 +81,9 @@ def slow_copies(engine: Any, seconds: float) -> None:
     mover._do = slower if seconds else inner.__get__(mover)
 
 
-def slow_files(engine: Any, seconds: float) -> None:
+def slow_files(engine: Any, seconds: float, of: int = 0) -> None:
     """Let every fetch from a slow tier take so much longer."""
-    for queue in half(engine)._tiering._cache._queues:
+    for queue in half(engine, of)._tiering._cache._queues:
         inner = queue.tier.get
 
         def slower(*args: Any, inner: Any = inner) -> Any:

@@ -430,6 +430,13 @@ def test_a_chunk_of_the_slowest_tier_is_owed_to_the_faster_one_and_read_but_once
     assert made.cache.counts.fetched == Counter({"object": 2})
 
 
+def test_a_chunk_that_is_computed_anew_is_owed_to_the_tiers_that_lack_it_alone():
+    made = cache([], [FULL])
+    made.store(FULL)
+    made.cache.poll()
+    assert (made.jobs(0), made.jobs(1)) == ([("write", FULL)], [])
+
+
 def test_a_chunk_that_a_tier_has_not_comes_from_the_next_one():
     made = cache([FULL], [FULL])
     fetch = made.fetch(FULL)

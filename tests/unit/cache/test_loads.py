@@ -46,6 +46,28 @@ def test_a_load_past_its_deadline_is_reported_at_once_and_released_when_it_lands
     assert len(loads) == 0
 
 
+def test_a_load_that_is_given_up_is_reported_at_once_and_released_when_it_lands(loads, clock):
+    loads.begin("a", 30.0)
+    loads.begin("b", 30.0)
+    loads.give_up("a", "of no use")
+    loads.give_up("c", "of no use")
+    assert loads.settle() == Settled({"a": "of no use"}, set())
+    assert len(loads) == 2, "its memory is still held"
+    loads.give_up("a", "again")
+    clock.now = 30.0
+    assert loads.settle() == Settled({"b": "its deadline passed"}, set())
+    loads.landed("a", None)
+    assert loads.settle() == Settled({}, {"a"})
+
+
+def test_a_load_that_landed_before_it_was_given_up_is_what_it_is(loads):
+    loads.begin("a", 30.0)
+    loads.landed("a", None)
+    loads.give_up("a", "of no use")
+    assert loads.settle() == Settled({"a": None}, {"a"})
+    assert loads.settle() == Settled({}, set())
+
+
 def test_a_load_that_landed_just_in_time_is_ready_however_late_one_asks(loads, clock):
     loads.begin("a", 30.0)
     loads.landed("a", None)

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -31,6 +32,7 @@ def http(answers: dict[str, object], asked: list | None = None):
             if asked is not None:
                 asked.append((self.path, self.headers.get("authorization"), body))
             answer = answers.get(self.path, 404)
+            answer = answer(self.headers) if callable(answer) else answer
             self.send_response(answer if isinstance(answer, int) else 200)
             data = (
                 b""
@@ -97,6 +99,60 @@ def test_an_engine_is_met_through_its_http_address_and_has_its_blocks_back(contr
     (body,) = [json.loads(body) for path, _, body in asked if path == "/v1/completions"]
     assert (body["max_tokens"], body["kv_transfer_params"]["do_remote_decode"]) == (1, True)
     assert list(control.events) == [Release(["cmpl-7"])]
+
+
+@contextmanager
+def ranks(*engines: tuple[str, dict], header: bool = True):
+    """A data-parallel engine: (id, what its facts say otherwise) of each rank, and a control server each."""
+    servers = [ControlServer(HOST, 0, Card(facts(name, **more), cards())) for name, more in engines]
+    metrics = "".join(
+        f'vllm:num_requests_running{{engine="{n}",model_name="m"}} 0\n' for n, _ in enumerate(engines)
+    )
+
+    def completion(headers):
+        chosen = int(headers["X-data-parallel-rank"]) if header else 0
+        whole = engine(servers[chosen].port)["/v1/completions"]
+        whole["kv_transfer_params"]["remote_engine_id"] = engines[chosen][0]
+        return whole
+
+    answers = engine(None) | {"/metrics": KVFERRY_METRICS + metrics, "/v1/completions": completion}
+    try:
+        with http(answers) as url:
+            yield url, servers
+    finally:
+        for server in servers:
+            server.close()
+
+
+def test_all_ranks_of_a_data_parallel_engine_are_met_and_have_their_blocks_back():
+    with ranks(("P_dp0", {}), ("P_dp1", {}), ("P_dp2", {})) as (url, servers):
+        (section,), (seen,) = look_at([target(url)], None)
+        until = time.monotonic() + 10
+        while not all(server.events for server in servers):
+            assert time.monotonic() < until, "a rank has not been given its blocks back"
+            time.sleep(0.01)
+        assert [list(server.events) for server in servers] == [[Release(["cmpl-7"])]] * 3
+    assert {one.state for one in section.findings} == {State.OK}
+    assert said(section)["data-parallel"].found == "3 ranks, each of which was met; they are alike"
+    assert seen.met.facts.engine_id == "P_dp0"
+
+
+def test_a_rank_that_is_another_or_cannot_be_met_is_named():
+    with ranks(("P_dp0", {}), ("P_dp1", {"weights": "others"}), ("P_dp2", {})) as (url, servers):
+        servers[2].close()
+        (section,), _ = look_at([target(url)], None)
+    found = said(section)
+    assert found["data-parallel rank 1"].state is State.BAD
+    assert "weights" in found["data-parallel rank 1"].found
+    assert f"{HOST}:" in found["data-parallel rank 2"].found
+    assert "data-parallel" not in found
+
+
+def test_ranks_that_cannot_be_chosen_are_said_not_to_have_been_looked_at():
+    with ranks(("P_dp0", {}), ("P_dp1", {}), header=False) as (url, _):
+        (section,), _ = look_at([target(url)], None)
+    one = said(section)["data-parallel rank 1"]
+    assert (one.state, "was not looked at" in one.found) == (State.NOTE, True)
 
 
 def test_another_engine_at_the_address_that_peers_are_told_is_not_taken_for_it():

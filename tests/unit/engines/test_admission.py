@@ -20,7 +20,17 @@ from kvferry.engines.vllm.meta import Report, SchedulerMeta, WorkerMeta
 from kvferry.engines.vllm.part_blocks import PartBlocks
 from kvferry.geometry import Group, GroupKind
 from kvferry.observe.counted import Counted
-from kvferry.observe.events import Asked, Lack, LateBlocks, Miss, Moved, Why
+from kvferry.observe.events import (
+    Asked,
+    Lack,
+    LateBlocks,
+    LoadEnded,
+    Miss,
+    Moved,
+    Outcome,
+    Settled,
+    Why,
+)
 from kvferry.observe.fold import Fold
 from kvferry.observe.watch import Watch
 from kvferry.planning.select import Span
@@ -153,6 +163,11 @@ class Engine:
             ),
         )
         self.admission.allocated(one, blocks, tokens)
+
+    def compute(self, one, at_hand=0):
+        """A step computes what comes after these tokens."""
+        one.num_computed_tokens = at_hand
+        self.admission.scheduled({one.request_id: 1})
 
     def free(self, one):
         for table in self.held.pop(one.request_id):
@@ -644,6 +659,64 @@ def test_the_source_of_the_part_that_failed_is_struck_out_and_the_other_is_not(f
         assert near.heard[-1] == ("settled", "a")
 
 
+def handed_over(engine):
+    meta = SchedulerMeta("")
+    engine.admission.hand_over(meta)
+    return meta.given_up
+
+
+@pytest.mark.parametrize("lands", [True, False], ids=["it lands", "it hangs"])
+@pytest.mark.parametrize("fails", ["near", "far"])
+def test_when_one_part_fails_the_other_is_given_up_and_is_not_to_blame(fails, lands):
+    engine, one, near, far = composed()
+    bad, good = (near, far) if fails == "near" else (far, near)
+    load = good.load
+    engine.report(bad.load, "torn")
+    assert handed_over(engine) == {load.key: "another part of the prefix has failed"}
+    assert good.heard[1:] == [("dropped", load.key)]
+    engine.report(bad.load, None)
+    assert handed_over(engine) == {}, "it is said once"
+    assert engine.admission.matched(one, 0) == 0, "not every worker has said so"
+    why = "another part of the prefix has failed"
+    engine.report(load, why, None if lands else why, late=not lands)
+    assert good.heard[1:] == [("dropped", load.key)], "it is not struck out"
+    engine.free(one)
+    held = 0 if lands else sum(block.ref_cnt for block in engine.pool.blocks)
+    assert bool(held) == (not lands), "what is in flight may still be written"
+    dropped = [e for e in engine.told if isinstance(e, LoadEnded) and e.source == good.name]
+    assert [(e.outcome, e.failure) for e in dropped] == [(Outcome.DROPPED, why)]
+    good.head_until = 0
+    assert engine.admit_anew(one) == (39 if good is far else 0)
+    if not lands:
+        engine.landed(load, 2)
+    engine.admission.finished("a")
+    if good is far:
+        engine.report(far.load, None, None)
+    engine.free(one)
+    assert engine.pool.references == 0
+
+
+def test_two_parts_that_fail_at_once_are_both_to_blame():
+    engine, one, near, far = composed(workers=1)
+    reports = {source.load.key: Report("torn", late=False) for source in (near, far)}
+    engine.admission.take_reports(WorkerMeta(reports, dict.fromkeys(reports, 1), dict.fromkeys(reports, 1)))
+    assert near.heard[1:] == far.heard[1:] == [("ended", "torn")]
+    assert handed_over(engine) == {}
+    assert engine.admit_anew(one) == 0
+
+
+def test_two_parts_that_fail_on_one_worker_at_once_are_both_to_blame_and_the_others_need_not_go_on():
+    engine, one, near, far = composed()
+    reports = {source.load.key: Report("torn", late=False) for source in (near, far)}
+    engine.admission.take_reports(WorkerMeta(reports, dict.fromkeys(reports, 1), dict.fromkeys(reports, 1)))
+    why = "another part of the prefix has failed"
+    assert handed_over(engine) == dict.fromkeys(reports, why)
+    for source in (near, far):
+        engine.report(source.load, why)
+        assert source.heard[-1] in (("ended", "torn"), ("settled", "a"))
+    assert engine.admit_anew(one) == 0
+
+
 def test_a_part_tells_nothing_of_how_fast_its_place_is():
     engine, _, near, far = composed()
     for source in (near, far):
@@ -749,12 +822,61 @@ def test_a_failure_is_told_with_what_is_struck_out_and_what_had_to_be_computed()
     engine.admit(one)
     engine.report(peer.load, "gone")
     assert engine.admit_anew(one) == 0
+    engine.compute(one)
     names, counted = said(engine)
     assert names == ["Arrived", "Asked", "LoadBegan", "LoadEnded", "Asked", "Settled"]
     assert (engine.told[-2].bids[0].struck, engine.told[-2].why) == ("gone", Why.NOTHING)
     assert counted == {
         "loads peer failed": 1, "queries peer": 1, "misses peer failed ": 1, "recomputed_tokens peer": 16,
     }  # fmt: skip
+
+
+def settled(engine):
+    return [(event.at_hand, event.elsewhere) for event in engine.told if isinstance(event, Settled)]
+
+
+@pytest.mark.parametrize(("local", "at_hand"), [(8, 39), (None, 39), (0, 24)])
+def test_what_another_connector_has_loaded_is_neither_computed_nor_the_engines_own(local, at_hand):
+    """As a parent of several connectors has it: 0 tokens are ours to load, and the engine has more later."""
+    ours = Stand("tiers", 32)
+    engine = Engine(ours)
+    one = engine.arrive()
+    one.prefill_stats = None if local is None else SimpleNamespace(num_local_cached_tokens=local)
+    assert engine.admission.matched(one, local or 0) == 32 - (local or 0)
+    engine.allocate(one, 0)
+    assert settled(engine) == [], "the other one is loading"
+    engine.allocate(one, 0)
+    engine.admission.scheduled({"b": 1})
+    engine.compute(one, at_hand)
+    engine.compute(one, at_hand + 1)
+    assert settled(engine) == [(at_hand, at_hand - (local or 0))]
+    assert said(engine)[1] == {"queries tiers": 1, "misses tiers lost_bid ": 1}
+
+
+def test_what_another_connector_brings_after_our_load_failed_is_not_recomputed():
+    ours = Stand("tiers", 32)
+    engine = Engine(ours, workers=1)
+    one = engine.arrive()
+    engine.admit(one)
+    engine.report(ours.load, "gone")
+    assert engine.admit_anew(one) == 0
+    engine.compute(one, 20)
+    assert said(engine)[1]["recomputed_tokens tiers"] == 12
+
+
+def test_a_request_is_not_said_to_go_on_when_the_other_connectors_load_has_failed():
+    ours = Stand("tiers", 32)
+    engine = Engine(ours, workers=1)
+    one = engine.arrive()
+    assert engine.admission.matched(one, 0) == 32
+    engine.allocate(one, 0)
+    assert engine.admit(one) == 32, "the other has failed: ours is taken"
+    engine.compute(one, 16)
+    assert settled(engine) == []
+    engine.report(ours.load, None)
+    assert settled(engine) == [(32, 0)]
+    counted = said(engine)[1]
+    assert (counted["queries tiers"], counted["hits tiers"]) == (1, 1)
 
 
 def test_why_nothing_is_loaded_is_told(monkeypatch):
@@ -765,6 +887,7 @@ def test_why_nothing_is_loaded_is_told(monkeypatch):
     assert engine.admission.matched(one, 0) is None
     clock.now += 2
     assert engine.admit(one) == 0
+    engine.compute(one)
     assert [event.why for event in engine.told if isinstance(event, Asked)] == [Why.LOOKING, Why.NOTHING]
     assert {name: n for name, n in said(engine)[1].items() if name.startswith("misses")} == {
         "misses peer looking ": 1, "misses tiers evicted 0 full_attention": 1,
@@ -781,6 +904,7 @@ def test_an_offer_that_is_withdrawn_for_want_of_room_is_a_miss_of_that_name():
     assert engine.admission.matched(one, 0) == 8
     assert engine.admission.matched(one, 0) == 0, "there was no room"
     engine.allocate(one, 0)
+    engine.compute(one)
     counted = said(engine)[1]
     assert (counted["misses few no_room "], counted["misses many failed "]) == (1, 1)
     assert counted["recomputed_tokens many"] == 16
@@ -793,6 +917,7 @@ def test_attempts_that_are_used_up_are_a_miss_of_that_name():
     engine.admit(one)
     engine.report(bad.load, "gone")
     assert engine.admit_anew(one) == 0
+    engine.compute(one)
     counted = said(engine)[1]
     assert (counted["misses bad failed "], counted["misses good attempts "]) == (1, 1)
 
@@ -886,6 +1011,7 @@ class Counting(RuleBasedStateMachine):
             loads = list(self.engine.admission._wishes[one.request_id].loads)
             self.loading[one.request_id] = one, loads
         else:
+            self.engine.compute(one)
             self.runs(one)
 
     @precondition(lambda self: self.loading)

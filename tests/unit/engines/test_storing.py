@@ -313,11 +313,41 @@ def test_what_is_at_hand_is_not_stored_again():
     engine.end()
 
 
-def test_what_only_a_slow_tier_has_is_not_stored_again(monkeypatch):
+def test_what_only_a_slow_tier_has_is_not_stored_again_if_it_was_found(monkeypatch):
     engine = Engine()
     monkeypatch.setattr(engine.cache, "at_hand", lambda keys: np.array([False, True, False])[: len(keys)])
-    engine.step((arrived(engine, range(24)), 24))
+    one = arrived(engine, range(24))
+    engine.allocate(one, 24)
+    engine.compute(one, 0, 23)
+    one.num_computed_tokens = 23
+    engine.step((one, 1))
     assert engine.numbers() == [(0, 0), (0, 2)]
+    engine.end()
+
+
+def test_what_is_computed_though_a_slow_tier_has_it_comes_to_host_memory(monkeypatch):
+    engine = Engine()
+    monkeypatch.setattr(engine.cache, "at_hand", lambda keys: np.ones(len(keys), np.bool_))
+    one = arrived(engine, range(20))
+    engine.allocate(one, 12)
+    engine.compute(one, 0, 12)
+    one.num_computed_tokens = 12
+    engine.step((one, 8))
+    assert engine.numbers() == [(0, 1), (0, 2)]
+    engine.all_stored()
+    engine.step((arrived(engine, range(16), name="b"), 16))
+    assert engine.numbers() == [(0, 0)]
+    engine.end()
+
+
+def test_a_snapshot_comes_to_host_memory_though_a_slow_tier_has_it(monkeypatch):
+    engine = Engine(HYBRID)
+    monkeypatch.setattr(engine.cache, "at_hand", lambda keys: np.ones(len(keys), np.bool_))
+    for name in "ab":
+        one = arrived(engine, range(20), name=name)
+        engine.step((one, 8), snapshots=[(one, 8)])
+        assert ((STATE_GROUP, 0) in engine.numbers()) == (name == "a")
+        engine.all_stored()
     engine.end()
 
 

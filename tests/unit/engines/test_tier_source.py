@@ -234,7 +234,7 @@ def test_a_load_that_is_dropped_is_ended_and_lets_go_of_what_ranks_have_not_been
     engine.source.finished("a")
     orders = engine.step()
     assert (len(orders.begins), numbers(orders)) == (1, [])
-    assert ends(orders) == [("a#1", "the request has ended")]
+    assert ends(orders) == [("a#1", "nobody waits for it any more")]
     engine.source.dropped(load)
     assert ends(engine.step()) == []
     engine.answer(1, Get.HIT)
@@ -249,7 +249,7 @@ def test_dropped_between_two_parts_what_ranks_have_is_theirs_until_they_say_so()
     load = engine.begin()
     (part,) = engine.step().parts
     engine.source.dropped(load)
-    assert ends(engine.step()) == [("a#1", "the request has ended")]
+    assert ends(engine.step()) == [("a#1", "nobody waits for it any more")]
     assert engine.holds() == 2, "a part, and a read"
     engine.answer(1, Get.HIT)
     engine.step()

@@ -112,6 +112,22 @@ def test_a_failure_is_told_with_what_was_struck_out_and_tried_next() -> None:
     ]
 
 
+def test_what_another_connector_has_brought_is_told_and_no_hit_of_the_engines_own() -> None:
+    events = (
+        asked(10.0, Valued("tiers", TIERS, 96.0), have=256, chosen=TIERS, why=Why.BEST),
+        Settled("a", 11.0, 699, 700, 443),
+    )
+    assert told(*events)[-2:] == [
+        "1.0 Another connector of the engine has brought 443 tokens.",
+        "The engine goes on with 699 tokens at hand and computes 1.",
+    ]
+    assert summary(Trace("a", (CAME, *events))).places == {
+        "prefix cache": 256,
+        "another connector": 443,
+        "computed": 1,
+    }
+
+
 def test_why_nothing_is_loaded_names_the_chunk_that_is_lacking() -> None:
     lack = Lack("tiers", Miss.NOT_STORED, "full_attention", "chunk 4 of full_attention")
     assert told(asked(10.0, lacks=(lack, Lack("peer", Miss.LOCAL))))[1:] == [
@@ -172,6 +188,8 @@ def test_a_gap_is_told() -> None:
 def test_a_load_that_nobody_waits_for_is_told() -> None:
     end = LoadEnded("a", 11.0, "a#1", "peer", Outcome.DROPPED, None, "", 0.9)
     assert told(end)[1] == "1.0 The load is dropped after 900 ms: the request has ended before."
+    given_up = replace(end, failure="another part of the prefix has failed")
+    assert told(given_up)[1] == "1.0 The load is dropped after 900 ms: another part of the prefix has failed."
 
 
 def test_a_summary_says_where_tokens_came_from_and_where_the_time_went() -> None:

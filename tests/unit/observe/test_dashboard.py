@@ -17,15 +17,20 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from kvferry.observe.dashboard import dashboard, rules
 from kvferry.observe.dashboard.alerts import ALERTS
 from kvferry.observe.dashboard.expressions import series
-from kvferry.observe.exposed import EXPOSED
-from kvferry.observe.metrics import METRICS, PREFIX, Kind
+from kvferry.observe.exposed import CONNECTOR, EXPOSED
+from kvferry.observe.metrics import METRICS, MULTI, PREFIX, Kind
 
 BESIDE = {"instance", "job", "model_name", "engine"}
 """Labels that Prometheus and vLLM give every series."""
 
 
+def panels() -> list[dict]:
+    """Of all rows, folded or not."""
+    return [each for panel in dashboard()["panels"] for each in (panel, *panel.get("panels", ()))]
+
+
 def charts() -> list[dict]:
-    return [panel for panel in dashboard()["panels"] if panel["type"] == "timeseries"]
+    return [panel for panel in panels() if panel["type"] == "timeseries"]
 
 
 def queries() -> list[tuple[str, str]]:
@@ -42,7 +47,7 @@ def labels() -> dict[str, set[str]]:
     """By the name of every series that an engine shows, its labels."""
     found: dict[str, set[str]] = {}
     for name, metric in EXPOSED.items():
-        own = BESIDE | set(metric.labels)
+        own = BESIDE | set(metric.labels) | ({CONNECTOR} if name.startswith(PREFIX) else set())
         if metric.kind is Kind.HISTOGRAM:
             found |= {f"{name}_sum": own, f"{name}_count": own, f"{name}_bucket": own | {"le"}}
         else:
@@ -98,7 +103,7 @@ def test_every_metric_of_kvferry_is_on_the_dashboard():
     asked = {selector.name for expression, _ in queries() for selector in selectors(expression)}
     shown = {re.sub(r"_bucket$", "", name) for name in asked if name.startswith(PREFIX)}
     assert shown == {name for name in EXPOSED if name.startswith(PREFIX)}
-    assert len(shown) == len(METRICS)
+    assert len(shown) == len(METRICS) + len(MULTI)
 
 
 @pytest.mark.parametrize(("expression", "legend"), queries())
@@ -108,6 +113,13 @@ def test_a_legend_names_labels_that_its_expression_has_left(expression, legend):
     # Lines that a legend does not tell apart cannot be read.
     left = set.union(set(), *summed_by(expression)) - {"le"}
     assert left - named <= {"engine"}
+
+
+def test_what_a_tier_holds_is_never_added_up_over_those_that_share_it():
+    said = {"instance", "engine", CONNECTOR, "tier"}
+    for expression in expressions():
+        for by, _ in re.findall(r"sum by \(([^)]*)\) \((kvferry_tier_(?:used|capacity)_bytes)", expression):
+            assert said <= set(re.split(r",\s*", by)), expression
 
 
 def test_every_query_is_narrowed_by_all_variables():
@@ -139,16 +151,22 @@ def lost(written, read, path: str) -> Iterator[str]:
 
 
 def test_panels_have_their_own_places_and_numbers():
-    panels = dashboard()["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
+    assert len({panel["id"] for panel in panels()}) == len(panels())
     taken: set[tuple[int, int]] = set()
-    for panel in panels:
+    for panel in panels():
         at = panel["gridPos"]
         cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
         assert not cells & taken
         assert max(x for x, _ in cells) < 24
         taken |= cells
     assert all(panel["description"] for panel in charts())
+
+
+def test_what_few_engines_have_is_folded_up_at_the_end():
+    *rest, last = dashboard()["panels"]
+    assert (last["type"], last["collapsed"]) == ("row", True)
+    assert all("kvferry_multi_" in target["expr"] for panel in last["panels"] for target in panel["targets"])
+    assert not any(panel.get("collapsed") or panel.get("panels") for panel in rest)
 
 
 def test_every_source_of_data_is_the_variable():

@@ -6,15 +6,17 @@ import re
 from pathlib import Path
 
 from kvferry.observe.events import Miss
-from kvferry.observe.metrics import METRICS, PREFIX, Kind
+from kvferry.observe.exposed import CONNECTOR, exposed
+from kvferry.observe.metrics import METRICS, MULTI, PREFIX, Kind
 
-TEXT = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
+DOCS = Path(__file__).parents[3] / "docs"
+TEXT = (DOCS / "metrics.md").read_text()
 
 
-def rows() -> dict[str, list[str]]:
+def rows(text: str = TEXT) -> dict[str, list[str]]:
     """Cells after the first, of every row whose first cell is one name."""
     cells = [
-        [cell.strip() for cell in line[1:-1].split("|")] for line in TEXT.splitlines() if line[:1] == "|"
+        [cell.strip() for cell in line[1:-1].split("|")] for line in text.splitlines() if line[:1] == "|"
     ]
     return {row[0].strip("` "): row[1:] for row in cells if re.fullmatch(r"`\w+`", row[0].strip())}
 
@@ -34,6 +36,15 @@ def test_every_metric_is_there_with_its_kind_and_labels() -> None:
         assert cells[2], f"{name} is not explained"
 
 
+def test_every_metric_of_the_choice_between_connectors_is_there_with_its_labels() -> None:
+    told = {
+        name: (CONNECTOR, *re.findall(r"`(\w+)`", cells[0].partition(":")[0]))
+        for name, cells in rows((DOCS / "multi.md").read_text()).items()
+        if name.startswith(PREFIX)
+    }
+    assert told == {exposed(metric): metric.labels for metric in MULTI.values()}
+
+
 def test_every_reason_of_a_miss_is_there() -> None:
     found = rows()
     assert {str(miss) for miss in Miss} <= found.keys()
@@ -48,7 +59,7 @@ def test_every_name_in_the_text_is_a_metric() -> None:
 
 
 def test_names_follow_the_conventions() -> None:
-    for metric in METRICS.values():
+    for metric in (*METRICS.values(), *MULTI.values()):
         assert re.fullmatch(r"[a-z]+(_[a-z]+)*", metric.name)
         assert not metric.name.endswith(("_total", "_count", "_sum", "_bucket"))
         assert (metric.kind is Kind.HISTOGRAM) == metric.name.endswith("_seconds")

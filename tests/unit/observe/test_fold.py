@@ -116,6 +116,34 @@ def test_two_parts_of_a_prefix_are_two_hits_or_none(fails) -> None:
     assert (found["queries peer"], found["queries tiers"]) == (1, 1)
 
 
+@pytest.mark.parametrize(
+    ("failing", "at_hand", "recomputed"),
+    [
+        (["tiers"], 0, {"tiers": 80}),
+        (["peer"], 16, {"peer": 64}),
+        (["tiers", "peer"], 0, {"tiers": 80}),
+        (["tiers"], 80, {}),
+    ],
+)
+def test_of_a_broken_pair_all_that_was_to_come_is_recomputed(failing, at_hand, recomputed) -> None:
+    """Of the source that failed; of two that did, once."""
+    found = counts(
+        Arrived("a", 0.0, PROMPT, SOURCES),
+        began("a#1.0", "tiers", 64),
+        began("a#1.1", "peer", 80, 64),
+        *(
+            ended(f"a#1.{number}", source, Outcome.FAILED, Miss.FAILED)
+            if source in failing
+            else ended(f"a#1.{number}", source)
+            for number, source in enumerate(("tiers", "peer"))
+        ),
+        Settled("a", 1.0, at_hand, PROMPT),
+    )
+    assert {
+        name.partition(" ")[2]: n for name, n in found.items() if name.startswith("recomputed")
+    } == recomputed
+
+
 def test_of_a_bid_that_was_taken_in_part_the_first_places_count() -> None:
     parts = (Part("host", 30), Part("file", 50))
     found = counts(
@@ -323,6 +351,12 @@ def check(whole: Counted) -> None:
         assert len(METRICS[name].labels) == len(labels), name
     kinds = {Kind.COUNTER: whole.counters, Kind.GAUGE: whole.gauges, Kind.HISTOGRAM: whole.samples}
     assert all(METRICS[name].kind is kind for kind, found in kinds.items() for name, _ in found)
+
+
+def test_a_load_that_ends_when_another_request_has_the_name_does_no_harm() -> None:
+    again = Arrived("a", 1.0, PROMPT, SOURCES)
+    failed = ended(outcome=Outcome.FAILED, miss=Miss.FAILED)
+    assert counts(began(), Finished("a", 0.5), again, failed)["loads peer failed"] == 1
 
 
 def test_an_event_that_is_heard_without_those_before_it_does_no_harm() -> None:

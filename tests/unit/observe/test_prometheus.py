@@ -20,7 +20,7 @@ from kvferry.observe.dashboard.alerts import ALERTS
 from kvferry.serving.ports import listen, url_of
 from kvferry.top.exposition import read
 from kvferry.top.figures import Seconds
-from support.metrics_page import Page, busy, shown
+from support.metrics_page import Page, busy, several, shown
 
 PROMTOOL, PROMETHEUS = shutil.which("promtool"), shutil.which("prometheus")
 with_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed")
@@ -63,16 +63,17 @@ def tier(name: str, n: int, labels: str = "") -> dict[str, str]:
     return told(f"kvferry_tier_{name}", n, f'tier="file"{labels}')
 
 
-def space(used: int) -> list[dict[str, str]]:
+def space(used: int, labels: str = "") -> list[dict[str, str]]:
     return [
-        level("kvferry_tier_used_bytes", used, 'tier="file"'),
-        level("kvferry_tier_capacity_bytes", 100, 'tier="file"'),
+        level("kvferry_tier_used_bytes", used, f'tier="file"{labels}'),
+        level("kvferry_tier_capacity_bytes", 100, f'tier="file"{labels}'),
     ]
 
 
 PEER = 'source="peer"'
 LOCAL = f'{PEER},reason="local",group=""'
 DROPPED = ',reason="no space on the device"'
+ONE, TWO = ',connector="one"', ',connector="two"'
 STORIES = [
     ("KVFerryLoadsFail", [loads("ready", 90), loads("failed", 10)], [loads("ready", 99), loads("failed", 1)]),
     ("KVFerryDeadlinesPass", [loads("expired", 1)], [loads("ready", 9), loads("expired", 0)]),
@@ -87,6 +88,12 @@ STORIES = [
         "KVFerryTierFull",
         [*space(97), tier("dropped_chunks_total", 5, DROPPED)],
         [*space(97), tier("dropped_chunks_total", 0, DROPPED)],
+    ),
+    (
+        "KVFerryTierFull",
+        # Two connectors of one engine, each with a directory.
+        [*space(97, ONE), *space(1, TWO), tier("dropped_chunks_total", 5, f"{DROPPED}{ONE}")],
+        [*space(97, ONE), *space(1, TWO), tier("dropped_chunks_total", 5, f"{DROPPED}{TWO}")],
     ),
     (
         "KVFerryNoHits",
@@ -183,7 +190,7 @@ def ask(url: str, pages: list[Page]) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.2)
         for panel in dashboard()["panels"]:
-            for target in panel.get("targets", ()):
+            for target in [t for one in (panel, *panel.get("panels", ())) for t in one.get("targets", ())]:
                 found = prometheus.values(target["expr"])
                 assert found, (panel["title"], target["expr"])
                 assert not any(math.isnan(each) for each in found), (panel["title"], target["expr"])
@@ -217,6 +224,7 @@ class Prometheus:
         """All of these, some times, while they went on."""
         for page in pages:
             busy(page)
+            several(page)
         try:
             if self._client.get("/-/ready").status_code != 200:
                 return False

@@ -13,12 +13,12 @@ from kvferry.observe.counted import Counted
 from kvferry.top.derive import figures
 from kvferry.top.exposition import Scrape, read
 from kvferry.top.figures import Figures
-from kvferry.top.lines import screen, text
+from kvferry.top.lines import at_hand, screen, text
 from kvferry.top.quantile import Bucket, quantile
 from kvferry.top.seen import Seen, fleet
 from kvferry.top.units import number
 from kvferry.top.window import window
-from support.metrics_page import Page, busy
+from support.metrics_page import Page, busy, several
 
 
 def of(before: Scrape | None, now: Scrape, engine: str = "0") -> Figures:
@@ -179,6 +179,18 @@ def test_tokens_are_told_by_where_they_come_from():
     assert of(None, scrape(0.0, 1)).totals.tokens == {
         "computed": 300, "local": 300, "peer": 600, "host": 200, "file": 100,
     }  # fmt: skip
+
+
+def test_tokens_that_other_connectors_brought_are_told_as_theirs():
+    page = Page()
+    busy(page)
+    several(page)
+    page.vllm("prompt_tokens_by_source_total", "external_kv_transfer").inc(500)
+    found = of(None, read(page.text(), 0.0))
+    assert found.totals.tokens == {
+        "computed": 300, "local": 300, "peer": 600, "host": 200, "file": 100, "others": 500,
+    }  # fmt: skip
+    assert at_hand(dict(found.totals.tokens)) == 0.85
 
 
 INF = math.inf

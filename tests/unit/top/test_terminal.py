@@ -15,7 +15,7 @@ import pytest
 from kvferry.cli.top import as_plain
 from kvferry.errors import ConfigError
 from kvferry.top.fetch import address
-from support.metrics_page import Page, busy, shown
+from support.metrics_page import Page, busy, several, shown
 from support.terminal import Terminal
 
 KVFERRY = [sys.executable, "-c", "from kvferry.cli.main import main; main()"]
@@ -76,6 +76,26 @@ def test_everything_that_is_to_be_known_fits_80_columns_and_24_rows(engine):
     ):  # fmt: skip
         assert words in said, words
     assert row(said, engine.removeprefix("http://"))[1:3] == ["5", "1"]
+
+
+def test_several_connectors_in_an_engine_are_told_apart_and_one_alone_is_not_shown(page):
+    with shown({"/metrics": page.text}) as url:
+        assert "connector" not in run("--once", "--interval", "0.1", url).stdout
+        several(page)
+        said = run("--once", "--interval", "0.1", url).stdout
+        assert row(said, "nixl")[3:] == [
+            "50%",
+            "3",
+            "0",
+            "5",
+            "2",
+        ]  # of all; under way, tokens, missed, failed
+        assert row(said, "memory")[3:] == ["30%", "1", "0", "6", "0"]
+        told = json.loads(run("--once", "--json", "--interval", "0.1", url).stdout)
+    assert told["together"]["totals"]["connectors"]["nixl"] == {
+        "queries": 10, "hits": 5, "passed_over": 0, "misses": 5, "hit_tokens": 500,
+        "loads": {"failed": 2, "ready": 3},
+    }  # fmt: skip
 
 
 def test_rates_are_of_the_last_interval(engine, page):

@@ -12,7 +12,9 @@ once, and an offer after a failure that finds no room at once is withdrawn: the 
 vLLM reserves nothing.
 
 The beginning of a prefix may come from one source and the rest from another. The request then waits for two
-loads, and all that other layers need than those that see everything comes with the second.
+loads, and all that other layers need than those that see everything comes with the second. When one of them
+has failed, on any worker, the other is given up, without blame: the request goes on, and what is in flight
+lands in blocks that it does not have any more.
 
 Blocks being written are pinned in the engine's pool until every worker says that nothing is in flight,
 whatever became of the request meanwhile.
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import lcm
@@ -35,7 +37,7 @@ from kvferry.engines.vllm import compat
 from kvferry.engines.vllm.meta import BlockIds, Report, SchedulerMeta, WorkerMeta
 from kvferry.engines.vllm.part_blocks import PartBlocks
 from kvferry.engines.vllm.source import Load, Source
-from kvferry.engines.vllm.telling import Telling
+from kvferry.engines.vllm.telling import OTHER_PART, Telling
 from kvferry.geometry import GroupKind
 from kvferry.observe.watch import Watch
 from kvferry.planning.select import Span, sees_all
@@ -133,6 +135,7 @@ class Admission:
         self._grain = lcm(*blocks) if blocks else 0
         self._wishes: dict[str, _Wish] = {}
         self._loads: dict[str, tuple[Source, Load]] = {}
+        self._given_up: dict[str, str] = {}
         self._count = 0
 
     def __len__(self) -> int:
@@ -175,7 +178,7 @@ class Admission:
         if external == 0 or wish.taken is None:
             wish.taken = None
             self._settle(request.request_id, wish)
-            self._telling.settled(request.request_id, None, request.num_tokens)
+            self._telling.unserved(request)
             return
         wish.state, wish.broken = _State.LOADING, False
         wish.bidding.take()
@@ -204,16 +207,25 @@ class Admission:
         self._telling.finished(request_id)
         self._telling.late(self.pins.all_late_blocks)
 
+    def scheduled(self, requests: Container[str]) -> None:
+        """The coming step computes something of these."""
+        self._telling.scheduled(requests)
+
     def hand_over(self, meta: SchedulerMeta) -> None:
         """Give the workers what has been decided since the last step."""
         self._parts.end_pass()
+        meta.given_up, self._given_up = self._given_up, {}
         for source in self._sources:
             source.hand_over(meta)
 
     def take_reports(self, meta: WorkerMeta) -> None:
         """Hear how loads ended, and give back the blocks of which nothing is in flight."""
+        bad = [self._loads[key][1] for key, report in meta.reports.items() if report.failure is not None]
         for key, report in meta.reports.items():
             self._report(key, report, meta.reported.get(key, 1))
+        for load in bad:
+            if not load.given_up:
+                self._give_up_beside(load)
         for key, workers in meta.released.items():
             if blocks := self.pins.landed(key, workers):
                 self._pool.free_blocks(reversed(blocks))
@@ -228,14 +240,16 @@ class Admission:
         del self._loads[key]
         wish, whole = self._wishes.get(load.request_id), load.whole()
         wanted = wish is not None and load in wish.loads
-        self._telling.ended(source, load, whole, wanted=wanted)
+        in_vain = load.given_up and whole.failure is not None
+        self._telling.ended(source, load, whole, wanted=wanted and not in_vain)
         if wish is None or not wanted:
             return
         wish.loads.remove(load)
         if whole.failure is not None:
             wish.broken = True
             self._parts.forget(load.request_id)
-        source.ended(load, whole)
+        if not in_vain:
+            source.ended(load, whole)
         # Late, it takes at least so long. Of a part, windows and states are most, whatever its tokens are.
         if load.loads == 1 and (whole.failure is None or whole.late):
             self._choice.speeds.loaded(load.bid.parts, time.monotonic() - load.began)
@@ -247,6 +261,15 @@ class Admission:
         wish.bidding.succeeded()
         self._settle(load.request_id, wish)
         self._telling.settled(load.request_id, load.span.total, load.span.prompt)
+
+    def _give_up_beside(self, failed: Load) -> None:
+        """A load has failed: nothing is wanted any more of what comes beside it, which is not to blame."""
+        wish = self._wishes.get(failed.request_id)
+        for load in wish.loads if wish is not None else ():
+            if load is not failed and load.attempt == failed.attempt and not load.given_up:
+                load.given_up |= all(report.failure is None for report in load.reports)
+                self._given_up[load.key] = OTHER_PART
+                self._loads[load.key][0].dropped(load)
 
     def _best(self, wish: _Wish, request: Any, have: int) -> int | None:
         """Tokens of the best bid, which is taken; None while it is waited for."""

@@ -265,6 +265,15 @@ def finished_whole(request: Any) -> bool:
     return request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
+def own_hit(request: Any) -> int | None:
+    """Tokens that the engine's own prefix cache had of a request when it was admitted.
+
+    None of one that was preempted: it is said of first admissions only.
+    """
+    stats = None if request.num_preemptions else request.prefill_stats
+    return None if stats is None else int(stats.num_local_cached_tokens)
+
+
 def trim_prompt(request: Any, hash_block_tokens: int | None) -> bool:
     """Drop the last prompt token of a request that computes a prompt for another engine; mutates `request`.
 

@@ -71,6 +71,7 @@ class SchedulerMeta(KVConnectorMetadata):
         connects: peer name to the cards of its ranks, before the first order for it.
         disconnects: peers that nothing has been read from for a while.
         orders: loads to begin.
+        given_up: loads that are of no use any more, and why: reported at once, if they have not been.
         ended: request to lease slot; raise the word, then report the request as sent.
         saves: (block ids by position per group, tokens) of prompts this step completes, to be copied to
             the host buffer.
@@ -81,6 +82,7 @@ class SchedulerMeta(KVConnectorMetadata):
     connects: dict[str, tuple[RankCard, ...]] = field(default_factory=dict)
     disconnects: list[str] = field(default_factory=list)
     orders: list[LoadOrder] = field(default_factory=list)
+    given_up: dict[str, str] = field(default_factory=dict)
     ended: dict[str, int] = field(default_factory=dict)
     saves: list[tuple[BlockIds, int]] = field(default_factory=list)
     chunks: ChunkOrders = field(default_factory=ChunkOrders)

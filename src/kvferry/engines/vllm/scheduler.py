@@ -211,6 +211,7 @@ class SchedulerHalf:
             self._producer.take_events(self._server.events, meta)
         if self._tiering is not None:
             self._tiering.schedule(scheduler_output, meta)
+        self._admission.scheduled(scheduler_output.num_scheduled_tokens)
         self._admission.hand_over(meta)
         if self._config.host_buffer:
             self._save_completed(scheduler_output, meta)

@@ -28,6 +28,7 @@ class Load:
         span: how much of the prompt.
         tables: our block ids by position per group; of a state group the one block for the snapshot.
         began: seconds of the monotonic clock.
+        given_up: another part of the prefix has failed, and nobody waits for this one.
         reports, reported: what workers have said, and how many have.
     """
 
@@ -39,6 +40,7 @@ class Load:
     span: Span
     tables: BlockIds
     began: float
+    given_up: bool = False
     reports: list[Report] = field(default_factory=list)
     reported: int = 0
 
@@ -112,7 +114,10 @@ class Source(Protocol):
         """All workers have reported a load of this source; if it failed, strike out what is to blame."""
 
     def dropped(self, load: Load) -> None:
-        """The request has ended while its load was under way; workers still report it."""
+        """Nobody waits for a load that is under way: its request has ended, or another part of it has failed.
+
+        Workers still report it.
+        """
 
     def settled(self, request_id: str) -> None:
         """The request has been served, or is computed: nothing is wanted of an offer any more."""

@@ -6,7 +6,7 @@ per step (`FerryStats`), which keeps it as Prometheus metrics (`FerryMetrics`). 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -81,10 +81,7 @@ class FerryMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         unregister({f"{PREFIX}{name}" for name in METRICS})
-        self._metrics = {
-            name: _made(metric, metric_types, [*labelnames, *metric.labels])
-            for name, metric in METRICS.items()
-        }
+        self._metrics = {name: made(metric, metric_types, labelnames) for name, metric in METRICS.items()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add what an engine has sent."""
@@ -99,11 +96,12 @@ class FerryMetrics(KVConnectorPromMetrics):
                 of.observe(each)
 
 
-def _made(metric: Metric, types: Mapping[type, Any], labels: list[str]) -> Any:
+def made(metric: Metric, types: Mapping[type, Any], labels: Sequence[str]) -> Any:
+    """As vLLM wants it: `types` make it, and it has `labels` before its own."""
     of: dict[str, Any] = {
         "name": f"{PREFIX}{metric.name}",
         "documentation": metric.what,
-        "labelnames": labels,
+        "labelnames": [*labels, *metric.labels],
     }
     if metric.kind is Kind.COUNTER:
         return types[Counter](**of)

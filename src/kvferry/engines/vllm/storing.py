@@ -2,7 +2,8 @@
 
 A chunk is complete in the step that computes its last token; its blocks are pinned in that step, ranks copy
 them after the forward, and the pins are given back when all of them have. What is at hand already, what has
-left its window, and what finds no room is not stored.
+left its window, and what finds no room is not stored. Of what is computed although a slow tier has it, host
+memory gets a copy, and that tier nothing (`Writing.owe`).
 
 Snapshots of recurrent state exist where the engine leaves them, which it says step by step
 (``boundary_state_offloads``): the block of every state group at a position. One that ends a chunk is stored.
@@ -20,6 +21,8 @@ from dataclasses import dataclass
 from itertools import count
 from math import lcm
 from typing import Any
+
+import numpy as np
 
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.orders import MovedByAll, Piece, StoreOrder
@@ -190,11 +193,13 @@ class Storing:
     def _store(
         self, progress: Progress, group: int, keys: dict[int, bytes], tables: BlockIds, until: int
     ) -> None:
-        """Order the chunks of one group that are not at hand, as far as their blocks are there."""
-        missing = ~self._cache.at_hand(list(keys.values()))
+        """Order the chunks of one group that are to be stored, as far as their blocks are there."""
+        names, ends = list(keys.values()), np.minimum((np.array(list(keys)) + 1) * self._chunk, until)
+        kept = self._cache.host.contains(names)
+        kept |= (ends <= progress.found + 1) & self._cache.at_hand(names)  # the last token is always computed
         whole: list[int] = []
-        for number, gone in zip(keys, missing.tolist(), strict=True):
-            since = self._since(group, number, tables, until, progress.found) if gone else None
+        for number, here in zip(keys, kept.tolist(), strict=True):
+            since = None if here else self._since(group, number, tables, until, progress.found)
             if since == number * self._chunk:
                 whole.append(number)
             elif since is not None:
@@ -273,7 +278,7 @@ class Storing:
             if set(blocks) != set(self._parts[self._state]):
                 continue
             key = chunks.key(self._state, number)
-            if self._cache.at_hand([key])[0]:
+            if self._cache.host.contains([key])[0]:
                 continue
             stretches = [Stretch(0, (blocks[n],)) if n in blocks else None for n in range(len(self._groups))]
             self._order(request.request_id, self._state, [(number, key, 0)], stretches, range(tokens))

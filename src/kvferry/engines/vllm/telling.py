@@ -6,12 +6,13 @@ Whatever goes wrong in telling is logged, and changes nothing of what was decide
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Any
 
 from kvferry.cache.bids import Bid, Bidding
 from kvferry.cache.policies import Policy
+from kvferry.engines.vllm import compat
 from kvferry.engines.vllm.meta import Report
 from kvferry.engines.vllm.source import Load, Source
 from kvferry.observe.events import (
@@ -28,6 +29,8 @@ from kvferry.observe.events import (
 )
 from kvferry.observe.watch import Watch, harmless
 
+OTHER_PART = "another part of the prefix has failed"
+"""Why a load is dropped though its request has not ended."""
 _OUTCOMES = {"ready": Outcome.READY, "failed": Outcome.FAILED, "expired": Outcome.EXPIRED}
 
 
@@ -43,6 +46,7 @@ class Telling:
         """
         self._watch, self._policy = watch, policy
         self._asked: dict[str, tuple[object, Asked]] = {}
+        self._unserved: dict[str, Any] = {}
         self._late = 0
 
     @harmless
@@ -98,6 +102,7 @@ class Telling:
     def began(self, source: Source, load: Load) -> None:
         """A load was ordered."""
         bid, span = load.bid, load.span
+        self._unserved.pop(load.request_id, None)
         self._watch.tell(
             LoadBegan(
                 load.request_id,
@@ -114,7 +119,7 @@ class Telling:
 
     @harmless
     def ended(self, source: Source, load: Load, whole: Report, *, wanted: bool) -> None:
-        """All workers have reported a load, which its request still waits for, or not."""
+        """All workers have reported a load, which its request still waits for, or does not."""
         now, failed = time.monotonic(), whole.failure is not None
         blame = source.blame(load, whole) if failed and wanted else None
         moved = source.brought(load, whole)
@@ -126,7 +131,7 @@ class Telling:
                 source.name,
                 _OUTCOMES[whole.outcome] if wanted else Outcome.DROPPED,
                 blame,
-                whole.failure or "",
+                (whole.failure or "") if wanted else OTHER_PART if load.given_up else "",
                 now - load.began,
                 () if failed else moved,
                 whole.pages,
@@ -138,17 +143,36 @@ class Telling:
         )
 
     @harmless
-    def settled(self, request_id: str, at_hand: int | None, tokens: int) -> None:
-        """The engine goes on with a request: with `at_hand` tokens, or with what it last asked with."""
-        if at_hand is None:
-            last = self._asked.get(request_id)
-            at_hand = 0 if last is None else last[1].have
+    def settled(self, request_id: str, at_hand: int, tokens: int) -> None:
+        """The engine goes on with a request that was loaded."""
         self._watch.tell(Settled(request_id, time.monotonic(), at_hand, tokens))
+
+    @harmless
+    def unserved(self, request: Any) -> None:
+        """No source loads a request; what it goes on with is known when the engine does.
+
+        Another connector may load it before that, and say so to nobody else.
+        """
+        self._unserved[request.request_id] = request
+
+    @harmless
+    def scheduled(self, requests: Container[str]) -> None:
+        """The coming step computes something of these."""
+        for name in [name for name in self._unserved if name in requests]:
+            request = self._unserved.pop(name)
+            own, last = compat.own_hit(request), self._asked.get(name)
+            if own is None:
+                own = 0 if last is None else last[1].have
+            at_hand = request.num_computed_tokens
+            self._watch.tell(
+                Settled(name, time.monotonic(), at_hand, request.num_tokens, max(0, at_hand - own))
+            )
 
     @harmless
     def finished(self, request_id: str) -> None:
         """A request has ended."""
         self._asked.pop(request_id, None)
+        self._unserved.pop(request_id, None)
         self._watch.tell(Finished(request_id, time.monotonic()))
 
     @harmless

@@ -249,7 +249,7 @@ class TierSource:
     def dropped(self, load: Load) -> None:
         """Nobody waits for it any more."""
         if (loading := self._loading.get(load.key)) is not None:
-            self._end(loading, "the request has ended")
+            self._end(loading, "nobody waits for it any more")
 
     def settled(self, request_id: str) -> None:
         """Nothing: nobody keeps anything for it."""

@@ -103,6 +103,8 @@ class WorkerHalf:
         for begin in meta.chunks.begins:
             self._loads.begin(begin.key, begin.timeout_seconds)
             self._orders[begin.key] = begin
+        for key, why in meta.given_up.items():
+            self._loads.give_up(key, why)
         if self._mover is not None:
             self._mover.load(meta.chunks)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvferry.observe.dashboard.expressions import ENGINE, gained, less, per_second, series, total
+from kvferry.observe.exposed import CONNECTOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,9 @@ class Alert:
 
 
 _SOURCE = (*ENGINE, "source")
-_TIER = (*ENGINE, "tier")
+_TIER = (*ENGINE, CONNECTOR, "tier")
 _WHO = "{{ $labels.instance }} ({{ $labels.model_name }}, engine {{ $labels.engine }})"
+_WHICH = "Tier {{ $labels.tier }}{{ with $labels.connector }} of {{ . }}{{ end }}"
 _SHARE = "{{ $value | humanizePercentage }}"
 
 
@@ -101,7 +103,7 @@ ALERTS = (
         f"{_DROPPED} / ({_DROPPED} + {_STORED}) > 0.01",
         "15m",
         "warning",
-        f"Tier {{{{ $labels.tier }}}} of {_WHO} does not take {_SHARE} of the chunks",
+        f"{_WHICH} on {_WHO} does not take {_SHARE} of the chunks",
         "They will be misses. kvferry_tier_dropped_chunks_total has the reasons: a tier slower than what is "
         "stored, host memory too small to wait for it, a disk that others fill.",
     ),
@@ -110,7 +112,7 @@ ALERTS = (
         f"{_USED} / {_CAPACITY} > 0.95 and {_DROPPED} > 0",
         "15m",
         "warning",
-        f"Tier {{{{ $labels.tier }}}} of {_WHO} is {_SHARE} full and drops stores",
+        f"{_WHICH} on {_WHO} is {_SHARE} full and drops stores",
         "Eviction should make room. See kvferry_tier_dropped_chunks_total by reason, the log, and the free "
         "space of the disk (kvferry cache stat): the capacity may be more than the disk has left.",
     ),

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvferry.observe.dashboard.connectors import CONNECTORS
 from kvferry.observe.dashboard.expressions import series
 from kvferry.observe.dashboard.loads import FAILURES, LOADS
 from kvferry.observe.dashboard.panels import Panel, Row
 from kvferry.observe.dashboard.requests import ENGINES, HITS
 from kvferry.observe.dashboard.storage import TIERS
 
-_ROWS = (ENGINES, HITS, LOADS, TIERS, FAILURES)
+_ROWS = (ENGINES, HITS, LOADS, TIERS, FAILURES, CONNECTORS)
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _WIDTH, _HEIGHT, _COLUMNS = 8, 8, 3
 _ALWAYS = "vllm:num_requests_running"
@@ -23,13 +24,16 @@ _ALWAYS = "vllm:num_requests_running"
 def dashboard() -> dict[str, Any]:
     """All of it."""
     panels: list[dict[str, Any]] = []
-    y = 0
+    number, y = 1, 0
     for each in _ROWS:
-        panels.append(_heading(each, len(panels) + 1, y))
-        for place, panel in enumerate(each.panels):
-            at = {"x": place % _COLUMNS * _WIDTH, "y": y + 1 + place // _COLUMNS * _HEIGHT}
-            panels.append(_panel(panel, len(panels) + 1, at))
-        y += 1 + -(-len(each.panels) // _COLUMNS) * _HEIGHT
+        heading, *under = _row(each, number, y)
+        number += 1 + len(under)
+        if each.folded:
+            panels.append({**heading, "panels": under})
+            y += 1
+        else:
+            panels += [heading, *under]
+            y += 1 + -(-len(under) // _COLUMNS) * _HEIGHT
     return {
         "uid": "kvferry",
         "title": "kvferry",
@@ -47,12 +51,25 @@ def dashboard() -> dict[str, Any]:
     }
 
 
+def _row(row: Row, number: int, y: int) -> list[dict[str, Any]]:
+    """Its heading, and its panels below it."""
+    places = [
+        {"x": place % _COLUMNS * _WIDTH, "y": y + 1 + place // _COLUMNS * _HEIGHT}
+        for place in range(len(row.panels))
+    ]
+    panels = [
+        _panel(panel, number + 1 + place, at)
+        for place, (panel, at) in enumerate(zip(row.panels, places, strict=True))
+    ]
+    return [_heading(row, number, y), *panels]
+
+
 def _heading(row: Row, number: int, y: int) -> dict[str, Any]:
     return {
         "id": number,
         "type": "row",
         "title": row.title,
-        "collapsed": False,
+        "collapsed": row.folded,
         "gridPos": {"x": 0, "y": y, "w": _WIDTH * _COLUMNS, "h": 1},
         "panels": [],
     }

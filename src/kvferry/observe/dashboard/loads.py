@@ -75,7 +75,7 @@ FAILURES = Row(
     (
         Panel(
             "Loads that did not serve",
-            "failed; expired: passed load_timeout_seconds; dropped: the request ended before.",
+            "failed; expired: passed load_timeout_seconds; dropped: nobody waited for it any more.",
             "ops",
             (
                 Query(

@@ -44,10 +44,17 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Panels under one heading."""
+    """Panels under one heading.
+
+    Attributes:
+        title: the heading.
+        panels: under it.
+        folded: shown when the heading is clicked on: not every engine has something to show there.
+    """
 
     title: str
     panels: tuple[Panel, ...]
+    folded: bool = False
 
 
 def level(name: str, *by: str, **where: str) -> str:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from kvferry.observe.dashboard.panels import Panel, Query, Row, level, quantiles, rate
+from kvferry.observe.exposed import CONNECTOR
+
+_EACH = ("instance", "engine", CONNECTOR, "tier")
+"""Whoever says how full a tier is says it of the whole of it: that must not be added up."""
+_WHOSE = "{{instance}} {{connector}} {{tier}}"
 
 TIERS = Row(
     "Storage",
@@ -13,25 +18,19 @@ TIERS = Row(
             "percentunit",
             (
                 Query(
-                    f"{level('kvferry_tier_used_bytes', 'instance', 'engine', 'tier')}"
-                    f" / {level('kvferry_tier_capacity_bytes', 'instance', 'engine', 'tier')}",
-                    "{{instance}} {{tier}}",
+                    f"{level('kvferry_tier_used_bytes', *_EACH)}"
+                    f" / {level('kvferry_tier_capacity_bytes', *_EACH)}",
+                    _WHOSE,
                 ),
             ),
         ),
         Panel(
             "Used and capacity",
-            "Engines that share a directory each say the whole of it.",
+            "Engines, and connectors of one engine, that share a directory each say the whole of it.",
             "bytes",
             (
-                Query(
-                    level("kvferry_tier_used_bytes", "instance", "engine", "tier"),
-                    "{{instance}} {{tier}} used",
-                ),
-                Query(
-                    level("kvferry_tier_capacity_bytes", "instance", "engine", "tier"),
-                    "{{instance}} {{tier}} capacity",
-                ),
+                Query(level("kvferry_tier_used_bytes", *_EACH), f"{_WHOSE} used"),
+                Query(level("kvferry_tier_capacity_bytes", *_EACH), f"{_WHOSE} capacity"),
             ),
         ),
         Panel(

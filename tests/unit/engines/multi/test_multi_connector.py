@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
@@ -20,6 +20,9 @@ from kvferry.engines.vllm.multi.stats import MultiStats
 from kvferry.engines.vllm.scheduler import sorted_cards
 from kvferry.errors import ConfigError
 from kvferry.observe.counted import Counted
+from kvferry.top.derive import figures
+from kvferry.top.exposition import read
+from kvferry.top.window import window
 from support.tiny_connectors import Tally
 
 OURS = {"kv_connector": "KVFerryConnector", "kv_connector_module_path": "kvferry.engines.vllm.connector"}
@@ -368,3 +371,29 @@ def test_metrics_of_all_children_have_a_label_that_tells_them_apart() -> None:
         assert sample("kvferry_multi_misses_total", connector="Hybrid-2") == 1
         assert sample("kvferry_multi_pending_loads", connector="Hybrid") in (None, 0)
     assert isinstance(FerryMultiConnector.build_kv_connector_stats({**MultiStats().to_dict()}), MultiStats)
+
+
+def test_what_two_children_say_of_a_directory_that_they_share_is_not_added_up() -> None:
+    given = {kind: kind for kind in (Counter, Gauge, Histogram)}, ["model_name", "engine"], {0: ["m", "0"]}
+    children = {**TIERS, "name": "one"}, {**TIERS, "name": "two"}
+    metrics = FerryMultiConnector.build_prom_metrics(config(*children), *given)
+    sent = MultiStats().to_dict()
+    for name, host, used in (("one", 10, 600), ("two", 40, 610)):
+        counted = Counted()
+        for what, tier, to in (
+            ("used", "host", host),
+            ("capacity", "host", 100),
+            ("used", "file", used),
+            ("capacity", "file", 1000),
+        ):
+            counted.set(f"tier_{what}_bytes", tier, to=to)
+        counted.set("pending_loads", "tiers", to=2)
+        sent["children"][name] = [["x", "y"], counted.plain()]
+    metrics.observe(sent, 0)
+    page = read(generate_latest(REGISTRY).decode(), 0.0)
+    levels = figures([window(None, page, "0")]).levels
+    assert {tier: (room.used, room.capacity) for tier, room in levels.tiers.items()} == {
+        "host": (40, 100),
+        "file": (610, 1000),
+    }
+    assert levels.pending_loads == {"tiers": 4}, "these are their own"

@@ -6,26 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from prometheus_client import REGISTRY, Counter, Gauge
+from prometheus_client import REGISTRY
 from prometheus_client.metrics import MetricWrapperBase
 
 from kvferry.engines.vllm.compat import KVConnectorPromMetrics
 from kvferry.engines.vllm.multi.children import Child
-from kvferry.engines.vllm.stats import unregister
-
-PREFIX = "kvferry_multi"
-LABEL = "connector"
-_PENDING = "pending_loads"
-
-COUNTED = {
-    "queries": ("Requests that it was asked for, per admission.", ()),
-    "hits": ("Of those, that it was chosen to load.", ()),
-    "hit_tokens": ("Tokens that it was to load for them.", ()),
-    "passed_over": ("Of those, that it had tokens of, and another was chosen.", ()),
-    "misses": ("Of those, that it had nothing of, or gave no answer in time.", ()),
-    "loads": ("Loads of it that have ended.", ("outcome",)),
-}
-"""Counters: what each means, and its labels besides ``connector``."""
+from kvferry.engines.vllm.stats import made, unregister
+from kvferry.observe.exposed import CONNECTOR
+from kvferry.observe.metrics import MULTI, PREFIX
 
 
 class MultiMetrics(KVConnectorPromMetrics):
@@ -40,19 +28,9 @@ class MultiMetrics(KVConnectorPromMetrics):
         children: Sequence[Child],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        unregister({f"{PREFIX}_{name}" for name in (*COUNTED, _PENDING)})
-        names = [*labelnames, LABEL]
-        counter, gauge = metric_types[Counter], metric_types[Gauge]
-        self._counted = {
-            name: counter(name=f"{PREFIX}_{name}", documentation=what, labelnames=[*names, *labels])
-            for name, (what, labels) in COUNTED.items()
-        }
-        self._pending = gauge(
-            name=f"{PREFIX}_{_PENDING}",
-            documentation="Loads of it that are under way.",
-            labelnames=names,
-            multiprocess_mode="mostrecent",
-        )
+        unregister({f"{PREFIX}{name}" for name in MULTI})
+        self._metrics = {name: made(metric, metric_types, labelnames) for name, metric in MULTI.items()}
+        names = [*labelnames, CONNECTOR]
         shared = _Shared()
         types = {kind: partial(shared.metric, make) for kind, make in metric_types.items()}
         self._children: dict[str, Any] = {}
@@ -67,9 +45,9 @@ class MultiMetrics(KVConnectorPromMetrics):
         engine = self.per_engine_labelvalues[engine_idx]
         for metric, child, outcome, n in transfer_stats_data["more"]:
             labels = (child, outcome) if outcome else (child,)
-            self._counted[metric].labels(*engine, *labels).inc(n)
+            self._metrics[f"multi_{metric}"].labels(*engine, *labels).inc(n)
         for child, n in transfer_stats_data["pending"].items():
-            self._pending.labels(*engine, child).set(n)
+            self._metrics["multi_pending_loads"].labels(*engine, child).set(n)
         for child, (_, data) in transfer_stats_data["children"].items():
             if child in self._children:
                 self._children[child].observe(data, engine_idx)
