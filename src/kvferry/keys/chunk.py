@@ -146,6 +146,10 @@ class ChunkKeys:
         """
         return self._chunks[first:]
 
+    def chunk(self, number: int) -> bytes:
+        """Key of a complete chunk."""
+        return self._chunks[number]
+
     def at(self, tokens: int) -> bytes:
         """Key of what lies between the last boundary before `tokens` and `tokens`.
 
