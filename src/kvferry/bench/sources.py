@@ -88,8 +88,8 @@ def _shape(of: ModelCache) -> EngineShape:
     return EngineShape(1, (len(of.layers),), _BLOCK_TOKENS, "LBNHC", 2)
 
 
-def request(name: str, tokens: Sequence[int]) -> Any:
-    """A prompt as an engine has it."""
+def _request(name: str, tokens: Sequence[int]) -> Any:
+    """As vLLM has one."""
     return SimpleNamespace(
         request_id=name,
         prompt_token_ids=tokens,
@@ -213,7 +213,7 @@ class Asker:
 
     def request(self, name: str, tokens: Sequence[int], offered: int) -> Any:
         """A prompt that comes with the peer's offer of its beginning."""
-        one, lease = request(name, tokens), Lease(0, 1, _INCARNATION)
+        one, lease = _request(name, tokens), Lease(0, 1, _INCARNATION)
         blocks = [[1] for _ in self._groups]
         one.kv_transfer_params = write_offer(
             Offer("peer", name, *self._address, blocks, offered, lease, digest_of(one, offered))
