@@ -47,7 +47,7 @@ def measure(path: Path, tokens: int, rounds: int, progress: Callable[[str], None
 
     Args:
         path: folder for what names chunks, which is removed again.
-        tokens: of a prompt, whole chunks.
+        tokens: of the longest prompt, a few more than of the others: no two of a kind are cut alike.
         rounds: requests of each kind, and as many to see what takes their time; one more of either comes
             before them that does not count.
         progress: told what is going on.
@@ -60,7 +60,8 @@ def measure(path: Path, tokens: int, rounds: int, progress: Callable[[str], None
     canonical = chunks_of(models["hybrid"])
     draw = np.random.default_rng(17)
     prompts = {
-        place: [draw.integers(0, _VOCABULARY, tokens).tolist() for _ in range(_PROMPTS)] for place in PLACES
+        place: [draw.integers(0, _VOCABULARY, tokens - n).tolist() for n in range(_PROMPTS)]
+        for place in PLACES
     }
     keys: list[list[bytes]] = [[] for _ in range(_TIERS)]
     for place in (ALL, EACH):

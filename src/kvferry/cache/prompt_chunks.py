@@ -17,7 +17,7 @@ from kvferry.cache.fetch import Want
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.chunk import ChunkKeys
-from kvferry.planning.coverage import Coverage, Cut, coverage, to_load
+from kvferry.planning.coverage import Coverage, Cut, coverage, to_load, usable_prefix
 from kvferry.planning.select import Span, sees_all
 from kvferry.tiers.tags import TAG_BYTES, Uint64s, tags_of
 
@@ -89,11 +89,12 @@ class PromptChunks:
             tokens if ends_inside else whole * self.keys.chunk_tokens, self.keys.chunk_tokens, tokens, have
         )
         tags = self._tags(cut)
-        return self._found(cut, places(tags.ravel()).reshape(tags.shape))
+        found = places(tags.ravel()).reshape(tags.shape)
+        return Found(cut, coverage(self._groups, cut, found < NOWHERE), found)
 
-    def within(self, found: Found, farthest: int) -> Found:
-        """What `found` would be without the places beyond this one."""
-        return self._found(found.cut, np.where(found.places <= farthest, found.places, NOWHERE))
+    def within(self, found: Found, farthest: int) -> int:
+        """Tokens that would be covered without the places beyond this one."""
+        return usable_prefix(self._groups, found.cut, found.places <= farthest)
 
     def beginning(self, found: Found) -> int:
         """Tokens from the start of which all is at hand that layers hold that see everything.
@@ -103,9 +104,9 @@ class PromptChunks:
         of = zip(self._groups, found.coverage.alone, strict=True)
         return min((tokens for group, tokens in of if sees_all(group.kind)), default=found.cut.have)
 
-    def after(self, found: Found, first: int) -> Found:
-        """What `found` would be if the tokens before `first` came from elsewhere; see `Cut.first`."""
-        return self._found(replace(found.cut, first=first), found.places)
+    def after(self, found: Found, first: int) -> int:
+        """Tokens that would be covered if those before `first` came from elsewhere; see `Cut.first`."""
+        return usable_prefix(self._groups, replace(found.cut, first=first), found.places < NOWHERE)
 
     def wants(self, found: Found, span: Span) -> Iterator[Want]:
         """The chunks that a prefix takes, or a part of it, by number, so that the first come first."""
@@ -120,14 +121,12 @@ class PromptChunks:
             key = self.key(group, number) if whole else self.tail(group, last)
             yield Want(group, number, key, 0 if state else last - number * size)
 
-    def _found(self, cut: Cut, places: Places) -> Found:
-        return Found(cut, coverage(self._groups, cut, places < NOWHERE), places)
-
     def _tags(self, cut: Cut) -> Uint64s:
         """Of all chunks' keys, uint64 of shape (groups, chunks): all at once, without making the keys."""
         whole, rest = divmod(cut.tokens, cut.chunk_tokens)
         if len(self._of_any) < whole:
-            self._of_any = np.append(self._of_any, tags_of(self.keys.chunks(len(self._of_any))))
+            new = self.keys.digests(len(self._of_any)).view("<u8")[:, -1]
+            self._of_any = np.append(self._of_any, new)
         tags = self._of_any[:whole]
         if rest:
             tags = np.append(tags, tags_of([self.keys.at(cut.tokens)]))

@@ -169,6 +169,13 @@ def coverage(groups: Sequence[Continued], cut: Cut, at_hand: Bools) -> Coverage:
     return Coverage(tokens, tuple(alone), int(ends[better]), tuple(missing))
 
 
+def usable_prefix(groups: Sequence[Continued], cut: Cut, at_hand: Bools) -> int:
+    """The longest prefix from which every group can continue, in tokens; arguments as of `coverage`."""
+    ends, usable, first = _runs(tuple((group.kind, group.reach) for group in groups), cut)
+    good = ends[usable & ~_lacking(at_hand, first).any(axis=0)]
+    return int(good[-1]) if len(good) else cut.have
+
+
 def to_load(
     groups: Sequence[Continued], cut: Cut, tokens: int, part: tuple[int, int] | None = None
 ) -> tuple[Int64s, ...]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -157,7 +157,7 @@ class TierSource:
         chunks = self._prompts.get(request)
         if chunks is None:
             return ()
-        asked, bids = self._asked[request.request_id], list[Bid]()
+        asked = self._asked[request.request_id]
         asked.declined = False
         asked.looked = found = chunks.look_up(
             request.num_tokens,
@@ -165,15 +165,12 @@ class TierSource:
             partial(self._cache.places, without=asked.without),
             in_full=self._keeps_windows(request.num_tokens),
         )
-        for farthest in self._choices(found.places):
-            if farthest < NOWHERE:
-                found = chunks.within(found, farthest)
-            tokens = found.coverage.tokens - have
-            if tokens <= 0:
-                break
-            if bids and bids[-1].tokens == tokens:
-                continue  # the tiers that are left out now would bring nothing
-            bids.append(Bid(TIERS, self._parts(found, have, found.coverage.tokens)))
+        ends = found.coverage.tokens
+        bids = [Bid(TIERS, self._parts(found, have, ends))] if ends > have else []
+        for farthest in self._fewer(found.places):
+            before, ends = ends, chunks.within(found, farthest)
+            if have < ends < before:
+                bids.append(Bid(TIERS, self._parts(found, have, ends)))
         if bids and len(self._loading) >= MOST_LOADS:
             asked.declined = True
             return ()
@@ -191,7 +188,7 @@ class TierSource:
         chunks, found = self._prompts.get(request), self._asked[request.request_id].looked
         if chunks is None or found is None:
             return None
-        return self._part_of(found, first, chunks.after(found, first).coverage.tokens)
+        return self._part_of(found, first, chunks.after(found, first))
 
     def lack(self, request: Any, have: int) -> Lack:
         """Which chunks are not at hand, and why not, as far as that is remembered."""
@@ -292,12 +289,12 @@ class TierSource:
             return None
         return Bid(TIERS, self._parts(found, first, last))
 
-    def _choices(self, places: Places) -> Iterator[int]:
-        """Places up to which chunks are taken: all, then without the slowest that has any, the next, ..."""
-        yield NOWHERE
-        if self._apart:
-            used = np.bincount(places[places < NOWHERE])
-            yield from (np.flatnonzero(used[1:])[::-1]).tolist()
+    def _fewer(self, places: Places) -> list[int]:
+        """Places up to which chunks may be taken too: before the slowest that has any, the next, ..."""
+        if not self._apart:
+            return []
+        farther: list[int] = np.flatnonzero(np.bincount(places[places < NOWHERE])[1:]).tolist()
+        return farther[::-1]
 
     def _parts(self, found: Found, first: int, last: int) -> tuple[Part, ...]:
         """Where tokens ``[first, last)`` come from, by the chunks of the group that needs most of them.
@@ -306,8 +303,10 @@ class TierSource:
         """
         size = found.cut.chunk_tokens
         low, high = first // size, -(-last // size)
-        cuts = (np.arange(low, high + 1) * size).clip(first, last)
-        sums = np.bincount(found.places[self._widest, low:high] % NOWHERE, np.diff(cuts))
+        row = found.places[self._widest, low:high] % NOWHERE
+        sums = np.bincount(row) * size
+        sums[row[0]] -= first - low * size
+        sums[row[-1]] -= high * size - last
         names = (HOST, *self._cache.tiers)
         return tuple(Part(names[at], int(sums[at])) for at in np.flatnonzero(sums))
 
