@@ -1,7 +1,7 @@
 """Which keys are there, for who asks for thousands at once: by *tags*, their last eight bytes.
 
 A set of Python's is asked for one key after another and waits for memory at each: among a million keys a
-third of a microsecond, ten times as long as a table of numpy's that is asked for all. Keys are digests, so
+third of a microsecond, several times what a table of numpy takes that is asked for all. Keys are digests, so
 tags tell them apart but for accidents, one in 2^56 pairs of a group: a chunk is thought to be there then that
 is not, which its fetch finds, since that goes by the whole key.
 
