@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +14,7 @@ from kvferry.cache.tier_queue import TierQueue
 from kvferry.tiers.format import Group
 from kvferry.tiers.outcome import Get, Put, TierStats
 from kvferry.tiers.slow import SlowTier
+from kvferry.tiers.tags import Uint64s, tags_of
 
 GARBAGE = 0xEE
 """What a chunk that is no hit leaves in memory."""
@@ -34,8 +35,8 @@ class FakeTier(SlowTier):
     def had(self, key: bytes) -> bool:
         return key in self.gone
 
-    def known(self, keys: Sequence[bytes]) -> np.ndarray:
-        return np.fromiter(map(self.seen.__contains__, keys), np.bool_, len(keys))
+    def tagged(self, tags: Uint64s) -> np.ndarray:
+        return np.isin(tags, tags_of(list(self.seen)))
 
     def put(self, key: bytes, group: Group, body: memoryview) -> Put:
         if not isinstance(self.next_put, Put):

@@ -28,6 +28,7 @@ from kvferry.tiers.host import HostTier
 from kvferry.tiers.index import Index
 from kvferry.tiers.outcome import Get, Put, TierStats
 from kvferry.tiers.slow import SlowTier
+from kvferry.tiers.tags import Uint64s
 
 PLACES = ("host", "file", "nowhere")
 TARGET_SECONDS = 3e-3
@@ -88,9 +89,9 @@ class Made(SlowTier):
         for key in keys:
             self._index.add(key)
 
-    def known(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+    def tagged(self, tags: Uint64s) -> npt.NDArray[np.bool_]:
         """As a file store knows them."""
-        return self._index.known(keys)
+        return self._index.known(tags)
 
     def put(self, key: bytes, group: Group, body: memoryview) -> Put:  # noqa: ARG002 - it keeps nothing
         """Refuse."""
@@ -167,9 +168,9 @@ def _look(group: CanonicalGroup, prompt: list[int], cache: ChunkCache) -> _Took:
     began = time.perf_counter()
     chunks = PromptChunks((group,), ChunkKeys(CHUNK_TOKENS, prompt))
     digested = time.perf_counter()
-    found = chunks.look_up(len(prompt), 0, cache.at_hand)
+    found = chunks.look_up(len(prompt), 0, cache.places)
     looked = time.perf_counter()
-    chunks.look_up(len(prompt), 0, cache.at_hand)
+    chunks.look_up(len(prompt), 0, cache.places)
     again = time.perf_counter()
     return _Took(digested - began, looked - digested, again - looked, found.coverage.tokens)
 

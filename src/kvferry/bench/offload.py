@@ -1,8 +1,9 @@
 """`kvferry bench offload`: what keeping and fetching chunks reaches here, beside what stands under it.
 
-Four parts, each by itself: how fast chunks move to and from every tier (`tiers`), how long a scheduler looks
-for a prompt's chunks (`lookup`), what tiers cost an engine whose requests have nothing in them (`hooks`), and
-when a prompt's first token comes if its chunks are there (`ttft`). The last two start vLLM in this process.
+Five parts, each by itself: how fast chunks move to and from every tier (`tiers`), how long a scheduler looks
+for a prompt's chunks (`lookup`) and asks five sources for it (`asking`), what tiers cost an engine whose
+requests have nothing in them (`hooks`), and when a prompt's first token comes if its chunks are there
+(`ttft`). The last two start vLLM in this process, `asking` loads it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvferry.bench import engine_parts, lookup, tier_speeds
+from kvferry.bench.asking import Asking
 from kvferry.bench.chunks import CHUNK_TOKENS, chunk_group
 from kvferry.bench.contest import Speed
 from kvferry.bench.engine_parts import HOOKS, TTFT, Asked
@@ -22,8 +24,10 @@ from kvferry.bench.transfer import Machine, machine
 from kvferry.geometry.models import ModelReading
 from kvferry.plan.side import Side
 
-PARTS = ("tiers", "lookup", HOOKS, TTFT)
+PARTS = ("tiers", "lookup", "asking", HOOKS, TTFT)
 DEFAULT_PARTS = ("tiers", "lookup")
+ASKED_FOR = 10
+"""Times for every round of other parts that sources are asked: few would say nothing of p99."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,7 @@ class Job:
         path: folder for the file tier's files, which exists; they are removed again.
         url: of object storage, None to leave it out.
         stored: chunks among which a prompt's are looked for.
-        looked_for: tokens of the prompt that is looked for.
+        looked_for: tokens of the prompt that is looked for, and of those that are asked for.
         asked: of an engine, for the parts that start one.
     """
 
@@ -63,7 +67,7 @@ class Measured:
         job, machine: what was measured, and where.
         chunk_tokens, chunk_bytes: of a chunk of the model.
         speeds: of every tier, way and depth.
-        lookup, hooks, first_token: None where they are no part of the job.
+        lookup, asking, hooks, first_token: None where they are no part of the job.
     """
 
     job: Job
@@ -72,6 +76,7 @@ class Measured:
     chunk_bytes: int
     speeds: tuple[Speed, ...]
     lookup: LookUp | None = None
+    asking: Asking | None = None
     hooks: HookCost | None = None
     first_token: FirstToken | None = None
 
@@ -92,7 +97,12 @@ def measure(job: Job, progress: Callable[[str], None]) -> Measured:
     found = None
     if "lookup" in job.parts:
         found = lookup.measure(group, job.looked_for, job.stored, job.repeats, progress)
+    asking = None
+    if "asking" in job.parts:
+        from kvferry.bench import ask_rounds  # noqa: PLC0415 - loads vLLM, and only this part needs it
+
+        asking = ask_rounds.measure(job.path, job.looked_for, ASKED_FOR * job.repeats, progress)
     hooks, first = None, None
     if wanted := tuple(part for part in (HOOKS, TTFT) if part in job.parts):
         hooks, first = engine_parts.measure(job.asked, wanted, job.path, progress)
-    return Measured(job, machine(), CHUNK_TOKENS, group.chunk_bytes, speeds, found, hooks, first)
+    return Measured(job, machine(), CHUNK_TOKENS, group.chunk_bytes, speeds, found, asking, hooks, first)

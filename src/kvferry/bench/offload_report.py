@@ -8,7 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.bench import engine_report, speed_report
+from kvferry.bench import asking, engine_report, speed_report
+from kvferry.bench.asking import SHARES, Asking
 from kvferry.bench.lookup import TARGET_SECONDS, Looks, LookUp
 from kvferry.bench.offload import Measured
 from kvferry.bench.said import PLACES, seconds, verdict
@@ -28,6 +29,8 @@ def show(measured: Measured, console: Console) -> None:
         speed_report.show(measured.speeds, console)
     if measured.lookup:
         _show_lookup(measured.lookup, console)
+    if measured.asking:
+        _show_asking(measured.asking, console)
     if measured.hooks:
         engine_report.show_hooks(measured.hooks, console)
     if measured.first_token:
@@ -47,6 +50,7 @@ def as_json(measured: Measured) -> dict[str, Any]:
         **{name: getattr(measured, name) for name in ("chunk_tokens", "chunk_bytes")},
         "speeds": [speed_report.as_json(speed) for speed in measured.speeds],
         "lookup": measured.lookup and {**asdict(measured.lookup), "reached": measured.lookup.reached},
+        "asking": measured.asking and {**asdict(measured.asking), "reached": measured.asking.reached},
         "hooks": measured.hooks and engine_report.hooks_json(measured.hooks),
         "first_token": measured.first_token and engine_report.first_token_json(measured.first_token),
     }
@@ -68,6 +72,31 @@ def _show_lookup(lookup: LookUp, console: Console) -> None:
     console.print(
         f"target under {duration(TARGET_SECONDS)}: {verdict(reached=lookup.reached)}\n"
         f"digesting its keys, once per request: {seconds(lookup.keys)}",
+        highlight=False,
+    )
+
+
+def _show_asking(found: Asking, console: Console) -> None:
+    console.print(
+        f"\n[bold]Asking five sources[/] for {found.tokens:,} tokens, {found.chunks:,} chunks of every "
+        f"group: a peer, and tiers that know {', '.join(f'{count:,}' for count in found.known)} chunks",
+        highlight=False,
+    )
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for title in ("layers", "policy", "who has it"):
+        table.add_column(title, no_wrap=True)
+    for title in ("first", "p99", "again", "p99"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for one in found.asks:
+        times = (one.first.median, one.first.p99, one.again.median, one.again.p99)
+        table.add_row(one.layers, one.policy, one.place, *map(duration, times))
+    console.print(table)
+    longest = found.longest
+    shares = ", ".join(f"{name} {duration(took)}" for name, took in zip(SHARES, longest.shares, strict=True))
+    console.print(
+        f"target under {duration(asking.TARGET_SECONDS)}: {verdict(reached=found.reached)}\n"
+        f"the longest first, {longest.layers}, {longest.policy}, {longest.place}: {shares}\n"
+        f"digesting its keys and the offer, once per request: {duration(longest.arriving.median)}",
         highlight=False,
     )
 

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.cache.fetch import Fetch, Want
+from kvferry.cache.prompt_chunks import NOWHERE
 from kvferry.cache.tier_queue import Read
 from kvferry.cache.writing import Behind, Writing
 from kvferry.geometry.canonical import CanonicalGroup
@@ -29,6 +30,7 @@ from kvferry.tiers.format import Group
 from kvferry.tiers.host import HostTier, Slot
 from kvferry.tiers.image import group_of
 from kvferry.tiers.outcome import Get, Put
+from kvferry.tiers.tags import Uint64s, tags_of
 
 HOST = "host"
 
@@ -138,33 +140,31 @@ class ChunkCache:
             keys: of chunks.
             without: names of tiers that are not asked.
         """
-        coming = np.zeros(len(keys), np.bool_)
-        for queue in self._queues:
-            if queue.name not in without:
-                coming |= queue.known(keys)
-        if hung := self._hung(set(without)):
-            coming &= ~np.fromiter(map(hung.__contains__, keys), np.bool_, len(keys))
-        return self._host.contains(keys) | coming
+        return self.places(tags_of(keys), without) < NOWHERE
 
     @property
     def tiers(self) -> list[str]:
         """Names of the slow tiers, the fastest first."""
         return [queue.name for queue in self._queues]
 
-    def places(self, keys: Sequence[bytes], without: Iterable[str] = ()) -> npt.NDArray[np.int64]:
-        """Where chunks would come from: int64 of shape (len(keys),), 0 for host memory, n for the n-th tier.
+    def places(self, tags: Uint64s, without: Iterable[str] = ()) -> npt.NDArray[np.int64]:
+        """Where chunks would come from now: int64 of shape (len(tags),).
+
+        0 for host memory, n for the n-th tier, `NOWHERE` for none. What a tier is reading comes from that
+        one; of a tier that is stuck or not asked nobody should join in waiting.
 
         Args:
-            keys: of chunks that are at hand.
+            tags: of chunks' keys.
             without: names of tiers that are not asked.
         """
-        found = np.zeros(len(keys), np.int64)
-        left = ~self._host.contains(keys)
+        names = frozenset(without)
+        found = np.where(self._host.tagged(tags), 0, NOWHERE)
         for number, queue in enumerate(self._queues, 1):
-            if queue.name not in without and left.any():
-                here = left & queue.known(keys)
-                found[here] = number
-                left &= ~here
+            if queue.name not in names and len(left := np.flatnonzero(found == NOWHERE)):
+                found[left[queue.tagged(tags[left])]] = number
+        if self._incoming:
+            coming = np.maximum(found, self._coming(tags, names))
+            found = np.where((found > 0) & (found < NOWHERE), coming, found)
         return found
 
     def reserve(self, key: bytes, group: int) -> Slot | None:
@@ -266,12 +266,17 @@ class ChunkCache:
         for queue in self._queues:
             queue.close(max(ends - time.monotonic(), 0))
 
-    def _hung(self, without: set[str]) -> set[bytes]:
-        """Chunks that a tier is reading which is stuck or not asked: nobody should join in waiting."""
-        names = without | {queue.name for queue in self._queues if queue.stuck_for_reading}
-        if not names:
-            return set()
-        return {key for key, one in self._incoming.items() if self._queues[one.source].name in names}
+    def _coming(self, tags: Uint64s, without: frozenset[str]) -> npt.NDArray[np.int64]:
+        """The places that chunks are being read from, 0 of those that are not; see `places`."""
+        reads = [
+            NOWHERE if queue.name in without or queue.stuck_for_reading else number
+            for number, queue in enumerate(self._queues, 1)
+        ]
+        coming = tags_of(list(self._incoming))
+        places = np.array([reads[one.source] for one in self._incoming.values()], np.int64)
+        order = coming.argsort()
+        at = order[coming[order].searchsorted(tags).clip(max=len(order) - 1)]
+        return np.where(coming[at] == tags, places[at], 0)
 
     def _body(self, slot: Slot) -> memoryview:
         return self._memory(slot.offset, self._groups[slot.group].chunk_bytes)

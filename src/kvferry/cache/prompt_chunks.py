@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +17,14 @@ from kvferry.cache.fetch import Want
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.chunk import ChunkKeys
-from kvferry.planning.coverage import Coverage, Cut, coverage, to_load
+from kvferry.planning.coverage import Coverage, Cut, coverage, to_load, usable_prefix
 from kvferry.planning.select import Span, sees_all
+from kvferry.tiers.tags import TAG_BYTES, Uint64s, tags_of
 
-AtHand = Callable[[Sequence[bytes]], npt.NDArray[np.bool_]]
+Places: TypeAlias = npt.NDArray[np.int64]
+
+NOWHERE = 1 << 16
+"""Of a chunk that is in no place; places have numbers from 0 on, the fastest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +34,12 @@ class Found:
     Attributes:
         cut: how the prompt was cut.
         coverage: how far it is at hand.
-        at_hand: of which chunks, bool of shape (groups, chunks).
+        places: where chunks would come from, int64 of shape (groups, chunks).
     """
 
     cut: Cut
     coverage: Coverage
-    at_hand: npt.NDArray[np.bool_]
+    places: Places
 
 
 class PromptChunks:
@@ -47,7 +52,7 @@ class PromptChunks:
     def __init__(self, groups: Sequence[CanonicalGroup], keys: ChunkKeys) -> None:
         self.keys = keys
         self._groups = tuple(groups)
-        self._of_group: list[list[bytes]] = [[] for _ in groups]
+        self._of_any = tags_of(())
 
     @property
     def tails(self) -> bool:
@@ -56,7 +61,7 @@ class PromptChunks:
 
     def key(self, group: int, number: int) -> bytes:
         """Of a whole chunk."""
-        return self._whole(group)[number]
+        return _of_group(self.keys.chunk(number), group)
 
     def tail(self, group: int, tokens: int) -> bytes:
         """Of what lies between the last boundary before `tokens` and `tokens`."""
@@ -67,13 +72,15 @@ class PromptChunks:
         whole = (number + 1) * cut.chunk_tokens <= cut.tokens
         return self.key(group, number) if whole else self.tail(group, cut.tokens)
 
-    def look_up(self, tokens: int, have: int, at_hand: AtHand, *, in_full: bool = True) -> Found:
+    def look_up(
+        self, tokens: int, have: int, places: Callable[[Uint64s], Places], *, in_full: bool = True
+    ) -> Found:
         """The longest prefix that can be continued from.
 
         Args:
             tokens: of the request, all of which the keys know.
             have: tokens that the engine has.
-            at_hand: which keys could be loaded.
+            places: where chunks would come from, by their keys' tags.
             in_full: all tokens may be loaded, the last one included.
         """
         whole, rest = divmod(tokens if in_full else tokens - 1, self.keys.chunk_tokens)
@@ -81,14 +88,13 @@ class PromptChunks:
         cut = Cut(
             tokens if ends_inside else whole * self.keys.chunk_tokens, self.keys.chunk_tokens, tokens, have
         )
-        rows = [self.keys_of(group, cut) for group in range(len(self._groups))]
-        found = at_hand([key for row in rows for key in row]).reshape(len(rows), cut.chunks)
-        return Found(cut, coverage(self._groups, cut, found), found)
+        tags = self._tags(cut)
+        found = places(tags.ravel()).reshape(tags.shape)
+        return Found(cut, coverage(self._groups, cut, found < NOWHERE), found)
 
-    def keys_of(self, group: int, cut: Cut) -> list[bytes]:
-        """Of all chunks of a group, the tail included."""
-        whole, rest = divmod(cut.tokens, self.keys.chunk_tokens)
-        return self._whole(group)[:whole] + ([self.tail(group, cut.tokens)] if rest else [])
+    def within(self, found: Found, farthest: int) -> int:
+        """Tokens that would be covered without the places beyond this one."""
+        return usable_prefix(self._groups, found.cut, found.places <= farthest)
 
     def beginning(self, found: Found) -> int:
         """Tokens from the start of which all is at hand that layers hold that see everything.
@@ -98,10 +104,9 @@ class PromptChunks:
         of = zip(self._groups, found.coverage.alone, strict=True)
         return min((tokens for group, tokens in of if sees_all(group.kind)), default=found.cut.have)
 
-    def after(self, found: Found, first: int) -> Found:
-        """What `found` would be if the tokens before `first` came from elsewhere; see `Cut.first`."""
-        cut = replace(found.cut, first=first)
-        return Found(cut, coverage(self._groups, cut, found.at_hand), found.at_hand)
+    def after(self, found: Found, first: int) -> int:
+        """Tokens that would be covered if those before `first` came from elsewhere; see `Cut.first`."""
+        return usable_prefix(self._groups, replace(found.cut, first=first), found.places < NOWHERE)
 
     def wants(self, found: Found, span: Span) -> Iterator[Want]:
         """The chunks that a prefix takes, or a part of it, by number, so that the first come first."""
@@ -116,11 +121,21 @@ class PromptChunks:
             key = self.key(group, number) if whole else self.tail(group, last)
             yield Want(group, number, key, 0 if state else last - number * size)
 
-    def _whole(self, group: int) -> list[bytes]:
-        keys = self._of_group[group]
-        if len(keys) * self.keys.chunk_tokens + self.keys.chunk_tokens <= len(self.keys):
-            keys += [_of_group(key, group) for key in self.keys.chunks(len(keys))]
-        return keys
+    def _tags(self, cut: Cut) -> Uint64s:
+        """Of all chunks' keys, uint64 of shape (groups, chunks): all at once, without making the keys."""
+        whole, rest = divmod(cut.tokens, cut.chunk_tokens)
+        if len(self._of_any) < whole:
+            new = self.keys.digests(len(self._of_any)).view("<u8")[:, -1]
+            self._of_any = np.append(self._of_any, new)
+        tags = self._of_any[:whole]
+        if rest:
+            tags = np.append(tags, tags_of([self.keys.at(cut.tokens)]))
+        groups = np.arange(len(self._groups), dtype=np.uint64)[:, None]
+        return (tags & _BUT_LAST) | groups << _LAST
+
+
+_LAST = np.uint64(8 * (TAG_BYTES - 1))
+_BUT_LAST = np.uint64(1 << 8 * (TAG_BYTES - 1)) - np.uint64(1)
 
 
 def _of_group(key: bytes, group: int) -> bytes:

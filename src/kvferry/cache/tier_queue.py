@@ -25,6 +25,7 @@ from kvferry.tiers.around import Around
 from kvferry.tiers.format import Group
 from kvferry.tiers.outcome import Get, Put
 from kvferry.tiers.slow import SlowTier
+from kvferry.tiers.tags import Uint64s, tags_of
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,11 @@ class TierQueue:
 
     def known(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """Which of `keys` can be asked for now: none of a tier that is stuck for reading."""
-        return np.zeros(len(keys), np.bool_) if self._reading.stuck else self.tier.known(keys)
+        return self.tagged(tags_of(keys))
+
+    def tagged(self, tags: Uint64s) -> npt.NDArray[np.bool_]:
+        """As `known`, of keys by their tags."""
+        return np.zeros(len(tags), np.bool_) if self._reading.stuck else self.tier.tagged(tags)
 
     @property
     def reading(self) -> int:

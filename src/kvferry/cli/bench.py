@@ -174,7 +174,7 @@ def calibrate(
 
 def offload(
     parts: Annotated[
-        str, typer.Option(help="What to measure, with commas: tiers, lookup, hooks, ttft.")
+        str, typer.Option(help="What to measure, with commas: tiers, lookup, asking, hooks, ttft.")
     ] = "tiers,lookup",
     geometry: Annotated[
         str, typer.Option(help="Whose KV cache, as `kvferry plan` takes it.")
@@ -206,9 +206,9 @@ def offload(
     """Keep chunks in every tier and fetch them, beside raw storage.
 
     Host memory beside memcpy, files beside fio or threads with direct I/O, objects beside obstore. Also
-    measured: how long a scheduler looks for the chunks of a long prompt. With an engine, a real one on this
-    machine's processors: time inside the connector's hooks per step, and a prompt's first token from every
-    tier.
+    measured: how long a scheduler looks for the chunks of a long prompt, and asks five sources for it. With
+    an engine, a real one on this machine's processors: time inside the connector's hooks per step, and a
+    prompt's first token from every tier.
     """
     from rich.console import Console
 

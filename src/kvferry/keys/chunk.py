@@ -109,6 +109,7 @@ class ChunkKeys:
         root.update(_count(chunk_tokens) + _text(lora) + _text(salt))
         self._root = root.digest()
         self._chunks: list[bytes] = []
+        self._digests = bytearray()  # the same in one piece
         self.extend(tokens)
 
     def __len__(self) -> int:
@@ -137,6 +138,7 @@ class ChunkKeys:
             digest.update(_items(begin) if begin else none)
             key = digest.digest()
             self._chunks.append(key)
+            self._digests += key
 
     def chunks(self, first: int = 0) -> list[bytes]:
         """Keys of the complete chunks from number `first` on, `KEY_BYTES` each, in order.
@@ -145,6 +147,14 @@ class ChunkKeys:
         ``[key in index for key in keys.chunks()]``.
         """
         return self._chunks[first:]
+
+    def digests(self, first: int = 0) -> npt.NDArray[np.uint8]:
+        """As `chunks`: uint8 of shape (chunks, KEY_BYTES)."""
+        return np.frombuffer(self._digests[first * KEY_BYTES :], np.uint8).reshape(-1, KEY_BYTES)
+
+    def chunk(self, number: int) -> bytes:
+        """Key of a complete chunk."""
+        return self._chunks[number]
 
     def at(self, tokens: int) -> bytes:
         """Key of what lies between the last boundary before `tokens` and `tokens`.

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -120,7 +121,11 @@ class Coverage:
 
 def farthest(groups: Sequence[Continued], prompt: int) -> int:
     """The longest prefix of a prompt that may be used at all, in tokens."""
-    return max(prompt - any(group.kind is GroupKind.STATE for group in groups), 0)
+    return _farthest([group.kind for group in groups], prompt)
+
+
+def _farthest(kinds: Sequence[GroupKind], prompt: int) -> int:
+    return max(prompt - (GroupKind.STATE in kinds), 0)
 
 
 def coverage(groups: Sequence[Continued], cut: Cut, at_hand: Bools) -> Coverage:
@@ -148,11 +153,9 @@ def coverage(groups: Sequence[Continued], cut: Cut, at_hand: Bools) -> Coverage:
             f"what is at hand is {at_hand.dtype} of shape {at_hand.shape}, not bool of ({len(groups)}, "
             f"{cut.chunks}): groups of the model, chunks of the prompt"
         )
-    ends = cut.boundaries
-    first = _first_chunks(groups, cut, ends)
+    ends, usable, first = _runs(tuple((group.kind, group.reach) for group in groups), cut)
     lacks = _lacking(at_hand, first)
     failing = np.add.reduce(lacks, axis=0, dtype=np.int64)
-    usable = (ends > max(cut.have, cut.first)) & (ends <= farthest(groups, cut.prompt))
     rows = np.vstack([failing == 0, ~lacks]) & usable
     tokens, *alone = _last(ends, rows, cut.have)
     beyond = np.flatnonzero(usable & (ends > tokens))
@@ -164,6 +167,13 @@ def coverage(groups: Sequence[Continued], cut: Cut, at_hand: Bools) -> Coverage:
         begin = int(first[group][better])
         missing.append(Missing(group, begin + int(at_hand[group, begin : better + 1].argmin())))
     return Coverage(tokens, tuple(alone), int(ends[better]), tuple(missing))
+
+
+def usable_prefix(groups: Sequence[Continued], cut: Cut, at_hand: Bools) -> int:
+    """The longest prefix from which every group can continue, in tokens; arguments as of `coverage`."""
+    ends, usable, first = _runs(tuple((group.kind, group.reach) for group in groups), cut)
+    good = ends[usable & ~_lacking(at_hand, first).any(axis=0)]
+    return int(good[-1]) if len(good) else cut.have
 
 
 def to_load(
@@ -205,29 +215,30 @@ def _chunks(tokens: tuple[int, int], kind: GroupKind, cut: Cut) -> Int64s:
     return np.arange(first // cut.chunk_tokens, -(-high // cut.chunk_tokens), dtype=np.int64)
 
 
-def _first_chunks(groups: Sequence[Continued], cut: Cut, ends: Int64s) -> list[Int64s]:
-    """First chunk of the run that a continuation takes, the one after its last if it takes none.
+@lru_cache(maxsize=64)
+def _runs(groups: tuple[tuple[GroupKind, int], ...], cut: Cut) -> tuple[Int64s, Bools, tuple[Int64s, ...]]:
+    """Boundaries, and the runs of chunks that a continuation takes there, whatever is at hand.
 
     As `select.needed`, for all boundaries at once. Of a state, the run is the last chunk alone.
 
     Args:
-        groups: all groups of the model.
+        groups: kind and reach of all groups of the model.
         cut: the prompt.
-        ends: boundaries, int64 of shape (n,).
 
     Returns:
-        Per group, int64 of shape (n,); groups that are continued alike share an array.
+        Boundaries, int64 of shape (n,); whether each may be used, bool; per group the first chunk of its
+        run, the one after the last if it takes none, int64. Not to be changed: all who ask alike get them.
     """
+    ends = cut.boundaries
+    beyond = max(cut.have, cut.first)
+    usable = (ends > beyond) & (ends <= _farthest([kind for kind, _ in groups], cut.prompt))
     computed, none = np.minimum(ends, cut.prompt - 1), -(-ends // cut.chunk_tokens)
     found: dict[tuple[GroupKind, int], Int64s] = {}
-    for group in groups:
-        if (group.kind, group.reach) in found:
-            continue
-        state = group.kind is GroupKind.STATE
-        low = ends - 1 if state else first_seen(group.kind, group.reach, computed)
-        low = np.maximum(low, max(cut.have, cut.first) if sees_all(group.kind) else cut.have)
-        found[group.kind, group.reach] = np.where(low < ends, low // cut.chunk_tokens, none)
-    return [found[group.kind, group.reach] for group in groups]
+    for kind, reach in set(groups):
+        low = ends - 1 if kind is GroupKind.STATE else first_seen(kind, reach, computed)
+        low = np.maximum(low, beyond if sees_all(kind) else cut.have)
+        found[kind, reach] = np.where(low < ends, low // cut.chunk_tokens, none)
+    return ends, usable, tuple(found[group] for group in groups)
 
 
 def _lacking(at_hand: Bools, first: Sequence[Int64s]) -> Bools:

@@ -14,7 +14,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 
 import numpy as np
@@ -37,6 +37,7 @@ from kvferry.tiers.place import chunk_path, key_of
 from kvferry.tiers.relay import Busy
 from kvferry.tiers.room import Full, Room
 from kvferry.tiers.slow import SlowTier
+from kvferry.tiers.tags import Uint64s
 
 _log = logging.getLogger(__name__)
 
@@ -110,9 +111,9 @@ class FileStore(SlowTier):
         """Chunks of the namespace, as far as is known."""
         return len(self._index)
 
-    def known(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        """Which of `keys` are there, as far as is known; see `SlowTier.known`."""
-        return self._index.known(keys)
+    def tagged(self, tags: Uint64s) -> npt.NDArray[np.bool_]:
+        """Which keys are there, as far as is known; see `SlowTier.tagged`."""
+        return self._index.known(tags)
 
     def had(self, key: bytes) -> bool:
         """Whether a chunk was known lately; see `SlowTier.had`."""

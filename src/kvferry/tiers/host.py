@@ -24,6 +24,7 @@ import numpy.typing as npt
 from kvferry.tiers.book import ArenaBook, Slot
 from kvferry.tiers.counters import Drop, HostCounters, Miss
 from kvferry.tiers.eviction import Policy
+from kvferry.tiers.tags import Tags, Uint64s, tags_of
 
 __all__ = ["HostTier", "Slot"]
 
@@ -58,6 +59,7 @@ class HostTier:
         self.capacity_bytes = self._book.slabs.capacity_bytes
         self._make_policy = policy
         self._policy = policy(self.capacity_bytes)
+        self._tags = Tags()
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
         self._most_evicted = (len(set(chunk_bytes)) + 1) * self._book.slabs.slab_bytes
 
@@ -72,7 +74,11 @@ class HostTier:
 
     def contains(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """Which of these could be opened now: bool of shape (len(keys),). Changes and counts nothing."""
-        return np.fromiter(map(self._book.ready.__contains__, keys), np.bool_, len(keys))
+        return self.tagged(tags_of(keys))
+
+    def tagged(self, tags: Uint64s) -> npt.NDArray[np.bool_]:
+        """As `contains`, of keys by their tags."""
+        return self._tags.known(tags)
 
     def reserve(self, key: bytes, group: int, *, counted: bool = True) -> Slot | None:
         """Make room for a chunk, where need be by evicting others; None if there is none, or it is here.
@@ -97,6 +103,7 @@ class HostTier:
             return False
         size = self._book.chunk_bytes[slot.group]
         self._policy.admit(slot.key, size)
+        self._tags.add(slot.key)
         self._evicted.pop(slot.key, None)
         self.counters.stored += 1
         self.counters.stored_bytes += size
@@ -138,6 +145,7 @@ class HostTier:
         """Forget all chunks, and those being filled: what the keys named has changed."""
         self.counters.dropped[Drop.CLEARED] += self._book.clear()
         self._policy = self._make_policy(self.capacity_bytes)
+        self._tags.clear()
         self._evicted.clear()
 
     def check_integrity(self) -> None:
@@ -151,6 +159,8 @@ class HostTier:
         ready = self._book.ready
         if len(ready) != len(self._policy) or any(key not in self._policy for key in ready):
             raise AssertionError("the policy ranks other keys than those that can be read")
+        if len(ready) != len(self._tags) or not self._tags.known(tags_of(list(ready))).all():
+            raise AssertionError("other keys are told than those that can be read")
         if self._policy.used_bytes != sum(chunk.size for chunk in ready.values()):
             raise AssertionError("the policy counts other bytes than those that can be read")
         if self.used_bytes > self.capacity_bytes:
@@ -177,6 +187,7 @@ class HostTier:
     def _evict(self, key: bytes) -> int:
         """Give up a chunk that the policy has let go; returns its bytes."""
         size = self._book.evict(key).size
+        self._tags.discard(key)
         self.counters.evicted += 1
         self.counters.evicted_bytes += size
         self._evicted[key] = None

@@ -6,16 +6,15 @@ next `refresh`.
 
 An engine's thread asks, and goes on while another thread refreshes: keys are kept in one set per folder, so
 that no step of any call, such as the growth of a set, takes long, and `refresh` rests after every
-millisecond's work at most. Measured with a million chunks, 4,000 per folder: asking for 1,500 takes 0.4 ms,
-reading a folder that changed 11 ms, almost half of it rest; an engine's thread waits no longer than without.
+millisecond's work at most. Which are there is asked by their tags (`tags`). Measured with a million chunks,
+4,000 per folder: asking for 1,500 takes 0.1 to 0.2 ms.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from operator import contains, itemgetter
+from collections.abc import Callable, Iterable
 from threading import Lock
 
 import numpy as np
@@ -23,14 +22,14 @@ import numpy.typing as npt
 
 from kvferry.tiers.gone import Gone
 from kvferry.tiers.place import is_bucket, keys_of
+from kvferry.tiers.tags import Tags, Uint64s
 
 # A change within the granularity of a folder's time does not show: what changed so recently is read again.
 _SETTLED_SECONDS = 2.0
-_PIECE = 1000
+_PIECE = 500
 _REST_SECONDS = 0.001
 
 _BUCKETS = 256
-_first_byte = itemgetter(0)
 
 
 class Index:
@@ -57,6 +56,7 @@ class Index:
         self._clock = clock
         self._rest = rest
         self._keys: list[set[bytes]] = [set() for _ in range(_BUCKETS)]
+        self._tags = Tags()
         self.gone = Gone()
         # Of the folders that have settled, when they were changed, in nanoseconds.
         self._read_at: dict[int, int] = {}
@@ -68,10 +68,9 @@ class Index:
     def __len__(self) -> int:
         return sum(map(len, self._keys))
 
-    def known(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        """Which of `keys` are there: bool of shape (len(keys),). Looks at nothing but memory."""
-        folders = map(self._keys.__getitem__, map(_first_byte, keys))
-        return np.fromiter(map(contains, folders, keys), np.bool_, len(keys))
+    def known(self, tags: Uint64s) -> npt.NDArray[np.bool_]:
+        """Which keys of these tags are there: bool of shape (len(tags),). Looks at nothing but memory."""
+        return self._tags.known(tags)
 
     def add(self, key: bytes) -> None:
         """A chunk has come."""
@@ -104,9 +103,9 @@ class Index:
             found = {}
         for bucket in set(range(_BUCKETS)) - found.keys():
             self._read_at.pop(bucket, None)
-            for key in self._keys[bucket]:
-                self.gone.add(key)
-            self._keys[bucket] = set()
+            with self._changing:
+                self._lose(self._keys[bucket])
+                self._keys[bucket] = set()
         return {bucket: time_ns for bucket, time_ns in found.items() if self._read_at.get(bucket) != time_ns}
 
     def _read(self, bucket: int) -> None:
@@ -115,13 +114,17 @@ class Index:
         keys: set[bytes] = set()
         names = self._list(bucket)
         for at in range(0, len(names), _PIECE):
-            keys.update(keys_of(names[at : at + _PIECE]))
+            piece = set(keys_of(names[at : at + _PIECE]))
+            keys |= piece
+            with self._changing:
+                for key in piece - self._keys[bucket]:
+                    self._tags.add(key)
             self._rest(_REST_SECONDS)
         with self._changing:
             for key, there in self._since[1].items():
-                (keys.add if there else keys.discard)(key)
-            for key in self._keys[bucket] - keys:
-                self.gone.add(key)
+                for of in (keys, self._tags):
+                    (of.add if there else of.discard)(key)
+            self._lose(self._keys[bucket] - keys)
             self._keys[bucket] = keys
             self._since = (_BUCKETS, {})
 
@@ -137,6 +140,12 @@ class Index:
             keys = self._keys[key[0]]
             if not there and key in keys:
                 self.gone.add(key)
-            (keys.add if there else keys.discard)(key)
+            for of in (keys, self._tags):
+                (of.add if there else of.discard)(key)
             if key[0] == bucket:
                 since[key] = there
+
+    def _lose(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self.gone.add(key)
+            self._tags.discard(key)

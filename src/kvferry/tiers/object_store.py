@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
 
@@ -37,6 +37,7 @@ from kvferry.tiers.objects.stream import Stream
 from kvferry.tiers.outcome import Get, Put, Tally, TierStats
 from kvferry.tiers.place import chunk_name, quarantine_name
 from kvferry.tiers.slow import SlowTier
+from kvferry.tiers.tags import Uint64s
 
 _log = logging.getLogger(__name__)
 
@@ -107,14 +108,14 @@ class ObjectStore(SlowTier):
         """Whether a chunk was known lately; see `SlowTier.had`."""
         return key in self._known.gone
 
-    def known(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        """Which of `keys` are there, as far as is known; see `SlowTier.known`.
+    def tagged(self, tags: Uint64s) -> npt.NDArray[np.bool_]:
+        """Which keys are there, as far as is known; see `SlowTier.tagged`.
 
         None while the store is left alone after failures: nobody is to wait for it.
         """
         if self._access.unread:
-            return np.zeros(len(keys), np.bool_)
-        return self._known.of(keys)
+            return np.zeros(len(tags), np.bool_)
+        return self._known.of(tags)
 
     def put(self, key: bytes, group: Group, body: memoryview) -> Put:
         """Keep a chunk; see `SlowTier.put`. One that is known to be there is not sent again."""

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from kvferry.tiers.around import Around
 from kvferry.tiers.format import Group
 from kvferry.tiers.outcome import Get, Put, TierStats
+from kvferry.tiers.tags import Uint64s, tags_of
 
 
 class SlowTier(Protocol):
@@ -31,9 +32,13 @@ class SlowTier(Protocol):
     name: str
 
     def known(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        """Which of `keys` are there, as far as this process knows: bool of shape (len(keys),).
+        """Which of `keys` are there, as far as this process knows: bool of shape (len(keys),)."""
+        return self.tagged(tags_of(keys))
 
-        From memory alone, in well under a millisecond for 1,500 keys: an engine's step asks. What others have
+    def tagged(self, tags: Uint64s) -> npt.NDArray[np.bool_]:
+        """As `known`, of keys by their tags: bool of the shape of `tags`, (n,).
+
+        From memory alone, in a tenth of a millisecond for 1,500: an engine's step asks. What others have
         stored or evicted shows after the next `refresh`; a `get` may find absent what is known.
         """
         ...

@@ -66,6 +66,24 @@ def test_a_prompt_is_found_where_it_is_and_nowhere_else() -> None:
     assert 3 * 8 < found.in_host < 20_000 // 8
 
 
+def test_five_sources_are_asked_whoever_has_how_much_of_a_prompt(tmp_path: Path) -> None:
+    from kvferry.bench import ask_rounds
+
+    found = ask_rounds.measure(tmp_path, 16 * CHUNK_TOKENS, 2, quiet)
+    kinds = {(one.layers, one.policy, one.place) for one in found.asks}
+    assert kinds == {
+        (layers, policy, place)
+        for layers in ask_rounds.LAYERS
+        for policy in ask_rounds.POLICIES
+        for place in ask_rounds.PLACES
+    }
+    assert len(found.asks) == len(kinds)
+    assert all(0 < one.first.median <= one.first.p99 for one in found.asks)
+    assert all(min(one.shares) > 0 for one in found.asks)
+    assert len(set(found.known)) > 1, "parts are of different length"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_rank_that_got_other_bytes_is_noticed() -> None:
     with Ranks(TINY, Side(layout="LBNHC"), 2) as ranks, ExitStack() as stack:
         made = contests(stack, ranks, (2,))

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from kvferry.bench import offload_report
+from kvferry.bench.asking import Asking, Asks, Times
 from kvferry.bench.contest import Contest, Speed, run
 from kvferry.bench.engines import read_geometry
 from kvferry.bench.first_token import FirstToken
@@ -43,7 +44,14 @@ HOOKS = HookCost(
 FIRST = FirstToken(16_384, 128 << 20, (50.0, 40.0, 60.0), {"host": (0.5, 0.4, 0.5), "file": (1.0, 1.0, 1.0)})
 
 
-def measured(*speeds: Speed, look_ms: float = 1.0) -> Measured:
+def asks(place: str, first_us: float) -> Asks:
+    """Of a hybrid under the policy whose names are longest."""
+    times = Times(first_us / 1e6, 1.162e-3)
+    shares = (316e-6, 712e-6, 135e-6, 189e-6)
+    return Asks("attention", "weight", place, Times(4e-3, 5e-3), times, Times(4e-4, 9e-4), shares)
+
+
+def measured(*speeds: Speed, look_ms: float = 1.0, ask_us: float = 900) -> Measured:
     wide = Spread(look_ms / 1e3, 0.9e-3, 1162e-3)
     looks = tuple(Looks(place, 131_072, wide, wide) for place in ("host", "file", "nowhere"))
     return Measured(
@@ -60,6 +68,7 @@ def measured(*speeds: Speed, look_ms: float = 1.0) -> Measured:
         16 << 20,
         speeds,
         LookUp(131_072, 512, 1_000_000, 64_292, wide, looks),
+        Asking(131_072, 512, (15_339,) * 4, 70, (asks("all five", 700), asks("each a part", ask_us))),
         HOOKS,
         FIRST,
     )
@@ -97,6 +106,12 @@ def test_what_explains_a_result_and_what_depth_brings_are_said() -> None:
 @pytest.mark.parametrize(("look_ms", "says"), [(2.9, "reached"), (3.1, "missed")])
 def test_a_look_has_three_milliseconds(look_ms: float, says: str) -> None:
     assert f"target under 3 ms: {says}" in shown(measured(look_ms=look_ms))
+
+
+@pytest.mark.parametrize(("ask_us", "says"), [(990, "reached"), (1010, "missed")])
+def test_no_step_waits_a_millisecond_for_five_sources(ask_us: float, says: str) -> None:
+    text = " ".join(shown(measured(ask_us=ask_us)).split())
+    assert f"target under 1 ms: {says} the longest first, attention, weight, each a part: finding" in text
 
 
 def test_the_share_of_hooks_is_the_median_over_steps_of_their_share() -> None:

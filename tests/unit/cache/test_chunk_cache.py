@@ -101,6 +101,7 @@ class Cache:
         if key in self.host._book.ready:
             self.host._policy.remove(key)
             self.host._book.evict(key)
+            self.host._tags.discard(key)
 
     def fetch(self, *keys, **options):
         return self.cache.fetch([want(key) for key in keys], **options)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings, strategies as st
 
-from kvferry.cache.prompt_chunks import PromptChunks
+from kvferry.cache.prompt_chunks import NOWHERE, PromptChunks
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.chunk import ChunkKeys
 from kvferry.planning.select import Span
+from kvferry.tiers.tags import tags_of
 
 FULL, STATE = CanonicalGroup(GroupKind.FULL, 0, ()), CanonicalGroup(GroupKind.STATE, 0, ())
 
@@ -52,6 +53,12 @@ def usable(groups, tokens, chunk, have, stored, end):
     return True
 
 
+def in_host(keys):
+    """What says that chunks of these keys are in host memory, and others nowhere."""
+    here = tags_of(list(keys))
+    return lambda tags: np.where(np.isin(tags, here), 0, NOWHERE)
+
+
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(data=st.data(), groups=GROUPS, chunk=st.integers(1, 6), length=st.integers(1, 30))
 def test_what_is_found_and_wanted_is_what_a_search_token_by_token_finds(data, groups, chunk, length):
@@ -69,9 +76,9 @@ def test_what_is_found_and_wanted_is_what_a_search_token_by_token_finds(data, gr
     keys = ChunkKeys(chunk, tokens[:begun])
     chunks = PromptChunks(groups, keys)
     if begun:
-        chunks.look_up(begun, 0, lambda asked: np.zeros(len(asked), bool))
+        chunks.look_up(begun, 0, in_host(()))
     keys.extend(tokens[begun:])
-    found = chunks.look_up(length, have, lambda asked: np.array([one in stored for one in asked], bool))
+    found = chunks.look_up(length, have, in_host(stored))
 
     tails = all(group.kind is not GroupKind.STATE for group in groups)
     ends = [end for end in ends if end % chunk == 0 or tails]
@@ -97,14 +104,14 @@ def test_a_prefix_whose_beginning_comes_from_elsewhere_takes_the_chunks_after_it
     window = windowed(GroupKind.SLIDING, 6)
     tokens, groups = list(range(40)), [FULL, window, STATE]
     chunks = PromptChunks(groups, ChunkKeys(8, tokens))
+    every = {chunks.key(group, number) for group in range(3) for number in range(5)}
     gone = {chunks.key(0, 0), chunks.key(0, 1), chunks.key(1, 0), chunks.key(2, 4)}
-    found = chunks.look_up(40, 0, lambda asked: np.array([one not in gone for one in asked]))
+    found = chunks.look_up(40, 0, in_host(every - gone))
     assert (found.coverage.tokens, chunks.beginning(found)) == (0, 0)
-    after = chunks.after(found, 20)
-    assert after.coverage.tokens == 32
-    wants = [(w.group, w.number, w.tokens) for w in chunks.wants(after, Span(0, 32, 40, (20, 32)))]
+    assert chunks.after(found, 20) == 32
+    wants = [(w.group, w.number, w.tokens) for w in chunks.wants(found, Span(0, 32, 40, (20, 32)))]
     assert wants == [(0, 2, 8), (0, 3, 8), (1, 3, 8), (2, 3, 0)]
-    assert chunks.after(found, 12).coverage.tokens == 0, "a chunk that is gone is needed then"
+    assert chunks.after(found, 12) == 0, "a chunk that is gone is needed then"
 
 
 def test_the_beginning_of_a_prefix_takes_chunks_of_what_sees_everything_alone():
@@ -112,7 +119,7 @@ def test_the_beginning_of_a_prefix_takes_chunks_of_what_sees_everything_alone():
     tokens, groups = list(range(40)), [FULL, window, STATE]
     chunks = PromptChunks(groups, ChunkKeys(8, tokens))
     there = {chunks.key(0, number) for number in (0, 1, 2, 4)}
-    found = chunks.look_up(40, 8, lambda asked: np.array([one in there for one in asked]))
+    found = chunks.look_up(40, 8, in_host(there))
     assert (found.coverage.tokens, chunks.beginning(found)) == (8, 24)
     wants = [(w.group, w.number, w.tokens) for w in chunks.wants(found, Span(8, 39, 40, (8, 20)))]
     assert wants == [(0, 1, 8), (0, 2, 8)]
@@ -137,8 +144,7 @@ def test_chunks_of_a_request_that_grows_are_those_of_one_that_was_long_from_the_
 
 def test_a_prompt_shorter_than_a_chunk_is_found_by_its_tail_only():
     chunks = PromptChunks([FULL], ChunkKeys(8, range(3)))
-    asked = []
-    found = chunks.look_up(3, 0, lambda keys: asked.extend(keys) or np.ones(len(keys), bool))
-    assert (asked, found.coverage.tokens) == ([chunks.tail(0, 3)], 3)
+    found = chunks.look_up(3, 0, in_host([chunks.tail(0, 3)]))
+    assert (found.places.tolist(), found.coverage.tokens) == ([[0]], 3)
     with_state = PromptChunks([FULL, STATE], ChunkKeys(8, range(3)))
-    assert with_state.look_up(3, 0, lambda keys: np.ones(len(keys), bool)).coverage.tokens == 0
+    assert with_state.look_up(3, 0, in_host([with_state.tail(0, 3)])).coverage.tokens == 0

@@ -9,7 +9,7 @@ from hypothesis import event, given, settings, strategies as st
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.store import LayerStore
-from kvferry.planning.coverage import Coverage, Cut, Missing, coverage, farthest, to_load
+from kvferry.planning.coverage import Coverage, Cut, Missing, coverage, farthest, to_load, usable_prefix
 from kvferry.planning.select import Span, needed
 
 FULL, SLIDING, CHUNKED, MLA, STATE = (
@@ -118,6 +118,7 @@ def oracle(case: Case) -> Coverage:
 @given(cases())
 def test_coverage_is_what_going_token_by_token_finds(case: Case):
     found = coverage(case.groups, case.cut, case.at_hand)
+    assert usable_prefix(case.groups, case.cut, case.at_hand) == found.tokens
     assert found == oracle(case)
     event("something to gain" if found.tokens > case.cut.have else "nothing to gain")
     event(f"{len(found.missing)} groups fail at the next")

@@ -16,7 +16,7 @@ from kvferry.tiers.host import HostTier
 
 PAGE = 4096
 CHUNKS = (6 * PAGE, 2 * PAGE, PAGE)
-KEYS = [b"key %d" % n for n in range(12)]
+KEYS = [b"key %012d" % n for n in range(12)]
 GROUPS = st.integers(0, len(CHUNKS) - 1)
 
 
@@ -278,13 +278,13 @@ def test_chunks_that_are_not_whole_pages_are_refused():
 def test_memory_moves_between_groups_as_they_are_used(policy):
     host = tier(pages=240, policy=policy, chunks=(3 * PAGE, 6 * PAGE))
     for number in range(300):
-        stored(host, b"small %d" % number, 0)
+        stored(host, b"small %07ds" % number, 0)
         assert host.used_bytes <= host.capacity_bytes
     assert len(host) > 70, "one group alone has nearly all of it"
     for number in range(150):
-        stored(host, b"large %d" % number, 1)
+        stored(host, b"large %07dl" % number, 1)
         assert host.used_bytes <= host.capacity_bytes
-    large = sum(host.contains([b"large %d" % number for number in range(150)]))
+    large = sum(host.contains([b"large %07dl" % number for number in range(150)]))
     assert large > 25, "and then the other has most of it"
     assert host.counters.dropped == {}
 
@@ -295,41 +295,41 @@ def test_a_slab_is_emptied_for_another_group_when_what_leaves_is_scattered():
     slab_bytes = host._book.slabs.slab_bytes
     offsets = {}
     while host.counters.evicted == 0:
-        offsets[b"%d" % len(offsets)] = stored(host, b"%d" % len(offsets)).offset
+        offsets[b"%012d" % len(offsets)] = stored(host, b"%012d" % len(offsets)).offset
     for key in sorted(offsets, key=lambda key: (offsets[key] % slab_bytes, offsets[key])):
         if slot := host.open(key):
             host.close(slot)
     before = host.counters.evicted
-    stored(host, b"large", 1)
+    stored(host, b"large chunk", 1)
     assert (host.counters.evicted - before) * chunks[0] <= 2 * slab_bytes
 
 
 def test_two_groups_in_balance_leave_hardly_any_memory_idle():
     host = tier(pages=900, chunks=(3 * PAGE, 6 * PAGE))
     for number in range(3000):
-        stored(host, b"%d" % number, number % 2)
+        stored(host, b"%012d" % number, number % 2)
     assert host.used_bytes > 0.9 * host.capacity_bytes
 
 
 @pytest.mark.parametrize("policy", ["arc", "s3fifo"])
 def test_what_is_read_again_survives_many_that_are_never_read(policy):
     host = tier(pages=20, policy=policy, chunks=(PAGE,))
-    stored(host, b"popular")
+    stored(host, b"popular chunk")
     for _ in range(2):
-        host.close(host.open(b"popular"))
+        host.close(host.open(b"popular chunk"))
     for number in range(100):
-        stored(host, b"%d" % number)
-    assert host.contains([b"popular"])[0]
+        stored(host, b"%012d" % number)
+    assert host.contains([b"popular chunk"])[0]
 
 
 def test_one_store_evicts_a_bounded_amount():
     """Slabs of the other size are full of holes, each held by one read: no slab can be emptied."""
     host = tier(pages=48 * 40, chunks=(3 * PAGE, 48 * PAGE))
     for number in range(640):
-        stored(host, b"%d" % number, 0)
+        stored(host, b"%012d" % number, 0)
     for number in range(0, 640, 8):
-        assert host.open(b"%d" % number)
-    assert host.reserve(b"large", 1) is None
+        assert host.open(b"%012d" % number)
+    assert host.reserve(b"large chunk", 1) is None
     assert host.counters.dropped[Drop.NO_ROOM] == host.counters.dropped.total() == 1
     assert 0 < host.counters.evicted < 200
 
@@ -351,11 +351,11 @@ def test_a_lookup_of_1500_keys_takes_far_less_than_a_millisecond():
 
 def test_who_asks_for_room_again_and_again_is_not_counted_every_time():
     host = HostTier(4 * PAGE, [PAGE], POLICIES["lru"])
-    slots = [host.reserve(b"%d" % n, 0) for n in range(4)]
+    slots = [host.reserve(b"%012d" % n, 0) for n in range(4)]
     assert all(slots)
     for _ in range(3):
-        assert host.reserve(b"more", 0, counted=False) is None
-        assert host.reserve(b"0", 0, counted=False) is None
+        assert host.reserve(b"more chunks", 0, counted=False) is None
+        assert host.reserve(b"%012d" % 0, 0, counted=False) is None
     assert host.counters.dropped.total() == 0
-    assert host.reserve(b"more", 0) is None
+    assert host.reserve(b"more chunks", 0) is None
     assert host.counters.dropped[Drop.NO_ROOM] == host.counters.dropped.total() == 1

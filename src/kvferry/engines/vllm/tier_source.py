@@ -13,20 +13,19 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvferry.cache.bids import Bid, Bidding, Part
 from kvferry.cache.chunk_cache import HOST, ChunkCache
 from kvferry.cache.fetch import Fetch
 from kvferry.cache.orders import LoadBegin, LoadEnd, LoadPart, MovedByAll, Piece
-from kvferry.cache.prompt_chunks import Found, PromptChunks
+from kvferry.cache.prompt_chunks import NOWHERE, Found, Places
 from kvferry.engines.vllm.lacks import lack_of
 from kvferry.engines.vllm.meta import Report, SchedulerMeta
 from kvferry.engines.vllm.prompts import Prompts
@@ -58,14 +57,12 @@ class _Asked:
     Attributes:
         bidding: of the request.
         without: tiers that are not asked for it.
-        places: where the chunks of the widest group come from that `looked` names, by tiers not asked.
         looked: what the last look-up came to, bid or not; None if there was none.
         declined: nothing was bid since too many loads were under way.
     """
 
     bidding: Bidding
     without: set[str] = field(default_factory=set)
-    places: dict[frozenset[str], npt.NDArray[np.int64]] = field(default_factory=dict)
     looked: Found | None = None
     declined: bool = False
 
@@ -160,23 +157,20 @@ class TierSource:
         chunks = self._prompts.get(request)
         if chunks is None:
             return ()
-        asked, bids = self._asked[request.request_id], list[Bid]()
-        asked.looked, asked.declined = None, False
-        asked.places.clear()
-        for without in self._choices(asked.without):
-            found = chunks.look_up(
-                request.num_tokens,
-                have,
-                partial(self._cache.at_hand, without=without),
-                in_full=self._keeps_windows(request.num_tokens),
-            )
-            asked.looked = asked.looked or found
-            tokens = found.coverage.tokens - have
-            if tokens <= 0:
-                break
-            if bids and bids[-1].tokens == tokens:
-                continue  # the tiers that are left out now would bring nothing
-            bids.append(Bid(TIERS, self._parts(chunks, asked, have, found.coverage.tokens, without)))
+        asked = self._asked[request.request_id]
+        asked.declined = False
+        asked.looked = found = chunks.look_up(
+            request.num_tokens,
+            have,
+            partial(self._cache.places, without=asked.without),
+            in_full=self._keeps_windows(request.num_tokens),
+        )
+        ends = found.coverage.tokens
+        bids = [Bid(TIERS, self._parts(found, have, ends))] if ends > have else []
+        for farthest in self._fewer(found.places):
+            before, ends = ends, chunks.within(found, farthest)
+            if have < ends < before:
+                bids.append(Bid(TIERS, self._parts(found, have, ends)))
         if bids and len(self._loading) >= MOST_LOADS:
             asked.declined = True
             return ()
@@ -187,14 +181,14 @@ class TierSource:
         chunks, found = self._prompts.get(request), self._asked[request.request_id].looked
         if chunks is None or found is None:
             return None
-        return self._part_of(request, chunks, have, chunks.beginning(found) // grain * grain)
+        return self._part_of(found, have, chunks.beginning(found) // grain * grain)
 
     def tail(self, request: Any, have: int, first: int) -> Bid | None:
         """See `Source.tail`."""
         chunks, found = self._prompts.get(request), self._asked[request.request_id].looked
         if chunks is None or found is None:
             return None
-        return self._part_of(request, chunks, first, chunks.after(found, first).coverage.tokens)
+        return self._part_of(found, first, chunks.after(found, first))
 
     def lack(self, request: Any, have: int) -> Lack:
         """Which chunks are not at hand, and why not, as far as that is remembered."""
@@ -290,31 +284,29 @@ class TierSource:
         for loading in list(self._loading.values()):
             self._end(loading, "the cache was reset")
 
-    def _part_of(self, request: Any, chunks: PromptChunks, first: int, last: int) -> Bid | None:
+    def _part_of(self, found: Found, first: int, last: int) -> Bid | None:
         if first >= last or len(self._loading) >= MOST_LOADS:
             return None
-        asked = self._asked[request.request_id]
-        return Bid(TIERS, self._parts(chunks, asked, first, last, asked.without))
+        return Bid(TIERS, self._parts(found, first, last))
 
-    def _choices(self, without: set[str]) -> Iterator[set[str]]:
-        """Tiers that are not asked: those that must not be, then the slowest besides, then the next, ..."""
-        yield without
-        if self._apart:
-            tiers = [name for name in self._cache.tiers if name not in without]
-            for count in range(len(tiers) - 1, -1, -1):
-                yield without.union(tiers[count:])
+    def _fewer(self, places: Places) -> list[int]:
+        """Places up to which chunks may be taken too: before the slowest that has any, the next, ..."""
+        if not self._apart:
+            return []
+        farther: list[int] = np.flatnonzero(np.bincount(places[places < NOWHERE])[1:]).tolist()
+        return farther[::-1]
 
-    def _parts(
-        self, chunks: PromptChunks, asked: _Asked, first: int, last: int, without: set[str]
-    ) -> tuple[Part, ...]:
-        """Where tokens ``[first, last)`` come from, by the chunks of the group that needs most of them."""
-        assert asked.looked is not None
-        cut, key = asked.looked.cut, frozenset(without)
-        if key not in asked.places:
-            asked.places[key] = self._cache.places(chunks.keys_of(self._widest, cut), without)
-        low, high = first // cut.chunk_tokens, -(-last // cut.chunk_tokens)
-        cuts = (np.arange(low, high + 1) * cut.chunk_tokens).clip(first, last)
-        sums = np.bincount(asked.places[key][low:high], np.diff(cuts))
+    def _parts(self, found: Found, first: int, last: int) -> tuple[Part, ...]:
+        """Where tokens ``[first, last)`` come from, by the chunks of the group that needs most of them.
+
+        One that is nowhere is not needed: it costs as little as one of host memory.
+        """
+        size = found.cut.chunk_tokens
+        low, high = first // size, -(-last // size)
+        row = found.places[self._widest, low:high] % NOWHERE
+        sums = np.bincount(row) * size
+        sums[row[0]] -= first - low * size
+        sums[row[-1]] -= high * size - last
         names = (HOST, *self._cache.tiers)
         return tuple(Part(names[at], int(sums[at])) for at in np.flatnonzero(sums))
 

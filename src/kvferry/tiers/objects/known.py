@@ -7,18 +7,17 @@ so that no step, such as the growth of one, takes long.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from operator import contains, itemgetter
 from threading import Lock
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.tiers.gone import Gone
+from kvferry.tiers.tags import Tags, Uint64s
 
 _PARTS = 256
-_first_byte = itemgetter(0)
 
 
 class Known:
@@ -38,6 +37,7 @@ class Known:
         # By the first byte; with the number of the last listing that had it, or during or after which it was
         # stored.
         self._keys: list[dict[bytes, int]] = [{} for _ in range(_PARTS)]
+        self._tags = Tags()
         # Discarded during this listing, which may have seen them before.
         self._gone: set[bytes] = set()
         self._bad: dict[bytes, str] = {}
@@ -48,23 +48,23 @@ class Known:
     def __contains__(self, key: bytes) -> bool:
         return key in self._keys[key[0]]
 
-    def of(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        """Which of `keys` are known: bool of shape (len(keys),). Waits for nobody."""
-        parts = map(self._keys.__getitem__, map(_first_byte, keys))
-        return np.fromiter(map(contains, parts, keys), np.bool_, len(keys))
+    def of(self, tags: Uint64s) -> npt.NDArray[np.bool_]:
+        """Which keys of these tags are known: bool of shape (len(tags),). Waits for nobody."""
+        return self._tags.known(tags)
 
     def add(self, key: bytes) -> None:
         """A chunk was stored."""
         with self._lock:
             self._bad.pop(key, None)
             self._keys[key[0]][key] = self._listings
+            self._tags.add(key)
 
     def discard(self, key: bytes) -> None:
         """A chunk is not there."""
         with self._lock:
             self._gone.add(key)
             if self._keys[key[0]].pop(key, None) is not None:
-                self.gone.add(key)
+                self._lost(key)
 
     def is_bad(self, key: bytes) -> bool:
         """Whether a chunk is distrusted."""
@@ -89,7 +89,7 @@ class Known:
                 self.changes += len(lacking)
                 for key in lacking:
                     del part[key]
-                    self.gone.add(key)
+                    self._lost(key)
 
     def show(self, page: Iterable[tuple[bytes, str]]) -> None:
         """Take in a page of a listing: keys, and the tags of their objects."""
@@ -99,5 +99,11 @@ class Known:
                     del self._bad[key]
                 if key not in self._gone and key not in self._bad:
                     part = self._keys[key[0]]
-                    self.changes += key not in part
+                    if key not in part:
+                        self.changes += 1
+                        self._tags.add(key)
                     part[key] = self._listings
+
+    def _lost(self, key: bytes) -> None:
+        self.gone.add(key)
+        self._tags.discard(key)

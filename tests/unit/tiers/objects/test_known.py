@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.tiers.objects.known import Known
+from kvferry.tiers.tags import tags_of
 from support.chunk_files import key
 
 
@@ -11,7 +12,7 @@ def shown(*numbers: int, tag: str = "1") -> list[tuple[bytes, str]]:
 
 
 def has(known: Known, *numbers: int) -> list[bool]:
-    return known.of([key(number) for number in numbers]).tolist()
+    return known.of(tags_of([key(number) for number in numbers])).tolist()
 
 
 def list_all(known: Known, *numbers: int, tag: str = "1") -> None:

@@ -1,0 +1,241 @@
+"""The sources of one engine, without the engine: a peer, host memory, and three tiers behind it.
+
+Everything is what a connector makes of such a configuration: admission, its sources, the cache and its host
+memory, two directories, an object store and the threads of each, a control channel with a peer that answers.
+What is known of chunks is in memory, as always; no chunk has any bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+from kvferry.bench.chunks import CHUNK_TOKENS
+from kvferry.bench.slow_tier import namespace
+from kvferry.cache.bids import Part
+from kvferry.cache.chunk_cache import HOST, ChunkCache
+from kvferry.cache.pins import Pins
+from kvferry.cache.policies import Choice, Cost, Policy, Weight
+from kvferry.cache.speeds import Speeds
+from kvferry.cache.tier_queue import TierQueue
+from kvferry.cache.writing import Behind
+from kvferry.engines.vllm.admission import Admission
+from kvferry.engines.vllm.offer import Lease, Offer, write_offer
+from kvferry.engines.vllm.part_blocks import PartBlocks
+from kvferry.engines.vllm.peer_source import PEER, PeerSource
+from kvferry.engines.vllm.prompt import digest_of
+from kvferry.engines.vllm.prompts import Prompts
+from kvferry.engines.vllm.refusals import Refusals
+from kvferry.engines.vllm.source import Source
+from kvferry.engines.vllm.tier_source import TierSource
+from kvferry.engines.vllm.transfer_log import TransferLog
+from kvferry.errors import TransferError
+from kvferry.geometry import GroupKind
+from kvferry.geometry.canonical import Canonical, canonical_of
+from kvferry.geometry.layout import EngineShape, lay_out
+from kvferry.geometry.store import LayerStore, ModelCache, Stored
+from kvferry.observe.fold import Fold
+from kvferry.observe.traces import Traces
+from kvferry.observe.watch import Watch
+from kvferry.tiers.eviction import POLICIES
+from kvferry.tiers.file_store import FileStore
+from kvferry.tiers.host import HostTier
+from kvferry.tiers.image import group_of
+from kvferry.tiers.object_store import ObjectStore
+from kvferry.tiers.place import chunk_path
+from kvferry.tiers.slow import SlowTier
+from kvferry.transport.control_client import ControlClient
+from kvferry.transport.control_server import Card, ControlServer
+from kvferry.transport.handshake import Known
+from kvferry.transport.messages import Facts, RankCard
+
+SLOW = ("file", "file.2", "object")
+"""Names of the tiers behind host memory, the fastest first."""
+
+_HOST = "127.0.0.1"
+_INCARNATION = 1
+_PATIENCE_SECONDS = 10.0
+_WINDOW, _BLOCK_TOKENS = 1024, 128
+_SPEEDS = {PEER: 400_000, HOST: 900_000, "file": 200_000, "file.2": 150_000, "object": 50_000}
+"""Tokens per second, for a policy that asks."""
+
+
+def model(name: str, kinds: Iterable[GroupKind]) -> ModelCache:
+    """A layer of each kind, as small as layers can be."""
+    rows = tuple(Stored(field, 2, 2, (("content", 16),)) for field in ("k", "v"))
+    state = (Stored("ssm", 4, 2, (("row", 8),)),)
+    return ModelCache(
+        name,
+        tuple(
+            LayerStore(
+                kind, _WINDOW if kind is GroupKind.SLIDING else 0, state if kind is GroupKind.STATE else rows
+            )
+            for kind in kinds
+        ),
+    )
+
+
+def chunks_of(of: ModelCache) -> Canonical:
+    """What its chunks are."""
+    return canonical_of(lay_out(of, _shape(of)), CHUNK_TOKENS)
+
+
+def _shape(of: ModelCache) -> EngineShape:
+    return EngineShape(1, (len(of.layers),), _BLOCK_TOKENS, "LBNHC", 2)
+
+
+def _request(name: str, tokens: Sequence[int]) -> Any:
+    """As vLLM has one."""
+    return SimpleNamespace(
+        request_id=name,
+        prompt_token_ids=tokens,
+        prompt_embeds=None,
+        all_token_ids=tokens,
+        num_tokens=len(tokens),
+        num_prompt_tokens=len(tokens),
+        num_computed_tokens=0,
+        num_preemptions=0,
+        mm_features=[],
+        lora_request=None,
+        cache_salt=None,
+        kv_transfer_params=None,
+        trace_headers=None,
+    )
+
+
+class Kept:
+    """Chunks in host memory and in three tiers behind it, by their names alone.
+
+    Attributes:
+        host: memory.
+        behind: the tiers.
+    """
+
+    def __init__(
+        self, stack: ExitStack, folder: Path, canonical: Canonical, keys: Sequence[Sequence[bytes]]
+    ) -> None:
+        """Make them.
+
+        Args:
+            stack: closes them.
+            folder: for directories; empty.
+            canonical: what chunks are.
+            keys: of each place, host memory first. The last byte is the group's number.
+
+        Raises:
+            TransferError: a tier does not know what lies in it.
+        """
+        sizes = [group.chunk_bytes for group in canonical.groups]
+        self.host = HostTier(2 * max(sizes) * len(keys[0]) + (64 << 20), sizes, POLICIES["lru"])
+        for key in keys[0]:
+            if (slot := self.host.reserve(key, key[-1])) is not None:
+                self.host.commit(slot)
+        spaces = namespace(group_of(canonical.groups[0], CHUNK_TOKENS))
+        self.behind: list[Behind] = []
+        for name, of in zip(SLOW, keys[1:], strict=True):
+            root = folder / name
+            root.mkdir()
+            if name == "object":
+                _touch(root, spaces.digest, of)
+                store: SlowTier = ObjectStore(root.as_uri(), spaces)
+            else:
+                store = FileStore(root, spaces)
+                _touch(root, spaces.digest, of)
+                store.refresh()
+            queue = TierQueue(store, name=name)
+            stack.callback(queue.close, _PATIENCE_SECONDS)
+            self.behind.append(Behind(queue))
+            if not store.known(of).all():
+                raise TransferError(f"{root} does not show all {len(of)} chunks; does somebody else use it?")
+
+
+def _touch(root: Path, digest: bytes, keys: Iterable[bytes]) -> None:
+    for bucket in range(256):
+        Path(chunk_path(str(root), digest, bytes((bucket,)))).parent.mkdir(parents=True, exist_ok=True)
+    for key in keys:
+        Path(chunk_path(str(root), digest, key)).touch()
+
+
+class Asker:
+    """What asks, of one engine.
+
+    Attributes:
+        cache, sources, admission: as the connector makes them.
+    """
+
+    def __init__(self, stack: ExitStack, of: ModelCache, kept: Kept, policy: str) -> None:
+        """Meet the peer.
+
+        Args:
+            stack: ends threads.
+            of: the model.
+            kept: chunks of it.
+            policy: ``weight`` or ``cost``.
+
+        Raises:
+            TransferError: the peer does not answer.
+        """
+        ranks, self._prompts = lay_out(of, _shape(of)), Prompts(canonical := chunks_of(of))
+        self.cache = ChunkCache(kept.host, _no_memory, canonical.groups, kept.behind)
+        refusals, pins = Refusals(), Pins[Any](1)
+        tiers = TierSource(
+            self.cache, self._prompts, ranks[0].groups, canonical, refusals, 30.0, apart=policy == "cost"
+        )
+        card = RankCard(ranks[0], b"", 4096, 64, _INCARNATION)
+        theirs, ours = (Facts(name, _INCARNATION, "kvferry bench", {}) for name in ("peer", "engine"))
+        server = stack.enter_context(closing(ControlServer(_HOST, 0, Card(theirs, (card,)))))
+        client = stack.enter_context(closing(ControlClient(ours, lambda _: None)))
+        self._address, self._groups = (_HOST, server.port), ranks[0].groups
+        log = TransferLog(None, [group.label for group in canonical.groups], _BLOCK_TOKENS, 1.0)
+        self.sources: tuple[Source, ...] = PeerSource(client, ranks, pins, log, refusals, 30.0, 1), tiers
+        blocks = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=_BLOCK_TOKENS))] * len(of.layers)
+        self.admission = Admission(
+            SimpleNamespace(kv_cache_groups=blocks),
+            tuple(layer.kind for layer in of.layers),
+            pins,
+            PartBlocks(ranks[0].groups, None),
+            None,
+            1,
+            2,
+            self.sources,
+            Choice(_policy(policy), Speeds(), _PATIENCE_SECONDS),
+            Watch(Fold(), Traces(100)),
+        )
+        ends = time.monotonic() + _PATIENCE_SECONDS
+        while not isinstance(client.look_up(self._address, _INCARNATION), Known):
+            if time.monotonic() > ends:
+                raise TransferError(f"a peer in this process does not answer at {_HOST}:{server.port}")
+            time.sleep(0.001)
+
+    def request(self, name: str, tokens: Sequence[int], offered: int) -> Any:
+        """A prompt that comes with the peer's offer of its beginning."""
+        one, lease = _request(name, tokens), Lease(0, 1, _INCARNATION)
+        blocks = [[1] for _ in self._groups]
+        one.kv_transfer_params = write_offer(
+            Offer("peer", name, *self._address, blocks, offered, lease, digest_of(one, offered))
+        )
+        return one
+
+    def finished(self, name: str) -> None:
+        """A request has ended."""
+        self.admission.finished(name)
+        self._prompts.remove(name)
+
+
+def _policy(name: str) -> Policy:
+    """As the connector makes one, after some loads."""
+    if name == "weight":
+        return Weight({PEER: 1.0, HOST: 1.0, **dict.fromkeys(SLOW, 1.0)})
+    speeds = Speeds(lambda: 0.0)
+    speeds.computed(10_000, 1.0)
+    for place, rate in _SPEEDS.items():
+        speeds.loaded([Part(place, rate)], 1.0)
+    return Cost(speeds)
+
+
+def _no_memory(offset: int, size: int) -> NoReturn:
+    raise NotImplementedError("chunks that are only looked for have no bytes")
