@@ -126,6 +126,15 @@ def test_a_state_that_is_not_certainly_that_of_the_tokens_is_not_kept():
     assert not Engine((FULL, STATE)).finish(turn(), [blocks, [0] * 19])
 
 
+@pytest.mark.parametrize("computed", [0, 200])
+@pytest.mark.parametrize("kinds", [(FULL,), (FULL, SLIDING), (FULL, STATE)])
+def test_what_ended_while_its_blocks_were_computed_anew_is_not_kept(kinds, computed):
+    engine, one = Engine(kinds), request("a", list(range(300)), num_computed_tokens=computed)
+    blocks = list(range(1, -(-computed // BLOCK) + 1))
+    assert not engine.finish(one, [blocks] * len(kinds))
+    assert engine.told == []
+
+
 def test_a_window_can_be_continued_from_where_it_is_whole():
     engine, blocks = Engine((FULL, SLIDING)), list(range(1, 20))
     assert engine.finish(turn(), [blocks, [0] * 14 + blocks[14:]])

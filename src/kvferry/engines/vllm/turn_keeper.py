@@ -170,10 +170,13 @@ class TurnKeeper:
         """Tokens that blocks hold for certain, and a state exactly; 0 if that cannot be said."""
         if not compat.finished_whole(request):
             return 0
+        computed, tokens = int(request.num_computed_tokens), int(request.num_tokens)
+        if computed < tokens - 1:
+            # Preempted with a step in flight, whose token was its last: the blocks are others, half computed.
+            return 0
         if not self._states:
-            return int(request.num_tokens) - 1
-        computed = int(request.num_computed_tokens)
-        return 0 if self._drafts or not 0 <= request.num_tokens - computed <= 1 else computed
+            return tokens - 1
+        return 0 if self._drafts or computed > tokens else computed
 
     def _least(self, tables: Sequence[Sequence[int]], tokens: int) -> int | None:
         """The shortest prefix that can be continued from; None if not even the longest can."""
