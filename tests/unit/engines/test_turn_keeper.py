@@ -107,6 +107,7 @@ def test_what_is_short_or_was_cut_off_or_has_no_name_is_not_kept():
     assert engine.finish(turn("b", tokens=CHUNK_TOKENS + 1))
     assert not engine.finish(turn("c", aborted=True))
     assert not engine.finish(turn("d", prompt_embeds=object()))
+    assert not engine.finish(request("e", [-1] * 300, num_computed_tokens=299))
 
 
 @pytest.mark.parametrize(("ahead", "tokens"), [(0, 299), (1, 300)])
