@@ -40,6 +40,7 @@ class Engine:
             SimpleNamespace(
                 kv_transfer_config=SimpleNamespace(engine_id="D"),
                 max_concurrent_batches=batches,
+                max_in_flight_tokens=256,
                 speculative_config=drafts,
             ),
             SimpleNamespace(kv_cache_groups=groups, num_blocks=blocks),
@@ -72,6 +73,10 @@ class Engine:
             self.keeper.ended(name)
         return over
 
+    def give_back(self, *names) -> None:
+        for name in names:
+            self.keeper.given_back(name)
+
     def finds(self, one) -> bool:
         content = self.names.content(one, one.num_tokens)
         return self.index.find(AskTurn(0, CHUNK_TOKENS, list(content.keys))).kept is not None
@@ -81,6 +86,7 @@ class Engine:
 def whole(monkeypatch):
     monkeypatch.setattr(compat, "finished_whole", lambda one: not getattr(one, "aborted", False))
     monkeypatch.setattr(compat, "reach_of", lambda _: WINDOW)
+    monkeypatch.setattr(compat, "waits_for_blocks", lambda one: getattr(one, "waits", False))
     monkeypatch.setattr(turn_keeper.time, "monotonic", lambda: 5.0)
 
 
@@ -179,9 +185,34 @@ def test_the_oldest_give_way_when_the_engine_needs_the_room():
     assert engine.step() == []
     engine.pool.free = 9
     assert engine.step() == ["a"]
+    assert engine.step() == [], "what has been given up is on its way"
+    engine.give_back("a")
     engine.pool.free = 0
     assert engine.step() == ["b"]
     assert len(engine.index) == 1
+
+
+@pytest.mark.parametrize(
+    ("kinds", "tokens", "wants"),
+    [((FULL,), 1000, 64), ((FULL, SLIDING), 300, 40), ((FULL, SLIDING), 1000, 86)],
+)
+def test_they_give_way_to_a_request_that_waits_for_more_room_than_there_is(kinds, tokens, wants):
+    engine = Engine(kinds, blocks=160, share=1.0)
+    for name in ("a", "b"):
+        engine.finish(turn(name, cache_salt=name))
+    large = request("large", list(range(tokens)), waits=True)
+    engine.keeper.came(large)
+    engine.pool.free = wants
+    assert engine.step() == []
+    engine.pool.free = wants - 1
+    assert engine.step() == ["a"]
+    engine.give_back("a")
+    large.waits = False
+    engine.pool.free = 62
+    assert engine.step() == []
+    large.waits = True
+    engine.keeper.gone(large)
+    assert engine.step() == []
 
 
 def test_without_a_slot_nothing_is_kept():

@@ -107,6 +107,7 @@ __all__ = [
     "takes_whole_blocks",
     "trace_context",
     "trim_prompt",
+    "waits_for_blocks",
     "with_connector",
     "with_extra",
 ]
@@ -263,6 +264,11 @@ def stored_rope(model: Any) -> dict[str, Any]:
 def finished_whole(request: Any) -> bool:
     """The request ended by itself: everything it was to compute has been computed."""
     return request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+def waits_for_blocks(request: Any) -> bool:
+    """The request has no blocks yet, or none any more."""
+    return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 def trim_prompt(request: Any, hash_block_tokens: int | None) -> bool:
