@@ -33,6 +33,8 @@ from kvferry.engines.vllm.refusals import Refusals
 from kvferry.engines.vllm.source import Source
 from kvferry.engines.vllm.tier_source import TierSource
 from kvferry.engines.vllm.transfer_log import TransferLog
+from kvferry.engines.vllm.turn_finder import TurnFinder
+from kvferry.engines.vllm.turn_names import TurnNames
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import Canonical, canonical_of
@@ -191,7 +193,9 @@ class Asker:
         client = stack.enter_context(closing(ControlClient(ours, lambda _: None)))
         self._address, self._groups = (_HOST, server.port), ranks[0].groups
         log = TransferLog(None, [group.label for group in canonical.groups], _BLOCK_TOKENS, 1.0)
-        self.sources: tuple[Source, ...] = PeerSource(client, ranks, pins, log, refusals, 30.0, 1), tiers
+        turns = TurnFinder(client, list, TurnNames())  # nobody keeps any
+        peers = PeerSource(client, ranks, pins, log, refusals, 30.0, 1, turns)
+        self.sources: tuple[Source, ...] = peers, tiers
         blocks = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=_BLOCK_TOKENS))] * len(of.layers)
         self.admission = Admission(
             SimpleNamespace(kv_cache_groups=blocks),

@@ -43,10 +43,10 @@ class Content:
     items: tuple[int, ...] = ()
 
     def begins_with(self, other: Content) -> bool:
-        """Whether this is the other, or goes on from it."""
-        return self.keys[: len(other.keys)] == other.keys and self.after(len(other.keys))[
-            : len(other.tokens) - len(other.keys) * other.chunk_tokens
-        ] == other.after(len(other.keys))
+        """Whether this is the other, or goes on from it, for certain."""
+        chunks = len(other.keys)
+        rest, told = len(other.tokens) - chunks * other.chunk_tokens, other.after(chunks)
+        return self.keys[:chunks] == other.keys and len(told) == rest and self.after(chunks)[:rest] == told
 
     def after(self, chunks: int) -> Sequence[int]:
         """Tokens that follow so many chunks, a chunk of them at most, up to what is not told by tokens."""

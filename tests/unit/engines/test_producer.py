@@ -41,6 +41,7 @@ class Engine:
                 parallel_config=parallel,
                 kv_transfer_config=SimpleNamespace(engine_id="e"),
                 max_concurrent_batches=1,
+                max_in_flight_tokens=256,
                 speculative_config=None,
             ),
             SimpleNamespace(

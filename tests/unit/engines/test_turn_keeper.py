@@ -40,6 +40,7 @@ class Engine:
             SimpleNamespace(
                 kv_transfer_config=SimpleNamespace(engine_id="D"),
                 max_concurrent_batches=batches,
+                max_in_flight_tokens=256,
                 speculative_config=drafts,
             ),
             SimpleNamespace(kv_cache_groups=groups, num_blocks=blocks),
@@ -72,6 +73,10 @@ class Engine:
             self.keeper.ended(name)
         return over
 
+    def give_back(self, *names) -> None:
+        for name in names:
+            self.keeper.given_back(name)
+
     def finds(self, one) -> bool:
         content = self.names.content(one, one.num_tokens)
         return self.index.find(AskTurn(0, CHUNK_TOKENS, list(content.keys))).kept is not None
@@ -81,6 +86,7 @@ class Engine:
 def whole(monkeypatch):
     monkeypatch.setattr(compat, "finished_whole", lambda one: not getattr(one, "aborted", False))
     monkeypatch.setattr(compat, "reach_of", lambda _: WINDOW)
+    monkeypatch.setattr(compat, "waits_for_blocks", lambda one: getattr(one, "waits", False))
     monkeypatch.setattr(turn_keeper.time, "monotonic", lambda: 5.0)
 
 
@@ -107,6 +113,7 @@ def test_what_is_short_or_was_cut_off_or_has_no_name_is_not_kept():
     assert engine.finish(turn("b", tokens=CHUNK_TOKENS + 1))
     assert not engine.finish(turn("c", aborted=True))
     assert not engine.finish(turn("d", prompt_embeds=object()))
+    assert not engine.finish(request("e", [-1] * 300, num_computed_tokens=299))
 
 
 @pytest.mark.parametrize(("ahead", "tokens"), [(0, 299), (1, 300)])
@@ -124,6 +131,15 @@ def test_a_state_that_is_not_certainly_that_of_the_tokens_is_not_kept():
     assert Engine((FULL,), drafts=object()).finish(turn())
     blocks = list(range(1, 20))
     assert not Engine((FULL, STATE)).finish(turn(), [blocks, [0] * 19])
+
+
+@pytest.mark.parametrize("computed", [0, 200])
+@pytest.mark.parametrize("kinds", [(FULL,), (FULL, SLIDING), (FULL, STATE)])
+def test_what_ended_while_its_blocks_were_computed_anew_is_not_kept(kinds, computed):
+    engine, one = Engine(kinds), request("a", list(range(300)), num_computed_tokens=computed)
+    blocks = list(range(1, -(-computed // BLOCK) + 1))
+    assert not engine.finish(one, [blocks] * len(kinds))
+    assert engine.told == []
 
 
 def test_a_window_can_be_continued_from_where_it_is_whole():
@@ -169,9 +185,34 @@ def test_the_oldest_give_way_when_the_engine_needs_the_room():
     assert engine.step() == []
     engine.pool.free = 9
     assert engine.step() == ["a"]
+    assert engine.step() == [], "what has been given up is on its way"
+    engine.give_back("a")
     engine.pool.free = 0
     assert engine.step() == ["b"]
     assert len(engine.index) == 1
+
+
+@pytest.mark.parametrize(
+    ("kinds", "tokens", "wants"),
+    [((FULL,), 1000, 64), ((FULL, SLIDING), 300, 40), ((FULL, SLIDING), 1000, 86)],
+)
+def test_they_give_way_to_a_request_that_waits_for_more_room_than_there_is(kinds, tokens, wants):
+    engine = Engine(kinds, blocks=160, share=1.0)
+    for name in ("a", "b"):
+        engine.finish(turn(name, cache_salt=name))
+    large = request("large", list(range(tokens)), waits=True)
+    engine.keeper.came(large)
+    engine.pool.free = wants
+    assert engine.step() == []
+    engine.pool.free = wants - 1
+    assert engine.step() == ["a"]
+    engine.give_back("a")
+    large.waits = False
+    engine.pool.free = 62
+    assert engine.step() == []
+    large.waits = True
+    engine.keeper.gone(large)
+    assert engine.step() == []
 
 
 def test_without_a_slot_nothing_is_kept():

@@ -111,6 +111,12 @@ def test_a_longer_turn_begins_with_a_shorter(one, other, goes_on):
     assert not content(range(one)).begins_with(different)
 
 
+def test_a_turn_with_another_image_behind_its_last_chunk_is_not_a_shorter_one():
+    first, second = (content(range(10), items=[Item(9, 1, name)]) for name in ("an image", "another"))
+    assert not second.begins_with(first)
+    assert content(range(10), items=[Item(9, 1, "an image")]).keys == first.keys
+
+
 def test_an_answer_to_more_than_was_asked_is_none():
     prompt = content(range(9))
     lying = msgspec.structs.replace(kept(prompt), chunks=3)

@@ -107,6 +107,7 @@ __all__ = [
     "takes_whole_blocks",
     "trace_context",
     "trim_prompt",
+    "waits_for_blocks",
     "with_connector",
     "with_extra",
 ]
@@ -272,6 +273,11 @@ def own_hit(request: Any) -> int | None:
     """
     stats = None if request.num_preemptions else request.prefill_stats
     return None if stats is None else int(stats.num_local_cached_tokens)
+
+
+def waits_for_blocks(request: Any) -> bool:
+    """The request has no blocks yet, or none any more."""
+    return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 def trim_prompt(request: Any, hash_block_tokens: int | None) -> bool:

@@ -89,6 +89,8 @@ class Producer:
 
     def on_new_request(self, request: Any) -> None:
         """Stop short of the last prompt token, which the consumer computes; mutates `request`."""
+        if self._turns is not None:
+            self._turns.came(request)
         if wants_prefill(request.kv_transfer_params) and compat.trim_prompt(request, self._hash_block_tokens):
             self._prompts[request.request_id] = request
 
@@ -112,6 +114,8 @@ class Producer:
             request: vLLM's.
             block_ids: by position per group, up to what was computed.
         """
+        if self._turns is not None:
+            self._turns.gone(request)
         if not wants_prefill(request.kv_transfer_params):
             return self._turns is not None and self._turns.finished(request, block_ids, self.tables), None
         if self._prompts.pop(request.request_id, None) is None or not compat.finished_whole(request):
@@ -185,3 +189,5 @@ class Producer:
         """All workers have raised the words of these."""
         for name in request_ids:
             self._book.ended(name)
+            if self._turns is not None:
+                self._turns.given_back(name)

@@ -3,7 +3,8 @@
 Its prompt goes to an engine that has computed the last prompt, but not the answer; the answer's blocks are
 here. So they stay where they are, under a lease of their own, and whoever asks finds them by their content
 (`transport.turns`). The lease ends when its time is up, when a longer turn of the same conversation has taken
-its place, or when the engine needs the room: kept blocks give way to requests.
+its place, or when the engine needs the room: kept blocks give way to requests, those that wait for more room
+than there is included.
 
 With steps in flight a request can end before its last forward has run, so a turn is found only after all
 steps that were under way have ended.
@@ -80,9 +81,12 @@ class TurnKeeper:
         self._drafts = vllm_config.speculative_config is not None
         self._specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self._kinds, self._book, self._names, self._watch = tuple(kinds), book, names, watch
+        self._ahead = int(vllm_config.max_in_flight_tokens)
         self._seconds, self._most = seconds, int(share * kv_cache_config.num_blocks)
         self._least_free = int(_FREE * kv_cache_config.num_blocks)
         self._turns: dict[str, _Turn] = {}
+        self._leaving: dict[str, int] = {}  # leases that have ended, and blocks not given back yet
+        self._requests: dict[str, Any] = {}
         self._over: list[str] = []
         self._index, self._pool = TurnIndex(), None
 
@@ -93,6 +97,14 @@ class TurnKeeper:
     def start(self, index: TurnIndex, pool: Any) -> None:
         """From now on turns are published there; `pool` is the engine's block pool."""
         self._index, self._pool = index, pool
+
+    def came(self, request: Any) -> None:
+        """A request has come in, and will need room."""
+        self._requests[request.request_id] = request
+
+    def gone(self, request: Any) -> None:
+        """It has ended."""
+        self._requests.pop(request.request_id, None)
 
     def finished(
         self, request: Any, block_ids: BlockIds, tables: Callable[[BlockIds, int], list[list[int]]]
@@ -150,14 +162,25 @@ class TurnKeeper:
 
     def ended(self, lease: str) -> None:
         """A lease ends: it is found no more."""
-        if self._turns.pop(lease, None) is not None:
+        if (turn := self._turns.pop(lease, None)) is not None:
             self._index.withdraw(lease)
+            self._leaving[lease] = turn.blocks
+
+    def given_back(self, lease: str) -> None:
+        """The engine has its blocks again."""
+        self._leaving.pop(lease, None)
 
     def _in_the_way(self, over: Sequence[str]) -> list[str]:
         """The oldest of those that go on: that are too many, or whose room is needed."""
         assert self._pool is not None
         held = {name: turn.blocks for name, turn in self._turns.items() if name not in over}
-        room = min(self._most - sum(held.values()), self._pool.get_num_free_blocks() - self._least_free)
+        if not held:
+            return []
+        coming = sum(self._leaving.values()) + sum(
+            self._turns[name].blocks for name in over if name in self._turns
+        )
+        free = self._pool.get_num_free_blocks() + coming
+        room = min(self._most - sum(held.values()), free - max(self._least_free, self._wanted()))
         found = []
         for name, blocks in held.items():
             if room >= 0:
@@ -166,14 +189,29 @@ class TurnKeeper:
             room += blocks
         return found
 
+    def _wanted(self) -> int:
+        """Blocks of the largest request that has none: it gets all of them at once, or goes on waiting."""
+        waiting = (one.num_tokens for one in self._requests.values() if compat.waits_for_blocks(one))
+        tokens = max(waiting, default=0)
+        each = zip(self._kinds, self._specs, strict=True)
+        return sum(self._blocks(kind, spec, tokens) for kind, spec in each) if tokens else 0
+
+    def _blocks(self, kind: GroupKind, spec: Any, tokens: int) -> int:
+        if not sees_all(kind):
+            tokens = min(tokens, compat.reach_of(spec) + self._ahead + spec.block_size)
+        return 1 + -(-tokens // int(spec.block_size))
+
     def _tokens(self, request: Any) -> int:
         """Tokens that blocks hold for certain, and a state exactly; 0 if that cannot be said."""
         if not compat.finished_whole(request):
             return 0
+        computed, tokens = int(request.num_computed_tokens), int(request.num_tokens)
+        if computed < tokens - 1:
+            # Preempted with a step in flight, whose token was its last: the blocks are others, half computed.
+            return 0
         if not self._states:
-            return int(request.num_tokens) - 1
-        computed = int(request.num_computed_tokens)
-        return 0 if self._drafts or not 0 <= request.num_tokens - computed <= 1 else computed
+            return tokens - 1
+        return 0 if self._drafts or computed > tokens else computed
 
     def _least(self, tables: Sequence[Sequence[int]], tokens: int) -> int | None:
         """The shortest prefix that can be continued from; None if not even the longest can."""

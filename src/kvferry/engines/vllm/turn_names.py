@@ -23,13 +23,13 @@ class TurnNames:
 
     def content(self, request: Any, tokens: int) -> Content | None:
         """Of the first tokens of a request; None if there is no certain name."""
-        ids = array("I", request.all_token_ids[:tokens])
+        ids = request.all_token_ids[:tokens]
         try:
-            keys = keys_of(request, ids.tolist(), CHUNK_TOKENS, self._adapters, self._epoch)
+            keys = keys_of(request, ids, CHUNK_TOKENS, self._adapters, self._epoch)
         except Unnameable:
             return None
         items = sorted(feature.mm_position.offset for feature in request.mm_features or ())
-        return Content(CHUNK_TOKENS, tuple(keys.chunks()), ids, tuple(items))
+        return Content(CHUNK_TOKENS, tuple(keys.chunks()), array("I", ids), tuple(items))
 
     def start_anew(self) -> None:
         """Nothing from before is found, and what comes is found by nobody: blocks may mix both times."""
