@@ -1,0 +1,212 @@
+"""Requests that share beginnings, as values: of a trace that was recorded, or drawn.
+
+A request is the blocks of its prompt, by content: equal numbers are equal tokens. So it is in the public
+format of Mooncake's traces (https://github.com/kvcache-ai/Mooncake), one JSON object per line:
+
+    {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48, 2353]}
+
+with one number per block of 512 tokens, the last of which may be shorter. A replay on a small machine cannot
+take it as it is: blocks are made shorter, and what does not fit is left out (`cut`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from kvferry.errors import ConfigError
+
+RECORDED_BLOCK = 512
+"""Tokens of a block in a recorded trace."""
+
+_SYSTEM_PROMPTS = 3
+_SYSTEM_BLOCKS = (8, 14)
+_TURN_BLOCKS = (1, 6)
+_GOES_ON = 0.7
+_OPEN_CONVERSATIONS = 24
+_ZIPF = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A request's prompt.
+
+    Attributes:
+        blocks: what is in each block; equal numbers are equal tokens.
+        tokens: of all blocks; the last may be shorter than the others.
+    """
+
+    blocks: tuple[int, ...]
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is replayed, in this order.
+
+    Attributes:
+        name: where it comes from, for people.
+        block_tokens: of a block.
+        prompts: one after another.
+        of: requests that it was cut from, 0 of one that was drawn.
+    """
+
+    name: str
+    block_tokens: int
+    prompts: tuple[Prompt, ...]
+    of: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Of all prompts."""
+        return sum(prompt.tokens for prompt in self.prompts)
+
+    @property
+    def distinct_blocks(self) -> int:
+        """Blocks of different content."""
+        return len({block for prompt in self.prompts for block in prompt.blocks})
+
+    @property
+    def repeated(self) -> float:
+        """The share of blocks that earlier prompts began with as well: what a cache without end would hit."""
+        seen, hits = set[int](), 0
+        for prompt in self.prompts:
+            hits += next((n for n, one in enumerate(prompt.blocks) if one not in seen), len(prompt.blocks))
+            seen.update(prompt.blocks)
+        return hits / sum(len(prompt.blocks) for prompt in self.prompts)
+
+    def token_ids(self, vocabulary: int, salt: int) -> Iterator[list[int]]:
+        """The prompts' tokens; others for every salt.
+
+        Args:
+            vocabulary: ids are below it.
+            salt: at least 0.
+        """
+        for prompt in self.prompts:
+            drawn = [
+                np.random.default_rng((salt, block)).integers(0, vocabulary, self.block_tokens)
+                for block in prompt.blocks
+            ]
+            yield np.concatenate(drawn)[: prompt.tokens].tolist()
+
+
+class _Line(msgspec.Struct, frozen=True):
+    """What is read of a trace's line; ``timestamp`` and ``output_length`` are not looked at."""
+
+    input_length: int
+    hash_ids: list[int]
+
+
+def read_trace(path: Path) -> tuple[Prompt, ...]:
+    """The prompts of a trace, see the module.
+
+    Raises:
+        ConfigError: it cannot be read, or a line is no request; says which.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"--trace {path}: {error.strerror}; name a file of Mooncake's format") from error
+    read = msgspec.json.Decoder(_Line)
+    found = [_prompt(read, line, f"--trace {path}, line {n}") for n, line in enumerate(lines, 1) if line]
+    if not found:
+        raise ConfigError(f"--trace {path} has no requests; name a file of Mooncake's format")
+    return tuple(found)
+
+
+def _prompt(read: msgspec.json.Decoder[_Line], line: bytes, where: str) -> Prompt:
+    try:
+        one = read.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f'{where} is no request ({error}); expected an object with "input_length" and "hash_ids", as in '
+            "Mooncake's traces"
+        ) from error
+    expected = -(-one.input_length // RECORDED_BLOCK)
+    if len(one.hash_ids) != expected or expected < 1 or min(one.hash_ids) < 0:
+        raise ConfigError(
+            f"{where} has {len(one.hash_ids)} hash_ids for {one.input_length} tokens; expected one, at least "
+            f"0, for each {RECORDED_BLOCK} tokens, as in Mooncake's traces"
+        )
+    return Prompt(tuple(one.hash_ids), one.input_length)
+
+
+def cut(name: str, recorded: Sequence[Prompt], block_tokens: int, longest: int, requests: int) -> Workload:
+    """The first requests of a trace that fit, and that a cache could make any difference to.
+
+    Blocks become `block_tokens` long. Left out is what is longer than `longest` then, and what no other
+    request that fits shares more with than the first block, which may be the same for all.
+
+    Raises:
+        ConfigError: fewer than `requests` are left.
+    """
+    short = [
+        Prompt(one.blocks, (len(one.blocks) - 1) * block_tokens + _last(one, block_tokens))
+        for one in recorded
+    ]
+    fit = [one for one in short if one.tokens <= longest]
+    alike = Counter(one.blocks[:2] for one in fit)
+    found = [(n, one) for n, one in enumerate(fit, 1) if len(one.blocks) > 1 and alike[one.blocks[:2]] > 1]
+    if len(found) < requests:
+        raise ConfigError(
+            f"{name} has {len(found)} requests that share two blocks with another and have no more than "
+            f"{longest} tokens, in blocks of {block_tokens}; ask for no more --requests, raise --longest or "
+            "lower --block"
+        )
+    taken = found[:requests]
+    return Workload(name, block_tokens, tuple(one for _, one in taken), taken[-1][0])
+
+
+def _last(prompt: Prompt, block_tokens: int) -> int:
+    """Tokens of the last block, shortened."""
+    of = prompt.tokens - (len(prompt.blocks) - 1) * RECORDED_BLOCK
+    return -(-of * block_tokens // RECORDED_BLOCK)
+
+
+def drawn(block_tokens: int, longest: int, requests: int, seed: int = 1) -> Workload:
+    """Conversations: each begins with one of a few system prompts, and grows by a turn with every request.
+
+    Seven of ten requests go on with one of the conversations that were spoken in, the others begin one; both
+    which conversation, by how lately, and which system prompt is by Zipf's law. One that has grown too long
+    is over.
+
+    Args:
+        block_tokens: of a block.
+        longest: tokens of a prompt, at least 20 blocks: a system prompt and a turn.
+        requests: how many.
+        seed: which of these workloads.
+
+    Raises:
+        ConfigError: `longest` is too short.
+    """
+    if longest < (least := (_SYSTEM_BLOCKS[1] + _TURN_BLOCKS[1]) * block_tokens):
+        raise ConfigError(f"--longest {longest} is less than {least}, 20 blocks of {block_tokens}: raise it")
+    draw, fresh = np.random.default_rng(seed), iter(range(1 << 30))
+    systems = [
+        tuple(next(fresh) for _ in range(int(draw.integers(*_SYSTEM_BLOCKS, endpoint=True))))
+        for _ in range(_SYSTEM_PROMPTS)
+    ]
+    spoken = list[tuple[int, ...]]()
+    prompts = list[Prompt]()
+    while len(prompts) < requests:
+        turn = tuple(next(fresh) for _ in range(int(draw.integers(*_TURN_BLOCKS, endpoint=True))))
+        goes_on = bool(spoken) and draw.random() < _GOES_ON
+        before = spoken.pop(_zipf(draw, len(spoken))) if goes_on else systems[_zipf(draw, len(systems))]
+        blocks = before + turn
+        if len(blocks) * block_tokens > longest:
+            continue
+        spoken = [blocks, *spoken][:_OPEN_CONVERSATIONS]
+        shorter = int(draw.integers(0, block_tokens))
+        prompts.append(Prompt(blocks, len(blocks) * block_tokens - shorter))
+    return Workload("drawn conversations", block_tokens, tuple(prompts))
+
+
+def _zipf(draw: np.random.Generator, count: int) -> int:
+    """One of so many, the first most often."""
+    weights = 1 / np.arange(1, count + 1) ** _ZIPF
+    return int(draw.choice(count, p=weights / weights.sum()))
