@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -34,10 +34,9 @@ from kvferry.bench.slow_tier import Bodies, Loads, namespace, queue_over, store_
 from kvferry.bench.stats import Spread
 from kvferry.bench.transfer import Machine, machine
 from kvferry.bench.workload import Workload
+from kvferry.errors import TransferError
 from kvferry.geometry.canonical import CanonicalGroup
-from kvferry.tiers.file_store import FileStore
 from kvferry.tiers.object_store import ObjectStore
-from kvferry.tiers.slow import SlowTier
 
 POLICIES = ("weight", "first", "cost")
 CONNECTORS, TIERS = "connectors", "tiers"
@@ -45,8 +44,11 @@ SOURCES = (CONNECTORS, TIERS)
 TARGET_RATIO = 1.0
 """Of the mean time to the first token by cost and by another policy, at most."""
 
-_PROBED_CHUNKS = 32
+_PROBED_CHUNKS = 16
 _PROBES = 5
+_SALT = 1 << 20
+"""Of what is probed with: no round has it."""
+
 _HOST_PROMPTS = 2
 _STORE_SECONDS = 20.0
 
@@ -80,8 +82,8 @@ class Job:
 
     @property
     def model(self) -> dict[str, int]:
-        """Changes to the checkpoint's configuration."""
-        return {"num_key_value_heads": self.kv_heads}
+        """Changes to the checkpoint's configuration: less to compute for every byte that is kept."""
+        return {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": self.kv_heads}
 
     @property
     def file_bytes(self) -> int:
@@ -98,10 +100,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """Chunks of the workload's size, read by as many threads as an engine has.
+    """How far apart the sources are.
 
     Attributes:
-        near, far: bytes per second of files, and of the object store behind the line.
+        near: bytes per second of loads from files, of a prompt of middle length, by an engine.
+        far: bytes per second from the object store behind the line, by as many threads as an engine has.
         line: bytes per second that the line was set to.
     """
 
@@ -212,8 +215,6 @@ def measure(job: Job, progress: Callable[[str], None]) -> Measured:
         line = stack.enter_context(Narrow(server.port))
         options = server.options(line.port)
         group = chunk_group(read_geometry(str(model)), job.workload.block_tokens)
-        progress("measuring both sources")
-        probed = _probe(job, group, folder, options, line)
         progress(f"starting {len(POLICIES)} engines")
         engines = {
             policy: stack.enter_context(PolicyEngine(policy, _setup(job, policy, model, folder, options)))
@@ -221,6 +222,9 @@ def measure(job: Job, progress: Callable[[str], None]) -> Measured:
         }
         for engine in engines.values():
             engine.wait()
+        progress("measuring both sources")
+        probed = _probe(job, engines["first"], group, options, line)
+        server.empty()
         found = _replay(job, engines, server, progress)
     learning = {policy: replays[0] for policy, replays in found.items()}
     rounds = {policy: tuple(replays[1:]) for policy, replays in found.items()}
@@ -243,35 +247,37 @@ def _replay(
     return found
 
 
-def _probe(job: Job, group: CanonicalGroup, folder: Path, options: dict[str, str], line: Narrow) -> Probed:
-    """Read from files; make the line so much narrower, and read from the object store."""
-    tokens, root = job.workload.block_tokens, folder / "probe"
-    root.mkdir()
+def _probe(
+    job: Job, engine: PolicyEngine, group: CanonicalGroup, options: dict[str, str], line: Narrow
+) -> Probed:
+    """Load prompts from files into an engine; make the line so much slower, and read from the object store.
+
+    The engine is that of `first`, which takes what is near.
+    """
+    tokens = job.workload.block_tokens
+    prompt = sorted(job.workload.prompts, key=lambda one: one.tokens)[len(job.workload.prompts) // 2]
+    twice = Workload("a prompt, twice", tokens, (prompt, prompt))
+    loads = [load for salt in range(_PROBES) for load in engine.replay(twice, _SALT + salt)[1].loads]
+    if len(loads) < _PROBES:
+        raise TransferError(
+            f"near source: {len(loads)} of {_PROBES} prompts came from it: please report this"
+        )
+    near = Spread.of([sum(load.parts.values()) * token_bytes(job.model) / load.seconds for load in loads])
+    wanted = line.bytes_per_second = near.median / job.apart
     with (
         Bodies(group, tokens, _PROBED_CHUNKS) as bodies,
         Bodies(group, tokens, _PROBED_CHUNKS) as into,
     ):
-        own = namespace(bodies.group)
-        size = 4 * len(bodies) * bodies.chunk_bytes
-        with _kept(FileStore(str(root), own, capacity=size), bodies, into) as loads:
-            near = _rate(loads)
-        wanted = near.median / job.apart
-        line.bytes_per_second = wanted
-        with _kept(
-            ObjectStore(f"s3://{BUCKET}/probe", own, options, timeout_seconds=_STORE_SECONDS), bodies, into
-        ) as loads:
+        store = ObjectStore(
+            f"s3://{BUCKET}/probe", namespace(bodies.group), options, timeout_seconds=_STORE_SECONDS
+        )
+        with queue_over(store) as queue:
+            store_all(queue, bodies, len(bodies), depth=8)
+            moved = Loads(queue, bodies, into, len(bodies))
             # What a request costs besides its bytes, the line makes up for.
-            line.bytes_per_second *= wanted / _rate(loads).median
-            far = _rate(loads)
+            line.bytes_per_second *= wanted / _rate(moved).median
+            far = _rate(moved)
     return Probed(near, far, line.bytes_per_second)
-
-
-@contextmanager
-def _kept(tier: SlowTier, bodies: Bodies, into: Bodies) -> Iterator[Loads]:
-    """Loads from a tier that has all chunks, by as many threads as an engine's."""
-    with queue_over(tier) as queue:
-        store_all(queue, bodies, len(bodies), depth=8)
-        yield Loads(queue, bodies, into, len(bodies))
 
 
 def _rate(loads: Loads) -> Spread:
@@ -296,4 +302,4 @@ def _setup(job: Job, policy: str, model: Path, folder: Path, options: dict[str, 
         connector = side_by_side(named, policy=policy)
     longest = job.longest + 256
     cache_bytes = 2 * longest * token_bytes(job.model) + (64 << 20)
-    return Setup(model, longest, cache_bytes, connector, max(len(os.sched_getaffinity(0)) // 2, 1))
+    return Setup(model, longest, cache_bytes, connector, max(len(os.sched_getaffinity(0)) // 4, 1))

@@ -250,7 +250,7 @@ def choice(
     sources: Annotated[
         str, typer.Option(help="Between which: connectors, side by side, or tiers of one.")
     ] = "connectors",
-    requests: Annotated[int, typer.Option(min=2, help="Requests of a replay.")] = 40,
+    requests: Annotated[int, typer.Option(min=2, help="Requests of a replay.")] = 32,
     block: Annotated[int, typer.Option(min=16, max=512, help="Tokens of the trace's blocks, here.")] = 64,
     longest: Annotated[int, typer.Option(min=64, help="Tokens of a prompt, at most.")] = 2048,
     apart: Annotated[float, typer.Option(min=1, help="How many times as fast the near source is.")] = 20,
@@ -261,7 +261,7 @@ def choice(
     kv_heads: Annotated[
         int, typer.Option(help="Of the model, 1, 2, 4 or 8: the more, the sooner computing beats loading.")
     ] = 8,
-    rounds: Annotated[int, typer.Option(min=1, help="Replays by each policy, after one to learn.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Replays by each policy, after one to learn.")] = 4,
     path: Annotated[
         Path | None,
         typer.Option(help="Folder for files; by default a new one in the user's cache, removed after."),
