@@ -50,6 +50,7 @@ _SALT = 1 << 20
 """Of what is probed with: no round has it."""
 
 _HOST_PROMPTS = 2
+_LEAST_PROMPTS = 1.25
 _STORE_SECONDS = 20.0
 
 
@@ -87,10 +88,10 @@ class Job:
 
     @property
     def file_bytes(self) -> int:
-        """Capacity of the files."""
-        workload = self.workload
-        blocks = max(round(self.near * workload.distinct_blocks), -(-self.longest // workload.block_tokens))
-        return blocks * workload.block_tokens * token_bytes(self.model)
+        """Capacity of the files: the longest prompt fits."""
+        longest = _LEAST_PROMPTS * self.longest
+        tokens = max(self.near * self.workload.distinct_blocks * self.workload.block_tokens, longest)
+        return round(tokens * token_bytes(self.model))
 
     @property
     def host_bytes(self) -> int:

@@ -120,9 +120,9 @@ class PolicyEngine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._pipe.close()
-        self._process.join(_END_SECONDS)
+        self._process.join(0 if kind else _END_SECONDS)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
@@ -197,7 +197,8 @@ def _serve(pipe: Connection, setup: Setup) -> None:
     os.environ["OMP_NUM_THREADS"] = str(setup.threads)
     try:
         with closing(Served(setup.model, setup.longest, 1, setup.cache_bytes, setup.connector)) as served:
-            served.first_token([number % VOCABULARY for number in range(_WARMING_TOKENS)], _ANSWER_TOKENS)
+            warming = range(min(_WARMING_TOKENS, setup.longest // 2))
+            served.first_token([number % VOCABULARY for number in warming], _ANSWER_TOKENS)
             served.settle()
             seen = Seen(served.halves)
             pipe.send(None)
