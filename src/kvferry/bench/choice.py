@@ -41,6 +41,9 @@ from kvferry.tiers.object_store import ObjectStore
 POLICIES = ("weight", "first", "cost")
 CONNECTORS, TIERS = "connectors", "tiers"
 SOURCES = (CONNECTORS, TIERS)
+MODEL = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 8}
+"""Changes to the checkpoint: less to compute for every byte that is kept, 16 KiB per token."""
+
 TARGET_RATIO = 1.0
 """Of the mean time to the first token by cost and by another policy, at most."""
 
@@ -64,7 +67,6 @@ class Job:
         apart: how many times as fast the near source is to be.
         near: the share of what is asked that files have room for.
         rounds: replays by every policy; one more comes before them that does not count.
-        kv_heads: of the model; the more, the more bytes per token that is computed.
         path: folder for what is written, which exists; it is removed again.
     """
 
@@ -73,7 +75,6 @@ class Job:
     apart: float
     near: float
     rounds: int
-    kv_heads: int
     path: Path
 
     @property
@@ -82,21 +83,16 @@ class Job:
         return max(prompt.tokens for prompt in self.workload.prompts)
 
     @property
-    def model(self) -> dict[str, int]:
-        """Changes to the checkpoint's configuration: less to compute for every byte that is kept."""
-        return {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": self.kv_heads}
-
-    @property
     def file_bytes(self) -> int:
         """Capacity of the files: the longest prompt fits."""
         longest = _LEAST_PROMPTS * self.longest
         tokens = max(self.near * self.workload.distinct_blocks * self.workload.block_tokens, longest)
-        return round(tokens * token_bytes(self.model))
+        return round(tokens * token_bytes(MODEL))
 
     @property
     def host_bytes(self) -> int:
         """Host memory of a connector: every chunk passes it."""
-        return _HOST_PROMPTS * (self.longest + self.workload.block_tokens) * token_bytes(self.model)
+        return _HOST_PROMPTS * (self.longest + self.workload.block_tokens) * token_bytes(MODEL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +207,7 @@ def measure(job: Job, progress: Callable[[str], None]) -> Measured:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="bench-", dir=job.path)))
         progress("writing a checkpoint")
-        model = write_checkpoint(folder / "model", job.longest + 256, job.model)
+        model = write_checkpoint(folder / "model", job.longest + 256, MODEL)
         server = stack.enter_context(object_server(folder / "objects"))
         line = stack.enter_context(Narrow(server.port))
         options = server.options(line.port)
@@ -263,7 +259,7 @@ def _probe(
         raise TransferError(
             f"near source: {len(loads)} of {_PROBES} prompts came from it: please report this"
         )
-    near = Spread.of([sum(load.parts.values()) * token_bytes(job.model) / load.seconds for load in loads])
+    near = Spread.of([sum(load.parts.values()) * token_bytes(MODEL) / load.seconds for load in loads])
     wanted = line.bytes_per_second = near.median / job.apart
     with (
         Bodies(group, tokens, _PROBED_CHUNKS) as bodies,
@@ -302,5 +298,5 @@ def _setup(job: Job, policy: str, model: Path, folder: Path, options: dict[str, 
         named = [{**one, "name": name} for one, name in zip(each, ("near", FAR.strip()), strict=True)]
         connector = side_by_side(named, policy=policy)
     longest = job.longest + 256
-    cache_bytes = 2 * longest * token_bytes(job.model) + (64 << 20)
+    cache_bytes = 2 * longest * token_bytes(MODEL) + (64 << 20)
     return Setup(model, longest, cache_bytes, connector, max(len(os.sched_getaffinity(0)) // 4, 1))

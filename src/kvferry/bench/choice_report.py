@@ -48,7 +48,7 @@ def as_json(measured: Measured) -> dict[str, Any]:
     job, workload = measured.job, measured.job.workload
     return {
         "machine": asdict(measured.machine),
-        **{name: getattr(job, name) for name in ("sources", "apart", "near", "kv_heads")},
+        **{name: getattr(job, name) for name in ("sources", "apart", "near")},
         "file_bytes": job.file_bytes,
         "host_bytes": job.host_bytes,
         "workload": {

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,7 @@ from kvferry.errors import ConfigError
 RECORDED_BLOCK = 512
 """Tokens of a block in a recorded trace."""
 
+_SHARED_BLOCKS = 2
 _SYSTEM_PROMPTS = 3
 _SYSTEM_BLOCKS = (8, 14)
 _TURN_BLOCKS = (1, 6)
@@ -137,29 +139,51 @@ def _prompt(read: msgspec.json.Decoder[_Line], line: bytes, where: str) -> Promp
 
 
 def cut(name: str, recorded: Sequence[Prompt], block_tokens: int, longest: int, requests: int) -> Workload:
-    """The first requests of a trace that fit, and that a cache could make any difference to.
+    """The first conversations of a trace, in its order: what a cache makes no difference to is left out.
 
-    Blocks become `block_tokens` long. Left out is what is longer than `longest` then, and what no other
-    request that fits shares more with than the first block, which may be the same for all.
+    Blocks become `block_tokens` long. What is longer than `longest` then is left out first. A request belongs
+    to the conversation of an earlier one if half of its blocks, and two of them at least, are how that begins.
 
     Raises:
-        ConfigError: fewer than `requests` are left.
+        ConfigError: conversations of more than one request have fewer than `requests`.
     """
     short = [
         Prompt(one.blocks, (len(one.blocks) - 1) * block_tokens + _last(one, block_tokens))
         for one in recorded
     ]
-    fit = [one for one in short if one.tokens <= longest]
-    alike = Counter(one.blocks[:2] for one in fit)
-    found = [(n, one) for n, one in enumerate(fit, 1) if len(one.blocks) > 1 and alike[one.blocks[:2]] > 1]
+    of = _conversations([one if one.tokens <= longest else None for one in short])
+    sizes = Counter(of.values())
+    found = [number for number, conversation in of.items() if sizes[conversation] > 1]
     if len(found) < requests:
         raise ConfigError(
-            f"{name} has {len(found)} requests that share two blocks with another and have no more than "
-            f"{longest} tokens, in blocks of {block_tokens}; ask for no more --requests, raise --longest or "
-            "lower --block"
+            f"{name} has {len(found)} requests in conversations, of no more than {longest} tokens in blocks "
+            f"of {block_tokens}; ask for no more --requests, raise --longest or lower --block"
         )
-    taken = found[:requests]
-    return Workload(name, block_tokens, tuple(one for _, one in taken), taken[-1][0])
+    chosen, count = set[int](), 0
+    for number in found:
+        if count < requests and of[number] not in chosen:
+            chosen.add(of[number])
+            count += sizes[of[number]]
+    taken = [number for number in found if of[number] in chosen][:requests]
+    return Workload(name, block_tokens, tuple(short[number] for number in taken), taken[-1] + 1)
+
+
+def _conversations(prompts: Sequence[Prompt | None]) -> dict[int, int]:
+    """Number of a request to that of its conversation, which is that of the first of its requests."""
+    begun, found = dict[int, int](), dict[int, int]()
+    for number, prompt in enumerate(prompts):
+        if prompt is None or len(prompt.blocks) < _SHARED_BLOCKS:
+            continue
+        beginnings = list(accumulate(prompt.blocks, _digest, initial=0))
+        half = max(-(-len(prompt.blocks) // 2), _SHARED_BLOCKS)
+        found[number] = next((begun[one] for one in reversed(beginnings[half:]) if one in begun), number)
+        begun.update(dict.fromkeys(beginnings[_SHARED_BLOCKS:], found[number]))
+    return found
+
+
+def _digest(before: int, block: int) -> int:
+    """Names the beginning of a prompt that ends with a block."""
+    return hash((before, block))
 
 
 def _last(prompt: Prompt, block_tokens: int) -> int:

@@ -258,9 +258,6 @@ def choice(
         float,
         typer.Option(min=0, max=1, help="Share of all that is asked that the near source has room for."),
     ] = 0.25,
-    kv_heads: Annotated[
-        int, typer.Option(help="Of the model, 1, 2, 4 or 8: the more, the sooner computing beats loading.")
-    ] = 8,
     rounds: Annotated[int, typer.Option(min=1, help="Replays by each policy, after one to learn.")] = 4,
     path: Annotated[
         Path | None,
@@ -284,8 +281,6 @@ def choice(
 
     if sources not in SOURCES:
         raise ConfigError(f"--sources {sources} is not known; choose one of {', '.join(SOURCES)}")
-    if kv_heads not in {1, 2, 4, 8}:
-        raise ConfigError(f"--kv-heads {kv_heads} is not 1, 2, 4 or 8, which divide the model's 8 heads")
     workload = (
         drawn(block, longest, requests)
         if trace is None
@@ -293,7 +288,7 @@ def choice(
     )
     with _folder(path) as folder, Console(stderr=True).status("starting") as status:
         measured = measure(
-            Job(workload, sources, apart, near, rounds, kv_heads, folder),
+            Job(workload, sources, apart, near, rounds, folder),
             lambda text: status.update(f"{text} ..."),
         )
     if as_json:

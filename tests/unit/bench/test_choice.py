@@ -38,7 +38,7 @@ def measured(cost: float = 0.06, *, failed: int = 0) -> Measured:
     }
     learning = {policy: replayed(1.0, 1.0) for policy in rounds}
     return Measured(
-        Job(WORKLOAD, "connectors", 20.0, 0.25, 2, 8, Path("/tmp")),
+        Job(WORKLOAD, "connectors", 20.0, 0.25, 2, Path("/tmp")),
         Machine(128, "Some Long-named Processor 9654P 96-Core @ 3.70GHz", None),
         Probed(Spread(12_600e6, 11_000e6, 13_000e6), Spread(631e6, 600e6, 632.4e6), 700e6),
         learning,

@@ -59,20 +59,25 @@ def prompt(blocks: list[int], last: int = RECORDED_BLOCK) -> Prompt:
     return Prompt(tuple(blocks), (len(blocks) - 1) * RECORDED_BLOCK + last)
 
 
-def test_what_is_cut_keeps_the_first_that_fit_and_share_two_blocks() -> None:
+def test_of_a_trace_the_first_conversations_are_kept_in_its_order() -> None:
     recorded = [
         prompt([0, 1, 2], 256),
-        prompt([0, 9]),  # shares no more than the first block
+        prompt([0, 9]),  # goes on nowhere
+        prompt([0, 5, 6]),  # a conversation that begins later
         prompt([0, 1, *range(10, 20)]),  # too long
         prompt([0]),  # a block alone
-        prompt([0, 1, 3], 1),
-        prompt([0, 1, 4]),
+        prompt([0, 5, 6, 7]),
+        prompt([0, 1, 2, 3], 1),
+        prompt([0, 1, 30, 31, 32, 33]),  # shares less than half of itself
+        prompt([0, 1, 2, 3, 4]),
     ]
-    found = cut("a trace", recorded, 64, 256, 2)
-    assert found.prompts == (Prompt((0, 1, 2), 160), Prompt((0, 1, 3), 129))
-    assert (found.of, found.block_tokens, found.name) == (4, 64, "a trace"), "of those that fit"
-    with pytest.raises(ConfigError, match=r"a trace has 3 requests that share two blocks .* 256 tokens"):
-        cut("a trace", recorded, 64, 256, 4)
+    found = cut("a trace", recorded, 64, 400, 3)
+    assert found.prompts == (Prompt((0, 1, 2), 160), Prompt((0, 1, 2, 3), 193), Prompt((0, 1, 2, 3, 4), 320))
+    assert (found.of, found.block_tokens, found.name) == (9, 64, "a trace"), "of those that were recorded"
+    more = cut("a trace", recorded, 64, 400, 4)
+    assert [one.blocks[1] for one in more.prompts] == [1, 5, 5, 1]
+    with pytest.raises(ConfigError, match=r"has 5 requests in conversations, of no more than 400 tokens"):
+        cut("a trace", recorded, 64, 400, 6)
 
 
 def test_equal_blocks_are_equal_tokens_and_another_salt_gives_others() -> None:
