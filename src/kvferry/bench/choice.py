@@ -299,4 +299,4 @@ def _setup(job: Job, policy: str, model: Path, folder: Path, options: dict[str, 
         connector = side_by_side(named, policy=policy)
     longest = job.longest + 256
     cache_bytes = 2 * longest * token_bytes(MODEL) + (64 << 20)
-    return Setup(model, longest, cache_bytes, connector, max(len(os.sched_getaffinity(0)) // 4, 1))
+    return Setup(model, longest, cache_bytes, connector, max(len(os.sched_getaffinity(0)) // 2, 1))

@@ -74,7 +74,7 @@ def as_json(measured: Measured) -> dict[str, Any]:
 
 
 def _show_rates(measured: Measured, console: Console) -> None:
-    said = ", ".join(f"{_title(place)} {rate.median:,.0f}" for place, rate in measured.rates.items())
+    said = "; ".join(f"{_title(place)} {rate.median:,.0f}" for place, rate in measured.rates.items())
     console.print(f"Tokens per second in the replays: {said}", highlight=False)
 
 

@@ -11,8 +11,8 @@ import multiprocessing
 import os
 import signal
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -114,7 +114,8 @@ class PolicyEngine:
         self._process = context.Process(
             target=_serve, args=(theirs, setup), name=f"bench-{name}", daemon=True
         )
-        self._process.start()
+        with _environment(OMP_NUM_THREADS=str(setup.threads)):  # read when torch is loaded
+            self._process.start()
         theirs.close()
 
     def __enter__(self) -> Self:
@@ -190,11 +191,25 @@ class Seen:
         return found
 
 
+@contextmanager
+def _environment(**given: str) -> Iterator[None]:
+    """Variables that processes inherit which are started meanwhile."""
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 def _serve(pipe: Connection, setup: Setup) -> None:
     """Serve until the other end of `pipe` closes; the main function of the process."""
     # Ctrl-C reaches the whole process group; the other process ends this one by closing the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["OMP_NUM_THREADS"] = str(setup.threads)
     try:
         with closing(Served(setup.model, setup.longest, 1, setup.cache_bytes, setup.connector)) as served:
             warming = range(min(_WARMING_TOKENS, setup.longest // 2))

@@ -142,7 +142,7 @@ def cut(name: str, recorded: Sequence[Prompt], block_tokens: int, longest: int, 
     """The first conversations of a trace, in its order: what a cache makes no difference to is left out.
 
     Blocks become `block_tokens` long. What is longer than `longest` then is left out first. A request belongs
-    to the conversation of an earlier one if half of its blocks, and two of them at least, are how that begins.
+    to the conversation of an earlier one if half of its blocks, at least two of them, are how that begins.
 
     Raises:
         ConfigError: conversations of more than one request have fewer than `requests`.

@@ -258,7 +258,7 @@ def choice(
         float,
         typer.Option(min=0, max=1, help="Share of all that is asked that the near source has room for."),
     ] = 0.25,
-    rounds: Annotated[int, typer.Option(min=1, help="Replays by each policy, after one to learn.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="Replays by each policy, after one to learn.")] = 3,
     path: Annotated[
         Path | None,
         typer.Option(help="Folder for files; by default a new one in the user's cache, removed after."),
