@@ -23,14 +23,14 @@ from kvferry.tiers.arena import Arena
 CHUNK_TOKENS = 256
 
 
-def chunk_group(reading: ModelReading) -> CanonicalGroup:
-    """What a chunk of a model holds.
+def chunk_group(reading: ModelReading, tokens: int = CHUNK_TOKENS) -> CanonicalGroup:
+    """What a chunk of a model holds, of so many tokens.
 
     Raises:
         ConfigError: its chunks are of several kinds.
     """
-    held = engine("chunk", reading, Side(), CHUNK_TOKENS)
-    groups = canonical_of(lay_out(held.model, held.shape), CHUNK_TOKENS).groups
+    held = engine("chunk", reading, Side(), tokens)
+    groups = canonical_of(lay_out(held.model, held.shape), tokens).groups
     if len(groups) > 1:
         raise ConfigError(
             f"{reading.cache.name} has layers of several kinds; this command measures models whose layers "

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from kvferry.bench import first_token, tier_hooks
 from kvferry.bench.checkpoint import token_bytes, write_checkpoint
 from kvferry.bench.first_token import FirstToken
-from kvferry.bench.served import Served
+from kvferry.bench.served import Served, tiered
 from kvferry.bench.tier_hooks import HookCost
 
 HOOKS, TTFT = "hooks", "ttft"
@@ -62,7 +62,7 @@ def measure(
             {"type": "host", "capacity": room},
             {"type": "file", "path": str(chunks), "capacity": room + asked.rounds * prompt_bytes},
         ]
-        with closing(Served(model, longest, tier_hooks.REQUESTS, room, tiers)) as served:
+        with closing(Served(model, longest, tier_hooks.REQUESTS, room, tiered(tiers))) as served:
             hooks = tier_hooks.measure(served, asked.steps, progress) if HOOKS in parts else None
             first = (
                 first_token.measure(served, asked.prompt_tokens, prompt_bytes, asked.rounds, progress)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,30 @@ _IDLE_SECONDS = 1e-3
 _PATIENCE_SECONDS = 600.0
 
 
+def tiered(tiers: Sequence[dict[str, Any]], **settings: Any) -> dict[str, Any]:
+    """For vLLM's configuration: kvferry's connector with tiers, and other settings of its own."""
+    return {
+        "kv_connector": "KVFerryConnector",
+        "kv_connector_module_path": "kvferry.engines.vllm.connector",
+        "kv_connector_extra_config": {"tiers": list(tiers), **settings},
+    }
+
+
+def side_by_side(connectors: Sequence[dict[str, Any]], **settings: Any) -> dict[str, Any]:
+    """For vLLM's configuration: connectors in one, and how it chooses between them."""
+    return {
+        "kv_connector": "FerryMultiConnector",
+        "kv_connector_module_path": "kvferry.engines.vllm.multi.connector",
+        "kv_connector_extra_config": {"connectors": list(connectors), **settings},
+    }
+
+
 class Served:
     """An engine on this machine's processors, whatever else it has.
 
     Attributes:
         connectors: kvferry's instances in the scheduler and in the worker.
+        halves: of the connectors side by side in the scheduler, or of the only one.
     """
 
     def __init__(
@@ -38,7 +57,7 @@ class Served:
         longest: int,
         requests: int,
         cache_bytes: int,
-        tiers: Sequence[dict[str, Any]],
+        connector: Mapping[str, Any],
     ) -> None:
         """Start it; tens of seconds.
 
@@ -47,7 +66,7 @@ class Served:
             longest: tokens of a request, at most.
             requests: at a time, at most.
             cache_bytes: of its KV cache.
-            tiers: as of the connector's configuration.
+            connector: what of vLLM's transfer configuration says which connector it has, see `tiered`.
         """
         os.environ.update(_ENVIRONMENT)
         os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
@@ -55,13 +74,7 @@ class Served:
         from vllm.config import KVTransferConfig  # noqa: PLC0415
         from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: PLC0415
 
-        transfer = KVTransferConfig(
-            kv_connector="KVFerryConnector",
-            kv_connector_module_path="kvferry.engines.vllm.connector",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config={"tiers": list(tiers)},
-        )
+        transfer = KVTransferConfig(kv_role="kv_both", kv_load_failure_policy="recompute", **connector)
         self._engine = LLM(
             model=str(model),
             skip_tokenizer_init=True,
@@ -76,9 +89,10 @@ class Served:
             kv_transfer_config=transfer,
         )
         self._numbers = count()
-        scheduler = self._engine.llm_engine.engine_core.engine_core.scheduler
-        self._scheduler, self._half = scheduler, scheduler.connector.scheduler_half
-        self.connectors = (scheduler.connector, get_kv_transfer_group())
+        self._scheduler = self._engine.llm_engine.engine_core.engine_core.scheduler
+        self.connectors = (self._scheduler.connector, get_kv_transfer_group())
+        several = getattr(self.connectors[0], "sub_connectors", [self.connectors[0]])
+        self.halves = tuple(one.scheduler_half for one in several)
 
     def add(self, prompt: Sequence[int], tokens: int) -> None:
         """A request for so many tokens."""
@@ -96,46 +110,55 @@ class Served:
             time.sleep(_IDLE_SECONDS)
         return len(outputs), sum(bool(output.finished) for output in outputs)
 
-    def first_token(self, prompt: Sequence[int]) -> float:
-        """Seconds from a request's arrival to its first token, nothing else going on.
+    def first_token(self, prompt: Sequence[int], tokens: int = 1) -> float:
+        """Seconds from a request's arrival to its first token of `tokens`, nothing else going on.
 
         Raises:
             TransferError: it did not come.
         """
         started = time.perf_counter()
-        self.add(prompt, 1)
+        self.add(prompt, tokens)
         while not self.step()[0]:
             if time.perf_counter() - started > _PATIENCE_SECONDS:
                 raise TransferError(f"an engine gave no token within {_PATIENCE_SECONDS:g} s")
         return time.perf_counter() - started
 
     def settle(self) -> None:
-        """Step until all chunks are where they belong.
+        """Step until requests have ended and all chunks are where they belong.
 
         Raises:
             TransferError: that does not end.
         """
         ends = time.monotonic() + _PATIENCE_SECONDS
-        while self._half.busy or any(map(len, self._cache.writing)):
+        while self._busy:
             if time.monotonic() > ends:
                 raise TransferError(f"tiers were still busy after {_PATIENCE_SECONDS:g} s")
-            self._cache.poll()
+            for cache in self._caches:
+                cache.poll()
             self.step()
 
     def forget(self, *, host: bool) -> None:
         """Forget the engine's own prefixes; host memory as well, but not what is behind it."""
         self._engine.reset_prefix_cache()
         if host:
-            self._cache.clear()
+            for cache in self._caches:
+                cache.clear()
 
     def hits(self) -> Counter[str]:
         """Chunks that loads have taken so far, by tier."""
-        return Counter(self._cache.counts.fetched)
+        return sum((cache.counts.fetched for cache in self._caches), Counter[str]())
 
     @property
-    def _cache(self) -> ChunkCache:
-        cache: ChunkCache = self._half._tiering._cache  # noqa: SLF001 - no engine has a use for it
-        return cache
+    def _busy(self) -> bool:
+        return (
+            self._engine.llm_engine.has_unfinished_requests()
+            or any(half.busy for half in self.halves)
+            or any(len(writing) for cache in self._caches for writing in cache.writing)
+        )
+
+    @property
+    def _caches(self) -> list[ChunkCache]:
+        return [half._tiering._cache for half in self.halves]  # noqa: SLF001 - no engine has a use for them
 
     def close(self) -> None:
         """End it."""

@@ -26,6 +26,7 @@ def register(app: typer.Typer) -> None:
     bench.command()(layout)
     bench.command()(calibrate)
     bench.command()(offload)
+    bench.command()(choice)
     app.add_typer(bench, name="bench")
 
 
@@ -238,6 +239,64 @@ def offload(
         print(json.dumps(offload_report.as_json(measured)))
     else:
         offload_report.show(measured, Console(highlight=False))
+
+
+def choice(
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Requests that were recorded, in Mooncake's format: one JSON object per line. By default "
+            "conversations that are drawn."
+        ),
+    ] = None,
+    sources: Annotated[
+        str, typer.Option(help="Between which: connectors, side by side, or tiers of one.")
+    ] = "connectors",
+    requests: Annotated[int, typer.Option(min=2, help="Requests of a replay.")] = 32,
+    block: Annotated[int, typer.Option(min=16, max=512, help="Tokens of the trace's blocks, here.")] = 64,
+    longest: Annotated[int, typer.Option(min=64, help="Tokens of a prompt, at most.")] = 2048,
+    apart: Annotated[float, typer.Option(min=1, help="How many times as fast the near source is.")] = 20,
+    near: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="Share of all that is asked that the near source has room for."),
+    ] = 0.25,
+    rounds: Annotated[int, typer.Option(min=1, help="Replays by each policy, after one to learn.")] = 3,
+    path: Annotated[
+        Path | None,
+        typer.Option(help="Folder for files; by default a new one in the user's cache, removed after."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON: all requests, in seconds and tokens.")
+    ] = False,
+) -> None:
+    """Replay requests through engines that choose sources by weight, first and cost.
+
+    Near are files with room for a part of what is asked, far an object store that has all of it and is many
+    times slower. Real engines on this machine's processors, real tiers, a real server behind a narrow line.
+    Says when the first token comes by each policy, and which source brought what.
+    """
+    from rich.console import Console
+
+    from kvferry.bench import choice_report
+    from kvferry.bench.choice import SOURCES, Job, measure
+    from kvferry.bench.workload import cut, drawn, read_trace
+
+    if sources not in SOURCES:
+        raise ConfigError(f"--sources {sources} is not known; choose one of {', '.join(SOURCES)}")
+    workload = (
+        drawn(block, longest, requests)
+        if trace is None
+        else cut(trace.name, read_trace(trace), block, longest, requests)
+    )
+    with _folder(path) as folder, Console(stderr=True).status("starting") as status:
+        measured = measure(
+            Job(workload, sources, apart, near, rounds, folder),
+            lambda text: status.update(f"{text} ..."),
+        )
+    if as_json:
+        print(json.dumps(choice_report.as_json(measured)))
+    else:
+        choice_report.show(measured, Console(highlight=False))
 
 
 @contextmanager

@@ -26,7 +26,11 @@ WEIGHTS = st.dictionaries(st.sampled_from(PLACES), st.floats(0, 10))
 def speeds(rates):
     found = Speeds(Clock())
     for what, rate in rates.items():
-        found._note(what, rate)
+        for tokens in (10, 1000):
+            if what == "computed":
+                found.computed(tokens, tokens / rate)
+            else:
+                found.loaded((Part(what, tokens),), tokens / rate)
     return found
 
 
@@ -135,6 +139,40 @@ def test_a_load_tells_of_the_place_that_took_longest_or_was_not_known():
     assert 2.0 < found.load_seconds("file", 200) < 4.0, "the newest counts for some"
     found.loaded((Part("host", 9000), Part("object", 100)), 5.0)
     assert found.load_seconds("object", 100) == pytest.approx(5.0)
+
+
+def test_a_small_load_says_little_of_a_large_one():
+    """What it takes besides its tokens would else be taken for slowness, and the place not be tried again."""
+    found = Speeds(Clock())
+    found.computed(1000, 0.25)
+    found.loaded((Part("file", 64),), 0.02)
+    assert choose(Cost(found), [bid(file=64)], PROMPT, waits=True) is None, "64 tokens are computed in 16 ms"
+    large = bid(file=350)
+    assert choose(Cost(found), [large], PROMPT, waits=True) is large
+    found.loaded((Part("file", 1000),), 0.04)
+    assert found.load_seconds("file", 532) == pytest.approx(0.03)
+    assert found.load_seconds("file", 2000) == pytest.approx(0.0614, rel=1e-2)
+
+
+def test_loads_of_one_size_are_what_a_larger_one_costs_at_least():
+    found = Speeds(Clock())
+    for seconds in (1.0, 1.0, 1.0):
+        found.loaded((Part("object", 100),), seconds)
+    assert [found.load_seconds("object", n) for n in (50, 100, 800)] == pytest.approx([0.5, 1.0, 1.0])
+    found.loaded((Part("object", 800),), 8.0)
+    assert found.load_seconds("object", 800) == pytest.approx(8.0), "it was tried, and is known now"
+
+
+@given(st.lists(st.tuples(st.integers(1, 10_000), st.floats(1e-4, 60.0)), min_size=1, max_size=12), st.data())
+def test_more_tokens_take_no_less_and_not_more_per_token(loads, data):
+    found = Speeds(Clock())
+    for tokens, seconds in loads:
+        found.loaded((Part("file", tokens),), seconds)
+    few = data.draw(st.integers(1, 10_000))
+    many = data.draw(st.integers(few, 10_000))
+    less, more = (found.load_seconds("file", n) for n in (few, many))
+    assert 0 <= less <= more * (1 + 1e-6)
+    assert more / many <= less / few * (1 + 1e-6)
 
 
 def test_steps_of_one_speed_give_that_speed():

@@ -256,8 +256,8 @@ def test_a_load_tells_how_fast_its_place_is(monkeypatch, reports, late, known):
     engine.admit(engine.arrive())
     now[0] += 2.0
     engine.report(source.load, *reports, late=late)
-    seconds = engine.admission._choice.speeds.load_seconds("one", 48)
-    assert seconds == pytest.approx(4.0 if known else 0.0)
+    seconds = engine.admission._choice.speeds.load_seconds("one", 12)
+    assert seconds == pytest.approx(1.0 if known else 0.0)
 
 
 def test_nothing_to_load_settles_with_all_sources():

