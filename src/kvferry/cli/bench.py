@@ -269,7 +269,7 @@ def choice(
         bool, typer.Option("--json", help="Print JSON: all requests, in seconds and tokens.")
     ] = False,
 ) -> None:
-    """Replay requests through engines that choose sources by weight, first and cost.
+    """Replay requests by every policy for choosing a source.
 
     Near are files with room for a part of what is asked, far an object store that has all of it and is many
     times slower. Real engines on this machine's processors, real tiers, a real server behind a narrow line.
