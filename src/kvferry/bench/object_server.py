@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.errors import ConfigError, TransferError
+from kvferry.serving.guard import die_with_parent
 
 BUCKET = "kvferry"
 _END_SECONDS = 10.0
@@ -70,7 +71,12 @@ def object_server(folder: Path) -> Iterator[ObjectServer]:
     key, secret = secrets.token_hex(8), secrets.token_hex(16)
     options = ["--addr", "127.0.0.1:0", "--auth-key", f"{key},{secret}", "--config", ""]
     command = [rclone, "serve", "s3", *options, str(folder)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=die_with_parent,  # noqa: PLW1509 - one system call
+    ) as server:
         assert server.stderr is not None  # noqa: S101 - it is a pipe
         try:
             said = list[str]()

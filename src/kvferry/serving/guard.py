@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
     """Run the command under guard; see the module."""
     lifeline, grace_seconds, command = int(arguments[0]), float(arguments[1]), arguments[2:]
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    root = subprocess.Popen(command, preexec_fn=_die_with_guard)  # noqa: PLW1509 - no threads here
+    root = subprocess.Popen(command, preexec_fn=die_with_parent)  # noqa: PLW1509 - no threads here
     # Handlers, not SIG_IGN, and only now: the engine must not inherit them.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: root.send_signal(signal.SIGTERM))
@@ -57,7 +57,8 @@ def main(arguments: list[str]) -> int:
     return 128 - code if code < 0 else code
 
 
-def _die_with_guard() -> None:
+def die_with_parent() -> None:
+    """In a process that was just forked: it is killed when the thread that did so is gone."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
