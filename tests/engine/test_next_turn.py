@@ -47,10 +47,13 @@ def ended(pair: Pair) -> Iterator[None]:
     """Nothing is kept any more afterwards."""
     yield
     pair.prefill.call("spoil", None)
+    assert not pair.decode.call("reset_prefix_cache"), "blocks are in use"
     pair.decode.call("reset_connector")
+    assert pair.decode.call("busy")
     pair.decode.call("step", 0.3)
+    assert not pair.decode.call("busy")
     assert pair.decode.call("counters")["leases"] == 0
-    assert pair.decode.call("requests_left") == 0
+    assert pair.decode.call("reset_prefix_cache"), "all are free"
 
 
 def first_turn(pair: Pair, text: list[int]) -> list[int]:
@@ -76,6 +79,8 @@ def test_the_last_answer_is_read_from_the_engine_that_decoded_it(pair: Pair) -> 
     reference = alone(pair, text)
     ((tables, tokens),) = pair.decode.call("kept_turns")
     assert tokens == len(said) - 1, "the last token's content was never computed"
+    assert pair.decode.call("requests_left") == 0, "the engine has ended the request"
+    assert not pair.decode.call("busy"), "and may rest"
     theirs = pair.decode.call("digests", tables, tokens)
 
     answers = []

@@ -387,6 +387,11 @@ def requests_left(engine: Any) -> int:
     return len(_scheduler(engine).requests)
 
 
+def busy(engine: Any) -> bool:
+    """The connector wants the engine to go on stepping, or the engine does."""
+    return bool(half(engine).busy or _scheduler(engine).has_requests())
+
+
 def kept_turns(engine: Any) -> list[tuple[list[list[int]], int]]:
     """(tables, tokens) of the turns that are kept."""
     turns = half(engine)._producer._turns._turns.values()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvferry.cache.speeds import COMPUTED
-
 
 def ferries(connector: Any) -> list[Any]:
     """kvferry's own among a connector's children, or it itself."""
@@ -48,9 +46,7 @@ def story_of_last(engine: Any, of: int = 0) -> list[str]:
 
 def forget_speeds(engine: Any) -> None:
     """How fast children load, as if they had not for long; not how fast the engine computes."""
-    rates = _multi(engine)._choosing._choice.speeds._rates
-    for place in rates.keys() - {COMPUTED}:
-        del rates[place]
+    _multi(engine)._choosing._choice.speeds._lines.clear()
 
 
 def still_known(engine: Any) -> dict[str, int]:

@@ -18,7 +18,7 @@ from kvferry.observe.fold import Fold
 from kvferry.observe.watch import Watch
 from kvferry.transport.messages import Heartbeat, Release
 from kvferry.transport.turns import TurnIndex
-from support.block_pool import request
+from support.block_pool import BlockPool, request
 from support.clock import Clock
 
 SECONDS = 30.0
@@ -30,6 +30,17 @@ def clock(monkeypatch) -> Clock:
     monkeypatch.setattr(compat, "trim_prompt", lambda *_: True)
     monkeypatch.setattr(compat, "finished_whole", lambda _: True)
     return clock
+
+
+class Pool(BlockPool):
+    """All of it is in use."""
+
+    def __init__(self) -> None:
+        super().__init__(100)
+        self.allocate(99)
+
+    def get_num_free_blocks(self) -> int:
+        return 1000
 
 
 class Engine:
@@ -62,10 +73,11 @@ class Engine:
         self.producer.on_new_request(one)
         assert self.producer.finished(one, ([1],))[0]
 
-    def hear(self, *events: Heartbeat | Release) -> dict[str, int]:
+    def hear(self, *events: Heartbeat | Release, turns: bool = False) -> dict[str, int]:
         meta = SchedulerMeta("e")
         self.producer.take_events(deque(events), meta)
-        return meta.ended
+        assert not (meta.ended if turns else meta.turns_ended)
+        return meta.turns_ended if turns else meta.ended
 
 
 def test_a_lease_is_told_from_its_grant_to_its_end(clock) -> None:
@@ -90,10 +102,11 @@ def test_a_lease_is_told_from_its_grant_to_its_end(clock) -> None:
 
 def test_an_earlier_turn_is_kept_for_its_time_whoever_releases_it(clock) -> None:
     engine, index = Engine(turn_seconds=4 * SECONDS), TurnIndex()
-    engine.producer.start(7, index, SimpleNamespace(get_num_free_blocks=lambda: 1000))
+    engine.producer.start(7, index, pool := Pool(), 1)
     assert engine.producer.keeps_turns == ("127.0.0.1", 7)
     one = request("a", range(300), num_computed_tokens=299)
-    assert engine.producer.finished(one, (list(range(1, 20)),)) == (True, None)
+    assert engine.producer.finished(one, (list(range(1, 20)),)) == (False, None), "the engine is done with it"
+    assert pool.references == 99 + 19
     assert engine.hear() == engine.hear(Release(["a"])) == {}
     assert len(index) == 1
     clock.now += 3.5 * SECONDS
@@ -101,17 +114,21 @@ def test_an_earlier_turn_is_kept_for_its_time_whoever_releases_it(clock) -> None
     clock.now += 0.9 * SECONDS
     assert engine.hear() == {}, "it is being read"
     clock.now += 0.1 * SECONDS
-    assert engine.hear().keys() == {"a"}
+    assert engine.hear(turns=True).keys() == {"a"}
     assert len(index) == 0
     assert engine.told[-1] == LeaseEnded("a", clock.now, expired=False)
+    assert engine.producer.holds_blocks
+    engine.producer.raised({"a": 1})
+    assert (pool.references, len(engine.producer._book)) == (99, 0)
+    assert not engine.producer.busy
 
 
 def test_a_reset_gives_earlier_turns_back(clock) -> None:
     engine = Engine(turn_seconds=SECONDS)
-    engine.producer.start(7, TurnIndex(), SimpleNamespace(get_num_free_blocks=lambda: 1000))
+    engine.producer.start(7, TurnIndex(), Pool(), 1)
     engine.producer.finished(request("a", range(300), num_computed_tokens=299), (list(range(1, 20)),))
     engine.producer.reset()
-    assert engine.hear().keys() == {"a"}
+    assert engine.hear(turns=True).keys() == {"a"}
 
 
 def test_without_the_setting_nothing_is_kept(clock) -> None:

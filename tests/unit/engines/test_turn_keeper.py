@@ -14,7 +14,7 @@ from kvferry.observe.watch import Watch
 from kvferry.transport.lease import LeaseBook
 from kvferry.transport.messages import AskTurn
 from kvferry.transport.turns import TurnIndex
-from support.block_pool import request
+from support.block_pool import BlockPool, request
 from support.clock import Clock
 
 BLOCK = 16
@@ -23,16 +23,24 @@ SECONDS = 60.0
 WINDOW = 64
 
 
-class Pool:
-    def __init__(self, free: int) -> None:
-        self.free = free
+class Pool(BlockPool):
+    """Its requests have all blocks; how many are free is what a test says."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__(blocks)
+        self.allocate(blocks - 1)
+        self.free_blocks_said = blocks
 
     def get_num_free_blocks(self) -> int:
-        return self.free
+        return self.free_blocks_said
+
+    @property
+    def pinned(self) -> int:
+        return self.references - len(self.blocks) + 1
 
 
 class Engine:
-    def __init__(self, kinds=(FULL,), blocks=1000, share=0.5, batches=1, drafts=None) -> None:
+    def __init__(self, kinds=(FULL,), blocks=1000, share=0.5, batches=1, drafts=None, workers=1) -> None:
         self.clock, self.names, self.told = Clock(), TurnNames(), []
         self.book = LeaseBook(1, 8, 30.0, self.clock)
         groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK)) for _ in kinds]
@@ -52,7 +60,7 @@ class Engine:
             share=share,
         )
         self.kinds, self.index, self.pool = kinds, TurnIndex(), Pool(blocks)
-        self.keeper.start(self.index, self.pool)
+        self.keeper.start(self.index, self.pool, workers)
 
     def finish(self, one, tables=None) -> bool:
         """A request ends; its blocks are all there unless said otherwise."""
@@ -65,7 +73,8 @@ class Engine:
                 for kind, table in zip(self.kinds, block_ids, strict=True)
             ]
 
-        return self.keeper.finished(one, ids, offered)
+        self.keeper.finished(one, ids, offered)
+        return one.request_id in self.keeper
 
     def step(self) -> list[str]:
         over = self.keeper.step()
@@ -75,7 +84,7 @@ class Engine:
 
     def give_back(self, *names) -> None:
         for name in names:
-            self.keeper.given_back(name)
+            assert self.keeper.raised(name, 1)
 
     def finds(self, one) -> bool:
         content = self.names.content(one, one.num_tokens)
@@ -172,7 +181,7 @@ def test_the_oldest_give_way_when_there_are_too_many():
     assert not engine.finish(turn("larger than all", tokens=900))
     for name in ("a", "b", "c"):
         assert engine.finish(turn(name, tokens=300, cache_salt=name))
-    engine.pool.free = 100
+    engine.pool.free_blocks_said = 100
     assert engine.step() == ["a"], "19 blocks each, 50 may be kept"
     assert engine.step() == []
 
@@ -181,13 +190,13 @@ def test_the_oldest_give_way_when_the_engine_needs_the_room():
     engine = Engine(blocks=160, share=1.0)
     for name in ("a", "b", "c"):
         engine.finish(turn(name, cache_salt=name))
-    engine.pool.free = 10
+    engine.pool.free_blocks_said = 10
     assert engine.step() == []
-    engine.pool.free = 9
+    engine.pool.free_blocks_said = 9
     assert engine.step() == ["a"]
     assert engine.step() == [], "what has been given up is on its way"
     engine.give_back("a")
-    engine.pool.free = 0
+    engine.pool.free_blocks_said = 0
     assert engine.step() == ["b"]
     assert len(engine.index) == 1
 
@@ -202,17 +211,37 @@ def test_they_give_way_to_a_request_that_waits_for_more_room_than_there_is(kinds
         engine.finish(turn(name, cache_salt=name))
     large = request("large", list(range(tokens)), waits=True)
     engine.keeper.came(large)
-    engine.pool.free = wants
+    engine.pool.free_blocks_said = wants
     assert engine.step() == []
-    engine.pool.free = wants - 1
+    engine.pool.free_blocks_said = wants - 1
     assert engine.step() == ["a"]
     engine.give_back("a")
     large.waits = False
-    engine.pool.free = 62
+    engine.pool.free_blocks_said = 62
     assert engine.step() == []
     large.waits = True
     engine.keeper.gone(large)
     assert engine.step() == []
+
+
+def test_its_blocks_are_pinned_until_all_workers_have_raised_the_word_and_the_engine_steps_for_that_alone():
+    engine = Engine((FULL, SLIDING, STATE), workers=2)
+    blocks = list(range(1, 20))
+    assert not engine.keeper.busy
+    engine.finish(turn(), [blocks, [0] * 14 + list(range(34, 39)), [*range(39, 57), 57]])
+    assert (engine.pool.pinned, engine.keeper.busy) == (19 + 5 + 1, True), "of states the one that is offered"
+    engine.step()
+    engine.step()
+    assert not engine.keeper.busy, "it is found"
+    engine.keeper.give_up()
+    assert engine.keeper.busy
+    engine.step()
+    assert (engine.pool.pinned, engine.keeper.busy, engine.keeper.holds_blocks) == (25, True, True)
+    assert not engine.keeper.raised("a", 1)
+    assert not engine.keeper.raised("never kept", 1)
+    assert engine.pool.pinned == 25
+    assert engine.keeper.raised("a", 1)
+    assert (engine.pool.pinned, engine.keeper.busy, engine.keeper.holds_blocks) == (0, False, False)
 
 
 def test_without_a_slot_nothing_is_kept():

@@ -73,6 +73,7 @@ class SchedulerMeta(KVConnectorMetadata):
         orders: loads to begin.
         given_up: loads that are of no use any more, and why: reported at once, if they have not been.
         ended: request to lease slot; raise the word, then report the request as sent.
+        turns_ended: the same of turns that were kept; raise the word, then say so.
         saves: (block ids by position per group, tokens) of prompts this step completes, to be copied to
             the host buffer.
         chunks: what to do with chunks of the tiers.
@@ -84,6 +85,7 @@ class SchedulerMeta(KVConnectorMetadata):
     orders: list[LoadOrder] = field(default_factory=list)
     given_up: dict[str, str] = field(default_factory=dict)
     ended: dict[str, int] = field(default_factory=dict)
+    turns_ended: dict[str, int] = field(default_factory=dict)
     saves: list[tuple[BlockIds, int]] = field(default_factory=list)
     chunks: ChunkOrders = field(default_factory=ChunkOrders)
 
@@ -152,12 +154,14 @@ class WorkerMeta(KVConnectorWorkerMetadata):
         released: load to how many workers have nothing of it in flight any more.
         reported: load to how many workers' reports are merged in `reports`.
         moved: order to what became of it: chunks stored, or parts of loads.
+        raised: turn that was kept to how many workers have raised its lease word.
     """
 
     reports: dict[str, Report] = field(default_factory=dict)
     reported: dict[str, int] = field(default_factory=dict)
     released: dict[str, int] = field(default_factory=dict)
     moved: dict[str, MovedByAll] = field(default_factory=dict)
+    raised: dict[str, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Merge another worker's into this one."""
@@ -166,11 +170,15 @@ class WorkerMeta(KVConnectorWorkerMetadata):
             self.reports[key] = self.reports[key].with_other(report) if key in self.reports else report
         for key, moved in other.moved.items():
             self.moved[key] = self.moved[key].with_other(moved) if key in self.moved else moved
-        for mine, theirs in ((self.reported, other.reported), (self.released, other.released)):
+        for mine, theirs in (
+            (self.reported, other.reported),
+            (self.released, other.released),
+            (self.raised, other.raised),
+        ):
             for key, count in theirs.items():
                 mine[key] = mine.get(key, 0) + count
         return self
 
     def __bool__(self) -> bool:
         """There is something to say."""
-        return bool(self.reports or self.released or self.moved)
+        return bool(self.reports or self.released or self.moved or self.raised)

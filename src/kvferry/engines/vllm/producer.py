@@ -70,17 +70,28 @@ class Producer:
             )
         self.port = 0
 
-    def start(self, port: int, turns: TurnIndex, pool: Any) -> None:
+    def start(self, port: int, turns: TurnIndex, pool: Any, workers: int) -> None:
         """Whoever asks finds what is kept.
 
         Args:
             port: of the control channel.
             turns: where it answers from.
             pool: the engine's block pool.
+            workers: how many have lease words.
         """
         self.port = port
         if self._turns is not None:
-            self._turns.start(turns, pool)
+            self._turns.start(turns, pool, workers)
+
+    @property
+    def busy(self) -> bool:
+        """The engine must go on stepping, requests or not."""
+        return self._turns is not None and self._turns.busy
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Blocks will come free without a request being preempted."""
+        return self._turns is not None and self._turns.holds_blocks
 
     @property
     def keeps_turns(self) -> Address | None:
@@ -117,7 +128,9 @@ class Producer:
         if self._turns is not None:
             self._turns.gone(request)
         if not wants_prefill(request.kv_transfer_params):
-            return self._turns is not None and self._turns.finished(request, block_ids, self.tables), None
+            if self._turns is not None:
+                self._turns.finished(request, block_ids, self.tables)
+            return False, None
         if self._prompts.pop(request.request_id, None) is None or not compat.finished_whole(request):
             return False, write_nothing()
         tokens = request.num_prompt_tokens
@@ -164,7 +177,8 @@ class Producer:
         over = self._book.end_expired()
         if self._turns is not None:
             turns = {name: over.pop(name) for name in list(over) if name in self._turns}
-            meta.ended.update(self._ended({**turns, **self._book.end(self._turns.step())}, expired=False))
+            turns.update(self._book.end(self._turns.step()))
+            meta.turns_ended = self._ended(turns, expired=False)
         expired = self._ended(over, expired=True)
         for name in expired:
             logger.warning(
@@ -189,5 +203,9 @@ class Producer:
         """All workers have raised the words of these."""
         for name in request_ids:
             self._book.ended(name)
-            if self._turns is not None:
-                self._turns.given_back(name)
+
+    def raised(self, turns: Mapping[str, int]) -> None:
+        """So many workers have raised the words of these turns that were kept."""
+        for name, workers in turns.items():
+            if self._turns is not None and self._turns.raised(name, workers):
+                self._book.ended(name)

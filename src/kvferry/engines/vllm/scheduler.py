@@ -137,7 +137,7 @@ class SchedulerHalf:
         index = int(self._vllm_config.parallel_config.data_parallel_index)
         port = config.port + index if config.port else 0
         self._server = ControlServer(config.host, port, Card(facts, ranks), self._keys)
-        self._producer.start(self._server.port, self._server.turns, self._pool)
+        self._producer.start(self._server.port, self._server.turns, self._pool, len(ranks))
         server = self._server
         self._client = ControlClient(
             structs.replace(facts, keeps_turns=self._producer.keeps_turns),
@@ -177,12 +177,12 @@ class SchedulerHalf:
     @property
     def busy(self) -> bool:
         """The engine must go on stepping, requests or not."""
-        return self._tiering is not None and self._tiering.busy
+        return self._producer.busy or (self._tiering is not None and self._tiering.busy)
 
     @property
     def holds_blocks(self) -> bool:
         """Blocks will come free without a request being preempted."""
-        return self._tiering is not None and self._tiering.holds_blocks
+        return self._producer.holds_blocks or (self._tiering is not None and self._tiering.holds_blocks)
 
     def on_new_request(self, request: Any) -> None:
         """A request has come in."""
@@ -223,6 +223,7 @@ class SchedulerHalf:
             if self._tiering is not None:
                 self._tiering.take_reports(output.kv_connector_worker_meta)
             self.admission.take_reports(output.kv_connector_worker_meta)
+            self._producer.raised(output.kv_connector_worker_meta.raised)
         if output.finished_sending:
             self._producer.sent(output.finished_sending)
 

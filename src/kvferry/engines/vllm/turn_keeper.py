@@ -1,10 +1,12 @@
 """Blocks of finished requests, kept for a while: the next turn of a conversation begins with the same tokens.
 
 Its prompt goes to an engine that has computed the last prompt, but not the answer; the answer's blocks are
-here. So they stay where they are, under a lease of their own, and whoever asks finds them by their content
-(`transport.turns`). The lease ends when its time is up, when a longer turn of the same conversation has taken
-its place, or when the engine needs the room: kept blocks give way to requests, those that wait for more room
-than there is included.
+here. So they are pinned in the engine's pool under a lease, and whoever asks finds them by their content
+(`transport.turns`); for the engine itself the request has ended, and it may rest. The lease ends when its
+time is up, when a longer turn of the same conversation has taken its place, or when the engine needs the
+room: kept blocks give way to requests, those that wait for more room than there is included.
+
+    kept ─all steps under way have ended─▶ found ─lease ends─▶ leaving ─all words raised─▶ given back
 
 With steps in flight a request can end before its last forward has run, so a turn is found only after all
 steps that were under way have ended.
@@ -17,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvferry.cache.pins import Pins
 from kvferry.engines.vllm import compat
 from kvferry.engines.vllm.meta import BlockIds
 from kvferry.engines.vllm.turn_names import TurnNames
@@ -85,18 +88,34 @@ class TurnKeeper:
         self._seconds, self._most = seconds, int(share * kv_cache_config.num_blocks)
         self._least_free = int(_FREE * kv_cache_config.num_blocks)
         self._turns: dict[str, _Turn] = {}
-        self._leaving: dict[str, int] = {}  # leases that have ended, and blocks not given back yet
+        self._leaving: dict[str, int] = {}  # leases that have ended, and blocks that are not free yet
         self._requests: dict[str, Any] = {}
         self._over: list[str] = []
-        self._index, self._pool = TurnIndex(), None
+        self._index, self._pins, self._pool = TurnIndex(), Pins[Any](0), None
 
     def __contains__(self, lease: str) -> bool:
         """Whether this is a turn's lease."""
         return lease in self._turns
 
-    def start(self, index: TurnIndex, pool: Any) -> None:
-        """From now on turns are published there; `pool` is the engine's block pool."""
-        self._index, self._pool = index, pool
+    def start(self, index: TurnIndex, pool: Any, workers: int) -> None:
+        """From now on turns are kept.
+
+        Args:
+            index: where they are published.
+            pool: the engine's block pool.
+            workers: how many have lease words.
+        """
+        self._index, self._pins, self._pool = index, Pins(workers), pool
+
+    @property
+    def busy(self) -> bool:
+        """The engine must go on stepping: turns are not found yet, or not given back."""
+        return bool(self._over or self._leaving or any(turn.steps > 0 for turn in self._turns.values()))
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Blocks will come free soon."""
+        return bool(self._leaving)
 
     def came(self, request: Any) -> None:
         """A request has come in, and will need room."""
@@ -108,8 +127,8 @@ class TurnKeeper:
 
     def finished(
         self, request: Any, block_ids: BlockIds, tables: Callable[[BlockIds, int], list[list[int]]]
-    ) -> bool:
-        """A request has ended: whether its blocks are kept.
+    ) -> None:
+        """A request has ended: keep its blocks, if that can be done.
 
         Args:
             request: vLLM's.
@@ -118,17 +137,19 @@ class TurnKeeper:
         """
         tokens = self._tokens(request)
         content = self._names.content(request, tokens) if tokens else None
-        if content is None or not content.keys:
-            return False
+        if content is None or not content.keys or self._pool is None:
+            return
         offered = tables(block_ids, tokens)
         least = self._least(offered, tokens)
-        blocks = sum(len(ids) - ids.count(NULL_BLOCK) for ids in block_ids)
-        if least is None or blocks > self._most:
-            return False
+        blocks = [self._pool.blocks[number] for ids in offered for number in ids if number != NULL_BLOCK]
+        if least is None or len(blocks) > self._most:
+            return
         try:
             ticket = self._book.grant(request.request_id, self._seconds)
         except TransferError:
-            return False
+            return
+        self._pool.touch(blocks)
+        self._pins.hold(request.request_id, "", blocks)
         kept = KeptTurn(
             self._engine_id,
             request.request_id,
@@ -142,10 +163,9 @@ class TurnKeeper:
             offered,
         )
         self._over += [name for name, turn in self._turns.items() if content.begins_with(turn.content)]
-        self._turns[request.request_id] = _Turn(content, kept, blocks, 1 + self._in_flight)
+        self._turns[request.request_id] = _Turn(content, kept, len(blocks), 1 + self._in_flight)
         now = time.monotonic()
         self._watch.tell(LeaseGranted(request.request_id, now, tokens, self._seconds, turn=True))
-        return True
 
     def step(self) -> list[str]:
         """A step begins: publish what can be read by now; leases that are to end."""
@@ -166,9 +186,15 @@ class TurnKeeper:
             self._index.withdraw(lease)
             self._leaving[lease] = turn.blocks
 
-    def given_back(self, lease: str) -> None:
-        """The engine has its blocks again."""
-        self._leaving.pop(lease, None)
+    def raised(self, lease: str, workers: int) -> bool:
+        """So many more workers have raised the word of a lease; whether all have: its blocks are free."""
+        blocks = self._pins.landed(lease, workers)
+        if not blocks:
+            return False
+        assert self._pool is not None
+        self._pool.free_blocks(reversed(blocks))
+        del self._leaving[lease]
+        return True
 
     def _in_the_way(self, over: Sequence[str]) -> list[str]:
         """The oldest of those that go on: that are too many, or whose room is needed."""

@@ -116,6 +116,9 @@ class WorkerHalf:
         if meta.ended:
             transfers.words.end(meta.ended.values())
             self._sent.update(meta.ended)
+        if meta.turns_ended:
+            transfers.words.end(meta.turns_ended.values())
+            self._meta.raised.update(dict.fromkeys(meta.turns_ended, 1))
         for order in meta.orders:
             self._loads.begin(order.key, order.timeout_seconds)
             self._orders[order.key] = order
