@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.errors import ConfigError, TransferError
-from kvferry.serving.guard import die_with_parent
+from kvferry.orphans import die_with_parent
 
 BUCKET = "kvferry"
 _END_SECONDS = 10.0

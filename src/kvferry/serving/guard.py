@@ -12,7 +12,7 @@ processes that were killed.
 
     python -m kvferry.serving.guard LIFELINE_FD GRACE_SECONDS COMMAND...
 
-Exits with the root's code, 128 + n for a root that signal n ended. Standard library only: it starts at once.
+Exits with the root's code, 128 + n for a root that signal n ended. Little is imported: it starts at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ import sys
 import time
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
+from kvferry.orphans import die_with_parent
+
 _PR_SET_CHILD_SUBREAPER = 36
 _POLITE_SECONDS = 1.0
 _TRACKER_SECONDS = 3.0
@@ -55,11 +56,6 @@ def main(arguments: list[str]) -> int:
     _end_tree(polite=root.poll() is not None)
     code = root.wait()
     return 128 - code if code < 0 else code
-
-
-def die_with_parent() -> None:
-    """In a process that was just forked: it is killed when the thread that did so is gone."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _raise_killed(*_: object) -> None:

@@ -33,7 +33,7 @@ from kvferry.transport.messages import (
     Release,
     Request,
     encode,
-    turn_of,
+    turns_of,
 )
 from kvferry.transport.punctual import Punctual
 from kvferry.transport.turns import Content, Questions
@@ -112,7 +112,7 @@ class ControlClient:
             self._questions.drop(number)
         return number if asked else None
 
-    def turns(self, number: int) -> dict[Address, KeptTurn] | None:
+    def turns(self, number: int) -> list[tuple[Address, KeptTurn]] | None:
         """What was found, by whom; None while that is not known. Once it is, the question is forgotten."""
         return self._questions.answers(number)
 
@@ -222,7 +222,7 @@ class ControlClient:
     def _receive(self, address: Address) -> None:
         peer = self._peers[address]
         frames = peer.socket.recv_multipart()
-        if (turn := turn_of(frames[-1])) is not None:
-            self._questions.hear(address, turn)
+        if (turns := turns_of(frames[-1])) is not None:
+            self._questions.hear(address, turns)
         elif message := self._handshakes.hear(address, frames[-1]):
             self._send(peer, message)

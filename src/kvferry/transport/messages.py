@@ -8,7 +8,7 @@
     Heartbeat(leases)     ──────▶    extends them            (no answer)
     Release(leases)       ──────▶    ends them               (no answer)
     AskTurn(keys)         ──────▶    looks among earlier turns whose blocks it keeps
-                          ◀──────    Turn(the one that shares most, or none)
+                          ◀──────    Turns(those that share most)
 
 Compatibility comes first: a peer that cannot be used never sees transport metadata, and learns of every
 difference, not the first. Facts are compared by name; a fact that only one side states does not reject.
@@ -30,6 +30,7 @@ MAX_MESSAGE_BYTES = 64 << 20
 MAX_LEASES = 65_536
 MAX_WORDS = 1 << 20
 MAX_KEYS = 65_536
+MOST_TURNS = 4
 
 # A list is prepared of as many words as a peer says it has, and addresses are computed with as int64.
 _Words = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORDS)]
@@ -192,20 +193,20 @@ class KeptTurn(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, chunks=chunks, after=after)
 
 
-class Turn(msgspec.Struct, frozen=True, tag="turn"):
-    """What was found for question `number`, if anything."""
+class Turns(msgspec.Struct, frozen=True, tag="turns"):
+    """What was found for question `number`, if anything: all share the same chunks, and differ after them."""
 
     number: int
-    kept: KeptTurn | None
+    kept: Annotated[list[KeptTurn], msgspec.Meta(max_length=MOST_TURNS)]
 
 
 Request: TypeAlias = Hello | AskRanks | Heartbeat | Release | AskTurn
-Reply: TypeAlias = Accepted | Refused | Ranks | Turn
+Reply: TypeAlias = Accepted | Refused | Ranks | Turns
 
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)
 _replies = msgspec.msgpack.Decoder(Reply)
-_turns = msgspec.msgpack.Decoder(Turn)
+_turns = msgspec.msgpack.Decoder(Turns)
 
 
 def encode(message: Request | Reply) -> bytes:
@@ -240,13 +241,13 @@ def decode_reply(data: bytes) -> Reply:
     return message
 
 
-def turn_of(data: bytes) -> Turn | None:
+def turns_of(data: bytes) -> Turns | None:
     """An answer about earlier turns; None if it is another one, or none."""
     try:
-        turn: Turn = _turns.decode(data)
+        turns: Turns = _turns.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError):
         return None
-    return turn
+    return turns
 
 
 def compare(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:

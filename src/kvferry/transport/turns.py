@@ -1,8 +1,8 @@
 """Earlier turns of conversations: how an engine finds, by content, a peer that still has the blocks of one.
 
     the peer has finished a request and keeps its blocks ──▶ TurnIndex
-    AskTurn(keys of a prompt's chunks)  ──▶  the turn that shares most of them
-                                        ◀──  Turn(its tables, its lease, the tokens after the last key)
+    AskTurn(keys of a prompt's chunks)  ──▶  the turns that share most of them
+                                        ◀──  Turns(of each tables, lease, the tokens after the last key)
 
 A turn is found by the keys of its chunks (`keys.chunk`), which say all that decides what blocks hold: tokens,
 what stands in place of tokens, adapter, tenant. Where it departs from the prompt inside a chunk, the tokens
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import count, takewhile
 
 from kvferry.transport.handshake import Address
-from kvferry.transport.messages import AskTurn, KeptTurn, Turn
+from kvferry.transport.messages import MOST_TURNS, AskTurn, KeptTurn, Turns
 
 ASK_SECONDS = 0.25
 """When peers that have not said what they keep are waited for no more."""
@@ -74,34 +74,40 @@ class TurnIndex:
 
     def __init__(self) -> None:
         self._turns: dict[str, tuple[Content, KeptTurn]] = {}
-        self._by_key: dict[tuple[int, bytes], str] = {}
+        self._by_key: dict[tuple[int, bytes], dict[str, None]] = {}
 
     def __len__(self) -> int:
         """Turns that can be found."""
         return len(self._turns)
 
     def publish(self, content: Content, kept: KeptTurn) -> None:
-        """From now on it is found; of several turns that begin alike, the last one."""
+        """From now on it is found."""
         self._turns[kept.lease] = content, kept
         for number, key in enumerate(content.keys):
-            self._by_key[number, key] = kept.lease
+            self._by_key.setdefault((number, key), {})[kept.lease] = None
 
     def withdraw(self, lease: str) -> None:
-        """It is not found any more, nor is what only it was found by."""
+        """It is not found any more."""
         content, _ = self._turns.pop(lease, (None, None))
         for number, key in enumerate(content.keys if content is not None else ()):
-            if self._by_key.get((number, key)) == lease:
-                del self._by_key[number, key]
+            leases = self._by_key.get((number, key), {})
+            leases.pop(lease, None)
+            if not leases:
+                self._by_key.pop((number, key), None)
 
-    def find(self, question: AskTurn) -> Turn:
-        """The turn that has most of these chunks, from the first on."""
+    def find(self, question: AskTurn) -> Turns:
+        """The turns that have most of these chunks, from the first on; of many, the last."""
         for last in range(len(question.keys) - 1, -1, -1):
-            lease = self._by_key.get((last, question.keys[last]))
-            content, kept = self._turns.get(lease or "", (None, None))
-            if content is not None and kept is not None and content.chunk_tokens == question.chunk_tokens:
-                after = list(content.after(last + 1))
-                return Turn(question.number, kept.found(last + 1, after))
-        return Turn(question.number, None)
+            leases = list(self._by_key.get((last, question.keys[last]), ()))
+            turns = [self._turns[lease] for lease in reversed(leases) if lease in self._turns]
+            found = [
+                kept.found(last + 1, list(content.after(last + 1)))
+                for content, kept in turns[:MOST_TURNS]
+                if content.chunk_tokens == question.chunk_tokens
+            ]
+            if found:
+                return Turns(question.number, found)
+        return Turns(question.number, [])
 
 
 @dataclass(slots=True)
@@ -110,7 +116,7 @@ class _Question:
 
     waiting: set[Address]
     until: float
-    answers: dict[Address, KeptTurn] = field(default_factory=dict)
+    answers: list[tuple[Address, KeptTurn]] = field(default_factory=list)
 
 
 class Questions:
@@ -130,16 +136,15 @@ class Questions:
         self._open[number] = _Question(set(asked), now + ASK_SECONDS)
         return number, asked
 
-    def hear(self, address: Address, turn: Turn) -> None:
+    def hear(self, address: Address, turns: Turns) -> None:
         """An answer; one that nobody waits for is dropped."""
-        question = self._open.get(turn.number)
+        question = self._open.get(turns.number)
         if question is None or address not in question.waiting:
             return
-        if turn.kept is not None:
-            question.answers[address] = turn.kept
+        question.answers += [(address, kept) for kept in turns.kept]
         question.waiting.discard(address)
 
-    def answers(self, number: int) -> dict[Address, KeptTurn] | None:
+    def answers(self, number: int) -> list[tuple[Address, KeptTurn]] | None:
         """What peers keep; None while some of them may still say. Ends the question."""
         question, now = self._open[number], self._clock()
         if question.waiting and now < question.until:

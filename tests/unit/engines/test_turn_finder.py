@@ -43,7 +43,7 @@ def asked(answers, tokens=400, client=None):
 
 
 def test_what_brings_most_is_an_offer():
-    offer = asked({A: kept(300), B: kept(320, lease="longer")})
+    offer = asked([(A, kept(300)), (B, kept(320, lease="longer"))])
     assert (offer.remote_host, offer.remote_port) == B
     assert (offer.remote_engine_id, offer.remote_request_id) == ("D", "longer")
     assert (offer.remote_num_tokens, offer.remote_block_ids) == (320, [[5], [6]])
@@ -51,15 +51,15 @@ def test_what_brings_most_is_an_offer():
 
 
 def test_what_cannot_be_continued_from_is_left():
-    offer = asked({A: kept(300), B: kept(500, least=410)})
+    offer = asked([(A, kept(300)), (B, kept(500, least=410))])
     assert (offer.remote_host, offer.remote_port) == A
-    assert asked({B: kept(300, least=301)}) is None
-    assert asked({}) is None
+    assert asked([(B, kept(300, least=301))]) is None
+    assert asked([]) is None
 
 
 def test_the_last_token_of_a_prompt_is_computed():
-    assert asked({A: kept(400)}).remote_num_tokens == 399
-    assert asked({A: kept(400, least=400)}) is None
+    assert asked([(A, kept(400))]).remote_num_tokens == 399
+    assert asked([(A, kept(400, least=400))]) is None
 
 
 def test_nobody_is_asked_for_a_short_prompt_or_one_without_a_name_or_where_nobody_keeps_any():

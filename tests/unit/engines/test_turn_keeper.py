@@ -88,7 +88,7 @@ class Engine:
 
     def finds(self, one) -> bool:
         content = self.names.content(one, one.num_tokens)
-        return self.index.find(AskTurn(0, CHUNK_TOKENS, list(content.keys))).kept is not None
+        return self.index.find(AskTurn(0, CHUNK_TOKENS, list(content.keys))).kept != []
 
 
 @pytest.fixture(autouse=True)
@@ -264,4 +264,4 @@ def test_after_a_reset_all_go_and_what_comes_is_found_by_nobody():
     engine.step()
     names = TurnNames()
     asked = names.content(one, one.num_tokens)
-    assert engine.index.find(AskTurn(0, CHUNK_TOKENS, list(asked.keys))).kept is None
+    assert engine.index.find(AskTurn(0, CHUNK_TOKENS, list(asked.keys))).kept == []

@@ -467,7 +467,7 @@ def test_a_peer_that_keeps_turns_is_known_once_it_has_met_us_and_asked_over_the_
     turn = KeptTurn("D", "r", 1, 2, 3, 600, 1, 0, [], [[5], [6]])
     keeper.turns.publish(content(600), turn)
     client = ends.client()
-    for tokens, found in ((700, {at: turn.found(2, list(range(512, 600)))}), (200, {})):
+    for tokens, found in ((700, [(at, turn.found(2, list(range(512, 600))))]), (200, [])):
         number = client.ask_turn(asker.keepers, content(tokens))
         assert answered(client, number) == found
     settled(client, keeper.port)  # the same channel goes on to serve
@@ -484,7 +484,7 @@ def test_a_peer_that_does_not_answer_is_waited_for_a_moment_and_then_left_alone(
     client, nobody = ends.client(), (HOST, ends.fake())
     number = client.ask_turn([nobody], content(600))
     assert client.turns(number) is None
-    assert answered(client, number) == {}
+    assert answered(client, number) == []
     assert client.ask_turn([nobody], content(600)) is None
 
 

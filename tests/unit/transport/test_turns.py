@@ -8,7 +8,16 @@ from hypothesis import given, strategies as st
 
 from kvferry.errors import ProtocolError
 from kvferry.keys.chunk import ChunkKeys, Item
-from kvferry.transport.messages import AskTurn, KeptTurn, Turn, decode_reply, decode_request, encode, turn_of
+from kvferry.transport.messages import (
+    MOST_TURNS,
+    AskTurn,
+    KeptTurn,
+    Turns,
+    decode_reply,
+    decode_request,
+    encode,
+    turns_of,
+)
 from kvferry.transport.turns import ASK_SECONDS, SILENT_SECONDS, Content, Questions, TurnIndex, shared_tokens
 from support.clock import Clock
 
@@ -25,7 +34,7 @@ def kept(of: Content, lease="r") -> KeptTurn:
     return KeptTurn("D", lease, 1, 2, 3, len(of.tokens), 1, 0, [], [[5, 6], [7]])
 
 
-def found(index: TurnIndex, prompt: Content) -> KeptTurn | None:
+def found(index: TurnIndex, prompt: Content) -> list[KeptTurn]:
     return index.find(AskTurn(7, CHUNK, list(prompt.keys))).kept
 
 
@@ -46,20 +55,20 @@ def test_what_is_shared_is_what_is_the_same_from_the_first_token_on_if_a_chunk_i
     answer = found(index, content(prompt))
     expected = same(prompt, turn)
     if expected < CHUNK:
-        assert answer is None
+        assert answer == []
     else:
-        assert answer is not None
-        assert shared_tokens(content(prompt), answer) == expected
+        assert [shared_tokens(content(prompt), one) for one in answer] == [expected]
 
 
-@given(st.lists(TOKENS, max_size=4, unique_by=tuple), TOKENS)
-def test_of_several_turns_one_that_shares_most_chunks_is_found(turns, prompt):
+@given(st.lists(TOKENS, max_size=MOST_TURNS, unique_by=tuple), TOKENS)
+def test_of_several_turns_one_that_shares_most_is_found(turns, prompt):
     index = TurnIndex()
     for number, turn in enumerate(turns):
         index.publish(content(turn), kept(content(turn), str(number)))
-    most = max((same(prompt, turn) // CHUNK for turn in turns), default=0)
-    answer = found(index, content(prompt))
-    assert (answer.chunks if answer is not None else 0) == most
+    most = max((same(prompt, turn) for turn in turns), default=0)
+    answer = [shared_tokens(content(prompt), one) for one in found(index, content(prompt))]
+    assert max(answer, default=0) == (most if most >= CHUNK else 0)
+    assert len(answer) <= MOST_TURNS
 
 
 def test_what_is_withdrawn_is_not_found():
@@ -67,7 +76,7 @@ def test_what_is_withdrawn_is_not_found():
     index.publish(one, kept(one))
     index.withdraw("r")
     index.withdraw("never published")
-    assert (found(index, one), len(index)) == (None, 0)
+    assert (found(index, one), len(index)) == ([], 0)
 
 
 def test_what_another_turn_is_found_by_stays_when_one_is_withdrawn():
@@ -75,20 +84,30 @@ def test_what_another_turn_is_found_by_stays_when_one_is_withdrawn():
     for of, lease in ((one, "one"), (other, "other")):
         index.publish(of, kept(of, lease))
     index.withdraw("one")
-    assert found(index, one).lease == "other"
+    assert [each.lease for each in found(index, one)] == ["other"]
+    index.withdraw("other")
+    assert (found(index, one), index._by_key) == ([], {})
+
+
+def test_of_many_turns_that_begin_alike_the_last_are_found():
+    index = TurnIndex()
+    for number in range(MOST_TURNS + 2):
+        one = content([*range(6), number])
+        index.publish(one, kept(one, str(number)))
+    assert [each.lease for each in found(index, content(range(9)))] == ["5", "4", "3", "2"]
 
 
 def test_a_tenant_does_not_find_anothers_turn():
     index, one = TurnIndex(), content(range(9), salt="mine")
     index.publish(one, kept(one))
-    assert found(index, content(range(9))) is None
-    assert found(index, content(range(9), salt="mine")) is not None
+    assert found(index, content(range(9))) == []
+    assert found(index, content(range(9), salt="mine"))
 
 
 def test_chunks_of_another_length_are_others():
     index, one = TurnIndex(), content(range(9))
     index.publish(one, kept(one))
-    assert index.find(AskTurn(7, 8, list(one.keys))) == Turn(7, None)
+    assert index.find(AskTurn(7, 8, list(one.keys))) == Turns(7, [])
 
 
 def test_tokens_are_compared_up_to_where_something_stands_in_their_place():
@@ -98,7 +117,7 @@ def test_tokens_are_compared_up_to_where_something_stands_in_their_place():
     index = TurnIndex()
     index.publish(image, kept(image))
     for prompt in (content(range(11)), content(range(11), items=(Item(9, 1, "another"),))):
-        answer = found(index, prompt)
+        (answer,) = found(index, prompt)
         assert shared_tokens(prompt, answer) == 9
 
 
@@ -127,10 +146,10 @@ def test_questions_and_answers_travel():
     one = content(range(9))
     question = AskTurn(3, CHUNK, list(one.keys))
     assert decode_request(encode(question)) == question
-    answer = Turn(3, kept(one).found(2, [8]))
-    assert decode_reply(encode(answer)) == turn_of(encode(answer)) == answer
-    assert turn_of(encode(question)) is None
-    assert turn_of(b"\xff\x00") is None
+    answer = Turns(3, [kept(one).found(2, [8])])
+    assert decode_reply(encode(answer)) == turns_of(encode(answer)) == answer
+    assert turns_of(encode(question)) is None
+    assert turns_of(b"\xff\x00") is None
 
 
 @pytest.mark.parametrize("keys", [[b"short"], [b"x" * 32] * 65_537])
@@ -143,23 +162,23 @@ def test_answers_are_waited_for_until_all_have_come():
     questions = Questions(Clock())
     number, asked = questions.begin([A, B])
     assert asked == [A, B]
-    questions.hear(A, Turn(number, None))
+    questions.hear(A, Turns(number, []))
     assert questions.answers(number) is None
     one = kept(content(range(9)))
-    questions.hear(B, Turn(number, one))
-    questions.hear(B, Turn(number, None))
-    questions.hear(("10.0.0.3", 3), Turn(number, one))
-    questions.hear(A, Turn(number + 1, one))
-    assert questions.answers(number) == {B: one}
+    questions.hear(B, Turns(number, [one]))
+    questions.hear(B, Turns(number, []))
+    questions.hear(("10.0.0.3", 3), Turns(number, [one]))
+    questions.hear(A, Turns(number + 1, [one]))
+    assert questions.answers(number) == [(B, one)]
 
 
 def test_who_does_not_answer_is_left_alone_for_a_while():
     clock = Clock()
     questions = Questions(clock)
     number, _ = questions.begin([A, B])
-    questions.hear(A, Turn(number, None))
+    questions.hear(A, Turns(number, []))
     clock.now = ASK_SECONDS
-    assert questions.answers(number) == {}
+    assert questions.answers(number) == []
     assert questions.begin([A, B])[1] == [A]
     clock.now += SILENT_SECONDS
     assert questions.begin([A, B])[1] == [A, B]
@@ -169,6 +188,6 @@ def test_a_question_that_is_dropped_hears_nothing():
     questions = Questions(Clock())
     number, _ = questions.begin([A])
     questions.drop(number)
-    questions.hear(A, Turn(number, kept(content(range(9)))))
+    questions.hear(A, Turns(number, [kept(content(range(9)))]))
     with pytest.raises(KeyError):
         questions.answers(number)

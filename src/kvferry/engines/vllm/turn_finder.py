@@ -58,7 +58,7 @@ class TurnFinder:
         del self._asked[request.request_id]
         usable = [
             (tokens, address, kept)
-            for address, kept in answers.items()
+            for address, kept in answers
             if (tokens := _usable(content, kept, request.num_tokens)) > 0
         ]
         return _offer(*max(usable, key=lambda one: one[0])) if usable else None
