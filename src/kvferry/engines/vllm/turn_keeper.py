@@ -177,8 +177,11 @@ class TurnKeeper:
         return over + self._in_the_way(over)
 
     def give_up(self) -> None:
-        """Let go of all with the next step."""
+        """None is found any more; all are let go of with the next step."""
         self._over = list(self._turns)
+        for name, turn in self._turns.items():
+            turn.steps = 0  # nor published later
+            self._index.withdraw(name)
 
     def ended(self, lease: str) -> None:
         """A lease ends: it is found no more."""
