@@ -31,6 +31,7 @@ from support.vllm_engine.tiers_inside import (  # noqa: F401 - called by name
     reset_all,
     slow_copies,
     slow_files,
+    slow_prompts,
     stuck,
     tier_stats,
     worker_half,

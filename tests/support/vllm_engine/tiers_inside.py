@@ -81,6 +81,19 @@ def slow_copies(engine: Any, seconds: float) -> None:
     mover._do = slower if seconds else inner.__get__(mover)
 
 
+def slow_prompts(engine: Any, seconds: float) -> None:
+    """Let every step that computes 128 tokens or more take so much longer, on all ranks."""
+    executor = engine.llm_engine.engine_core.engine_core.model_executor
+    inner = executor.execute_model
+
+    def slower(output: Any, *args: Any, **kwargs: Any) -> Any:
+        if output.total_num_scheduled_tokens >= 128:
+            time.sleep(seconds)
+        return inner(output, *args, **kwargs)
+
+    executor.execute_model = slower
+
+
 def slow_files(engine: Any, seconds: float, of: int = 0) -> None:
     """Let every fetch from a slow tier take so much longer."""
     for queue in half(engine, of)._tiering._cache._queues:
