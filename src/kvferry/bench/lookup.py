@@ -172,7 +172,7 @@ def _look(group: CanonicalGroup, prompt: list[int], cache: ChunkCache) -> _Took:
     looked = time.perf_counter()
     chunks.look_up(len(prompt), 0, cache.places)
     again = time.perf_counter()
-    return _Took(digested - began, looked - digested, again - looked, found.coverage.tokens)
+    return _Took(digested - began, looked - digested, again - looked, found.tokens)
 
 
 def _keys_of(group: CanonicalGroup, prompts: Sequence[list[int]]) -> list[bytes]:

@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.cache.fetch import Fetch, Want
-from kvferry.cache.prompt_chunks import NOWHERE
 from kvferry.cache.tier_queue import Read
 from kvferry.cache.writing import Behind, Writing
 from kvferry.geometry.canonical import CanonicalGroup
+from kvferry.planning.coverage import NOWHERE, Places
 from kvferry.tiers.counters import Miss as HostMiss
 from kvferry.tiers.format import Group
 from kvferry.tiers.host import HostTier, Slot
@@ -147,7 +147,7 @@ class ChunkCache:
         """Names of the slow tiers, the fastest first."""
         return [queue.name for queue in self._queues]
 
-    def places(self, tags: Uint64s, without: Iterable[str] = ()) -> npt.NDArray[np.int64]:
+    def places(self, tags: Uint64s, without: Iterable[str] = ()) -> Places:
         """Where chunks would come from now: int64 of shape (len(tags),).
 
         0 for host memory, n for the n-th tier, `NOWHERE` for none. What a tier is reading comes from that
@@ -266,7 +266,7 @@ class ChunkCache:
         for queue in self._queues:
             queue.close(max(ends - time.monotonic(), 0))
 
-    def _coming(self, tags: Uint64s, without: frozenset[str]) -> npt.NDArray[np.int64]:
+    def _coming(self, tags: Uint64s, without: frozenset[str]) -> Places:
         """The places that chunks are being read from, 0 of those that are not; see `places`."""
         reads = [
             NOWHERE if queue.name in without or queue.stuck_for_reading else number

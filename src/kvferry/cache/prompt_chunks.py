@@ -7,39 +7,16 @@ number: 248 bits of digest are left, and one mapping or directory holds all grou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from kvferry.cache.fetch import Want
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.chunk import ChunkKeys
-from kvferry.planning.coverage import Coverage, Cut, coverage, to_load, usable_prefix
-from kvferry.planning.select import Span, sees_all
+from kvferry.planning.coverage import Coverage, Cut, Places, coverage, to_load
+from kvferry.planning.select import Span
 from kvferry.tiers.tags import TAG_BYTES, Uint64s, tags_of
-
-Places: TypeAlias = npt.NDArray[np.int64]
-
-NOWHERE = 1 << 16
-"""Of a chunk that is in no place; places have numbers from 0 on, the fastest first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What a look-up came to.
-
-    Attributes:
-        cut: how the prompt was cut.
-        coverage: how far it is at hand.
-        places: where chunks would come from, int64 of shape (groups, chunks).
-    """
-
-    cut: Cut
-    coverage: Coverage
-    places: Places
 
 
 class PromptChunks:
@@ -74,7 +51,7 @@ class PromptChunks:
 
     def look_up(
         self, tokens: int, have: int, places: Callable[[Uint64s], Places], *, in_full: bool = True
-    ) -> Found:
+    ) -> Coverage:
         """The longest prefix that can be continued from.
 
         Args:
@@ -89,26 +66,9 @@ class PromptChunks:
             tokens if ends_inside else whole * self.keys.chunk_tokens, self.keys.chunk_tokens, tokens, have
         )
         tags = self._tags(cut)
-        found = places(tags.ravel()).reshape(tags.shape)
-        return Found(cut, coverage(self._groups, cut, found < NOWHERE), found)
+        return coverage(self._groups, cut, places(tags.ravel()).reshape(tags.shape))
 
-    def within(self, found: Found, farthest: int) -> int:
-        """Tokens that would be covered without the places beyond this one."""
-        return usable_prefix(self._groups, found.cut, found.places <= farthest)
-
-    def beginning(self, found: Found) -> int:
-        """Tokens from the start of which all is at hand that layers hold that see everything.
-
-        Where it ends, other layers need something as well.
-        """
-        of = zip(self._groups, found.coverage.alone, strict=True)
-        return min((tokens for group, tokens in of if sees_all(group.kind)), default=found.cut.have)
-
-    def after(self, found: Found, first: int) -> int:
-        """Tokens that would be covered if those before `first` came from elsewhere; see `Cut.first`."""
-        return usable_prefix(self._groups, replace(found.cut, first=first), found.places < NOWHERE)
-
-    def wants(self, found: Found, span: Span) -> Iterator[Want]:
+    def wants(self, found: Coverage, span: Span) -> Iterator[Want]:
         """The chunks that a prefix takes, or a part of it, by number, so that the first come first."""
         cut = found.cut
         numbers = to_load(self._groups, cut, span.total, span.part)

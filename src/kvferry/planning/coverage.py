@@ -9,8 +9,9 @@ what the next computed token will look at (`select.first_seen`) and the engine l
 - state: the snapshot at the boundary itself, and nothing else.
 
 For every kind that is one run of chunks that ends at the boundary, so one question answers for all of them:
-is any chunk missing between the first of the run and its last? Running counts of missing chunks answer it for
-all boundaries at once. Block sizes have no part in this.
+from which place does the slowest chunk between the first of the run and its last come? One that is nowhere
+makes the boundary unusable, and without the slower places a prefix ends where nothing of them is needed.
+Block sizes have no part in this.
 
 Which boundaries may be used at all: the engine always computes the last prompt token itself, to sample from
 it. Attention writes that token's content over what was loaded, which is the same, so a prefix may reach to
@@ -22,8 +23,8 @@ the last token would take that token in twice: with a state group in the model, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -35,6 +36,10 @@ from kvferry.planning.pieces import Int64s
 from kvferry.planning.select import Span, first_seen, needed, sees_all
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
+Places: TypeAlias = npt.NDArray[np.int64]
+
+NOWHERE = 1 << 16
+"""Of a chunk that is in no place; places have numbers from 0 on, the fastest first."""
 
 
 class Continued(Protocol):
@@ -101,79 +106,145 @@ class Missing:
     chunk: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Coverage:
     """How far a prefix can be used, and why not farther.
 
     Attributes:
-        tokens: the usable prefix; `Cut.have` if there is nothing to gain.
-        alone: how far each group could be used if the others had everything, in tokens.
-        better: the boundary that was closest to being usable: of all beyond `tokens` that may be used, the
-            one at which the fewest groups fail, and of those the nearest; None if there is none.
-        missing: why it was not, for each group that fails there; empty if `better` is None.
+        groups: all groups of the model.
+        cut: the prompt.
+        places: where chunks come from, int64 of shape (groups, `cut.chunks`).
+        ends: the boundaries, in tokens; int64 of shape (`cut.chunks`,).
+        usable: whether each may be used at all; bool of the same shape.
+        slowest: by group, the slowest place that its run up to each boundary takes; int64 of the same shape.
+        of_all: the slowest of all groups.
     """
 
-    tokens: int
-    alone: tuple[int, ...]
-    better: int | None
-    missing: tuple[Missing, ...]
+    groups: Sequence[Continued]
+    cut: Cut
+    places: Places
+    ends: Int64s
+    usable: Bools
+    slowest: tuple[Places, ...]
+    of_all: Places
+
+    @property
+    def tokens(self) -> int:
+        """The longest usable prefix; `Cut.have` if there is nothing to gain."""
+        return self.longest()[0]
+
+    @property
+    def alone(self) -> tuple[int, ...]:
+        """How far each group could be used if the others had everything, in tokens."""
+        return tuple(self._last(row, NOWHERE)[0] for row in self.slowest)
+
+    @property
+    def beginning(self) -> int:
+        """Tokens from the start of which all is at hand that groups hold that see everything.
+
+        Where it ends, other groups need something as well.
+        """
+        each = zip(self.groups, self.alone, strict=True)
+        return min((tokens for group, tokens in each if sees_all(group.kind)), default=self.cut.have)
+
+    @property
+    def better(self) -> int | None:
+        """The boundary that was closest to being usable, None if there is none.
+
+        Of all beyond `tokens` that may be used, the one at which the fewest groups fail, and of those the
+        nearest.
+        """
+        at = self._better()
+        return None if at is None else int(self.ends[at])
+
+    @property
+    def missing(self) -> tuple[Missing, ...]:
+        """Why `better` is not usable, for each group that fails there; empty if it is None."""
+        at = self._better()
+        if at is None:
+            return ()
+        found = []
+        for number, (group, slowest) in enumerate(zip(self.groups, self.slowest, strict=True)):
+            if slowest[at] == NOWHERE:
+                begin = int(_begins(group, self.cut, self.ends[at : at + 1])[0])
+                found.append(Missing(number, begin + int(self.places[number, begin : at + 1].argmax())))
+        return tuple(found)
+
+    def longest(self, before: int = NOWHERE) -> tuple[int, int]:
+        """The longest usable prefix that takes nothing of a place or of slower ones.
+
+        Args:
+            before: the place, not the first.
+
+        Returns:
+            Tokens, `Cut.have` if there is nothing to gain, and the slowest place that they take.
+        """
+        return self._last(self.of_all, before)
+
+    def after(self, first: int) -> int:
+        """The longest usable prefix if what lies before `first` came from elsewhere; see `Cut.first`."""
+        return _covered(self.groups, replace(self.cut, first=first), self.places, self).tokens
+
+    def _last(self, slowest: Places, before: int) -> tuple[int, int]:
+        good = (self.usable & (slowest < before)).nonzero()[0]
+        return (int(self.ends[good[-1]]), int(slowest[good[-1]])) if len(good) else (self.cut.have, 0)
+
+    def _better(self) -> int | None:
+        """Number of the chunk that ends at `better`."""
+        beyond = (self.usable & (self.ends > self.tokens)).nonzero()[0]
+        if not len(beyond):
+            return None
+        failing = np.count_nonzero([row[beyond] == NOWHERE for row in self.slowest], axis=0)
+        return int(beyond[failing.argmin()])
 
 
 def farthest(groups: Sequence[Continued], prompt: int) -> int:
     """The longest prefix of a prompt that may be used at all, in tokens."""
-    return _farthest([group.kind for group in groups], prompt)
+    return max(prompt - any(group.kind is GroupKind.STATE for group in groups), 0)
 
 
-def _farthest(kinds: Sequence[GroupKind], prompt: int) -> int:
-    return max(prompt - (GroupKind.STATE in kinds), 0)
-
-
-def coverage(groups: Sequence[Continued], cut: Cut, at_hand: Bools) -> Coverage:
-    """The longest prefix from which every group can continue.
+def coverage(groups: Sequence[Continued], cut: Cut, places: Places) -> Coverage:
+    """How far every group can continue.
 
     Args:
         groups: all groups of the model.
         cut: the prompt.
-        at_hand: whether a group has the content of a chunk, bool of shape (groups, `cut.chunks`); for a state
-            group, whether it has the snapshot at the chunk's end. Chunks inside `cut.have` need not be at
-            hand, a snapshot at the end must be. For attention, a longer chunk that begins with the tail
-            serves as one.
+        places: where a group's content of a chunk comes from, int64 of shape (groups, `cut.chunks`);
+            `NOWHERE` if it is not at hand. For a state group, the snapshot at the chunk's end. Chunks inside
+            `cut.have` need not be at hand, a snapshot at the end must be. For attention, a longer chunk that
+            begins with the tail serves as one.
 
     Raises:
-        TransferError: `at_hand` is of another shape, or there is no group.
+        TransferError: `places` is of another shape, or there is no group.
 
     >>> from kvferry.geometry.store import LayerStore
     >>> full, state = LayerStore(GroupKind.FULL, 0, ()), LayerStore(GroupKind.STATE, 0, ())
-    >>> found = np.array([[True, True, True, False], [False, True, False, True]])
-    >>> coverage([full, state], Cut(tokens=1024, chunk_tokens=256, prompt=1025), found)
-    Coverage(tokens=512, alone=(768, 1024), better=768, missing=(Missing(group=1, chunk=2),))
+    >>> found = np.array([[0, 0, 1, NOWHERE], [NOWHERE, 0, NOWHERE, 0]])
+    >>> both = coverage([full, state], Cut(tokens=1024, chunk_tokens=256, prompt=1025), found)
+    >>> both.longest(), both.alone, both.better, both.missing
+    ((512, 0), (768, 1024), 768, (Missing(group=1, chunk=2),))
     """
-    if not groups or at_hand.shape != (len(groups), cut.chunks) or at_hand.dtype != np.bool_:
+    if not groups or places.shape != (len(groups), cut.chunks) or places.dtype != np.int64:
         raise TransferError(
-            f"what is at hand is {at_hand.dtype} of shape {at_hand.shape}, not bool of ({len(groups)}, "
+            f"places of chunks are {places.dtype} of shape {places.shape}, not int64 of ({len(groups)}, "
             f"{cut.chunks}): groups of the model, chunks of the prompt"
         )
-    ends, usable, first = _runs(tuple((group.kind, group.reach) for group in groups), cut)
-    lacks = _lacking(at_hand, first)
-    failing = np.add.reduce(lacks, axis=0, dtype=np.int64)
-    rows = np.vstack([failing == 0, ~lacks]) & usable
-    tokens, *alone = _last(ends, rows, cut.have)
-    beyond = np.flatnonzero(usable & (ends > tokens))
-    if not len(beyond):
-        return Coverage(tokens, tuple(alone), None, ())
-    better = int(beyond[failing[beyond].argmin()])
-    missing = []
-    for group in np.flatnonzero(lacks[:, better]).tolist():
-        begin = int(first[group][better])
-        missing.append(Missing(group, begin + int(at_hand[group, begin : better + 1].argmin())))
-    return Coverage(tokens, tuple(alone), int(ends[better]), tuple(missing))
+    return _covered(groups, cut, places)
 
 
-def usable_prefix(groups: Sequence[Continued], cut: Cut, at_hand: Bools) -> int:
-    """The longest prefix from which every group can continue, in tokens; arguments as of `coverage`."""
-    ends, usable, first = _runs(tuple((group.kind, group.reach) for group in groups), cut)
-    good = ends[usable & ~_lacking(at_hand, first).any(axis=0)]
-    return int(good[-1]) if len(good) else cut.have
+def _covered(
+    groups: Sequence[Continued], cut: Cut, places: Places, before: Coverage | None = None
+) -> Coverage:
+    """See `coverage`. `before` differs in `Cut.first` alone: that is of groups which see everything."""
+    ends = cut.boundaries if before is None else before.ends
+    usable = ends > max(cut.have, cut.first)
+    if cut.tokens > farthest(groups, cut.prompt):
+        usable[-1:] = False
+    slowest = tuple(
+        _slowest(group, cut, ends, row) if before is None or sees_all(group.kind) else before.slowest[number]
+        for number, (group, row) in enumerate(zip(groups, places, strict=True))
+    )
+    return Coverage(groups, cut, places, ends, usable, slowest, reduce(np.maximum, slowest))
 
 
 def to_load(
@@ -215,48 +286,28 @@ def _chunks(tokens: tuple[int, int], kind: GroupKind, cut: Cut) -> Int64s:
     return np.arange(first // cut.chunk_tokens, -(-high // cut.chunk_tokens), dtype=np.int64)
 
 
-@lru_cache(maxsize=64)
-def _runs(groups: tuple[tuple[GroupKind, int], ...], cut: Cut) -> tuple[Int64s, Bools, tuple[Int64s, ...]]:
-    """Boundaries, and the runs of chunks that a continuation takes there, whatever is at hand.
+def _slowest(group: Continued, cut: Cut, ends: Int64s, places: Places) -> Places:
+    """The slowest place of the run of chunks that a group takes up to each boundary, 0 if it takes none."""
+    if group.kind is GroupKind.STATE:
+        return places
+    if sees_all(group.kind):
+        run = places.copy()
+        run[: max(cut.have, cut.first) // cut.chunk_tokens] = 0
+        return np.maximum.accumulate(run, out=run)
+    begins, after = _begins(group, cut, ends), np.arange(1, len(ends) + 1)
+    bounds = np.stack((begins, after), axis=1).ravel()
+    found: Places = np.maximum.reduceat(np.append(places, 0), bounds)[::2] if len(ends) else places
+    return np.where(begins < after, found, 0)
 
-    As `select.needed`, for all boundaries at once. Of a state, the run is the last chunk alone.
 
-    Args:
-        groups: kind and reach of all groups of the model.
-        cut: the prompt.
+def _begins(group: Continued, cut: Cut, ends: Int64s) -> Int64s:
+    """The first chunk of the run up to each boundary, the one after the last if a group takes none.
 
-    Returns:
-        Boundaries, int64 of shape (n,); whether each may be used, bool; per group the first chunk of its
-        run, the one after the last if it takes none, int64. Not to be changed: all who ask alike get them.
+    As `select.needed`, for many boundaries at once. Of a state, the run is the last chunk alone.
     """
-    ends = cut.boundaries
-    beyond = max(cut.have, cut.first)
-    usable = (ends > beyond) & (ends <= _farthest([kind for kind, _ in groups], cut.prompt))
-    computed, none = np.minimum(ends, cut.prompt - 1), -(-ends // cut.chunk_tokens)
-    found: dict[tuple[GroupKind, int], Int64s] = {}
-    for kind, reach in set(groups):
-        low = ends - 1 if kind is GroupKind.STATE else first_seen(kind, reach, computed)
-        low = np.maximum(low, beyond if sees_all(kind) else cut.have)
-        found[kind, reach] = np.where(low < ends, low // cut.chunk_tokens, none)
-    return ends, usable, tuple(found[group] for group in groups)
-
-
-def _lacking(at_hand: Bools, first: Sequence[Int64s]) -> Bools:
-    """Whether a group lacks a chunk of the run to a boundary, bool of shape (groups, chunks)."""
-    groups, chunks = at_hand.shape
-    before = np.zeros((groups, chunks + 1), np.int64)
-    np.cumsum(~at_hand, axis=1, out=before[:, 1:])
-    lacks = np.empty((groups, chunks), np.bool_)
-    for row in range(groups):
-        np.not_equal(before[row, 1:], before[row].take(first[row]), out=lacks[row])
-    return lacks
-
-
-def _last(ends: Int64s, usable: Bools, have: int) -> list[int]:
-    """Of each row, the last usable boundary, or what is there anyway; `usable` is of shape (rows, chunks)."""
-    if not len(ends):
-        return [have] * len(usable)
-    back = usable[:, ::-1].argmax(axis=1)
-    at = len(ends) - 1 - back
-    found: list[int] = np.where(usable[np.arange(len(usable)), at], ends[at], have).tolist()
-    return found
+    if group.kind is GroupKind.STATE:
+        low = ends - 1
+    else:
+        low = first_seen(group.kind, group.reach, np.minimum(ends, cut.prompt - 1))
+    low = np.maximum(low, max(cut.have, cut.first) if sees_all(group.kind) else cut.have)
+    return np.where(low < ends, low // cut.chunk_tokens, -(-ends // cut.chunk_tokens))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings, strategies as st
 
-from kvferry.cache.prompt_chunks import NOWHERE, PromptChunks
+from kvferry.cache.prompt_chunks import PromptChunks
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.chunk import ChunkKeys
+from kvferry.planning.coverage import NOWHERE
 from kvferry.planning.select import Span
 from kvferry.tiers.tags import tags_of
 
@@ -85,7 +86,7 @@ def test_what_is_found_and_wanted_is_what_a_search_token_by_token_finds(data, gr
     best = max(
         (end for end in ends if end > have and usable(groups, tokens, chunk, have, stored, end)), default=have
     )
-    assert found.coverage.tokens == best
+    assert found.tokens == best
     wants = list(chunks.wants(found, Span(have, best, length)))
     assert [want.number for want in wants] == sorted(want.number for want in wants)
     for want in wants:
@@ -107,11 +108,11 @@ def test_a_prefix_whose_beginning_comes_from_elsewhere_takes_the_chunks_after_it
     every = {chunks.key(group, number) for group in range(3) for number in range(5)}
     gone = {chunks.key(0, 0), chunks.key(0, 1), chunks.key(1, 0), chunks.key(2, 4)}
     found = chunks.look_up(40, 0, in_host(every - gone))
-    assert (found.coverage.tokens, chunks.beginning(found)) == (0, 0)
-    assert chunks.after(found, 20) == 32
+    assert (found.tokens, found.beginning) == (0, 0)
+    assert found.after(20) == 32
     wants = [(w.group, w.number, w.tokens) for w in chunks.wants(found, Span(0, 32, 40, (20, 32)))]
     assert wants == [(0, 2, 8), (0, 3, 8), (1, 3, 8), (2, 3, 0)]
-    assert chunks.after(found, 12) == 0, "a chunk that is gone is needed then"
+    assert found.after(12) == 0, "a chunk that is gone is needed then"
 
 
 def test_the_beginning_of_a_prefix_takes_chunks_of_what_sees_everything_alone():
@@ -120,7 +121,7 @@ def test_the_beginning_of_a_prefix_takes_chunks_of_what_sees_everything_alone():
     chunks = PromptChunks(groups, ChunkKeys(8, tokens))
     there = {chunks.key(0, number) for number in (0, 1, 2, 4)}
     found = chunks.look_up(40, 8, in_host(there))
-    assert (found.coverage.tokens, chunks.beginning(found)) == (8, 24)
+    assert (found.tokens, found.beginning) == (8, 24)
     wants = [(w.group, w.number, w.tokens) for w in chunks.wants(found, Span(8, 39, 40, (8, 20)))]
     assert wants == [(0, 1, 8), (0, 2, 8)]
 
@@ -145,6 +146,6 @@ def test_chunks_of_a_request_that_grows_are_those_of_one_that_was_long_from_the_
 def test_a_prompt_shorter_than_a_chunk_is_found_by_its_tail_only():
     chunks = PromptChunks([FULL], ChunkKeys(8, range(3)))
     found = chunks.look_up(3, 0, in_host([chunks.tail(0, 3)]))
-    assert (found.places.tolist(), found.coverage.tokens) == ([[0]], 3)
+    assert (found.places.tolist(), found.tokens) == ([[0]], 3)
     with_state = PromptChunks([FULL, STATE], ChunkKeys(8, range(3)))
-    assert with_state.look_up(3, 0, in_host([with_state.tail(0, 3)])).coverage.tokens == 0
+    assert with_state.look_up(3, 0, in_host([with_state.tail(0, 3)])).tokens == 0

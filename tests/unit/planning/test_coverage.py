@@ -1,6 +1,8 @@
 """Coverage against a token-by-token oracle, and the cases that people meet."""
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import event, given, settings, strategies as st
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.store import LayerStore
-from kvferry.planning.coverage import Coverage, Cut, Missing, coverage, farthest, to_load, usable_prefix
+from kvferry.planning.coverage import NOWHERE, Cut, Missing, coverage, farthest, to_load
 from kvferry.planning.select import Span, needed
 
 FULL, SLIDING, CHUNKED, MLA, STATE = (
@@ -26,7 +28,34 @@ def group(kind: GroupKind, reach: int = 0) -> LayerStore:
 class Case:
     groups: list[LayerStore]
     cut: Cut
-    at_hand: np.ndarray
+    places: np.ndarray
+
+    @property
+    def at_hand(self) -> np.ndarray:
+        return self.places < NOWHERE
+
+    def without(self, place: int) -> Case:
+        """What is left without a place and slower ones."""
+        return replace(self, places=np.where(self.places < place, self.places, NOWHERE))
+
+    @property
+    def coverage(self) -> Told:
+        return told(self.groups, self.cut, self.places)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What there is to tell of a coverage."""
+
+    tokens: int
+    alone: tuple[int, ...]
+    better: int | None
+    missing: tuple[Missing, ...]
+
+
+def told(groups: list[LayerStore], cut: Cut, places: np.ndarray) -> Told:
+    found = coverage(groups, cut, places)
+    return Told(found.tokens, found.alone, found.better, found.missing)
 
 
 @st.composite
@@ -39,7 +68,7 @@ def cases(draw):
     have, first = (draw(st.sampled_from((0, 0, draw(st.integers(0, prompt))))) for _ in range(2))
     cut = Cut(tokens, draw(st.integers(1, 9)), prompt, have, first)
     rows = [draw(row(cut.chunks)) for _ in groups]
-    return Case(groups, cut, np.array(rows, np.bool_).reshape(len(groups), cut.chunks))
+    return Case(groups, cut, np.array(rows, np.int64).reshape(len(groups), cut.chunks))
 
 
 @st.composite
@@ -47,9 +76,12 @@ def row(draw, chunks):
     """All, all but a few, few, or any: usable prefixes are rare where everything is a coin's toss."""
     some = draw(st.sets(st.integers(0, max(chunks - 1, 0)), max_size=3))
     how = draw(st.sampled_from(("all", "all but", "only", "any")))
+    from_where = draw(st.lists(st.integers(0, 3), min_size=chunks, max_size=chunks))
     if how == "any":
-        return draw(st.lists(st.booleans(), min_size=chunks, max_size=chunks))
-    return [how == "all" or (number in some) == (how == "only") for number in range(chunks)]
+        here = draw(st.lists(st.booleans(), min_size=chunks, max_size=chunks))
+    else:
+        here = [how == "all" or (number in some) == (how == "only") for number in range(chunks)]
+    return [place if yes else NOWHERE for place, yes in zip(from_where, here, strict=True)]
 
 
 def seen(group: LayerStore, cut: Cut, end: int) -> list[int]:
@@ -98,7 +130,7 @@ def lacking(case: Case, end: int) -> dict[int, int]:
     return found
 
 
-def oracle(case: Case) -> Coverage:
+def oracle(case: Case) -> Told:
     ends = ends_of(case)
     usable = [end for end in ends if not lacking(case, end)]
     tokens = max(usable, default=case.cut.have)
@@ -108,17 +140,16 @@ def oracle(case: Case) -> Coverage:
     )
     beyond = [end for end in ends if end > tokens]
     if not beyond:
-        return Coverage(tokens, alone, None, ())
+        return Told(tokens, alone, None, ())
     better = min(beyond, key=lambda end: (len(lacking(case, end)), end))
     missing = sorted(lacking(case, better).items())
-    return Coverage(tokens, alone, better, tuple(Missing(*each) for each in missing))
+    return Told(tokens, alone, better, tuple(Missing(*each) for each in missing))
 
 
 @MANY
 @given(cases())
 def test_coverage_is_what_going_token_by_token_finds(case: Case):
-    found = coverage(case.groups, case.cut, case.at_hand)
-    assert usable_prefix(case.groups, case.cut, case.at_hand) == found.tokens
+    found = case.coverage
     assert found == oracle(case)
     event("something to gain" if found.tokens > case.cut.have else "nothing to gain")
     event(f"{len(found.missing)} groups fail at the next")
@@ -126,9 +157,36 @@ def test_coverage_is_what_going_token_by_token_finds(case: Case):
         event("a tail is used")
 
 
+@MANY
+@given(cases(), st.integers(1, 4))
+def test_without_a_place_and_slower_ones_a_prefix_is_what_is_left(case: Case, place: int):
+    found = coverage(case.groups, case.cut, case.places)
+    left = case.without(place)
+    tokens, slowest = found.longest(place)
+    assert tokens == oracle(left).tokens
+    taken = [row[chunks] for row, chunks in zip(case.places, loaded(case, tokens), strict=True)]
+    assert slowest == max((int(one.max()) for one in taken if len(one)), default=0)
+    event(f"{slowest} of {place}")
+
+
+@given(cases(), st.integers(0, 60))
+def test_what_follows_is_what_would_be_covered_if_the_beginning_came_from_elsewhere(case: Case, first: int):
+    found = coverage(case.groups, case.cut, case.places).after(first)
+    assert found == oracle(replace(case, cut=replace(case.cut, first=first))).tokens
+    event("farther" if found > case.coverage.tokens else "no farther")
+
+
+@given(cases())
+def test_the_beginning_is_what_all_groups_have_that_see_everything(case: Case):
+    each = [tokens for group, tokens in zip(case.groups, oracle(case).alone, strict=True)
+            if group.kind in (FULL, MLA)]  # fmt: skip
+    found = coverage(case.groups, case.cut, case.places).beginning
+    assert found == min(each, default=case.cut.have)
+
+
 @given(cases())
 def test_what_is_loaded_is_at_hand_and_is_what_the_next_token_sees(case: Case):
-    found = coverage(case.groups, case.cut, case.at_hand)
+    found = case.coverage
     for number, chunks in enumerate(loaded(case, found.tokens)):
         assert case.at_hand[number, chunks].all()
     for end in ends_of(case):
@@ -152,17 +210,16 @@ def test_the_chunks_are_those_of_the_tokens_that_a_hand_over_moves(case: Case):
 
 @given(cases())
 def test_more_at_hand_never_means_less_of_a_prefix(case: Case):
-    found = coverage(case.groups, case.cut, case.at_hand).tokens
+    found = case.coverage.tokens
     for number in range(len(case.groups)):
-        more = case.at_hand.copy()
-        more[number] = True
+        more = case.places.copy()
+        more[number] = 0
         assert coverage(case.groups, case.cut, more).tokens >= found
 
 
-def prefix(groups, cut: Cut, *rows: str) -> Coverage:
+def prefix(groups, cut: Cut, *rows: str) -> Told:
     """Rows: a letter per chunk, ``x`` at hand and ``.`` not."""
-    at_hand = np.array([[letter == "x" for letter in row] for row in rows], np.bool_)
-    return coverage(groups, cut, at_hand)
+    return told(groups, cut, np.array([[0 if letter == "x" else NOWHERE for letter in row] for row in rows]))
 
 
 PROMPT = Cut(tokens=64, chunk_tokens=16, prompt=100)
@@ -246,7 +303,7 @@ def test_a_prompt_of_one_token_or_none_has_no_prefix_for_a_state(groups):
     stateful = groups[-1].kind is STATE
     for prompt in (0, 1):
         cut = Cut(prompt, 16, prompt)
-        found = coverage(groups, cut, np.ones((len(groups), cut.chunks), np.bool_))
+        found = coverage(groups, cut, np.zeros((len(groups), cut.chunks), np.int64))
         assert found.tokens == (0 if stateful else prompt)
         assert farthest(groups, prompt) == found.tokens
 
@@ -267,25 +324,30 @@ def test_the_reason_is_the_group_without_which_more_could_be_used():
 
 def test_what_is_missing_is_named_as_the_first_chunk_that_is():
     found = prefix([group(FULL), group(STATE)], PROMPT, "x..x", "...x")
-    assert found == Coverage(0, (16, 64), 16, (Missing(1, 0),))
+    assert found == Told(0, (16, 64), 16, (Missing(1, 0),))
     found = prefix([group(SLIDING, 40), group(STATE)], PROMPT, "xx.x", "...x")
-    assert found == Coverage(0, (32, 64), 16, (Missing(1, 0),))
+    assert found == Told(0, (32, 64), 16, (Missing(1, 0),))
     found = prefix([group(SLIDING, 40)], Cut(64, 16, 100, 40), "xx..")
     assert found.missing == (Missing(0, 2),)
 
 
 @pytest.mark.parametrize(
-    "at_hand",
-    [np.ones((1, 3), np.bool_), np.ones((2, 4), np.bool_), np.ones(4, np.bool_), np.ones((1, 4), np.int8)],
+    "places",
+    [
+        np.zeros((1, 3), np.int64),
+        np.zeros((2, 4), np.int64),
+        np.zeros(4, np.int64),
+        np.ones((1, 4), np.bool_),
+    ],
 )
-def test_an_answer_to_another_question_is_an_error(at_hand):
-    with pytest.raises(TransferError, match=r"what is at hand is .* not bool of \(1, 4\)"):
-        coverage([group(FULL)], PROMPT, at_hand)
+def test_an_answer_to_another_question_is_an_error(places):
+    with pytest.raises(TransferError, match=r"places of chunks are .* not int64 of \(1, 4\)"):
+        coverage([group(FULL)], PROMPT, places)
 
 
 def test_a_model_without_groups_is_an_error():
     with pytest.raises(TransferError, match="groups of the model"):
-        coverage([], PROMPT, np.ones((0, 4), np.bool_))
+        coverage([], PROMPT, np.zeros((0, 4), np.int64))
 
 
 @pytest.mark.parametrize("made", [(5, 0, 5), (6, 4, 5), (-1, 4, 5), (5, 4, 5, -1), (5, 4, 5, 0, -1)])

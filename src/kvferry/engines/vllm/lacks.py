@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvferry.cache.chunk_cache import ChunkCache
-from kvferry.cache.prompt_chunks import Found, PromptChunks
+from kvferry.cache.prompt_chunks import PromptChunks
 from kvferry.engines.vllm.source import TIERS
 from kvferry.observe.events import Lack, Miss
+from kvferry.planning.coverage import Coverage
 from kvferry.tiers.counters import Miss as HostMiss
 
 _REMEMBERED = {HostMiss.EVICTED: Miss.EVICTED, HostMiss.FILLING: Miss.STORING}
 
 
-def lack_of(chunks: PromptChunks, found: Found, labels: Sequence[str], cache: ChunkCache) -> Lack:
+def lack_of(chunks: PromptChunks, found: Coverage, labels: Sequence[str], cache: ChunkCache) -> Lack:
     """What the boundary lacks that was closest to being usable.
 
     Evicted, if all that it lacks was at hand lately: with more room it still were. Local, if the engine has
@@ -25,7 +26,7 @@ def lack_of(chunks: PromptChunks, found: Found, labels: Sequence[str], cache: Ch
         labels: of the canonical groups, with their numbers.
         cache: that was looked in.
     """
-    cut, lacking = found.cut, found.coverage.missing
+    cut, lacking = found.cut, found.missing
     short = Lack(TIERS, Miss.SHORT_PROMPT, detail=f"{cut.prompt} tokens, chunks of {cut.chunk_tokens}")
     here = Lack(TIERS, Miss.LOCAL, detail=f"{cut.have} of {cut.prompt} tokens are here, no tier has more")
     if not lacking:
@@ -37,7 +38,7 @@ def lack_of(chunks: PromptChunks, found: Found, labels: Sequence[str], cache: Ch
         return Lack(TIERS, miss, group, detail)
     if cut.prompt < cut.chunk_tokens:
         return short
-    if 0 < cut.have >= max(found.coverage.alone):
+    if 0 < cut.have >= max(found.alone):
         return here
     if stranger := cache.stranger:
         detail = f"there is nothing of this model, but of one of its name: namespace {stranger}"

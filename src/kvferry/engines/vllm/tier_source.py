@@ -25,7 +25,6 @@ from kvferry.cache.bids import Bid, Bidding, Part
 from kvferry.cache.chunk_cache import HOST, ChunkCache
 from kvferry.cache.fetch import Fetch
 from kvferry.cache.orders import LoadBegin, LoadEnd, LoadPart, MovedByAll, Piece
-from kvferry.cache.prompt_chunks import NOWHERE, Found, Places
 from kvferry.engines.vllm.lacks import lack_of
 from kvferry.engines.vllm.meta import Report, SchedulerMeta
 from kvferry.engines.vllm.prompts import Prompts
@@ -36,6 +35,7 @@ from kvferry.geometry.canonical import Canonical
 from kvferry.geometry.canonical.length import content_grain
 from kvferry.observe.events import Lack, Miss, Moved
 from kvferry.planning.chunks import Stretch
+from kvferry.planning.coverage import NOWHERE, Coverage
 from kvferry.planning.select import first_seen
 from kvferry.tiers.host import Slot
 from kvferry.tiers.outcome import Get
@@ -63,7 +63,7 @@ class _Asked:
 
     bidding: Bidding
     without: set[str] = field(default_factory=set)
-    looked: Found | None = None
+    looked: Coverage | None = None
     declined: bool = False
 
 
@@ -155,21 +155,21 @@ class TierSource:
     def bids(self, request: Any, have: int) -> Sequence[Bid]:
         """The longest prefix that all groups can continue from; if set so, also that of fewer slow tiers."""
         chunks = self._prompts.get(request)
+        asked = self._asked[request.request_id]
+        asked.declined, asked.looked = False, None
         if chunks is None:
             return ()
-        asked = self._asked[request.request_id]
-        asked.declined = False
         asked.looked = found = chunks.look_up(
             request.num_tokens,
             have,
             partial(self._cache.places, without=asked.without),
             in_full=self._keeps_windows(request.num_tokens),
         )
-        ends = found.coverage.tokens
+        ends, slowest = found.longest()
         bids = [Bid(TIERS, self._parts(found, have, ends))] if ends > have else []
-        for farthest in self._fewer(found.places):
-            before, ends = ends, chunks.within(found, farthest)
-            if have < ends < before:
+        while self._apart and slowest > 0:
+            ends, slowest = found.longest(slowest)
+            if ends > have:
                 bids.append(Bid(TIERS, self._parts(found, have, ends)))
         if bids and len(self._loading) >= MOST_LOADS:
             asked.declined = True
@@ -178,17 +178,13 @@ class TierSource:
 
     def head(self, request: Any, have: int, grain: int) -> Bid | None:
         """See `Source.head`."""
-        chunks, found = self._prompts.get(request), self._asked[request.request_id].looked
-        if chunks is None or found is None:
-            return None
-        return self._part_of(found, have, chunks.beginning(found) // grain * grain)
+        found = self._asked[request.request_id].looked
+        return None if found is None else self._part_of(found, have, found.beginning // grain * grain)
 
     def tail(self, request: Any, have: int, first: int) -> Bid | None:
         """See `Source.tail`."""
-        chunks, found = self._prompts.get(request), self._asked[request.request_id].looked
-        if chunks is None or found is None:
-            return None
-        return self._part_of(found, first, chunks.after(found, first))
+        found = self._asked[request.request_id].looked
+        return None if found is None else self._part_of(found, first, found.after(first))
 
     def lack(self, request: Any, have: int) -> Lack:
         """Which chunks are not at hand, and why not, as far as that is remembered."""
@@ -284,19 +280,12 @@ class TierSource:
         for loading in list(self._loading.values()):
             self._end(loading, "the cache was reset")
 
-    def _part_of(self, found: Found, first: int, last: int) -> Bid | None:
+    def _part_of(self, found: Coverage, first: int, last: int) -> Bid | None:
         if first >= last or len(self._loading) >= MOST_LOADS:
             return None
         return Bid(TIERS, self._parts(found, first, last))
 
-    def _fewer(self, places: Places) -> list[int]:
-        """Places up to which chunks may be taken too: before the slowest that has any, the next, ..."""
-        if not self._apart:
-            return []
-        farther: list[int] = np.flatnonzero(np.bincount(places[places < NOWHERE])[1:]).tolist()
-        return farther[::-1]
-
-    def _parts(self, found: Found, first: int, last: int) -> tuple[Part, ...]:
+    def _parts(self, found: Coverage, first: int, last: int) -> tuple[Part, ...]:
         """Where tokens ``[first, last)`` come from, by the chunks of the group that needs most of them.
 
         One that is nowhere is not needed: it costs as little as one of host memory.
