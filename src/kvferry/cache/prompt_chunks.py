@@ -29,7 +29,9 @@ class PromptChunks:
     def __init__(self, groups: Sequence[CanonicalGroup], keys: ChunkKeys) -> None:
         self.keys = keys
         self._groups = tuple(groups)
+        self._numbers = np.arange(len(self._groups), dtype=np.uint64)[:, None] << _LAST
         self._of_any = tags_of(())
+        self._of_any = self._more()
 
     @property
     def tails(self) -> bool:
@@ -85,13 +87,15 @@ class PromptChunks:
         """Of all chunks' keys, uint64 of shape (groups, chunks): all at once, without making the keys."""
         whole, rest = divmod(cut.tokens, cut.chunk_tokens)
         if len(self._of_any) < whole:
-            new = self.keys.digests(len(self._of_any)).view("<u8")[:, -1]
-            self._of_any = np.append(self._of_any, new)
+            self._of_any = np.concatenate((self._of_any, self._more()))
         tags = self._of_any[:whole]
         if rest:
-            tags = np.append(tags, tags_of([self.keys.at(cut.tokens)]))
-        groups = np.arange(len(self._groups), dtype=np.uint64)[:, None]
-        return (tags & _BUT_LAST) | groups << _LAST
+            tags = np.concatenate((tags, tags_of([self.keys.at(cut.tokens)]) & _BUT_LAST))
+        return tags | self._numbers
+
+    def _more(self) -> Uint64s:
+        """What of the keys is the same for all groups, of the chunks that are new."""
+        return self.keys.digests(len(self._of_any)).view("<u8")[:, -1] & _BUT_LAST
 
 
 _LAST = np.uint64(8 * (TAG_BYTES - 1))

@@ -194,8 +194,8 @@ class Coverage:
         beyond = (self.usable & (self.ends > self.tokens)).nonzero()[0]
         if not len(beyond):
             return None
-        failing = np.count_nonzero([row[beyond] == NOWHERE for row in self.slowest], axis=0)
-        return int(beyond[failing.argmin()])
+        failing = sum((row[beyond] >= NOWHERE).view(np.uint8) for row in self.slowest)
+        return int(beyond[np.argmin(failing)])
 
 
 def farthest(groups: Sequence[Continued], prompt: int) -> int:
@@ -286,6 +286,9 @@ def _chunks(tokens: tuple[int, int], kind: GroupKind, cut: Cut) -> Int64s:
     return np.arange(first // cut.chunk_tokens, -(-high // cut.chunk_tokens), dtype=np.int64)
 
 
+_NONE = np.zeros(1, np.int64)
+
+
 def _slowest(group: Continued, cut: Cut, ends: Int64s, places: Places) -> Places:
     """The slowest place of the run of chunks that a group takes up to each boundary, 0 if it takes none."""
     if group.kind is GroupKind.STATE:
@@ -295,9 +298,10 @@ def _slowest(group: Continued, cut: Cut, ends: Int64s, places: Places) -> Places
         run[: max(cut.have, cut.first) // cut.chunk_tokens] = 0
         return np.maximum.accumulate(run, out=run)
     begins, after = _begins(group, cut, ends), np.arange(1, len(ends) + 1)
-    bounds = np.stack((begins, after), axis=1).ravel()
-    found: Places = np.maximum.reduceat(np.append(places, 0), bounds)[::2] if len(ends) else places
-    return np.where(begins < after, found, 0)
+    bounds = np.empty(2 * len(ends), np.int64)
+    bounds[::2], bounds[1::2] = begins, after
+    found = np.maximum.reduceat(np.concatenate((places, _NONE)), bounds)[::2]
+    return found * (begins < after)
 
 
 def _begins(group: Continued, cut: Cut, ends: Int64s) -> Int64s:

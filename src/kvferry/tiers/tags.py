@@ -55,7 +55,10 @@ class Tags:
         """Which are there: bool of the shape of `tags`, (n,)."""
         table, over = self._table, self._over
         tags = np.maximum(tags, 1)
-        buckets = table.take((_mixed(tags) & np.uint64(len(table) - 1)).astype(np.int64), axis=0)
+        at = (_mixed(tags) & np.uint64(len(table) - 1)).view(np.int64)
+        buckets = table.take(
+            at, axis=0, mode="clip"
+        )  # none is out of it, and so it is not looked whether one is
         # Eight bools at a time: any() of rows as short as these takes longer than all the rest.
         found: npt.NDArray[np.bool_] = np.bitwise_or(*(buckets == tags[:, None]).view(np.uint64).T) != 0
         if over:

@@ -130,11 +130,14 @@ class Engine:
 def test_a_beginning_ends_where_it_may_and_an_end_goes_on_from_there():
     engine = Engine()
     one = engine.arrive(offered())
+    assert engine.source.bids(one, 8)
     assert engine.source.head(one, 8, 16) == Bid(PEER, (Part("peer", 24),))
-    assert engine.source.head(one, 32, 16) is None
     assert engine.source.tail(one, 8, 16) == Bid(PEER, (Part("peer", 24),))
     assert engine.source.tail(one, 8, 40) is None
+    assert engine.source.bids(one, 32)
+    assert engine.source.head(one, 32, 16) is None
     engine.client.answer = Looking()
+    assert engine.source.bids(one, 8)
     assert engine.source.head(one, 8, 16).looking
     assert engine.source.tail(one, 8, 16).looking
 

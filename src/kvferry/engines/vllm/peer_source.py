@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
@@ -39,11 +39,19 @@ UNUSED_SECONDS = 600.0
 
 @dataclass(slots=True)
 class _Pull:
-    """One request's offer on its way into this engine."""
+    """One request's offer on its way into this engine.
+
+    Attributes:
+        offer: of the producer.
+        bidding: of the request.
+        settled: the offer is no longer needed.
+        bid: what was bid when it was last asked.
+    """
 
     offer: Offer
     bidding: Bidding
     settled: bool = False
+    bid: Bid | None = None
 
     @property
     def address(self) -> Address:
@@ -81,9 +89,10 @@ def _blocks_of(ranks: Iterable[RankGeometry]) -> list[tuple[int, set[str]]]:
     return found
 
 
-def _shorter(bids: Sequence[Bid], tokens: int) -> Bid | None:
-    """So many tokens of what is bid."""
-    return replace(bids[0], parts=(Part(PEER, tokens),)) if bids and tokens > 0 else None
+def _shorter(pull: _Pull, tokens: int) -> Bid | None:
+    """So many tokens of what was bid."""
+    bid = pull.bid
+    return Bid(bid.source, (Part(PEER, tokens),), bid.looking) if bid is not None and tokens > 0 else None
 
 
 class PeerSource:
@@ -159,29 +168,18 @@ class PeerSource:
         pull = self._pulls.get(request.request_id)
         if pull is None:
             return ()
-        tokens = pull.offer.remote_num_tokens - have
-        if pull.settled or tokens <= 0:
-            return ()
-        parts = (Part(PEER, tokens),)
-        answer = self._client.look_up(pull.address, pull.incarnation)
-        if isinstance(answer, Looking):
-            return (Bid(pull.peer, parts, looking=True),)
-        if refusal := self._refusal(pull, answer):
-            self._strike(request.request_id, refusal)
-            return ()
-        return (Bid(pull.peer, parts),)
+        pull.bid = self._bid(pull, request, have)
+        return (pull.bid,) if pull.bid is not None else ()
 
     def head(self, request: Any, have: int, grain: int) -> Bid | None:
         """See `Source.head`."""
         pull = self._pulls.get(request.request_id)
-        end = pull.offer.remote_num_tokens // grain * grain if pull is not None else have
-        return _shorter(self.bids(request, have), end - have)
+        return None if pull is None else _shorter(pull, pull.offer.remote_num_tokens // grain * grain - have)
 
     def tail(self, request: Any, have: int, first: int) -> Bid | None:
         """See `Source.tail`."""
         pull = self._pulls.get(request.request_id)
-        tokens = pull.offer.remote_num_tokens - first if pull is not None else 0
-        return _shorter(self.bids(request, have), tokens)
+        return None if pull is None else _shorter(pull, pull.offer.remote_num_tokens - first)
 
     def lack(self, request: Any, have: int) -> Lack:
         """The peer cannot be used, or has no more than is here; or none keeps an earlier turn."""
@@ -298,6 +296,16 @@ class PeerSource:
         if found is not None:
             self._take(name, found, self._asking[name])
         return None
+
+    def _bid(self, pull: _Pull, request: Any, have: int) -> Bid | None:
+        tokens = pull.offer.remote_num_tokens - have
+        if pull.settled or tokens <= 0:
+            return None
+        answer = self._client.look_up(pull.address, pull.incarnation)
+        if not isinstance(answer, Looking) and (refusal := self._refusal(pull, answer)):
+            self._strike(request.request_id, refusal)
+            return None
+        return Bid(pull.peer, (Part(PEER, tokens),), isinstance(answer, Looking))
 
     def _refusal(self, pull: _Pull, answer: Known | NotUsable) -> str | None:
         """Why a peer cannot be used."""
