@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from support.object_server import BUCKET, s3
+from kvferry.bench.object_server import BUCKET
+from support.object_server import s3
 from support.vllm_engine.inside import distance
 from support.vllm_engine.pair import prompt
 from support.vllm_engine.tiered import Tiered

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import re
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-_KEY, _SECRET = "tests-access", "tests-secret"
-BUCKET = "chunks"
+from kvferry.bench.object_server import ObjectServer, object_server
 
 Answer = bytes | Callable[[bytes], bytes]
 
@@ -25,17 +22,13 @@ class Server:
 
     port: int
     root: Path = Path("/nowhere")
+    key: str = "tests-access"
+    secret: str = "tests-secret"
 
     @property
     def options(self) -> dict[str, str]:
         """What a client needs, as options."""
-        return {
-            "endpoint": f"http://127.0.0.1:{self.port}",
-            "region": "us-east-1",
-            "access_key_id": _KEY,
-            "secret_access_key": _SECRET,
-            "allow_http": "true",
-        }
+        return ObjectServer(self.port, self.key, self.secret, self.root).options(self.port)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -46,22 +39,8 @@ class Server:
 @contextmanager
 def s3(root: Path) -> Iterator[Server]:
     """rclone, serving a folder whose folders are buckets."""
-    (root / BUCKET).mkdir()
-    rclone = Path(sys.executable).with_name("rclone")
-    options = ["--addr", "127.0.0.1:0", "--auth-key", f"{_KEY},{_SECRET}", "--config", ""]
-    with subprocess.Popen(
-        [rclone, "serve", "s3", *options, root], stderr=subprocess.PIPE, text=True
-    ) as server:
-        try:
-            lines = iter(server.stderr.readline, "")
-            port = next(
-                int(found[1]) for line in lines if (found := re.search(r"http://127\.0\.0\.1:(\d+)", line))
-            )
-            # What it goes on saying must not fill the pipe.
-            threading.Thread(target=server.stderr.read, daemon=True).start()
-            yield Server(port, root)
-        finally:
-            server.terminate()
+    with object_server(root) as server:
+        yield Server(server.port, root, server.key, server.secret)
 
 
 @contextmanager
@@ -107,7 +86,7 @@ class Line:
         self._to = to
         self._ends: list[socket.socket] = []
         self._listening = socket.create_server(("127.0.0.1", 0))
-        self.server = Server(self._listening.getsockname()[1], to.root)
+        self.server = replace(to, port=self._listening.getsockname()[1])
 
     def __enter__(self) -> Self:
         threading.Thread(target=self._serve, daemon=True).start()

@@ -5,7 +5,8 @@ from itertools import count
 
 import pytest
 
-from support.object_server import BUCKET, Server, s3
+from kvferry.bench.object_server import BUCKET
+from support.object_server import Server, s3
 from support.stores import Clock, open_store
 
 _PLACES = count()
