@@ -81,7 +81,7 @@ def test_by_cost_a_disk_that_turned_out_slow_is_not_waited_for_and_memory_is_use
         engine.engine.call("slow_prompts", 0.3)  # a tiny model computes as fast as memory gives
         reference = engine.say(text)
         engine.say(more)
-        engine.engine.call("slow_files", 2.0)
+        engine.engine.call("slow_files", 4.0)
         engine.forget(host=True)
         assert engine.say(text)["hit"] == [len(text)], "nothing is known of the disk: it is tried"
         engine.forget()
