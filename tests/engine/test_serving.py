@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -59,8 +59,11 @@ def processes_below(root: int) -> set[int]:
 
 
 def shared_memory_of(pids: set[int]) -> set[str]:
-    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in pids]
-    return {name for text in maps for name in re.findall(r"/dev/shm/(\S+)", text)}
+    found = set()
+    for pid in pids:
+        with suppress(OSError):  # it has just ended
+            found |= {*re.findall(r"/dev/shm/(\S+)", Path(f"/proc/{pid}/maps").read_text())}
+    return found
 
 
 class Served:
