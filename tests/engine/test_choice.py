@@ -10,7 +10,7 @@ import pytest
 
 from support.vllm_engine.both import Both, loads
 from support.vllm_engine.inside import distance
-from support.vllm_engine.pair import prompt
+from support.vllm_engine.pair import SOON, prompt
 from support.vllm_engine.tiered import Tiered, chunk_files, spoil
 
 pytestmark = [pytest.mark.engine, pytest.mark.family]
@@ -67,7 +67,7 @@ def test_when_the_peers_part_fails_that_of_slow_tiers_is_not_waited_for(both: Bo
     assert any(re.fullmatch(given_up, line) for line in both.decode.call("story_of_last"))
     assert answer["tokens"] == reference["tokens"]
     assert distance(answer, reference) < 1e-4
-    both.prefill.call("step", 1.0)
+    both.prefill.call("step", SOON)
     both.nothing_held()
 
 
@@ -81,7 +81,7 @@ def test_by_cost_a_disk_that_turned_out_slow_is_not_waited_for_and_memory_is_use
         engine.engine.call("slow_prompts", 0.3)  # a tiny model computes as fast as memory gives
         reference = engine.say(text)
         engine.say(more)
-        engine.engine.call("slow_files", 2.0)
+        engine.engine.call("slow_files", 4.0)
         engine.forget(host=True)
         assert engine.say(text)["hit"] == [len(text)], "nothing is known of the disk: it is tried"
         engine.forget()

@@ -163,7 +163,7 @@ def test_on_two_ranks_the_cheaper_child_loads_or_none(
         assert ask(memory=True) == [("memory", 512)], "both are to be tried, the first is first"
         assert ask() == [("disk", 512)], "the other has nothing any more"
         two.engine.call("forget_speeds")
-        two.engine.call("slow_files", 2.0, of=1)
+        two.engine.call("slow_files", 4.0, of=1)
         assert ask() == [("disk", 512)]
         assert ask() == [], "computing is faster than such a disk"
         assert ask(memory=True) == [("memory", 512)]

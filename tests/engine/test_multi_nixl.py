@@ -10,7 +10,7 @@ import pytest
 from kvferry.serving.ports import free_ports
 from support.vllm_engine.inside import distance
 from support.vllm_engine.multi import child, multi
-from support.vllm_engine.pair import Pair, Setup, prompt
+from support.vllm_engine.pair import SOON, Pair, Setup, prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.family]
 
@@ -48,7 +48,7 @@ class Mixed(Pair):
         (offer,) = [answer["params"] for answer in self.prefill.call("prefill", [text])]
         (answer,) = self.decode.call("generate", [text], [{**offer, **wrong}])
         answer["loaded"] = self.decode.call("chosen")
-        self.prefill.call("step", 1.0)
+        self.prefill.call("step", SOON)
         return answer
 
 

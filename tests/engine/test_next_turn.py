@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from support.vllm_engine.inside import distance
-from support.vllm_engine.pair import Pair, Setup, connector, prompt
+from support.vllm_engine.pair import SOON, Pair, Setup, connector, prompt
 
 NO_CACHE = {"enable_prefix_caching": False}
 SHORT_STEPS = {"max_num_batched_tokens": 256}
@@ -50,7 +50,7 @@ def ended(pair: Pair) -> Iterator[None]:
     assert not pair.decode.call("reset_prefix_cache"), "blocks are in use"
     pair.decode.call("reset_connector")
     assert pair.decode.call("busy")
-    pair.decode.call("step", 0.3)
+    pair.decode.call("step", SOON)
     assert not pair.decode.call("busy")
     assert pair.decode.call("counters")["leases"] == 0
     assert pair.decode.call("reset_prefix_cache"), "all are free"
@@ -58,8 +58,9 @@ def ended(pair: Pair) -> Iterator[None]:
 
 def first_turn(pair: Pair, text: list[int]) -> list[int]:
     """A prompt and its answer, which the decode engine has and keeps."""
+    pair.prefill.call("wait_for_turns", SOON)
     (answer,) = pair.through([text], ANSWER)
-    pair.decode.call("step", 0.1)  # whatever was in flight has ended
+    pair.decode.call("step", SOON)  # whatever was in flight has ended
     pair.prefill.call("new_loads")
     return text + answer["tokens"]
 

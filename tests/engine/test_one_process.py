@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
 from support.vllm_engine.inside import distance
-from support.vllm_engine.pair import Pair, Setup, connector, prompt
+from support.vllm_engine.pair import SOON, Pair, Setup, connector, prompt
 from support.vllm_engine.process import Engine
 
 pytestmark = pytest.mark.engine
@@ -33,7 +33,7 @@ def test_two_engines_in_one_process_hand_over_to_each_other(
             theirs = both.call("digests", offer["remote_block_ids"], offer["remote_num_tokens"])
             assert list(loaded.values()) == [theirs]
             assert answer["tokens"] == reference["tokens"]
-            both.call("step", 1.0)
+            both.call("step", SOON)
             assert both.call("requests_left") == 0
             both.call("other", "spoil", 5)
             offer = both.call("prefill", [text])[0]["params"]
@@ -42,7 +42,7 @@ def test_two_engines_in_one_process_hand_over_to_each_other(
             both.call("other", "spoil", None)
             both.call("other", "loaded")
             assert spoiled["logprobs"][0] != reference["logprobs"][0]
-            both.call("step", 1.0)
+            both.call("step", SOON)
             both.call("reset_prefix_cache")
             both.call("other", "reset_prefix_cache")
     finally:

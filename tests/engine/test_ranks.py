@@ -237,7 +237,9 @@ def test_metrics_of_a_hand_over_are_what_the_log_says_whatever_the_number_of_ran
         seconds = grown.pop(f"transfer_seconds_sum {'read' if stage == 'transfer' else stage}")
         assert seconds == pytest.approx(sum(line[f"{stage}_seconds"] for line in lines), abs=1e-5)
     waited = grown.pop("load_seconds_sum peer")
-    assert waited == pytest.approx(sum(line["total_seconds"] for line in lines), abs=0.05)
+    moving = sum(line[f"{stage}_seconds"] for stage in ("plan", "transfer", "check") for line in lines)
+    # The log is written after it was counted, and by the same clock.
+    assert moving < waited < sum(line["total_seconds"] for line in lines) + 1e-5
     # What the tiers had to say to it: two queries that came to nothing, as the chunks were new to them.
     assert grown.pop("queries_total tiers") == 2
     assert grown.pop("misses_total several not_stored tiers") == 2

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
-from support.vllm_engine.pair import connector, prompt
+from support.vllm_engine.pair import SOON, connector, prompt
 from support.vllm_engine.process import Engine, EngineError
 
 pytestmark = pytest.mark.engine
@@ -56,7 +56,7 @@ def test_blocks_of_other_weights_are_refused_and_the_prompt_computed_here(
         said = both.log.read_text()
         assert "is computed here" in said
         assert "weights: " in said
-        both.call("step", 1.0)
+        both.call("step", SOON)
         assert both.call("requests_left") == 0
     finally:
         both.close()

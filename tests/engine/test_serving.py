@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -12,6 +13,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -56,8 +59,11 @@ def processes_below(root: int) -> set[int]:
 
 
 def shared_memory_of(pids: set[int]) -> set[str]:
-    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in pids]
-    return {name for text in maps for name in re.findall(r"/dev/shm/(\S+)", text)}
+    found = set()
+    for pid in pids:
+        with suppress(OSError):  # it has just ended
+            found |= {*re.findall(r"/dev/shm/(\S+)", Path(f"/proc/{pid}/maps").read_text())}
+    return found
 
 
 class Served:
@@ -268,9 +274,8 @@ def test_top_finds_the_engines_through_the_router_and_shows_what_they_have_done(
     ]
     with Terminal([*KVFERRY, "top", served.url, "--interval", "0.5"]) as terminal:
         terminal.until(lambda text: "2 of 2 engines answer" in text and "tokens/s  answers" in text)
-        for number in range(3):
-            served.post(served.url, "/v1/completions", prompt=f"{number} {TEXT * 12}")
-        terminal.until(lambda text: re.search(r"peer [1-9]", text) is not None)  # tokens per second, just now
+        with asking(served):  # tokens per second, just now
+            terminal.until(lambda text: re.search(r"peer [1-9]", text) is not None)
 
         def as_the_pages_have_it(text: str) -> bool:
             """Engines' last steps are on their pages a moment later."""
@@ -294,6 +299,26 @@ def test_top_finds_the_engines_through_the_router_and_shows_what_they_have_done(
         terminal.press("q")
         assert terminal.end() == 0
         assert terminal.modes == terminal.before
+
+
+@contextmanager
+def asking(served: Served) -> Iterator[None]:
+    """New prompts, one after the other, for as long as the block runs; three of them at least."""
+    ended = threading.Event()
+
+    def ask() -> None:
+        for number in itertools.count():
+            if number >= 3 and ended.is_set():
+                return
+            served.post(served.url, "/v1/completions", prompt=f"{number} {TEXT * 12}")
+
+    asker = threading.Thread(target=ask)
+    asker.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        asker.join()
 
 
 def test_every_metric_that_is_asked_for_is_on_an_engines_page(served):

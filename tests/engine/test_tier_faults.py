@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from support.vllm_engine.faulty import Case, Faulty, Plain
-from support.vllm_engine.pair import prompt
+from support.vllm_engine.pair import SOON, prompt
 from support.vllm_engine.tiered import chunk_files, spoil
 
 DEADLINE = 2.0
-SETTINGS = {"chunk_tokens": 64, "load_timeout_seconds": DEADLINE}
+PATIENCE = 20.0
+SETTINGS = {"chunk_tokens": 64, "load_timeout_seconds": DEADLINE, "patience_seconds": PATIENCE}
 CASES = (
     Case("gemma3", {"num_gpu_blocks_override": 100, "block_size": 64}, SETTINGS),
     Case("lfm2", {"num_gpu_blocks_override": 50}, SETTINGS, exact=False),
@@ -106,14 +107,14 @@ def test_a_reset_while_chunks_are_stored_and_loaded_uses_none_of_them(faulty: Fa
     faulty.right([text])
     faulty.settle()
     faulty.forget()
-    faulty.engine.call("slow_copies", 0.1)
+    faulty.engine.call("slow_copies", 1.0)  # longer than a step takes
     names = faulty.engine.call("add", [text, other], [None, None])
     while not (faulty.engine.call("waiting_for_kv") and "stores" in faulty.engine.call("held")):
         assert not faulty.engine.call("steps", 1), "both have ended"
     assert not faulty.engine.call("reset_all"), "blocks are in use: vLLM says that it is not done"
+    faulty.engine.call("slow_copies", 0)
     while faulty.engine.call("requests_left"):
         faulty.engine.call("steps", 1)
-    faulty.engine.call("slow_copies", 0)
     assert names
     faulty.nothing_held()
     assert faulty.say(text)["hit"] == [0]
@@ -155,15 +156,17 @@ def test_reads_that_hang_cost_their_deadline_and_nothing_else(faulty: Faulty) ->
     faulty.forget(host=True)
     faulty.engine.call("hang", "get")
     began = time.monotonic()
-    assert [hits[0] > 0 for hits in faulty.right([text]).values()] == [True]
-    assert DEADLINE < time.monotonic() - began < DEADLINE + 3
+    ((first, *later),) = faulty.right([text]).values()
+    assert first > 0
+    assert later == [0], "one deadline has passed, not several"
+    assert DEADLINE < time.monotonic() - began < DEADLINE + SOON
     assert faulty.engine.call("hanging")["get"]
     time.sleep(5.5 - DEADLINE)
     assert faulty.engine.call("stuck") == [(True, False)]
     faulty.forget()
     began = time.monotonic()
     assert list(faulty.right([other]).values()) == [[0]], "a tier that is stuck was asked"
-    assert time.monotonic() - began < DEADLINE
+    assert time.monotonic() - began < PATIENCE, "it was waited for"
     faulty.engine.call("go_on")
     faulty.nothing_held()
     assert faulty.engine.call("stuck") == [(False, False)]
@@ -178,7 +181,7 @@ def test_writes_that_hang_hold_up_no_answer(faulty: Faulty) -> None:
     for _ in range(2):
         began = time.monotonic()
         faulty.right(TEXTS)
-        assert time.monotonic() - began < DEADLINE + 3
+        assert time.monotonic() - began < SOON, "a write that hangs ends never"
     assert faulty.engine.call("hanging")["put"]
     faulty.engine.call("go_on")
     faulty.nothing_held()

@@ -21,7 +21,7 @@ def test_an_engine_finds_in_the_store_what_another_has_put_there_and_serves_on_w
     def start(name: str, options: dict[str, str], *, fresh: bool = False) -> Tiered:
         tiers = [
             {"type": "host", "capacity": "64MiB"},
-            {"type": "object", "url": f"s3://{BUCKET}/kv", "options": options, "timeout_seconds": 4},
+            {"type": "object", "url": f"s3://{BUCKET}/kv", "options": options, "timeout_seconds": 20},
         ]
         log = tmp_path / f"{name}.log"
         return Tiered("gemma3", checkpoints, tmp_path / "unused", log, tiers=tiers, fresh=fresh)

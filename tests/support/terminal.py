@@ -67,7 +67,7 @@ class Terminal:
         self._shape(columns, rows)
         self.screen.resize(rows, columns)
 
-    def until(self, condition: Callable[[str], bool], seconds: float = 20.0) -> str:
+    def until(self, condition: Callable[[str], bool], seconds: float = 60.0) -> str:
         """Wait until the screen is so; what is on it then."""
         deadline = time.monotonic() + seconds
         while not condition(self.text):
@@ -76,7 +76,7 @@ class Terminal:
             self._listen(0.02)
         return self.text
 
-    def end(self, seconds: float = 10.0) -> int:
+    def end(self, seconds: float = 30.0) -> int:
         """Wait for the program's end; its exit code."""
         deadline = time.monotonic() + seconds
         while self.process.poll() is None:

@@ -70,7 +70,7 @@ class Producer:
         self._answer()
 
     def _answer(self) -> Any:
-        assert self._connection.poll(60), "the producer says nothing"
+        assert self._connection.poll(200), "the producer says nothing"
         return self._connection.recv()
 
     def signal(self, number: signal.Signals) -> None:

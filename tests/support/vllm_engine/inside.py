@@ -315,7 +315,7 @@ def bids(engine: Any) -> list[int]:
     return seen
 
 
-def settle_tiers(engine: Any, seconds: float = 30.0, of: int = 0) -> None:
+def settle_tiers(engine: Any, seconds: float = 120.0, of: int = 0) -> None:
     """Step until the tiers have nothing left to do, as a server does."""
     ours = half(engine, of)
     until = time.monotonic() + seconds
@@ -408,6 +408,13 @@ def reset_connector(engine: Any) -> None:
 def ask_for_turns(engine: Any, *, asks: bool) -> None:
     """Whether peers are asked for earlier turns."""
     half(engine)._peers._turns._keepers = (lambda: half(engine)._server.keepers) if asks else list
+
+
+def wait_for_turns(engine: Any, seconds: float) -> None:
+    """How long peers may take to say what they keep: a busy machine makes them look silent."""
+    from kvferry.transport import turns
+
+    turns.ASK_SECONDS = seconds
 
 
 def free_blocks(engine: Any) -> int:

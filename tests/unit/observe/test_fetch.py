@@ -87,24 +87,24 @@ def test_an_answer_comes_whole_whatever_its_status() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    ("answer", "seconds", "words"),
     [
-        (endless, "/metrics is larger than 1 MiB"),
-        (slow, "/metrics does not end in 0.5 s"),
-        (silent, "silent for 0.5 s"),
-        (broken, "RemoteProtocolError: peer closed connection without sending complete message body"),
-        (lambda asking: asking.sendall(b"SSH-2.0-OpenSSH\r\n"), "RemoteProtocolError: "),
+        (endless, 20.0, "/metrics is larger than 1 MiB"),
+        (slow, 0.5, "/metrics does not end in 0.5 s"),
+        (silent, 0.5, "silent for 0.5 s"),
+        (broken, 20.0, "RemoteProtocolError: peer closed connection without sending complete message body"),
+        (lambda asking: asking.sendall(b"SSH-2.0-OpenSSH\r\n"), 20.0, "RemoteProtocolError: "),
     ],
     ids=["endless", "slow", "silent", "broken off", "no HTTP"],
 )
-def test_what_is_no_answer_is_one_sentence_within_its_time(answer, words, monkeypatch) -> None:
+def test_what_is_no_answer_is_one_sentence_within_its_time(answer, seconds, words, monkeypatch) -> None:
     monkeypatch.setattr(module, "MOST_BYTES", 1 << 20)
     begun = time.monotonic()
     with server(answer) as url, pytest.raises(ProtocolError) as raised:
-        fetched(url, 0.5)
+        fetched(url, seconds)
     assert str(raised.value).startswith(words)
     assert "\n" not in str(raised.value)
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - begun < 15
 
 
 def test_nobody_at_an_address_is_one_sentence() -> None:
@@ -113,13 +113,13 @@ def test_nobody_at_an_address_is_one_sentence() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
-    [(endless, "no answer: /health is larger than 1 MiB"), (slow, "no answer: /health does")],
+    ("answer", "seconds", "words"),
+    [(endless, 20.0, "no answer: /health is larger than 1 MiB"), (slow, 0.5, "no answer: /health does")],
 )
-def test_doctor_is_not_held_up_by_a_server_that_does_not_end(answer, words, monkeypatch) -> None:
+def test_doctor_is_not_held_up_by_a_server_that_does_not_end(answer, seconds, words, monkeypatch) -> None:
     monkeypatch.setattr(module, "MOST_BYTES", 1 << 20)
     with server(answer) as url:
-        (found,) = http_engine.look(url, 0.5).findings
+        (found,) = http_engine.look(url, seconds).findings
     assert found.found.startswith(words)
 
 

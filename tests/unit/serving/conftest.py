@@ -26,7 +26,7 @@ KV = {"do_remote_prefill": True, "remote_engine_id": "p", "remote_block_ids": [[
 TOKENS = ["The", " bytes", " are", " moved", "."]
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Fail if the condition does not come true in time."""
     deadline = time.monotonic() + seconds
     while not condition():

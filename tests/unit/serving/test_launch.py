@@ -70,7 +70,7 @@ def deaf(eventually):
     """Waits until a DEAF script of this fleet is."""
 
     def wait(fleet: Fleet) -> None:
-        eventually(lambda: "deaf" in fleet.engines[0].log_path.read_text(), 20)
+        eventually(lambda: "deaf" in fleet.engines[0].log_path.read_text())
 
     return wait
 
@@ -131,7 +131,7 @@ def test_an_engine_that_does_not_end_when_asked_is_killed_after_the_grace(tmp_pa
     with Fleet([script(code=DEAF)], tmp_path, grace_seconds=0.5) as fleet:
         deaf(fleet)
         began = time.monotonic()
-    assert 0.5 < time.monotonic() - began < 8
+    assert 0.5 < time.monotonic() - began < 40
     assert fleet.engines[0].state is EngineState.DEAD
 
 
@@ -140,7 +140,7 @@ def test_a_kill_does_not_wait_for_the_grace(tmp_path, script, deaf):
         deaf(fleet)
         began = time.monotonic()
         fleet.kill()
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 40
 
 
 def test_an_interrupt_while_stopping_kills_and_is_raised(tmp_path, script, deaf, monkeypatch):
@@ -159,7 +159,7 @@ def test_an_interrupt_while_stopping_kills_and_is_raised(tmp_path, script, deaf,
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         fleet.stop()
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 40
     assert fleet.engines[0].state is EngineState.DEAD
 
 
@@ -168,7 +168,7 @@ def test_an_engine_that_dies_later_is_seen_and_its_children_are_ended(tmp_path, 
         fleet.wait_ready()
         root, child = pids_of(tmp_path, "prefill-0")
         os.kill(root, signal.SIGKILL)
-        eventually(lambda: fleet.engines[0].poll() is EngineState.DEAD, 10)
+        eventually(lambda: fleet.engines[0].poll() is EngineState.DEAD)
         assert fleet.engines[0].exit_code == -9
         assert not alive(child)
 
@@ -191,7 +191,7 @@ with Fleet([spec], Path(folder)) as fleet:
         pids = pids_of(tmp_path, "prefill-0")
         assert all(map(alive, pids))
         process.kill()
-    eventually(lambda: not any(map(alive, pids)), 10)
+    eventually(lambda: not any(map(alive, pids)))
 
 
 def test_shared_memory_of_a_killed_engine_is_removed(tmp_path, script, eventually):
@@ -203,7 +203,7 @@ open(sys.argv[3] + "/name", "w").write(memory.name)
 time.sleep(300)
 """
     with Fleet([script(code=code)], tmp_path) as fleet:
-        eventually(lambda: (tmp_path / "name").exists() and (tmp_path / "name").read_text(), 10)
+        eventually(lambda: (tmp_path / "name").exists() and (tmp_path / "name").read_text())
         segment = Path("/dev/shm") / (tmp_path / "name").read_text()
         assert segment.exists()
         fleet.kill()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier, BrokenBarrierError
 
 import pytest
 from blake3 import blake3
@@ -22,16 +22,17 @@ def test_every_unit_has_a_digest_of_its_own(units, unit_bytes):
 
 @pytest.mark.parametrize(("unit_bytes", "together"), [(1000, False), (64 << 10, True)])
 def test_small_units_are_digested_by_one_thread_at_a_time(monkeypatch, unit_bytes, together):
-    inside, most = [], []
+    two = Barrier(2, timeout=30.0 if together else 0.2)
+    monkeypatch.setattr(checksum, "blake3", lambda data: two.wait() is None or blake3(data))
+    met = []
 
-    def slow(data):
-        inside.append(data)
-        time.sleep(0.005)
-        most.append(len(inside))
-        inside.remove(data)
-        return blake3(data)
+    def digests(_):
+        try:
+            unit_digests(bytes(unit_bytes * 2), unit_bytes)
+            met.append(True)
+        except BrokenBarrierError:
+            met.append(False)
 
-    monkeypatch.setattr(checksum, "blake3", slow)
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: unit_digests(bytes(4 * unit_bytes), unit_bytes), range(4)))
-    assert (max(most) > 1) == together
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(digests, range(2)))
+    assert met == [together] * 2

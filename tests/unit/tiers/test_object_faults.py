@@ -26,6 +26,8 @@ from support.stores import FILE_BYTES, GROUP, body
 CLOSED = Server(1)
 URL = "s3://bucket/path"
 HALF = response("200 OK", b"x" * 1000, length=FILE_BYTES)
+PATIENCE = 8.0
+"""Far above any timeout here, and far below the client's own half a minute."""
 
 
 @contextmanager
@@ -38,9 +40,9 @@ def within(low: float, high: float) -> Iterator[None]:
 @pytest.mark.parametrize("answer", [b"", HALF[:-1000], HALF], ids=["nothing", "a head", "half an answer"])
 def test_a_server_that_stalls_costs_no_more_than_the_timeout(answer, caplog):
     with ill(answer) as server:
-        with within(0.3, 0.8):
+        with within(0.3, PATIENCE):
             store = open_objects(URL, server, timeout_seconds=0.6)
-        with within(0.3, 0.8):
+        with within(0.3, PATIENCE):
             assert get(store, 1) is Get.IO_ERROR
         assert store.faults == {Fault.TIMEOUT: 2}
     [said] = warnings(caplog)
@@ -55,7 +57,7 @@ def test_a_store_that_stalls_lets_go_of_the_memory_when_it_is_given_up():
     memory = bytearray(body(1, group))
     with ill(b"") as server:
         store = open_objects(URL, server, timeout_seconds=0.6)
-        with within(0.3, 0.8):
+        with within(0.3, PATIENCE):
             assert store.put(key(1), group, memoryview(memory)) is Put.IO_ERROR
         memory.clear()
 
@@ -65,7 +67,7 @@ def test_a_refusal_before_all_was_sent_lets_go_of_the_memory():
     memory = bytearray(body(1, group))
     with ill(error("403 Forbidden", "AccessDenied"), reads_body=False) as server:
         store = open_objects(URL, server, timeout_seconds=2.0)
-        with within(0.0, 2.1):
+        with within(0.0, PATIENCE):
             assert store.put(key(1), group, memoryview(memory)) is Put.IO_ERROR
         memory.clear()
 
@@ -150,7 +152,7 @@ def test_a_store_that_is_away_at_the_start_is_found_by_a_refresh(s3_server, s3_u
     put(open_objects(s3_url, s3_server), 1)
     with Line(s3_server) as line:
         line.whole.clear()
-        store = open_objects(s3_url, line.server, timeout_seconds=0.4)
+        store = open_objects(s3_url, line.server, timeout_seconds=2.0)
         assert known(store, 1) == [False]
         assert store.refresh() == 0
         assert len(warnings(caplog)) == 1
@@ -163,25 +165,22 @@ def test_a_store_that_is_away_at_the_start_is_found_by_a_refresh(s3_server, s3_u
 def test_a_store_that_fails_is_left_alone_and_asked_again_later(s3_server, s3_url):
     clock = Clock()
     with Line(s3_server) as line:
-        store = open_objects(s3_url, line.server, timeout_seconds=0.4, rest_seconds=30.0, clock=clock)
+        store = open_objects(s3_url, line.server, timeout_seconds=2.0, rest_seconds=30.0, clock=clock)
         for number in range(6):
             assert put(store, number) is Put.STORED
         line.whole.clear()
         for number in range(3):
             assert known(store, number, 5) == [True, True]
-            with within(0.2, 0.6):
-                assert get(store, number) is Get.IO_ERROR
-        with within(0.0, 0.1):
-            assert known(store, 3, 4, 5) == [False] * 3
-            assert get(store, 3) is Get.IO_ERROR
-            assert store.refresh() == 0
-        assert store.faults == {Fault.TIMEOUT: 3, Fault.RESTING: 2}
+            assert get(store, number) is Get.IO_ERROR
+        assert known(store, 3, 4, 5) == [False] * 3
+        assert get(store, 3) is Get.IO_ERROR
+        assert store.refresh() == 0
+        assert store.faults == {Fault.TIMEOUT: 3, Fault.RESTING: 2}, "what rests is not asked"
         clock.now = 30.0
         assert known(store, 3, 4, 5) == [True] * 3
-        with within(0.2, 0.6):
-            assert get(store, 4) is Get.IO_ERROR
-        with within(0.0, 0.1):
-            assert get(store, 5) is Get.IO_ERROR
+        assert get(store, 4) is Get.IO_ERROR
+        assert get(store, 5) is Get.IO_ERROR
+        assert store.faults == {Fault.TIMEOUT: 4, Fault.RESTING: 3}
         line.whole.set()
         clock.now = 60.0
         assert get(store, 5) is Get.HIT
@@ -238,7 +237,7 @@ def test_memory_is_held_until_the_client_has_let_go_of_it(s3_server, s3_url, mon
     store = open_objects(s3_url, s3_server)
     memory = bytearray(body(1))
     monkeypatch.setattr("obstore.put", slowly)
-    with within(0.2, 1.0):
+    with within(0.2, PATIENCE):
         assert store.put(key(1), GROUP, memoryview(memory)) is Put.IO_ERROR
     memory.clear()
 

@@ -39,6 +39,7 @@ def work(path: Path, seed: int, report: Path, fetching: bool = True) -> None:
         return write(fd, pieces[:1], at)
 
     direct_io.os.pwritev = in_steps
+    report.with_suffix(".begun").touch()
     wrong = 0
     while not report.with_suffix(".stop").exists():
         number = draw.randrange(_NUMBERS)
@@ -56,6 +57,7 @@ def work(path: Path, seed: int, report: Path, fetching: bool = True) -> None:
 def watch(path: Path, report: Path) -> None:
     """Add up all files, again and again, while nobody can make, rename or remove one."""
     ledger = Ledger(str(path), 30)
+    report.with_suffix(".begun").touch()
     worst, samples, short = 0, 0, 0
     while not report.with_suffix(".stop").exists():
         with ledger.held() as account:
@@ -66,12 +68,21 @@ def watch(path: Path, report: Path) -> None:
     report.write_text(json.dumps({"worst": worst, "samples": samples, "short": short}))
 
 
+def wait_begun(reports: Path, *names: str) -> None:
+    """Until these processes have: to start takes seconds on a busy machine."""
+    deadline = time.monotonic() + 60
+    while not all((reports / f"{name}.begun").exists() for name in names):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def run(path: Path, reports: Path, seconds: float, killing: bool) -> tuple[dict, list[dict], int]:
     """Three processes that store and fetch, one that watches; one of the three is killed over and over."""
     watcher = _SPAWN.Process(target=watch, args=(path, reports / "watch"))
     steady = [_SPAWN.Process(target=work, args=(path, seed, reports / f"{seed}")) for seed in (1, 2)]
     for process in (watcher, *steady):
         process.start()
+    wait_begun(reports, "watch", "1", "2")
     deadline, kills, draw = time.monotonic() + seconds, 0, random.Random(0)
     context = get_context("fork")
     while time.monotonic() < deadline:
@@ -132,6 +143,7 @@ def test_the_disk_itself_never_sees_more_than_the_capacity(tmp_path):
         ]
         for one in workers:
             one.start()
+        wait_begun(reports, "1", "2", "3")
         deadline, most = time.monotonic() + 5, 0
         while time.monotonic() < deadline:
             space = os.statvfs(tmp_path)

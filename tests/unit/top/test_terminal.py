@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
 import time
 
 import pytest
@@ -271,13 +272,15 @@ def test_json_has_null_for_what_is_no_number():
     }
 
 
-def test_ctrl_c_while_one_sample_is_taken_is_said_by_the_exit_code(engine):
-    command = [*KVFERRY, "top", engine, "--json", "--interval", "60"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        time.sleep(3)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130
-        assert "Traceback" not in process.stderr.read()
+def test_ctrl_c_while_one_sample_is_taken_is_said_by_the_exit_code(page):
+    asked = threading.Event()
+    with shown({"/metrics": lambda: asked.set() or page.text()}) as engine:
+        command = [*KVFERRY, "top", engine, "--json", "--interval", "60"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert asked.wait(60)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 130
+            assert "Traceback" not in process.stderr.read()
 
 
 def test_what_is_no_url_is_one_sentence():

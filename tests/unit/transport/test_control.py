@@ -79,7 +79,7 @@ class Ends:
         return dealer
 
 
-def settled(client: ControlClient, port: int, incarnation: int = 1, seconds: float = 5.0, host: str = HOST):
+def settled(client: ControlClient, port: int, incarnation: int = 1, seconds: float = 30.0, host: str = HOST):
     """What is known once nothing is under way."""
     return until(
         lambda: None if isinstance(answer := client.look_up((host, port), incarnation), Looking) else answer,
@@ -87,7 +87,7 @@ def settled(client: ControlClient, port: int, incarnation: int = 1, seconds: flo
     )
 
 
-def until(there: Callable[[], object], seconds: float = 5.0):
+def until(there: Callable[[], object], seconds: float = 30.0):
     """What `there` returns once it is something."""
     deadline = time.monotonic() + seconds
     while not (found := there()):
@@ -166,7 +166,7 @@ def test_a_silent_peer_is_given_up_after_handshake_seconds(ends):
         client = ends.client(handshake_seconds=0.3)
         began = time.monotonic()
         answer = settled(client, silent.getsockname()[1])
-        assert 0.3 <= time.monotonic() - began < 2.0
+        assert 0.3 <= time.monotonic() - began < 5.0
         assert answer == NotUsable("no answer within 0.3 s; is it up, and reachable?")
 
 
@@ -179,7 +179,7 @@ def test_a_peer_nobody_listens_for_is_given_up_too(ends):
 def test_a_refusal_stands_for_a_while_and_is_then_asked_anew(ends, monkeypatch):
     with socket.create_server((HOST, 0)) as gone:
         port = gone.getsockname()[1]
-    client = ends.client(handshake_seconds=0.2)
+    client = ends.client(handshake_seconds=1.0)
     assert isinstance(settled(client, port), NotUsable)
     ends.server(port=port)
     assert isinstance(client.look_up((HOST, port), 1), NotUsable)
@@ -272,7 +272,7 @@ def test_a_refusal_without_a_reason_is_a_refusal(ends):
     "host", ["no such host, this", "", "a b", "[", "\ud800", "nul\0byte", "x" * 3000, "*"]
 )
 def test_an_address_that_is_none_refuses_that_peer_only(ends, host):
-    client = ends.client(handshake_seconds=0.3)
+    client = ends.client(handshake_seconds=2.0)
     client.hold((host, 1234), "a lease")
     assert isinstance(settled(client, 1234, host=host), NotUsable)
     client.release((host, 1234), "a lease")
@@ -292,15 +292,15 @@ def test_a_lease_name_that_cannot_be_sent_costs_nothing(ends):
 
 def test_many_peers_shake_hands_at_the_same_time(ends):
     with socket.create_server((HOST, 0)) as silent:
-        client = ends.client(handshake_seconds=2.0)
+        client = ends.client(handshake_seconds=20.0)
         client.look_up((HOST, silent.getsockname()[1]), 1)
         ports = [ends.server(facts(f"P{n}", n)).port for n in range(10)]
         began = time.monotonic()
         for n, port in enumerate(ports):
             client.look_up((HOST, port), n)
         for n, port in enumerate(ports):
-            assert settled(client, port, n).facts.engine_id == f"P{n}"
-        assert time.monotonic() - began < 2.0, "nobody waits for the silent one"
+            assert settled(client, port, n, 20.0).facts.engine_id == f"P{n}"
+        assert time.monotonic() - began < 20.0, "nobody waits for the silent one"
 
 
 def test_one_server_answers_many_clients(ends):

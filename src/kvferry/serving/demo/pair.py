@@ -118,7 +118,8 @@ def _measured(
 
             fleet.wait_ready(on_progress)
         single_url = fleet.prefill_urls[0]
-        with routed(fleet.prefill_urls, fleet.decode_urls) as url, _client() as client:
+        # The client first: to make one imports what the router's thread imports, and a signal may end that.
+        with _client() as client, routed(fleet.prefill_urls, fleet.decode_urls) as url:
             run = _Run(client, url, single_url, answer_tokens, log, screen, signals)
             return run.rows(count)
 
