@@ -61,12 +61,15 @@ def test_tables_of_another_number_of_groups_are_a_failure(world, reader):
     producer = world.shared_producer(large.SPEC, large.FAMILIES)
     reader.thread.connect("P", producer.cards)
     reader.submit("load", "P", large.span(1), large.FORWARD * 2, large.FORWARD)
-    assert "block tables for 2 and 1 groups, the engines have 1 and 1" in reader.result("load").failure
+    result = reader.result("load")
+    assert "block tables for 2 and 1 groups, the engines have 1 and 1" in result.failure
+    assert not result.peer_lost, "it is the offer that is wrong"
 
 
 def test_a_peer_that_was_never_connected_is_a_failure(reader):
     reader.submit("load", "nobody", large.span(1), large.FORWARD, large.FORWARD)
-    assert reader.result("load").failure == "peer nobody is not connected"
+    result = reader.result("load")
+    assert (result.failure, result.peer_lost) == ("peer nobody is not connected", True)
 
 
 def test_metadata_that_is_not_nixls_costs_that_peer_only(world, reader):
@@ -124,6 +127,7 @@ def test_a_producer_killed_before_a_read_is_a_failure(world, transports, request
     result = reader.result("load", DEADLINE_SECONDS)
     assert result is not None, "a dead peer's read never ends"
     assert result.failure is not None
+    assert result.peer_lost
     well(world, reader)
 
 
@@ -181,7 +185,8 @@ def test_a_read_that_the_transport_calls_failed_is_a_failure(world, reader, fail
     reader.thread.connect("P", producer.cards)
     reader.agent.state = state
     reader.submit("load", "P", large.span(1), large.FORWARD, large.FORWARD)
-    assert reader.result("load").failure == "the transport failed while reading"
+    result = reader.result("load")
+    assert (result.failure, result.peer_lost) == ("the transport failed while reading", True)
 
 
 def test_a_read_that_cannot_be_given_back_costs_nothing_else(world, reader):

@@ -29,7 +29,9 @@ def test_a_word_that_was_raised_before_the_read_is_a_failure_and_only_for_its_sl
     reader.submit("late", "P", large.span(2), large.FORWARD, large.FORWARD, Ticket(3, 0, 1))
     reader.submit("other slot", "P", large.span(2), large.FORWARD, large.FORWARD, Ticket(4, 0, 1))
     reader.submit("same slot, next lease", "P", large.span(2), large.FORWARD, large.FORWARD, Ticket(3, 1, 1))
-    assert GONE in reader.result("late").failure
+    late = reader.result("late")
+    assert GONE in late.failure
+    assert not late.peer_lost, "another lease may hold"
     assert reader.result("other slot").failure is None
     assert reader.result("same slot, next lease").failure is None
 
@@ -70,7 +72,9 @@ def test_a_word_of_another_run_of_the_worker_is_a_failure(world, producer):
     restarted = type(card)(card.geometry, card.agent, card.words_address, card.words, INCARNATION + 1)
     reader.thread.connect("P", [restarted])
     reader.submit("load", "P", large.span(1), large.FORWARD, large.FORWARD)
-    assert GONE in reader.result("load").failure
+    result = reader.result("load")
+    assert result.failure == "another run of the producer has the memory that was read"
+    assert result.peer_lost
 
 
 @pytest.mark.parametrize("slot", [SLOTS, 2**40])

@@ -193,7 +193,7 @@ class Asker:
         client = stack.enter_context(closing(ControlClient(ours, lambda _: None)))
         self._address, self._groups = (_HOST, server.port), ranks[0].groups
         log = TransferLog(None, [group.label for group in canonical.groups], _BLOCK_TOKENS, 1.0)
-        turns = TurnFinder(client, list, TurnNames())  # nobody keeps any
+        turns = TurnFinder(client, dict, TurnNames())  # nobody keeps any
         peers = PeerSource(client, ranks, pins, log, refusals, 30.0, 1, turns)
         self.sources: tuple[Source, ...] = peers, tiers
         blocks = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=_BLOCK_TOKENS))] * len(of.layers)

@@ -214,6 +214,16 @@ class ChunkCache:
         """A load is done with a chunk that it had."""
         self._host.close(slot)
 
+    def used(self, keys: Sequence[bytes]) -> None:
+        """A prompt was used, with all of its chunks, wherever they were taken from: its end shall go first.
+
+        Args:
+            keys: of its chunks, from its beginning on, kept or not.
+        """
+        self._host.used(keys)
+        for queue in self._queues:
+            queue.used(keys)
+
     def cancel(self, fetch: Fetch) -> None:
         """Nothing more is wanted: what was held is let go; what is being read is kept when it comes."""
         for _, slot in fetch.take():

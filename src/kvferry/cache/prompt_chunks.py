@@ -46,6 +46,18 @@ class PromptChunks:
         """Of what lies between the last boundary before `tokens` and `tokens`."""
         return _of_group(self.keys.at(tokens), group)
 
+    def every(self, prompt: int) -> list[bytes]:
+        """Keys of all chunks that may be kept, from the first on.
+
+        Args:
+            prompt: tokens of the prompt, which may end in a tail.
+        """
+        whole, rest = divmod(prompt, self.keys.chunk_tokens)
+        of_any = self.keys.chunks()
+        if rest and self.tails:
+            of_any.insert(whole, self.keys.at(prompt))
+        return [_of_group(key, group) for key in of_any for group in range(len(self._groups))]
+
     def key_of(self, cut: Cut, group: int, number: int) -> bytes:
         """Of a chunk of a prompt that was cut so: a whole one, or the tail."""
         whole = (number + 1) * cut.chunk_tokens <= cut.tokens

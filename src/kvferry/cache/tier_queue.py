@@ -30,6 +30,8 @@ from kvferry.tiers.tags import Uint64s, tags_of
 logger = logging.getLogger(__name__)
 
 STUCK_SECONDS = 5.0
+_MOST_USES = 1 << 12
+"""Prompts whose use has not been noted, at most: of a tier that hangs, the last ones."""
 REFRESH_SECONDS = 2.0
 
 
@@ -83,6 +85,7 @@ class TierQueue:
         self._clock, self._looking = clock, threading.Lock()
         self._reading, self._writing = _UnderWay(clock), _UnderWay(clock)
         self._most_writes = 4 * writers
+        self._uses: deque[Sequence[bytes]] = deque(maxlen=_MOST_USES)
         self._closing = threading.Event()
         self._reads, self._writes = (
             _Threads(readers, f"{self.name}-read"),
@@ -141,6 +144,10 @@ class TierQueue:
         self._writing.begin()
         self._writes.put(partial(self._write, key, group, body))
 
+    def used(self, keys: Sequence[bytes]) -> None:
+        """A prompt's chunks were used, from its beginning on; the tier notes that with the next refresh."""
+        self._uses.append(keys)
+
     def done(self) -> list[Done]:
         """What has ended since the last call."""
         return [*self._reading.done(), *self._writing.done()]
@@ -186,12 +193,27 @@ class TierQueue:
     def _refresh(self) -> None:
         while True:
             self._look_around()
-            if self._closing.wait(REFRESH_SECONDS):
+            closing = self._closing.wait(REFRESH_SECONDS)
+            self._note_uses()
+            if closing:
                 return
             try:
                 self.tier.refresh()
             except Exception:
                 logger.exception("%s tier: refresh", self.name)
+
+    def _note_uses(self) -> None:
+        """Note what was used, each chunk once: after all that are of no use without it."""
+        order: dict[bytes, None] = {}
+        while self._uses:
+            for key in reversed(self._uses.popleft()):
+                order.pop(key, None)
+                order[key] = None
+        try:
+            if order:
+                self.tier.used(list(order))
+        except Exception:
+            logger.exception("%s tier: what was used", self.name)
 
 
 class _UnderWay:

@@ -85,6 +85,7 @@ def _plain(told: Told) -> dict[str, Any]:
             "model": engine.model,
             "pid": engine.pid,
             "role": engine.role,
+            "connector": engine.connector,
             "kvferry": engine.kvferry,
         },
         "came": told.came,

@@ -70,8 +70,9 @@ def _from(place: str) -> str:
 
 
 def _engine(told: Told) -> str:
-    role = told.answer.engine.role
-    return "engine" if role == "both" else f"{role} engine"
+    engine = told.answer.engine
+    role = "engine" if engine.role == "both" else f"{engine.role} engine"
+    return f"{role}, connector {engine.connector}" if engine.connector else role
 
 
 def _unasked(told: Told) -> bool:

@@ -44,6 +44,7 @@ class Engine(msgspec.Struct, frozen=True):
         role: ``prefill``, ``decode`` or ``both``.
         wall, monotonic: what both clocks say, seconds.
         remembered, most: requests that are, and may be.
+        connector: which of several that the engine has; empty if it has one.
     """
 
     kvferry: str
@@ -55,6 +56,7 @@ class Engine(msgspec.Struct, frozen=True):
     monotonic: float = 0.0
     remembered: int = 0
     most: int = 0
+    connector: str = ""
 
 
 class _Trace(msgspec.Struct, frozen=True):

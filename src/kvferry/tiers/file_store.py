@@ -14,7 +14,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -46,6 +46,8 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _EVICTED = (errno.ENOENT, errno.ESTALE)
 # Using a file again so soon is not noted: on a shared mount each note is a message.
 _USE_SECONDS = 10.0
+# Between notes of files that were used one after the other, so that there is an order.
+_APART_NS = 1000
 
 _ADVICE = {
     Put.TOO_LARGE: "raise the capacity or store smaller chunks",
@@ -114,6 +116,18 @@ class FileStore(SlowTier):
     def tagged(self, tags: Uint64s) -> npt.NDArray[np.bool_]:
         """Which keys are there, as far as is known; see `SlowTier.tagged`."""
         return self._index.known(tags)
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        """Note when chunks were used; see `SlowTier.used`.
+
+        A note that is not old yet stays, unless the file would seem to have been used before one that was
+        used earlier.
+        """
+        latest = 0
+        for key, here in zip(keys, self.known(keys).tolist(), strict=True):
+            # It may have gone; and whoever may read but not write uses chunks without being noticed.
+            with suppress(OSError):
+                latest = self._note(key, latest) if here else latest
 
     def had(self, key: bytes) -> bool:
         """Whether a chunk was known lately; see `SlowTier.had`."""
@@ -207,7 +221,6 @@ class FileStore(SlowTier):
             good, status = read_image(fd, chunk, into), os.fstat(fd)
             if not good or status.st_size != chunk.file_bytes:
                 return self._why_not(fd, chunk, into)
-            self._used(fd, status.st_mtime)
         except ChunkError as error:
             self._tally.add(quarantined=set_aside(self._root, self._ledger, fd, path))
             raise _Bad(f"{path}: {error}") from error
@@ -230,12 +243,14 @@ class FileStore(SlowTier):
         check_body(header, into)
         raise OSError(errno.EIO, "a header that was another when it was read again")
 
-    def _used(self, fd: int, last: float) -> None:
-        now = self._clock()
-        if now - last >= _USE_SECONDS:
-            # Whoever may read but not write uses chunks without being noticed.
-            with suppress(OSError):
-                os.utime(fd, ns=(int(now * 1e9),) * 2)
+    def _note(self, key: bytes, latest: int) -> int:
+        """A file was used now, and after what was used at `latest`; returns when that is, in nanoseconds."""
+        path, now = chunk_path(self._root, self._namespace, key), int(self._clock() * 1e9)
+        last = os.stat(path).st_mtime_ns
+        if last <= latest or now - last >= _USE_SECONDS * 1e9:
+            last = max(now, latest + _APART_NS)
+            os.utime(path, ns=(last, last))
+        return max(last, latest)
 
     def _gone(self, path: str) -> None:
         folder, name = os.path.split(path)

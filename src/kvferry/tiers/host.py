@@ -10,7 +10,8 @@ then it stays the caller's. Nothing here waits, and nothing that can be foreseen
 room is dropped, and counted. A slot that is given back twice is the caller's mistake, and a KeyError.
 
 A prompt's later chunks are of no use without the earlier ones, and policies keep longest what was used last:
-so commit, and close, the chunks of a prompt from its end to its beginning.
+so commit, and close, the chunks of a prompt from its end to its beginning, and when it is over, say that they
+were `used`: steps and loads in several parts have left them in another order.
 """
 
 from __future__ import annotations
@@ -140,6 +141,12 @@ class HostTier:
         """It is read no more by this hold."""
         if self._book.close(slot):
             self._policy.unpin(slot.key)
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        """A prompt's chunks were used, from its beginning on: of those here, its end leaves first."""
+        for key in reversed(keys):
+            if key in self._book.ready:
+                self._policy.renew(key)
 
     def clear(self) -> None:
         """Forget all chunks, and those being filled: what the keys named has changed."""

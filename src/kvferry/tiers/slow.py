@@ -73,6 +73,16 @@ class SlowTier(Protocol):
         """
         ...
 
+    def used(self, keys: Sequence[bytes]) -> None:
+        """Note that chunks were used, in this order: the last is what should stay longest. Blocks.
+
+        A tier that does not evict by use has nothing to note.
+
+        Args:
+            keys: of chunks, whether or not they are here.
+        """
+        del keys
+
     def had(self, key: bytes) -> bool:
         """Whether a chunk was known lately and is not any more, as far as that is remembered. From memory."""
         del key

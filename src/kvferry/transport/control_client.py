@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,15 +96,16 @@ class ControlClient:
 
     def hold(self, address: Address, lease: str) -> None:
         """Keep a lease alive until it is released."""
+        self._questions.named(address)
         self._command("hold", address, lease)
 
     def release(self, address: Address, lease: str) -> None:
         """Tell the producer that a lease is no longer needed."""
         self._command("release", address, lease)
 
-    def ask_turn(self, addresses: Sequence[Address], content: Content) -> int | None:
+    def ask_turn(self, peers: Mapping[Address, int], content: Content) -> int | None:
         """Ask peers for an earlier turn that begins as this; the question's number, None if none is asked."""
-        number, asked = self._questions.begin(addresses)
+        number, asked = self._questions.begin(peers)
         question = AskTurn(number, content.chunk_tokens, list(content.keys))
         for address in asked:
             self._command("ask", address, question)

@@ -87,7 +87,7 @@ class ControlServer:
         self.events: deque[Heartbeat | Release] = deque()
         self.rejected = 0
         self.turns = TurnIndex()
-        self._keepers: dict[Address, None] = {}
+        self._keepers: dict[Address, int] = {}
         self._card = card
         self._listener = Listener("control channel", host, port, keys, MAX_MESSAGE_BYTES)
         self.port = self._listener.port
@@ -96,9 +96,12 @@ class ControlServer:
         self._thread.start()
 
     @property
-    def keepers(self) -> list[Address]:
-        """Peers that have read from this engine, or are about to, and keep earlier turns; the last ones."""
-        return list(self._keepers)
+    def keepers(self) -> dict[Address, int]:
+        """Peers that have read from this engine, or are about to, and keep earlier turns; the last ones.
+
+        Each with the run of it that was met last, its incarnation.
+        """
+        return self._keepers.copy()
 
     def close(self) -> None:
         """Stop listening; returns when the thread has ended."""
@@ -135,6 +138,6 @@ class ControlServer:
     def _met(self, peer: Facts) -> None:
         if peer.keeps_turns is not None:
             self._keepers.pop(peer.keeps_turns, None)
-            self._keepers[peer.keeps_turns] = None
+            self._keepers[peer.keeps_turns] = peer.incarnation
             if len(self._keepers) > _MOST_KEEPERS:
                 del self._keepers[next(iter(self._keepers))]

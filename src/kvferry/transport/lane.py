@@ -66,6 +66,7 @@ class ReadResult:
         plan: what was read, None if it did not come to that.
         transfer_seconds: from the first post to the last byte.
         check_seconds: what reading the lease words took.
+        peer_lost: the failure says that the peer has gone, or is another by now; not one of this order alone.
     """
 
     key: str
@@ -73,6 +74,7 @@ class ReadResult:
     plan: ReadPlan | None
     transfer_seconds: float
     check_seconds: float
+    peer_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ class _Read:
     packed: list[PackedRead] = field(default_factory=list)
     words: bool = False
     failure: str | None = None
+    peer_lost: bool = False
     started: float = 0.0
     data_done: float = 0.0
 
@@ -261,7 +264,7 @@ class Lane:
     def _start(self, agent: Agent, order: ReadOrder) -> None:
         peer = self._peers.get(order.peer, f"peer {order.peer} is not connected")
         if isinstance(peer, str):
-            self._results.append(ReadResult(order.key, peer, None, 0.0, 0.0))
+            self._results.append(ReadResult(order.key, peer, None, 0.0, 0.0, peer_lost=True))
             return
         try:
             plan = peer.plan(order)
@@ -296,7 +299,7 @@ class Lane:
             read.handles.append(handle)
             agent.post(handle)
         except Exception as error:  # noqa: BLE001 - the transport's own exceptions
-            read.failure = f"the transport refused the read: {error}"
+            read.failure, read.peer_lost = f"the transport refused the read: {error}", True
 
     def _pause(self, nap: float) -> None:
         """Sleep, but wake when a source that was asked to gather answers."""
@@ -324,12 +327,13 @@ class Lane:
                     packed.abandon(read.failure)
                 moved |= packed.advance()
                 read.failure = read.failure or packed.failure
+                read.peer_lost |= packed.peer_lost
             states = [agent.state(handle) for handle in read.handles]
             if ReadState.IN_FLIGHT in states or not all(packed.finished for packed in read.packed):
                 continue
             moved = True
             if ReadState.FAILED in states:
-                read.failure = read.failure or "the transport failed while reading"
+                read.failure, read.peer_lost = read.failure or "the transport failed while reading", True
             for handle in read.handles:
                 agent.release(handle)
             read.handles.clear()
@@ -353,15 +357,24 @@ class Lane:
 
     def _end(self, read: _Read) -> None:
         now = time.perf_counter()
-        words = [read.order.ticket.word(rank.source.incarnation) for rank in read.plan.ranks]
-        if read.failure is None and self._landing[read.landing : read.landing + len(words)].tolist() != words:
-            read.failure = "the producer gave the blocks back before they were read (lease word changed)"
+        if read.failure is None:
+            self._check_words(read)
         self._reads.remove(read)
         self._free_landings.append(read.landing)
         done = read.data_done or now
         self._results.append(
-            ReadResult(read.order.key, read.failure, read.plan, done - read.started, now - done)
+            ReadResult(
+                read.order.key, read.failure, read.plan, done - read.started, now - done, read.peer_lost
+            )
         )
+
+    def _check_words(self, read: _Read) -> None:
+        expected = [read.order.ticket.word(rank.source.incarnation) for rank in read.plan.ranks]
+        words = self._landing[read.landing : read.landing + len(expected)].tolist()
+        if any(word >> 32 != one >> 32 for word, one in zip(words, expected, strict=True)):
+            read.failure, read.peer_lost = "another run of the producer has the memory that was read", True
+        elif words != expected:
+            read.failure = "the producer gave the blocks back before they were read (lease word changed)"
 
     def _shut(self, agent: Agent) -> None:
         try:

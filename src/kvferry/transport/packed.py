@@ -110,6 +110,7 @@ class PackedRead:
 
     Attributes:
         failure: why it cannot succeed, None so far.
+        peer_lost: the transport failed, so that the source may have gone.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class PackedRead:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.failure: str | None = None
+        self.peer_lost = False
         self._bench, self._lists, self._client = bench, lists, client
         self._route, self._way, self._ticket, self._clock = route, way, ticket, clock
         self._rest = chunks_of(way, cells)[::-1]
@@ -173,7 +175,7 @@ class PackedRead:
         try:
             return self._step(chunk)
         except Exception as error:  # noqa: BLE001 - a read fails alone
-            self._fail(chunk, f"the transport failed: {error}")
+            self._fail(chunk, f"the transport failed: {error}", peer_lost=True)
             return True
 
     def _begin(self, chunk: _Chunk) -> bool:
@@ -209,7 +211,7 @@ class PackedRead:
         self._bench.agent.release(chunk.handle)
         chunk.handle = None
         if state is ReadState.FAILED:
-            self._fail(chunk, "the transport failed while reading")
+            self._fail(chunk, "the transport failed while reading", peer_lost=True)
         elif chunk.state is _State.READING and chunk.gathered is not None and not chunk.direct:
             self._check(chunk, chunk.gathered)
         else:
@@ -293,6 +295,7 @@ class PackedRead:
             self._bench.agent.post(chunk.handle)
         except Exception as error:  # noqa: BLE001 - the handle is polled, so that it is let go of only when it is over
             self.abandon(f"the transport failed: {error}")
+            self.peer_lost = True
 
     def _word(self, gathered: Gathered) -> int:
         return self._lists.incarnation << 32 | gathered.generation
@@ -314,8 +317,9 @@ class PackedRead:
             of_phase = loops[int(cells.phase[first])]
             of_phase.scatter(blocks[first :: len(loops)], slots, lot.position + first, len(loops))
 
-    def _fail(self, chunk: _Chunk, reason: str) -> None:
+    def _fail(self, chunk: _Chunk, reason: str, *, peer_lost: bool = False) -> None:
         self.abandon(reason)
+        self.peer_lost |= peer_lost
         self._over(chunk)
 
     def _over(self, chunk: _Chunk) -> None:

@@ -126,4 +126,5 @@ def _joined(parts: list[ReadResult]) -> ReadResult:
         joined(plans) if plans else None,
         max(part.transfer_seconds for part in parts),
         max(part.check_seconds for part in parts),
+        any(part.peer_lost for part in parts),
     )

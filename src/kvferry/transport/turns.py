@@ -12,8 +12,8 @@ comes; the lease word says so to whoever reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count, takewhile
 
 from kvferry.transport.handshake import Address
@@ -23,7 +23,10 @@ ASK_SECONDS = 0.25
 """When peers that have not said what they keep are waited for no more."""
 
 SILENT_SECONDS = 10.0
-"""How long a peer that has not is left alone."""
+"""How long a peer that has not is left alone; twice as long each time that it has not again."""
+
+MOST_SILENT_SECONDS = 320.0
+"""How long at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,47 +115,96 @@ class TurnIndex:
 
 @dataclass(slots=True)
 class _Question:
-    """Attributes: who has not answered yet, how long they are waited for, and what others have said."""
+    """What some peers were asked.
 
-    waiting: set[Address]
-    until: float
+    Attributes:
+        waiting: who has not answered yet, and which run of it was asked.
+        began: when.
+        answers: what others have said.
+    """
+
+    waiting: dict[Address, int]
+    began: float
     answers: list[tuple[Address, KeptTurn]] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class _Silence:
+    """Of a peer that was asked and did not answer in time.
+
+    Attributes:
+        run: which run of it.
+        until: when it is asked again.
+        seconds: how long it is left alone.
+    """
+
+    run: int
+    until: float
+    seconds: float = SILENT_SECONDS
+
+
 class Questions:
-    """What peers were asked, and have answered. The engine's thread asks, the channel's hears."""
+    """What peers were asked, and have answered. The engine's thread asks, the channel's hears.
+
+    Who is silent costs every prompt `ASK_SECONDS`, so it is left alone, and longer each time. One that has
+    gone for good is hardly asked any more; another run of it, or one that is named by an offer, is at once.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """Nothing was asked yet; `clock` in seconds."""
         self._clock = clock
         self._open: dict[int, _Question] = {}
-        self._silent: dict[Address, float] = {}
+        self._silent: dict[Address, _Silence] = {}
         self._numbers = count()
 
-    def begin(self, addresses: Sequence[Address]) -> tuple[int, list[Address]]:
-        """A question, and whom to ask: who was silent lately is not asked."""
+    def begin(self, peers: Mapping[Address, int]) -> tuple[int, list[Address]]:
+        """A question, and whom of these to ask, each known by its run: who was silent lately is not."""
         now, number = self._clock(), next(self._numbers)
-        asked = [one for one in addresses if now - self._silent.get(one, -SILENT_SECONDS) >= SILENT_SECONDS]
-        self._open[number] = _Question(set(asked), now + ASK_SECONDS)
-        return number, asked
+        for gone in self._silent.keys() - peers.keys():
+            self._silent.pop(gone, None)
+        asked = {one: run for one, run in peers.items() if not self._is_left_alone(one, run, now)}
+        self._open[number] = _Question(asked, now)
+        return number, list(asked)
+
+    def named(self, address: Address) -> None:
+        """An offer of this peer has come: it was there lately, and is asked again."""
+        if (silence := self._silent.get(address)) is not None:
+            self._silent[address] = replace(silence, until=self._clock())
 
     def hear(self, address: Address, turns: Turns) -> None:
         """An answer; one that nobody waits for is dropped."""
         question = self._open.get(turns.number)
-        if question is None or address not in question.waiting:
-            return
-        question.answers += [(address, kept) for kept in turns.kept]
-        question.waiting.discard(address)
+        if question is not None and address in question.waiting:
+            question.answers += [(address, kept) for kept in turns.kept]
+            question.waiting.pop(address, None)
+            self._silent.pop(address, None)
+        elif (silence := self._silent.get(address)) is not None:  # it is there, and slow
+            self._silent[address] = _Silence(silence.run, self._clock() + SILENT_SECONDS)
 
     def answers(self, number: int) -> list[tuple[Address, KeptTurn]] | None:
         """What peers keep; None while some of them may still say. Ends the question."""
         question, now = self._open[number], self._clock()
-        if question.waiting and now < question.until:
+        if question.waiting and now < question.began + ASK_SECONDS:
             return None
         del self._open[number]
-        self._silent.update(dict.fromkeys(question.waiting, now))
+        for address, run in list(question.waiting.items()):
+            self._silent[address] = self._silence(address, run, question.began, now)
         return question.answers
 
     def drop(self, number: int) -> None:
         """Nobody wants to know any more."""
         self._open.pop(number, None)
+
+    def _is_left_alone(self, address: Address, run: int, now: float) -> bool:
+        silence = self._silent.get(address)
+        return silence is not None and silence.run == run and now < silence.until
+
+    def _silence(self, address: Address, run: int, asked: float, now: float) -> _Silence:
+        """Of a peer that was asked and has not answered: longer than the one before it."""
+        before = self._silent.get(address)
+        if before is None or before.run != run:
+            return _Silence(run, now + SILENT_SECONDS)
+        if before.until > asked:  # another question that was open at the same time
+            return before
+        seconds = min(2 * before.seconds, MOST_SILENT_SECONDS)
+        return _Silence(run, now + seconds, seconds)

@@ -407,7 +407,7 @@ def reset_connector(engine: Any) -> None:
 
 def ask_for_turns(engine: Any, *, asks: bool) -> None:
     """Whether peers are asked for earlier turns."""
-    half(engine)._peers._turns._keepers = (lambda: half(engine)._server.keepers) if asks else list
+    half(engine)._peers._turns._keepers = (lambda: half(engine)._server.keepers) if asks else dict
 
 
 def wait_for_turns(engine: Any, seconds: float) -> None:

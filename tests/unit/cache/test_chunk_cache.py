@@ -515,6 +515,34 @@ def test_a_load_larger_than_host_memory_goes_on_as_its_chunks_are_used():
     assert len(made.host) < 3
 
 
+def test_after_a_load_with_room_for_half_of_it_the_beginning_stays():
+    prompt = [b"%031d" % n + b"\0" for n in range(8)]
+    made = Cache(
+        ARENA, 8 * GROUPS[0].chunk_bytes // PAGE, [FakeTier("file", [(k, content(k)) for k in prompt])]
+    )
+    fetch = made.cache.fetch([Want(0, number, key, CHUNK) for number, key in enumerate(prompt)])
+    while not fetch.over:  # as they come, from the first on
+        made.answer(0, "read", made.jobs(0)[0][1], Get.HIT)
+        for _, slot in fetch.take():
+            made.cache.close(slot)
+    assert made.host.contains(prompt).all()
+    made.cache.used(prompt)
+    for number in range(4):
+        slot = made.cache.reserve(b"%031d" % (100 + number) + b"\0", 0)
+        made.cache.filled(slot, CHUNK, None)
+    assert made.host.contains(prompt).tolist() == [True] * 4 + [False] * 4
+
+
+def test_a_chunk_that_is_read_when_its_prompt_was_used_is_ranked_when_it_is_let_go():
+    made = cache([], pages=34)
+    made.store(*KEYS[:3])
+    ((_, slot),) = made.fetch(KEYS[1]).take()
+    made.cache.used(KEYS[:3])
+    made.cache.close(slot)
+    order = [made.host._policy.evict() for _ in range(3)]
+    assert order == [KEYS[2], KEYS[0], KEYS[1]]
+
+
 def test_what_is_read_while_all_is_forgotten_is_used_by_nobody():
     made = cache([FULL])
     fetch = made.fetch(FULL)

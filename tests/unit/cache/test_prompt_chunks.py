@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings, strategies as st
 
 from kvferry.cache.prompt_chunks import PromptChunks
@@ -58,6 +59,14 @@ def in_host(keys):
     """What says that chunks of these keys are in host memory, and others nowhere."""
     here = tags_of(list(keys))
     return lambda tags: np.where(np.isin(tags, here), 0, NOWHERE)
+
+
+@pytest.mark.parametrize(("groups", "ends"), [([FULL, STATE], [4, 8, 12]), ([FULL], [4, 8, 10, 12])])
+def test_every_chunk_of_a_prompt_and_what_was_added_to_it_from_the_first_on(groups, ends):
+    tokens = list(range(15))  # 10 of them the prompt
+    chunks = PromptChunks(groups, ChunkKeys(4, tokens))
+    expected = [key_of(tokens, 4, group, end) for end in ends for group in range(len(groups))]
+    assert chunks.every(10) == expected
 
 
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)

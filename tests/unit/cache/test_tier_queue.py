@@ -180,6 +180,34 @@ def test_closing_writes_what_was_given_and_closes_the_tier():
     assert tier.closed
 
 
+def test_what_prompts_used_is_noted_with_the_next_refresh_each_chunk_after_what_needs_it(monkeypatch):
+    uses = []
+
+    class Noting(FakeTier):
+        def used(self, keys):
+            uses.append(keys)
+
+    monkeypatch.setattr("kvferry.cache.tier_queue.REFRESH_SECONDS", 60)
+    queue = TierQueue(Noting("file"), readers=1, writers=1)
+    queue.used([b"beginning", b"one", b"its end"])
+    queue.used([b"other"])
+    queue.used([b"beginning", b"two"])
+    queue.close(5)
+    assert uses == [[b"its end", b"one", b"other", b"two", b"beginning"]]
+
+
+def test_a_tier_that_cannot_note_what_was_used_goes_on(caplog):
+    class Failing(FakeTier):
+        def used(self, keys):
+            raise OSError("the mount has gone")
+
+    queue = TierQueue(Failing("file"), readers=1, writers=1)
+    queue.used([KEY])
+    queue.close(5)
+    assert "file tier: what was used" in caplog.text
+    assert queue.tier.closed
+
+
 def test_a_tier_is_refreshed_every_now_and_then_whatever_it_raises(monkeypatch, caplog):
     refreshed = threading.Semaphore(0)
 

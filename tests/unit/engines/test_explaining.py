@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 from kvferry.engines.vllm.explaining import Explaining
 from kvferry.engines.vllm.tracing import tracing
 from kvferry.explain.asking import ask
+from kvferry.explain.show import show, show_list
 from kvferry.observe import meeting_place
 from kvferry.observe.events import Arrived
 from kvferry.observe.watch import Watch
@@ -50,6 +52,25 @@ def test_what_is_told_is_answered_as_long_as_the_engine_runs(directory: Path, vl
     explaining.close()
     explaining.close()
     assert not ask(Question()).answers
+
+
+def test_connectors_of_one_engine_are_told_apart_by_their_names(directory: Path) -> None:
+    both = []
+    for name in ("memory", "disk", ""):
+        watch = Watch()
+        both.append(Explaining(config("kv_both"), 2, watch, name))
+        both[-1].start()
+        watch.tell(Arrived("a", 0.0, 10, ()))
+    told = {one.answer.engine.connector: one for one in ask(Question()).told()}
+    headings = {name: show(one).splitlines()[1].split(", process")[0] for name, one in told.items()}
+    assert headings == {
+        "memory": "  engine, connector memory",
+        "disk": "  engine, connector disk",
+        "": "  engine",
+    }
+    assert " ago, engine, connector disk, 10 tokens" in show_list([told["disk"]], time.time())
+    for explaining in both:
+        explaining.close()
 
 
 def test_an_engine_that_remembers_nothing_costs_nothing(directory: Path) -> None:

@@ -1,10 +1,16 @@
 """Reports of several workers become one."""
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("vllm")
 
 from kvferry.engines.vllm.meta import Report, WorkerMeta
+from kvferry.engines.vllm.worker import _report
+from kvferry.transport.lane import ReadResult
+from kvferry.transport.read_plan import ReadPlan, Tally
+from kvferry.transport.transfers import _joined
 
 
 def report(bytes_by_group, pages, descriptors, run_bytes, plan, transfer, check):
@@ -28,12 +34,24 @@ def test_amounts_add_up_and_the_slowest_counts():
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_one_failure_is_a_failure_of_all(late):
-    good, bad = Report(None, bytes_by_group=(1, 2)), Report("it broke", late=late)
+@pytest.mark.parametrize("lost", [False, True])
+def test_one_failure_is_a_failure_of_all(late, lost):
+    good, bad = Report(None, bytes_by_group=(1, 2)), Report("it broke", late=late, peer_lost=lost)
     for whole in (good.with_other(bad), bad.with_other(good)):
         assert whole.failure == "it broke"
-        assert whole.late is late
+        assert (whole.late, whole.peer_lost) == (late, lost)
         assert whole.bytes_by_group == (1, 2)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_that_the_peer_is_lost_comes_from_any_lane_with_or_without_a_plan(lost):
+    plan = ReadPlan((), (), (), (), Tally(0, 0, 0, 0), 0.0)
+    whole = _joined(
+        [ReadResult("a", None, plan, 1.0, 0.1), ReadResult("a", "it broke", None, 0.0, 0.0, peer_lost=lost)]
+    )
+    assert _report(whole.failure, late=False, result=whole).peer_lost is lost
+    assert _report("it broke", late=False, result=replace(whole, plan=None)).peer_lost is lost
+    assert not _report("its deadline passed", late=True, result=None).peer_lost
 
 
 def test_two_failures_without_bytes_are_one():

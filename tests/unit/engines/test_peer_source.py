@@ -248,12 +248,17 @@ def test_a_peer_whose_late_reads_hold_too_much_is_refused():
     ]
 
 
-def test_a_peer_that_failed_is_struck_out_and_met_anew():
+@pytest.mark.parametrize(
+    ("how", "anew"),
+    [({}, False), ({"peer_lost": True}, True), ({"late": True}, True)],
+    ids=["another lease may hold", "it has gone", "it may have gone"],
+)
+def test_a_peer_that_failed_is_struck_out_and_met_anew_if_it_may_have_gone(how, anew):
     engine = Engine()
     one = engine.arrive(offered())
     load = engine.begin(one)
-    engine.source.ended(load, Report("the lease was broken"))
-    assert (engine.client.forgotten, engine.client.released) == ([ADDRESS], ["theirs"])
+    engine.source.ended(load, Report("the lease was broken", **how))
+    assert (engine.client.forgotten, engine.client.released) == ([ADDRESS] * anew, ["theirs"])
     assert engine.bidding.why(PEER) == "the lease was broken"
     assert not engine.source.bids(one, 0)
     assert engine.source.lack(one, 0) == Lack("peer", Miss.REFUSED, detail="the lease was broken")

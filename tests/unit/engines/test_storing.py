@@ -262,6 +262,59 @@ def test_a_prompt_computed_in_steps_is_stored_chunk_by_chunk_and_its_tail_with_t
     engine.end()
 
 
+def ranked(engine):
+    """Keys in host memory, what would leave first first."""
+    return [engine.host._policy.evict() for _ in range(len(engine.host))]
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_when_a_request_has_ended_its_beginning_is_what_stays_longest(in_time):
+    engine = Engine(WINDOWED, blocks=600)
+    one = arrived(engine, range(36), 30)
+    keys = engine.prompts.get(one).every(30)
+    for tokens in (16, 14, 6):
+        engine.step((one, tokens))
+        if in_time:
+            engine.all_stored()
+    engine.finish(one)
+    while engine.orders:  # in whichever order ranks have done
+        engine.ranks_store(engine.orders[-1])
+    kept = [key for key in keys if engine.host.contains([key])[0]]
+    assert len(kept) == 10
+    assert ranked(engine) == kept[::-1]
+
+
+def test_what_a_request_found_and_neither_loaded_nor_stored_was_used_by_it():
+    engine = Engine()
+    for name in "ab":
+        one = arrived(engine, range(*{"a": (16,), "b": (50, 66)}[name]), name=name)
+        engine.step((one, 16))
+        engine.all_stored()
+        engine.finish(one)
+    again = arrived(engine, range(16), name="again")
+    keys = engine.prompts.get(again).every(16)
+    again.num_computed_tokens = 15  # the engine's own cache has it
+    engine.allocate(again, 16)
+    engine.compute(again, 0, 15)
+    engine.step((again, 1))
+    engine.finish(again)
+    assert not engine.orders
+    assert ranked(engine)[2:] == keys[::-1]
+
+
+def test_after_a_reset_what_had_ended_before_is_not_ranked(monkeypatch):
+    engine, used = Engine(), []
+    monkeypatch.setattr(engine.cache, "used", used.append)
+    one = arrived(engine, range(16))
+    engine.step((one, 16))
+    engine.finish(one)
+    engine.prompts.start_anew()
+    engine.storing.start_anew()
+    engine.all_stored()
+    assert not used
+    engine.end()
+
+
 def test_what_decoding_completes_is_stored_when_its_tokens_are_known():
     engine = Engine()
     one = arrived(engine, range(30), 6, known=6)

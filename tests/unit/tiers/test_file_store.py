@@ -215,12 +215,47 @@ def test_the_file_used_longest_ago_goes_first(tmp_path, clock):
         clock.now += 60
         keep(store, number)
     clock.now += 60
-    assert fetch(store, 0) == (Get.HIT, True)
+    store.used([key(0)])
     clock.now += 60
     keep(store, 3)
     assert list(store.known([key(number) for number in range(4)])) == [True, False, True, True]
     assert fetch(store, 1)[0] is Get.ABSENT
     assert (store.stats.evicted, store.stats.evicted_bytes) == (1, FILE_BYTES)
+
+
+def used_ns(root, *numbers):
+    return [file_of(root, number).stat().st_mtime_ns for number in numbers]
+
+
+def test_what_is_used_later_is_noted_as_later_however_soon(store, tmp_path, clock):
+    for number in (0, 1, 2):
+        keep(store, number)
+        clock.now += 3
+    before = used_ns(tmp_path, 2)
+    store.used([key(number) for number in (2, 9, 1, 0)])
+    first, second, third = used_ns(tmp_path, 0, 1, 2)
+    assert first > second > third
+    assert [third] == before, "that was noted when it was stored"
+
+
+def test_a_use_that_was_noted_lately_is_not_noted_again(store, tmp_path, clock):
+    keep(store, 0)
+    clock.now += 9
+    before = used_ns(tmp_path, 0)
+    store.used([key(0)])
+    assert used_ns(tmp_path, 0) == before
+    clock.now += 1
+    store.used([key(0)])
+    assert used_ns(tmp_path, 0) == [int(clock.now * 1e9)]
+
+
+def test_a_file_that_goes_while_its_use_is_noted_keeps_no_other_from_it(store, tmp_path, clock):
+    for number in (0, 1):
+        keep(store, number)
+    clock.now += 60
+    file_of(tmp_path, 0).unlink()
+    store.used([key(0), key(1)])
+    assert used_ns(tmp_path, 1) == [int(clock.now * 1e9)]
 
 
 def test_what_was_used_after_it_was_listed_for_eviction_is_spared(tmp_path, clock):
@@ -230,7 +265,7 @@ def test_what_was_used_after_it_was_listed_for_eviction_is_spared(tmp_path, cloc
         keep(store, number)
     clock.now += 60
     other = open_store(tmp_path, clock=clock)
-    assert fetch(other, 1) == (Get.HIT, True)
+    other.used([key(1)])
     for number in (4, 5):
         clock.now += 60
         keep(store, number)

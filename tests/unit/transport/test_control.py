@@ -463,7 +463,7 @@ def test_a_peer_that_keeps_turns_is_known_once_it_has_met_us_and_asked_over_the_
     at = (HOST, keeper.port)
     settled(ends.client(structs.replace(facts("D", 9), keeps_turns=at)), asker.port)
     settled(ends.client(facts("E", 9)), asker.port)
-    assert asker.keepers == [at]
+    assert asker.keepers == {at: 9}
     turn = KeptTurn("D", "r", 1, 2, 3, 600, 1, 0, [], [[5], [6]])
     keeper.turns.publish(content(600), turn)
     client = ends.client()
@@ -477,15 +477,23 @@ def test_a_peer_that_was_refused_is_not_asked(ends):
     asker = ends.server(facts(weights="ours"))
     others = structs.replace(facts("D", 9, weights="theirs"), keeps_turns=(HOST, 7))
     settled(ends.client(others), asker.port)
-    assert asker.keepers == []
+    assert asker.keepers == {}
 
 
 def test_a_peer_that_does_not_answer_is_waited_for_a_moment_and_then_left_alone(ends):
     client, nobody = ends.client(), (HOST, ends.fake())
-    number = client.ask_turn([nobody], content(600))
+    number = client.ask_turn({nobody: 1}, content(600))
     assert client.turns(number) is None
     assert answered(client, number) == []
-    assert client.ask_turn([nobody], content(600)) is None
+    assert client.ask_turn({nobody: 1}, content(600)) is None
+    assert client.ask_turn({nobody: 2}, content(600)) is not None, "it has been started anew"
+
+
+def test_a_peer_that_was_silent_is_asked_once_an_offer_of_it_has_come(ends):
+    client, at = ends.client(), (HOST, ends.fake())
+    assert answered(client, client.ask_turn({at: 1}, content(600))) == []
+    client.hold(at, "its lease")
+    assert client.ask_turn({at: 1}, content(600)) is not None
 
 
 def test_only_the_last_peers_that_keep_turns_are_remembered(ends):
@@ -494,7 +502,7 @@ def test_only_the_last_peers_that_keep_turns_are_remembered(ends):
     for port in range(1, 80):
         raw.send(encode(Hello(PROTOCOL, structs.replace(facts("D", port), keeps_turns=(HOST, port)))))
         raw.recv()
-    assert asker.keepers == [(HOST, port) for port in range(16, 80)]
+    assert asker.keepers == {(HOST, port): port for port in range(16, 80)}
 
 
 def test_where_a_peer_keeps_turns_must_be_an_address(ends):
@@ -503,4 +511,4 @@ def test_where_a_peer_keeps_turns_must_be_an_address(ends):
     for at in (("a b", 7), (HOST, 0), ("", 7)):
         raw.send(encode(Hello(PROTOCOL, structs.replace(facts("D", 9), keeps_turns=at))))
     until(lambda: asker.rejected == 3)
-    assert asker.keepers == []
+    assert asker.keepers == {}

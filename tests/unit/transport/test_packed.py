@@ -209,6 +209,7 @@ def test_a_word_that_was_raised_is_a_failure_and_nothing_is_scattered():
         table.transport.end()
     table.run()
     assert "used its staging area for others" in table.read.failure
+    assert not table.read.peer_lost
     assert table.scattered == []
     assert table.all_given_back()
 
@@ -371,6 +372,7 @@ def test_a_read_that_the_transport_does_not_take_is_a_failure_and_gives_everythi
     table.transport.end()
     table.run()
     assert table.read.failure == "the transport failed: refused"
+    assert table.read.peer_lost
     assert table.scattered == []
     assert table.all_given_back()
 
@@ -384,6 +386,7 @@ def test_a_read_that_fails_in_flight_is_a_failure_and_nothing_is_scattered(gathe
     table.transport.end(ReadState.FAILED)
     table.run()
     assert table.read.failure == "the transport failed while reading"
+    assert table.read.peer_lost
     assert table.scattered == []
     assert table.all_given_back()
 
@@ -398,6 +401,7 @@ def test_a_word_that_cannot_be_read_is_a_failure():
     table.transport.end(ReadState.FAILED)
     table.run()
     assert table.read.failure == "the transport failed while reading"
+    assert table.read.peer_lost
     assert table.scattered == []
     assert table.all_given_back()
 
@@ -407,6 +411,7 @@ def test_what_fails_while_it_is_posted_is_held_until_it_is_over():
     table.transport.post_fails = True
     table.run()
     assert table.read.failure == "the transport failed: post failed"
+    assert table.read.peer_lost
     assert not table.read.finished
     assert any(table.landing._taken)
     table.transport.end(ReadState.FAILED)
@@ -432,6 +437,7 @@ def test_what_is_in_flight_when_a_read_is_abandoned_is_waited_for(ends):
     table.transport.end()
     table.run()
     assert table.read.failure == "given up"
+    assert table.read.peer_lost is (ends is ReadState.FAILED)
     assert table.scattered == []
     assert len(table.source.asked) == AHEAD
     assert table.all_given_back()
@@ -455,6 +461,7 @@ def test_a_source_that_cannot_be_asked_is_a_failure():
     table.source.fails = True
     table.run()
     assert table.read.failure == "the transport failed: no such socket"
+    assert table.read.peer_lost
     assert table.all_given_back()
 
 

@@ -324,7 +324,9 @@ def test_a_lease_that_ends_between_chunks_is_a_failure(world):
     reader.agents[0].before_post = ended
     reader.threads[0].connect("P", producer.cards)
     reader.threads[0].submit(ReadOrder("a", "P", Span(0, 1600, 1600), tables, tables, Ticket(0, 0, 1)))
-    assert "gave the blocks back before they were read" in reader.result("a").failure
+    result = reader.result("a")
+    assert "gave the blocks back before they were read" in result.failure
+    assert not result.peer_lost
 
 
 def test_a_read_that_hangs_and_holds_all_room_does_not_hold_up_others_for_long(world, monkeypatch):

@@ -18,11 +18,20 @@ from kvferry.transport.messages import (
     encode,
     turns_of,
 )
-from kvferry.transport.turns import ASK_SECONDS, SILENT_SECONDS, Content, Questions, TurnIndex, shared_tokens
+from kvferry.transport.turns import (
+    ASK_SECONDS,
+    MOST_SILENT_SECONDS,
+    SILENT_SECONDS,
+    Content,
+    Questions,
+    TurnIndex,
+    shared_tokens,
+)
 from support.clock import Clock
 
 CHUNK = 4
 A, B = ("10.0.0.1", 1), ("10.0.0.2", 2)
+BOTH = {A: 1, B: 1}
 
 
 def content(tokens, salt="", items=()) -> Content:
@@ -160,7 +169,7 @@ def test_a_question_out_of_bounds_is_none(keys):
 
 def test_answers_are_waited_for_until_all_have_come():
     questions = Questions(Clock())
-    number, asked = questions.begin([A, B])
+    number, asked = questions.begin(BOTH)
     assert asked == [A, B]
     questions.hear(A, Turns(number, []))
     assert questions.answers(number) is None
@@ -175,18 +184,104 @@ def test_answers_are_waited_for_until_all_have_come():
 def test_who_does_not_answer_is_left_alone_for_a_while():
     clock = Clock()
     questions = Questions(clock)
-    number, _ = questions.begin([A, B])
+    number, _ = questions.begin(BOTH)
     questions.hear(A, Turns(number, []))
     clock.now = ASK_SECONDS
     assert questions.answers(number) == []
-    assert questions.begin([A, B])[1] == [A]
+    assert questions.begin(BOTH)[1] == [A]
     clock.now += SILENT_SECONDS
-    assert questions.begin([A, B])[1] == [A, B]
+    assert questions.begin(BOTH)[1] == [A, B]
+
+
+class Asked:
+    """Questions to one peer, and a clock."""
+
+    def __init__(self):
+        self.clock = Clock()
+        self.questions = Questions(self.clock)
+
+    def ask(self, answers, run=1):
+        """Whether it was asked; the answer, or none in time."""
+        number, asked = self.questions.begin({A: run})
+        if answers:
+            self.questions.hear(A, Turns(number, []))
+        self.clock.now += ASK_SECONDS
+        assert self.questions.answers(number) == []
+        return asked == [A]
+
+    def pauses(self, count):
+        """Seconds for which it is left alone, each time that it was silent again."""
+        for _ in range(count):
+            assert self.ask(answers=False)
+            yield self.pause()
+
+    def pause(self):
+        began = self.clock.now
+        while not self.questions.begin({A: 1})[1]:
+            self.clock.now += 5
+        return self.clock.now - began
+
+
+def test_who_is_silent_again_and_again_is_left_alone_twice_as_long_each_time():
+    assert list(Asked().pauses(8)) == [10, 20, 40, 80, 160, 320, 320, 320]
+    assert (SILENT_SECONDS, MOST_SILENT_SECONDS) == (10, 320)
+
+
+def test_who_answers_again_has_never_been_silent():
+    asked = Asked()
+    list(asked.pauses(4))
+    assert asked.ask(answers=True)
+    assert list(asked.pauses(2)) == [10, 20]
+
+
+def test_who_answers_late_is_there_and_is_left_alone_no_longer_than_at_first():
+    asked = Asked()
+    list(asked.pauses(4))
+    assert asked.ask(answers=False)
+    asked.questions.hear(A, Turns(99, []))
+    assert asked.pause() == 10
+    assert list(asked.pauses(1)) == [20]
+
+
+def test_another_run_of_who_was_silent_is_asked_at_once_and_is_not_known_to_be_silent():
+    asked = Asked()
+    list(asked.pauses(4))
+    assert asked.ask(answers=False)
+    assert not asked.ask(answers=False)
+    assert asked.ask(answers=False, run=2)
+    assert not asked.ask(answers=False, run=2)
+    asked.clock.now += 10
+    assert asked.ask(answers=False, run=2)
+
+
+def test_who_is_named_by_an_offer_is_asked_at_once_and_left_alone_for_longer_if_it_is_silent():
+    asked = Asked()
+    list(asked.pauses(2))
+    assert asked.ask(answers=False)
+    asked.questions.named(A)
+    asked.questions.named(B)
+    assert list(asked.pauses(1)) == [80]
+
+
+def test_questions_that_were_open_at_once_are_one_silence():
+    asked = Asked()
+    numbers = [asked.questions.begin({A: 1})[0] for _ in range(3)]
+    asked.clock.now += ASK_SECONDS
+    for number in numbers:
+        assert asked.questions.answers(number) == []
+    assert asked.pause() == 10
+
+
+def test_a_peer_that_is_none_any_more_is_forgotten():
+    asked = Asked()
+    assert asked.ask(answers=False)
+    asked.questions.begin({B: 1})
+    assert asked.questions._silent == {}
 
 
 def test_a_question_that_is_dropped_hears_nothing():
     questions = Questions(Clock())
-    number, _ = questions.begin([A])
+    number, _ = questions.begin({A: 1})
     questions.drop(number)
     questions.hear(A, Turns(number, [kept(content(range(9)))]))
     with pytest.raises(KeyError):

@@ -62,6 +62,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         patience_seconds: how long a request waits for a source that cannot say yet what it has.
         whole_blocks: take no load that would fill a block in part: beside another connector that stores,
             which could not tell.
+        name: what ``kvferry explain`` calls it, where an engine has several connectors.
         explain_requests: how many of the last requests are remembered for ``kvferry explain``; 0 for none.
     """
 
@@ -92,6 +93,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     turn_share: float = 0.25
     patience_seconds: float = 10.0
     whole_blocks: bool = False
+    name: str = ""
     explain_requests: int = 512
 
     @property

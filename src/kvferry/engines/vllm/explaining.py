@@ -17,13 +17,14 @@ _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 class Explaining:
     """Remembers the last requests, and answers who asks for them; nothing if it is to remember none."""
 
-    def __init__(self, vllm_config: Any, requests: int, watch: Watch) -> None:
+    def __init__(self, vllm_config: Any, requests: int, watch: Watch, name: str = "") -> None:
         """Begin to remember.
 
         Args:
             vllm_config: the engine's.
             requests: how many.
             watch: what is remembered.
+            name: of the connector among several.
         """
         self._traces = Traces(requests) if requests else None
         self._most = requests
@@ -35,6 +36,7 @@ class Explaining:
             str(vllm_config.model_config.model),
             os.getpid(),
             _ROLES.get(transfer.kv_role, "both"),
+            connector=name,
         )
         if self._traces is not None:
             watch.add(self._traces)

@@ -101,6 +101,7 @@ class Report:
         pages, descriptors, run_bytes: prepared descriptors, what is left of them merged, the largest run.
         plan_seconds, transfer_seconds, check_seconds: the slowest worker's.
         strategy_by_group: how the bytes of each group travelled; empty where none did.
+        peer_lost: what failed says that the peer has gone, or is another by now.
     """
 
     failure: str | None
@@ -113,6 +114,7 @@ class Report:
     transfer_seconds: float = 0.0
     check_seconds: float = 0.0
     strategy_by_group: tuple[str, ...] = ()
+    peer_lost: bool = False
 
     @property
     def outcome(self) -> str:
@@ -134,6 +136,7 @@ class Report:
             max(self.transfer_seconds, other.transfer_seconds),
             max(self.check_seconds, other.check_seconds),
             _ways(self.strategy_by_group, other.strategy_by_group),
+            self.peer_lost or other.peer_lost,
         )
 
 

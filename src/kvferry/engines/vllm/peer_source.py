@@ -242,10 +242,11 @@ class PeerSource:
         return Miss.DEADLINE if report.late else Miss.FAILED
 
     def ended(self, load: Load, report: Report) -> None:
-        """Log a load; a peer that failed is struck out and met anew."""
+        """Log a load; if it failed, its peer is struck out, and met anew if it may have gone."""
         self._log.write(load.request_id, load.source, load.span, report, time.monotonic() - load.began)
         if report.failure is not None:
-            self._client.forget(self._pulls[load.request_id].address)
+            if report.peer_lost or report.late:
+                self._client.forget(self._pulls[load.request_id].address)
             self._strike(load.request_id, report.failure)
 
     def dropped(self, load: Load) -> None:

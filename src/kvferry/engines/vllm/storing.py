@@ -8,6 +8,9 @@ memory gets a copy, and that tier nothing (`Writing.owe`).
 Snapshots of recurrent state exist where the engine leaves them, which it says step by step
 (``boundary_state_offloads``): the block of every state group at a position. One that ends a chunk is stored.
 
+When a request has ended, and what it had stored is there, its chunks are ranked as used, its beginning last:
+what a prompt begins with is of use without the rest, the rest is not without it.
+
 Windows and snapshots are only of use where a prefix ends. With `snapshot_tokens` that is at its multiples and
 where a prompt ends; only what is needed there is kept.
 """
@@ -111,6 +114,7 @@ class Storing:
         self._progress: dict[str, Progress] = {}
         self._stores: dict[str, _Store] = {}
         self._orders: list[StoreOrder] = []
+        self._ended: dict[str, list[bytes]] = {}
         self._pinned = 0
         self._numbers = count()
 
@@ -142,8 +146,13 @@ class Storing:
     def finished(self, request: Any, block_ids: BlockIds) -> None:
         """A request has ended; what it completed last is stored, its blocks being pinned."""
         progress = self._progress.pop(request.request_id, None)
-        if progress is not None and progress.end():
+        if progress is None:
+            return
+        if progress.end():
             self._look_at(progress, lambda _: block_ids)
+        if (chunks := self._prompts.get(request)) is not None:
+            self._ended[request.request_id] = chunks.every(request.num_prompt_tokens)
+            self._rank(request.request_id)
 
     def hand_over(self, meta: SchedulerMeta) -> None:
         """Orders since the last step."""
@@ -158,6 +167,7 @@ class Storing:
             self._cache.filled(slot, tokens, moved.failure)
         self._pool.free_blocks(reversed(store.blocks))
         self._pinned -= len(store.blocks)
+        self._rank(store.request_id)
         size, now = sum(moved.bytes_by_group), time.monotonic()
         self._watch.tell(
             StoreEnded(store.request_id, now, moved.key, moved.failure or "", size, moved.seconds)
@@ -167,6 +177,12 @@ class Storing:
     def start_anew(self) -> None:
         """Store nothing more of the requests that are running."""
         self._progress.clear()
+        self._ended.clear()
+
+    def _rank(self, request_id: str) -> None:
+        """The chunks of a request that has ended were used, once nothing of it is being stored."""
+        if request_id in self._ended and all(one.request_id != request_id for one in self._stores.values()):
+            self._cache.used(self._ended.pop(request_id))
 
     def _look_at(self, progress: Progress, resolve: Resolve) -> None:
         """Store what is complete now."""

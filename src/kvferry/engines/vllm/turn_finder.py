@@ -7,7 +7,7 @@ them are asked as the request comes in, and what shares most is taken as an offe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvferry.engines.vllm.offer import Lease, Offer
@@ -22,13 +22,13 @@ class TurnFinder:
     """See the module. The engine's thread calls it."""
 
     def __init__(
-        self, client: ControlClient, keepers: Callable[[], Sequence[Address]], names: TurnNames
+        self, client: ControlClient, keepers: Callable[[], Mapping[Address, int]], names: TurnNames
     ) -> None:
         """Nobody was asked yet.
 
         Args:
             client: to the peers.
-            keepers: those that keep earlier turns.
+            keepers: those that keep earlier turns, each with its run.
             names: what prompts hold.
         """
         self._client, self._keepers, self._names = client, keepers, names

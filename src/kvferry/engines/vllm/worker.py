@@ -224,7 +224,7 @@ def _arrays(tables: BlockIds) -> tuple[Int64s, ...]:
 
 def _report(failure: str | None, late: bool, result: ReadResult | None) -> Report:
     if result is None or result.plan is None:
-        return Report(failure, late)
+        return Report(failure, late, peer_lost=result is not None and result.peer_lost)
     plan = result.plan
     return Report(
         failure,
@@ -237,4 +237,5 @@ def _report(failure: str | None, late: bool, result: ReadResult | None) -> Repor
         result.transfer_seconds,
         result.check_seconds,
         plan.strategy_by_group,
+        result.peer_lost,
     )

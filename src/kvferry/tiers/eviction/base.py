@@ -4,6 +4,7 @@ A policy ranks keys; it holds no bytes and frees none. It is told what became of
 
     admit(key, bytes)   the key's bytes are there now; a key that was evicted lately may be ranked by that
     touch(key)          it was used
+    renew(key)          its use was a moment ago, as that of others is said: no use more, only the order
     pin / unpin         it is in use, and no more
     evict()             who goes: taken off the books, at most remembered as a ghost
     remove(key)         it is gone for another reason: forgotten, no ghost
@@ -80,6 +81,10 @@ class Policy(ABC):
     @abstractmethod
     def touch(self, key: bytes) -> None:
         """The key was used. Raises KeyError if it is not admitted."""
+
+    def renew(self, key: bytes) -> None:
+        """Rank it as used just now; a pinned one will be when it is unpinned. KeyError if not admitted."""
+        self._home(key).renew(key)
 
     def pin(self, key: bytes) -> None:
         """Never name it until it is unpinned. Raises KeyError if it is not admitted or is pinned."""

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, K
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.outputs import KVConnectorOutput
 
+from kvferry.engines.vllm.config import read_settings
 from kvferry.engines.vllm.multi.children import children_of
 from kvferry.engines.vllm.multi.connector import FerryMultiConnector
 from kvferry.engines.vllm.multi.meta import MultiEvents, MultiMeta, MultiWorkerMeta
@@ -77,6 +78,11 @@ def test_children_have_the_engines_settings_unless_they_say_otherwise() -> None:
 def test_a_child_of_kvferrys_own_fills_no_block_in_part() -> None:
     (child,) = children_of(config(TIERS))
     assert child.config.kv_transfer_config.kv_connector_extra_config["whole_blocks"]
+
+
+def test_children_of_kvferrys_own_know_what_they_are_called() -> None:
+    children = children_of(config(TIERS, {**TIERS, "name": "disk"}))
+    assert [read_settings(child.config).name for child in children] == ["KVFerryConnector", "disk"]
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def _child(vllm_config: Any, settings: ChildSettings) -> Child:
         raise ConfigError(f"connectors: {settings.name} cannot be had: {why}") from error
     if issubclass(cls, KVFerryConnector):
         # Its siblings are given the same blocks and cannot tell which of them hold only the end of a window.
-        config = compat.with_extra(config, {"whole_blocks": True})
+        config = compat.with_extra(config, {"whole_blocks": True, "name": settings.name})
     return Child(settings.name, settings.load_weight, cls, config)
 
 
