@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 
@@ -134,6 +135,21 @@ def test_the_router_serves_until_a_signal(fake, serve_app, kv, number, code):
             answer = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, trust_env=False)
             process.send_signal(number)
             assert process.wait(20) == code
+    assert answer.status_code == 200
+
+
+def test_the_router_serves_where_standard_output_is_closed(fake, serve_app, kv, tmp_path):
+    with serve_app(fake(hands_over=kv).app()) as prefill, serve_app(fake().app()) as decode:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        command = [*KVFERRY, "router", "--prefill", prefill, "--decode", decode, "--port", str(port)]
+        closed = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
+        with subprocess.Popen(closed, stderr=subprocess.PIPE, text=True) as process:
+            transport = httpx.HTTPTransport(retries=6)
+            with httpx.Client(transport=transport, trust_env=False, timeout=20) as client:
+                answer = client.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "x"})
+            process.terminate()
+            assert (process.wait(20), process.stderr.read()) == (0, "")
     assert answer.status_code == 200
 
 
