@@ -1,4 +1,4 @@
-"""Requests that a source was to serve and does not: another does, or they are computed. Said without a flood."""
+"""Requests that a source was to serve and does not: counted, and said without a flood."""
 
 from __future__ import annotations
 
