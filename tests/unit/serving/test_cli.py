@@ -86,7 +86,10 @@ def test_config_takes_tiers_as_json_and_transfer_beside_them():
         (["config", "--secret-file", "/nowhere"], "secret_file /nowhere: No such file"),
         (["config", "--secret-file", "/dev/null"], "secret_file /dev/null holds 0 bytes"),
         (["config", "--costs", "/nowhere"], "costs: cannot read /nowhere: No such file"),
-        (["config", "--strategy", "fast"], "kv_connector_extra_config: Invalid enum value 'fast'"),
+        (
+            ["config", "--strategy", "fast"],
+            "kv_connector_extra_config: strategy is 'fast'; it must be one of auto",
+        ),
         (["config", "--tiers", "[{"], "tiers is '[{', which is no JSON (Expecting property name"),
         (["config", "--tiers", "3"], 'tiers is 3; it must be "default" or a list of objects with a "type"'),
         (["config", "--tiers", '[{"type": "disk"}]'], "tiers[0] is {'type': 'disk'}; it must be an object"),
