@@ -236,7 +236,7 @@ def test_a_malformed_offer_is_said_and_computed_here(pair: Pair, what: str) -> N
     said = len(pair.decode.log.read_text())
     with counting(pair.decode, queries__peer=1, hits__peer=0, pending_loads__peer=0):
         computed_here(pair, text, MALFORMED[what](offer))
-    assert "computed here" in pair.decode.log.read_text()[said:]
+    assert "is not served by" in pair.decode.log.read_text()[said:]
     pair.prefill.call("step", LEASE + SOON)
     assert pair.prefill.call("requests_left") == 0
     eventually(lambda: quiet(pair))

@@ -54,7 +54,7 @@ def test_blocks_of_other_weights_are_refused_and_the_prompt_computed_here(
         both.call("other", "reset_prefix_cache")
         assert answer["tokens"] == both.call("other", "generate", [text])[0]["tokens"]
         said = both.log.read_text()
-        assert "is computed here" in said
+        assert "is not served by" in said
         assert "weights: " in said
         both.call("step", SOON)
         assert both.call("requests_left") == 0

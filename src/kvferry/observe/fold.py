@@ -48,12 +48,14 @@ class _Asking:
         asked = self.asked
         if asked is not None and (own := [lack for lack in asked.lacks if lack.source == source]):
             return own[0]
-        bids = [] if asked is None else [one.bid for one in asked.bids if one.source == source]
+        bids = [] if asked is None else [one for one in asked.bids if one.source == source]
         if asked is None or not bids:
             return Lack(source, Miss.NOT_STORED)
         if asked.why in _NOT_TAKEN:
             return Lack(source, _NOT_TAKEN[asked.why])
-        return Lack(source, Miss.LOOKING if all(bid.looking for bid in bids) else Miss.LOST_BID)
+        taken = max((one.value for one in asked.bids if one.bid is asked.chosen), default=asked.computing)
+        waited_for = all(one.bid.looking for one in bids) and max(one.value for one in bids) > taken
+        return Lack(source, Miss.LOOKING if waited_for else Miss.LOST_BID)
 
 
 _NOT_TAKEN = {Why.NO_ROOM: Miss.NO_ROOM, Why.ATTEMPTS: Miss.ATTEMPTS}

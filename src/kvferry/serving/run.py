@@ -33,7 +33,12 @@ def run_app(app: RouterApp, sock: socket.socket, keep_on: Callable[[], bool]) ->
         sock: is closed at the end.
         keep_on: asked five times a second; its False, or whatever it raises, ends the server.
     """
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_DRAIN_SECONDS + _CUT_SECONDS)
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        use_colors=False,  # else it asks standard output, which may be closed
+        timeout_graceful_shutdown=_DRAIN_SECONDS + _CUT_SECONDS,
+    )
     asyncio.run(_serve(app, _Server(config), sock, keep_on))
 
 

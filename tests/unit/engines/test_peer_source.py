@@ -349,6 +349,18 @@ def test_a_request_that_ends_while_peers_are_asked_leaves_nothing():
     assert engine.turns.asked == set()
 
 
+@pytest.mark.parametrize("answered", [False, True])
+def test_after_a_reset_an_earlier_turn_that_was_found_before_is_not_bid(answered):
+    engine = Engine(turns=TURN if answered else Looking())
+    one, other = engine.arrive(request("a", [*TOKENS, 99])), engine.arrive(offered("b"))
+    assert engine.source.bids(one, 0)
+    engine.source.start_anew()
+    engine.turns.answer = TURN
+    assert engine.source.bids(one, 0) == ()
+    assert engine.client.released == (["earlier"] if answered else [])
+    assert engine.source.bids(other, 0), "what a request has brought along is its own"
+
+
 def test_peers_are_not_waited_for_when_all_but_the_last_token_is_here():
     engine = Engine(turns=Looking())
     assert engine.source.bids(engine.arrive(request("a", [*TOKENS, 99])), 40) == ()

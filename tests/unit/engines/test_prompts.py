@@ -49,6 +49,7 @@ def test_equal_prompts_have_equal_names_and_others_have_not():
     [
         {"prompt_token_ids": None},
         {"prompt_embeds": object()},
+        {"resumable": True},
         {"all_token_ids": [1, -1, 2, 3]},
         {"all_token_ids": [1, 1 << 32, 2, 3]},
         {"mm_features": [feature(-1, "cat")]},

@@ -49,7 +49,7 @@ def test_without_host_memory_chunks_pass_a_little_of_it():
         ([{"type": None}], "tiers[0] is {'type': None}; it must be an object whose \"type\" is one of"),
         ([HOST, {**FILE, "pth": "/"}], "tiers[1] (file) has no key 'pth'; did you mean 'path'?"),
         ([{**HOST, "url": "/"}], "tiers[0] (host) has no key 'url'; known are type, capacity, policy"),
-        ([{**HOST, "policy": "mru"}], "tiers[0] (host): Invalid enum value 'mru' - at `$.policy`"),
+        ([{**HOST, "policy": "mru"}], "tiers[0] (host): policy is 'mru'; it must be one of lru, arc, s3fifo"),
         ([{**HOST, "capacity": 1.5}], "tiers[0] (host): Expected `int | str | null`, got `float`"),
         ([{**HOST, "capacity": True}], "tiers[0] (host): Expected `int | str | null`, got `bool`"),
         ([{**FILE, "durable": "yes"}], "tiers[0] (file): Expected `bool`, got `str` - at `$.durable`"),

@@ -176,6 +176,9 @@ def test_why_a_bid_was_not_taken_is_told_apart() -> None:
     looking, ready = bid("peer", 90, looking=True), bid("tiers", 60)
     computing = asked(bids=[looking, ready], why=Why.COMPUTING)
     assert misses(computing) == {"peer looking ": 1, "tiers lost_bid ": 1}
+    valued = Valued("peer", looking, 9.0), Valued("tiers", ready, 60.0)
+    better = replace(asked(chosen=ready, why=Why.BEST), bids=valued)
+    assert misses(better)["peer lost_bid "] == 1, "it was not waited for: what it may have is less"
     for why, miss in ((Why.ATTEMPTS, "attempts"), (Why.NO_ROOM, "no_room")):
         assert misses(asked(bids=[bid("peer", 9), ready], why=why)) == {
             f"peer {miss} ": 1,

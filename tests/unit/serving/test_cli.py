@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 
@@ -85,7 +86,10 @@ def test_config_takes_tiers_as_json_and_transfer_beside_them():
         (["config", "--secret-file", "/nowhere"], "secret_file /nowhere: No such file"),
         (["config", "--secret-file", "/dev/null"], "secret_file /dev/null holds 0 bytes"),
         (["config", "--costs", "/nowhere"], "costs: cannot read /nowhere: No such file"),
-        (["config", "--strategy", "fast"], "kv_connector_extra_config: Invalid enum value 'fast'"),
+        (
+            ["config", "--strategy", "fast"],
+            "kv_connector_extra_config: strategy is 'fast'; it must be one of auto",
+        ),
         (["config", "--tiers", "[{"], "tiers is '[{', which is no JSON (Expecting property name"),
         (["config", "--tiers", "3"], 'tiers is 3; it must be "default" or a list of objects with a "type"'),
         (["config", "--tiers", '[{"type": "disk"}]'], "tiers[0] is {'type': 'disk'}; it must be an object"),
@@ -134,6 +138,21 @@ def test_the_router_serves_until_a_signal(fake, serve_app, kv, number, code):
             answer = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, trust_env=False)
             process.send_signal(number)
             assert process.wait(20) == code
+    assert answer.status_code == 200
+
+
+def test_the_router_serves_where_standard_output_is_closed(fake, serve_app, kv, tmp_path):
+    with serve_app(fake(hands_over=kv).app()) as prefill, serve_app(fake().app()) as decode:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        command = [*KVFERRY, "router", "--prefill", prefill, "--decode", decode, "--port", str(port)]
+        closed = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
+        with subprocess.Popen(closed, stderr=subprocess.PIPE, text=True) as process:
+            transport = httpx.HTTPTransport(retries=6)
+            with httpx.Client(transport=transport, trust_env=False, timeout=20) as client:
+                answer = client.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "x"})
+            process.terminate()
+            assert (process.wait(20), process.stderr.read()) == (0, "")
     assert answer.status_code == 200
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from kvferry.engines.vllm.choices import unusable
 from kvferry.engines.vllm.tier_config import check_weight, read_tiers
 from kvferry.errors import ConfigError
 
@@ -117,7 +118,7 @@ def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:
     try:
         config = msgspec.convert(dict(extra), ConnectorConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"kv_connector_extra_config: {error}") from error
+        raise unusable("kv_connector_extra_config", error, ConnectorConfig) from error
     _check_ranges(config)
     _check_turns(config)
     return config

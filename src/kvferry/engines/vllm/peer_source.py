@@ -270,6 +270,13 @@ class PeerSource:
         self._asking.pop(request_id, None)
         self._pulls.pop(request_id, None)
 
+    def start_anew(self) -> None:
+        """What peers keep of earlier turns was computed before, and is not to be used any more."""
+        for name in self._asking:
+            if (pull := self._pulls.get(name)) is not None and not pull.settled:
+                self._strike(name, "the cache was reset")
+            self._turns.drop(name)
+
     def hand_over(self, meta: SchedulerMeta) -> None:
         """Orders, peers to meet, and peers to forget."""
         meta.connects = {name: known.ranks for name, known in self._connects.items()}

@@ -88,6 +88,8 @@ def keys_of(
     """
     if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
         raise Unnameable("the prompt is not made of token ids")
+    if getattr(request, "resumable", False):
+        raise Unnameable("the prompt comes in parts, and items of later ones are not known yet")
     items = [
         Item(feature.mm_position.offset, feature.mm_position.length, str(feature.identifier))
         for feature in request.mm_features or ()

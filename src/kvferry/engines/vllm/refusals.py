@@ -1,4 +1,4 @@
-"""Requests that were to be loaded and are computed here instead: counted, and said without a flood."""
+"""Requests that a source was to serve and does not: counted, and said without a flood."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Refusals:
         self.counts: Counter[tuple[str, str]] = Counter()
 
     def say(self, request_id: str, source: str, reason: str) -> None:
-        """A request is computed here because `source` does not serve it."""
+        """`source` does not serve a request."""
         self.counts[source, reason] += 1
         self._watch.tell(Refused(request_id, time.monotonic(), source, reason))
         count = self.counts[source, reason]
         if str(count).strip("0") == "1":
             often = f" ({count} requests by now)" if count > 1 else ""
-            logger.warning("request %s is computed here: %s: %s%s", request_id, source, reason, often)
+            logger.warning("request %s is not served by %s: %s%s", request_id, source, reason, often)

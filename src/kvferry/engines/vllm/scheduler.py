@@ -231,6 +231,8 @@ class SchedulerHalf:
         """Nothing that was kept so far is to be used again."""
         self._turn_names.start_anew()
         self._producer.reset()
+        if self._peers is not None:
+            self._peers.start_anew()
         if self._tiering is not None:
             self._tiering.start_anew()
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
+from kvferry.engines.vllm.choices import unusable
 from kvferry.errors import ConfigError
 from kvferry.tiers.sizes import parse_size
 
@@ -122,7 +123,7 @@ def _read(number: int, given: Any) -> TierSettings:
     try:
         read: TierSettings = msgspec.convert(dict(given), HostSettings | FileSettings | ObjectSettings)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{where} ({given['type']}): {error}") from error
+        raise unusable(f"{where} ({given['type']})", error, kinds[given["type"]]) from error
     return read
 
 

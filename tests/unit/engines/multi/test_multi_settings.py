@@ -43,7 +43,10 @@ def test_a_name_that_is_given_is_not_given_to_another() -> None:
         ({"connectors": [{**NIXL, "load_weight": True}]}, r"load_weight is True, it must be a number"),
         ({"connectors": [{**NIXL, "name": ""}]}, r"name is '', it must be a text"),
         ({"connectors": [{**NIXL, "name": "a"}, {**OURS, "name": "a"}]}, r"'a' is the name of 2"),
-        ({"connectors": [NIXL], "policy": "best"}, r"kv_connector_extra_config: Invalid enum value 'best'"),
+        (
+            {"connectors": [NIXL], "policy": "best"},
+            r"policy is 'best'; it must be one of weight, cost, first",
+        ),
         ({"connectors": [NIXL], "patience_seconds": 0}, r"patience_seconds is 0(\.0)?, it must be above 0"),
         ({"connectors": [NIXL], "attempts": 17}, r"attempts is 17, it must be 1 to 16"),
     ],

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from kvferry.engines.vllm.choices import unusable
 from kvferry.engines.vllm.tier_config import check_weight
 from kvferry.errors import ConfigError
 
@@ -90,7 +91,7 @@ def parse_multi(extra: Mapping[str, Any]) -> MultiSettings:
     try:
         plain = msgspec.convert({k: v for k, v in extra.items() if k != "connectors"}, _Plain)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"kv_connector_extra_config: {error}") from error
+        raise unusable("kv_connector_extra_config", error, _Plain) from error
     if not 0 < plain.patience_seconds < 86_400:
         raise ConfigError(f"patience_seconds is {plain.patience_seconds}, it must be above 0 and below a day")
     if not 1 <= plain.attempts <= 16:
