@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.alone, pytest.mark.timeout(120)]
 def work(path: Path, seed: int, report: Path, fetching: bool = True) -> None:
     """Store and fetch until killed or told to stop; report what became of it."""
     draw = random.Random(seed)
-    store = open_store(path)
+    store = open_store(path, lock_seconds=25)
     write = os.pwritev
 
     def in_steps(fd, pieces, at):
