@@ -99,10 +99,12 @@ def test_several_connectors_in_an_engine_are_told_apart_and_one_alone_is_not_sho
     }  # fmt: skip
 
 
-def test_rates_are_of_the_last_interval(engine, page):
-    with top(engine, "--interval", "1") as terminal:
+def test_rates_are_of_the_last_interval(page):
+    told = [page.text()]  # all of it grows at once
+    with shown({"/metrics": lambda: told[-1]}) as engine, top(engine, "--interval", "1") as terminal:
         terminal.until(lambda text: "prompts 0" in text)
         busy(page)
+        told.append(page.text())
         said = terminal.until(lambda text: re.search(r"prompts [^0]", text) is not None)
         found = re.search(
             r"answers (\S+)\s+prompts (\S+):\s+computed (\S+)\s+local (\S+)\s+peer (\S+)\s+host (\S+)", said
