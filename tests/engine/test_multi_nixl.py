@@ -48,7 +48,7 @@ class Mixed(Pair):
         (offer,) = [answer["params"] for answer in self.prefill.call("prefill", [text])]
         (answer,) = self.decode.call("generate", [text], [{**offer, **wrong}])
         answer["loaded"] = self.decode.call("chosen")
-        self.prefill.call("step", SOON)
+        self.prefill.call("step", 0.1 if wrong else SOON)  # what nobody reads is kept for minutes
         return answer
 
 

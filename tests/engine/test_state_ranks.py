@@ -14,7 +14,7 @@ import pytest
 from kvferry.geometry import Field
 from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
 from support.vllm_engine.inside import distance
-from support.vllm_engine.pair import SOON, connector, prompt
+from support.vllm_engine.pair import connector, prompt
 from support.vllm_engine.states import Page, RankEngine
 
 TEXT = prompt(100, 3)
@@ -185,7 +185,7 @@ def through(sender: RankEngine, receiver: RankEngine, *, spoil: bool) -> dict[st
             sender.call("spoil_states", offer)
         receiver.call("bids")
         (answer,) = receiver.call("generate", [TEXT], [offer])
-        sender.call("step", SOON)
+        sender.call("step", 1.0)
         if receiver.call("bids") == [len(TEXT) - 1]:
             return answer
     pytest.fail(f"nothing was loaded, so nothing is shown; see {receiver.log}")

@@ -90,6 +90,7 @@ def test_two_engines_share_a_directory_that_is_too_small(
     try:
         for engine in engines:
             engine.ready()
+            engine.call("wait_for_ledgers", seconds + 60)
         free = [engine.call("free_blocks") for engine in engines]
         with Watch(chunks) as watch:
             for number, engine in enumerate(engines):

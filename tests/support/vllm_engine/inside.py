@@ -34,6 +34,7 @@ from support.vllm_engine.tiers_inside import (  # noqa: F401 - called by name
     slow_prompts,
     stuck,
     tier_stats,
+    wait_for_ledgers,
     worker_half,
 )
 

@@ -106,6 +106,15 @@ def slow_files(engine: Any, seconds: float, of: int = 0) -> None:
         queue.tier.get = slower
 
 
+def wait_for_ledgers(engine: Any, seconds: float) -> None:
+    """How long file tiers wait for a ledger that others hold, before they drop what they were to store.
+
+    A thread that holds one, in a process whose engine spins, has the interpreter every few milliseconds only.
+    """
+    for queue in half(engine)._tiering._cache._queues:
+        queue.tier._ledger._lock_seconds = seconds
+
+
 def hang(engine: Any, name: str) -> None:
     """Let the file tiers' `name` ("get", "put" or "refresh") hang until `go_on`."""
     engine.gate, engine.hanging = threading.Event(), Counter()

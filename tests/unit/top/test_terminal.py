@@ -99,10 +99,12 @@ def test_several_connectors_in_an_engine_are_told_apart_and_one_alone_is_not_sho
     }  # fmt: skip
 
 
-def test_rates_are_of_the_last_interval(engine, page):
-    with top(engine) as terminal:
+def test_rates_are_of_the_last_interval(page):
+    told = [page.text()]  # all of it grows at once
+    with shown({"/metrics": lambda: told[-1]}) as engine, top(engine, "--interval", "1") as terminal:
         terminal.until(lambda text: "prompts 0" in text)
         busy(page)
+        told.append(page.text())
         said = terminal.until(lambda text: re.search(r"prompts [^0]", text) is not None)
         found = re.search(
             r"answers (\S+)\s+prompts (\S+):\s+computed (\S+)\s+local (\S+)\s+peer (\S+)\s+host (\S+)", said
@@ -110,8 +112,8 @@ def test_rates_are_of_the_last_interval(engine, page):
         answers, prompts, computed, local, peer, host = (
             float(each.replace(",", "")) for each in found.groups()
         )
-        # 50 tokens in a fifth of a second, or in a little more on a machine that is busy.
-        assert 25 < answers <= 260
+        # 50 tokens in a second, or in what a busy machine makes of it.
+        assert 5 < answers < 250
         ratios = [each / answers for each in (prompts, computed, local, peer, host)]
         assert ratios == pytest.approx([30, 6, 6, 12, 4], rel=0.05)
         terminal.until(lambda text: "prompts 0" in text)
