@@ -52,6 +52,15 @@ def test_a_peer_that_weighs_less_brings_the_end_of_what_the_tiers_have_the_begin
         both.nothing_held()
 
 
+def test_an_engine_whose_requests_end_with_their_first_token_learns_how_fast_it_computes(both: Both) -> None:
+    both.prefill.call("learned")
+    both.through([prompt(200, 740)])  # in one step of the prefill engine, with which it ends
+    rate, under_way = both.prefill.call("learned")
+    assert 200 / 60 < rate < 200 / 1e-4
+    assert under_way == 0
+    both.nothing_held()
+
+
 def test_when_the_peers_part_fails_that_of_slow_tiers_is_not_waited_for(both: Both) -> None:
     text = prompt(700, 720)
     (reference,) = both.reference([text])

@@ -6,6 +6,8 @@ _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 _AGES = (("days", 86_400, 0), ("h", 3600, 1), ("min", 60, 0))
 _EXACT = 100_000
 _MANY = 100
+_A_SECOND = 0.9995
+"""In three digits, whatever is no less than this."""
 
 
 def size(count: float) -> str:
@@ -26,7 +28,7 @@ def amount(number: int) -> str:
 
 def duration(seconds: float) -> str:
     """A time, as in ``42 µs``, ``9.65 ms``, ``1.2 s``."""
-    if seconds >= 1:
+    if seconds >= _A_SECOND:
         return f"{seconds:.1f} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
 

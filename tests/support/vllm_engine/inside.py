@@ -28,6 +28,7 @@ from support.vllm_engine.tiers_inside import (  # noqa: F401 - called by name
     hang,
     hanging,
     held,
+    learned,
     reset_all,
     slow_copies,
     slow_files,

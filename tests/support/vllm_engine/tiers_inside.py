@@ -94,6 +94,13 @@ def slow_prompts(engine: Any, seconds: float) -> None:
     executor.execute_model = slower
 
 
+def learned(engine: Any) -> tuple[float, int]:
+    """Tokens per second of prompts, as steps have told since the last call; steps that have not ended."""
+    speeds, steps = half(engine)._speeds, half(engine)._steps
+    rate, speeds._rate = speeds._rate, 0.0
+    return rate, len(steps._under_way)
+
+
 def slow_files(engine: Any, seconds: float, of: int = 0) -> None:
     """Let every fetch from a slow tier take so much longer."""
     for queue in half(engine, of)._tiering._cache._queues:

@@ -11,10 +11,9 @@ reserved: if it needed more blocks than are left, neither it nor they would ever
 once, and an offer after a failure that finds no room at once is withdrawn: the prompt is computed, for which
 vLLM reserves nothing.
 
-The beginning of a prefix may come from one source and the rest from another. The request then waits for two
-loads, and all that other layers need than those that see everything comes with the second. When one of them
-has failed, on any worker, the other is given up, without blame: the request goes on, and what is in flight
-lands in blocks that it does not have any more.
+Where two sources bring a prefix together (`offers`), the request waits for two loads. When one of them has
+failed, on any worker, the other is given up, without blame: the request goes on, and what is in flight lands
+in blocks that it does not have any more.
 
 Blocks being written are pinned in the engine's pool until every worker says that nothing is in flight,
 whatever became of the request meanwhile.
@@ -30,11 +29,12 @@ from enum import Enum
 from math import lcm
 from typing import Any
 
-from kvferry.cache.bids import Bid, Bidding
+from kvferry.cache.bids import Bidding
 from kvferry.cache.pins import Pins
 from kvferry.cache.policies import Choice
 from kvferry.engines.vllm import compat
 from kvferry.engines.vllm.meta import BlockIds, Report, SchedulerMeta, WorkerMeta
+from kvferry.engines.vllm.offers import Offer, offers_of
 from kvferry.engines.vllm.part_blocks import PartBlocks
 from kvferry.engines.vllm.source import Load, Source
 from kvferry.engines.vllm.telling import OTHER_PART, Telling
@@ -48,19 +48,6 @@ class _State(Enum):
     LOADING = "loading"
     FAILED = "failed"
     SERVED = "served"
-
-
-@dataclass(frozen=True, slots=True)
-class _Offer:
-    """What may be taken.
-
-    Attributes:
-        bid: all of it.
-        legs: who brings it, in the order of the prompt.
-    """
-
-    bid: Bid
-    legs: tuple[tuple[Source, Bid], ...]
 
 
 @dataclass(slots=True)
@@ -81,7 +68,7 @@ class _Wish:
     bidding: Bidding
     sources: tuple[Source, ...]
     state: _State = _State.OPEN
-    taken: tuple[_Offer, int] | None = None
+    taken: tuple[Offer, int] | None = None
     loads: list[Load] = field(default_factory=list)
     broken: bool = False
     failed: bool = False
@@ -281,7 +268,7 @@ class Admission:
             waited=0.0 if since is None else now - since,
             before=None if wish.taken is None else wish.taken[0].bid,
         )
-        bids = [(offer.legs[-1][0], offer.bid) for offer in offers]
+        bids = [(offer.last, offer.bid) for offer in offers]
         self._telling.asked(request, wish.sources, wish.bidding, have, bids, best)
         if best is None:
             return 0
@@ -291,43 +278,18 @@ class Admission:
         wish.taken = next(offer for offer in offers if offer.bid is best), have
         return best.tokens
 
-    def _offers(self, wish: _Wish, request: Any, have: int) -> list[_Offer]:
-        """What each source has, then what two have together."""
-        sources = wish.sources
-        found = [_Offer(bid, ((one, bid),)) for one in sources for bid in one.bids(request, have)]
-        if len(sources) > 1 and self._grain:
-            found += self._composed(sources, request, have)
+    def _offers(self, wish: _Wish, request: Any, have: int) -> list[Offer]:
+        """What may be taken of what sources have."""
+        found = offers_of(wish.sources, request, have, self._grain)
         return [offer for offer in found if not self._in_part(offer, request, have)]
-
-    def _composed(self, sources: Sequence[Source], request: Any, have: int) -> list[_Offer]:
-        """What one source has the beginning of and another the end."""
-        found = list[_Offer]()
-        for first in sources:
-            if (head := first.head(request, have, self._grain)) is None:
-                continue
-            tails = [
-                (last, last.tail(request, have, have + head.tokens)) for last in sources if last is not first
-            ]
-            found += [
-                _Offer(Bid.composed(head, tail), ((first, head), (last, tail)))
-                for last, tail in tails
-                if tail is not None
-            ]
-        return found
 
     def _begin(self, wish: _Wish, request: Any, blocks: Any, external: int) -> None:
         """Begin the loads of what was taken, of which `external` tokens are not here."""
         assert wish.taken is not None
-        offer, last = wish.taken
-        total = last + offer.bid.tokens
+        offer, have = wish.taken
+        parts = offer.parts(have, external, request.num_tokens)
         self._count += 1
-        attempt, parts = f"{request.request_id}#{self._count}", list[tuple[Source, Bid, Span]]()
-        for source, bid in offer.legs:
-            first, last = last, last + bid.tokens
-            part = (first, last) if len(offer.legs) > 1 else None
-            span = Span(total - external, total, request.num_tokens, part)
-            if span.begins < span.ends:
-                parts.append((source, bid, span))
+        attempt = f"{request.request_id}#{self._count}"
         for number, (source, bid, span) in enumerate(parts):
             load = Load(
                 f"{attempt}.{number}",
@@ -346,7 +308,7 @@ class Admission:
             self._telling.began(source, load)
         self._parts.begin(request, load.tables, span, source.grains(load))
 
-    def _in_part(self, offer: _Offer, request: Any, have: int) -> bool:
+    def _in_part(self, offer: Offer, request: Any, have: int) -> bool:
         """The offer would fill a block in part where that must not be; of what is looked for nobody knows."""
         source, bid = offer.legs[-1]
         span = Span(have, have + offer.bid.tokens, request.num_tokens)

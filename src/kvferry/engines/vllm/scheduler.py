@@ -237,7 +237,8 @@ class SchedulerHalf:
             self._tiering.start_anew()
 
     def take_stats(self) -> FerryStats | None:
-        """What was counted since the last call."""
+        """What was counted since the last call; vLLM asks once per step, when it has taken its output."""
+        self._steps.done()
         if self._tiering is not None:
             self._tiering.teller.tell()
         counted = self._fold.take()

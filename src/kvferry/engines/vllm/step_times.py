@@ -1,8 +1,15 @@
-"""How fast prompts are computed, seen from the scheduler: by the time from one step to the next."""
+"""How fast prompts are computed, seen from the scheduler: by the time from one step to the next.
+
+vLLM calls two hooks once per step, in the order of steps: ``build_connector_meta`` when it is scheduled,
+``get_kv_connector_stats`` when its output is taken. With asynchronous scheduling, or several stages of a
+pipeline, a step is scheduled while others are under way: it begins when the one before it is done.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from kvferry.cache.speeds import Speeds
@@ -14,13 +21,20 @@ _PREFILL_TOKENS = 128
 class StepTimes:
     """Tells `Speeds` what steps took."""
 
-    def __init__(self, speeds: Speeds) -> None:
-        self._speeds = speeds
-        self._last = 0.0, 0
+    def __init__(self, speeds: Speeds, clock: Callable[[], float] = time.monotonic) -> None:
+        self._speeds, self._clock = speeds, clock
+        self._under_way: deque[tuple[float, int]] = deque()
+        self._done = 0.0
 
     def scheduled(self, output: Any) -> None:
-        """A step is scheduled; the one before it is done if one of its requests goes on."""
-        now, (began, tokens) = time.monotonic(), self._last
-        if tokens >= _PREFILL_TOKENS and output.scheduled_cached_reqs.req_ids:
-            self._speeds.computed(tokens, now - began)
-        self._last = now, output.total_num_scheduled_tokens
+        """A step is scheduled."""
+        self._under_way.append((self._clock(), output.total_num_scheduled_tokens))
+
+    def done(self) -> None:
+        """The output of the first step that is under way has been taken."""
+        if not self._under_way:
+            return
+        (scheduled, tokens), now = self._under_way.popleft(), self._clock()
+        if tokens >= _PREFILL_TOKENS:
+            self._speeds.computed(tokens, now - max(scheduled, self._done))
+        self._done = now

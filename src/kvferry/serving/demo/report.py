@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
+from kvferry.plan.units import duration, size
 from kvferry.serving.demo.transfers import Transfer
-from kvferry.serving.demo.units import milliseconds, size
 from kvferry.serving.demo.verdict import Verdict
 
 _WIDE = 120
@@ -85,11 +85,11 @@ def _cells(row: Row, *, wide: bool) -> Iterator[str]:
         yield str(load.descriptors)
         yield size(load.run_bytes)
         if wide:
-            yield milliseconds(load.plan_seconds)
-        yield milliseconds(load.transfer_seconds)
+            yield duration(load.plan_seconds)
+        yield duration(load.transfer_seconds)
         if wide:
-            yield milliseconds(load.total_seconds)
-    yield milliseconds(row.first_token_seconds)
+            yield duration(load.total_seconds)
+    yield duration(row.first_token_seconds)
     yield row.verdict.value
 
 

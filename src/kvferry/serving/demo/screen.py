@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
+from kvferry.plan.units import duration
 from kvferry.serving.demo.report import Row, failures, summary, table
-from kvferry.serving.demo.units import milliseconds
 from kvferry.serving.engine import Engine
 from kvferry.serving.progress import startup_progress
 from kvferry.terminal import printable
@@ -40,7 +40,7 @@ class Screen:
 
     def handshake(self, seconds: float) -> None:
         """The first answer's time, in which the engines met."""
-        self.note(f"The engines met: the first request had its first token after {milliseconds(seconds)}.")
+        self.note(f"The engines met: the first request had its first token after {duration(seconds)}.")
 
     @contextmanager
     def answering(self, number: int, prompt: str) -> Iterator[Callable[[str], None]]:

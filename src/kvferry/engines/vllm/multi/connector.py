@@ -299,6 +299,7 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
     # -- both ---------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> MultiStats | None:
+        self._steps.done()
         found = {
             name: (path_of(type(child)), child.get_kv_connector_stats()) for name, child in self._children()
         }
