@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 
@@ -64,6 +65,25 @@ def test_requests_say_what_the_engines_own_prefix_cache_had_of_them() -> None:
     request.num_preemptions = 0
     request.take_prefill_stats()
     assert own_hit(request) is None
+
+
+def test_requests_say_what_leaves_their_content_without_a_certain_name() -> None:
+    import torch
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    from kvferry.engines.vllm.adapters import Adapters
+    from kvferry.engines.vllm.prompts import keys_of
+    from kvferry.errors import Unnameable
+
+    def named(tokens: list[int] | None = None, **how: Any) -> Any:
+        one = Request("r", tokens, SamplingParams(max_tokens=8), None, **how)
+        return keys_of(one, list(one.all_token_ids), 2, Adapters(), "")
+
+    assert named([1, 2, 3]).chunks()
+    for how in ({"tokens": [1, 2, 3], "resumable": True}, {"prompt_embeds": torch.zeros(3, 4)}):
+        with pytest.raises(Unnameable):
+            named(**how)
 
 
 def test_requests_have_what_trimming_a_prompt_touches() -> None:

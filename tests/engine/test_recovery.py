@@ -116,6 +116,26 @@ def test_a_lease_lives_as_long_as_its_request_waits(pair: Pair) -> None:
     pair.forget()
 
 
+def test_what_was_offered_before_a_reset_of_either_engine_is_not_used_after_it(pair: Pair) -> None:
+    acquaint(pair)
+    text = prompt(300, 8)
+    name = pair.decode.call("add", [text], [offer_of(pair, text)])
+    pair.decode.call("reset_connector")
+    while name[0] not in pair.decode.call("steps", 5):
+        pass
+    assert not pair.decode.call("loaded")
+    pair.prefill.call("step", 1.0)
+    assert pair.prefill.call("requests_left") == 0
+    pair.forget()
+
+    offer = offer_of(pair, text)
+    assert not pair.prefill.call("reset_prefix_cache"), "blocks are in use"
+    pair.prefill.call("reset_connector")
+    pair.prefill.call("step", LEASE / 2)
+    assert pair.prefill.call("reset_prefix_cache")
+    computed_here(pair, text, offer)
+
+
 def test_a_request_aborted_before_it_ran_releases_the_producer(pair: Pair) -> None:
     text = prompt(300, 4)
     name = pair.decode.call("add", [text], [offer_of(pair, text)])

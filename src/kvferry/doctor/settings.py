@@ -6,17 +6,20 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from kvferry.doctor.finding import Finding, bad, note, ok, refused
+from kvferry.engines.vllm import plugin
 from kvferry.engines.vllm.config import ConnectorConfig, parse_config
 from kvferry.engines.vllm.multi.settings import INHERITED, parse_multi
+from kvferry.engines.vllm.plugin import CONNECTORS
 from kvferry.errors import ConfigError
 
 _OURS = "KVFerryConnector"
 _MULTI = "FerryMultiConnector"
-_MODULES = {_OURS: "kvferry.engines.vllm.connector", _MULTI: "kvferry.engines.vllm.multi.connector"}
+_PLUGINS = "vllm.general_plugins"
 _MOST_BYTES = 1 << 20
 _ROLES = ("kv_producer", "kv_consumer", "kv_both")
 
@@ -118,8 +121,8 @@ def _around(given: Mapping[str, Any]) -> list[Finding]:
     """What stands beside the connector's own settings."""
     found = []
     name = given["kv_connector"]
-    expected = _MODULES[name]
-    if (module := given.get("kv_connector_module_path")) != expected:
+    expected, module = CONNECTORS[name], given.get("kv_connector_module_path")
+    if module != expected and not (module is None and _known_by_name()):
         found.append(
             bad(
                 "kv_connector_module_path",
@@ -138,6 +141,13 @@ def _around(given: Mapping[str, Any]) -> list[Finding]:
     if (role := given.get("kv_role")) not in _ROLES:
         found.append(bad("kv_role", f"is {role!r}", f"set it to one of {', '.join(_ROLES)}"))
     return found
+
+
+def _known_by_name() -> bool:
+    """Whether vLLM, as it is installed here, is told of kvferry's connectors by kvferry itself."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    ours = [one.name for one in entry_points(group=_PLUGINS) if one.module == plugin.__name__]
+    return any(allowed is None or name in allowed.split(",") for name in ours)
 
 
 def _extra(extra: Mapping[str, Any], subject: str) -> tuple[tuple[ConnectorConfig, ...], tuple[Finding, ...]]:

@@ -149,6 +149,8 @@ class _Teller:
         heard = self._trace.heard
         if self._turn:
             yield f"They are given back{f'; readers were heard of {heard} times' if heard else ''}."
+        elif event.withdrawn:
+            yield "The lease has ended: the cache was reset."
         elif not event.expired:
             yield f"The lease is released by its consumer{f', heard of {heard} times' if heard else ''}."
         elif heard:

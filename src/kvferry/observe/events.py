@@ -314,15 +314,17 @@ class LeaseExtended:
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnded:
-    """Its consumer needs it no more, or was silent for too long.
+    """Its consumer needs it no more, or was silent for too long; or the cache was reset.
 
     Attributes:
-        expired: which of both.
+        expired: its consumer was silent.
+        withdrawn: the cache was reset.
     """
 
     request_id: str
     at: float
     expired: bool
+    withdrawn: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,11 @@ class LeaseBook:
         """Leases held or ending."""
         return len(self._held) + len(self._ending)
 
+    @property
+    def held(self) -> list[str]:
+        """Names of the leases that have not ended."""
+        return list(self._held)
+
     def grant(self, name: str, seconds: float | None = None) -> Ticket:
         """Take a lease for the blocks of request `name`; for this book's `seconds` unless said otherwise.
 

@@ -1,7 +1,9 @@
 import json
+from importlib.metadata import EntryPoint
 
 import pytest
 
+from kvferry.doctor import settings
 from kvferry.doctor.finding import State
 from kvferry.doctor.settings import read_file, summary
 from kvferry.engines.vllm.config import parse_config
@@ -57,7 +59,6 @@ def test_what_the_connector_refuses_is_refused_in_its_words(given, extra, said, 
     ("change", "subject"),
     [
         ({"kv_load_failure_policy": "fail"}, "kv_load_failure_policy"),
-        ({"kv_connector_module_path": None}, "kv_connector_module_path"),
         ({"kv_connector_module_path": "elsewhere"}, "kv_connector_module_path"),
         ({"kv_role": "prefill"}, "kv_role"),
     ],
@@ -66,6 +67,22 @@ def test_what_stands_around_the_settings_is_checked(given, change, subject):
     found = read_file(given({**kv_transfer_config(Role.BOTH), **change}))
     assert [one.subject for one in found.findings if one.state is State.BAD] == [subject]
     assert len(found.configs) == 1
+
+
+@pytest.mark.parametrize(
+    ("plugins", "installed", "found"),
+    [(None, True, True), ("kvferry,other", True, True), ("other", True, False), (None, False, False)],
+)
+def test_where_vllm_knows_ours_by_name_no_module_need_be_given(given, monkeypatch, plugins, installed, found):
+    ours = EntryPoint("kvferry", "kvferry.engines.vllm.plugin:register", "vllm.general_plugins")
+    others = EntryPoint("lora", "vllm.plugins.lora:register", "vllm.general_plugins")
+    monkeypatch.setattr(settings, "entry_points", lambda group: [others, ours] if installed else [others])
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if plugins is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    read = read_file(given({**kv_transfer_config(Role.BOTH), "kv_connector_module_path": None}))
+    bad = [] if found else ["kv_connector_module_path"]
+    assert [one.subject for one in read.findings if one.state is State.BAD] == bad
 
 
 def test_ours_is_found_among_several_connectors(given):

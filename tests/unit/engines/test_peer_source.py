@@ -352,13 +352,25 @@ def test_a_request_that_ends_while_peers_are_asked_leaves_nothing():
 @pytest.mark.parametrize("answered", [False, True])
 def test_after_a_reset_an_earlier_turn_that_was_found_before_is_not_bid(answered):
     engine = Engine(turns=TURN if answered else Looking())
-    one, other = engine.arrive(request("a", [*TOKENS, 99])), engine.arrive(offered("b"))
+    one = engine.arrive(request("a", [*TOKENS, 99]))
     assert engine.source.bids(one, 0)
     engine.source.start_anew()
     engine.turns.answer = TURN
     assert engine.source.bids(one, 0) == ()
     assert engine.client.released == (["earlier"] if answered else [])
-    assert engine.source.bids(other, 0), "what a request has brought along is its own"
+
+
+def test_after_a_reset_no_offer_that_came_before_is_bid():
+    engine = Engine()
+    waiting, loading, _ = (engine.arrive(offered(name, of=name)) for name in "abc")
+    load = engine.begin(loading)
+    engine.source.settled("c")
+    engine.source.start_anew()
+    assert engine.client.released == ["c", "a", "b"], "what is being read is not believed either"
+    assert engine.source.bids(waiting, 0) == engine.source.bids(loading, 0) == ()
+    assert engine.refused() == ["the cache was reset"]
+    engine.source.ended(load, Report("the producer gave the blocks back"))
+    assert engine.source.bids(engine.arrive(offered("d")), 0), "what comes is"
 
 
 def test_peers_are_not_waited_for_when_all_but_the_last_token_is_here():

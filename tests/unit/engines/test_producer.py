@@ -131,6 +131,17 @@ def test_a_reset_gives_earlier_turns_back(clock) -> None:
     assert engine.hear(turns=True).keys() == {"a"}
 
 
+def test_a_reset_withdraws_what_was_offered_before(clock) -> None:
+    engine = Engine()
+    engine.offer("a")
+    engine.producer.reset()
+    engine.offer("b")
+    assert engine.hear().keys() == {"a"}
+    assert engine.told[-1] == LeaseEnded("a", clock.now, expired=False, withdrawn=True)
+    assert engine.hear(Release(["a"])) == {}
+    assert engine.hear(Release(["b"])).keys() == {"b"}
+
+
 def test_without_the_setting_nothing_is_kept(clock) -> None:
     engine = Engine()
     assert engine.producer.keeps_turns is None

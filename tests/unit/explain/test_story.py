@@ -180,6 +180,13 @@ def test_a_lease_is_told_with_its_end(expired: bool, heard: int, said: str) -> N
     assert found[2] == f"2.0 {said}"
 
 
+def test_a_lease_that_a_reset_has_ended_is_told_so() -> None:
+    ended = LeaseEnded("a", 12.0, expired=False, withdrawn=True)
+    assert (
+        told(LeaseGranted("a", 11.0, 699, 30.0), ended)[2] == "2.0 The lease has ended: the cache was reset."
+    )
+
+
 def test_stores_that_failed_or_are_under_way_are_told() -> None:
     stored = (Stored("full", 5, 10.5, 2, 1, 2048, 10.75, "no room"), Stored("state", 1, 11.0))
     assert told(stored=stored)[1:] == [

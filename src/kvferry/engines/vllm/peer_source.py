@@ -271,11 +271,11 @@ class PeerSource:
         self._pulls.pop(request_id, None)
 
     def start_anew(self) -> None:
-        """What peers keep of earlier turns was computed before, and is not to be used any more."""
+        """What peers have offered so far was computed before, and is not to be used any more."""
         for name in self._asking:
-            if (pull := self._pulls.get(name)) is not None and not pull.settled:
-                self._strike(name, "the cache was reset")
             self._turns.drop(name)
+        for name in [name for name, pull in self._pulls.items() if not pull.settled]:
+            self._strike(name, "the cache was reset")
 
     def hand_over(self, meta: SchedulerMeta) -> None:
         """Orders, peers to meet, and peers to forget."""

@@ -56,6 +56,7 @@ class Producer:
         self._host = config.advertise_host or config.host
         self._watch = watch
         self._prompts: dict[str, Any] = {}
+        self._withdrawn: list[str] = []
         self._turns: TurnKeeper | None = None
         if config.turn_seconds:
             self._turns = TurnKeeper(
@@ -174,6 +175,8 @@ class Producer:
             else:
                 released = [name for name in event.leases if self._turns is None or name not in self._turns]
                 meta.ended.update(self._ended(self._book.end(released), expired=False))
+        withdrawn, self._withdrawn = self._withdrawn, []
+        meta.ended.update(self._ended(self._book.end(withdrawn), expired=False, withdrawn=True))
         over = self._book.end_expired()
         if self._turns is not None:
             turns = {name: over.pop(name) for name in list(over) if name in self._turns}
@@ -187,15 +190,16 @@ class Producer:
             )  # fmt: skip
         meta.ended.update(expired)
 
-    def _ended(self, leases: dict[str, int], *, expired: bool) -> dict[str, int]:
+    def _ended(self, leases: dict[str, int], *, expired: bool, withdrawn: bool = False) -> dict[str, int]:
         for name in leases:
             if self._turns is not None:
                 self._turns.ended(name)
-            self._watch.tell(LeaseEnded(name, time.monotonic(), expired))
+            self._watch.tell(LeaseEnded(name, time.monotonic(), expired, withdrawn))
         return leases
 
     def reset(self) -> None:
-        """What was computed so far is not to be used again: earlier turns are kept no longer."""
+        """What was computed so far is not to be used again: offers and earlier turns are kept no longer."""
+        self._withdrawn = [name for name in self._book.held if self._turns is None or name not in self._turns]
         if self._turns is not None:
             self._turns.give_up()
 
