@@ -222,6 +222,63 @@ class Asked:
         return self.clock.now - began
 
 
+def test_who_is_silent_again_and_again_is_left_alone_twice_as_long_each_time():
+    assert list(Asked().pauses(8)) == [10, 20, 40, 80, 160, 320, 320, 320]
+    assert (SILENT_SECONDS, MOST_SILENT_SECONDS) == (10, 320)
+
+
+def test_who_answers_again_has_never_been_silent():
+    asked = Asked()
+    list(asked.pauses(4))
+    assert asked.ask(answers=True)
+    assert list(asked.pauses(2)) == [10, 20]
+
+
+def test_who_answers_late_is_there_and_is_left_alone_no_longer_than_at_first():
+    asked = Asked()
+    list(asked.pauses(4))
+    assert asked.ask(answers=False)
+    asked.questions.hear(A, Turns(99, []))
+    assert asked.pause() == 10
+    assert list(asked.pauses(1)) == [20]
+
+
+def test_another_run_of_who_was_silent_is_asked_at_once_and_is_not_known_to_be_silent():
+    asked = Asked()
+    list(asked.pauses(4))
+    assert asked.ask(answers=False)
+    assert not asked.ask(answers=False)
+    assert asked.ask(answers=False, run=2)
+    assert not asked.ask(answers=False, run=2)
+    asked.clock.now += 10
+    assert asked.ask(answers=False, run=2)
+
+
+def test_who_is_named_by_an_offer_is_asked_at_once_and_left_alone_for_longer_if_it_is_silent():
+    asked = Asked()
+    list(asked.pauses(2))
+    assert asked.ask(answers=False)
+    asked.questions.named(A)
+    asked.questions.named(B)
+    assert list(asked.pauses(1)) == [80]
+
+
+def test_questions_that_were_open_at_once_are_one_silence():
+    asked = Asked()
+    numbers = [asked.questions.begin({A: 1})[0] for _ in range(3)]
+    asked.clock.now += ASK_SECONDS
+    for number in numbers:
+        assert asked.questions.answers(number) == []
+    assert asked.pause() == 10
+
+
+def test_a_peer_that_is_none_any_more_is_forgotten():
+    asked = Asked()
+    assert asked.ask(answers=False)
+    asked.questions.begin({B: 1})
+    assert asked.questions._silent == {}
+
+
 def test_a_question_that_is_dropped_hears_nothing():
     questions = Questions(Clock())
     number, _ = questions.begin({A: 1})
