@@ -23,9 +23,7 @@ ASK_SECONDS = 0.25
 """When peers that have not said what they keep are waited for no more."""
 
 SILENT_SECONDS = 10.0
-"""How long a peer that has not is left alone; twice as long each time it is silent again: it may be gone."""
-
-MOST_SILENT_SECONDS = 320.0
+"""How long a peer that has not is left alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,15 +126,13 @@ class Questions:
         """Nothing was asked yet; `clock` in seconds."""
         self._clock = clock
         self._open: dict[int, _Question] = {}
-        self._silent: dict[
-            Address, tuple[float, float]
-        ] = {}  # until when each is left alone, and for how long
+        self._silent: dict[Address, float] = {}
         self._numbers = count()
 
     def begin(self, addresses: Sequence[Address]) -> tuple[int, list[Address]]:
         """A question, and whom to ask: who was silent lately is not asked."""
         now, number = self._clock(), next(self._numbers)
-        asked = [one for one in addresses if one not in self._silent or now >= self._silent[one][0]]
+        asked = [one for one in addresses if now - self._silent.get(one, -SILENT_SECONDS) >= SILENT_SECONDS]
         self._open[number] = _Question(set(asked), now + ASK_SECONDS)
         return number, asked
 
@@ -147,7 +143,6 @@ class Questions:
             return
         question.answers += [(address, kept) for kept in turns.kept]
         question.waiting.discard(address)
-        self._silent.pop(address, None)
 
     def answers(self, number: int) -> list[tuple[Address, KeptTurn]] | None:
         """What peers keep; None while some of them may still say. Ends the question."""
@@ -155,11 +150,7 @@ class Questions:
         if question.waiting and now < question.until:
             return None
         del self._open[number]
-        for address in question.waiting:
-            until, seconds = self._silent.get(address, (now, SILENT_SECONDS / 2))
-            if now >= until:  # else another question has told so
-                seconds = min(2 * seconds, MOST_SILENT_SECONDS)
-                self._silent[address] = now + seconds, seconds
+        self._silent.update(dict.fromkeys(question.waiting, now))
         return question.answers
 
     def drop(self, number: int) -> None:

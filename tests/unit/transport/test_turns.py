@@ -184,29 +184,6 @@ def test_who_does_not_answer_is_left_alone_for_a_while():
     assert questions.begin([A, B])[1] == [A, B]
 
 
-def test_who_is_silent_again_and_again_is_left_alone_for_ever_longer_until_it_answers():
-    clock = Clock()
-    questions = Questions(clock)
-
-    def left_alone() -> float:
-        numbers = [questions.begin([A])[0] for _ in range(3)]
-        clock.now += ASK_SECONDS
-        for number in numbers:
-            assert questions.answers(number) == []
-        began = clock.now
-        while not (begun := questions.begin([A]))[1]:
-            questions.drop(begun[0])
-            clock.now += SILENT_SECONDS
-        questions.drop(begun[0])
-        return clock.now - began
-
-    assert [left_alone() / SILENT_SECONDS for _ in range(8)] == [1, 2, 4, 8, 16, 32, 32, 32]
-    number, _ = questions.begin([A])
-    questions.hear(A, Turns(number, []))
-    assert questions.answers(number) == []
-    assert left_alone() == SILENT_SECONDS
-
-
 def test_a_question_that_is_dropped_hears_nothing():
     questions = Questions(Clock())
     number, _ = questions.begin([A])
