@@ -89,36 +89,49 @@ def ask(question: Question) -> Answers:
         except ConfigError as error:
             refused.append(error)
     until = time.monotonic() + _SECONDS
+    asked = msgspec.json.encode(question) + b"\n"
     with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
-        said = list(pool.map(lambda path: _asked(path, question, until), paths))
+        lines = list(pool.map(lambda path: _asked(path, asked, until), paths))
+    # In one thread: msgspec crashes where two are the first to read a type.
+    said = [_read(each) if isinstance(each, list) else each for each in lines]
     answers = tuple(one for one in said if isinstance(one, Answer))
     if refused and not answers:
         raise refused[0]
     return Answers(answers, (*(one for one in said if isinstance(one, str)), *map(str, refused)))
 
 
-def _asked(path: Path, question: Question, until: float) -> Answer | str | None:
-    """What one engine says, or why it does not; None if it is gone."""
+def _asked(path: Path, question: bytes, until: float) -> list[bytes] | str | None:
+    """The lines that one engine says, or why it does not; None if it is gone."""
     try:
         connection = meeting_place.connect(path, until)
         if connection is None:
             return None
         with connection:
-            return _answer(connection, question, until)
+            connection.settimeout(max(_SHORTEST, until - time.monotonic()))
+            connection.sendall(question)
+            return list(_lines(connection, until))
     except (OSError, ProtocolError) as error:
-        return f"an engine did not answer: {type(error).__name__}: {error}"
+        return _no_answer(error)
 
 
-def _answer(asked: socket.socket, question: Question, until: float) -> Answer:
-    """What one engine says.
+def _no_answer(error: Exception) -> str:
+    return f"an engine did not answer: {type(error).__name__}: {error}"
+
+
+def _read(lines: list[bytes]) -> Answer | str:
+    """What one engine says, or why that is no answer."""
+    try:
+        return _answer(*lines)
+    except ProtocolError as error:
+        return _no_answer(error)
+
+
+def _answer(first: bytes, *rest: bytes) -> Answer:
+    """What one engine says, by lines.
 
     Raises:
         ProtocolError: it cannot be understood, or is an engine's refusal.
-        OSError: it did not come in time.
     """
-    asked.settimeout(max(_SHORTEST, until - time.monotonic()))
-    asked.sendall(msgspec.json.encode(question) + b"\n")
-    first, *rest = _lines(asked, until)
     try:
         if b'"error"' in first[:16]:
             raise ProtocolError(msgspec.json.decode(first, type=_Refusal).error)

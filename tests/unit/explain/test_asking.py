@@ -42,7 +42,7 @@ from kvferry.observe.events import (
     Why,
 )
 from kvferry.observe.names import known_as
-from kvferry.observe.traces import Traces
+from kvferry.observe.traces import Trace, Traces
 from kvferry.observe.wire import MOST_QUESTION_BYTES, Engine, Question, decode_trace
 
 SECONDS = 0.5
@@ -119,6 +119,19 @@ def test_several_engines_are_asked_and_who_had_the_request_first_comes_first(ans
         assert len(ask(Question("", 1)).told()) == 2, "one of each"
     finally:
         prefill.close()
+
+
+def test_answers_are_read_in_one_thread(answers: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several that read a type for the first time, msgspec may crash the process."""
+    readers = []
+
+    def read(line: bytes) -> Trace:
+        readers.append(threading.current_thread())
+        return decode_trace(line)
+
+    monkeypatch.setattr("kvferry.explain.asking.decode_trace", read)
+    assert len(ask(Question()).told()) == len(readers) == 2
+    assert set(readers) == {threading.current_thread()}
 
 
 @pytest.mark.parametrize(
