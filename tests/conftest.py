@@ -6,6 +6,13 @@ import signal
 from collections.abc import Generator
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# The same examples every time, and no limit to what one may take on a busy machine. `planning` has its own.
+settings.register_profile(
+    "same", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("same")
 
 # A shell starts what runs in the background with SIGINT ignored, and children inherit that: what is sent an
 # interrupt here must be able to hear it. A handler becomes the default again when a child is executed.

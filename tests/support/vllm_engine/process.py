@@ -108,7 +108,7 @@ class Engine:
         assert self._process.pid is not None
         return self._process.pid
 
-    def ready(self, timeout: float = 240.0) -> dict[str, Any]:
+    def ready(self, timeout: float = 280.0) -> dict[str, Any]:
         """Wait until the engine is up; what it says of itself."""
         return self._answer(timeout)
 
