@@ -60,6 +60,10 @@ class Health(msgspec.Struct, frozen=True):
     decode: list[Engine]
 
 
+HEALTH = msgspec.json.Decoder(Health)
+"""Of its JSON. Made here, since msgspec crashes where several threads are the first to read a type."""
+
+
 def http_address(text: str) -> str | None:
     """Where an engine or a router is asked, without the path of what for; None for what is no URL.
 

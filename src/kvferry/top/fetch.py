@@ -8,7 +8,7 @@ import httpx
 import msgspec
 
 from kvferry.errors import ConfigError, ProtocolError
-from kvferry.observe.fetch import Health, fetch, http_address
+from kvferry.observe.fetch import HEALTH, Health, fetch, http_address
 from kvferry.top.exposition import Scrape, read
 
 _SECONDS = 5.0
@@ -39,6 +39,6 @@ async def ask(http: httpx.AsyncClient, url: str) -> Scrape | Health:
         return read(metrics.text, time.monotonic())
     health = await fetch(http, f"{url}/health", _SECONDS)
     try:
-        return msgspec.json.decode(health.body, type=Health)
+        return HEALTH.decode(health.body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProtocolError(f"/metrics answers with status {metrics.status}") from error
