@@ -163,11 +163,12 @@ class Coverage:
         at = self._better()
         if at is None:
             return ()
-        found = []
+        end = int(self.ends[at])
+        span, found = Span(self.cut.have, end, self.cut.prompt, (min(self.cut.first, end), end)), []
         for number, (group, slowest) in enumerate(zip(self.groups, self.slowest, strict=True)):
             if slowest[at] == NOWHERE:
-                begin = int(_begins(group, self.cut, self.ends[at : at + 1])[0])
-                found.append(Missing(number, begin + int(self.places[number, begin : at + 1].argmax())))
+                run = _chunks(needed(group.kind, group.reach, span), group.kind, self.cut)
+                found.append(Missing(number, int(run[self.places[number, run].argmax()])))
         return tuple(found)
 
     def longest(self, before: int = NOWHERE) -> tuple[int, int]:
@@ -290,28 +291,19 @@ _NONE = np.zeros(1, np.int64)
 
 
 def _slowest(group: Continued, cut: Cut, ends: Int64s, places: Places) -> Places:
-    """The slowest place of the run of chunks that a group takes up to each boundary, 0 if it takes none."""
+    """The slowest place of the run of chunks that a group takes up to each boundary, 0 if it takes none.
+
+    As `select.needed`, for all boundaries at once.
+    """
     if group.kind is GroupKind.STATE:
         return places
     if sees_all(group.kind):
         run = places.copy()
         run[: max(cut.have, cut.first) // cut.chunk_tokens] = 0
         return np.maximum.accumulate(run, out=run)
-    begins, after = _begins(group, cut, ends), np.arange(1, len(ends) + 1)
-    bounds = np.empty(2 * len(ends), np.int64)
-    bounds[::2], bounds[1::2] = begins, after
-    found = np.maximum.reduceat(np.concatenate((places, _NONE)), bounds)[::2]
-    return found * (begins < after)
-
-
-def _begins(group: Continued, cut: Cut, ends: Int64s) -> Int64s:
-    """The first chunk of the run up to each boundary, the one after the last if a group takes none.
-
-    As `select.needed`, for many boundaries at once. Of a state, the run is the last chunk alone.
-    """
-    if group.kind is GroupKind.STATE:
-        low = ends - 1
-    else:
-        low = first_seen(group.kind, group.reach, np.minimum(ends, cut.prompt - 1))
-    low = np.maximum(low, max(cut.have, cut.first) if sees_all(group.kind) else cut.have)
-    return np.where(low < ends, low // cut.chunk_tokens, -(-ends // cut.chunk_tokens))
+    computed, after = np.minimum(ends, cut.prompt - 1), np.arange(1, len(ends) + 1)
+    low = np.maximum(first_seen(group.kind, group.reach, computed), cut.have)
+    bounds = np.empty((len(ends), 2), np.int64)
+    bounds[:, 0], bounds[:, 1] = np.where(low < ends, low // cut.chunk_tokens, after), after
+    found = np.maximum.reduceat(np.concatenate((places, _NONE)), bounds.ravel())[::2]
+    return found * (low < ends)
