@@ -56,9 +56,8 @@ class Tags:
         table, over = self._table, self._over
         tags = np.maximum(tags, 1)
         at = (_mixed(tags) & np.uint64(len(table) - 1)).view(np.int64)
-        buckets = table.take(
-            at, axis=0, mode="clip"
-        )  # none is out of it, and so it is not looked whether one is
+        # None is outside of the table: given a mode, numpy does not look.
+        buckets = table.take(at, axis=0, mode="clip")
         # Eight bools at a time: any() of rows as short as these takes longer than all the rest.
         found: npt.NDArray[np.bool_] = np.bitwise_or(*(buckets == tags[:, None]).view(np.uint64).T) != 0
         if over:
