@@ -247,7 +247,8 @@ class FileStore(SlowTier):
         """A file was used now, and after what was used at `latest`; returns when that is, in nanoseconds."""
         path, now = chunk_path(self._root, self._namespace, key), int(self._clock() * 1e9)
         last = os.stat(path).st_mtime_ns
-        if last <= latest or now - last >= _USE_SECONDS * 1e9:
+        # One far ahead is of a machine whose clock is wrong: all that follows would have to be farther ahead.
+        if last <= latest or abs(now - last) >= _USE_SECONDS * 1e9:
             last = max(now, latest + _APART_NS)
             os.utime(path, ns=(last, last))
         return max(last, latest)

@@ -249,6 +249,18 @@ def test_a_use_that_was_noted_lately_is_not_noted_again(store, tmp_path, clock):
     assert used_ns(tmp_path, 0) == [int(clock.now * 1e9)]
 
 
+def test_a_time_far_ahead_is_put_right_and_does_not_spread(store, tmp_path, clock):
+    """Of a machine whose clock is wrong: what is used after it would never be evicted either."""
+    for number in (0, 1):
+        keep(store, number)
+    year = int((clock.now + 365 * 86_400) * 1e9)
+    os.utime(file_of(tmp_path, 1), ns=(year, year))
+    clock.now += 60
+    store.used([key(1), key(0)])
+    end, beginning = used_ns(tmp_path, 1, 0)
+    assert end == int(clock.now * 1e9) < beginning < end + 10**6
+
+
 def test_a_file_that_goes_while_its_use_is_noted_keeps_no_other_from_it(store, tmp_path, clock):
     for number in (0, 1):
         keep(store, number)
