@@ -8,13 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
-
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.tiers.format import Group
 from kvferry.tiers.outcome import Get, Put, TierStats
 from kvferry.tiers.slow import SlowTier
-from kvferry.tiers.tags import Uint64s, tags_of
+from kvferry.tiers.tags import Tags, TagTable
 
 GARBAGE = 0xEE
 """What a chunk that is no hit leaves in memory."""
@@ -23,27 +21,32 @@ GARBAGE = 0xEE
 class FakeTier(SlowTier):
     """A mapping. What it does next is what a test has put into `next_get` and `next_put`."""
 
-    def __init__(self, name: str, kept: Iterable[tuple[bytes, bytes]] = ()) -> None:
+    def __init__(
+        self, name: str, kept: Iterable[tuple[bytes, bytes]] = (), table: TagTable | None = None
+    ) -> None:
         self.name = name
         self.kept = dict(kept)
-        self.seen = set(self.kept)
+        self.tags = Tags(table)
+        for key in self.kept:
+            self.tags.add(key)
         self.next_get: Get | type[Exception] = Get.HIT
         self.next_put: Put | type[Exception] = Put.STORED
-        self.closed = False
+        self.closed = self.rests = False
         self.gone: set[bytes] = set()
+
+    @property
+    def resting(self) -> bool:
+        return self.rests
 
     def had(self, key: bytes) -> bool:
         return key in self.gone
-
-    def tagged(self, tags: Uint64s) -> np.ndarray:
-        return np.isin(tags, tags_of(list(self.seen)))
 
     def put(self, key: bytes, group: Group, body: memoryview) -> Put:
         if not isinstance(self.next_put, Put):
             raise self.next_put
         if not self.next_put.dropped:
             self.kept[key] = bytes(body)
-            self.seen.add(key)
+            self.tags.add(key)
         return self.next_put
 
     def get(self, key: bytes, group: Group, into: memoryview) -> Get:
@@ -54,7 +57,7 @@ class FakeTier(SlowTier):
             into[:] = self.kept[key]
             return Get.HIT
         into[:] = bytes([GARBAGE]) * len(into)
-        self.seen.discard(key)
+        self.tags.discard(key)
         if not isinstance(found, Get):
             raise found
         return found
@@ -68,6 +71,17 @@ class FakeTier(SlowTier):
 
     def close(self) -> None:
         self.closed = True
+
+
+def fake_tiers(*kept: Iterable[tuple[bytes, bytes]]) -> list[FakeTier]:
+    """A file tier and an object tier of one cache, or fewer, that have these chunks."""
+    table, names = TagTable(), ("file", "object")
+    return [FakeTier(name, chunks, table) for name, chunks in zip(names, kept, strict=False)]
+
+
+def table_of(tiers: list[FakeTier]) -> TagTable:
+    """Where their tags are; a new one of no tiers."""
+    return tiers[0].tags.table if tiers else TagTable()
 
 
 class ByHand:

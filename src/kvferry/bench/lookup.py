@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from kvferry.bench.chunks import CHUNK_TOKENS
 from kvferry.bench.slow_tier import queue_over
@@ -25,10 +24,9 @@ from kvferry.keys.chunk import ChunkKeys
 from kvferry.tiers.eviction import POLICIES
 from kvferry.tiers.format import Group
 from kvferry.tiers.host import HostTier
-from kvferry.tiers.index import Index
 from kvferry.tiers.outcome import Get, Put, TierStats
 from kvferry.tiers.slow import SlowTier
-from kvferry.tiers.tags import Uint64s
+from kvferry.tiers.tags import Tags, TagTable
 
 PLACES = ("host", "file", "nowhere")
 TARGET_SECONDS = 3e-3
@@ -80,18 +78,14 @@ class LookUp:
 
 
 class Made(SlowTier):
-    """A tier whose chunks are an index' keys, and nothing else."""
+    """A tier that knows keys, and has nothing of them."""
 
     name = "file"
 
-    def __init__(self, keys: Iterable[bytes]) -> None:
-        self._index = Index("", bytes(32))
+    def __init__(self, keys: Iterable[bytes], table: TagTable) -> None:
+        self.tags = Tags(table)
         for key in keys:
-            self._index.add(key)
-
-    def tagged(self, tags: Uint64s) -> npt.NDArray[np.bool_]:
-        """As a file store knows them."""
-        return self._index.known(tags)
+            self.tags.add(key)
 
     def put(self, key: bytes, group: Group, body: memoryview) -> Put:  # noqa: ARG002 - it keeps nothing
         """Refuse."""
@@ -137,8 +131,10 @@ def measure(
     random = draw.bytes(_KEY_BYTES * max(others, 0))
     made = [random[at : at + _KEY_BYTES] for at in range(0, len(random), _KEY_BYTES)]
     in_host = [*keys["host"], *made[: len(made) // _HOST_SHARE]]
-    with queue_over(Made([*keys["file"], *in_host, *made[len(made) // _HOST_SHARE :]])) as queue:
-        cache = ChunkCache(_host_of(in_host), _no_memory, (group,), (Behind(queue),))
+    table = TagTable()
+    behind = Made([*keys["file"], *in_host, *made[len(made) // _HOST_SHARE :]], table)
+    with queue_over(behind) as queue:
+        cache = ChunkCache(_host_of(in_host, table), _no_memory, (group,), (Behind(queue),))
         progress(f"looking for prompts of {tokens:,} tokens")
         took = [
             (place, _look(group, prompts[place][n], cache)) for n in range(repeats + 1) for place in PLACES
@@ -184,9 +180,9 @@ def _keys_of(group: CanonicalGroup, prompts: Sequence[list[int]]) -> list[bytes]
     return found
 
 
-def _host_of(keys: Sequence[bytes]) -> HostTier:
+def _host_of(keys: Sequence[bytes], table: TagTable) -> HostTier:
     """Host memory that has these, as far as anybody can tell."""
-    host = HostTier(2 * _SLOT_BYTES * len(keys), [_SLOT_BYTES], POLICIES["lru"])
+    host = HostTier(2 * _SLOT_BYTES * len(keys), [_SLOT_BYTES], POLICIES["lru"], table)
     for key in keys:
         slot = host.reserve(key, 0)
         if slot is not None:

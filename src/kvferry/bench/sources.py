@@ -50,6 +50,7 @@ from kvferry.tiers.image import group_of
 from kvferry.tiers.object_store import ObjectStore
 from kvferry.tiers.place import chunk_path
 from kvferry.tiers.slow import SlowTier
+from kvferry.tiers.tags import TagTable
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import Card, ControlServer
 from kvferry.transport.handshake import Known
@@ -131,8 +132,8 @@ class Kept:
         Raises:
             TransferError: a tier does not know what lies in it.
         """
-        sizes = [group.chunk_bytes for group in canonical.groups]
-        self.host = HostTier(2 * max(sizes) * len(keys[0]) + (64 << 20), sizes, POLICIES["lru"])
+        sizes, table = [group.chunk_bytes for group in canonical.groups], TagTable()
+        self.host = HostTier(2 * max(sizes) * len(keys[0]) + (64 << 20), sizes, POLICIES["lru"], table)
         for key in keys[0]:
             if (slot := self.host.reserve(key, key[-1])) is not None:
                 self.host.commit(slot)
@@ -143,9 +144,9 @@ class Kept:
             root.mkdir()
             if name == "object":
                 _touch(root, spaces.digest, of)
-                store: SlowTier = ObjectStore(root.as_uri(), spaces)
+                store: SlowTier = ObjectStore(root.as_uri(), spaces, table=table)
             else:
-                store = FileStore(root, spaces)
+                store = FileStore(root, spaces, table=table)
                 _touch(root, spaces.digest, of)
                 store.refresh()
             queue = TierQueue(store, name=name)

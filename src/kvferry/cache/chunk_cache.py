@@ -30,7 +30,7 @@ from kvferry.tiers.format import Group
 from kvferry.tiers.host import HostTier, Slot
 from kvferry.tiers.image import group_of
 from kvferry.tiers.outcome import Get, Put
-from kvferry.tiers.tags import Uint64s, tags_of
+from kvferry.tiers.tags import MOST_PLACES, Uint64s, tags_of
 
 HOST = "host"
 
@@ -98,13 +98,19 @@ class ChunkCache:
             body: memory of the arena by offset and size in bytes, writable.
             groups: what chunks hold.
             behind: slow tiers, the fastest first; taken over.
+
+        Raises:
+            ValueError: the tiers do not share a table of tags.
         """
+        if any(one.queue.tier.tags.table is not host.tags.table for one in behind):
+            raise ValueError("tiers of one cache share a table of tags")
         self.counts, self.events = CacheCounts(), 0
         self._host = host
         self._memory, self._groups = body, tuple(groups)
         self._files: dict[tuple[int, int], Group] = {}
         self.writing = tuple(Writing(one, host, self._body) for one in behind)
         self._queues = [one.queue for one in behind]
+        self._firsts: dict[tuple[bool, ...], Places] = {}
         self._incoming: dict[bytes, _Incoming] = {}
         self._fetches: list[Fetch] = []
 
@@ -158,10 +164,8 @@ class ChunkCache:
             without: names of tiers that are not asked.
         """
         names = frozenset(without)
-        found = np.where(self._host.tagged(tags), 0, NOWHERE)
-        for number, queue in enumerate(self._queues, 1):
-            if queue.name not in names and len(left := np.flatnonzero(found == NOWHERE)):
-                found[left[queue.tagged(tags[left])]] = number
+        asked = (True, *(queue.name not in names and not queue.unread for queue in self._queues))
+        found = self._first_of(asked).take(self._host.tags.table.marks(tags))
         if self._incoming:
             coming = np.maximum(found, self._coming(tags, names))
             found = np.where((found > 0) & (found < NOWHERE), coming, found)
@@ -275,6 +279,17 @@ class ChunkCache:
         ends = time.monotonic() + patience_seconds
         for queue in self._queues:
             queue.close(max(ends - time.monotonic(), 0))
+
+    def _first_of(self, asked: tuple[bool, ...]) -> Places:
+        """By the marks of a tag, the fastest of its places that are asked."""
+        if asked not in self._firsts:
+            marks = np.arange(1 << MOST_PLACES)
+            found = self._firsts[asked] = np.full(len(marks), NOWHERE)
+            bits = [self._host.tags.bit, *(queue.tier.tags.bit for queue in self._queues)]
+            for place in reversed(range(len(bits))):
+                if asked[place]:
+                    found[(marks & bits[place]) != 0] = place
+        return self._firsts[asked]
 
     def _coming(self, tags: Uint64s, without: frozenset[str]) -> Places:
         """The places that chunks are being read from, 0 of those that are not; see `places`."""

@@ -25,7 +25,6 @@ from kvferry.tiers.around import Around
 from kvferry.tiers.format import Group
 from kvferry.tiers.outcome import Get, Put
 from kvferry.tiers.slow import SlowTier
-from kvferry.tiers.tags import Uint64s, tags_of
 
 logger = logging.getLogger(__name__)
 
@@ -98,11 +97,12 @@ class TierQueue:
 
     def known(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """Which of `keys` can be asked for now: none of a tier that is stuck for reading."""
-        return self.tagged(tags_of(keys))
+        return np.zeros(len(keys), np.bool_) if self._reading.stuck else self.tier.known(keys)
 
-    def tagged(self, tags: Uint64s) -> npt.NDArray[np.bool_]:
-        """As `known`, of keys by their tags."""
-        return np.zeros(len(tags), np.bool_) if self._reading.stuck else self.tier.tagged(tags)
+    @property
+    def unread(self) -> bool:
+        """Nothing can be asked for now."""
+        return self._reading.stuck or self.tier.resting
 
     @property
     def reading(self) -> int:

@@ -17,9 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-import numpy as np
-import numpy.typing as npt
-
 from kvferry.errors import ChunkError
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.around import Around, Surveyor
@@ -37,7 +34,7 @@ from kvferry.tiers.place import chunk_path, key_of
 from kvferry.tiers.relay import Busy
 from kvferry.tiers.room import Full, Room
 from kvferry.tiers.slow import SlowTier
-from kvferry.tiers.tags import Uint64s
+from kvferry.tiers.tags import Tags, TagTable
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +70,7 @@ class FileStore(SlowTier):
         durable: flush every chunk and its folder to the disk before it counts as stored.
         clock: seconds since 1970; what is used is marked with it.
         lock_seconds: how long a store waits for the ledger before it is dropped.
+        table: for the tags of all places of a cache.
 
     Raises:
         ConfigError: the path is missing, cannot be written, is of another version, or the capacity is more
@@ -90,6 +88,7 @@ class FileStore(SlowTier):
         durable: bool = False,
         clock: Callable[[], float] = time.time,
         lock_seconds: float = 2.0,
+        table: TagTable | None = None,
     ) -> None:
         self._root = os.path.abspath(path)
         self._namespace = namespace.digest
@@ -97,7 +96,8 @@ class FileStore(SlowTier):
         self._clock = clock
         self._tally = Tally()
         check_directory(self._root)
-        self._index = Index(self._root, self._namespace, clock)
+        self.tags = Tags(table)
+        self._index = Index(self._root, self._namespace, self.tags, clock)
         self._ledger = Ledger(self._root, lock_seconds)
         self._room = Room(self._root, self._ledger, self._tally, self._gone, clock)
         take_into_use(self._root, self._ledger, self._room, namespace, capacity)
@@ -112,10 +112,6 @@ class FileStore(SlowTier):
     def __len__(self) -> int:
         """Chunks of the namespace, as far as is known."""
         return len(self._index)
-
-    def tagged(self, tags: Uint64s) -> npt.NDArray[np.bool_]:
-        """Which keys are there, as far as is known; see `SlowTier.tagged`."""
-        return self._index.known(tags)
 
     def used(self, keys: Sequence[bytes]) -> None:
         """Note when chunks were used; see `SlowTier.used`.

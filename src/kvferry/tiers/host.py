@@ -25,7 +25,7 @@ import numpy.typing as npt
 from kvferry.tiers.book import ArenaBook, Slot
 from kvferry.tiers.counters import Drop, HostCounters, Miss
 from kvferry.tiers.eviction import Policy
-from kvferry.tiers.tags import Tags, Uint64s, tags_of
+from kvferry.tiers.tags import Tags, TagTable, tags_of
 
 __all__ = ["HostTier", "Slot"]
 
@@ -39,10 +39,15 @@ class HostTier:
     Attributes:
         counters: what it has done.
         capacity_bytes, used_bytes: of slots; the first is never exceeded.
+        tags: of the chunks that can be read.
     """
 
     def __init__(
-        self, capacity_bytes: int, chunk_bytes: Sequence[int], policy: Callable[[int], Policy]
+        self,
+        capacity_bytes: int,
+        chunk_bytes: Sequence[int],
+        policy: Callable[[int], Policy],
+        table: TagTable | None = None,
     ) -> None:
         """Empty.
 
@@ -50,6 +55,7 @@ class HostTier:
             capacity_bytes: of the arena.
             chunk_bytes: of a chunk of every KV cache group, multiples of 4096.
             policy: makes one for a capacity in bytes (`kvferry.tiers.eviction.POLICIES`).
+            table: for the tags of all places of a cache.
 
         Raises:
             GeometryError: chunks are not whole pages.
@@ -60,7 +66,7 @@ class HostTier:
         self.capacity_bytes = self._book.slabs.capacity_bytes
         self._make_policy = policy
         self._policy = policy(self.capacity_bytes)
-        self._tags = Tags()
+        self.tags = Tags(table)
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
         self._most_evicted = (len(set(chunk_bytes)) + 1) * self._book.slabs.slab_bytes
 
@@ -75,11 +81,7 @@ class HostTier:
 
     def contains(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """Which of these could be opened now: bool of shape (len(keys),). Changes and counts nothing."""
-        return self.tagged(tags_of(keys))
-
-    def tagged(self, tags: Uint64s) -> npt.NDArray[np.bool_]:
-        """As `contains`, of keys by their tags."""
-        return self._tags.known(tags)
+        return self.tags.known(tags_of(keys))
 
     def reserve(self, key: bytes, group: int, *, counted: bool = True) -> Slot | None:
         """Make room for a chunk, where need be by evicting others; None if there is none, or it is here.
@@ -104,7 +106,7 @@ class HostTier:
             return False
         size = self._book.chunk_bytes[slot.group]
         self._policy.admit(slot.key, size)
-        self._tags.add(slot.key)
+        self.tags.add(slot.key)
         self._evicted.pop(slot.key, None)
         self.counters.stored += 1
         self.counters.stored_bytes += size
@@ -152,7 +154,7 @@ class HostTier:
         """Forget all chunks, and those being filled: what the keys named has changed."""
         self.counters.dropped[Drop.CLEARED] += self._book.clear()
         self._policy = self._make_policy(self.capacity_bytes)
-        self._tags.clear()
+        self.tags.clear()
         self._evicted.clear()
 
     def check_integrity(self) -> None:
@@ -166,7 +168,7 @@ class HostTier:
         ready = self._book.ready
         if len(ready) != len(self._policy) or any(key not in self._policy for key in ready):
             raise AssertionError("the policy ranks other keys than those that can be read")
-        if len(ready) != len(self._tags) or not self._tags.known(tags_of(list(ready))).all():
+        if len(ready) != len(self.tags) or not self.tags.known(tags_of(list(ready))).all():
             raise AssertionError("other keys are told than those that can be read")
         if self._policy.used_bytes != sum(chunk.size for chunk in ready.values()):
             raise AssertionError("the policy counts other bytes than those that can be read")
@@ -194,7 +196,7 @@ class HostTier:
     def _evict(self, key: bytes) -> int:
         """Give up a chunk that the policy has let go; returns its bytes."""
         size = self._book.evict(key).size
-        self._tags.discard(key)
+        self.tags.discard(key)
         self.counters.evicted += 1
         self.counters.evicted_bytes += size
         self._evicted[key] = None

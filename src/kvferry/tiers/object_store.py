@@ -20,9 +20,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
 
-import numpy as np
-import numpy.typing as npt
-
 from kvferry.errors import ChunkError
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.decode import read_header
@@ -37,7 +34,7 @@ from kvferry.tiers.objects.stream import Stream
 from kvferry.tiers.outcome import Get, Put, Tally, TierStats
 from kvferry.tiers.place import chunk_name, quarantine_name
 from kvferry.tiers.slow import SlowTier
-from kvferry.tiers.tags import Uint64s
+from kvferry.tiers.tags import Tags, TagTable
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +60,7 @@ class ObjectStore(SlowTier):
         rest_seconds: how long the store is left alone after failures.
         listing_seconds: how long a listing is thought to be good; one of many chunks is many requests.
         clock: monotonic seconds.
+        table: for the tags of all places of a cache.
 
     Raises:
         ConfigError: the URL is of an unknown form, or an option is unknown or cannot be used.
@@ -80,12 +78,14 @@ class ObjectStore(SlowTier):
         rest_seconds: float = 30.0,
         listing_seconds: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
+        table: TagTable | None = None,
     ) -> None:
         bucket = Bucket(url, options, timeout_seconds)
         self._url = bucket.url
         self._namespace = namespace.digest
         self._access = Access(bucket, rest_seconds, clock)
-        self._known = Known()
+        self.tags = Tags(table)
+        self._known = Known(self.tags)
         self._lister = Lister(self._access, namespace, self._known, listing_seconds, clock)
         self._tally = Tally()
         self._lister.list(timeout_seconds)
@@ -108,14 +108,10 @@ class ObjectStore(SlowTier):
         """Whether a chunk was known lately; see `SlowTier.had`."""
         return key in self._known.gone
 
-    def tagged(self, tags: Uint64s) -> npt.NDArray[np.bool_]:
-        """Which keys are there, as far as is known; see `SlowTier.tagged`.
-
-        None while the store is left alone after failures: nobody is to wait for it.
-        """
-        if self._access.unread:
-            return np.zeros(len(tags), np.bool_)
-        return self._known.of(tags)
+    @property
+    def resting(self) -> bool:
+        """Whether the store is left alone after failures: nobody is to wait for it."""
+        return self._access.unread
 
     def put(self, key: bytes, group: Group, body: memoryview) -> Put:
         """Keep a chunk; see `SlowTier.put`. One that is known to be there is not sent again."""

@@ -25,7 +25,7 @@ from kvferry.tiers.host import HostTier
 from kvferry.tiers.outcome import Get, Put
 from support.clock import Clock
 from support.models import attention, model, state
-from support.slow_tiers import FakeTier, answer, jobs_of, queue_by_hand
+from support.slow_tiers import answer, fake_tiers, jobs_of, queue_by_hand, table_of
 
 PAGE, CHUNK = 4096, 64
 KV = attention(k=8, v=8)
@@ -77,7 +77,8 @@ class Cache:
     def __init__(self, arena, pages, tiers, policy="lru", write_back=()):
         self.clock = Clock()
         self.arena, self.base = arena, arena.memory.ctypes.data
-        self.host = HostTier(pages * PAGE, [group.chunk_bytes for group in GROUPS], POLICIES[policy])
+        sizes = [group.chunk_bytes for group in GROUPS]
+        self.host = HostTier(pages * PAGE, sizes, POLICIES[policy], table_of(tiers))
         self.tiers = tiers
         self.queues = [queue_by_hand(tier, self.clock) for tier in tiers]
         behind = [Behind(q, q.name in write_back) for q in self.queues]
@@ -101,7 +102,7 @@ class Cache:
         if key in self.host._book.ready:
             self.host._policy.remove(key)
             self.host._book.evict(key)
-            self.host._tags.discard(key)
+            self.host.tags.discard(key)
 
     def fetch(self, *keys, **options):
         return self.cache.fetch([want(key) for key in keys], **options)
@@ -131,7 +132,7 @@ class Living(RuleBasedStateMachine):
     def make(self, policy, pages, tiers, write_back, there):
         self.write_back = write_back
         kept = [[(key, content(key)) for key in sorted(keys)] for keys in there]
-        fakes = [FakeTier("file", kept[0]), FakeTier("object", kept[1])][:tiers]
+        fakes = fake_tiers(*kept[:tiers])
         self.made = Cache(ARENA, pages, fakes, policy, write_back)
         self.cache, self.host, self.queues = self.made.cache, self.made.host, self.made.queues
         self.fills = []
@@ -181,7 +182,7 @@ class Living(RuleBasedStateMachine):
                 self.note_owed(number, slot.key)
 
     def note_owed(self, number, key):
-        if key not in self.made.tiers[number].seen and key not in self.cache.writing[number]._held:
+        if not self.made.tiers[number].known([key])[0] and key not in self.cache.writing[number]._held:
             self.owed[number].add(key)
 
     def note_lost(self):
@@ -258,11 +259,11 @@ class Living(RuleBasedStateMachine):
         tier = data.draw(st.sampled_from(self.made.tiers))
         if there:
             tier.kept[key] = content(key)
-            tier.seen.add(key)
+            tier.tags.add(key)
         else:
             tier.kept.pop(key, None)
             if heard:
-                tier.seen.discard(key)
+                tier.tags.discard(key)
 
     @rule(seconds=st.sampled_from([1.0, 1.0, 1.0, STUCK_SECONDS + 1]))
     def time_passes(self, seconds):
@@ -384,7 +385,8 @@ class Living(RuleBasedStateMachine):
         self.cache.shutdown(1.0)
         self.cache.poll()
         for tier, keys in zip(self.made.tiers, here, strict=True):
-            assert keys <= tier.kept.keys() | tier.seen, "what is owed is written in the end"
+            left = [key for key in keys - tier.kept.keys() if not tier.known([key])[0]]
+            assert not left, "what is owed is written in the end"
             assert tier.closed
         self.host.check_integrity()
         assert self.made.holds() == 0
@@ -401,10 +403,7 @@ FULL, OTHER, THIRD = (key for key in KEYS if GROUPS[group_of(key)].kind is Group
 
 def cache(*kept, pages=34, **options):
     """With tiers that have these chunks: first a file tier, then an object tier."""
-    names = ("file", "object")
-    tiers = [
-        FakeTier(name, [(key, content(key)) for key in keys]) for name, keys in zip(names, kept, strict=False)
-    ]
+    tiers = fake_tiers(*([(key, content(key)) for key in keys] for keys in kept))
     return Cache(ARENA, pages, tiers, **options)
 
 
@@ -517,9 +516,8 @@ def test_a_load_larger_than_host_memory_goes_on_as_its_chunks_are_used():
 
 def test_after_a_load_with_room_for_half_of_it_the_beginning_stays():
     prompt = [b"%031d" % n + b"\0" for n in range(8)]
-    made = Cache(
-        ARENA, 8 * GROUPS[0].chunk_bytes // PAGE, [FakeTier("file", [(k, content(k)) for k in prompt])]
-    )
+    tiers = fake_tiers([(key, content(key)) for key in prompt])
+    made = Cache(ARENA, 8 * GROUPS[0].chunk_bytes // PAGE, tiers)
     fetch = made.cache.fetch([Want(0, number, key, CHUNK) for number, key in enumerate(prompt)])
     while not fetch.over:  # as they come, from the first on
         made.answer(0, "read", made.jobs(0)[0][1], Get.HIT)
@@ -642,6 +640,22 @@ def test_a_tier_that_a_request_does_not_ask_is_not_asked():
     assert made.cache.at_hand([FULL, OTHER], {"file"}).tolist() == [True, False]
     made.fetch(FULL, without={"file"})
     assert (made.jobs(0), made.jobs(1)) == ([], [("read", FULL)])
+
+
+def test_a_tier_that_rests_is_not_asked():
+    made = cache([FULL, OTHER], [FULL])
+    made.tiers[0].rests = True
+    assert made.cache.at_hand([FULL, OTHER]).tolist() == [True, False]
+    made.fetch(FULL)
+    assert (made.jobs(0), made.jobs(1)) == ([], [("read", FULL)])
+
+
+def test_tiers_of_one_cache_share_a_table_of_tags():
+    made = cache([FULL])
+    with pytest.raises(ValueError, match="share a table"):
+        ChunkCache(
+            HostTier(PAGE, [PAGE], POLICIES["lru"]), ARENA.bytes_at, GROUPS[:1], [Behind(made.queues[0])]
+        )
 
 
 def test_a_chunk_that_a_struck_tier_is_reading_is_not_offered():

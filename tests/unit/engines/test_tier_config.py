@@ -56,6 +56,7 @@ def test_without_host_memory_chunks_pass_a_little_of_it():
         ([{"type": "object"}], "tiers[0] (object): Object missing required field `url`"),
         ([HOST, HOST], "tiers names host memory twice; give it once, with the capacity of both"),
         ([FILE, HOST], "tiers: host memory comes first, since every chunk passes it"),
+        ([HOST, *[FILE] * 8], "tiers names 8 tiers behind host memory; leave out some, it may name 7"),
         ([{**HOST, "capacity": 0}], "tiers: a capacity of 0; it must be above 0"),
         ([{**FILE, "capacity": "0 GiB"}], "tiers: a capacity of '0 GiB'; it must be above 0"),
         ([{**FILE, "capacity": -1}], "tiers: a capacity of -1; it must be above 0"),

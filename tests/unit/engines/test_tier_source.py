@@ -28,7 +28,7 @@ from kvferry.tiers.outcome import Get
 from support.block_pool import request
 from support.clock import Clock
 from support.models import attention, model
-from support.slow_tiers import FakeTier, answer, queue_by_hand
+from support.slow_tiers import answer, fake_tiers, queue_by_hand, table_of
 
 CHUNK, PROMPT = 8, 28
 RANKS = lay_out(model(attention()), EngineShape(1, (1,), 4, "LBHNC", 99))
@@ -46,12 +46,9 @@ class Engine:
         self.one = request("a", range(PROMPT))
         named = Prompts(CANONICAL).add(self.one)
         self.keys = [named.key(0, number) for number in range(3)] + [named.tail(0, PROMPT)]
-        tiers = [
-            FakeTier(name, [(self.keys[number], bytes(SIZE)) for number in numbers])
-            for name, numbers in zip(("file", "object"), kept, strict=False)
-        ]
+        tiers = fake_tiers(*([(self.keys[number], bytes(SIZE)) for number in numbers] for numbers in kept))
         self.queues = [queue_by_hand(tier, self.clock) for tier in tiers]
-        self.host = HostTier(chunks * SIZE, [SIZE], POLICIES["lru"])
+        self.host = HostTier(chunks * SIZE, [SIZE], POLICIES["lru"], table_of(tiers))
         self.cache = ChunkCache(
             self.host,
             lambda _, size: memoryview(bytearray(size)),
@@ -187,9 +184,9 @@ def test_a_tier_that_cannot_read_is_not_asked_again_for_this_request():
     engine.step()
     for tier, number in ((engine.queues[0].tier, 1), (engine.queues[1].tier, 1)):
         tier.kept[engine.keys[number]] = bytes(SIZE)
-    engine.queues[0].tier.seen.add(engine.keys[1])
+    engine.queues[0].tier.tags.add(engine.keys[1])
     assert engine.bid().tokens == 8
-    engine.queues[1].tier.seen.add(engine.keys[1])
+    engine.queues[1].tier.tags.add(engine.keys[1])
     assert engine.bid().tokens == 16
     second = engine.begin()
     assert engine.source.origin(second) == "object"
@@ -398,7 +395,7 @@ def test_what_was_in_host_memory_lately_was_evicted():
 
 def test_what_a_slow_tier_had_lately_was_evicted():
     engine = Engine([0])
-    engine.queues[0].tier.seen.clear()
+    engine.queues[0].tier.tags.clear()
     engine.queues[0].tier.gone.add(engine.keys[0])
     assert lack(engine).miss is Miss.EVICTED
 

@@ -19,7 +19,7 @@ from kvferry.tiers.host import HostTier
 from kvferry.tiers.outcome import Get, Put
 from support.clock import Clock
 from support.models import attention, model
-from support.slow_tiers import FakeTier, answer, queue_by_hand
+from support.slow_tiers import answer, fake_tiers, queue_by_hand
 
 CANONICAL = canonical_of(lay_out(model(attention()), EngineShape(1, (1,), 4, "LBHNC", 99)), 8)
 (SIZE,) = (group.chunk_bytes for group in CANONICAL.groups)
@@ -29,9 +29,10 @@ FIRST, SECOND, KEPT = bytes([1]) * 32, bytes([2]) * 32, bytes([3]) * 32
 class Tiers:
     def __init__(self, chunks=8):
         self.clock = Clock()
-        self.queue = queue_by_hand(FakeTier("file", [(KEPT, bytes(SIZE))]), self.clock)
+        (tier,) = fake_tiers([(KEPT, bytes(SIZE))])
+        self.queue = queue_by_hand(tier, self.clock)
         self.cache = ChunkCache(
-            HostTier(chunks * SIZE, [SIZE], POLICIES["lru"]),
+            HostTier(chunks * SIZE, [SIZE], POLICIES["lru"], tier.tags.table),
             lambda _, size: memoryview(bytearray(size)),
             CANONICAL.groups,
             [Behind(self.queue)],
@@ -71,7 +72,7 @@ def test_fetches_and_what_was_wrong_with_one_are_told_once():
     tiers.cache.fetch([Want(0, 0, KEPT, 8)])
     answer(tiers.queue, "read", KEPT, Get.CORRUPT)
     assert tiers.told()["file"].missed == (("corrupt", 1),)
-    tiers.queue.tier.seen.add(KEPT)
+    tiers.queue.tier.tags.add(KEPT)
     tiers.cache.fetch([Want(0, 0, KEPT, 8)])
     answer(tiers.queue, "read", KEPT, Get.HIT)
     told = tiers.told()["file"]

@@ -9,6 +9,7 @@ from hypothesis import given, strategies as st
 from kvferry.tiers import gone
 from kvferry.tiers.gone import Gone
 from kvferry.tiers.objects.known import Known
+from kvferry.tiers.tags import Tags
 from support.chunk_files import key
 from support.stores import file_of, keep, open_store
 
@@ -57,7 +58,7 @@ def test_a_directory_remembers_what_this_process_and_others_evicted(tmp_path) ->
 
 
 def test_a_listing_remembers_what_it_has_no_longer() -> None:
-    known, (one, other, never) = Known(), keys(3)
+    known, (one, other, never) = Known(Tags()), keys(3)
     known.add(one)
     known.add(other)
     known.discard(never)

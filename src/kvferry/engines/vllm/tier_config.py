@@ -11,6 +11,7 @@ import msgspec
 from kvferry.engines.vllm.choices import unusable
 from kvferry.errors import ConfigError
 from kvferry.tiers.sizes import parse_size
+from kvferry.tiers.tags import MOST_PLACES
 
 Write = Literal["through", "back"]
 
@@ -134,6 +135,10 @@ def _checked(tiers: Sequence[TierSettings]) -> Tiers:
         raise ConfigError("tiers names host memory twice; give it once, with the capacity of both")
     if hosts and tiers[0] is not hosts[0]:
         raise ConfigError("tiers: host memory comes first, since every chunk passes it")
+    if len(slow) >= MOST_PLACES:
+        raise ConfigError(
+            f"tiers names {len(slow)} tiers behind host memory; leave out some, it may name {MOST_PLACES - 1}"
+        )
     for number, one in enumerate(tiers):
         check_weight(f"tiers[{number}]: load_weight", one.load_weight)
         capacity = None if isinstance(one, ObjectSettings) else one.capacity

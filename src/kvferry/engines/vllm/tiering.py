@@ -40,6 +40,7 @@ from kvferry.tiers.opening import cannot
 from kvferry.tiers.place import user_directory
 from kvferry.tiers.sizes import parse_size
 from kvferry.tiers.slow import SlowTier
+from kvferry.tiers.tags import TagTable
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +96,9 @@ class Tiering:
             self._arena.region.length,
             [group.chunk_bytes for group in canonical.groups],
             POLICIES[tiers.host.policy],
+            table := TagTable(),
         )
-        opened = _open_all(tiers.slow, vllm_config, canonical)
+        opened = _open_all(tiers.slow, vllm_config, canonical, table)
         behind = [one for one, _ in opened]
         self.weights = {HOST: tiers.host.load_weight, **{one.queue.name: weight for one, weight in opened}}
         self._cache = ChunkCache(host, self._arena.bytes_at, canonical.groups, behind)
@@ -240,7 +242,7 @@ def _host_bytes(tiers: Tiers) -> int:
 
 
 def _open_all(
-    tiers: Iterable[SlowSettings], vllm_config: Any, canonical: Canonical
+    tiers: Iterable[SlowSettings], vllm_config: Any, canonical: Canonical, table: TagTable
 ) -> list[tuple[Behind, float]]:
     """The slow tiers that can be used, with their weights; of others it is said why."""
     found: list[tuple[Behind, float]] = []
@@ -248,7 +250,7 @@ def _open_all(
     for settings in tiers:
         try:
             namespace = namespace or namespace_of(vllm_config, canonical)
-            tier = _open(settings, namespace)
+            tier = _open(settings, namespace, table)
             alike = sum(one.queue.tier.name == tier.name for one, _ in found)
             name = f"{tier.name}{ALIKE}{alike + 1}" if alike else tier.name
             behind = Behind(TierQueue(tier, name=name), settings.write == "back")
@@ -258,12 +260,14 @@ def _open_all(
     return found
 
 
-def _open(settings: SlowSettings, namespace: Namespace) -> SlowTier:
+def _open(settings: SlowSettings, namespace: Namespace, table: TagTable) -> SlowTier:
     if isinstance(settings, FileSettings):
         capacity = None if settings.capacity is None else parse_size(settings.capacity)
         path = settings.path or _default_directory()
-        return FileStore(path, namespace, capacity=capacity, durable=settings.durable)
-    return ObjectStore(settings.url, namespace, settings.options, timeout_seconds=settings.timeout_seconds)
+        return FileStore(path, namespace, capacity=capacity, durable=settings.durable, table=table)
+    return ObjectStore(
+        settings.url, namespace, settings.options, timeout_seconds=settings.timeout_seconds, table=table
+    )
 
 
 def _default_directory() -> str:

@@ -11,11 +11,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from threading import Lock
 
-import numpy as np
-import numpy.typing as npt
-
 from kvferry.tiers.gone import Gone
-from kvferry.tiers.tags import Tags, Uint64s
+from kvferry.tiers.tags import Tags
 
 _PARTS = 256
 
@@ -28,16 +25,19 @@ class Known:
     Attributes:
         changes: grows with every key that a listing adds or lacks.
         gone: keys that were known lately.
+
+    Args:
+        tags: empty; kept up to date.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tags: Tags) -> None:
         self.changes, self.gone = 0, Gone()
         self._lock = Lock()
         self._listings = 0
         # By the first byte; with the number of the last listing that had it, or during or after which it was
         # stored.
         self._keys: list[dict[bytes, int]] = [{} for _ in range(_PARTS)]
-        self._tags = Tags()
+        self._tags = tags
         # Discarded during this listing, which may have seen them before.
         self._gone: set[bytes] = set()
         self._bad: dict[bytes, str] = {}
@@ -47,10 +47,6 @@ class Known:
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._keys[key[0]]
-
-    def of(self, tags: Uint64s) -> npt.NDArray[np.bool_]:
-        """Which keys of these tags are known: bool of shape (len(tags),). Waits for nobody."""
-        return self._tags.known(tags)
 
     def add(self, key: bytes) -> None:
         """A chunk was stored."""
