@@ -140,9 +140,8 @@ def _shares(asker: Asker) -> Iterator[list[float]]:
             seconds[share] += took - inner[0]
             inner[0] = before + took
 
-    owners = [
-        (owner, name) for owner in (asker.cache, *asker.sources) for name in _SHARE_OF if hasattr(owner, name)
-    ]
+    askers = (asker.cache.reading, *asker.sources)
+    owners = [(owner, name) for owner in askers for name in _SHARE_OF if hasattr(owner, name)]
     for owner, name in owners:
         setattr(owner, name, partial(timed, getattr(owner, name), _SHARE_OF[name]))
     try:

@@ -164,9 +164,9 @@ def _look(group: CanonicalGroup, prompt: list[int], cache: ChunkCache) -> _Took:
     began = time.perf_counter()
     chunks = PromptChunks((group,), ChunkKeys(CHUNK_TOKENS, prompt))
     digested = time.perf_counter()
-    found = chunks.look_up(len(prompt), 0, cache.places)
+    found = chunks.look_up(len(prompt), 0, cache.reading.places)
     looked = time.perf_counter()
-    chunks.look_up(len(prompt), 0, cache.places)
+    chunks.look_up(len(prompt), 0, cache.reading.places)
     again = time.perf_counter()
     return _Took(digested - began, looked - digested, again - looked, found.tokens)
 

@@ -17,9 +17,10 @@ from typing import Any, NoReturn
 from kvferry.bench.chunks import CHUNK_TOKENS
 from kvferry.bench.slow_tier import namespace
 from kvferry.cache.bids import Part
-from kvferry.cache.chunk_cache import HOST, ChunkCache
+from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.pins import Pins
 from kvferry.cache.policies import Choice, Cost, Policy, Weight
+from kvferry.cache.reading import HOST
 from kvferry.cache.speeds import Speeds
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.cache.writing import Behind

@@ -28,7 +28,7 @@ class Want:
 
 @dataclass(slots=True)
 class Fetch:
-    """See the module. Filled by `chunk_cache.ChunkCache`, emptied by who loads.
+    """See the module. Filled by `reading.Reading`, emptied by who loads.
 
     Attributes:
         left: chunks that nobody has looked for yet.

@@ -322,7 +322,7 @@ def settle_tiers(engine: Any, seconds: float = 120.0, of: int = 0) -> None:
     ours = half(engine, of)
     until = time.monotonic() + seconds
     cache = ours._tiering._cache
-    while ours.busy or cache._incoming or any(len(writing) for writing in cache.writing):
+    while ours.busy or cache.reading.incoming or any(len(writing) for writing in cache.writing):
         assert time.monotonic() < until, "the tiers are still busy"
         cache.poll()
         engine.llm_engine.step()

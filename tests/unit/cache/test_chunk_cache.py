@@ -105,7 +105,7 @@ class Cache:
             self.host.tags.discard(key)
 
     def fetch(self, *keys, **options):
-        return self.cache.fetch([want(key) for key in keys], **options)
+        return self.cache.reading.fetch([want(key) for key in keys], **options)
 
     def answer(self, number, what, key, as_):
         """Let an operation of a tier end, and hear of it."""
@@ -232,7 +232,7 @@ class Living(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel(self, data):
         fetch, _, _ = self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1)))
-        self.cache.cancel(fetch)
+        self.cache.reading.cancel(fetch)
         assert fetch.over
         assert not fetch.take()
 
@@ -354,7 +354,7 @@ class Living(RuleBasedStateMachine):
                 assert set(here) <= set(keys)
             if not fetch.over:
                 assert self.cache.busy
-            assert self.cache.awaited(fetch) <= {queue.name for queue in self.queues}
+            assert self.cache.reading.awaited(fetch) <= {queue.name for queue in self.queues}
 
     @invariant()
     def every_hold_is_somebodys(self):
@@ -369,7 +369,7 @@ class Living(RuleBasedStateMachine):
         for slot in self.fills:
             self.filled(slot)
         for fetch, _, _ in self.loads:
-            self.cache.cancel(fetch)
+            self.cache.reading.cancel(fetch)
         for slot in self.taken:
             self.cache.close(slot)
         self.cache.poll()
@@ -416,13 +416,13 @@ def test_a_chunk_in_host_memory_is_ready_at_once():
     made.store(FULL, OTHER)
     fetch = made.fetch(FULL, OTHER)
     assert (fetch.over, names_of(fetch), fetch.tiers) == (True, [FULL, OTHER], {"host"})
-    assert made.cache.origin(fetch) == "host"
+    assert made.cache.reading.origin(fetch) == "host"
 
 
 def test_a_chunk_of_the_slowest_tier_is_owed_to_the_faster_one_and_read_but_once():
     made = cache([], [FULL])
     first, second = made.fetch(FULL), made.fetch(FULL)
-    assert made.cache.origin(first) == "object"
+    assert made.cache.reading.origin(first) == "object"
     assert made.jobs(1) == [("read", FULL)]
     made.answer(1, "read", FULL, Get.HIT)
     assert names_of(first) == names_of(second) == [FULL]
@@ -440,9 +440,9 @@ def test_a_chunk_that_is_computed_anew_is_owed_to_the_tiers_that_lack_it_alone()
 def test_a_chunk_that_a_tier_has_not_comes_from_the_next_one():
     made = cache([FULL], [FULL])
     fetch = made.fetch(FULL)
-    assert made.cache.awaited(fetch) == {"file"}
+    assert made.cache.reading.awaited(fetch) == {"file"}
     made.answer(0, "read", FULL, Get.CORRUPT)
-    assert made.cache.awaited(fetch) == {"object"}
+    assert made.cache.reading.awaited(fetch) == {"object"}
     made.answer(1, "read", FULL, Get.HIT)
     assert (fetch.failure, names_of(fetch), fetch.tiers) == (None, [FULL], {"object"})
     assert made.cache.counts.missed == Counter({("file", Get.CORRUPT): 1})
@@ -453,7 +453,7 @@ def test_a_load_whose_chunk_no_tier_gives_fails_and_what_else_comes_is_kept():
     fetch = made.fetch(FULL, OTHER)
     made.answer(0, "read", FULL, Get.ABSENT)
     assert (fetch.over, fetch.failure) == (True, "a chunk of the file tier: absent")
-    made.cache.cancel(fetch)
+    made.cache.reading.cancel(fetch)
     made.answer(0, "read", OTHER, Get.HIT)
     assert made.host.contains([FULL, OTHER]).tolist() == [False, True]
     assert made.holds() == 0
@@ -518,7 +518,7 @@ def test_after_a_load_with_room_for_half_of_it_the_beginning_stays():
     prompt = [b"%031d" % n + b"\0" for n in range(8)]
     tiers = fake_tiers([(key, content(key)) for key in prompt])
     made = Cache(ARENA, 8 * GROUPS[0].chunk_bytes // PAGE, tiers)
-    fetch = made.cache.fetch([Want(0, number, key, CHUNK) for number, key in enumerate(prompt)])
+    fetch = made.cache.reading.fetch([Want(0, number, key, CHUNK) for number, key in enumerate(prompt)])
     while not fetch.over:  # as they come, from the first on
         made.answer(0, "read", made.jobs(0)[0][1], Get.HIT)
         for _, slot in fetch.take():
@@ -623,7 +623,7 @@ def test_a_tier_that_is_stuck_for_reading_is_asked_for_nothing_more_and_still_gi
 def test_an_engine_need_not_step_for_a_chunk_that_hangs_and_nobody_waits_for():
     made, fetch = hung([FULL])
     assert made.cache.busy
-    made.cache.cancel(fetch)
+    made.cache.reading.cancel(fetch)
     made.cache.poll()
     assert not made.cache.busy
     made.answer(0, "read", FULL, Get.HIT)

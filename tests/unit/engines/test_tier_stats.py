@@ -69,11 +69,11 @@ def test_stores_are_told_of_host_memory_first_and_of_the_tier_behind_when_it_has
 def test_fetches_and_what_was_wrong_with_one_are_told_once():
     tiers = Tiers()
     tiers.told()
-    tiers.cache.fetch([Want(0, 0, KEPT, 8)])
+    tiers.cache.reading.fetch([Want(0, 0, KEPT, 8)])
     answer(tiers.queue, "read", KEPT, Get.CORRUPT)
     assert tiers.told()["file"].missed == (("corrupt", 1),)
     tiers.queue.tier.tags.add(KEPT)
-    tiers.cache.fetch([Want(0, 0, KEPT, 8)])
+    tiers.cache.reading.fetch([Want(0, 0, KEPT, 8)])
     answer(tiers.queue, "read", KEPT, Get.HIT)
     told = tiers.told()["file"]
     assert (told.fetched, told.missed, len(told.fetch_seconds)) == (1, (), 1)

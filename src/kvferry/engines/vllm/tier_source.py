@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 
 from kvferry.cache.bids import Bid, Bidding, Part
-from kvferry.cache.chunk_cache import HOST, ChunkCache
+from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.fetch import Fetch
 from kvferry.cache.orders import LoadBegin, LoadEnd, LoadPart, MovedByAll, Piece
+from kvferry.cache.reading import HOST
 from kvferry.engines.vllm.lacks import lack_of
 from kvferry.engines.vllm.meta import Report, SchedulerMeta
 from kvferry.engines.vllm.prompts import Prompts
@@ -162,7 +163,7 @@ class TierSource:
         asked.looked = found = chunks.look_up(
             request.num_tokens,
             have,
-            partial(self._cache.places, without=asked.without),
+            partial(self._cache.reading.places, without=asked.without),
             in_full=self._keeps_windows(request.num_tokens),
         )
         ends, slowest = found.longest()
@@ -199,10 +200,10 @@ class TierSource:
         """Fetch what the load takes; parts follow as it arrives."""
         chunks, asked = self._prompts.get(request), self._asked[load.request_id]
         if chunks is None or asked.looked is None:
-            fetch = self._cache.fetch(())
+            fetch = self._cache.reading.fetch(())
             fetch.failure = "its chunks have no names any more"
         else:
-            fetch = self._cache.fetch(chunks.wants(asked.looked, load.span), asked.without)
+            fetch = self._cache.reading.fetch(chunks.wants(asked.looked, load.span), asked.without)
         tables = tuple(Stretch(0, tuple(ids)) for ids in load.tables)
         self._loading[load.key] = _Loading(load, fetch, tables)
         self._brought[load.key] = _Brought()
@@ -214,7 +215,7 @@ class TierSource:
 
     def origin(self, load: Load) -> str:
         """The tier that has the chunk which the load waits for longest: the slowest of them."""
-        return self._cache.origin(self._loading[load.key].fetch)
+        return self._cache.reading.origin(self._loading[load.key].fetch)
 
     def brought(self, load: Load, report: Report) -> tuple[Moved, ...]:
         """Of the canonical groups: ranks say of every part what they have copied."""
@@ -233,7 +234,7 @@ class TierSource:
             return
         self._refusals.say(load.request_id, TIERS, report.failure)
         if (loading := self._loading.get(load.key)) is not None:  # its deadline has passed
-            self._asked[load.request_id].without |= self._cache.awaited(loading.fetch)
+            self._asked[load.request_id].without |= self._cache.reading.awaited(loading.fetch)
             self._end(loading, report.failure)
 
     def dropped(self, load: Load) -> None:
@@ -320,7 +321,7 @@ class TierSource:
 
     def _end(self, loading: _Loading, failure: str | None) -> None:
         del self._loading[loading.load.key]
-        self._cache.cancel(loading.fetch)
+        self._cache.reading.cancel(loading.fetch)
         if loading.fetch.miss in _MISSES and (brought := self._brought.get(loading.load.key)):
             brought.miss = _MISSES[loading.fetch.miss]
         self._ends.append(LoadEnd(loading.load.key, failure))

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from kvferry.cache.chunk_cache import HOST, ChunkCache
+from kvferry.cache.chunk_cache import ChunkCache
+from kvferry.cache.reading import HOST
 from kvferry.cache.writing import Writing
 from kvferry.engines.vllm.storing import Storing
 from kvferry.engines.vllm.tier_source import TierSource

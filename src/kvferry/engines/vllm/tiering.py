@@ -9,9 +9,10 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
-from kvferry.cache.chunk_cache import HOST, ChunkCache
+from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.chunk_routes import check_storable
 from kvferry.cache.orders import ArenaCard, MovedByAll
+from kvferry.cache.reading import HOST
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.cache.writing import Behind
 from kvferry.engines.vllm import compat

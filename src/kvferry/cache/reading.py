@@ -1,0 +1,243 @@
+"""Chunks on their way from slow tiers into host memory, and the loads that wait for them.
+
+    fetch ─▶ each chunk held where it is, or read from the first tier that has it, from the next if that one
+             does not give it ─▶ in host memory, owed to faster tiers (promotion) ─▶ ready ─▶ (ranks copy)
+
+What several loads want is read once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.cache.counts import CacheCounts
+from kvferry.cache.fetch import Fetch, Want
+from kvferry.cache.writing import Writing
+from kvferry.planning.coverage import NOWHERE, Places
+from kvferry.tiers.format import Group
+from kvferry.tiers.host import HostTier, Slot
+from kvferry.tiers.outcome import Get
+from kvferry.tiers.tags import MOST_PLACES, Uint64s, tags_of
+
+HOST = "host"
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """A chunk that is being read into host memory.
+
+    Attributes:
+        slot: where to.
+        group: what it is as a file.
+        source: number of the tier that it is read from.
+        others: tiers that are asked next.
+        waiting: fetches that want it.
+    """
+
+    slot: Slot
+    group: Group
+    source: int
+    others: list[int]
+    waiting: list[Fetch]
+
+
+class Reading:
+    """See the module. Not thread-safe: the engine's thread.
+
+    Attributes:
+        incoming: chunks that are being read, by key.
+        fetches: that wait for some.
+        events: how often something was done.
+    """
+
+    def __init__(
+        self,
+        host: HostTier,
+        writing: Sequence[Writing],
+        body: Callable[[Slot], memoryview],
+        file: Callable[[int, int], Group],
+        counts: CacheCounts,
+    ) -> None:
+        """Begin.
+
+        Args:
+            host: where chunks are read to.
+            writing: of every slow tier, the fastest first.
+            body: memory of a slot, writable.
+            file: what a chunk of a group, of so many tokens, is as a file.
+            counts: of the cache.
+        """
+        self.incoming: dict[bytes, _Incoming] = {}
+        self.fetches: list[Fetch] = []
+        self.events = 0
+        self._host, self._writing, self._body, self._file = host, writing, body, file
+        self._queues = [one.behind.queue for one in writing]
+        self._firsts: dict[tuple[bool, ...], Places] = {}
+        self._counts = counts
+
+    def places(self, tags: Uint64s, without: Iterable[str] = ()) -> Places:
+        """Where chunks would come from now: int64 of shape (len(tags),).
+
+        0 for host memory, n for the n-th tier, `NOWHERE` for none. What a tier is reading comes from that
+        one; of a tier that is stuck or not asked nobody should join in waiting.
+
+        Args:
+            tags: of chunks' keys.
+            without: names of tiers that are not asked.
+        """
+        names = frozenset(without)
+        asked = (True, *(queue.name not in names and not queue.unread for queue in self._queues))
+        found = self._first_of(asked).take(self._host.tags.table.marks(tags))
+        if self.incoming:
+            coming = np.maximum(found, self._coming(tags, names))
+            found = np.where((found > 0) & (found < NOWHERE), coming, found)
+        return found
+
+    def fetch(self, wants: Iterable[Want], without: Iterable[str] = ()) -> Fetch:
+        """Bring chunks to host memory and hold them there; `advance` goes on with what this returns.
+
+        What is in host memory is held first, before room for others is made there.
+
+        Args:
+            wants: in the order in which they are looked for.
+            without: names of tiers that are not asked.
+        """
+        self.events += 1
+        fetch = Fetch(without=frozenset(without))
+        for want in wants:
+            slot = self._host.open(want.key)
+            if slot is None:
+                fetch.left.append(want)
+            else:
+                self._give(fetch, want, slot, HOST)
+        self.fetches.append(fetch)
+        self._advance(fetch)
+        return fetch
+
+    def cancel(self, fetch: Fetch) -> None:
+        """Nothing more is wanted: what was held is let go; what is being read is kept when it comes."""
+        for _, slot in fetch.take():
+            self._host.close(slot)
+        fetch.left.clear()
+        fetch.coming.clear()
+
+    def awaited(self, fetch: Fetch) -> set[str]:
+        """Names of the tiers that have not answered a fetch yet."""
+        return {self._queues[self.incoming[key].source].name for key in fetch.coming}
+
+    def origin(self, fetch: Fetch) -> str:
+        """The slowest tier that a fetch asks so far; host memory if none."""
+        asked = self.awaited(fetch) | fetch.tiers
+        return next((queue.name for queue in reversed(self._queues) if queue.name in asked), HOST)
+
+    def came(self, key: bytes, what: Get) -> None:
+        """A tier has given a chunk, or has not; the next is asked then, if there is one."""
+        incoming = self.incoming[key]
+        name = self._queues[incoming.source].name
+        if what is Get.HIT:
+            del self.incoming[key]
+            self._keep(incoming, name)
+            return
+        self._counts.missed[name, what] += 1
+        for fetch in incoming.waiting:
+            if key in fetch.coming and what is Get.IO_ERROR:
+                fetch.failed.add(name)
+        if incoming.others:
+            incoming.source = incoming.others.pop(0)
+            self._read(incoming)
+            return
+        del self.incoming[key]
+        self._host.abort(incoming.slot)
+        self._fail(incoming, f"a chunk of the {name} tier: {what}", what)
+
+    def advance(self) -> None:
+        """Go on with all fetches, as far as there is room for what they want."""
+        self.events += bool(self.fetches)
+        for fetch in self.fetches:
+            self._advance(fetch)
+        self.fetches = [fetch for fetch in self.fetches if not fetch.over]
+
+    def _first_of(self, asked: tuple[bool, ...]) -> Places:
+        """By the marks of a tag, the fastest of its places that are asked."""
+        if asked not in self._firsts:
+            marks = np.arange(1 << MOST_PLACES)
+            found = self._firsts[asked] = np.full(len(marks), NOWHERE)
+            bits = [self._host.tags.bit, *(queue.tier.tags.bit for queue in self._queues)]
+            for place in reversed(range(len(bits))):
+                if asked[place]:
+                    found[(marks & bits[place]) != 0] = place
+        return self._firsts[asked]
+
+    def _coming(self, tags: Uint64s, without: frozenset[str]) -> Places:
+        """The places that chunks are being read from, 0 of those that are not; see `places`."""
+        reads = [
+            NOWHERE if queue.name in without or queue.stuck_for_reading else number
+            for number, queue in enumerate(self._queues, 1)
+        ]
+        coming = tags_of(list(self.incoming))
+        places = np.array([reads[one.source] for one in self.incoming.values()], np.int64)
+        order = coming.argsort()
+        at = order[coming[order].searchsorted(tags).clip(max=len(order) - 1)]
+        return np.where(coming[at] == tags, places[at], 0)
+
+    def _advance(self, fetch: Fetch) -> None:
+        """Look for chunks as far as there is room for them."""
+        while fetch.left and fetch.failure is None and self._bring(fetch, fetch.left[0]):
+            fetch.left.popleft()
+
+    def _bring(self, fetch: Fetch, want: Want) -> bool:
+        """Hold a chunk that is here, or have it read; False if there is no room for it yet."""
+        if incoming := self.incoming.get(want.key):
+            incoming.waiting.append(fetch)
+            fetch.coming[want.key] = want
+        elif (slot := self._host.hold(want.key)) is not None:
+            self._give(fetch, want, slot, HOST)
+        elif sources := self._sources(fetch, want.key):
+            slot = self._host.reserve(want.key, want.group, counted=False)
+            if slot is None:
+                return False
+            group = self._file(want.group, want.tokens)
+            incoming = _Incoming(slot, group, sources[0], sources[1:], [fetch])
+            self.incoming[want.key] = incoming
+            fetch.coming[want.key] = want
+            self._read(incoming)
+        else:
+            fetch.failure, fetch.miss = "a chunk has gone since it was offered", Get.ABSENT
+        return True
+
+    def _sources(self, fetch: Fetch, key: bytes) -> list[int]:
+        """Tiers that should have a chunk, the fastest first."""
+        return [
+            number
+            for number, queue in enumerate(self._queues)
+            if queue.name not in fetch.without and queue.known([key])[0]
+        ]
+
+    def _read(self, incoming: _Incoming) -> None:
+        slot = incoming.slot
+        self._queues[incoming.source].read(slot.key, incoming.group, self._body(slot))
+
+    def _keep(self, incoming: _Incoming, name: str) -> None:
+        key = incoming.slot.key
+        if not self._host.commit(incoming.slot):
+            self._fail(incoming, "the cache was reset")
+            return
+        for writing in self._writing[: incoming.source]:
+            writing.owe(key, incoming.group)
+        for fetch in incoming.waiting:
+            want, slot = fetch.coming.pop(key, None), None
+            if want is not None and (slot := self._host.hold(key)) is not None:
+                self._give(fetch, want, slot, name)
+
+    def _give(self, fetch: Fetch, want: Want, slot: Slot, name: str) -> None:
+        fetch.ready.append((want, slot))
+        fetch.tiers.add(name)
+        self._counts.fetched[name] += 1
+
+    def _fail(self, incoming: _Incoming, why: str, what: Get | None = None) -> None:
+        for fetch in incoming.waiting:
+            if fetch.coming.pop(incoming.slot.key, None) is not None and fetch.failure is None:
+                fetch.failure, fetch.miss = why, what
