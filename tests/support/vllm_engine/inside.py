@@ -367,7 +367,7 @@ def tier_counts(engine: Any) -> dict[str, Any]:
         "failed": cache.counts.failed,
         "fetched": dict(cache.counts.fetched),
         "missed": {f"{name} {what}": n for (name, what), n in cache.counts.missed.items()},
-        "dropped": dict(tiering._storing.dropped),
+        "dropped": dict(tiering._stores.dropped),
         "loads": loads_of(engine, "tiers"),
         "lost": [writing.lost for writing in cache.writing],
     }

@@ -29,7 +29,7 @@ def worker_half(engine: Any, of: int = 0) -> Any:
 def held(engine: Any, of: int = 0) -> dict[str, int]:
     """What requests, loads and stores hold, and is not nothing; host memory and its book must agree."""
     tiering, admission = half(engine, of)._tiering, half(engine, of).admission
-    cache, source, storing = tiering._cache, tiering.source, tiering._storing
+    cache, source, stores = tiering._cache, tiering.source, tiering._stores
     worker = worker_half(engine, of)
     cache._host.check_integrity()
     book = cache._host._book
@@ -38,9 +38,9 @@ def held(engine: Any, of: int = 0) -> dict[str, int]:
         "late": sum(admission.pins._late.values()),
         "wishes": len(admission),
         "loads": len(admission._loads),
-        "stores": len(storing._stores),
-        "pinned by stores": storing._pinned,
-        "requests looked at": len(storing._progress),
+        "stores": len(stores._stores),
+        "pinned by stores": stores._pinned,
+        "requests looked at": len(tiering._storing._progress),
         "named requests": len(tiering._prompts._known),
         "requests to serve": len(source._asked),
         "loads from tiers": len(source._loading),
@@ -181,7 +181,7 @@ def abort_at_random(engine: Any, prompts: list[list[int]], seed: int) -> dict[st
 
     rng = random.Random(seed)
     scheduler = engine.llm_engine.engine_core.engine_core.scheduler
-    storing = half(engine)._tiering._storing
+    stores = half(engine)._tiering._stores
     engine.count = getattr(engine, "count", 1_000_000)
     steps_left: dict[str, int] = {}
     seen: Counter[str] = Counter()
@@ -201,7 +201,7 @@ def abort_at_random(engine: Any, prompts: list[list[int]], seed: int) -> dict[st
             steps_left[outer] -= 1
             if steps_left[outer] < 0:
                 seen[request.status.name] += 1
-                seen["while storing"] += bool(storing.busy)
+                seen["while storing"] += bool(stores.busy)
                 del steps_left[outer]
                 engine.llm_engine.abort_request([outer])
     return dict(seen)

@@ -12,10 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.orders import MovedByAll
-from kvferry.engines.vllm.meta import SchedulerMeta
 from kvferry.engines.vllm.part_blocks import PartBlocks
 from kvferry.engines.vllm.prompts import Prompts
-from kvferry.engines.vllm.storing import MOST_PINNED, Storing
+from kvferry.engines.vllm.store_orders import MOST_PINNED, StoreOrders
+from kvferry.engines.vllm.storing import Storing
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import canonical_of, length
 from kvferry.geometry.layout import EngineShape, lay_out
@@ -70,8 +70,9 @@ class Engine:
         self.cache = ChunkCache(self.host, lambda _, size: memoryview(bytearray(size)), self.canonical.groups)
         self.prompts = Prompts(self.canonical)
         self.parts = PartBlocks(self.groups, self.pool)
+        self.stores = StoreOrders(self.cache, self.pool, self.canonical.labels, Watch())
         self.storing = Storing(
-            self.cache, self.prompts, self.canonical, self.groups, self.parts, self.pool, every, Watch()
+            self.cache, self.prompts, self.canonical, self.groups, self.parts, self.stores, every
         )
         self.content = defaultdict(dict)  # block id -> position -> tokens
         self.tables = {}
@@ -153,11 +154,9 @@ class Engine:
         return True
 
     def hand_over(self):
-        meta = SchedulerMeta("engine")
-        self.storing.hand_over(meta)
-        for order in meta.chunks.stores:
+        for order in self.stores.take():
             self.orders.append(order)
-            slots = self.storing._stores[order.key].slots
+            slots = self.stores._stores[order.key].slots
             self.meant[order.key] = {slot.offset: (slot.key, tokens) for slot, tokens in slots}
 
     def ranks_store(self, order=None, failure=None):
@@ -168,7 +167,7 @@ class Engine:
             key, tokens = self.meant[order.key].pop(piece.offset)
             self.stored.add((piece.group, self.held(order, piece, key, tokens)))
         assert not self.meant.pop(order.key)
-        assert self.storing.moved(MovedByAll(order.key, failure, (), 0.0))
+        assert self.stores.moved(MovedByAll(order.key, failure, (), 0.0))
 
     def held(self, order, piece, key, tokens):
         """What the blocks of a chunk hold: the tokens it ends with."""
@@ -230,8 +229,8 @@ class Engine:
             self.pool.free_blocks(b for table in self.tables.pop(name) for b in table if not b.is_null)
         self.all_stored()
         assert self.pool.references == 0
-        assert not self.storing.busy
-        assert self.storing._pinned == 0
+        assert not self.stores.busy
+        assert self.stores._pinned == 0
         self.host.check_integrity()
 
 
@@ -593,9 +592,9 @@ def test_stores_hold_back_no_more_than_their_share_of_the_blocks():
     most = int(MOST_PINNED * 64)
     one = arrived(engine, range(200))
     engine.step((one, most * BLOCK))
-    assert engine.storing._pinned == most
+    assert engine.stores._pinned == most
     engine.step((one, CHUNK))
-    assert engine.storing.dropped == {"too many stores under way": 1}
+    assert engine.stores.dropped == {"too many stores under way": 1}
     engine.all_stored()
     engine.step((one, CHUNK))
     assert engine.numbers() == [(0, most * BLOCK // CHUNK + 1)]
@@ -609,7 +608,7 @@ def test_what_finds_no_room_in_host_memory_pins_nothing():
     assert engine.numbers() == [(0, 0)]
     engine.step((one, 16))
     assert engine.numbers() == [(0, 0)]
-    assert engine.storing._pinned == 2
+    assert engine.stores._pinned == 2
     engine.end()
 
 
@@ -807,10 +806,10 @@ class Serving(RuleBasedStateMachine):
     def pins_are_those_of_orders(self):
         if hasattr(self, "engine"):
             engine = self.engine
-            pinned = sum(len(store.blocks) for store in engine.storing._stores.values())
+            pinned = sum(len(store.blocks) for store in engine.stores._stores.values())
             tables = [b for tables in engine.tables.values() for t in tables for b in t if not b.is_null]
             assert engine.pool.references == pinned + len(tables)
-            assert engine.storing._pinned == pinned <= MOST_PINNED * len(engine.pool.blocks)
+            assert engine.stores._pinned == pinned <= MOST_PINNED * len(engine.pool.blocks)
             engine.host.check_integrity()
 
     def teardown(self):
@@ -840,7 +839,7 @@ def test_of_a_request_that_was_preempted_and_ends_while_it_is_loaded_nothing_is_
 
 def test_stores_are_told_from_beginning_to_end():
     engine, heard = Engine(), []
-    engine.storing._watch.add(heard.append)
+    engine.stores._watch.add(heard.append)
     one = arrived(engine, range(20))
     engine.step((one, 20))
     began = [event for event in heard if isinstance(event, StoreBegan)]

@@ -37,10 +37,10 @@ class Tiers:
             CANONICAL.groups,
             [Behind(self.queue)],
         )
-        self.source, self.storing = SimpleNamespace(copy_seconds=[]), SimpleNamespace(dropped=Counter())
+        self.source, self.stores = SimpleNamespace(copy_seconds=[]), SimpleNamespace(dropped=Counter())
         self.heard: list[TierTold] = []
         watch = Watch(self.heard.append)
-        self.teller = TierTeller(self.cache, self.source, self.storing, watch)
+        self.teller = TierTeller(self.cache, self.source, self.stores, watch)
 
     def store(self, key):
         self.cache.filled(self.cache.reserve(key, 0), 8, None)
@@ -83,7 +83,7 @@ def test_what_is_not_stored_is_told_with_its_reason_but_not_what_is_there_alread
     tiers = Tiers()
     tiers.store(FIRST)
     assert tiers.cache.reserve(FIRST, 0) is None
-    tiers.storing.dropped["too many stores under way"] += 3
+    tiers.stores.dropped["too many stores under way"] += 3
     slot = tiers.cache.reserve(SECOND, 0)
     tiers.cache.filled(slot, 8, "gone")
     assert dict(tiers.told()["host"].dropped) == {"too many stores under way": 3, "failed": 1}

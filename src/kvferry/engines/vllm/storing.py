@@ -1,15 +1,12 @@
 """What of running requests goes to the tiers, and when.
 
-A chunk is complete in the step that computes its last token; its blocks are pinned in that step, ranks copy
-them after the forward, and the pins are given back when all of them have. What is at hand already, what has
-left its window, and what finds no room is not stored. Of what is computed although a slow tier has it, host
-memory gets a copy, and that tier nothing (`Writing.owe`).
+A chunk is complete in the step that computes its last token, and is ordered in that step (`store_orders`):
+its blocks are pinned, and ranks copy them after the forward. What is at hand already, what has left its
+window, and what finds no room is not stored. Of what is computed although a slow tier has it, host memory
+gets a copy, and that tier nothing (`Writing.owe`).
 
 Snapshots of recurrent state exist where the engine leaves them, which it says step by step
 (``boundary_state_offloads``): the block of every state group at a position. One that ends a chunk is stored.
-
-When a request has ended, and what it had stored is there, its chunks are ranked as used, its beginning last:
-what a prompt begins with is of use without the rest, the rest is not without it.
 
 Windows and snapshots are only of use where a prefix ends. With `snapshot_tokens` that is at its multiples and
 where a prompt ends; only what is needed there is kept.
@@ -17,34 +14,24 @@ where a prompt ends; only what is needed there is kept.
 
 from __future__ import annotations
 
-import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import count
 from math import lcm
 from typing import Any
 
 import numpy as np
 
 from kvferry.cache.chunk_cache import ChunkCache
-from kvferry.cache.orders import MovedByAll, Piece, StoreOrder
-from kvferry.engines.vllm.meta import BlockIds, SchedulerMeta
+from kvferry.engines.vllm.meta import BlockIds
 from kvferry.engines.vllm.part_blocks import PartBlocks
 from kvferry.engines.vllm.progress import Progress
 from kvferry.engines.vllm.prompts import Prompts
+from kvferry.engines.vllm.store_orders import StoreOrders
 from kvferry.geometry import Group, GroupKind
 from kvferry.geometry.canonical import Canonical
 from kvferry.geometry.canonical.length import content_grain, snapshots_apart
-from kvferry.observe.events import StoreBegan, StoreEnded
-from kvferry.observe.watch import Watch
 from kvferry.planning.chunks import Stretch, stretch_of
 from kvferry.planning.keeping import keeps_chunk, keeps_snapshot, last_ends
 from kvferry.planning.select import NULL_BLOCK, first_seen
-from kvferry.tiers.host import Slot
-
-MOST_PINNED = 0.25
-"""Of the engine's blocks: what stores may hold back from it."""
 
 _TOGETHER = 16
 """Chunks of one order at most."""
@@ -52,27 +39,8 @@ _TOGETHER = 16
 Resolve = Callable[[str], BlockIds]
 
 
-@dataclass(slots=True)
-class _Store:
-    """An order that ranks have not done yet.
-
-    Attributes:
-        request_id: whose chunks they are.
-        slots: with the tokens that each will hold.
-        blocks: pinned.
-    """
-
-    request_id: str
-    slots: list[tuple[Slot, int]]
-    blocks: list[Any]
-
-
 class Storing:
-    """See the module. The engine's thread calls it.
-
-    Attributes:
-        dropped: chunks that were not stored, by reason.
-    """
+    """See the module. The engine's thread calls it."""
 
     def __init__(
         self,
@@ -81,9 +49,8 @@ class Storing:
         canonical: Canonical,
         groups: Sequence[Group],
         parts: PartBlocks,
-        pool: Any,
+        orders: StoreOrders,
         snapshot_tokens: int,
-        watch: Watch,
     ) -> None:
         """Begin.
 
@@ -93,14 +60,12 @@ class Storing:
             canonical: what chunks are.
             groups: the engine's, as a rank has them.
             parts: blocks that loads fill in part; they are not stored.
-            pool: the engine's block pool.
+            orders: to the ranks.
             snapshot_tokens: distance of positions at which windows and snapshots are kept, a multiple of a
                 chunk's tokens.
-            watch: told of orders.
         """
-        self.dropped: Counter[str] = Counter()
-        self._watch = watch
-        self._cache, self._prompts, self._part_blocks, self._pool = cache, prompts, parts, pool
+        self._orders = orders
+        self._cache, self._prompts, self._part_blocks = cache, prompts, parts
         self._groups, self._chunk, self._every = tuple(groups), canonical.chunk_tokens, snapshot_tokens
         self._parts = [
             [number for number, group in enumerate(groups) if group.label == one.label]
@@ -112,16 +77,6 @@ class Storing:
         states = [] if self._state is None else self._parts[self._state]
         self._block = snapshots_apart(*(groups[number].block_tokens for number in states)) if states else 0
         self._progress: dict[str, Progress] = {}
-        self._stores: dict[str, _Store] = {}
-        self._orders: list[StoreOrder] = []
-        self._ended: dict[str, list[bytes]] = {}
-        self._pinned = 0
-        self._numbers = count()
-
-    @property
-    def busy(self) -> bool:
-        """Blocks are pinned, or about to be copied."""
-        return bool(self._stores)
 
     def on_new_request(self, request: Any) -> None:
         """A request whose chunks have names has come in."""
@@ -151,38 +106,12 @@ class Storing:
         if progress.end():
             self._look_at(progress, lambda _: block_ids)
         if (chunks := self._prompts.get(request)) is not None:
-            self._ended[request.request_id] = chunks.every(request.num_prompt_tokens)
-            self._rank(request.request_id)
-
-    def hand_over(self, meta: SchedulerMeta) -> None:
-        """Orders since the last step."""
-        meta.chunks.stores, self._orders = self._orders, []
-
-    def moved(self, moved: MovedByAll) -> bool:
-        """All ranks have done an order; whether it was a store."""
-        store = self._stores.pop(moved.key, None)
-        if store is None:
-            return False
-        for slot, tokens in reversed(store.slots):
-            self._cache.filled(slot, tokens, moved.failure)
-        self._pool.free_blocks(reversed(store.blocks))
-        self._pinned -= len(store.blocks)
-        self._rank(store.request_id)
-        size, now = sum(moved.bytes_by_group), time.monotonic()
-        self._watch.tell(
-            StoreEnded(store.request_id, now, moved.key, moved.failure or "", size, moved.seconds)
-        )
-        return True
+            self._orders.ended(request.request_id, chunks.every(request.num_prompt_tokens))
 
     def start_anew(self) -> None:
         """Store nothing more of the requests that are running."""
         self._progress.clear()
-        self._ended.clear()
-
-    def _rank(self, request_id: str) -> None:
-        """The chunks of a request that has ended were used, once nothing of it is being stored."""
-        if request_id in self._ended and all(one.request_id != request_id for one in self._stores.values()):
-            self._cache.used(self._ended.pop(request_id))
+        self._orders.start_anew()
 
     def _look_at(self, progress: Progress, resolve: Resolve) -> None:
         """Store what is complete now."""
@@ -228,7 +157,7 @@ class Storing:
     def _together(self, group: int) -> int:
         """Chunks of one order: a prompt that is stored at once finds room in part, if not in whole."""
         blocks = sum(-(-self._chunk // self._groups[part].block_tokens) + 1 for part in self._parts[group])
-        return max(1, min(_TOGETHER, int(MOST_PINNED * len(self._pool.blocks)) // blocks))
+        return max(1, min(_TOGETHER, self._orders.most_pinned // blocks))
 
     def _blocks_of(
         self,
@@ -246,7 +175,7 @@ class Storing:
             for number, one in enumerate(self._groups)
         ]
         wanted = [(n, keys[n], min((n + 1) * self._chunk, high) - n * self._chunk) for n in numbers]
-        self._order(progress.request.request_id, group, wanted, stretches, at_hand)
+        self._orders.order(progress.request.request_id, group, wanted, stretches, at_hand)
 
     def _since(self, group: int, number: int, tables: BlockIds, until: int, found: int) -> int | None:
         """The first token of a chunk from which on the engine still has it; None if that is not enough.
@@ -297,43 +226,4 @@ class Storing:
             if self._cache.host.contains([key])[0]:
                 continue
             stretches = [Stretch(0, (blocks[n],)) if n in blocks else None for n in range(len(self._groups))]
-            self._order(request.request_id, self._state, [(number, key, 0)], stretches, range(tokens))
-
-    def _order(
-        self,
-        request_id: str,
-        group: int,
-        wanted: list[tuple[int, bytes, int]],
-        stretches: list[Stretch | None],
-        at_hand: range,
-    ) -> None:
-        """Reserve room, pin blocks, and tell the ranks.
-
-        Args:
-            request_id: whose chunks they are.
-            group: canonical.
-            wanted: (number, key, tokens) of chunks.
-            stretches: blocks per group of the engine.
-            at_hand: tokens that the blocks hold.
-        """
-        ids = {block for stretch in stretches if stretch for block in stretch.ids} - {NULL_BLOCK}
-        if self._pinned + len(ids) > MOST_PINNED * len(self._pool.blocks):
-            self.dropped["too many stores under way"] += len(wanted)
-            return
-        slots: list[tuple[Slot, int]] = []
-        pieces = []
-        for number, key, tokens in wanted:
-            slot = self._cache.reserve(key, group)
-            if slot is not None:
-                slots.append((slot, tokens))
-                pieces.append(Piece(group, number, slot.offset))
-        if not pieces:
-            return
-        blocks = [self._pool.blocks[block] for block in ids]
-        self._pool.touch(blocks)
-        self._pinned += len(blocks)
-        key_of_order = f"store#{next(self._numbers)}"
-        self._stores[key_of_order] = _Store(request_id, slots, blocks)
-        label = f"{group} {self._canonical[group].label}"
-        self._watch.tell(StoreBegan(request_id, time.monotonic(), key_of_order, label, len(pieces)))
-        self._orders.append(StoreOrder(key_of_order, tuple(pieces), tuple(stretches), at_hand))
+            self._orders.order(request.request_id, self._state, [(number, key, 0)], stretches, range(tokens))

@@ -134,7 +134,7 @@ class TierSource:
         self._ends: list[LoadEnd] = []
         self._slots: dict[str, tuple[str, list[Slot]]] = {}
         self._brought: dict[str, _Brought] = {}
-        self._labels = [f"{number} {group.label}" for number, group in enumerate(canonical.groups)]
+        self._labels = canonical.labels
         self._numbers = count()
 
     @property

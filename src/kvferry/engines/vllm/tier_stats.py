@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.reading import HOST
 from kvferry.cache.writing import Writing
-from kvferry.engines.vllm.storing import Storing
+from kvferry.engines.vllm.store_orders import StoreOrders
 from kvferry.engines.vllm.tier_source import TierSource
 from kvferry.observe.events import TierTold
 from kvferry.observe.watch import Watch, harmless
@@ -38,7 +38,7 @@ class TierTeller:
 
     cache: ChunkCache
     source: TierSource
-    storing: Storing
+    stores: StoreOrders
     watch: Watch
     _seen: dict[str, _Totals] = field(default_factory=dict)
     _looked: tuple[object, ...] = ()
@@ -56,7 +56,7 @@ class TierTeller:
     def _signs(self) -> tuple[object, ...]:
         """Something that is another whenever something is to be told; taken in a microsecond."""
         around = [one.behind.queue.around for one in self.cache.writing]
-        return self.cache.events, self.storing.dropped.total(), *around
+        return self.cache.events, self.stores.dropped.total(), *around
 
     def _changes(self) -> Iterator[TierTold]:
         host, counts = self.cache.host, self.cache.counts
@@ -111,7 +111,7 @@ class TierTeller:
             did.stored_bytes,
             did.evicted,
             {},
-            {**dropped, **self.storing.dropped},
+            {**dropped, **self.stores.dropped},
         )
 
     def _behind(self, writing: Writing) -> _Totals:

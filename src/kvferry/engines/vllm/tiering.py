@@ -22,6 +22,7 @@ from kvferry.engines.vllm.meta import BlockIds, SchedulerMeta, WorkerMeta
 from kvferry.engines.vllm.part_blocks import PartBlocks
 from kvferry.engines.vllm.prompts import Prompts
 from kvferry.engines.vllm.refusals import Refusals
+from kvferry.engines.vllm.store_orders import StoreOrders
 from kvferry.engines.vllm.storing import Storing
 from kvferry.engines.vllm.tier_config import FileSettings, SlowSettings, Tiers
 from kvferry.engines.vllm.tier_source import TierSource
@@ -114,18 +115,11 @@ class Tiering:
             config.load_timeout_seconds,
             apart=config.policy == "cost",
         )
-        self._storing = Storing(
-            self._cache,
-            self._prompts,
-            canonical,
-            groups,
-            parts,
-            pool,
-            _snapshot_tokens(config, canonical),
-            watch,
-        )
+        self._stores = StoreOrders(self._cache, pool, canonical.labels, watch)
+        every = _snapshot_tokens(config, canonical)
+        self._storing = Storing(self._cache, self._prompts, canonical, groups, parts, self._stores, every)
         self._card: ArenaCard | None = ArenaCard(self._arena.name, tuple(ranks), canonical.chunk_tokens)
-        self.teller = TierTeller(self._cache, self.source, self._storing, watch)
+        self.teller = TierTeller(self._cache, self.source, self._stores, watch)
         self._moved: dict[str, MovedByAll] = {}
         self._failures: Counter[str] = Counter()
         logger.info(
@@ -137,12 +131,12 @@ class Tiering:
     @property
     def busy(self) -> bool:
         """Coming steps have something to do, requests or not."""
-        return self._storing.busy or self.source.busy or self._cache.busy
+        return self._stores.busy or self.source.busy or self._cache.busy
 
     @property
     def holds_blocks(self) -> bool:
         """Stores hold blocks that will come free."""
-        return self._storing.busy
+        return self._stores.busy
 
     def on_new_request(self, request: Any) -> None:
         """A request has come in; its chunks are named by now, if they can be."""
@@ -159,7 +153,7 @@ class Tiering:
         self._cache.poll()
         meta.chunks.arena, self._card = self._card, None
         self._storing.schedule(scheduled)
-        self._storing.hand_over(meta)
+        meta.chunks.stores = self._stores.take()
 
     def take_reports(self, meta: WorkerMeta) -> None:
         """Hear which orders ranks have done."""
@@ -170,7 +164,7 @@ class Tiering:
                 del self._moved[key]
                 if whole.failure is not None:
                     self._say(whole.failure)
-                if not self._storing.moved(whole):
+                if not self._stores.moved(whole):
                     self.source.moved(whole)
 
     def _say(self, failure: str) -> None:

@@ -178,6 +178,11 @@ class Canonical:
     chunk_tokens: int
     groups: tuple[CanonicalGroup, ...]
 
+    @property
+    def labels(self) -> list[str]:
+        """Of the groups, with their numbers: to be read."""
+        return [f"{number} {group.label}" for number, group in enumerate(self.groups)]
+
     def index(self, label: str) -> int:
         """Number of the group with this label.
 
