@@ -29,10 +29,9 @@ from kvferry.tiers.counters import Miss as HostMiss
 from kvferry.tiers.format import Group
 from kvferry.tiers.host import HostTier, Slot
 from kvferry.tiers.image import group_of
+from kvferry.tiers.names import HOST
 from kvferry.tiers.outcome import Get, Put
 from kvferry.tiers.tags import MOST_PLACES, Uint64s, tags_of
-
-HOST = "host"
 
 
 @dataclass(slots=True)
