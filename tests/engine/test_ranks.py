@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import signal
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +24,12 @@ from kvferry.serving.demo.endpoint import routed
 from kvferry.serving.demo.pair import family_model
 from kvferry.serving.demo.transfers import Transfer, read_transfer
 from kvferry.serving.launch import Fleet, fleet_specs
+from kvferry.serving.router.bodies import ASK_FOR_KV
 from kvferry.serving.tiny import tiny_checkpoint
 from support.vllm_engine import any_layout, copied
-from support.vllm_engine.pair import prompt
+from support.vllm_engine.pair import SOON, prompt
 from support.vllm_engine.plugins import with_plugins
+from support.vllm_engine.process import stopped
 from support.vllm_engine.ranks import ARGUMENTS, ENVIRONMENT, ask_ranks
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -35,6 +40,8 @@ ENGINE = (
 )  # fmt: skip
 LAYER_TOKEN = 2 * 2 * 32 * 4
 """Bytes of a token in one layer over all ranks: heads, K and V, elements, bytes of each."""
+DEADLINE = 4.0
+"""Seconds of a load of engines with tiers."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,8 @@ class Ranks:
         moved: layers' tokens that move for 300 tokens, in whole cells: what blocks of both sides share.
         blocks: tokens in a block of the prefill and of the decode engine.
         layout: of both, where the backend declares all that its kernels can do; None if it does not.
-        tiers: the decode engine keeps chunks of 128 tokens in host memory and files.
+        tiers: the decode engine keeps chunks of 128 tokens in host memory, of which there is little, and
+            files. Reads are over TCP, where they stop as the engine does that is read from.
     """
 
     family: str
@@ -94,6 +102,7 @@ class Served:
     def __init__(self, ranks: Ranks, fleet: Fleet, url: str, model: str, log: Path) -> None:
         self.ranks, self._model, self._log = ranks, model, log
         self._url, (self.prefill,), (self.decode,) = url, fleet.prefill_urls, fleet.decode_urls
+        self._producer, _ = fleet.engines
         self._client = httpx.Client(timeout=300, trust_env=False)
 
     def through(self, text: list[int]) -> tuple[Answer, Transfer | None]:
@@ -105,7 +114,7 @@ class Served:
         """An answer of one engine, from nothing cached."""
         return self._ask(url, text, "alone", cache_salt=uuid.uuid4().hex)
 
-    def _ask(self, url: str, text: list[int], name: str, **more: str) -> Answer:
+    def _ask(self, url: str, text: list[int], name: str, **more: Any) -> Answer:
         body = {"model": self._model, "prompt": text, "max_tokens": 8, "logprobs": 5, **more}
         return ask(self._client, url, body, request_id=name)
 
@@ -131,9 +140,35 @@ class Served:
         """Let the decode engine forget its own prefix cache; tiers keep what they have."""
         self._client.post(f"{self.decode}/reset_prefix_cache").raise_for_status()
 
-    def straight(self, text: list[int]) -> Answer:
-        """An answer of the decode engine, of which the prefill engine does not hear."""
-        return self._ask(self.decode, text, f"straight-{uuid.uuid4().hex}")
+    def straight(self, text: list[int], **more: Any) -> Answer:
+        """An answer of the decode engine, of which the router does not hear."""
+        return self._ask(self.decode, text, f"straight-{uuid.uuid4().hex}", **more)
+
+    def offer(self, text: list[int]) -> dict[str, Any]:
+        """The prefill engine has computed a prompt, and keeps it for another."""
+        body = {"model": self._model, "prompt": text, "max_tokens": 1, "kv_transfer_params": ASK_FOR_KV}
+        answer = self._client.post(f"{self.prefill}/v1/completions", json=body).raise_for_status()
+        return {"kv_transfer_params": answer.json()["kv_transfer_params"]}
+
+    def leave(self, text: list[int], seconds: float, **more: Any) -> None:
+        """Ask the decode engine, and go away while it still loads."""
+        body = {"model": self._model, "prompt": text, "max_tokens": 8, **more}
+        with pytest.raises(httpx.ReadTimeout):
+            self._client.post(f"{self.decode}/v1/completions", json=body, timeout=seconds)
+
+    @contextmanager
+    def prefill_stopped(self) -> Iterator[None]:
+        """All processes of the prefill engine stand still."""
+        group = self._producer._guard.pid
+        os.killpg(group, signal.SIGSTOP)
+        try:
+            until = time.monotonic() + SOON
+            while not all(map(stopped, pids_of(group))):
+                assert time.monotonic() < until, "it does not stop"
+                time.sleep(0.001)
+            yield
+        finally:
+            os.killpg(group, signal.SIGCONT)
 
     def chunks(self) -> list[Path]:
         """Files of chunks that the decode engine's tiers have."""
@@ -163,6 +198,7 @@ def served(
     )
     plugins = [copied, any_layout] if ranks.layout else [copied]
     environment = ENVIRONMENT | with_plugins(folder / "plugins", *plugins)
+    environment |= {"UCX_TLS": "tcp,self"} if ranks.tiers else {}
     specs = tuple(
         replace(
             spec,
@@ -293,6 +329,84 @@ def test_metrics_of_tiers_are_what_was_stored_and_loaded_whatever_the_number_of_
     }
 
 
+@pytest.mark.parametrize("served", PAIRS[:1], indirect=True)
+def test_a_peer_that_stands_still_costs_its_deadline_though_the_engine_has_nothing_else_to_do(
+    served: Served,
+) -> None:
+    """The engine steps by itself or not at all: nobody asks it anything else."""
+    served.through(prompt(40, 910))  # they have met
+    text, left = prompt(300, 911), prompt(300, 912)
+    reference = served.alone(served.prefill, text)
+    offers = served.offer(text), served.offer(left)
+    before = quiet(served, served.decode)
+    with served.prefill_stopped():
+        served.leave(left, 1.0, **offers[1])
+        eventually(lambda: served.metrics(served.decode)["loads_total dropped peer"] > 0, DEADLINE + SOON)
+        began = time.monotonic()
+        answer = served.straight(text, **offers[0])
+        assert DEADLINE < time.monotonic() - began < DEADLINE + SOON
+        assert served.metrics(served.decode)["late_blocks"] > 0
+    assert answer.tokens == reference.tokens
+
+    def landed() -> bool:
+        """Once the engine has something to do again, it sees so."""
+        served.straight(prompt(10, 913))
+        return not served.metrics(served.decode)["late_blocks"]
+
+    eventually(landed, SOON)
+    grown = quiet(served, served.decode) - before
+    assert grown["loads_total expired peer"] == grown["misses_total  deadline peer"] == 1
+    assert grown["loads_total dropped peer"] == 1
+
+
+@pytest.mark.parametrize("served", PAIRS[:1], indirect=True)
+def test_a_tier_that_hangs_costs_its_deadline_though_the_engine_has_nothing_else_to_do(
+    served: Served,
+) -> None:
+    """To open a pipe that nobody writes to hangs as a mount that has gone does."""
+    files, text = {*served.chunks()}, prompt(300, 920)
+    first = served.straight(text)
+    quiet(served, served.decode)
+    pipes = {*served.chunks()} - files
+    for number in range(4):
+        served.straight(prompt(900, 921 + number))  # host memory has no room for both
+    before = quiet(served, served.decode)
+    served.forget()
+    for path in pipes:
+        path.unlink()
+        os.mkfifo(path)
+    try:
+        began = time.monotonic()
+        answer = served.straight(text)
+        assert DEADLINE < time.monotonic() - began < DEADLINE + SOON
+    finally:
+        for path in pipes:
+            with suppress(OSError):  # nobody has come to read it
+                os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+            path.unlink(missing_ok=True)
+    assert answer.tokens == first.tokens
+    grown = quiet(served, served.decode) - before
+    assert grown["loads_total expired tiers"] == grown["misses_total  deadline tiers"] == 1
+
+
+def pids_of(group: int) -> list[int]:
+    """Processes of a process group."""
+    stats = {int(path.parent.name): path for path in Path("/proc").glob("[0-9]*/stat")}
+    found = []
+    for pid, path in stats.items():
+        with suppress(OSError):  # it has just ended
+            if path.read_text().rpartition(")")[2].split()[2] == str(group):
+                found.append(pid)
+    return found
+
+
+def eventually(true: Callable[[], bool], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, "it did not come true"
+        time.sleep(0.1)
+
+
 def quiet(served: Served, url: str) -> Counter[str]:
     """Metrics of an engine once nothing is under way and they change no more; no gauge is negative."""
     deadline, last = time.monotonic() + 30, Counter[str]()
@@ -321,10 +435,10 @@ def tiers_in(folder: Path) -> dict[str, Any]:
     """Settings of an engine with host memory and a directory."""
     (folder / "chunks").mkdir()
     tiers = [
-        {"type": "host", "capacity": "64MiB"},
+        {"type": "host", "capacity": "8MiB"},
         {"type": "file", "path": str(folder / "chunks"), "capacity": "256MiB"},
     ]
-    return {"tiers": tiers, "transfer": True, "chunk_tokens": 128}
+    return {"tiers": tiers, "transfer": True, "chunk_tokens": 128, "load_timeout_seconds": DEADLINE}
 
 
 def block_tokens(url: str) -> int:

@@ -20,14 +20,13 @@ from kvferry.cache.bids import Part
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.pins import Pins
 from kvferry.cache.policies import Choice, Cost, Policy, Weight
-from kvferry.cache.reading import HOST
 from kvferry.cache.speeds import Speeds
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.cache.writing import Behind
 from kvferry.engines.vllm.admission import Admission
 from kvferry.engines.vllm.offer import Lease, Offer, write_offer
 from kvferry.engines.vllm.part_blocks import PartBlocks
-from kvferry.engines.vllm.peer_source import PEER, PeerSource
+from kvferry.engines.vllm.peer_source import PeerSource
 from kvferry.engines.vllm.prompt import digest_of
 from kvferry.engines.vllm.prompts import Prompts
 from kvferry.engines.vllm.refusals import Refusals
@@ -48,6 +47,7 @@ from kvferry.tiers.eviction import POLICIES
 from kvferry.tiers.file_store import FileStore
 from kvferry.tiers.host import HostTier
 from kvferry.tiers.image import group_of
+from kvferry.tiers.names import FILE, HOST, OBJECT, PEER, numbered
 from kvferry.tiers.object_store import ObjectStore
 from kvferry.tiers.place import chunk_path
 from kvferry.tiers.slow import SlowTier
@@ -57,14 +57,14 @@ from kvferry.transport.control_server import Card, ControlServer
 from kvferry.transport.handshake import Known
 from kvferry.transport.messages import Facts, RankCard
 
-SLOW = ("file", "file.2", "object")
+SLOW = (FILE, numbered(FILE, 1), OBJECT)
 """Names of the tiers behind host memory, the fastest first."""
 
 _HOST = "127.0.0.1"
 _INCARNATION = 1
 _PATIENCE_SECONDS = 10.0
 _WINDOW, _BLOCK_TOKENS = 1024, 128
-_SPEEDS = {PEER: 400_000, HOST: 900_000, "file": 200_000, "file.2": 150_000, "object": 50_000}
+_SPEEDS = dict(zip((PEER, HOST, *SLOW), (400_000, 900_000, 200_000, 150_000, 50_000), strict=True))
 """Tokens per second, for a policy that asks."""
 
 
@@ -143,7 +143,7 @@ class Kept:
         for name, of in zip(SLOW, keys[1:], strict=True):
             root = folder / name
             root.mkdir()
-            if name == "object":
+            if name == OBJECT:
                 _touch(root, spaces.digest, of)
                 store: SlowTier = ObjectStore(root.as_uri(), spaces, table=table)
             else:

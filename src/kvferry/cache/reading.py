@@ -19,10 +19,9 @@ from kvferry.cache.writing import Writing
 from kvferry.planning.coverage import NOWHERE, Places
 from kvferry.tiers.format import Group
 from kvferry.tiers.host import HostTier, Slot
+from kvferry.tiers.names import HOST
 from kvferry.tiers.outcome import Get
 from kvferry.tiers.tags import MOST_PLACES, Uint64s, tags_of
-
-HOST = "host"
 
 
 @dataclass(slots=True)

@@ -11,9 +11,7 @@ from kvferry.observe.events import Lack, OfRequest, Outcome, Why
 from kvferry.observe.fold import parts_of
 from kvferry.observe.traces import FIRST, Stored, Trace
 from kvferry.plan.units import amount, duration, size
-
-_TIERS = "tiers"
-"""Name of the source that is the engine's own tiers."""
+from kvferry.tiers.names import TIERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +121,7 @@ class _Teller:
             yield f"{amount(event.pages)} pages in {amount(event.descriptors)} descriptors"
 
     def _refused(self, event: events.Refused) -> Iterator[str]:
-        if event.source == _TIERS:
+        if event.source == TIERS:
             return  # what has failed is not asked for again, and has been told; what is left may be
         because = "" if event.reason == self._failure else f": {event.reason}"
         yield f"{event.source} is struck out{because}"

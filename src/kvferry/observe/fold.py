@@ -15,6 +15,7 @@ from kvferry.cache.bids import Part
 from kvferry.observe import events
 from kvferry.observe.counted import Counted
 from kvferry.observe.events import Event, Lack, Miss, Outcome, Why
+from kvferry.tiers.names import HOST
 
 
 @dataclass(slots=True)
@@ -184,7 +185,7 @@ class Fold:
 
     def _store_ended(self, event: events.StoreEnded) -> None:
         if not event.failure:
-            self._counted.sample("tier_store_seconds", "host", of=(event.seconds,))
+            self._counted.sample("tier_store_seconds", HOST, of=(event.seconds,))
 
     def _lease_granted(self, event: events.LeaseGranted) -> None:
         self._leases.add(event.request_id)

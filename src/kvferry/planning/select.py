@@ -266,3 +266,18 @@ def blocks_needed(kind: GroupKind, reach: int, block_tokens: int, span: Span, ta
     if kind is GroupKind.STATE:
         return table
     return table[low // block_tokens : -(-high // block_tokens)]
+
+
+def written(kind: GroupKind, block_tokens: int, span: Span) -> slice:
+    """Positions of a group's blocks that a load may write.
+
+    >>> head = Span(have=16, total=64, prompt=64, part=(16, 48))
+    >>> written(GroupKind.FULL, 16, head), written(GroupKind.SLIDING, 16, head)
+    (slice(1, 3, None), slice(1, 0, None))
+    """
+    last = span.ends == span.total
+    if sees_all(kind):
+        return slice(span.begins // block_tokens, None if last else -(-span.ends // block_tokens))
+    if kind is GroupKind.STATE:
+        return slice(0, None if last else 0)
+    return slice(span.have // block_tokens, None if last else 0)

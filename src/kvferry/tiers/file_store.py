@@ -28,6 +28,7 @@ from kvferry.tiers.image import check_body, check_size
 from kvferry.tiers.image_io import read_image, write_image
 from kvferry.tiers.index import Index
 from kvferry.tiers.ledger import Ledger
+from kvferry.tiers.names import FILE
 from kvferry.tiers.opening import check_directory, take_into_use
 from kvferry.tiers.outcome import Get, Put, Tally, TierStats
 from kvferry.tiers.place import chunk_path, key_of
@@ -77,7 +78,7 @@ class FileStore(SlowTier):
             than the disk has.
     """
 
-    name = "file"
+    name = FILE
 
     def __init__(
         self,

@@ -25,6 +25,7 @@ from kvferry.keys.namespace import Namespace
 from kvferry.tiers.decode import read_header
 from kvferry.tiers.format import Chunk, Group
 from kvferry.tiers.image import check_body, check_size, header_of, pad
+from kvferry.tiers.names import OBJECT
 from kvferry.tiers.objects.access import Access
 from kvferry.tiers.objects.client import Bucket, Found
 from kvferry.tiers.objects.faults import Fault, Unavailable
@@ -66,7 +67,7 @@ class ObjectStore(SlowTier):
         ConfigError: the URL is of an unknown form, or an option is unknown or cannot be used.
     """
 
-    name = "object"
+    name = OBJECT
 
     def __init__(
         self,

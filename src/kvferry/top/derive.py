@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from kvferry.observe.events import Miss
 from kvferry.observe.exposed import CONNECTOR
+from kvferry.tiers.names import PEER, PLACES, kind_of
 from kvferry.top.figures import (
     Connector,
     Figures,
@@ -54,7 +55,7 @@ def _flow(values: Values) -> Flow:
         },
         pages_per_descriptor=pages / descriptors if descriptors else None,
         descriptor_bytes=(
-            values.total("kvferry_load_bytes_total", source="peer") / descriptors if descriptors else None
+            values.total("kvferry_load_bytes_total", source=PEER) / descriptors if descriptors else None
         ),
         tiers={tier: _tier(values, tier) for tier in _tiers(values)},
         recomputed_tokens=values.total("kvferry_recomputed_tokens_total"),
@@ -127,12 +128,9 @@ def _tiers(values: Values) -> list[str]:
     return _ordered({dict(labels)["tier"] for series in told for labels in series})
 
 
-_ORDER = ("peer", "host", "file", "object")
-
-
 def _ordered(tiers: Iterable[str]) -> list[str]:
-    """The fastest first; ``file.2`` is one more of its kind."""
-    return sorted(tiers, key=lambda name: (*(kind != name.partition(".")[0] for kind in _ORDER), name))
+    """By their kind, then by their number."""
+    return sorted(tiers, key=lambda name: (*(kind != kind_of(name) for kind in PLACES), name))
 
 
 def _tier(values: Values, tier: str) -> TierFlow:

@@ -152,7 +152,7 @@ class Engine:
         """Send a signal; returns from SIGSTOP when every thread has stopped, which each does by itself."""
         os.kill(self.pid, number)
         until = time.monotonic() + 30.0
-        while number == signal.SIGSTOP and not _stopped(self.pid):
+        while number == signal.SIGSTOP and not stopped(self.pid):
             assert time.monotonic() < until, "it does not stop"
             time.sleep(0.001)
 
@@ -172,7 +172,7 @@ def _tail(log: Path, lines: int = 15) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 
-def _stopped(pid: int) -> bool:
+def stopped(pid: int) -> bool:
     """Every thread of a process is stopped."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)

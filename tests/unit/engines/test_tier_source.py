@@ -13,7 +13,7 @@ from kvferry.engines.vllm import tier_source
 from kvferry.engines.vllm.meta import Report, SchedulerMeta
 from kvferry.engines.vllm.prompts import Prompts
 from kvferry.engines.vllm.refusals import Refusals
-from kvferry.engines.vllm.source import TIERS, Load
+from kvferry.engines.vllm.source import Load
 from kvferry.engines.vllm.tier_source import TierSource
 from kvferry.geometry import Group, GroupKind
 from kvferry.geometry.canonical import canonical_of
@@ -24,6 +24,7 @@ from kvferry.planning.select import Span
 from kvferry.tiers.around import Around
 from kvferry.tiers.eviction import POLICIES
 from kvferry.tiers.host import HostTier
+from kvferry.tiers.names import TIERS
 from kvferry.tiers.outcome import Get
 from support.block_pool import request
 from support.clock import Clock

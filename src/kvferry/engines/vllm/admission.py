@@ -26,7 +26,6 @@ from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from math import lcm
 from typing import Any
 
 from kvferry.cache.bids import Bidding
@@ -34,13 +33,13 @@ from kvferry.cache.pins import Pins
 from kvferry.cache.policies import Choice
 from kvferry.engines.vllm import compat
 from kvferry.engines.vllm.meta import BlockIds, Report, SchedulerMeta, WorkerMeta
-from kvferry.engines.vllm.offers import Offer, offers_of
+from kvferry.engines.vllm.offers import Offer, grain_of, offers_of
 from kvferry.engines.vllm.part_blocks import PartBlocks
 from kvferry.engines.vllm.source import Load, Source
 from kvferry.engines.vllm.telling import OTHER_PART, Telling
 from kvferry.geometry import GroupKind
 from kvferry.observe.watch import Watch
-from kvferry.planning.select import Span, sees_all
+from kvferry.planning.select import Span, written
 
 
 class _State(Enum):
@@ -114,12 +113,8 @@ class Admission:
         self._parts, self._pool, self._workers, self._attempts = parts, pool, workers, attempts
         self._sources, self._choice = tuple(sources), choice
         self._telling = Telling(watch, choice.policy)
-        blocks = [
-            group.kv_cache_spec.block_size
-            for kind, group in zip(kinds, self._groups, strict=True)
-            if sees_all(kind)
-        ]
-        self._grain = lcm(*blocks) if blocks else 0
+        blocks = [group.kv_cache_spec.block_size for group in self._groups]
+        self._grain = grain_of(zip(kinds, blocks, strict=True))
         self._wishes: dict[str, _Wish] = {}
         self._loads: dict[str, tuple[Source, Load]] = {}
         self._given_up: dict[str, str] = {}
@@ -325,7 +320,7 @@ class Admission:
         held = [
             block
             for kind, group, of_group in zip(self._kinds, self._groups, blocks, strict=True)
-            for block in of_group[_written(kind, group.kv_cache_spec.block_size, load.span)]
+            for block in of_group[written(kind, group.kv_cache_spec.block_size, load.span)]
             if not block.is_null
         ]
         self._pool.touch(held)
@@ -339,13 +334,3 @@ class Admission:
             else list(ids)
             for kind, group, ids in zip(self._kinds, self._groups, block_ids, strict=True)
         )
-
-
-def _written(kind: GroupKind, block_tokens: int, span: Span) -> slice:
-    """Positions of a group's blocks that a load may write."""
-    last = span.ends == span.total
-    if sees_all(kind):
-        return slice(span.begins // block_tokens, None if last else -(-span.ends // block_tokens))
-    if kind is GroupKind.STATE:
-        return slice(0, None if last else 0)
-    return slice(span.have // block_tokens, None if last else 0)

@@ -61,6 +61,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvferry.geometry import GroupKind
+from kvferry.tiers.names import FILE, HOST, OBJECT, PEER
 
 __all__ = [
     "HITS",
@@ -113,10 +114,10 @@ __all__ = [
 ]
 
 HITS = {
-    "peer": CacheHitSource.P2P,
-    "host": CacheHitSource.HOST,
-    "file": CacheHitSource.DISK,
-    "object": CacheHitSource.EXTERNAL_UNSPECIFIED,
+    PEER: CacheHitSource.P2P,
+    HOST: CacheHitSource.HOST,
+    FILE: CacheHitSource.DISK,
+    OBJECT: CacheHitSource.EXTERNAL_UNSPECIFIED,
 }
 """How vLLM's own counters label tokens, by where they came from."""
 

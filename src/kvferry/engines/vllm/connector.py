@@ -16,8 +16,8 @@ from kvferry.engines.vllm.config import read_settings
 from kvferry.engines.vllm.meta import SchedulerMeta, WorkerCard, WorkerMeta
 from kvferry.engines.vllm.scheduler import SchedulerHalf, sorted_cards
 from kvferry.engines.vllm.stats import FerryMetrics, FerryStats
-from kvferry.engines.vllm.tiering import ALIKE
 from kvferry.engines.vllm.worker import WorkerHalf
+from kvferry.tiers.names import kind_of
 
 
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
@@ -92,7 +92,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             return {}
         found = Counter[compat.CacheHitSource]()
         for place, tokens in self.scheduler_half.admission.origins(request.request_id).items():
-            found[compat.HITS[place.partition(ALIKE)[0]]] += tokens
+            found[compat.HITS[kind_of(place)]] += tokens
         return found
 
     def has_pending_push_work(self) -> bool:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.prompt_chunks import PromptChunks
-from kvferry.engines.vllm.source import TIERS
 from kvferry.observe.events import Lack, Miss
 from kvferry.planning.coverage import Coverage
 from kvferry.tiers.counters import Miss as HostMiss
+from kvferry.tiers.names import TIERS
 
 _REMEMBERED = {HostMiss.EVICTED: Miss.EVICTED, HostMiss.FILLING: Miss.STORING}
 

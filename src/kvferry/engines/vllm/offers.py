@@ -6,13 +6,15 @@ with the last part, and parts meet where blocks of the first kind do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import lcm
 from typing import Any
 
 from kvferry.cache.bids import Bid
 from kvferry.engines.vllm.source import Source
-from kvferry.planning.select import Span
+from kvferry.geometry import GroupKind
+from kvferry.planning.select import Span, sees_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,19 @@ class Offer:
             if span.begins < span.ends:
                 found.append((source, bid, span))
         return found
+
+
+def grain_of(blocks: Iterable[tuple[GroupKind, int]]) -> int:
+    """Tokens at multiples of which two parts may meet; 0 if no layer needs a beginning.
+
+    Args:
+        blocks: kind of every group of the engine, and tokens of its blocks.
+
+    >>> grain_of([(GroupKind.FULL, 48), (GroupKind.MLA, 32), (GroupKind.SLIDING, 7)])
+    96
+    """
+    found = [tokens for kind, tokens in blocks if sees_all(kind)]
+    return lcm(*found) if found else 0
 
 
 def offers_of(sources: Sequence[Source], request: Any, have: int, grain: int) -> list[Offer]:

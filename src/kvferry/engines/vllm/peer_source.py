@@ -25,11 +25,9 @@ from kvferry.engines.vllm.turn_finder import TurnFinder
 from kvferry.errors import ProtocolError
 from kvferry.geometry import RankGeometry
 from kvferry.observe.events import Lack, Miss, Moved
+from kvferry.tiers.names import PEER
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.handshake import Address, Known, Looking, NotUsable
-
-PEER = "peer"
-"""The place that tokens come from, whichever peer it is."""
 
 _TURNS = "peers that keep earlier turns"
 

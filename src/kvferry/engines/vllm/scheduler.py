@@ -17,7 +17,7 @@ from kvferry.engines.vllm.geometry import kind_of
 from kvferry.engines.vllm.identity import facts_of
 from kvferry.engines.vllm.meta import BlockIds, SchedulerMeta, WorkerCard, WorkerMeta
 from kvferry.engines.vllm.part_blocks import PartBlocks
-from kvferry.engines.vllm.peer_source import PEER, PeerSource
+from kvferry.engines.vllm.peer_source import PeerSource
 from kvferry.engines.vllm.producer import Producer
 from kvferry.engines.vllm.refusals import Refusals
 from kvferry.engines.vllm.source import Source
@@ -34,6 +34,7 @@ from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.observe.fold import Fold
 from kvferry.observe.watch import Watch
 from kvferry.planning.template import build_templates, kept_too_little
+from kvferry.tiers.names import PEER
 from kvferry.transport import security
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import Card, ControlServer

@@ -12,9 +12,6 @@ from kvferry.engines.vllm.meta import BlockIds, Report, SchedulerMeta
 from kvferry.observe.events import Lack, Miss, Moved
 from kvferry.planning.select import Span
 
-TIERS = "tiers"
-"""Name of the source that is our own tiers."""
-
 
 @dataclass(slots=True)
 class Load:

@@ -10,13 +10,14 @@ import msgspec
 
 from kvferry.engines.vllm.choices import unusable
 from kvferry.errors import ConfigError
+from kvferry.tiers.names import FILE, HOST, OBJECT
 from kvferry.tiers.sizes import parse_size
 from kvferry.tiers.tags import MOST_PLACES
 
 Write = Literal["through", "back"]
 
 
-class HostSettings(msgspec.Struct, frozen=True, tag="host", forbid_unknown_fields=True):
+class HostSettings(msgspec.Struct, frozen=True, tag=HOST, forbid_unknown_fields=True):
     """Chunks in host memory, shared by the ranks of the engine. Every chunk passes it.
 
     Attributes:
@@ -30,7 +31,7 @@ class HostSettings(msgspec.Struct, frozen=True, tag="host", forbid_unknown_field
     load_weight: float = 1.0
 
 
-class FileSettings(msgspec.Struct, frozen=True, tag="file", forbid_unknown_fields=True):
+class FileSettings(msgspec.Struct, frozen=True, tag=FILE, forbid_unknown_fields=True):
     """Chunks in a directory, which several engines may share.
 
     Attributes:
@@ -49,7 +50,7 @@ class FileSettings(msgspec.Struct, frozen=True, tag="file", forbid_unknown_field
     load_weight: float = 1.0
 
 
-class ObjectSettings(msgspec.Struct, frozen=True, tag="object", forbid_unknown_fields=True):
+class ObjectSettings(msgspec.Struct, frozen=True, tag=OBJECT, forbid_unknown_fields=True):
     """Chunks in object storage, which several engines may share.
 
     Attributes:
@@ -109,7 +110,7 @@ def read_tiers(given: Any) -> Tiers | None:
 def _read(number: int, given: Any) -> TierSettings:
     where = f"tiers[{number}]"
     kinds: dict[str, type[TierSettings]] = {
-        "host": HostSettings, "file": FileSettings, "object": ObjectSettings
+        HOST: HostSettings, FILE: FileSettings, OBJECT: ObjectSettings
     }  # fmt: skip
     if not isinstance(given, Mapping) or given.get("type") not in list(kinds):
         raise ConfigError(

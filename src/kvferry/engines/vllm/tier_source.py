@@ -25,12 +25,11 @@ from kvferry.cache.bids import Bid, Bidding, Part
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.fetch import Fetch
 from kvferry.cache.orders import LoadBegin, LoadEnd, LoadPart, MovedByAll, Piece
-from kvferry.cache.reading import HOST
 from kvferry.engines.vllm.lacks import lack_of
 from kvferry.engines.vllm.meta import Report, SchedulerMeta
 from kvferry.engines.vllm.prompts import Prompts
 from kvferry.engines.vllm.refusals import Refusals
-from kvferry.engines.vllm.source import TIERS, Load
+from kvferry.engines.vllm.source import Load
 from kvferry.geometry import Group
 from kvferry.geometry.canonical import Canonical
 from kvferry.geometry.canonical.length import content_grain
@@ -39,6 +38,7 @@ from kvferry.planning.chunks import Stretch
 from kvferry.planning.coverage import NOWHERE, Coverage
 from kvferry.planning.select import first_seen
 from kvferry.tiers.host import Slot
+from kvferry.tiers.names import HOST, TIERS
 from kvferry.tiers.outcome import Get
 
 logger = logging.getLogger(__name__)

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from kvferry.cache.chunk_cache import ChunkCache
-from kvferry.cache.reading import HOST
 from kvferry.cache.writing import Writing
 from kvferry.engines.vllm.store_orders import StoreOrders
 from kvferry.engines.vllm.tier_source import TierSource
 from kvferry.observe.events import TierTold
 from kvferry.observe.watch import Watch, harmless
 from kvferry.tiers.counters import Drop
+from kvferry.tiers.names import HOST
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from typing import Any
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.chunk_routes import check_storable
 from kvferry.cache.orders import ArenaCard, MovedByAll
-from kvferry.cache.reading import HOST
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.cache.writing import Behind
 from kvferry.engines.vllm import compat
@@ -37,6 +36,7 @@ from kvferry.tiers.arena import Arena, available_bytes
 from kvferry.tiers.eviction import POLICIES
 from kvferry.tiers.file_store import FileStore
 from kvferry.tiers.host import HostTier
+from kvferry.tiers.names import HOST, numbered
 from kvferry.tiers.object_store import ObjectStore
 from kvferry.tiers.opening import cannot
 from kvferry.tiers.place import user_directory
@@ -50,9 +50,6 @@ _DEFAULT_SHARE = 10
 """Of the memory that is available, what host memory takes if nobody says."""
 
 _CLOSING_SECONDS = 10.0
-
-ALIKE = "."
-"""Between the kind of a tier and its number, in names of the second and later tiers of a kind: ``file.2``."""
 
 
 class Tiering:
@@ -247,8 +244,7 @@ def _open_all(
             namespace = namespace or namespace_of(vllm_config, canonical)
             tier = _open(settings, namespace, table)
             alike = sum(one.queue.tier.name == tier.name for one, _ in found)
-            name = f"{tier.name}{ALIKE}{alike + 1}" if alike else tier.name
-            behind = Behind(TierQueue(tier, name=name), settings.write == "back")
+            behind = Behind(TierQueue(tier, name=numbered(tier.name, alike)), settings.write == "back")
             found.append((behind, settings.load_weight))
         except (ConfigError, Unnameable) as error:
             logger.error("%s; this engine serves on without that tier", error)  # noqa: TRY400 - said in full

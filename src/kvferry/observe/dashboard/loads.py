@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvferry.observe.dashboard.panels import Panel, Query, Row, level, quantiles, rate
+from kvferry.tiers.names import PEER
 
 _DESCRIPTORS = rate("kvferry_transfer_descriptors_total")
 
@@ -62,7 +63,7 @@ LOADS = Row(
             "bytes",
             (
                 Query(
-                    f"{rate('kvferry_load_bytes_total', source='peer')} / {_DESCRIPTORS}",
+                    f"{rate('kvferry_load_bytes_total', source=PEER)} / {_DESCRIPTORS}",
                     "bytes",
                 ),
             ),

@@ -1,0 +1,387 @@
+"""What sources bring together, from their bids to the cells of both loads, against going token by token.
+
+Both sources are real: one is asked by where tiers are said to have chunks, one by what a peer is said to
+offer. Blocks of an engine and of its peer, and chunks, are as long as they like; block ids are positions + 1.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import lcm
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from hypothesis import event, given, settings, strategies as st
+
+from kvferry.cache.bids import Bidding
+from kvferry.engines.vllm.meta import SchedulerMeta
+from kvferry.engines.vllm.offer import Lease, Offer, write_offer
+from kvferry.engines.vllm.offers import grain_of, offers_of
+from kvferry.engines.vllm.peer_source import PeerSource
+from kvferry.engines.vllm.prompt import digest_of
+from kvferry.engines.vllm.prompts import Prompts
+from kvferry.engines.vllm.refusals import Refusals
+from kvferry.engines.vllm.source import Load
+from kvferry.engines.vllm.tier_source import TierSource
+from kvferry.geometry import Group, GroupKind, Layer, RankGeometry, Region
+from kvferry.geometry.canonical import Canonical, canonical_of, chunk_pool
+from kvferry.planning.chunks import Stretch, cells_to_load
+from kvferry.planning.coverage import NOWHERE
+from kvferry.planning.select import Cells, Span, select_cells, uncovered, written
+from kvferry.planning.template import Route, build_templates
+from kvferry.transport.handshake import Known
+from support.block_pool import request
+from support.pages import kv_page, state_page
+from transport.cards import facts
+
+FULL, SLIDING, CHUNKED, MLA, STATE = (
+    GroupKind.FULL, GroupKind.SLIDING, GroupKind.CHUNKED, GroupKind.MLA, GroupKind.STATE
+)  # fmt: skip
+SEES_ALL = (FULL, MLA)
+BLOCKS = 99
+"""In every pool: more than any prompt has."""
+MANY = settings(max_examples=2 * settings.default.max_examples)
+
+
+def rank(kinds: Sequence[tuple[GroupKind, int]], blocks: Sequence[int], address: int) -> RankGeometry:
+    """An engine of one rank whose groups have a layer each."""
+    groups, at = [], address
+    for number, ((kind, reach), tokens) in enumerate(zip(kinds, blocks, strict=True)):
+        page = state_page(1) if kind is STATE else kv_page(tokens, heads=1, width=1, item=1)
+        groups.append(Group(kind, tokens, reach, (Layer(f"layers.{number}", at, page.page_bytes, page),)))
+        at += BLOCKS * page.page_bytes
+    return RankGeometry(0, 1, 0, 1, BLOCKS, tuple(groups), (Region(address, at - address),))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt, and who has what of it.
+
+    Attributes:
+        kinds: kind and reach of every group.
+        ours, theirs: tokens of a block, by group, of the engine and of its peer.
+        chunk_tokens: of the tiers.
+        prompt, offered, have: tokens of the prompt, of which the peer offers so many, and are here.
+        since: how many times more of the prompt comes to be here until the loads begin.
+        rows: by canonical group, where its chunks are.
+        peer_first: the peer is asked first.
+    """
+
+    kinds: list[tuple[GroupKind, int]]
+    ours: list[int]
+    theirs: list[int]
+    chunk_tokens: int
+    prompt: int
+    offered: int
+    have: int
+    since: int
+    rows: np.ndarray
+    peer_first: bool
+
+    @property
+    def stateful(self) -> bool:
+        return any(kind is STATE for kind, _ in self.kinds)
+
+    @property
+    def step(self) -> int:
+        """What is here of a prompt ends between blocks of all groups."""
+        return lcm(*self.ours)
+
+    @cached_property
+    def rank(self) -> RankGeometry:
+        return rank(self.kinds, self.ours, 1 << 40)
+
+    @cached_property
+    def canonical(self) -> Canonical:
+        return canonical_of([self.rank], self.chunk_tokens)
+
+    def looked_at(self, group: int, end: int, here: int) -> set[int]:
+        """Tokens that are not here, and that the first token to be computed after `end` looks at."""
+        (kind, reach), following = self.kinds[group], end if end < self.prompt else self.prompt - 1
+        return {
+            token
+            for token in range(here, end)
+            if kind in SEES_ALL
+            or (kind is SLIDING and following - token < reach)
+            or (kind is CHUNKED and following // reach == token // reach)
+        }
+
+
+@st.composite
+def cases(draw: Any) -> Case:
+    kinds = [
+        (kind, draw(st.integers(1, 40)) if kind in (SLIDING, CHUNKED) else 0)
+        for kind in draw(
+            st.lists(st.sampled_from((FULL, SLIDING, CHUNKED, MLA, STATE)), min_size=1, max_size=4)
+        )
+    ]
+    kinds.insert(draw(st.integers(0, len(kinds))), (draw(st.sampled_from(SEES_ALL)), 0))
+    sizes = st.lists(st.sampled_from((4, 6, 8, 16)), min_size=len(kinds), max_size=len(kinds))
+    ours, theirs = draw(sizes), draw(sizes)
+    chunk_tokens = draw(st.sampled_from((2, 4, 5, 6, 8, 16)))
+    prompt = draw(st.integers(20, 120))
+    step, last = lcm(*ours), prompt - any(kind is STATE for kind, _ in kinds)
+    have = step * draw(st.integers(0, (prompt - 1) // step // 2))
+    offered = draw(st.one_of(st.just(last), st.integers(1, last), st.integers(max(1, last - 2), last)))
+    canonical, chunks = len({*kinds}), -(-prompt // chunk_tokens)
+    rows = np.array([draw(row(chunks)) for _ in range(canonical)], np.int64)
+    since = draw(st.sampled_from((0, 0, 1, 2)))
+    return Case(kinds, ours, theirs, chunk_tokens, prompt, offered, have, since, rows, draw(st.booleans()))
+
+
+@st.composite
+def row(draw: Any, chunks: int) -> list[int]:
+    """A beginning, an end, all, or all but a few: so that something can be put together."""
+    places = draw(st.lists(st.integers(0, 2), min_size=chunks, max_size=chunks))
+    cut, how = draw(st.integers(0, chunks)), draw(st.sampled_from(("all", "all", "before", "after", "but")))
+    gone = draw(st.sets(st.integers(0, chunks - 1), max_size=2)) if how == "but" else set()
+    return [
+        NOWHERE if number in gone or (how == "before" and number >= cut) or (how == "after" and number < cut)
+        else place
+        for number, place in enumerate(places)
+    ]  # fmt: skip
+
+
+class Chunks:
+    """A cache that says where chunks are, and notes what is fetched."""
+
+    tiers = ("file", "object")
+
+    def __init__(self, rows: np.ndarray) -> None:
+        self._rows, self.wants = rows, []
+
+    def places(self, tags: np.ndarray, without: set[str]) -> np.ndarray:
+        assert not without
+        return self._rows[:, : len(tags) // len(self._rows)].ravel()
+
+    def fetch(self, wants: Any, without: set[str]) -> SimpleNamespace:
+        self.wants = list(wants)
+        return SimpleNamespace()
+
+
+class Client:
+    """A control client that knows the peer."""
+
+    def __init__(self, peer: RankGeometry) -> None:
+        self._known = Known(facts("engine", 11), (SimpleNamespace(geometry=peer),))
+
+    def look_up(self, address: Any, incarnation: int) -> Known:
+        return self._known
+
+    def hold(self, address: Any, name: str) -> None: ...
+
+
+@dataclass
+class Brought:
+    """What one load brings of one group.
+
+    Attributes:
+        tokens: how often each is written.
+        cells: tokens of each cell.
+        blocks: positions of blocks that are written.
+        cleared: positions of blocks of which the rest is zeroed.
+        snapshots: where each snapshot stands.
+    """
+
+    tokens: Counter[int] = field(default_factory=Counter)
+    cells: list[range] = field(default_factory=list)
+    blocks: set[int] = field(default_factory=set)
+    cleared: set[int] = field(default_factory=set)
+    snapshots: list[int] = field(default_factory=list)
+
+    def take(self, route: Route, cells: Cells, places: Sequence[int]) -> None:
+        """So many cells more; `places` are positions of what source ids mean."""
+        for src, dst, phase in zip(cells.src_block, cells.dst_block, cells.phase, strict=True):
+            of_block = range((dst - 1) * route.dst_cells, dst * route.dst_cells)
+            (cell,) = [
+                one
+                for one in of_block
+                if one // route.src_cells == places[src - 1] and one % len(route.nests) == phase
+            ]
+            self.cells.append(range(cell * route.cell_tokens, (cell + 1) * route.cell_tokens))
+            self.tokens.update(self.cells[-1])
+            self.blocks.add(int(dst) - 1)
+
+
+class Engine:
+    """Both sources, of which one request is asked."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.one = case, request("a", range(case.prompt))
+        theirs = rank(case.kinds, case.theirs, 1 << 50)
+        (self._from_peer,) = build_templates([theirs], case.rank)
+        pools = [chunk_pool(case.canonical, n, 0, BLOCKS) for n in range(len(case.canonical.groups))]
+        self._from_pools = build_templates(pools, case.rank)
+        self.cache = Chunks(case.rows)
+        self.tiers = TierSource(
+            self.cache, Prompts(case.canonical), case.rank.groups, case.canonical, Refusals(), 30.0
+        )
+        turns: set[str] = set()
+        pins, log = SimpleNamespace(late_blocks=lambda _: 0), SimpleNamespace(labels=())
+        self.peer = PeerSource(Client(theirs), [case.rank], pins, log, Refusals(), 30.0, 2, turns)
+        self.one.kv_transfer_params = write_offer(self._offer())
+        bidding = Bidding(2)
+        assert self.tiers.arrived(self.one, bidding)
+        assert self.peer.arrived(self.one, bidding)
+        self.sources = [self.peer, self.tiers] if case.peer_first else [self.tiers, self.peer]
+        self.grain = grain_of((one.kind, one.block_tokens) for one in case.rank.groups)
+
+    def offers(self) -> list[Any]:
+        return offers_of(self.sources, self.one, self.case.have, self.grain)
+
+    def loads(self, offer: Any, here: int) -> list[tuple[Span, list[Brought]]]:
+        """What each load of an offer brings, by group; `here` tokens are here by now."""
+        case, found = self.case, []
+        tables = tuple([1] if kind is STATE else list(range(1, BLOCKS)) for kind, _ in case.kinds)
+        parts = offer.parts(case.have, case.have + offer.bid.tokens - here, case.prompt)
+        for source, bid, span in parts:
+            load = Load(f"a#{len(found)}", "a", "a", len(parts), bid, span, tables, 0.0)
+            source.begin(load, self.one)
+            found.append((span, self._read(span) if source is self.peer else self._fetched(span)))
+        return found
+
+    def _offer(self) -> Offer:
+        """Of blocks that the peer has no more there is nothing in its tables."""
+        case, tables = self.case, []
+        for number, ((kind, _), size) in enumerate(zip(case.kinds, case.theirs, strict=True)):
+            kept = {token // size for token in case.looked_at(number, case.offered, 0)}
+            ids = [at + 1 if at in kept else 0 for at in range(-(-case.offered // size))]
+            tables.append([1] if kind is STATE else ids)
+        said = digest_of(self.one, case.offered)
+        return Offer("engine", "theirs", "127.0.0.1", 5600, tables, case.offered, Lease(3, 7, 11), said)
+
+    def _read(self, span: Span) -> list[Brought]:
+        meta = SchedulerMeta("engine")
+        self.peer.hand_over(meta)
+        (order,) = meta.orders
+        assert order.span == span
+        found = [Brought() for _ in self.case.kinds]
+        for route in self._from_peer.routes:
+            group, to = self.case.rank.groups[route.dst_group], found[route.dst_group]
+            table = np.array(order.dst_tables[route.dst_group])
+            cells = select_cells(
+                route, group.kind, group.reach, span, np.array(order.src_tables[route.src_group]), table
+            )
+            if route.cell_tokens:
+                to.take(route, cells, range(BLOCKS))
+                to.cleared |= {
+                    int(block) - 1 for block in uncovered(route, group.kind, group.reach, span, table)
+                }
+            else:
+                to.snapshots += [self.case.offered] * len(cells)
+        return found
+
+    def _fetched(self, span: Span) -> list[Brought]:
+        case, found = self.case, [Brought() for _ in self.case.kinds]
+        numbers = defaultdict[int, list[int]](list)
+        for want in self.cache.wants:
+            assert case.rows[want.group, want.number] < NOWHERE, "it is nowhere"
+            numbers[want.group].append(want.number)
+        for canonical, (of, template) in enumerate(zip(case.canonical.groups, self._from_pools, strict=True)):
+            for route in template.routes:
+                group, to = case.rank.groups[route.dst_group], found[route.dst_group]
+                chunks = numbers[canonical]
+                table = Stretch(0, (1,) if of.kind is STATE else tuple(range(1, BLOCKS)))
+                if route.cell_tokens:
+                    left = uncovered(route, group.kind, group.reach, span, table.table())
+                    to.cleared |= {int(block) - 1 for block in left}
+                if not chunks:
+                    continue
+                for cells in cells_to_load(route, case.chunk_tokens, group, span, chunks, table):
+                    if route.cell_tokens:
+                        to.take(route, cells, chunks)
+                    else:
+                        to.snapshots += [(number + 1) * case.chunk_tokens for number in chunks]
+        return found
+
+
+@MANY
+@given(cases())
+def test_loads_of_an_offer_bring_each_token_that_is_looked_at_once_and_nothing_else(case: Case) -> None:
+    engine = Engine(case)
+    for offer in engine.offers():
+        end = case.have + offer.bid.tokens
+        here = case.have + case.step * case.since
+        if here >= end:
+            here = case.have
+        loads = engine.loads(offer, here)
+        for number, ((kind, _), size) in enumerate(zip(case.kinds, case.ours, strict=True)):
+            each = [brought[number] for _, brought in loads]
+            if kind is STATE:
+                assert [one.snapshots for one in each] == [[]] * (len(each) - 1) + [[end]]
+                continue
+            needed, times = case.looked_at(number, end, here), Counter[int]()
+            for one in each:
+                times.update(one.tokens)
+            assert needed <= times.keys(), "a gap"
+            assert set(times.values()) <= {1}, "a token comes twice"
+            assert all(needed.intersection(cell) for one in each for cell in one.cells), "nobody looks at it"
+            assert min(times, default=here) >= here, "what is here is written over"
+            touched = Counter(block for one in each for block in one.blocks | one.cleared)
+            assert set(touched.values()) <= {1}, "both parts write to a block"
+            for (span, _), one in zip(loads, each, strict=True):
+                pinned = range(BLOCKS)[written(kind, size, span)]
+                assert one.blocks | one.cleared <= {*pinned}, "it is nobody's when it is written"
+                if kind in SEES_ALL:
+                    assert {span.begins % size, (span.ends - end) and span.ends % size} == {0}
+        since = "more" if here > case.have else "no more"
+        event(f"{len(offer.legs)} in {len(loads)}, {since} has come since")
+
+
+def boundaries(case: Case) -> list[int]:
+    """Where a prefix from tiers may end: after chunks; at the end of the prompt if all may be loaded."""
+    last = case.prompt
+    for (kind, reach), size in zip(case.kinds, case.ours, strict=True):
+        firsts = {
+            at // reach * reach if kind is CHUNKED else max(0, at - reach + 1) for at in (last - 1, last)
+        }
+        if reach and len({first // size for first in firsts}) > 1:
+            last -= 1  # of the block before the last one's window the engine has let go
+            break
+    ends = [*range(case.chunk_tokens, last + 1, case.chunk_tokens)]
+    if last == case.prompt and not case.stateful:
+        ends.append(last)
+    return [end for end in {*ends} if end > case.have and not (case.stateful and end == case.prompt)]
+
+
+def lacks(case: Case, group: int, end: int, first: int) -> bool:
+    """Some chunk that a prefix up to `end` takes of a group is nowhere; before `first` others bring it."""
+    kind, _ = case.kinds[group]
+    tokens = {end - 1} if kind is STATE else case.looked_at(group, end, case.have)
+    if kind in SEES_ALL:
+        tokens -= {*range(first)}
+    of = case.canonical.index(case.rank.groups[group].label)
+    return any(case.rows[of, token // case.chunk_tokens] == NOWHERE for token in tokens)
+
+
+@given(cases())
+def test_all_that_two_have_together_is_offered(case: Case) -> None:
+    engine = Engine(case)
+    found = {
+        (offer.legs[0][0].name, case.have + offer.legs[0][1].tokens, case.have + offer.bid.tokens)
+        for offer in engine.offers()
+        if len(offer.legs) == 2
+    }
+    groups, expected = range(len(case.kinds)), set()
+    seeing = [number for number in groups if case.kinds[number][0] in SEES_ALL]
+    grain = lcm(*(case.ours[number] for number in seeing))
+    begun = min(
+        max((end for end in boundaries(case) if not lacks(case, number, end, 0)), default=case.have)
+        for number in seeing
+    )
+    if case.have < (meeting := begun // grain * grain) < case.offered:
+        expected.add((engine.tiers.name, meeting, case.offered))
+    meeting = case.offered // grain * grain
+    ends = [
+        end
+        for end in boundaries(case)
+        if end > meeting and not any(lacks(case, number, end, meeting) for number in groups)
+    ]
+    if meeting > case.have and ends:
+        expected.add((engine.peer.name, meeting, max(ends)))
+    assert found == expected
+    event(f"{len(found)} ways")
