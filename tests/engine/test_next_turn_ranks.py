@@ -20,6 +20,7 @@ PROMPT, ANSWER = 385, 70
 """All but the prompt's last token are whole blocks of either engine, and whole chunks; the answer is longer
 than the window, which would else reach back into a block that the decode engine has in part."""
 KEPT = PROMPT + ANSWER - 1
+LAYERS, HEADS = 6, 2
 
 
 def between(label: str, asks: dict[str, Any], keeps: dict[str, Any]) -> Setup:
@@ -122,6 +123,8 @@ def test_host_memory_brings_the_prompt_and_the_peer_only_the_answer_to_it(pair: 
         of_peer = {name: loads[0][name] for name in ("span", "tables")}
         there = heads(pair.decode.call("ask_ranks", "digests_held", of_peer))
         assert heads([load["digests"] for load in loads]) == there
+        assert len(there) == LAYERS * HEADS * 2, "keys and values"
+        assert max(map(len, there.values())) == ANSWER
         for reference in alone:
             if spoiled is None:
                 assert answer["tokens"] == reference["tokens"]
