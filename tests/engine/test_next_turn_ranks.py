@@ -17,8 +17,8 @@ ONE = {"block_size": 128}
 NEAR = 2e-3
 """How far answers of one rank and of two may be apart: they add up in another order."""
 PROMPT, ANSWER = 385, 70
-"""All but the prompt's last token are whole blocks of either engine, and whole chunks; the answer is longer
-than the window, which would else reach back into a block that the decode engine has in part."""
+"""All but the prompt's last token are whole blocks of either engine, and whole chunks; the answer moves the
+window out of the block in which it began, which the decode engine has in part."""
 KEPT = PROMPT + ANSWER - 1
 LAYERS, HEADS = 6, 2
 
