@@ -73,8 +73,8 @@ class Served:
         self.model = str(model)
         self.errors = folder / "stderr"
         self.collector = Collector()
-        command = [*KVFERRY, "serve", self.model, "--port", "0", "--log-dir", str(folder), "--", *ENGINE]
-        command += ["--otlp-traces-endpoint", self.collector.url]
+        command = [*KVFERRY, "serve", self.model, "--port", "0", "--log-dir", str(folder)]
+        command += ["--turn-seconds", "600", "--", *ENGINE, "--otlp-traces-endpoint", self.collector.url]
         soon = environment() | {"OTEL_BSP_SCHEDULE_DELAY": "100"}
         with self.errors.open("wb") as errors:
             self.process = subprocess.Popen(
@@ -194,6 +194,56 @@ def test_a_chat_is_what_a_single_engine_says(served):
     assert answer["usage"]["prompt_tokens"] == alone["usage"]["prompt_tokens"]
 
 
+def test_the_next_turn_of_a_chat_is_read_from_the_engine_that_gave_the_last_answer(served):
+    text = {"model": served.model, "prompt": TEXT, "return_token_strs": True}
+    told = served.client.post(f"{served.url}/tokenize", json=text).json()
+    # Each with the space before it: in the next prompt these are the same tokens again.
+    words = [
+        token for token, said in zip(told["tokens"], told["token_strs"], strict=True) if said[0] == "\u0120"
+    ]
+    numbers = itertools.count()
+
+    def is_read() -> bool:
+        """In a new conversation; who is asked may have been silent for too long."""
+        name = f"and-then-{next(numbers)}"
+        first = {"role": "user", "content": f"{name} {TEXT * 18}"}
+        before = chat(served, [first], max_tokens=70, allowed_token_ids=words)
+        last = {"role": "assistant", "content": before["choices"][0]["message"]["content"].strip()}
+        messages = [first, last, {"role": "user", "content": "And then?"}]
+        hit_tokens = served.metric(served.prefill, "kvferry_hit_tokens_total")
+        answer = chat(served, messages, name)
+        alone = served.post(served.decode, "/v1/chat/completions", messages=messages, cache_salt=name).json()
+        assert answer["choices"][0]["message"] == alone["choices"][0]["message"]
+        eventually(lambda: "released" in explain(name).stdout)
+        loaded = re.search(
+            r"Loading tokens (\d+) to (\d+): \d+ from peer", explain(name).stdout.split("\n\n")[0]
+        )
+        if loaded is None:
+            return False
+        start, end = int(loaded[1]), int(loaded[2]) + 1
+        assert start <= before["usage"]["prompt_tokens"]
+        assert end == before["usage"]["total_tokens"] - 1, "the last token's content was never computed"
+        hit_tokens += end - start
+        eventually(lambda: served.metric(served.prefill, "kvferry_hit_tokens_total") == hit_tokens)
+        return True
+
+    eventually(is_read)
+
+
+def chat(served, messages, name="chat", **more) -> dict:
+    """An answer of the router."""
+    body = {
+        "model": served.model,
+        "messages": messages,
+        "max_tokens": 12,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    headers = {"X-Request-Id": name}
+    url = f"{served.url}/v1/chat/completions"
+    return served.client.post(url, json={**body, **more}, headers=headers).json()
+
+
 def streamed(answer: httpx.Response) -> tuple[str, dict]:
     events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     assert events[-1] == "[DONE]"
@@ -268,6 +318,7 @@ def test_doctor_finds_both_engines_behind_the_router_and_lets_them_read(served):
 
 
 def test_top_finds_the_engines_through_the_router_and_shows_what_they_have_done(served):
+    both = served.prefill, served.decode
     rows = [
         rf"^{re.escape(urlsplit(url).netloc)} {role} +0 +0 "
         for url, role in ((served.prefill, "prefill"), (served.decode, "decode"))
@@ -279,13 +330,12 @@ def test_top_finds_the_engines_through_the_router_and_shows_what_they_have_done(
 
         def as_the_pages_have_it(text: str) -> bool:
             """Engines' last steps are on their pages a moment later."""
-            # The decode engine too has granted one, to whoever examined it.
-            granted = sum(
-                served.metric(url, "kvferry_leases_granted_total") for url in (served.prefill, served.decode)
-            )
-            hits = served.metric(served.decode, "kvferry_hits_total")
+            # The decode engine too has: for next turns, and to whoever examined it.
+            granted = sum(served.metric(url, "kvferry_leases_granted_total") for url in both)
+            hits = sum(served.metric(url, "kvferry_hits_total") for url in both)
             # Parallel samples find the prompt in the engine's own cache: nothing was asked of a source.
-            asked = hits + sum(n for reason, n in served.misses(served.decode).items() if reason != "local")
+            misses = [one for url in both for one in served.misses(url).items()]
+            asked = hits + sum(n for reason, n in misses if reason != "local")
             source = "".join(line for line in text.splitlines() if line.startswith("peer "))
             return (
                 min(granted, hits) >= 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import zlib
 from typing import Any
@@ -13,6 +14,7 @@ from kvferry.serving.router.bodies import ASK_FOR_KV
 from support.vllm_engine import any_layout, copied, pages
 from support.vllm_engine.multi_inside import (  # noqa: F401 - called by name
     chosen,
+    ferries,
     forget_speeds,
     metrics,
     spoil_child,
@@ -69,6 +71,7 @@ def start(settings: dict[str, Any]) -> Any:
     worker = worker_half(engine)
     if worker is not None:
         engine.witness = Witness(worker, half(engine).admission)
+    if ferries(engine.llm_engine.engine_core.engine_core.scheduler.connector):
         engine.fold = Fold()
         half(engine).watch.add(engine.fold)
         engine.begun = []
@@ -174,9 +177,9 @@ def generate(
     ]
 
 
-def prefill(engine: Any, prompts: list[list[int]]) -> list[dict[str, Any]]:
+def prefill(engine: Any, prompts: list[list[int]], salt: str | None = None) -> list[dict[str, Any]]:
     """Compute prompts for another engine."""
-    return generate(engine, prompts, [ASK_FOR_KV] * len(prompts), tokens=1)
+    return generate(engine, prompts, [ASK_FOR_KV] * len(prompts), tokens=1, salt=salt)
 
 
 def own_gap(engine: Any, prompts: list[list[int]], tokens: int = 8) -> float:
@@ -417,6 +420,11 @@ def wait_for_turns(engine: Any, seconds: float) -> None:
     from kvferry.transport import turns
 
     turns.ASK_SECONDS = seconds
+
+
+def ask_ranks(engine: Any, method: str, *arguments: Any) -> list[Any]:
+    """What every rank answers to a method of `ranks.RankWitness`."""
+    return engine.collective_rpc(method, args=tuple(json.dumps(each) for each in arguments))
 
 
 def free_blocks(engine: Any) -> int:

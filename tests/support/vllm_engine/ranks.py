@@ -1,7 +1,7 @@
-"""What a test asks the ranks of a served engine, each in a process of its own.
+"""What a test asks the ranks of an engine, each in a process of its own.
 
-Engines started with `ARGUMENTS` and `ENVIRONMENT` mix `RankWitness` into their workers, and `ask_ranks` calls
-its methods over the engine's own development endpoint.
+Engines started with `WITNESS` as their workers' extension mix `RankWitness` into these. Of served ones,
+started with `ARGUMENTS` and `ENVIRONMENT`, `ask_ranks` calls its methods over the development endpoint.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 import httpx
 
-ARGUMENTS = ("--worker-extension-cls=support.vllm_engine.ranks.RankWitness",)
+WITNESS = "support.vllm_engine.ranks.RankWitness"
+ARGUMENTS = (f"--worker-extension-cls={WITNESS}",)
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
@@ -39,6 +40,7 @@ class RankWitness:
         half = _half()
         half.witnessed, half.spoiled = [], json.loads(spoil_rank) == half._geometry.tp_rank
         if not hasattr(half, "unwatched"):
+            half.unread = {}
             half.unwatched, half.results = half.results, lambda: _watched(half)
         return {}
 
@@ -71,14 +73,16 @@ def _half() -> Any:
 def _watched(half: Any) -> Any:
     from support.vllm_engine.pages import digests_of, negate
 
-    orders = list(half._orders.values())
+    # What comes from the tiers is not looked at.
+    half.unread |= {key: order for key, order in half._orders.items() if hasattr(order, "src_tables")}
     results = half.unwatched()
-    for order in orders:
-        if order.request_id not in results.finished_recving - results.failed_recving:
+    for key, order in list(half.unread.items()):
+        if order.request_id not in results.finished_recving:
             continue
-        if not hasattr(order, "src_tables"):
-            continue  # from the tiers, which is not looked at
-        span = [order.span.have, order.span.total, order.span.prompt]
+        del half.unread[key]
+        if order.request_id in results.failed_recving:
+            continue
+        span = [order.span.have, order.span.total, order.span.prompt, order.span.part]
         digests = digests_of(half, order.dst_tables, order.span)
         half.witnessed.append({"span": span, "tables": [*map(list, order.src_tables)], "digests": digests})
         if half.spoiled:

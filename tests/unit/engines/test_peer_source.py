@@ -329,6 +329,22 @@ def test_a_request_without_an_offer_gets_that_of_an_earlier_turn_once_peers_have
     assert (engine.client.released, len(engine.source)) == (["earlier"], 0)
 
 
+def test_while_peers_are_asked_they_may_have_the_rest_of_what_another_source_begins():
+    engine = Engine(turns=Looking())
+    one = engine.arrive(request("a", [*TOKENS, 99]))
+    engine.source.bids(one, 8)
+    for bid, tokens in (
+        (engine.source.head(one, 8, 16), 24),
+        (engine.source.tail(one, 8, 16), 24),
+        (engine.source.tail(one, 8, 39), 1),
+    ):
+        assert (bid.looking, bid.tokens) == (True, tokens)
+    assert engine.source.tail(one, 8, 40) is None, "the last token is computed"
+    engine.turns.answer = False
+    assert engine.source.bids(one, 8) == ()
+    assert (engine.source.head(one, 8, 16), engine.source.tail(one, 8, 16)) == (None, None)
+
+
 def test_where_no_peer_has_an_earlier_turn_nothing_is_bid_and_that_is_said():
     engine = Engine(turns=False)
     one = engine.arrive(request("a", [*TOKENS, 99]))

@@ -29,7 +29,8 @@ from kvferry.tiers.names import PEER
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.handshake import Address, Known, Looking, NotUsable
 
-_TURNS = "peers that keep earlier turns"
+_LOOKING = Bid("peers that keep earlier turns", (), looking=True)
+"""While they have not said what they keep."""
 
 UNUSED_SECONDS = 600.0
 """When workers forget a peer that nothing is read from: it may be gone. Meeting it again is cheap."""
@@ -87,9 +88,8 @@ def _blocks_of(ranks: Iterable[RankGeometry]) -> list[tuple[int, set[str]]]:
     return found
 
 
-def _shorter(pull: _Pull, tokens: int) -> Bid | None:
+def _shorter(bid: Bid | None, tokens: int) -> Bid | None:
     """So many tokens of what was bid."""
-    bid = pull.bid
     return Bid(bid.source, (Part(PEER, tokens),), bid.looking) if bid is not None and tokens > 0 else None
 
 
@@ -171,13 +171,13 @@ class PeerSource:
 
     def head(self, request: Any, have: int, grain: int) -> Bid | None:
         """See `Source.head`."""
-        pull = self._pulls.get(request.request_id)
-        return None if pull is None else _shorter(pull, pull.offer.remote_num_tokens // grain * grain - have)
+        bid, tokens = self._last_bid(request)
+        return _shorter(bid, tokens // grain * grain - have)
 
     def tail(self, request: Any, have: int, first: int) -> Bid | None:
         """See `Source.tail`."""
-        pull = self._pulls.get(request.request_id)
-        return None if pull is None else _shorter(pull, pull.offer.remote_num_tokens - first)
+        bid, tokens = self._last_bid(request)
+        return _shorter(bid, tokens - first)
 
     def lack(self, request: Any, have: int) -> Lack:
         """The peer cannot be used, or has no more than is here; or none keeps an earlier turn."""
@@ -298,10 +298,17 @@ class PeerSource:
             return None
         found = self._turns.found(request)
         if isinstance(found, Looking):
-            return Bid(_TURNS, (Part(PEER, most),), looking=True)
+            return _shorter(_LOOKING, most)
         if found is not None:
             self._take(name, found, self._asking[name])
         return None
+
+    def _last_bid(self, request: Any) -> tuple[Bid | None, int]:
+        """What was bid when it was last asked, and up to which token."""
+        pull = self._pulls.get(request.request_id)
+        if pull is not None:
+            return pull.bid, pull.offer.remote_num_tokens
+        return (_LOOKING, request.num_tokens - 1) if request.request_id in self._turns else (None, 0)
 
     def _bid(self, pull: _Pull, request: Any, have: int) -> Bid | None:
         tokens = pull.offer.remote_num_tokens - have
