@@ -28,6 +28,6 @@ def test_a_directory_under_a_second_name_is_not_opened_again(tmp_path):
     with pytest.raises(ConfigError) as caught:
         _open(FileSettings(str(tmp_path / "link")), None, TagTable(), ["/tmp", str(tmp_path)])
     assert str(caught.value) == (
-        f"file tier: {tmp_path}/link and {tmp_path}, which is a tier already, are one directory; name another, "
-        "or leave out one"
+        f"file tier: {tmp_path}/link and {tmp_path}, which is a tier already, are one directory; "
+        "name another, or leave out one of the two"
     )

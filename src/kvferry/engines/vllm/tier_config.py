@@ -174,7 +174,8 @@ def _check_apart(tiers: Sequence[TierSettings]) -> None:
         what, place = _place(one)
         if place in taken:
             raise ConfigError(
-                f"tiers[{taken[place]}] and tiers[{number}] are both {what}; name another place, or leave out one"
+                f"tiers[{taken[place]}] and tiers[{number}] are both {what}; name another place, or leave "
+                "out one of them"
             )
         taken[place] = number
 

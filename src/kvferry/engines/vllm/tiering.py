@@ -261,9 +261,7 @@ def _open_all(
     return found
 
 
-def _open(
-    settings: SlowSettings, namespace: Namespace, table: TagTable, directories: list[str]
-) -> SlowTier:
+def _open(settings: SlowSettings, namespace: Namespace, table: TagTable, directories: list[str]) -> SlowTier:
     """A slow tier; a directory that is taken is added to `directories`."""
     if isinstance(settings, FileSettings):
         capacity = None if settings.capacity is None else parse_size(settings.capacity)
@@ -271,7 +269,7 @@ def _open(
         if twin := twin_of(path, directories):
             raise ConfigError(
                 f"file tier: {path} and {twin}, which is a tier already, are one directory; name another, or "
-                "leave out one"
+                "leave out one of the two"
             )
         directories.append(path)
         return FileStore(path, namespace, capacity=capacity, durable=settings.durable, table=table)
