@@ -14,6 +14,7 @@ from kvferry.terminal import printable
 MARGIN = 10
 """Where what is said of a heading begins, and the least that a name in a table has."""
 _DOTS = ".."
+_INDENT = "  "
 _BREAKS = re.compile(r"(?<!\d) | (?![^\W\d])")
 """Where an item may be broken: a number stays with its unit."""
 
@@ -97,16 +98,20 @@ def wrapped(heading: str, items: Iterable[str], width: int) -> Iterator[str]:
             line, empty = " " * MARGIN, True
         line += item if empty else f"  {item}"
         empty = False
-        if cell_len(line) > width:
-            line = fit(line, width)
     if not empty:
         yield line
 
 
+def broken(text: str, width: int) -> list[str]:
+    """All of it, in as many lines as that takes."""
+    first, *others = _pieces(printable(text), width - len(_INDENT))
+    return [first, *(f"{_INDENT}{each}" for each in others)]
+
+
 def _pieces(item: str, room: int) -> Iterator[str]:
-    """The item, or as many of its words at a time as there is room for."""
+    """The item, or as many of its words at a time as there is room for; no word is longer."""
     piece = ""
-    for word in _BREAKS.split(item):
+    for word in (part for each in _BREAKS.split(item) for part in chop_cells(each, max(room, 2)) or [each]):
         if piece and cell_len(f"{piece} {word}") > room:
             yield piece
             piece = word

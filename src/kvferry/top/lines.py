@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 import time
 from collections.abc import Iterator
 
@@ -12,7 +11,7 @@ from kvferry.plan.units import age, duration, size
 from kvferry.terminal import printable
 from kvferry.top.detail import TABLE, detail, extra
 from kvferry.top.figures import Figures
-from kvferry.top.layout import Column, Line, Look, fit, row, shortened
+from kvferry.top.layout import Column, Line, Look, broken, fit, row, shortened
 from kvferry.top.seen import Engine, Fleet
 from kvferry.top.units import number, percent
 
@@ -68,7 +67,7 @@ def _body(about: Figures, width: int, room: int) -> list[Line]:
 
 def text(fleet: Fleet, width: int, every: float) -> str:
     """All of it, for a file or a pipe."""
-    lines = [title(fleet, width, every), about_line(fleet, None, width)]
+    lines = [title(fleet, width, every), *map(Line, broken(_about(fleet, None), width))]
     if fleet.together is not None:
         lines += [*detail(fleet.together, width), *extra(fleet.together, width)]
     return (
@@ -86,12 +85,15 @@ def title(fleet: Fleet, width: int, every: float) -> Line:
 
 def about_line(fleet: Fleet, chosen: int | None, width: int) -> Line:
     """Of what the lines below it are."""
+    return Line(fit(_about(fleet, chosen), width), Look.CHOSEN)
+
+
+def _about(fleet: Fleet, chosen: int | None) -> str:
     if chosen is not None:
         engine = fleet.engines[chosen]
-        model = f", {engine.model}" if engine.model else ""
-        return Line(fit(f"{_named(engine)}{model}", width), Look.CHOSEN)
+        return f"{_named(engine)}{', ' if engine.model else ''}{engine.model}"
     models = sorted({engine.model for engine in fleet.engines if engine.model})
-    return Line(fit(f"all engines{': ' if models else ''}{', '.join(models)}", width), Look.CHOSEN)
+    return f"all engines{': ' if models else ''}{', '.join(models)}"
 
 
 def list_of(fleet: Fleet, width: int, chosen: int | None, *, whole: bool = False) -> list[Line]:
@@ -137,9 +139,7 @@ def _silent(engine: Engine, at: float, width: int, *, whole: bool) -> list[str]:
         since = time.strftime("%H:%M:%S", time.localtime(engine.silence.since))
         said = f"no answer since {since} ({age(at - engine.silence.since)}): {engine.silence.why}"
     if whole:
-        return textwrap.wrap(
-            printable(f"{_named(engine)}  {said}"), width, subsequent_indent="  ", break_on_hyphens=False
-        )
+        return broken(f"{_named(engine)}  {said}", width)
     return [fit(f"{shortened(_named(engine), max(_NAME, width - cell_len(said) - 2))}  {said}", width)]
 
 

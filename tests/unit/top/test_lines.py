@@ -14,11 +14,12 @@ from kvferry.top.seen import Seen, Silence, fleet
 from support.metrics_page import Page, busy, several
 
 NAME = "decode-{}.kvferry-system.svc.cluster.local:8000"
+MODEL = "organisation/模型-fp8-dynamic"
 GONE = "prefill-0.kvferry-system.svc.cluster.local:8000"
 
 
 def seen(number: int) -> Seen:
-    page = Page("organisation/模型-with-a-long-name-instruct-fp8-dynamic")
+    page = Page(f"{MODEL}-{number}")
     busy(page, 1000)
     if number == 2:
         several(page)
@@ -46,7 +47,8 @@ def test_nothing_that_is_printed_whole_is_left_out_but_columns_and_the_middle_of
     said = " ".join(text(engines, width, 1.0).split())
     for words in (
         "tiers not_stored (1 sliding_window(64)) 20.0k", "first token 37.5 ms, p99 49.8 ms",
-        "(60 s): /metrics answers with status 404", "file: no space on the device 8,000",
+        f"all engines: {MODEL}-0, {MODEL}-1, ", "(60 s): /metrics answers with status 404",
+        "file: no space on the device 8,000",
     ):  # fmt: skip
         assert words in said, words
     for number in range(4):
