@@ -48,25 +48,21 @@ def test_tiers_that_cannot_be_used_are_said_once_and_the_others_are(
     running: object, checkpoints: Path, tmp_path: Path, disk: Path
 ) -> None:
     running.close()
-    missing, plain, other, small, good = (
-        tmp_path / name for name in ("missing", "plain", "old", "s", "good")
-    )
-    plain.write_text("a file")
+    missing, other, small, good = (tmp_path / name for name in ("missing", "old", "s", "good"))
     for path in (other, small, good):
         path.mkdir()
+    (again := tmp_path / "again").symlink_to(good)
     (other / "kvferry.json").write_text(json.dumps({"kvferry": "file tier", "directory": 99}))
     said = {
         missing: "does not exist",
-        plain: "is no directory",
-        plain / "below": "does not exist",
         other: "directory version 99",
-        Path("/proc/sys"): "cannot use",
         tmp_path: "lower the capacity or free space",
     }
     unusable = [file_tier(path) for path in [*said][:-1]] + [file_tier(tmp_path, "999999TiB")]
+    said[again] = "which is a tier already, are one directory"
     tiers = [
         {"type": "host", "capacity": "64MiB"}, *unusable, file_tier(small, "32KiB"), file_tier(disk, "3MiB"),
-        file_tier(good),
+        file_tier(good), file_tier(again),
     ]  # fmt: skip
     settings = {"chunk_tokens": 64}
     tiered = Tiered("gemma3", checkpoints, good, tmp_path / "log", {"block_size": 64}, settings, tiers)

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from kvferry.cli.options import given, write
+from kvferry.cli.printed import check_output
 from kvferry.errors import ConfigError
 
 _REPEATS_HELP = "Rounds; each moves the bytes once in every way."
@@ -21,7 +22,9 @@ _LAYOUT_MODELS = "Llama-3.1-8B,Qwen3-0.6B,Qwen3-Next-80B-A3B"
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
-    bench = typer.Typer(help="Measure what this machine reaches.", no_args_is_help=True)
+    bench = typer.Typer(
+        help="Measure what this machine reaches.", no_args_is_help=True, callback=check_output
+    )
     bench.command()(transfer)
     bench.command()(layout)
     bench.command()(calibrate)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvferry.cli.printed import check_output
 from kvferry.errors import ConfigError, KVFerryError
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def demo(
     from kvferry.serving.demo import Screen, Verdict, measure
     from kvferry.serving.signals import StopRequested, StopSignals
 
+    check_output()
     screen = Screen(Console())
     folder = log_dir or Path(tempfile.mkdtemp(prefix="kvferry-demo-"))
     verdicts: list[Verdict] = []

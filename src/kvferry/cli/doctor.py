@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from kvferry.cli.printed import check_output
+
 _BAD = 1
 
 
@@ -60,6 +62,7 @@ def doctor(
         str(secret_file) if secret_file else None,
         machine,
     )
+    check_output()
     with Console(stderr=True).status("starting") as status:
         found = examine(job, lambda text: status.update(f"{text} ..."))
     if as_json:

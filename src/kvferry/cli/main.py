@@ -13,6 +13,7 @@ from kvferry.errors import ConfigError, KVFerryError
 
 _FAILED = 1
 _USAGE = 2
+_INTERRUPTED = 130
 
 app = typer.Typer(
     name="kvferry",
@@ -59,6 +60,8 @@ def main() -> None:
             _end(error, _USAGE)
         except KVFerryError as error:
             _end(error, _FAILED)
+        except KeyboardInterrupt:  # before a command has begun, which else answers it
+            sys.exit(_INTERRUPTED)
 
 
 def _end(error: KVFerryError, code: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -37,6 +38,25 @@ def whole_output() -> Iterator[None]:
         if not unread:
             complain(f"cannot write to standard output: {error.strerror}; see where it is sent to")
         sys.exit(_FAILED)
+
+
+def check_output() -> None:
+    """Before what takes long: see that somebody reads what will be printed, or that it can be written.
+
+    A disk that is full takes nothing, and so is not found.
+
+    Raises:
+        OSError: not so; `whole_output` says it.
+    """
+    try:
+        fd = sys.stdout.fileno()
+    except (AttributeError, OSError, ValueError):
+        return  # there is none, and what is printed goes nowhere
+    os.write(fd, b"")  # a device that is always full says so of nothing, too
+    reader = select.poll()
+    reader.register(fd, 0)
+    if any(event & select.POLLERR for _, event in reader.poll(0)):
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 def complain(sentence: str) -> None:

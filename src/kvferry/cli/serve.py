@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from kvferry.cli.printed import check_output
+
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
@@ -54,6 +56,7 @@ def serve(
         decode_settings={"turn_seconds": turn_seconds} if turn_seconds else None,
         arguments=vllm_args or (),
     )
+    check_output()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     # The port first: engines take a while to start, and it may be in use.
     with StopSignals() as signals, listen(host, port) as sock, contextlib.suppress(KeyboardInterrupt):

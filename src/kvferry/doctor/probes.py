@@ -3,7 +3,8 @@
 Each prints lines that `said` reads; a process that is killed, or crashes, has said what it knew till then.
 
 - ``nixl``: which plugins there are and which start; ``reads``: READs between two processes;
-- ``connector``: whether vLLM takes the connector; ``path``: what can be done with a directory.
+- ``connector``: whether vLLM takes the connector; ``path``: what can be done with a directory;
+  ``twins``: which of some are one.
 """
 
 from __future__ import annotations
@@ -122,6 +123,14 @@ def path(where: str) -> None:
     _write(f"{where}/.kvferry-doctor.{secrets.token_hex(8)}")
 
 
+def twins(*paths: str) -> None:
+    """Of each path, which of those before it is the same directory."""
+    from kvferry.tiers.place import twin_of  # noqa: PLC0415
+
+    for number, path in enumerate(paths):
+        _say(path=path, twin=twin_of(path, paths[:number]))
+
+
 def _write(name: str) -> None:
     """Write, lock and remove a file of a page."""
     from kvferry.tiers.direct_io import set_direct, whole_pages  # noqa: PLC0415
@@ -151,6 +160,6 @@ def _write(name: str) -> None:
 
 if __name__ == "__main__":
     _WHAT: dict[str, Callable[..., None]] = {
-        "nixl": nixl, "reads": reads, "connector": connector, "path": path
+        "nixl": nixl, "reads": reads, "connector": connector, "path": path, "twins": twins
     }  # fmt: skip
     _WHAT[sys.argv[1]](*sys.argv[2:])

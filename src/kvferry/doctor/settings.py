@@ -55,7 +55,8 @@ def _json(path: str) -> dict[str, Any]:
         with Path(path).open("rb") as file:
             text = file.read(_MOST_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"--config {path}: {os.strerror(error.errno or 0)}") from error
+        why = os.strerror(error.errno or 0)
+        raise ConfigError(f"--config {path}: {why}; name the file with the settings") from error
     if len(text) > _MOST_BYTES:
         raise ConfigError(f"--config {path} is larger than 1 MiB, no configuration is; name another file")
     try:
@@ -73,13 +74,16 @@ def _json(path: str) -> dict[str, Any]:
 def _of_transfer(given: Mapping[str, Any]) -> Given:
     """A value of ``--kv-transfer-config``; of several connectors in one, ours."""
     name = given["kv_connector"]
+    if not isinstance(name, str):
+        return Given((), (bad("settings", f"kv_connector is {name!r}", f'set it to "{_OURS}"'),))
     extra = given.get("kv_connector_extra_config") or {}
     if not isinstance(extra, dict):
         return Given((), (bad("settings", f"kv_connector_extra_config is {extra!r}", "make it an object"),))
     if name == _OURS:
         configs, found = _extra(extra, "settings")
         return Given(configs, (*_around(given), *found))
-    inner = [each for each in extra.get("connectors") or () if isinstance(each, dict)]
+    children = extra.get("connectors")
+    inner = [each for each in children if isinstance(each, dict)] if isinstance(children, list) else []
     found_ = list[Finding]()
     if name == _MULTI:
         found_ += _of_multi(given, extra)

@@ -50,6 +50,7 @@ def check(tiers: Tiers) -> Iterator[Finding]:
         else:
             seconds = 4 * one.timeout_seconds
             yield from guarded(subject, seconds, partial(object_storage, subject, one))
+    yield from guarded("tiers", 2 * _PATH_SECONDS, partial(apart, tiers))
 
 
 def host(settings: HostSettings, room: Callable[[], tuple[int, str] | None] = memory_room) -> Finding:
@@ -120,6 +121,26 @@ def file(
             f"{path} has mode {told['mode']:o}: others on this machine can get at chunks, which tell prompts",
             f"chmod 700 {path}, unless that is wanted",
         )
+
+
+def apart(tiers: Tiers) -> Iterator[Finding]:
+    """Directories that are one, which only the file system can tell."""
+    paths = {
+        number: one.path or user_directory()
+        for number, one in enumerate(tiers.slow, 1)
+        if isinstance(one, FileSettings)
+    }
+    if len(paths) < 2:
+        return
+    ended = run_python(["-m", MODULE, "twins", *paths.values()], _PATH_SECONDS)
+    for number, told in zip(paths, said(ended.out), strict=False):
+        if told["twin"] is not None:
+            yield bad(
+                f"tier {number}, file",
+                f"{told['path']} and {told['twin']}, which is a tier already, are one directory: the engine "
+                "would serve without this tier",
+                "name another directory, or leave out one of the two",
+            )
 
 
 def _made(default: str) -> str:

@@ -6,6 +6,8 @@ it, so that a server that never ends costs what a silent one does.
 
 from __future__ import annotations
 
+import os
+import ssl
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -121,7 +123,22 @@ async def fetch(
         what = f"{urlsplit(url).path} does not end in" if body else "silent for"
         raise ProtocolError(f"{what} {seconds:g} s") from error
     except (httpx.TimeoutException, httpx.ConnectError) as error:
-        raise ProtocolError("cannot connect") from error
+        raise ProtocolError(f"cannot connect{_why(error)}") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ProtocolError(f"{type(error).__name__}: {error}") from error
     return Reply(answer.status_code, bytes(body))
+
+
+def _why(error: BaseException) -> str:
+    """What the first of all causes says; empty if that is nothing."""
+    if isinstance(error, BaseExceptionGroup):  # of a name with several addresses
+        return _why(error.exceptions[0])
+    if cause := error.__cause__ or error.__context__:
+        return _why(cause)
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f": its certificate is not trusted, {error.verify_message}"
+    if isinstance(error, ssl.SSLError):
+        return f": no TLS with it ({error.reason})"
+    if not isinstance(error, OSError) or error.errno is None:
+        return ""
+    return f": {os.strerror(error.errno) if error.errno > 0 else error.strerror}"

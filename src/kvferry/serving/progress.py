@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rich.console import Console
 from rich.live import Live
@@ -38,7 +38,8 @@ class _Lines:
                 continue
             self._shown[name] = state
             more = f"log: {engine.log_path}" if state is EngineState.STARTING else f"{engine.seconds:.0f} s"
-            self._console.print(f"{name} {state} ({more})", markup=False, highlight=False, soft_wrap=True)
+            with suppress(OSError):
+                self._console.print(f"{name} {state} ({more})", markup=False, highlight=False, soft_wrap=True)
 
 
 def _table(engines: Sequence[Engine]) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -104,4 +105,5 @@ class _Watch:
 
 
 def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    with suppress(OSError):  # what nobody can be told must not end what others are served by
+        console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -139,6 +140,15 @@ def user_directory() -> str:
     """Where chunks are kept if nobody says: in the user's cache directory."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return str(Path(home) / "kvferry" / "chunks")
+
+
+def twin_of(path: str, others: Iterable[str]) -> str | None:
+    """Which of `others` is the same directory, by a link or a mount; None also of what is not there."""
+    for other in others:
+        with suppress(OSError):
+            if os.path.samefile(path, other):
+                return other
+    return None
 
 
 @cache

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
+from rich.cells import cell_len, set_cell_size
+
 from kvferry.plan.units import duration, size
 from kvferry.top.figures import Figures, Flow, Room, Seconds, TierFlow
 from kvferry.top.layout import Column, Line, Look, row, wrapped
@@ -40,13 +42,13 @@ _TIER = (
 )
 
 
-_TABLE = 100
-"""Widest table: numbers stand near to what they are of."""
+TABLE = 100
+"""Widest table, unless names need more: numbers stand near to what they are of."""
 
 
 def detail(of: Figures, width: int, misses: int | None = None) -> Iterator[Line]:
     """What always is there, the most urgent first; at most so many lines of misses."""
-    levels, rates, table = of.levels, of.rates, min(width, _TABLE)
+    levels, rates, table = of.levels, of.rates, min(width, TABLE)
     yield from _said("requests", _requests(of), width)
     yield from _said("tokens/s", _tokens(rates), width)
     failed = (
@@ -101,7 +103,7 @@ def _said(
     lines = list(wrapped(heading, items, width))
     for place, line in enumerate(lines[:at_most]):
         last = at_most is not None and place == at_most - 1 and len(lines) > at_most
-        yield Line(f"{line[: width - 4]} ..." if last else line, look)
+        yield Line(f"{set_cell_size(line, min(cell_len(line), width - 4))} ..." if last else line, look)
 
 
 def _requests(of: Figures) -> Iterator[str]:

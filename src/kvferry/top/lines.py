@@ -5,14 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+from rich.cells import cell_len
+
 from kvferry.plan.units import age, duration, size
 from kvferry.terminal import printable
-from kvferry.top.detail import detail, extra
+from kvferry.top.detail import TABLE, detail, extra
 from kvferry.top.figures import Figures
-from kvferry.top.layout import Column, Line, Look, fit, row
+from kvferry.top.layout import Column, Line, Look, broken, fit, row, shortened
 from kvferry.top.seen import Engine, Fleet
 from kvferry.top.units import number, percent
 
+_NAME = 23
+"""Cells that an engine's name has, if it needs them, whatever else there is no room for."""
 _FEW = 3
 """Engines that are listed however small the terminal is."""
 _MISSES = 2
@@ -63,7 +67,7 @@ def _body(about: Figures, width: int, room: int) -> list[Line]:
 
 def text(fleet: Fleet, width: int, every: float) -> str:
     """All of it, for a file or a pipe."""
-    lines = [title(fleet, width, every), about_line(fleet, None, width)]
+    lines = [title(fleet, width, every), *map(Line, broken(_about(fleet, None), width))]
     if fleet.together is not None:
         lines += [*detail(fleet.together, width), *extra(fleet.together, width)]
     return (
@@ -81,36 +85,45 @@ def title(fleet: Fleet, width: int, every: float) -> Line:
 
 def about_line(fleet: Fleet, chosen: int | None, width: int) -> Line:
     """Of what the lines below it are."""
+    return Line(fit(_about(fleet, chosen), width), Look.CHOSEN)
+
+
+def _about(fleet: Fleet, chosen: int | None) -> str:
     if chosen is not None:
         engine = fleet.engines[chosen]
-        model = f", {engine.model}" if engine.model else ""
-        return Line(fit(f"{_named(engine)}{model}", width), Look.CHOSEN)
+        return f"{_named(engine)}{', ' if engine.model else ''}{engine.model}"
     models = sorted({engine.model for engine in fleet.engines if engine.model})
-    return Line(fit(f"all engines{': ' if models else ''}{', '.join(models)}", width), Look.CHOSEN)
+    return f"all engines{': ' if models else ''}{', '.join(models)}"
 
 
 def list_of(fleet: Fleet, width: int, chosen: int | None, *, whole: bool = False) -> list[Line]:
-    """A heading, and a line of every engine; `whole` if why one is silent may be longer than a line."""
+    """A heading, and a line of every engine; `whole` if why one is silent may take several."""
     columns = (*_COLUMNS, *(_WIDE if width >= _WIDE_FROM else ()))
-    lines = [Line(row("engine", [column.head for column in columns], columns, width), Look.HEAD)]
+    longest = max((cell_len(printable(_named(engine))) for engine in fleet.engines), default=0)
+    table = min(width, max(TABLE, longest + sum(column.width for column in columns)))
+    least = min(longest, _NAME)
+    lines = [Line(row("engine", [column.head for column in columns], columns, table, least), Look.HEAD)]
     for place, engine in enumerate(fleet.engines):
         if engine.figures is None:
-            said = _silent(engine, fleet.at)
-            lines.append(Line(printable(said) if whole else fit(said, width), Look.BAD))
+            lines += [Line(line, Look.BAD) for line in _silent(engine, fleet.at, width, whole=whole)]
             continue
         cells = [*_cells(engine.figures)][: len(_COLUMNS)]
         if len(columns) > len(_COLUMNS):
             cells += _wide(engine.figures, engine.started, fleet.at)
         look = Look.CHOSEN if place == chosen else Look.PLAIN
-        lines.append(Line(row(_named(engine), cells, columns, width), look))
+        lines.append(Line(row(_named(engine), cells, columns, table, least), look))
     return lines
 
 
 def _cut(lines: list[Line], room: int) -> list[Line]:
+    """As many as there is room for: first the chosen engine, then those that are silent."""
     if len(lines) <= room:
         return lines
-    kept = lines[: max(1, room - 1)]
-    return [*kept, Line(f"and {len(lines) - len(kept)} more", Look.HEAD)]
+    head, *engines = lines
+    urgent = sorted(engines, key=lambda line: (line.look is not Look.CHOSEN, line.look is not Look.BAD))
+    left_out = urgent[max(0, room - 2) :]
+    kept = [line for line in engines if not any(line is each for each in left_out)]
+    return [head, *kept, Line(f"and {len(left_out)} more", Look.HEAD)]
 
 
 def _named(engine: Engine) -> str:
@@ -118,12 +131,16 @@ def _named(engine: Engine) -> str:
     return f"{engine.name}{role}{'' if engine.ferry or engine.figures is None else ' (no kvferry)'}"
 
 
-def _silent(engine: Engine, at: float) -> str:
+def _silent(engine: Engine, at: float, width: int, *, whole: bool) -> list[str]:
+    """Why there are no figures; in one line, a long name makes room for that."""
     if engine.silence is None:
-        return f"{_named(engine)}  asked, has not answered yet"
-    since = time.strftime("%H:%M:%S", time.localtime(engine.silence.since))
-    ago = age(at - engine.silence.since)
-    return f"{_named(engine)}  no answer since {since} ({ago}): {engine.silence.why}"
+        said = "asked, has not answered yet"
+    else:
+        since = time.strftime("%H:%M:%S", time.localtime(engine.silence.since))
+        said = f"no answer since {since} ({age(at - engine.silence.since)}): {engine.silence.why}"
+    if whole:
+        return broken(f"{_named(engine)}  {said}", width)
+    return [fit(f"{shortened(_named(engine), max(_NAME, width - cell_len(said) - 2))}  {said}", width)]
 
 
 def at_hand(tokens: dict[str, float] | None) -> float | None:

@@ -49,7 +49,8 @@ class Seen:
     @property
     def name(self) -> str:
         """Its address, short."""
-        return urlsplit(self.url).netloc.rpartition("@")[2] or self.url
+        parts = urlsplit(self.url)
+        return parts.netloc.rpartition("@")[2] + parts.path or self.url
 
     @property
     def answers(self) -> bool:

@@ -42,7 +42,10 @@ def read_keys(secret_file: str | None) -> Keys | None:
     try:
         text = Path(secret_file).read_bytes().strip()
     except OSError as error:
-        raise ConfigError(f"secret_file {secret_file}: {os.strerror(error.errno or 0)}") from error
+        why = os.strerror(error.errno or 0)
+        raise ConfigError(
+            f"secret_file {secret_file}: {why}; name the file with the engines' secret"
+        ) from error
     if len(text) < MIN_SECRET_BYTES:
         raise ConfigError(
             f"secret_file {secret_file} holds {len(text)} bytes, a secret has at least {MIN_SECRET_BYTES}"

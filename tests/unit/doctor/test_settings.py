@@ -55,6 +55,25 @@ def test_what_the_connector_refuses_is_refused_in_its_words(given, extra, said, 
     assert found.configs == ()
 
 
+@pytest.mark.parametrize("children", [5, "abc", [5], {"a": 1}, None])
+@pytest.mark.parametrize("name", ["FerryMultiConnector", "MultiConnector"])
+def test_connectors_that_are_no_list_of_objects_are_a_finding(given, name, children):
+    around = {**kv_transfer_config(Role.BOTH), "kv_connector": name}
+    around["kv_connector_module_path"] = "kvferry.engines.vllm.multi.connector"
+    found = read_file(given({**around, "kv_connector_extra_config": {"connectors": children}}))
+    (one,) = [one for one in found.findings if one.state is not State.OK]
+    assert (one.subject, one.state) == (
+        "settings",
+        State.BAD if name == "FerryMultiConnector" else State.NOTE,
+    )
+
+
+@pytest.mark.parametrize("name", [None, 5, ["KVFerryConnector"]])
+def test_a_connector_is_named_by_a_text(given, name):
+    (found,) = read_file(given({"kv_connector": name})).findings
+    assert (found.state, found.found) == (State.BAD, f"kv_connector is {name!r}")
+
+
 @pytest.mark.parametrize(
     ("change", "subject"),
     [

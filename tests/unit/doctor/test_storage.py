@@ -204,6 +204,26 @@ def test_all_tiers_are_looked_at(tmp_path):
     assert {one.subject for one in storage.check(tiers)} == {"host memory", "tier 1, file", "tier 2, object"}
 
 
+def test_directories_that_are_one_are_found_whatever_their_names(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "c").symlink_to("a")
+    paths = [str(tmp_path / name) for name in ("a", "b", "c")]
+    tiers = read_tiers([{"type": "file", "path": path} for path in paths])
+    (found,) = storage.apart(tiers)
+    assert (found.subject, found.state) == ("tier 3, file", State.BAD)
+    assert found.found.startswith(f"{paths[2]} and {paths[0]}, which is a tier already, are one directory")
+    assert found in storage.check(tiers)
+
+
+@pytest.mark.parametrize("paths", [["a"], ["a", "b"], ["a", "none"]])
+def test_directories_that_are_not_one_are_well(tmp_path, paths):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    tiers = read_tiers([{"type": "file", "path": str(tmp_path / path)} for path in paths])
+    assert list(storage.apart(tiers)) == []
+
+
 def test_what_takes_too_long_is_killed(monkeypatch, tmp_path):
     monkeypatch.setattr(storage, "_PATH_SECONDS", 0.001)
     (found,) = storage.file("file", FileSettings(str(tmp_path)))

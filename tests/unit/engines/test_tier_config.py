@@ -12,6 +12,7 @@ from kvferry.engines.vllm.tier_config import (
 )
 from kvferry.errors import ConfigError
 
+OBJECT = {"type": "object", "url": "s3://bucket/kv"}
 HOST, FILE = {"type": "host", "capacity": "1GiB"}, {"type": "file", "path": "/chunks"}
 
 
@@ -57,6 +58,13 @@ def test_without_host_memory_chunks_pass_a_little_of_it():
         ([HOST, HOST], "tiers names host memory twice; give it once, with the capacity of both"),
         ([FILE, HOST], "tiers: host memory comes first, since every chunk passes it"),
         ([HOST, *[FILE] * 8], "tiers names 8 tiers behind host memory; leave out some, it may name 7"),
+        ([FILE, {**FILE, "path": "/tmp/../chunks/"}], "tiers[0] and tiers[1] are both /chunks; name another"),
+        ([HOST, {"type": "file"}, FILE, {"type": "file", "capacity": "1GiB"}],
+         "tiers[1] and tiers[3] are both the default directory; name another place, or leave out one of"),
+        ([OBJECT, {**OBJECT, "url": "s3://bucket/kv/"}], "tiers[0] and tiers[1] are both s3://bucket/kv; "),
+        ([{**FILE, "path": ""}], "tiers[0]: path is ''; name a directory, or leave it out for the default"),
+        ([{**FILE, "path": "/a\0"}], "tiers[0]: path is '/a\\x00'; name a directory"),
+        ([{**FILE, "path": "/a\ud800"}], "tiers[0]: path is '/a\\ud800'; name a directory"),
         ([{**HOST, "capacity": 0}], "tiers: a capacity of 0; it must be above 0"),
         ([{**FILE, "capacity": "0 GiB"}], "tiers: a capacity of '0 GiB'; it must be above 0"),
         ([{**FILE, "capacity": -1}], "tiers: a capacity of -1; it must be above 0"),
@@ -74,6 +82,18 @@ def test_what_is_wrong_is_said(given, says):
     with pytest.raises(ConfigError) as caught:
         parse_config({"tiers": given})
     assert str(caught.value).startswith(says)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [FILE, {**FILE, "path": "/chunks/more"}, {"type": "file"}],
+        [OBJECT, {**OBJECT, "url": "s3://bucket/kv2"}],
+        [OBJECT, {**OBJECT, "options": {"endpoint": "http://127.0.0.1:9000"}}],  # another server's
+    ],
+)
+def test_places_that_may_differ_are_taken(given):
+    assert len(read_tiers(given).slow) == len(given)
 
 
 @pytest.mark.parametrize(

@@ -107,9 +107,26 @@ def test_what_is_no_answer_is_one_sentence_within_its_time(answer, seconds, word
     assert time.monotonic() - begun < 15
 
 
-def test_nobody_at_an_address_is_one_sentence() -> None:
-    with pytest.raises(ProtocolError, match=r"^cannot connect$"):
-        fetched("http://127.0.0.1:1")
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("http://127.0.0.1:1", "Connection refused"),
+        ("http://localhost:1", "Connection refused"),  # at both of its addresses, where it has two
+        ("http://engine.invalid", ".*(?i:name).*"),
+    ],
+)
+def test_nobody_at_an_address_is_one_sentence_that_says_why(url, why) -> None:
+    with pytest.raises(ProtocolError, match=rf"^cannot connect: {why}$"):
+        fetched(url)
+
+
+def test_https_of_a_server_without_tls_is_said() -> None:
+    why = r"^cannot connect: no TLS with it \(WRONG_VERSION_NUMBER\)$"
+    with (
+        server(lambda asking: asking.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")) as url,
+        pytest.raises(ProtocolError, match=why),
+    ):
+        fetched(url.replace("http:", "https:"))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,15 @@ COMMANDS = [
 ]
 
 
+LONG = [  # of which none would end in the time that `ends` gives, or without a word
+    ["serve", ".", "--port", "0"],
+    ["doctor"],
+    ["demo", "/nowhere"],
+    ["bench", "transfer"],
+    ["bench", "calibrate"],
+]
+
+
 def ends(arguments: list[str], stdout: int, unbuffered: str) -> tuple[int, str]:
     done = subprocess.run(
         [*KVFERRY, *arguments],
@@ -47,6 +56,21 @@ def test_no_room_for_the_output_is_one_sentence(arguments, unbuffered):
         "kvferry: cannot write to standard output: No space left on device; see where it is sent to\n"
     )
     assert code == 1
+
+
+@pytest.mark.parametrize("arguments", LONG, ids=" ".join)
+def test_what_takes_long_does_not_begin_where_its_output_cannot_be_written(arguments):
+    full = os.open("/dev/full", os.O_WRONLY)
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        code, said = ends(arguments, full, "")
+        assert (code, said.count("\n")) == (1, 1)
+        assert said.startswith("kvferry: cannot write to standard output: No space left on device;")
+        assert ends(arguments, writing, "") == (1, "")
+    finally:
+        os.close(full)
+        os.close(writing)
 
 
 @pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)

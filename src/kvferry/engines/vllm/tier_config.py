@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -149,7 +150,46 @@ def _checked(tiers: Sequence[TierSettings]) -> Tiers:
             raise ConfigError(
                 f"tiers: timeout_seconds is {one.timeout_seconds}, it must be above 0 and below an hour"
             )
+        if isinstance(one, FileSettings) and one.path is not None:
+            _check_path(f"tiers[{number}]: path", one.path)
+    _check_apart(tiers)
     return Tiers(hosts[0] if hosts else HostSettings(Tiers.STAGING), slow)
+
+
+def _check_path(name: str, path: str) -> None:
+    """See that a directory can have that name, whether it is there or not."""
+    try:
+        usable = path and b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        usable = False
+    if not usable:
+        raise ConfigError(f"{name} is {path!r}; name a directory, or leave it out for the default one")
+
+
+def _check_apart(tiers: Sequence[TierSettings]) -> None:
+    """See that no two are in one place, as far as their texts say: each chunk would be looked for twice."""
+    taken: dict[tuple[str, ...], int] = {}
+    for number, one in enumerate(tiers):
+        if isinstance(one, HostSettings):
+            continue
+        what, place = _place(one)
+        if place in taken:
+            raise ConfigError(
+                f"tiers[{taken[place]}] and tiers[{number}] are both {what}; name another place, or leave "
+                "out one of them"
+            )
+        taken[place] = number
+
+
+def _place(one: SlowSettings) -> tuple[str, tuple[str, ...]]:
+    """Where chunks of a tier lie, in words and to be compared; with other options a URL may be elsewhere."""
+    if isinstance(one, ObjectSettings):
+        url = one.url.rstrip("/")
+        return url, (url, *(f"{name}={value}" for name, value in sorted(one.options.items())))
+    if one.path is None:
+        return "the default directory", ()
+    path = os.path.abspath(one.path)  # noqa: PTH100 - as the tier has it
+    return path, (path,)
 
 
 def check_weight(name: str, weight: float) -> None:

@@ -39,7 +39,7 @@ from kvferry.tiers.host import HostTier
 from kvferry.tiers.names import HOST, numbered
 from kvferry.tiers.object_store import ObjectStore
 from kvferry.tiers.opening import cannot
-from kvferry.tiers.place import user_directory
+from kvferry.tiers.place import twin_of, user_directory
 from kvferry.tiers.sizes import parse_size
 from kvferry.tiers.slow import SlowTier
 from kvferry.tiers.tags import TagTable
@@ -238,11 +238,12 @@ def _open_all(
 ) -> list[tuple[Behind, float]]:
     """The slow tiers that can be used, with their weights; of others it is said why."""
     found: list[tuple[Behind, float]] = []
+    directories: list[str] = []
     namespace = None
     for settings in tiers:
         try:
             namespace = namespace or namespace_of(vllm_config, canonical)
-            tier = _open(settings, namespace, table)
+            tier = _open(settings, namespace, table, directories)
             alike = sum(one.queue.tier.name == tier.name for one, _ in found)
             behind = Behind(TierQueue(tier, name=numbered(tier.name, alike)), settings.write == "back")
             found.append((behind, settings.load_weight))
@@ -251,10 +252,17 @@ def _open_all(
     return found
 
 
-def _open(settings: SlowSettings, namespace: Namespace, table: TagTable) -> SlowTier:
+def _open(settings: SlowSettings, namespace: Namespace, table: TagTable, directories: list[str]) -> SlowTier:
+    """A slow tier; a directory that is taken is added to `directories`."""
     if isinstance(settings, FileSettings):
         capacity = None if settings.capacity is None else parse_size(settings.capacity)
         path = settings.path or _default_directory()
+        if twin := twin_of(path, directories):
+            raise ConfigError(
+                f"file tier: {path} and {twin}, which is a tier already, are one directory; name another, or "
+                "leave out one of the two"
+            )
+        directories.append(path)
         return FileStore(path, namespace, capacity=capacity, durable=settings.durable, table=table)
     return ObjectStore(
         settings.url, namespace, settings.options, timeout_seconds=settings.timeout_seconds, table=table
