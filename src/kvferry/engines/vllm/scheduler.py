@@ -20,6 +20,7 @@ from kvferry.engines.vllm.part_blocks import PartBlocks
 from kvferry.engines.vllm.peer_source import PEER, PeerSource
 from kvferry.engines.vllm.producer import Producer
 from kvferry.engines.vllm.refusals import Refusals
+from kvferry.engines.vllm.room import Room
 from kvferry.engines.vllm.source import Source
 from kvferry.engines.vllm.stats import FerryStats
 from kvferry.engines.vllm.step_times import StepTimes
@@ -110,6 +111,7 @@ class SchedulerHalf:
             self._kinds,
             pins,
             self._parts,
+            Room.of(self._vllm_config, self._kv_cache_config, self._pool),
             self._pool,
             len(cards),
             self._config.attempts,

@@ -167,7 +167,9 @@ def test_graphs_are_piecewise_if_one_child_needs_them_so() -> None:
 
 # -- a step -----------------------------------------------------------------------------------------------
 
-STEP = SimpleNamespace(scheduled_cached_reqs=SimpleNamespace(req_ids=[]), total_num_scheduled_tokens=0)
+STEP = SimpleNamespace(
+    scheduled_cached_reqs=SimpleNamespace(req_ids=[]), total_num_scheduled_tokens=0, num_scheduled_tokens={}
+)
 
 
 def test_each_child_gets_its_own_part_of_what_is_said_between_the_halves() -> None:
