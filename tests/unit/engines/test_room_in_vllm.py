@@ -1,4 +1,4 @@
-"""Loads that vLLM and `Room` let begin, over vLLM's own cache manager: who waits with blocks goes on in turn."""
+"""Loads that `Room` lets begin, over vLLM's own cache manager: whoever waits with blocks goes on in turn."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ REACHING = [
     *(SlidingWindowSpec(sliding_window=reach, **LIKE) for reach in (7, 20, 32)),
     ChunkedLocalAttentionSpec(attention_chunk_size=48, **LIKE),
 ]
-LOADS = st.tuples(st.integers(1, 380), st.integers(0, 300)).map(lambda of: (of[0], min(sum(of), LONGEST)))
+LOADS = st.tuples(st.integers(1, 300), st.sampled_from([0, 0, 1, 30, 64, 100]))
+"""Tokens that are loaded, and that come after them."""
 
 
 class Engine:
@@ -93,17 +94,17 @@ class Engine:
         return True
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(
-    windows=st.lists(st.sampled_from(REACHING), min_size=1, max_size=3),
-    blocks=st.integers(120, 300),
-    loads=st.lists(LOADS, min_size=1, max_size=12),
+    windows=st.lists(st.sampled_from(REACHING), min_size=1, max_size=5),
+    blocks=st.integers(80, 120),
+    loads=st.lists(LOADS, min_size=10, max_size=30),
 )
 def test_whoever_waits_with_blocks_goes_on_whatever_else_was_begun(windows, blocks, loads) -> None:
     engine = Engine([FULL, *windows], blocks)
     free = engine.free()
-    for number, (total, tokens) in enumerate(loads):
-        engine.load(f"r{number}", min(total, tokens), tokens)
+    for number, (total, after) in enumerate(loads):
+        engine.load(f"r{number}", total, total + after)
     while engine.waiting:
         assert engine.go_on()
     assert engine.free() == free
