@@ -56,9 +56,7 @@ def test_a_request_is_not_in_its_own_way():
 
 
 def test_without_windows_the_engines_own_count_is_enough():
-    spec = SimpleNamespace
-    config = spec(num_speculative_tokens=0, scheduler_config=spec(max_num_batched_tokens=STEP))
-    dense = Room.of(config, spec(kv_cache_groups=[]), None)
+    dense = Room.of(None, SimpleNamespace(kv_cache_groups=[]), None)
     dense.loads("a", 256, 464)
     assert dense.fits("b", 256, 256)
     assert not dense.waited_in

@@ -46,11 +46,10 @@ class Room:
             spec = group.kv_cache_spec
             kind = compat.kind_of(spec) or GroupKind.FULL
             groups.append((kind, compat.reach_of(spec), int(spec.block_size)))
-        drafts = int(vllm_config.num_speculative_tokens)
-        windows = any(reach for _, reach, _ in groups)
-        return cls(
-            groups if windows else (), vllm_config.scheduler_config.max_num_batched_tokens + drafts, pool
-        )
+        if not any(reach for _, reach, _ in groups):
+            return cls()
+        step_tokens = vllm_config.scheduler_config.max_num_batched_tokens + vllm_config.num_speculative_tokens
+        return cls(groups, int(step_tokens), pool)
 
     @property
     def waited_in(self) -> bool:
