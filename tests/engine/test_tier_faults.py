@@ -27,6 +27,8 @@ LONG = [prompt(n, n) for n in (620, 630, 640, 660, 670)]
 CONTINUED = 160
 AT_AN_EDGE = prompt(383, 32)
 """What its last token sees begins in the block before the one that what comes after it would see."""
+WHOLE = [prompt(256, 50 + n) for n in range(9)]
+"""Prompts of whole chunks, which fill the KV cache together."""
 LARGE = prompt(850, 31)
 """A prompt that needs more than half of the KV cache."""
 
@@ -46,7 +48,11 @@ def faulty(
     running.close()
     folder = tmp_path_factory.mktemp(str(request.param))
     plain = Plain(
-        request.param, checkpoints, folder / "plain.log", [*TEXTS, *LONG, LARGE, AT_AN_EDGE], CONTINUED
+        request.param,
+        checkpoints,
+        folder / "plain.log",
+        [*TEXTS, *LONG, *WHOLE, LARGE, AT_AN_EDGE],
+        CONTINUED,
     )
     engine = Faulty(request.param, checkpoints, folder, plain)
     yield engine
@@ -147,6 +153,20 @@ def test_a_load_that_fails_is_tried_anew_though_the_cache_is_hardly_large_enough
     assert faulty.engine.call("tier_counts")["missed"]["file corrupt"] > 0
     faulty.nothing_held()
     assert faulty.engine.call("reset_all")
+
+
+def test_loads_leave_room_for_what_comes_after_them(faulty: Faulty) -> None:
+    """One that has much to compute behind its load comes first, and holds all others up if it cannot."""
+    texts = [TEXTS[2], *WHOLE]
+    for text in (SHARED, *WHOLE):
+        faulty.say(text)
+    faulty.forget()
+    faulty.engine.call("slow_copies", 0.2)
+    try:
+        faulty.right(texts)
+    finally:
+        faulty.engine.call("slow_copies", 0)
+    faulty.nothing_held()
 
 
 def test_reads_that_hang_cost_their_deadline_and_nothing_else(faulty: Faulty) -> None:

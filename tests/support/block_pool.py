@@ -51,6 +51,9 @@ class BlockPool:
         for number in numbers:
             self.blocks[number].block_hash = None
 
+    def get_num_free_blocks(self) -> int:
+        return len(self.free)
+
     @property
     def references(self) -> int:
         return sum(block.ref_cnt for block in self.blocks)

@@ -30,6 +30,7 @@ from kvferry.engines.vllm.peer_source import PeerSource
 from kvferry.engines.vllm.prompt import digest_of
 from kvferry.engines.vllm.prompts import Prompts
 from kvferry.engines.vllm.refusals import Refusals
+from kvferry.engines.vllm.room import Room
 from kvferry.engines.vllm.source import Source
 from kvferry.engines.vllm.tier_source import TierSource
 from kvferry.engines.vllm.transfer_log import TransferLog
@@ -204,6 +205,7 @@ class Asker:
             tuple(layer.kind for layer in of.layers),
             pins,
             PartBlocks(ranks[0].groups, None),
+            Room(),
             None,
             1,
             2,

@@ -37,7 +37,7 @@ class Miss(StrEnum):
     LOOKING = "looking"  # it could not say in time what it has
     LOST_BID = "lost_bid"  # another source, or computing, was better
     BUSY = "busy"  # too many loads were under way
-    NO_ROOM = "no_room"  # after a load that failed, the engine had no blocks for another
+    NO_ROOM = "no_room"  # the engine had no blocks for a load and what comes after it
     ATTEMPTS = "attempts"  # loads of other sources failed so often that it was not tried any more
     CHECKSUM = "checksum"  # what was read is damaged
     DEADLINE = "deadline"  # a load took longer than load_timeout_seconds
@@ -51,7 +51,7 @@ class Why(StrEnum):
     LOOKING = "a source that is still looking may have more"
     NOTHING = "nothing is offered"
     COMPUTING = "computing is better"
-    NO_ROOM = "the engine has no blocks for a load after one that failed"
+    NO_ROOM = "the engine has no blocks for a load and what comes after it"
     ATTEMPTS = "no attempt is left"
 
 

@@ -196,9 +196,11 @@ class _Rows:
         last = first + _SLOTS
         tags, marks = self._words[first:last].tolist(), self._words[last]
         if marks >= _OVER and tag in self.over:
-            before = self.over.pop(tag)
+            before = self.over[tag]
             if after := before & keep | put:
-                self.over[tag] = after
+                self.over[tag] = after  # never gone in between: who asks takes no lock
+            else:
+                del self.over[tag]
             return before, after
         if tag in tags:
             slot = tags.index(tag)

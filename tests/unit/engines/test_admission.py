@@ -18,6 +18,7 @@ from kvferry.engines.vllm import admission
 from kvferry.engines.vllm.admission import Admission
 from kvferry.engines.vllm.meta import Report, SchedulerMeta, WorkerMeta
 from kvferry.engines.vllm.part_blocks import PartBlocks
+from kvferry.engines.vllm.room import Room
 from kvferry.geometry import Group, GroupKind
 from kvferry.observe.counted import Counted
 from kvferry.observe.events import (
@@ -114,17 +115,19 @@ class Stand:
 
 
 class Engine:
-    def __init__(self, *sources, workers=2, attempts=2, policy=None, patience=10.0, whole=False):
+    def __init__(self, *sources, workers=2, attempts=2, policy=None, patience=10.0, whole=False, room=()):
         group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))
         self.pool, self.workers = BlockPool(60), workers
         self.fold, self.told = Fold(), []
         self.parts = PartBlocks(GROUPS, self.pool)
         self.parts = PartBlocks(GROUPS, self.pool, whole)
+        self.room = Room(room, 8, self.pool)
         self.admission = Admission(
             SimpleNamespace(kv_cache_groups=[group, group]),
             (GroupKind.FULL, GroupKind.SLIDING),
             Pins(workers),
             self.parts,
+            self.room,
             self.pool,
             workers,
             attempts,
@@ -218,6 +221,49 @@ def test_a_source_that_looks_for_too_long_is_waited_for_no_more(monkeypatch):
     assert engine.admit(other) is None, "everyone has patience of their own"
     now[0] += 5.0
     assert engine.admit(other) == 0, "it is computed"
+
+
+WINDOWS = [(GroupKind.FULL, 0, BLOCK), (GroupKind.SLIDING, 6, BLOCK)]
+
+
+def test_a_load_waits_for_those_that_it_would_leave_no_room_and_not_for_long(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(admission.time, "monotonic", lambda: now[0])
+    source = Stand("one", 24)
+    engine = Engine(source, workers=1, patience=5.0, room=WINDOWS)
+    waiting, second, third = (engine.arrive(name) for name in "abc")
+    assert engine.admit(waiting) == 24
+    spare = engine.pool.allocate(len(engine.pool.free) - 13)
+    assert engine.admission.matched(second, 0) is None, "8 blocks are taken, and 6 needed for the rest"
+    now[0] += 4.9
+    assert engine.admission.matched(second, 0) is None
+    now[0] += 0.2
+    assert engine.admission.matched(second, 0) == 0, "it is computed"
+    engine.pool.free_blocks(spare)
+    engine.allocate(second, 0)
+    engine.compute(second)
+    assert said(engine)[1]["misses one no_room "] == 1
+    spare = engine.pool.allocate(len(engine.pool.free) - 13)
+    engine.report(source.load, None)
+    assert engine.admission.matched(third, 0) is None, "it has not gone on yet"
+    engine.compute(waiting, 24)
+    assert engine.admission.matched(third, 0) == 0, "nobody is to go on that would make room"
+    engine.pool.free_blocks(spare)
+    assert engine.admission.matched(third, 0) == 24
+
+
+def test_a_load_that_has_failed_or_whose_request_is_gone_needs_no_room():
+    source = Stand("one", 24)
+    engine = Engine(source, workers=1, room=WINDOWS)
+    for name in "ab":
+        one = engine.arrive(name)
+        engine.admit(one)
+        assert engine.room.waited_in
+        if name == "a":
+            engine.report(source.load, "torn")
+        else:
+            engine.admission.finished(name)
+        assert not engine.room.waited_in
 
 
 def test_weights_decide_which_source_serves():

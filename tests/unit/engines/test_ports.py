@@ -36,10 +36,11 @@ def listen(monkeypatch):
             observability_config=SimpleNamespace(otlp_traces_endpoint=None),
         )
         cache = SimpleNamespace(kv_cache_groups=[], num_blocks=8, hash_block_size=16)
-        half = scheduler.SchedulerHalf(vllm_config, cache, ConnectorConfig(port=port, explain_requests=0))
+        config = ConnectorConfig(port=port, explain_requests=0)
+        half = scheduler.SchedulerHalf(vllm_config, cache, config)
         halves.append(half)
         rank = rank_of(kv_page())
-        half.start((WorkerCard(rank, RankCard(rank, b"", 0, 8, 1)),))
+        half.start((WorkerCard(rank, RankCard(rank, b"", 0, 8, 1), config),))
         return half._server.port
 
     yield start
@@ -50,6 +51,21 @@ def listen(monkeypatch):
 def test_a_data_parallel_rank_listens_as_many_ports_further(listen):
     [port] = free_ports(1)
     assert [listen(port, 2), listen(port, 0), listen(port, 1)] == [port + 2, port, port + 1]
+
+
+def test_workers_of_another_connector_of_the_engine_are_refused_in_words():
+    rank, ours = rank_of(kv_page()), ConnectorConfig(explain_requests=0)
+    groups = SimpleNamespace(kv_cache_groups=[], num_blocks=8, hash_block_size=16)
+    engine = SimpleNamespace(
+        parallel_config=SimpleNamespace(data_parallel_index=0),
+        kv_transfer_config=SimpleNamespace(engine_id="engine", kv_role="kv_both"),
+        model_config=SimpleNamespace(model="tiny"),
+        observability_config=SimpleNamespace(otlp_traces_endpoint=None),
+    )
+    half = scheduler.SchedulerHalf(engine, groups, ours)
+    with pytest.raises(ConfigError, match=r"that of another KVFerryConnector: .* use FerryMultiConnector"):
+        half.start((WorkerCard(rank, None, ConnectorConfig(explain_requests=1)),))
+    half.shutdown()
 
 
 def test_any_free_port_is_one_of_its_own_each(listen):

@@ -114,7 +114,7 @@ def test_a_failure_is_told_with_what_was_struck_out_and_tried_next() -> None:
             "1.6 Loading tokens 0 to 191: 128 from host, 64 from file.",
             "2.1 The load is given up at its deadline after 500 ms (deadline): chunk 1 is not there",
             "2.2 The engine itself has 16 tokens.",
-            "It is to be computed: the engine has no blocks for a load after one that failed.",
+            "It is to be computed: the engine has no blocks for a load and what comes after it.",
             "2.3 The engine goes on with 16 tokens at hand and computes 684.",
         ]
     )

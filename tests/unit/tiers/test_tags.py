@@ -149,6 +149,22 @@ def test_who_asks_while_other_threads_add_sees_all_that_was_there():
     assert (len(tags), len(table)) == (1500, 10_000 + 750)
 
 
+def test_what_ran_over_is_never_missing_while_another_place_changes():
+    """Who asks takes no lock: between two steps of a change it is in the one place or in the other."""
+
+    class Never(dict):
+        def pop(self, tag):
+            raise AssertionError(f"{tag} is nowhere for a moment")
+
+    keys, table = alike(20), TagTable()
+    tags, other = tags_with(keys, table), Tags(table)
+    table._rows.over = Never(table._rows.over)
+    for key in keys:
+        other.add(key)
+        other.discard(key)
+    assert tags.known(tags_of(keys)).all()
+
+
 @pytest.mark.parametrize("asked", [0, 1])
 def test_any_number_may_be_asked_for(asked):
     assert Tags().known(tags_of([bytes(32)] * asked)).tolist() == [False] * asked

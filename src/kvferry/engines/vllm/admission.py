@@ -9,7 +9,8 @@ One `_Wish` per request that some source might serve:
 vLLM keeps a request whose load failed before those whose loads hold blocks, and its place for the failed load
 reserved: if it needed more blocks than are left, neither it nor they would ever go on. So it stands aside
 once, and an offer after a failure that finds no room at once is withdrawn: the prompt is computed, for which
-vLLM reserves nothing.
+vLLM reserves nothing. Nor is a load begun that leaves too little `room` for those that wait: others go on
+first, as long as there is patience; without others the prompt is computed.
 
 Where two sources bring a prefix together (`offers`), the request waits for two loads. When one of them has
 failed, on any worker, the other is given up, without blame: the request goes on, and what is in flight lands
@@ -35,6 +36,7 @@ from kvferry.engines.vllm import compat
 from kvferry.engines.vllm.meta import BlockIds, Report, SchedulerMeta, WorkerMeta
 from kvferry.engines.vllm.offers import Offer, grain_of, offers_of
 from kvferry.engines.vllm.part_blocks import PartBlocks
+from kvferry.engines.vllm.room import Room
 from kvferry.engines.vllm.source import Load, Source
 from kvferry.engines.vllm.telling import OTHER_PART, Telling
 from kvferry.geometry import GroupKind
@@ -61,7 +63,8 @@ class _Wish:
         loads: under way.
         broken: one of this attempt has failed.
         failed: the last attempt did.
-        waits_since: when a bid of a source that was looking was first waited for.
+        waits_since: when a bid of a source that was looking, or room, was first waited for.
+        crowded: there was no room for what was taken.
     """
 
     bidding: Bidding
@@ -72,6 +75,7 @@ class _Wish:
     broken: bool = False
     failed: bool = False
     waits_since: float | None = None
+    crowded: bool = False
 
 
 class Admission:
@@ -87,6 +91,7 @@ class Admission:
         kinds: tuple[GroupKind, ...],
         pins: Pins[Any],
         parts: PartBlocks,
+        room: Room,
         pool: Any,
         workers: int,
         attempts: int,
@@ -101,6 +106,7 @@ class Admission:
             kinds: of its groups.
             pins: shared with the sources, which look at what late loads hold.
             parts: blocks that loads fill in part.
+            room: for what comes after loads.
             pool: the engine's block pool.
             workers: how many report a load.
             attempts: loads of a request.
@@ -110,7 +116,8 @@ class Admission:
         """
         self.pins = pins
         self._groups, self._kinds = kv_cache_config.kv_cache_groups, kinds
-        self._parts, self._pool, self._workers, self._attempts = parts, pool, workers, attempts
+        self._parts, self._room, self._pool = parts, room, pool
+        self._workers, self._attempts = workers, attempts
         self._sources, self._choice = tuple(sources), choice
         self._telling = Telling(watch, choice.policy)
         blocks = [group.kv_cache_spec.block_size for group in self._groups]
@@ -158,12 +165,15 @@ class Admission:
         self._parts.forget(request.request_id)  # of an admission before this one
         wish.failed = False
         if external == 0 or wish.taken is None:
+            if wish.taken is not None and wish.crowded:
+                self._telling.no_room(request.request_id, wish.taken[1])
             wish.taken = None
             self._settle(request.request_id, wish)
             self._telling.unserved(request)
             return
         wish.state, wish.broken = _State.LOADING, False
         wish.bidding.take()
+        self._room.loads(request.request_id, wish.taken[1] + external, request.num_tokens)
         self._begin(wish, request, blocks, external)
         wish.taken = None
 
@@ -176,6 +186,7 @@ class Admission:
 
     def finished(self, request_id: str) -> None:
         """The request has ended, whichever way: nothing more is wanted for it."""
+        self._room.forget(request_id)
         wish = self._wishes.pop(request_id, None)
         if wish is None:
             self._telling.finished(request_id)
@@ -191,6 +202,7 @@ class Admission:
 
     def scheduled(self, requests: Container[str]) -> None:
         """The coming step computes something of these."""
+        self._room.go_on(requests)
         self._telling.scheduled(requests)
 
     def hand_over(self, meta: SchedulerMeta) -> None:
@@ -239,6 +251,7 @@ class Admission:
             return
         if wish.broken:
             wish.state = _State.FAILED
+            self._room.forget(load.request_id)
             return
         wish.bidding.succeeded()
         self._settle(load.request_id, wish)
@@ -254,7 +267,8 @@ class Admission:
                 self._loads[load.key][0].dropped(load)
 
     def _best(self, wish: _Wish, request: Any, have: int) -> int | None:
-        """Tokens of the best bid, which is taken; None while it is waited for."""
+        """Tokens of the best bid, which is taken; None while it, or room, is waited for."""
+        wish.crowded = False
         offers = self._offers(wish, request, have)
         now, since = time.monotonic(), wish.waits_since
         best = self._choice.of(
@@ -271,7 +285,13 @@ class Admission:
             wish.waits_since = now if since is None else since
             return None
         wish.taken = next(offer for offer in offers if offer.bid is best), have
-        return best.tokens
+        wish.crowded = not self._room.fits(request.request_id, have + best.tokens, request.num_tokens)
+        if not wish.crowded:
+            return best.tokens
+        if not self._room.waited_in or (since is not None and now - since >= self._choice.patience_seconds):
+            return 0
+        wish.waits_since = now if since is None else since
+        return None
 
     def _offers(self, wish: _Wish, request: Any, have: int) -> list[Offer]:
         """What may be taken of what sources have."""

@@ -14,9 +14,10 @@ from kvferry.engines.vllm import compat, layout
 from kvferry.engines.vllm.compat import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from kvferry.engines.vllm.config import read_settings
 from kvferry.engines.vllm.meta import SchedulerMeta, WorkerCard, WorkerMeta
-from kvferry.engines.vllm.scheduler import SchedulerHalf, sorted_cards
+from kvferry.engines.vllm.scheduler import ONE_HANDSHAKE, SchedulerHalf, sorted_cards
 from kvferry.engines.vllm.stats import FerryMetrics, FerryStats
 from kvferry.engines.vllm.worker import WorkerHalf
+from kvferry.errors import ConfigError
 from kvferry.tiers.names import kind_of
 
 
@@ -147,6 +148,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
+        if connector_metadata.engine_id not in self._halves:
+            raise ConfigError(f"a KVFerryConnector was not asked for its handshake: {ONE_HANDSHAKE}")
         self._current = self._halves[connector_metadata.engine_id]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

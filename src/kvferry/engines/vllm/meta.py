@@ -14,6 +14,7 @@ from kvferry.engines.vllm.compat import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
+from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.geometry import RankGeometry
 from kvferry.planning.select import Span
 from kvferry.transport.lease import Ticket
@@ -29,10 +30,12 @@ class WorkerCard(KVConnectorHandshakeMetadata):
     Attributes:
         geometry: where its pages lie.
         card: what peers will need to read from it; None if there are none.
+        settings: of its connector, which tell it from another of the engine.
     """
 
     geometry: RankGeometry
     card: RankCard | None
+    settings: ConnectorConfig
 
 
 @dataclass(frozen=True, slots=True)

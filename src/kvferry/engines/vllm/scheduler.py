@@ -20,6 +20,7 @@ from kvferry.engines.vllm.part_blocks import PartBlocks
 from kvferry.engines.vllm.peer_source import PeerSource
 from kvferry.engines.vllm.producer import Producer
 from kvferry.engines.vllm.refusals import Refusals
+from kvferry.engines.vllm.room import Room
 from kvferry.engines.vllm.source import Source
 from kvferry.engines.vllm.stats import FerryStats
 from kvferry.engines.vllm.step_times import StepTimes
@@ -40,6 +41,10 @@ from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import Card, ControlServer
 from kvferry.transport.lease import new_incarnation
 from kvferry.transport.messages import RankCard
+
+ONE_HANDSHAKE = (
+    "vLLM's MultiConnector gives all children that of the first that has one; use FerryMultiConnector"
+)
 
 
 class SchedulerHalf:
@@ -85,8 +90,11 @@ class SchedulerHalf:
         """All workers are up: listen, and be ready to ask; open the tiers.
 
         Raises:
-            ConfigError: the control channel cannot listen where it should, or the tiers could keep nothing.
+            ConfigError: the control channel cannot listen where it should, or the tiers could keep nothing;
+                or the workers are another connector's.
         """
+        if any(card.settings != self._config for card in cards):
+            raise ConfigError(f"the workers' handshake is that of another KVFerryConnector: {ONE_HANDSHAKE}")
         pins: Pins[Any] = Pins(len(cards))
         self._parts = PartBlocks(cards[0].geometry.groups, self._pool, self._config.whole_blocks)
         sources: list[Source] = []
@@ -111,6 +119,7 @@ class SchedulerHalf:
             self._kinds,
             pins,
             self._parts,
+            Room.of(self._vllm_config, self._kv_cache_config, self._pool),
             self._pool,
             len(cards),
             self._config.attempts,
@@ -276,8 +285,7 @@ def sorted_cards(metadata: dict[tuple[int, int], Any]) -> tuple[WorkerCard, ...]
     for card in cards:
         if not isinstance(card, WorkerCard):
             raise ConfigError(
-                f"the workers' handshake is a {type(card).__name__}, not KVFerryConnector's: vLLM's "
-                "MultiConnector gives all children that of the first that has one; use FerryMultiConnector"
+                f"the workers' handshake is a {type(card).__name__}, not KVFerryConnector's: {ONE_HANDSHAKE}"
             )
     return tuple(cards)
 

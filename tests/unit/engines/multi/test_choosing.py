@@ -8,6 +8,8 @@ from hypothesis import given, strategies as st
 from kvferry.cache.policies import Choice, Cost, First, Weight
 from kvferry.cache.speeds import Speeds
 from kvferry.engines.vllm.multi.choosing import Choosing
+from kvferry.engines.vllm.room import Room
+from kvferry.geometry import GroupKind
 from support.clock import Clock
 
 PATIENCE, REST = 5.0, 1000
@@ -99,6 +101,24 @@ def test_a_child_that_is_looking_is_waited_for_as_long_as_there_is_patience() ->
     assert ours.matched(request(), 0) == (300, True)
     children[0].answer = (900, True)
     assert ours.matched(request(), 0) == (900, True), "it has found what it was looking for"
+
+
+def test_a_load_between_steps_waits_for_those_that_it_would_leave_no_room() -> None:
+    ours, children, clock = choosing((640, True))
+    pool = SimpleNamespace(get_num_free_blocks=lambda: 21)
+    ours.room = Room([(GroupKind.FULL, 0, 64), (GroupKind.SLIDING, 64, 64)], 256, pool)
+    for name in "ab":
+        assert ours.matched(request(name), 0) == (640, True), "11 blocks, and 6 and 4 are needed for the rest"
+        ours.room.go_on({name})
+    ours.allocated(request("a"), blocks(1), 640)
+    pool.get_num_free_blocks = lambda: 20
+    assert ours.matched(request("b"), 0) == (None, False)
+    clock.now += PATIENCE
+    assert ours.matched(request("b"), 0) == (0, False), "it is computed"
+    ours.heard({"a"}, {"a"}, set())
+    assert ours.matched(request("c"), 0) == (0, False), "nobody is to go on that would make room"
+    children[0].answer = (640, False)
+    assert ours.matched(request("c"), 0) == (640, False), "within the step that uses it"
 
 
 def test_a_child_that_is_looking_holds_up_nobody_whose_bid_is_better_anyway() -> None:

@@ -7,10 +7,12 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.engines.vllm.config import read_settings
@@ -167,7 +169,9 @@ def test_graphs_are_piecewise_if_one_child_needs_them_so() -> None:
 
 # -- a step -----------------------------------------------------------------------------------------------
 
-STEP = SimpleNamespace(scheduled_cached_reqs=SimpleNamespace(req_ids=[]), total_num_scheduled_tokens=0)
+STEP = SimpleNamespace(
+    scheduled_cached_reqs=SimpleNamespace(req_ids=[]), total_num_scheduled_tokens=0, num_scheduled_tokens={}
+)
 
 
 def test_each_child_gets_its_own_part_of_what_is_said_between_the_halves() -> None:
@@ -191,6 +195,28 @@ def test_each_child_gets_its_own_part_of_what_is_said_between_the_halves() -> No
         ]
     worker.clear_connector_metadata()
     assert not worker.sub_connectors[0].has_connector_metadata()
+
+
+def test_loads_leave_room_in_the_engines_pool_until_their_requests_are_scheduled() -> None:
+    free = [7]
+    pool = SimpleNamespace(get_num_free_blocks=lambda: free[0])
+    told = SimpleNamespace(disable_hybrid_kv_cache_manager=False, max_num_batched_tokens=32)
+    window = SlidingWindowSpec(
+        block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=16
+    )
+    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=window)])
+    given = SimpleNamespace(
+        **{**vars(config(entry())), "num_speculative_tokens": 0, "scheduler_config": told}
+    )
+    ours = FerryMultiConnector(given, KVConnectorRole.SCHEDULER, groups)
+    ours.bind_kv_cache_manager(SimpleNamespace(block_pool=pool))
+    ours.sub_connectors[0].said["get_num_new_matched_tokens"] = (48, True)
+    assert ours.get_num_new_matched_tokens(request(), 0) == (48, True), "1 block, and 2 for the next step"
+    ours.update_state_after_alloc(request(), SimpleNamespace(), 48)
+    free[0] = 2
+    assert ours.get_num_new_matched_tokens(request("s"), 0) == (None, False), "one goes on first"
+    ours.build_connector_meta(SimpleNamespace(**{**vars(STEP), "num_scheduled_tokens": {"r": 1}}))
+    assert ours.get_num_new_matched_tokens(request("t"), 0) == (0, False)
 
 
 class Said:

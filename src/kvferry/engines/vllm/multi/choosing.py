@@ -9,6 +9,8 @@ One `_Wish` per request, in the states that `admission` has for kvferry's own so
 A child that was not chosen is told of the blocks with 0 tokens to load, as vLLM's MultiConnector does: it
 lets go of what it has for the request. Children whose loads are synchronous report nothing: the request is
 SERVED when it is admitted, and the child is struck out if the engine is told of blocks that did not load.
+
+A load between steps that leaves too little `room` waits for others that wait, as one that is looking does.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 
 from kvferry.cache.bids import Bid, Bidding, Part
 from kvferry.cache.policies import Choice
+from kvferry.engines.vllm.room import Room
 
 Count = tuple[str, str, str]
 """(metric, child, outcome or nothing) of something that is counted."""
@@ -63,16 +66,18 @@ class _Wish:
         bidding: over its attempts.
         state: see the module.
         answers: of the children, when they were asked last: tokens, None while one is looking.
+        had: tokens that were here when they were.
         taken: place of the child that is to load, and its bid.
         waits: whether what was taken is loaded between steps.
         load: under way; a synchronous one until the request ends or is admitted anew.
         failed: the last load did.
-        waits_since: when a child that was looking was first waited for.
+        waits_since: when a child that was looking, or room, was first waited for.
     """
 
     bidding: Bidding
     state: _State = _State.OPEN
     answers: tuple[int | None, ...] = ()
+    had: int = 0
     taken: tuple[int, Bid] | None = None
     waits: bool = False
     load: _Load | None = None
@@ -103,6 +108,7 @@ class Choosing:
 
     Attributes:
         counts: per child.
+        room: for what comes after loads; set once the engine has its blocks.
     """
 
     def __init__(
@@ -122,7 +128,7 @@ class Choosing:
             attempts: loads of a request.
             clock: seconds.
         """
-        self.counts = Counts()
+        self.counts, self.room = Counts(), Room()
         self._names, self._children = tuple(names), tuple(children)
         self._choice, self._attempts, self._clock = choice, attempts, clock
         self._wishes: dict[str, _Wish] = {}
@@ -137,7 +143,7 @@ class Choosing:
         """Tokens to load beyond `have`, and whether between steps; None to be asked again."""
         wish = self._wishes.setdefault(request.request_id, _Wish(Bidding(self._attempts)))
         answers = [child.get_num_new_matched_tokens(request, have) for child in self._children]
-        wish.answers = tuple(tokens for tokens, _ in answers)
+        wish.answers, wish.had = tuple(tokens for tokens, _ in answers), have
         if wish.state is _State.LOADING:
             return 0, False
         if wish.state is _State.FAILED:
@@ -148,9 +154,10 @@ class Choosing:
         if wish.state is _State.SERVED:
             self._settle(wish)
             wish.state = _State.OPEN
-        return self._best(wish, request.num_tokens - have, [waits for _, waits in answers])
+        return self._best(wish, request, have, [waits for _, waits in answers])
 
-    def _best(self, wish: _Wish, rest: int, waits: Sequence[bool]) -> tuple[int | None, bool]:
+    def _best(self, wish: _Wish, request: Any, have: int, waits: Sequence[bool]) -> tuple[int | None, bool]:
+        rest = request.num_tokens - have
         bids = [
             # One that is looking may come to all but the last token, which is always computed.
             Bid(name, (Part(name, rest - 1 if tokens is None else tokens),), looking=tokens is None)
@@ -171,7 +178,12 @@ class Choosing:
             return None, False
         place = self._names.index(best.source)
         wish.taken, wish.waits = (place, best), waits[place]
-        return best.tokens, waits[place]
+        if not waits[place] or self.room.fits(request.request_id, have + best.tokens, request.num_tokens):
+            return best.tokens, waits[place]
+        if not self.room.waited_in or (since is not None and now - since >= self._choice.patience_seconds):
+            return 0, False
+        wish.waits_since = now if since is None else since
+        return None, False
 
     def chosen(self, request_id: str) -> int | None:
         """Place of the child that is to load, or loads, the request."""
@@ -192,6 +204,8 @@ class Choosing:
         loader = None
         if wish is not None and wish.state is _State.OPEN:
             loader = self._admit(request.request_id, wish, blocks, external)
+            if request.request_id in self._new:
+                self.room.loads(request.request_id, wish.had + external, request.num_tokens)
         for place, child in enumerate(self._children):
             child.update_state_after_alloc(request, blocks, external if place == loader else 0)
         return None if wish is None or wish.waits else loader
@@ -247,15 +261,16 @@ class Choosing:
                 self._choice.speeds.loaded(load.bid.parts, self._clock() - load.began)
             wish = self._wishes.get(request_id)
             if wish is not None and wish.load is load:
-                self._end(wish, load, good=good)
+                self._end(request_id, wish, load, good=good)
 
-    def _end(self, wish: _Wish, load: _Load, *, good: bool) -> None:
+    def _end(self, request_id: str, wish: _Wish, load: _Load, *, good: bool) -> None:
         if good:
             wish.bidding.succeeded()
             wish.state, wish.load = _State.SERVED, None
         else:
             wish.bidding.strike(self._names[load.place], "its load failed")
             wish.state = _State.FAILED
+            self.room.forget(request_id)
 
     def _look_for(self, spoilt: set[int]) -> None:
         """Strike out whoever was to load these blocks."""
@@ -268,6 +283,7 @@ class Choosing:
 
     def finished(self, request_id: str) -> None:
         """The request has ended, whichever way; a load that is under way is still reported."""
+        self.room.forget(request_id)
         wish = self._wishes.pop(request_id, None)
         if wish is not None:
             self._settle(wish)

@@ -33,6 +33,7 @@ from kvferry.engines.vllm.multi.meta import MultiEvents, MultiHandshake, MultiMe
 from kvferry.engines.vllm.multi.metrics import MultiMetrics
 from kvferry.engines.vllm.multi.settings import parse_multi
 from kvferry.engines.vllm.multi.stats import MultiStats, path_of
+from kvferry.engines.vllm.room import Room
 from kvferry.engines.vllm.step_times import StepTimes
 from kvferry.errors import ConfigError
 
@@ -102,6 +103,8 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
     # -- scheduler half -----------------------------------------------------------------------------------
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._choosing.room = Room.of(self._vllm_config, self._kv_cache_config, kv_cache_manager.block_pool)
         for child in self._connectors:
             child.bind_kv_cache_manager(kv_cache_manager)
 
@@ -150,6 +153,7 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> MultiMeta:
         self._steps.scheduled(scheduler_output)
+        self._choosing.room.go_on(scheduler_output.num_scheduled_tokens)
         children = tuple(child.build_connector_meta(scheduler_output) for child in self._connectors)
         return MultiMeta(children, self._choosing.take_new(), self._endings.take_new())
 

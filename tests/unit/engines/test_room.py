@@ -1,0 +1,62 @@
+"""A load leaves as many blocks free as any request that waits with blocks needs for its next step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvferry.engines.vllm.room import Room
+from kvferry.geometry import GroupKind
+
+BLOCK, STEP = 64, 256
+FULL, WINDOW = (GroupKind.FULL, 0, BLOCK), (GroupKind.SLIDING, 64, BLOCK)
+GROUPS = [*[WINDOW] * 5, FULL]
+
+
+def room(free, groups=GROUPS):
+    return Room(groups, STEP, SimpleNamespace(get_num_free_blocks=lambda: free))
+
+
+@pytest.mark.parametrize(
+    ("total", "tokens", "takes", "needs"),
+    [
+        (256, 256, 4 + 5 * 1, 0),
+        (300, 300, 5 + 5 * 2, 0),
+        (256, 464, 4 + 5 * 1, 4 + 5 * 4),
+        (256, 1000, 4 + 5 * 1, 12 + 5 * 4),
+    ],
+    ids=["all of it", "into a block", "the rest in a step", "the rest in several steps"],
+)
+def test_a_load_takes_its_windows_and_what_follows_whole_steps_of_them(total, tokens, takes, needs):
+    assert room(takes + needs).fits("a", total, tokens)
+    assert not room(takes + needs - 1).fits("a", total, tokens)
+
+
+def test_whoever_waits_has_room_for_its_next_step_until_it_goes_on():
+    crowded = room(9 + 23)
+    assert not crowded.waited_in
+    crowded.loads("large", 256, 464)
+    assert crowded.waited_in
+    assert not crowded.fits("small", 256, 256), "it would leave 23 blocks, and 24 are needed"
+    crowded.go_on({"another"})
+    assert not crowded.fits("small", 256, 256)
+    crowded.go_on({"large"})
+    assert crowded.fits("small", 256, 256)
+    crowded.loads("large", 256, 464)
+    crowded.forget("large")
+    assert crowded.fits("small", 256, 256)
+    assert not crowded.waited_in
+
+
+def test_a_request_is_not_in_its_own_way():
+    again = room(9)
+    again.loads("a", 256, 464)
+    assert again.fits("a", 256, 256)
+
+
+def test_without_windows_the_engines_own_count_is_enough():
+    dense = Room.of(None, SimpleNamespace(kv_cache_groups=[]), None)
+    dense.loads("a", 256, 464)
+    assert dense.fits("b", 256, 256)
+    assert not dense.waited_in
