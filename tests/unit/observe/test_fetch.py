@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 import time
@@ -111,13 +112,19 @@ def test_what_is_no_answer_is_one_sentence_within_its_time(answer, seconds, word
     ("url", "why"),
     [
         ("http://127.0.0.1:1", "Connection refused"),
-        ("http://localhost:1", "Connection refused"),  # at both of its addresses, where it has two
         ("http://engine.invalid", ".*(?i:name).*"),
     ],
 )
 def test_nobody_at_an_address_is_one_sentence_that_says_why(url, why) -> None:
     with pytest.raises(ProtocolError, match=rf"^cannot connect: {why}$"):
         fetched(url)
+
+
+def test_of_a_name_with_several_addresses_the_first_says_why() -> None:
+    error = OSError("All connection attempts failed")
+    refused = [ConnectionRefusedError(errno.ECONNREFUSED, f"Connect call failed ({n})") for n in range(2)]
+    error.__cause__ = ExceptionGroup("multiple connection attempts failed", refused)
+    assert module._why(error) == ": Connection refused"
 
 
 def test_https_of_a_server_without_tls_is_said() -> None:

@@ -27,13 +27,13 @@ LONG = [  # of which none would end in the time that `ends` gives, or without a 
 ]
 
 
-def ends(arguments: list[str], stdout: int, unbuffered: str) -> tuple[int, str]:
+def ends(arguments: list[str], stdout: int, unbuffered: str, seconds: float = 60) -> tuple[int, str]:
     done = subprocess.run(
         [*KVFERRY, *arguments],
         stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=seconds,
         check=False,
         env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
     )
@@ -64,10 +64,10 @@ def test_what_takes_long_does_not_begin_where_its_output_cannot_be_written(argum
     reading, writing = os.pipe()
     os.close(reading)
     try:
-        code, said = ends(arguments, full, "")
+        code, said = ends(arguments, full, "", 15)
         assert (code, said.count("\n")) == (1, 1)
         assert said.startswith("kvferry: cannot write to standard output: No space left on device;")
-        assert ends(arguments, writing, "") == (1, "")
+        assert ends(arguments, writing, "", 15) == (1, "")
     finally:
         os.close(full)
         os.close(writing)

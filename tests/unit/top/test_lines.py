@@ -66,8 +66,9 @@ def test_of_engines_without_room_those_that_are_silent_are_shown_first(engines):
     shown = [line.text for line in screen(engines, 80, 24, chosen=None, every=1.0)]
     assert any(line.startswith("prefill-0.kv") and "no answer since" in line for line in shown)
     assert shown[-1] == "and 3 more"
-    shown = [line.text for line in screen(engines, 80, 24, chosen=3, every=1.0)]
-    assert any(line.startswith("decode-2.kv") for line in shown[2:])
+    shown = [line.text for line in screen(engines, 80, 12, chosen=3, every=1.0)]
+    assert any(line.startswith("decode-3.kv") for line in shown[2:])
+    assert re.fullmatch(r"and \d more", shown[-1])
 
 
 def test_an_address_below_another_ones_path_is_told_from_it():
