@@ -40,7 +40,7 @@ def listen(monkeypatch):
         half = scheduler.SchedulerHalf(vllm_config, cache, config)
         halves.append(half)
         rank = rank_of(kv_page())
-        half.start((WorkerCard(rank, RankCard(rank, b"", 0, 8, 1), config),))
+        half.start((WorkerCard(rank, RankCard(rank, b"", 0, 8, 1), config.anywhere),))
         return half._server.port
 
     yield start
@@ -64,7 +64,9 @@ def test_workers_of_another_connector_of_the_engine_are_refused_in_words():
     )
     half = scheduler.SchedulerHalf(engine, groups, ours)
     with pytest.raises(ConfigError, match=r"that of another KVFerryConnector: .* use FerryMultiConnector"):
-        half.start((WorkerCard(rank, None, ConnectorConfig(explain_requests=1)),))
+        half.start((WorkerCard(rank, None, ConnectorConfig(explain_requests=1).anywhere),))
+    on_another_machine = ConnectorConfig(explain_requests=0, host="10.0.0.7")
+    half.start((WorkerCard(rank, None, on_another_machine.anywhere),))
     half.shutdown()
 
 

@@ -98,6 +98,11 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     explain_requests: int = 512
 
     @property
+    def anywhere(self) -> ConnectorConfig:
+        """The same on all machines of an engine: without the address of this one."""
+        return msgspec.structs.replace(self, host="")
+
+    @property
     def transfers(self) -> bool:
         """Whether KV is exchanged with other engines."""
         return not self.tiers if self.transfer is None else self.transfer

@@ -30,7 +30,7 @@ class WorkerCard(KVConnectorHandshakeMetadata):
     Attributes:
         geometry: where its pages lie.
         card: what peers will need to read from it; None if there are none.
-        settings: of its connector, which tell it from another of the engine.
+        settings: of its connector, as on any machine, which tell it from another of the engine.
     """
 
     geometry: RankGeometry

@@ -93,7 +93,7 @@ class SchedulerHalf:
             ConfigError: the control channel cannot listen where it should, or the tiers could keep nothing;
                 or the workers are another connector's.
         """
-        if any(card.settings != self._config for card in cards):
+        if any(card.settings != self._config.anywhere for card in cards):
             raise ConfigError(f"the workers' handshake is that of another KVFerryConnector: {ONE_HANDSHAKE}")
         pins: Pins[Any] = Pins(len(cards))
         self._parts = PartBlocks(cards[0].geometry.groups, self._pool, self._config.whole_blocks)

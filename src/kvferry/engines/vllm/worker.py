@@ -90,11 +90,11 @@ class WorkerHalf:
         if settings.tiers:
             self._mover = ChunkMover((pp_rank, tp_rank))
         if not settings.transfers:
-            return WorkerCard(self._geometry, None, settings)
+            return WorkerCard(self._geometry, None, settings.anywhere)
         words = LeaseWords(new_incarnation(), LEASE_SLOTS)
         name = f"{self.engine_id}/{pp_rank}.{tp_rank}/{words.incarnation:x}"
         self._transfers = Transfers(name, self._geometry, words, _transfer_settings(settings))
-        return WorkerCard(self._geometry, self._transfers.card, settings)
+        return WorkerCard(self._geometry, self._transfers.card, settings.anywhere)
 
     def begin(self, meta: SchedulerMeta) -> None:
         """Take this step's orders, but for what is to be stored."""
