@@ -153,6 +153,7 @@ class Chunks:
 
     def __init__(self, rows: np.ndarray) -> None:
         self._rows, self.wants = rows, []
+        self.reading = self
 
     def places(self, tags: np.ndarray, without: set[str]) -> np.ndarray:
         assert not without
