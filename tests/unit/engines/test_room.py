@@ -29,15 +29,21 @@ def room(free, groups=GROUPS):
     ids=["all of it", "into a block", "the rest in a step", "the rest in several steps"],
 )
 def test_a_load_takes_its_windows_and_what_follows_whole_steps_of_them(total, tokens, takes, needs):
-    assert room(takes + needs).fits("a", total, tokens)
-    assert not room(takes + needs - 1).fits("a", total, tokens)
+    for spare in (0, -1):
+        crowded = room(takes + needs + spare)
+        crowded.loads("another", 256, 256)
+        assert crowded.fits("a", total, tokens) == (spare == 0)
+
+
+def test_one_that_waits_alone_goes_on_once_what_runs_has_ended():
+    assert room(0).fits("a", 256, 464)
 
 
 def test_whoever_waits_has_room_for_its_next_step_until_it_goes_on():
     crowded = room(9 + 23)
-    assert not crowded.waited_in
+    assert len(crowded) == 0
     crowded.loads("large", 256, 464)
-    assert crowded.waited_in
+    assert len(crowded) == 1
     assert not crowded.fits("small", 256, 256), "it would leave 23 blocks, and 24 are needed"
     crowded.go_on({"another"})
     assert not crowded.fits("small", 256, 256)
@@ -46,7 +52,7 @@ def test_whoever_waits_has_room_for_its_next_step_until_it_goes_on():
     crowded.loads("large", 256, 464)
     crowded.forget("large")
     assert crowded.fits("small", 256, 256)
-    assert not crowded.waited_in
+    assert len(crowded) == 0
 
 
 def test_a_request_is_not_in_its_own_way():
@@ -59,4 +65,4 @@ def test_without_windows_the_engines_own_count_is_enough():
     dense = Room.of(None, SimpleNamespace(kv_cache_groups=[]), None)
     dense.loads("a", 256, 464)
     assert dense.fits("b", 256, 256)
-    assert not dense.waited_in
+    assert len(dense) == 0

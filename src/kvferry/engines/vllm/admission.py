@@ -9,8 +9,8 @@ One `_Wish` per request that some source might serve:
 vLLM keeps a request whose load failed before those whose loads hold blocks, and its place for the failed load
 reserved: if it needed more blocks than are left, neither it nor they would ever go on. So it stands aside
 once, and an offer after a failure that finds no room at once is withdrawn: the prompt is computed, for which
-vLLM reserves nothing. Nor is a load begun that leaves too little `room` for those that wait: others go on
-first, as long as there is patience; without others the prompt is computed.
+vLLM reserves nothing. Nor is a load begun that leaves too little `room` for others that wait: they go on
+first, as long as there is patience; then the prompt is computed.
 
 Where two sources bring a prefix together (`offers`), the request waits for two loads. When one of them has
 failed, on any worker, the other is given up, without blame: the request goes on, and what is in flight lands
@@ -288,7 +288,7 @@ class Admission:
         wish.crowded = not self._room.fits(request.request_id, have + best.tokens, request.num_tokens)
         if not wish.crowded:
             return best.tokens
-        if not self._room.waited_in or (since is not None and now - since >= self._choice.patience_seconds):
+        if since is not None and now - since >= self._choice.patience_seconds:
             return 0
         wish.waits_since = now if since is None else since
         return None

@@ -4,7 +4,8 @@ vLLM begins an asynchronous load when there are blocks for it, and for what requ
 still need. Of windows it counts too few of the latter: from a request's most blocks it takes those in its
 table, and these are null up to its window (`get_num_blocks_to_allocate`, where the cap applies). Whoever
 waits with blocks goes on in turn, so when the first of them needs more than are free and nothing runs, none
-ever does. Hence a load is begun only if it leaves as many blocks free as any of them needs.
+ever does. Hence a load is begun only if it leaves as many blocks free as any of them needs. One that waits
+alone goes on once what runs has ended, however few are free now.
 
 Models without windows are left to vLLM's own count, which is exact there.
 """
@@ -51,10 +52,9 @@ class Room:
         step_tokens = vllm_config.scheduler_config.max_num_batched_tokens + vllm_config.num_speculative_tokens
         return cls(groups, int(step_tokens), pool)
 
-    @property
-    def waited_in(self) -> bool:
-        """Some hold blocks and wait, and will go on."""
-        return bool(self._needs)
+    def __len__(self) -> int:
+        """Requests that hold blocks and wait."""
+        return len(self._needs)
 
     def fits(self, request_id: str, total: int, tokens: int) -> bool:
         """Whether a load can be begun.
@@ -64,10 +64,10 @@ class Room:
             total: tokens that are at hand after it.
             tokens: of the request.
         """
-        if not self.groups:
+        others = [need for name, need in self._needs.items() if name != request_id]
+        if not others:
             return True
-        others = (need for name, need in self._needs.items() if name != request_id)
-        most = max(self._need(total, tokens), *others, 0)
+        most = max(self._need(total, tokens), *others)
         return int(self.pool.get_num_free_blocks()) - self._takes(total) >= most
 
     def loads(self, request_id: str, total: int, tokens: int) -> None:

@@ -116,9 +116,12 @@ def test_a_load_between_steps_waits_for_those_that_it_would_leave_no_room() -> N
     clock.now += PATIENCE
     assert ours.matched(request("b"), 0) == (0, False), "it is computed"
     ours.heard({"a"}, {"a"}, set())
-    assert ours.matched(request("c"), 0) == (0, False), "nobody is to go on that would make room"
+    ours.room.go_on({"a"})
+    assert ours.matched(request("c"), 0) == (640, True), "nobody waits"
+    ours.allocated(request("c"), blocks(1), 640)
+    assert ours.matched(request("d"), 0) == (None, False)
     children[0].answer = (640, False)
-    assert ours.matched(request("c"), 0) == (640, False), "within the step that uses it"
+    assert ours.matched(request("d"), 0) == (640, False), "within the step that uses it"
 
 
 def test_a_child_that_is_looking_holds_up_nobody_whose_bid_is_better_anyway() -> None:

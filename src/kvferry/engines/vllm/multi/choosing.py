@@ -180,7 +180,7 @@ class Choosing:
         wish.taken, wish.waits = (place, best), waits[place]
         if not waits[place] or self.room.fits(request.request_id, have + best.tokens, request.num_tokens):
             return best.tokens, waits[place]
-        if not self.room.waited_in or (since is not None and now - since >= self._choice.patience_seconds):
+        if since is not None and now - since >= self._choice.patience_seconds:
             return 0, False
         wish.waits_since = now if since is None else since
         return None, False
