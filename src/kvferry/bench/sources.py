@@ -24,13 +24,13 @@ from kvferry.cache.speeds import Speeds
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.cache.writing import Behind
 from kvferry.engines.vllm.admission import Admission
+from kvferry.engines.vllm.headroom import Headroom
 from kvferry.engines.vllm.offer import Lease, Offer, write_offer
 from kvferry.engines.vllm.part_blocks import PartBlocks
 from kvferry.engines.vllm.peer_source import PeerSource
 from kvferry.engines.vllm.prompt import digest_of
 from kvferry.engines.vllm.prompts import Prompts
 from kvferry.engines.vllm.refusals import Refusals
-from kvferry.engines.vllm.room import Room
 from kvferry.engines.vllm.source import Source
 from kvferry.engines.vllm.tier_source import TierSource
 from kvferry.engines.vllm.transfer_log import TransferLog
@@ -205,7 +205,7 @@ class Asker:
             tuple(layer.kind for layer in of.layers),
             pins,
             PartBlocks(ranks[0].groups, None),
-            Room(),
+            Headroom(),
             None,
             1,
             2,

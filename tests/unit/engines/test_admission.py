@@ -16,9 +16,9 @@ from kvferry.cache.policies import Choice, First, Weight
 from kvferry.cache.speeds import Speeds
 from kvferry.engines.vllm import admission
 from kvferry.engines.vllm.admission import Admission
+from kvferry.engines.vllm.headroom import Headroom
 from kvferry.engines.vllm.meta import Report, SchedulerMeta, WorkerMeta
 from kvferry.engines.vllm.part_blocks import PartBlocks
-from kvferry.engines.vllm.room import Room
 from kvferry.geometry import Group, GroupKind
 from kvferry.observe.counted import Counted
 from kvferry.observe.events import (
@@ -115,19 +115,19 @@ class Stand:
 
 
 class Engine:
-    def __init__(self, *sources, workers=2, attempts=2, policy=None, patience=10.0, whole=False, room=()):
+    def __init__(self, *sources, workers=2, attempts=2, policy=None, patience=10.0, whole=False, windows=()):
         group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))
         self.pool, self.workers = BlockPool(60), workers
         self.fold, self.told = Fold(), []
         self.parts = PartBlocks(GROUPS, self.pool)
         self.parts = PartBlocks(GROUPS, self.pool, whole)
-        self.room = Room(room, 8, self.pool)
+        self.headroom = Headroom(windows, 8, self.pool)
         self.admission = Admission(
             SimpleNamespace(kv_cache_groups=[group, group]),
             (GroupKind.FULL, GroupKind.SLIDING),
             Pins(workers),
             self.parts,
-            self.room,
+            self.headroom,
             self.pool,
             workers,
             attempts,
@@ -230,7 +230,7 @@ def test_a_load_waits_for_those_that_it_would_leave_no_room_and_not_for_long(mon
     now = [100.0]
     monkeypatch.setattr(admission.time, "monotonic", lambda: now[0])
     source = Stand("one", 24)
-    engine = Engine(source, workers=1, patience=5.0, room=WINDOWS)
+    engine = Engine(source, workers=1, patience=5.0, windows=WINDOWS)
     waiting, second, third = (engine.arrive(name) for name in "abc")
     assert engine.admit(waiting) == 24
     spare = engine.pool.allocate(len(engine.pool.free) - 13)
@@ -253,16 +253,16 @@ def test_a_load_waits_for_those_that_it_would_leave_no_room_and_not_for_long(mon
 
 def test_a_load_that_has_failed_or_whose_request_is_gone_needs_no_room():
     source = Stand("one", 24)
-    engine = Engine(source, workers=1, room=WINDOWS)
+    engine = Engine(source, workers=1, windows=WINDOWS)
     for name in "ab":
         one = engine.arrive(name)
         engine.admit(one)
-        assert len(engine.room) == 1
+        assert len(engine.headroom) == 1
         if name == "a":
             engine.report(source.load, "torn")
         else:
             engine.admission.finished(name)
-        assert len(engine.room) == 0
+        assert len(engine.headroom) == 0
 
 
 def test_weights_decide_which_source_serves():

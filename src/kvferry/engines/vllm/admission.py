@@ -9,7 +9,7 @@ One `_Wish` per request that some source might serve:
 vLLM keeps a request whose load failed before those whose loads hold blocks, and its place for the failed load
 reserved: if it needed more blocks than are left, neither it nor they would ever go on. So it stands aside
 once, and an offer after a failure that finds no room at once is withdrawn: the prompt is computed, for which
-vLLM reserves nothing. Nor is a load begun that leaves too little `room` for others that wait: they go on
+vLLM reserves nothing. Nor is a load begun that leaves too little `headroom` for others that wait: they go on
 first, as long as there is patience; then the prompt is computed.
 
 Where two sources bring a prefix together (`offers`), the request waits for two loads. When one of them has
@@ -33,10 +33,10 @@ from kvferry.cache.bids import Bidding
 from kvferry.cache.pins import Pins
 from kvferry.cache.policies import Choice
 from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.headroom import Headroom
 from kvferry.engines.vllm.meta import BlockIds, Report, SchedulerMeta, WorkerMeta
 from kvferry.engines.vllm.offers import Offer, grain_of, offers_of
 from kvferry.engines.vllm.part_blocks import PartBlocks
-from kvferry.engines.vllm.room import Room
 from kvferry.engines.vllm.source import Load, Source
 from kvferry.engines.vllm.telling import OTHER_PART, Telling
 from kvferry.geometry import GroupKind
@@ -91,7 +91,7 @@ class Admission:
         kinds: tuple[GroupKind, ...],
         pins: Pins[Any],
         parts: PartBlocks,
-        room: Room,
+        headroom: Headroom,
         pool: Any,
         workers: int,
         attempts: int,
@@ -106,7 +106,7 @@ class Admission:
             kinds: of its groups.
             pins: shared with the sources, which look at what late loads hold.
             parts: blocks that loads fill in part.
-            room: for what comes after loads.
+            headroom: for what comes after loads.
             pool: the engine's block pool.
             workers: how many report a load.
             attempts: loads of a request.
@@ -116,7 +116,7 @@ class Admission:
         """
         self.pins = pins
         self._groups, self._kinds = kv_cache_config.kv_cache_groups, kinds
-        self._parts, self._room, self._pool = parts, room, pool
+        self._parts, self._headroom, self._pool = parts, headroom, pool
         self._workers, self._attempts = workers, attempts
         self._sources, self._choice = tuple(sources), choice
         self._telling = Telling(watch, choice.policy)
@@ -173,7 +173,7 @@ class Admission:
             return
         wish.state, wish.broken = _State.LOADING, False
         wish.bidding.take()
-        self._room.loads(request.request_id, wish.taken[1] + external, request.num_tokens)
+        self._headroom.loads(request.request_id, wish.taken[1] + external, request.num_tokens)
         self._begin(wish, request, blocks, external)
         wish.taken = None
 
@@ -186,7 +186,7 @@ class Admission:
 
     def finished(self, request_id: str) -> None:
         """The request has ended, whichever way: nothing more is wanted for it."""
-        self._room.forget(request_id)
+        self._headroom.forget(request_id)
         wish = self._wishes.pop(request_id, None)
         if wish is None:
             self._telling.finished(request_id)
@@ -202,7 +202,7 @@ class Admission:
 
     def scheduled(self, requests: Container[str]) -> None:
         """The coming step computes something of these."""
-        self._room.go_on(requests)
+        self._headroom.go_on(requests)
         self._telling.scheduled(requests)
 
     def hand_over(self, meta: SchedulerMeta) -> None:
@@ -251,7 +251,7 @@ class Admission:
             return
         if wish.broken:
             wish.state = _State.FAILED
-            self._room.forget(load.request_id)
+            self._headroom.forget(load.request_id)
             return
         wish.bidding.succeeded()
         self._settle(load.request_id, wish)
@@ -270,27 +270,27 @@ class Admission:
         """Tokens of the best bid, which is taken; None while it, or room, is waited for."""
         wish.crowded = False
         offers = self._offers(wish, request, have)
-        now, since = time.monotonic(), wish.waits_since
+        now = time.monotonic()
+        since = now if wish.waits_since is None else wish.waits_since
         best = self._choice.of(
             wish.bidding.open(offer.bid for offer in offers),
             request.num_tokens - have,
-            waited=0.0 if since is None else now - since,
+            waited=now - since,
             before=None if wish.taken is None else wish.taken[0].bid,
         )
         bids = [(offer.last, offer.bid) for offer in offers]
         self._telling.asked(request, wish.sources, wish.bidding, have, bids, best)
         if best is None:
             return 0
-        if best.looking:
-            wish.waits_since = now if since is None else since
-            return None
-        wish.taken = next(offer for offer in offers if offer.bid is best), have
-        wish.crowded = not self._room.fits(request.request_id, have + best.tokens, request.num_tokens)
-        if not wish.crowded:
-            return best.tokens
-        if since is not None and now - since >= self._choice.patience_seconds:
-            return 0
-        wish.waits_since = now if since is None else since
+        if not best.looking:
+            wish.taken = next(offer for offer in offers if offer.bid is best), have
+            total = have + best.tokens
+            wish.crowded = not self._headroom.fits(request.request_id, total, request.num_tokens)
+            if not wish.crowded:
+                return best.tokens
+            if now - since >= self._choice.patience_seconds:
+                return 0
+        wish.waits_since = since
         return None
 
     def _offers(self, wish: _Wish, request: Any, have: int) -> list[Offer]:

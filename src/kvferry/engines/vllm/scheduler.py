@@ -14,13 +14,13 @@ from kvferry.engines.vllm.admission import Admission
 from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.explaining import Explaining
 from kvferry.engines.vllm.geometry import kind_of
+from kvferry.engines.vllm.headroom import Headroom
 from kvferry.engines.vllm.identity import facts_of
 from kvferry.engines.vllm.meta import BlockIds, SchedulerMeta, WorkerCard, WorkerMeta
 from kvferry.engines.vllm.part_blocks import PartBlocks
 from kvferry.engines.vllm.peer_source import PeerSource
 from kvferry.engines.vllm.producer import Producer
 from kvferry.engines.vllm.refusals import Refusals
-from kvferry.engines.vllm.room import Room
 from kvferry.engines.vllm.source import Source
 from kvferry.engines.vllm.stats import FerryStats
 from kvferry.engines.vllm.step_times import StepTimes
@@ -119,7 +119,7 @@ class SchedulerHalf:
             self._kinds,
             pins,
             self._parts,
-            Room.of(self._vllm_config, self._kv_cache_config, self._pool),
+            Headroom.of(self._vllm_config, self._kv_cache_config, self._pool),
             self._pool,
             len(cards),
             self._config.attempts,

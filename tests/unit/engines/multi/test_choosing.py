@@ -7,8 +7,8 @@ from hypothesis import given, strategies as st
 
 from kvferry.cache.policies import Choice, Cost, First, Weight
 from kvferry.cache.speeds import Speeds
+from kvferry.engines.vllm.headroom import Headroom
 from kvferry.engines.vllm.multi.choosing import Choosing
-from kvferry.engines.vllm.room import Room
 from kvferry.geometry import GroupKind
 from support.clock import Clock
 
@@ -106,17 +106,17 @@ def test_a_child_that_is_looking_is_waited_for_as_long_as_there_is_patience() ->
 def test_a_load_between_steps_waits_for_those_that_it_would_leave_no_room() -> None:
     ours, children, clock = choosing((640, True))
     pool = SimpleNamespace(get_num_free_blocks=lambda: 21)
-    ours.room = Room([(GroupKind.FULL, 0, 64), (GroupKind.SLIDING, 64, 64)], 256, pool)
+    ours.headroom = Headroom([(GroupKind.FULL, 0, 64), (GroupKind.SLIDING, 64, 64)], 256, pool)
     for name in "ab":
         assert ours.matched(request(name), 0) == (640, True), "11 blocks, and 6 and 4 are needed for the rest"
-        ours.room.go_on({name})
+        ours.headroom.go_on({name})
     ours.allocated(request("a"), blocks(1), 640)
     pool.get_num_free_blocks = lambda: 20
     assert ours.matched(request("b"), 0) == (None, False)
     clock.now += PATIENCE
     assert ours.matched(request("b"), 0) == (0, False), "it is computed"
     ours.heard({"a"}, {"a"}, set())
-    ours.room.go_on({"a"})
+    ours.headroom.go_on({"a"})
     assert ours.matched(request("c"), 0) == (640, True), "nobody waits"
     ours.allocated(request("c"), blocks(1), 640)
     assert ours.matched(request("d"), 0) == (None, False)

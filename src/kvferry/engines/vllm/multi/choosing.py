@@ -10,7 +10,7 @@ A child that was not chosen is told of the blocks with 0 tokens to load, as vLLM
 lets go of what it has for the request. Children whose loads are synchronous report nothing: the request is
 SERVED when it is admitted, and the child is struck out if the engine is told of blocks that did not load.
 
-A load between steps that leaves too little `room` waits for others that wait, as one that is looking does.
+A load between steps that leaves too little `headroom` waits for others that wait, as for one that is looking.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 from kvferry.cache.bids import Bid, Bidding, Part
 from kvferry.cache.policies import Choice
-from kvferry.engines.vllm.room import Room
+from kvferry.engines.vllm.headroom import Headroom
 
 Count = tuple[str, str, str]
 """(metric, child, outcome or nothing) of something that is counted."""
@@ -108,7 +108,7 @@ class Choosing:
 
     Attributes:
         counts: per child.
-        room: for what comes after loads; set once the engine has its blocks.
+        headroom: for what comes after loads; set once the engine has its blocks.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Choosing:
             attempts: loads of a request.
             clock: seconds.
         """
-        self.counts, self.room = Counts(), Room()
+        self.counts, self.headroom = Counts(), Headroom()
         self._names, self._children = tuple(names), tuple(children)
         self._choice, self._attempts, self._clock = choice, attempts, clock
         self._wishes: dict[str, _Wish] = {}
@@ -163,26 +163,25 @@ class Choosing:
             Bid(name, (Part(name, rest - 1 if tokens is None else tokens),), looking=tokens is None)
             for name, tokens in zip(self._names, wish.answers, strict=True)
         ]
-        now, since = self._clock(), wish.waits_since
+        now = self._clock()
+        since = now if wish.waits_since is None else wish.waits_since
         best = self._choice.of(
             wish.bidding.open(bids),
             rest,
-            waited=0.0 if since is None else now - since,
+            waited=now - since,
             before=None if wish.taken is None else wish.taken[1],
         )
         if best is None:
             wish.taken = None
             return 0, False
-        if best.looking:
-            wish.waits_since = now if since is None else since
-            return None, False
-        place = self._names.index(best.source)
-        wish.taken, wish.waits = (place, best), waits[place]
-        if not waits[place] or self.room.fits(request.request_id, have + best.tokens, request.num_tokens):
-            return best.tokens, waits[place]
-        if since is not None and now - since >= self._choice.patience_seconds:
-            return 0, False
-        wish.waits_since = now if since is None else since
+        if not best.looking:
+            place, total = self._names.index(best.source), have + best.tokens
+            wish.taken, wish.waits = (place, best), waits[place]
+            if not wish.waits or self.headroom.fits(request.request_id, total, request.num_tokens):
+                return best.tokens, wish.waits
+            if now - since >= self._choice.patience_seconds:
+                return 0, False
+        wish.waits_since = since
         return None, False
 
     def chosen(self, request_id: str) -> int | None:
@@ -203,14 +202,12 @@ class Choosing:
         wish = self._wishes.get(request.request_id)
         loader = None
         if wish is not None and wish.state is _State.OPEN:
-            loader = self._admit(request.request_id, wish, blocks, external)
-            if request.request_id in self._new:
-                self.room.loads(request.request_id, wish.had + external, request.num_tokens)
+            loader = self._admit(request, wish, blocks, external)
         for place, child in enumerate(self._children):
             child.update_state_after_alloc(request, blocks, external if place == loader else 0)
         return None if wish is None or wish.waits else loader
 
-    def _admit(self, request_id: str, wish: _Wish, blocks: Any, external: int) -> int | None:
+    def _admit(self, request: Any, wish: _Wish, blocks: Any, external: int) -> int | None:
         """Begin to load what was taken, if anything is to be loaded; the place of the child that does."""
         taken, wish.taken, wish.failed = wish.taken, None, False
         self._count(wish.answers, None if taken is None or not external else taken[0], external)
@@ -222,8 +219,9 @@ class Choosing:
         wish.bidding.take()
         if wish.waits:
             wish.state = _State.LOADING
-            self._loads[request_id] = wish.load
-            self._new[request_id] = place
+            self._loads[request.request_id] = wish.load
+            self._new[request.request_id] = place
+            self.headroom.loads(request.request_id, wish.had + external, request.num_tokens)
             self.counts.pending[self._names[place]] += 1
         else:
             wish.state = _State.SERVED
@@ -270,7 +268,7 @@ class Choosing:
         else:
             wish.bidding.strike(self._names[load.place], "its load failed")
             wish.state = _State.FAILED
-            self.room.forget(request_id)
+            self.headroom.forget(request_id)
 
     def _look_for(self, spoilt: set[int]) -> None:
         """Strike out whoever was to load these blocks."""
@@ -283,7 +281,7 @@ class Choosing:
 
     def finished(self, request_id: str) -> None:
         """The request has ended, whichever way; a load that is under way is still reported."""
-        self.room.forget(request_id)
+        self.headroom.forget(request_id)
         wish = self._wishes.pop(request_id, None)
         if wish is not None:
             self._settle(wish)

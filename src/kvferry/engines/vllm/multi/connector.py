@@ -19,6 +19,7 @@ from kvferry.cache.speeds import Speeds
 from kvferry.engines.vllm import compat
 from kvferry.engines.vllm.compat import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from kvferry.engines.vllm.connector import KVFerryConnector
+from kvferry.engines.vllm.headroom import Headroom
 from kvferry.engines.vllm.multi.children import (
     agreed_count,
     agreed_layout,
@@ -33,7 +34,6 @@ from kvferry.engines.vllm.multi.meta import MultiEvents, MultiHandshake, MultiMe
 from kvferry.engines.vllm.multi.metrics import MultiMetrics
 from kvferry.engines.vllm.multi.settings import parse_multi
 from kvferry.engines.vllm.multi.stats import MultiStats, path_of
-from kvferry.engines.vllm.room import Room
 from kvferry.engines.vllm.step_times import StepTimes
 from kvferry.errors import ConfigError
 
@@ -104,7 +104,9 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._choosing.room = Room.of(self._vllm_config, self._kv_cache_config, kv_cache_manager.block_pool)
+        self._choosing.headroom = Headroom.of(
+            self._vllm_config, self._kv_cache_config, kv_cache_manager.block_pool
+        )
         for child in self._connectors:
             child.bind_kv_cache_manager(kv_cache_manager)
 
@@ -153,7 +155,7 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> MultiMeta:
         self._steps.scheduled(scheduler_output)
-        self._choosing.room.go_on(scheduler_output.num_scheduled_tokens)
+        self._choosing.headroom.go_on(scheduler_output.num_scheduled_tokens)
         children = tuple(child.build_connector_meta(scheduler_output) for child in self._connectors)
         return MultiMeta(children, self._choosing.take_new(), self._endings.take_new())
 

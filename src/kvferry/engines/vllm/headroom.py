@@ -25,7 +25,7 @@ _STATES = 2
 
 
 @dataclass(slots=True)
-class Room:
+class Headroom:
     """See the module. The engine's thread calls it.
 
     Attributes:
@@ -40,7 +40,7 @@ class Room:
     _needs: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, vllm_config: Any, kv_cache_config: Any, pool: Any) -> Room:
+    def of(cls, vllm_config: Any, kv_cache_config: Any, pool: Any) -> Headroom:
         """What there is in an engine."""
         groups = []
         for group in kv_cache_config.kv_cache_groups:

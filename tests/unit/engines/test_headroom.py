@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.engines.vllm.room import Room
+from kvferry.engines.vllm.headroom import Headroom
 from kvferry.geometry import GroupKind
 
 BLOCK, STEP = 64, 256
@@ -15,7 +15,7 @@ GROUPS = [*[WINDOW] * 5, FULL]
 
 
 def room(free, groups=GROUPS):
-    return Room(groups, STEP, SimpleNamespace(get_num_free_blocks=lambda: free))
+    return Headroom(groups, STEP, SimpleNamespace(get_num_free_blocks=lambda: free))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_request_is_not_in_its_own_way():
 
 
 def test_without_windows_the_engines_own_count_is_enough():
-    dense = Room.of(None, SimpleNamespace(kv_cache_groups=[]), None)
+    dense = Headroom.of(None, SimpleNamespace(kv_cache_groups=[]), None)
     dense.loads("a", 256, 464)
     assert dense.fits("b", 256, 256)
     assert len(dense) == 0

@@ -1,4 +1,4 @@
-"""Loads that `Room` lets begin, over vLLM's own cache manager: whoever waits with blocks goes on in turn."""
+"""Loads that `Headroom` lets begin, over vLLM's cache manager: whoever waits with blocks goes on in turn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from kvferry.engines.vllm.room import Room
+from kvferry.engines.vllm.headroom import Headroom
 
 BLOCK, STEP, LONGEST = 16, 64, 400
 LIKE = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
@@ -43,13 +43,13 @@ class Engine:
         told = SimpleNamespace(
             num_speculative_tokens=0, scheduler_config=SimpleNamespace(max_num_batched_tokens=STEP)
         )
-        self.room = Room.of(told, config, self.manager.block_pool)
+        self.headroom = Headroom.of(told, config, self.manager.block_pool)
         self.cautious, self.waiting = cautious, []
 
     def load(self, name, total, tokens) -> bool:
         """Begin one, if that may be."""
         one = Request(name, list(range(tokens)), SamplingParams(max_tokens=1), None)
-        if self.cautious and not self.room.fits(name, total, tokens):
+        if self.cautious and not self.headroom.fits(name, total, tokens):
             return False
         begun = self.manager.allocate_slots(
             one,
@@ -62,7 +62,7 @@ class Engine:
         if begun is None:
             return False
         one.num_computed_tokens = total
-        self.room.loads(name, total, tokens)
+        self.headroom.loads(name, total, tokens)
         self.waiting.append(one)
         return True
 
@@ -88,7 +88,7 @@ class Engine:
             count = min(left, STEP)
             if self.manager.allocate_slots(one, count, full_sequence_must_fit=True) is None:
                 return False
-            self.room.go_on({one.request_id})
+            self.headroom.go_on({one.request_id})
             one.num_computed_tokens += count
         self.manager.free(one)
         return True
@@ -112,7 +112,7 @@ def test_whoever_waits_with_blocks_goes_on_whatever_else_was_begun(windows, bloc
     while engine.waiting:
         assert engine.go_on()
     assert engine.free() == free
-    assert len(engine.room) == 0
+    assert len(engine.headroom) == 0
 
 
 def test_a_load_takes_no_more_blocks_than_it_is_taken_for() -> None:
@@ -120,11 +120,11 @@ def test_a_load_takes_no_more_blocks_than_it_is_taken_for() -> None:
         engine = Engine([FULL, *REACHING], 300)
         before = engine.free()
         assert engine.load("a", total, LONGEST)
-        assert before - engine.free() == engine.room._takes(total)
+        assert before - engine.free() == engine.headroom._takes(total)
 
 
 def test_left_to_itself_vllm_begins_loads_of_which_none_goes_on() -> None:
-    """When this fails, vLLM counts windows as they are, and `Room` is not needed any more."""
+    """When this fails, vLLM counts windows as they are, and `Headroom` is not needed any more."""
     engine = Engine([FULL, *REACHING[:1] * 5], 100, cautious=False)
     assert engine.load("large", 256, 320)
     while engine.load(f"whole {len(engine.waiting)}", 64, 64):
