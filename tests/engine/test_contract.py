@@ -99,6 +99,10 @@ def test_requests_have_what_trimming_a_prompt_touches() -> None:
     alone = Request("s", [1], SamplingParams(max_tokens=8), None)
     assert not trim_prompt(alone, 1)
     assert (alone.num_prompt_tokens, alone.max_tokens) == (1, 8)
+    for scored in ({"prompt_logprobs": 0}, {"prompt_logprob_token_ids": [[1], [2]]}):
+        request = Request("t", [1, 2, 3], SamplingParams(max_tokens=8, **scored), None)
+        assert not trim_prompt(request, 1), "the answer has logprobs for every token of the prompt"
+        assert (request.num_prompt_tokens, request.max_tokens) == (3, 8)
 
 
 def test_the_pool_counts_references_as_pins_need() -> None:

@@ -285,10 +285,15 @@ def trim_prompt(request: Any, hash_block_tokens: int | None) -> bool:
     """Drop the last prompt token of a request that computes a prompt for another engine; mutates `request`.
 
     The consumer always computes the last token itself, to sample from it, and recurrent state that has
-    seen it already
-    could not be used. False if there is only one token, or the prompt is not made of token ids.
+    seen it already could not be used.
+
+    Returns:
+        False, and the request is as it was, if there is only one token, if the prompt is not made of token
+        ids, or if logprobs of the prompt are wanted: the answer has them for every token.
     """
     if request.num_prompt_tokens < 2 or request.prompt_token_ids is None or request.prompt_embeds is not None:
+        return False
+    if request.sampling_params is not None and _scores_prompt(request.sampling_params):
         return False
     del request.prompt_token_ids[-1:]
     del request._all_token_ids[-1:]
@@ -297,6 +302,10 @@ def trim_prompt(request: Any, hash_block_tokens: int | None) -> bool:
     if hash_block_tokens:
         del request.block_hashes[request.num_prompt_tokens // hash_block_tokens :]
     return True
+
+
+def _scores_prompt(sampling: Any) -> bool:
+    return sampling.prompt_logprobs is not None or sampling.prompt_logprob_token_ids is not None
 
 
 def node_address() -> str:
