@@ -266,6 +266,8 @@ def test_a_stream_adds_up_to_what_a_single_engine_says(served):
         {"prompt": [TEXT, TEXT * 3]},
         {"max_tokens": 1},
         {"echo": True, "logprobs": 1},
+        {"logprob_token_ids": [1, 2], "logprobs": 2},
+        {"truncate_prompt_tokens": 40},
     ],
     ids=lambda more: next(iter(more)),
 )  # fmt: skip
@@ -273,6 +275,27 @@ def test_requests_of_other_shapes_are_answered(served, more):
     answer = served.post(served.url, "/v1/completions", **{"prompt": TEXT * 5, "max_tokens": 4, **more})
     assert answer.status_code == 200
     assert {choice["finish_reason"] for choice in answer.json()["choices"]} == {"length"}
+
+
+def test_parallel_samples_are_a_single_engines_and_leave_no_lease(served):
+    body = {"prompt": "Samples: " + TEXT * 18, "n": 3, "seed": 7, "temperature": 1.0}
+    granted = served.metric(served.prefill, "kvferry_leases_granted_total")
+    answer = served.post(served.url, "/v1/completions", **body).json()
+    alone = served.post(served.prefill, "/v1/completions", **body, cache_salt="n").json()
+    assert [one["text"] for one in answer["choices"]] == [one["text"] for one in alone["choices"]]
+    # Well before the leases expire.
+    eventually(lambda: served.metric(served.prefill, "vllm:kv_cache_usage_perc") == 0, 15)
+    assert served.metric(served.prefill, "kvferry_leases_granted_total") == granted + 1
+
+
+def test_a_prompts_logprobs_from_a_prefill_engine_are_whole_and_nothing_is_offered(served):
+    body = {"prompt": TEXT * 2, "echo": True, "logprobs": 1, "max_tokens": 1}
+    asked = {"do_remote_decode": True, "do_remote_prefill": False}
+    answer = served.post(served.prefill, "/v1/completions", **body, kv_transfer_params=asked)
+    alone = served.post(served.decode, "/v1/completions", **body, cache_salt="echo")
+    assert answer.status_code == 200
+    assert answer.json()["choices"] == alone.json()["choices"]
+    assert answer.json()["kv_transfer_params"]["do_remote_prefill"] is False
 
 
 def test_an_engines_errors_are_the_callers(served):

@@ -61,7 +61,7 @@ def test_the_prefill_engine_computes_the_prompt_and_one_token(pair):
         {"prompt": ["a", "b"]},
         {"prompt": [[1, 2], [3]]},
         {"prompt_logprobs": 1},
-        {"echo": True, "logprobs": 1},
+        {"echo": True, "logprobs": 0},
         {"use_beam_search": True, "n": 2},
         {"max_tokens": 0, "echo": True},
     ],
@@ -101,6 +101,12 @@ def test_both_engines_see_the_callers_request_id_and_key(pair):
         assert engine.headers[0]["x-request-id"] == "abc"
         assert engine.headers[0]["authorization"] == "Bearer k"
     assert answer.headers["x-request-id"] == "abc"
+
+
+def test_a_data_parallel_rank_is_the_decode_engines(pair):
+    pair.client.post("/v1/completions", json={"prompt": "x"}, headers={"X-data-parallel-rank": "3"})
+    assert "x-data-parallel-rank" not in pair.prefill[0].headers[0]
+    assert pair.decode[0].headers[0]["x-data-parallel-rank"] == "3"
 
 
 def test_a_request_without_an_id_gets_one_for_both_engines(pair):

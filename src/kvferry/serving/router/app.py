@@ -15,15 +15,15 @@ from starlette.routing import Route
 from starlette.types import Send
 
 from kvferry.serving.router.backends import Backend, Pool
-from kvferry.serving.router.bodies import MalformedBody, parse_body
+from kvferry.serving.router.bodies import CHAT, COMPLETIONS, MalformedBody, parse_body
 from kvferry.serving.router.endpoint import Call, Endpoint, Ongoing
+from kvferry.serving.router.failures import Failures
 from kvferry.serving.router.flow import Completion, Flow
 from kvferry.serving.router.probe import probe_all, watch_down
 from kvferry.serving.router.replies import bad_request, unavailable
 from kvferry.serving.router.settings import RouterSettings
-from kvferry.serving.router.upstream import open_client, opened, read_whole, says
+from kvferry.serving.router.upstream import NOT_CONNECTED, open_client, opened, read_whole, says
 
-_COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 _PASSED_THROUGH = (("GET", "/v1/models"), ("GET", "/version"), ("POST", "/tokenize"), ("POST", "/detokenize"))
 _PASS_SECONDS = 30.0
 
@@ -38,7 +38,7 @@ class RouterApp(Starlette):
         def endpoint(handler: Callable[[Call, Send], Awaitable[None]]) -> Endpoint:
             return Endpoint(handler, self._ongoing, settings.max_body_bytes)
 
-        routes = [Route(path, endpoint(router.complete), methods=["POST"]) for path in _COMPLETIONS]
+        routes = [Route(path, endpoint(router.complete), methods=["POST"]) for path in (COMPLETIONS, CHAT)]
         routes += [
             Route(path, endpoint(router.pass_through), methods=[method]) for method, path in _PASSED_THROUGH
         ]
@@ -92,8 +92,8 @@ class _Router:
     async def pass_through(self, call: Call, send: Send) -> None:
         """A request that any decode engine can answer."""
         reply = unavailable("no decode engine can be reached")
-        tried: list[Backend] = []
-        while backend := self._decode.next(tried, even_down=True):
+        failures, tried = Failures(), list[Backend]()
+        while not failures.exhausted and (backend := self._decode.next(tried, even_down=True)):
             tried.append(backend)
             try:
                 with anyio.fail_after(_PASS_SECONDS):
@@ -101,10 +101,15 @@ class _Router:
                     async with opened(self._client, call.method, url, call.headers, call.body) as response:
                         reply = await read_whole(response)
                     break
+            except NOT_CONNECTED as error:
+                backend.mark_down(says(error))
+                continue
             except httpx.TransportError as error:
                 backend.mark_down(says(error))
+                failures.add(backend, says(error))
             except TimeoutError:
-                reply = unavailable(f"no answer from {backend.url} in {_PASS_SECONDS:g} s", "timeout", 504)
+                failures.add(backend, f"no answer in {_PASS_SECONDS:g} s")
+            reply = failures.reply(call.echoed)
         await reply.send(send, call.echoed)
 
     async def health(self, _: Request) -> Response:

@@ -6,21 +6,38 @@ import json
 from typing import Any
 
 from kvferry.errors import KVFerryError
+from kvferry.serving.router.replies import Headers
 
-# What only the answer depends on. Whatever may change the prompt's tokens stays: messages, tools,
-# tool_choice, chat_template*, documents, truncate_prompt_tokens, response_format, all that is not named here.
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+
+_DATA_PARALLEL_RANK = b"x-data-parallel-rank"
+
 _ANSWER_ONLY = (
     "best_of",
     "echo",
+    "include_stop_str_in_output",
+    "logprob_token_ids",
     "logprobs",
     "min_tokens",
     "n",
+    "repetition_detection",
+    "return_prompt_text",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    "routed_experts_prompt_start",
     "stop",
     "stop_token_ids",
     "stream",
+    "stream_interval",
     "stream_options",
     "top_logprobs",
 )
+"""Fields that only the answer depends on; several of them are refused without another one of these.
+
+Everything else stays: it may change the tokens of the prompt, or whether the engine takes the request. A test
+holds every field of vLLM's requests against this list.
+"""
 
 ASK_FOR_KV = {
     "do_remote_decode": True,
@@ -64,6 +81,11 @@ def prefill_body(body: dict[str, Any]) -> bytes:
     return json.dumps(kept).encode()
 
 
+def prefill_headers(headers: Headers) -> Headers:
+    """The headers for a prefill engine: the data-parallel rank that a caller names is the decode engine's."""
+    return tuple((name, value) for name, value in headers if name != _DATA_PARALLEL_RANK)
+
+
 def decode_body(body: dict[str, Any], params: dict[str, Any]) -> bytes:
     """The caller's body with what the prefill engine handed over."""
     return json.dumps({**body, "kv_transfer_params": params}).encode()
@@ -83,12 +105,13 @@ def wants_stream(body: dict[str, Any]) -> bool:
     return bool(body.get("stream"))
 
 
-def decodes_alone(body: dict[str, Any]) -> bool:
-    """Whether another engine's KV is of no use, or of no sound use, for this request.
+def decodes_alone(path: str, body: dict[str, Any]) -> bool:
+    """Whether the decode engine computes the prompt itself, because KV of another engine cannot be used.
 
-    - The caller brings KV of its own choice.
+    - The caller brings its own ``kv_transfer_params``.
     - Several prompts: an answer has room for the KV of one, and the decode engine would use it for all.
-    - Logprobs of the prompt: the engine computes the whole prompt for them.
+    - Logprobs of the prompt: the engine computes the whole prompt for them. ``echo`` asks for them in a chat,
+      and with ``logprobs`` (0 too) in a completion.
     - Beam search and embedded prompts: the requests inside the engine carry no parameters, or no tokens.
     - Nothing is to be generated.
     """
@@ -97,10 +120,11 @@ def decodes_alone(body: dict[str, Any]) -> bool:
         body.get("kv_transfer_params")
         or (isinstance(prompt, list) and len(prompt) != 1 and not _is_tokens(prompt))
         or body.get("prompt_logprobs") is not None
-        or (body.get("echo") and body.get("logprobs") not in (None, False))
+        or (body.get("echo") and (path == CHAT or body.get("logprobs") is not None))
         or body.get("use_beam_search")
         or body.get("prompt_embeds")
         or body.get("max_tokens") == 0
+        or body.get("max_completion_tokens") == 0
     )
 
 

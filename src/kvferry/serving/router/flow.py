@@ -1,15 +1,18 @@
 """The life of one completion: prefill on one engine, decode on another, and what follows when one fails.
 
     prefill engine ── kv_transfer_params ──→ decode engine ──→ client
-         │ dead, refuses, too slow, hands over nothing
+         │ dead, busy, too slow, hands over nothing
          └→ the next prefill engine, or none: the decode engine computes the prompt itself
+
+An engine that fails while it works on a request may have failed because of it, so the request goes to one
+further engine and no more (`failures`).
 
 Cancelling the task that runs `complete` closes the connection to the engine at work, which makes it abort.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import anyio
@@ -22,14 +25,15 @@ from kvferry.serving.router.bodies import (
     decodes_alone,
     handed_over,
     prefill_body,
+    prefill_headers,
     wants_stream,
 )
 from kvferry.serving.router.events import BrokenBeforeFirst, is_events, relay_events
+from kvferry.serving.router.failures import Failures, failure_of, is_busy, is_failure
+from kvferry.serving.router.probe import probe
 from kvferry.serving.router.replies import Headers, Reply, unavailable
 from kvferry.serving.router.settings import RouterSettings
-from kvferry.serving.router.upstream import opened, read_whole, says
-
-_TOO_BUSY = 429
+from kvferry.serving.router.upstream import NOT_CONNECTED, opened, read_whole, says
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +68,30 @@ class Flow:
 
     async def complete(self, completion: Completion, send: Send) -> None:
         """Answer the caller, in whatever way is left."""
+        failures = Failures()
         params = None
-        if not decodes_alone(completion.body):
-            params = await self._kv_of_prompt(completion)
+        if not decodes_alone(completion.path, completion.body):
+            params = await self._kv_of_prompt(completion, failures)
         if isinstance(params, Reply):
             await params.send(send, completion.echoed)
         else:
-            await self._answer(completion, params, send)
+            await self._answer(completion, params, failures, send)
 
-    async def _kv_of_prompt(self, completion: Completion) -> dict[str, Any] | Reply | None:
-        """Where the prompt's KV is; or why the request is wrong; None if no engine computed it."""
-        body = prefill_body(completion.body)
+    async def _kv_of_prompt(
+        self, completion: Completion, failures: Failures
+    ) -> dict[str, Any] | Reply | None:
+        """Where the prompt's KV is; or the caller's answer; None if a decode engine is to compute it."""
+        headers = prefill_headers(completion.headers)
+        sent = replace(completion, raw=prefill_body(completion.body), headers=headers)
         tried: list[Backend] = []
         while backend := self._prefill.next(tried):
             tried.append(backend)
-            reply = await self._prefilled(backend, completion, body)
+            try:
+                reply = await self._prefilled(backend, sent, failures)
+            except TimeoutError:
+                return None  # another prefill engine would keep the caller waiting as long again
+            if failures.exhausted:
+                return failures.reply(completion.echoed)
             if reply is None:
                 continue
             if reply.status != 200:
@@ -89,25 +102,42 @@ class Flow:
                 return params
         return None
 
-    async def _prefilled(self, backend: Backend, completion: Completion, body: bytes) -> Reply | None:
-        """This engine's answer; None if it is dead, refuses or takes too long, and is now down."""
-        url = backend.url + completion.path
+    async def _prefilled(self, backend: Backend, sent: Completion, failures: Failures) -> Reply | None:
+        """This engine's answer; None if it cannot be reached, is busy, or fails, which is counted.
+
+        Raises:
+            TimeoutError: it takes too long, which is counted too.
+        """
+        url = backend.url + sent.path
         try:
             with self._prefill.turn(backend), anyio.fail_after(self._settings.prefill_seconds):
-                async with opened(self._client, "POST", url, completion.headers, body) as response:
+                async with opened(self._client, "POST", url, sent.headers, sent.raw) as response:
                     reply = await read_whole(response)
         except httpx.TransportError as error:
             backend.mark_down(says(error))
+            if not isinstance(error, NOT_CONNECTED):
+                failures.add(backend, says(error))
             return None
         except TimeoutError:
-            backend.mark_down(f"no answer in {self._settings.prefill_seconds:g} s")
-            return None
-        if _refuses(reply.status):
+            backend.mark_down(reason := f"no answer in {self._settings.prefill_seconds:g} s")
+            failures.add(backend, reason)
+            raise
+        if is_busy(reply.status):
             backend.mark_down(f"it answers with status {reply.status}")
+            return None
+        if is_failure(reply.status):
+            await self._failed(backend, reply, failures)
             return None
         return reply
 
-    async def _answer(self, completion: Completion, params: dict[str, Any] | None, send: Send) -> None:
+    async def _failed(self, backend: Backend, reply: Reply, failures: Failures) -> None:
+        """Count an engine's own error, and see whether the engine is still well."""
+        failures.add(backend, failure_of(reply))
+        await probe(self._client, backend)
+
+    async def _answer(
+        self, completion: Completion, params: dict[str, Any] | None, failures: Failures, send: Send
+    ) -> None:
         """Have a decode engine answer; the next one if it fails before the caller got anything."""
         tried: list[Backend] = []
         last = unavailable("no decode engine can be reached")
@@ -124,21 +154,22 @@ class Flow:
                                 backend.mark_down(fault)
                             return
                         reply = await read_whole(response)
-            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            except NOT_CONNECTED as error:
                 backend.mark_down(says(error))
                 continue
             except (httpx.TransportError, BrokenBeforeFirst) as error:
                 backend.mark_down(says(error))
-                # It may have fetched the KV, and the prefill engine then no longer keeps it.
-                params = None
-                continue
-            if not _refuses(reply.status):
-                await reply.send(send, completion.echoed)
-                return
-            last, params = reply, None
+                failures.add(backend, says(error))
+            else:
+                if not is_busy(reply.status) and not is_failure(reply.status):
+                    await reply.send(send, completion.echoed)
+                    return
+                last = reply
+                if is_failure(reply.status):
+                    await self._failed(backend, reply, failures)
+            # It may have fetched the KV, and the prefill engine then no longer keeps it.
+            params = None
+            if failures.exhausted:
+                last = failures.reply(completion.echoed)
+                break
         await last.send(send, completion.echoed)
-
-
-def _refuses(status: int) -> bool:
-    """An answer that says nothing about the request itself: another engine may serve it."""
-    return status >= 500 or status == _TOO_BUSY

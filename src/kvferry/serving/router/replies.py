@@ -9,6 +9,8 @@ from starlette.types import Send
 
 Headers = tuple[tuple[bytes, bytes], ...]
 JSON_TYPE = (b"content-type", b"application/json")
+NO_RETRY = (b"x-should-retry", b"false")
+"""OpenAI's clients repeat a request that was answered with a 5xx status, unless this says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)

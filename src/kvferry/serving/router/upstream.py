@@ -10,6 +10,9 @@ import httpx
 from kvferry.serving.router.replies import Headers, Reply
 from kvferry.serving.router.settings import RouterSettings
 
+NOT_CONNECTED = (httpx.ConnectError, httpx.ConnectTimeout)
+"""The engine never got the request."""
+
 # Of one connection only, or said anew by whoever sends.
 _NOT_RELAYED = frozenset(
     (

@@ -1,0 +1,69 @@
+"""Engines that failed while working on one request: it may be the cause, so it is retried only once."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+from kvferry.serving.router.backends import Backend
+from kvferry.serving.router.replies import NO_RETRY, Headers, Reply, unavailable
+
+_log = logging.getLogger("kvferry.router")
+
+_MAX_FAILURES = 2
+_BUSY = (429, 503)
+_MAX_CHARS = 300
+
+
+class Failures:
+    """The engines that failed with this request in flight, over prefill and decode together.
+
+    An engine that cannot be connected or is busy does not count: it never had the request.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[str] = []
+
+    @property
+    def exhausted(self) -> bool:
+        """The request must not be sent to another engine."""
+        return len(self._seen) >= _MAX_FAILURES
+
+    def add(self, backend: Backend, reason: str) -> None:
+        """Count an engine that closed the connection, stayed silent or answered with an error of its own."""
+        self._seen.append(f"{backend.role} engine {backend.url}: {reason}")
+
+    def reply(self, echoed: Headers) -> Reply:
+        """The error for the client, who is asked not to repeat the request.
+
+        Args:
+            echoed: begin with the x-request-id.
+        """
+        engines = "; ".join(self._seen)
+        count = "one engine" if len(self._seen) == 1 else f"{len(self._seen)} engines"
+        _log.error(
+            "request %s is not tried again: %s failed while working on it (%s)",
+            echoed[0][1].decode(errors="replace"), count, engines,
+        )  # fmt: skip
+        message = f"{count} failed while working on this request, which is not tried again ({engines})"
+        reply = unavailable(message, "engine_failed", 500)
+        return Reply(reply.status, (*reply.headers, NO_RETRY), reply.body)
+
+
+def is_busy(status: int) -> bool:
+    """The engine did not take the request; another one may."""
+    return status in _BUSY
+
+
+def is_failure(status: int) -> bool:
+    """The engine took the request and failed, as vLLM answers when its core dies: 500."""
+    return status >= 500 and not is_busy(status)
+
+
+def failure_of(reply: Reply) -> str:
+    """The status and the engine's own message, shortened."""
+    try:
+        message = str(json.loads(reply.body)["error"]["message"])[:_MAX_CHARS]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return f"status {reply.status}"
+    return f"status {reply.status}: {message}"

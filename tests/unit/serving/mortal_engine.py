@@ -1,0 +1,48 @@
+"""An engine process that exits on a poisonous request: `mortal_engine.py POISON LOG PORT`.
+
+Speaks enough of the OpenAI API for a router. A prompt that contains POISON ends the process with the request
+in flight; one that contains "late" is answered after two seconds; one that contains "500" with that status.
+"""
+
+import json
+import os
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+POISON = sys.argv[1]
+KV = {"do_remote_prefill": True, "remote_engine_id": "p"}
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        self.answer(200, {"data": []})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        with Path(sys.argv[2]).open("a") as log:
+            log.write(json.dumps(body) + "\n")
+        if POISON in body["prompt"]:
+            os._exit(1)
+        if "500" in body["prompt"]:
+            self.answer(500, {"error": {"message": "a fault of its own"}})
+            return
+        if "late" in body["prompt"]:
+            time.sleep(2)
+        params = KV if (body.get("kv_transfer_params") or {}).get("do_remote_decode") else None
+        self.answer(200, {"choices": [{"text": "moved"}], "kv_transfer_params": params})
+
+    def answer(self, status, value):
+        raw = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
+
+
+ThreadingHTTPServer(("127.0.0.1", int(sys.argv[3])), Handler).serve_forever()

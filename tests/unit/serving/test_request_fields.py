@@ -1,0 +1,181 @@
+"""Every field of vLLM's requests, and what the router makes of it for the prefill engine."""
+
+import json
+
+import pytest
+
+chat = pytest.importorskip("vllm.entrypoints.openai.chat_completion.protocol")
+completion = pytest.importorskip("vllm.entrypoints.openai.completion.protocol")
+
+from kvferry.serving.router.bodies import CHAT, COMPLETIONS, decodes_alone, prefill_body  # noqa: E402
+
+REQUESTS = {CHAT: chat.ChatCompletionRequest, COMPLETIONS: completion.CompletionRequest}
+PROMPTS = {CHAT: {"messages": [{"role": "user", "content": "x"}]}, COMPLETIONS: {"prompt": "x"}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+# A value that a caller may send; beside it, after a comma, what vLLM asks for together with it.
+SAME = {
+    # They change the prompt's tokens, or what the tokens are computed under.
+    "add_generation_prompt": False,
+    "add_special_tokens": False,
+    "cache_salt": "s",
+    "chat_template": "{{ messages }}",
+    "chat_template_kwargs": {"a": 1},
+    "continue_final_message": (True, {"add_generation_prompt": False}),
+    "documents": [{"text": "d"}],
+    "ec_transfer_params": {"a": 1},
+    "media_io_kwargs": {"video": {"num_frames": 2}},
+    "messages": PROMPTS[CHAT]["messages"],
+    "mm_processor_kwargs": {"a": 1},
+    "model": "m",
+    "prompt": "y",
+    "reasoning_effort": "low",
+    "response_format": {"type": "json_object"},
+    "structured_outputs": {"choice": ["a"]},
+    "suffix": "s",
+    "tool_choice": ("required", {"tools": [TOOL]}),
+    "tools": [TOOL],
+    "truncate_prompt_tokens": 5,
+    "truncation_side": "left",
+    "vllm_xargs": {"a": 1},
+    # They decide when, or for whom.
+    "priority": 3,
+    "request_id": "r",
+    "session_id": "s",
+    "user": "u",
+    # They only decide which token follows; it is not used, and one token satisfies each of them.
+    "allowed_token_ids": [1],
+    "bad_words": ["b"],
+    "frequency_penalty": 0.5,
+    "include_reasoning": False,
+    "length_penalty": 0.5,
+    "logit_bias": {"1": 1.0},
+    "min_p": 0.1,
+    "parallel_tool_calls": False,
+    "presence_penalty": 0.5,
+    "repetition_penalty": 1.5,
+    "seed": 1,
+    "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+    "temperature": 0.5,
+    "thinking_token_budget": 3,
+    "top_k": 3,
+    "top_p": 0.5,
+    "watermarking": False,
+    # Of vLLM's render endpoints only.
+    "mm_payload": "none",
+    "return_mm_kwargs": False,
+    "return_token_offsets": True,
+}
+DROPPED = {
+    "include_stop_str_in_output": True,
+    "logprob_token_ids": ([1], {"logprobs": 1}),
+    "logprobs": 1,
+    "min_tokens": 3,
+    "n": 2,
+    "repetition_detection": {"max_pattern_size": 3, "min_pattern_size": 2, "min_count": 2},
+    "return_prompt_text": True,
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+    "routed_experts_prompt_start": 2,
+    "stop": ["a"],
+    "stop_token_ids": [1],
+    "stream_interval": 2,
+    "stream_options": ({"include_usage": True}, {"stream": True}),
+    "top_logprobs": (2, {"logprobs": True}),
+}
+CHANGED = {
+    "ignore_eos": (False, True),
+    "kv_transfer_params": (None, {"do_remote_decode": True}),
+    "max_completion_tokens": (9, 1),
+    "max_tokens": (9, 1),
+    "stream": (True, False),
+}
+# The request goes to a decode engine as it is.
+ALONE = {
+    COMPLETIONS: [
+        {"prompt_logprobs": 0},
+        {"echo": True, "logprobs": 0},
+        {"use_beam_search": True},
+        {"prompt_embeds": "AAAA"},
+        {"prompt": ["a", "b"]},
+        {"max_tokens": 0},
+        {"kv_transfer_params": {"do_remote_prefill": True}},
+    ],
+    CHAT: [
+        {"prompt_logprobs": 0},
+        {"echo": True},
+        {"use_beam_search": True},
+        {"max_tokens": 0},
+        {"max_completion_tokens": 0},
+        {"kv_transfer_params": {"do_remote_prefill": True}},
+    ],
+}
+ALONE_FIELDS = {"echo", "prompt_logprobs", "use_beam_search", "prompt_embeds"}
+
+
+@pytest.mark.parametrize("path", REQUESTS)
+def test_every_field_of_vllms_requests_is_classified(path):
+    known = {*SAME, *DROPPED, *CHANGED, *ALONE_FIELDS}
+    new = set(REQUESTS[path].model_fields) - known
+    assert not new, f"decide what the prefill engine gets of {sorted(new)}, and note it in this module"
+
+
+def test_no_field_is_classified_that_vllm_does_not_have():
+    fields = {name for request in REQUESTS.values() for name in request.model_fields}
+    assert {*SAME, *DROPPED, *CHANGED, *ALONE_FIELDS} <= fields
+    classes = [SAME, DROPPED, CHANGED, ALONE_FIELDS]
+    assert sum(map(len, classes)) == len(set().union(*classes)), "a field is in two classes"
+
+
+def callers(path: str, name: str, value) -> dict:
+    """A request of a caller with this field."""
+    value, others = value if isinstance(value, tuple) else (value, {})
+    body = {"model": "m", **PROMPTS[path], **others, name: value}
+    if path == CHAT and "logprobs" in body:
+        body["logprobs"] = True
+    return body
+
+
+def cases():
+    return [
+        pytest.param(path, name, value, kept, id=f"{path.split('/')[2]}-{name}")
+        for path, request in REQUESTS.items()
+        for kept, table in ((True, SAME), (False, DROPPED))
+        for name, value in table.items()
+        if name in request.model_fields
+    ]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("path", "name", "value", "kept"), cases())
+def test_vllm_takes_the_prefill_engines_body_of_a_request_that_it_takes(path, name, value, kept):
+    body = callers(path, name, value)
+    request = REQUESTS[path]
+    request.model_validate(dict(body)).to_sampling_params(5, {})
+    assert not decodes_alone(path, body)
+    sent = json.loads(prefill_body(body))
+    assert sent.get(name) == (body[name] if kept else None)
+    params = request.model_validate(dict(sent)).to_sampling_params(1, {})
+    assert (params.n, params.max_tokens, params.min_tokens, params.prompt_logprobs) == (1, 1, 0, None)
+    assert params.ignore_eos
+    assert params.extra_args["kv_transfer_params"]["do_remote_decode"]
+
+
+@pytest.mark.parametrize(("name", "values"), CHANGED.items())
+def test_fields_that_are_changed(name, values):
+    before, after = values
+    sent = json.loads(prefill_body({**PROMPTS[CHAT], name: before}))[name]
+    assert sent == after if name != "kv_transfer_params" else sent.items() >= after.items()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [(path, body) for path, bodies in ALONE.items() for body in bodies], ids=str
+)
+def test_requests_that_cannot_use_kv_of_another_engine(path, body):
+    assert decodes_alone(path, {"model": "m", **PROMPTS[path], **body})
+
+
+@pytest.mark.parametrize("body", [{"echo": True}, {"logprobs": 0}, {"max_tokens": None}, {"prompt": [1, 2]}])
+def test_completions_beside_these_use_it(body):
+    assert not decodes_alone(COMPLETIONS, {"model": "m", **PROMPTS[COMPLETIONS], **body})

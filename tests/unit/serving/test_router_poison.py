@@ -1,0 +1,130 @@
+"""A request that kills the engine it is sent to, over engines that are processes and really die."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kvferry.serving.ports import free_ports
+
+PROGRAM = Path(__file__).parent / "mortal_engine.py"
+POISON = {"prefill": "kills prefill", "decode": "kills decode"}
+
+
+class Mortal(str):
+    """The URL of an engine process.
+
+    Attributes:
+        process: it.
+        log: gets the bodies of its requests.
+    """
+
+    __slots__ = ("log", "process")
+
+    @property
+    def dead(self) -> bool:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(0.2)
+        return self.process.poll() is not None
+
+    @property
+    def seen(self) -> list[dict]:
+        return [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
+
+
+@pytest.fixture
+def mortals(tmp_path, eventually):
+    """Starts so many engines that die of their role's poison."""
+    with contextlib.ExitStack() as stack:
+
+        def start(role: str, count: int) -> list[Mortal]:
+            engines = []
+            for port in free_ports(count):
+                engine = Mortal(f"http://127.0.0.1:{port}")
+                engine.log = tmp_path / str(port)
+                command = [sys.executable, str(PROGRAM), POISON[role], str(engine.log), str(port)]
+                engine.process = stack.enter_context(subprocess.Popen(command))
+                stack.callback(engine.process.kill)
+                engines.append(engine)
+            for engine in engines:
+                eventually(lambda url=engine: answers(url))
+            return engines
+
+        yield start
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.fixture
+def scene(stage, mortals):
+    return stage(mortals("prefill", 3), mortals("decode", 3))
+
+
+def dead(engines) -> int:
+    return sum(engine.dead for engine in engines)
+
+
+@pytest.mark.parametrize(("role", "killed"), [("prefill", (2, 0)), ("decode", (0, 2))])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_kills_its_engine_is_tried_once_more_and_no_more(scene, role, killed, stream):
+    answer = scene.complete(prompt=POISON[role], stream=stream)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_failed")
+    assert "2 engines failed while working on this request" in answer.json()["error"]["message"]
+    assert answer.headers["x-should-retry"] == "false", "OpenAI's clients would send it again"
+    assert (dead(scene.prefill), dead(scene.decode)) == killed
+    assert scene.complete(prompt="well").json()["choices"][0]["text"] == "moved"
+
+
+def test_deaths_on_both_sides_count_together(stage, mortals):
+    scene = stage(mortals("prefill", 2), mortals("decode", 3))
+    answer = scene.complete(prompt=POISON["prefill"] + POISON["decode"])
+    assert answer.status_code == 500
+    assert (dead(scene.prefill), dead(scene.decode)) == (2, 0)
+    scene = stage(mortals("prefill", 1), mortals("decode", 3))
+    answer = scene.complete(prompt=POISON["prefill"] + POISON["decode"])
+    assert answer.status_code == 500
+    assert (dead(scene.prefill), dead(scene.decode)) == (1, 1)
+
+
+def test_other_requests_of_an_engine_that_died_are_tried_again(scene, eventually):
+    answers = []
+
+    def ask():
+        answers.append(scene.complete(prompt="late").status_code)
+
+    others = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in others:
+        thread.start()
+    eventually(lambda: sum(len(engine.seen) for engine in scene.prefill) == 3)
+    scene.prefill[0].process.kill()
+    for thread in others:
+        thread.join()
+    assert answers == [200] * 3
+    assert sorted(len(engine.seen) for engine in scene.prefill) == [1, 1, 2]
+    assert all("kv_transfer_params" in body for engine in scene.decode for body in engine.seen)
+
+
+def test_an_engines_own_error_is_a_failure_with_this_request_in_flight(scene):
+    answer = scene.complete(prompt="500")
+    assert "a fault of its own" in answer.json()["error"]["message"]
+    assert sorted(len(engine.seen) for engine in scene.prefill) == [0, 1, 1]
+    assert [engine.seen for engine in scene.decode] == [[]] * 3
+    up = [engine["up"] for engine in scene.client.get("/health").json()["prefill"]]
+    assert up == [True] * 3
+
+
+def test_engines_that_cannot_be_connected_do_not_count(stage, mortals, nobody):
+    scene = stage([nobody] * 3 + mortals("prefill", 1), [nobody] * 3 + mortals("decode", 1))
+    answer = scene.complete(prompt="well")
+    assert answer.status_code == 200
+    assert scene.decode[3].seen[0]["kv_transfer_params"]
