@@ -22,17 +22,20 @@ def move(route: Route, way: Way, cells: Cells, src: Memory, dst: Memory, writes:
     assert image is not None
     packed = Memory(0, np.full(len(cells) * image.stride, 0xA5, np.uint8))
     ignored = np.zeros(len(packed.bytes), np.int64)
-    for number, phase in enumerate(cells.phase.tolist()):
-        src_block = int(cells.src_block[number]) * route.src_stride
-        dst_block = int(cells.dst_block[number]) * route.dst_stride
-        at = number * image.stride
-        if way.strategy is Strategy.OVER_READ:
-            copy(shifted(image.stretches[phase], src_block, at), src, packed, ignored)
-        else:
-            copy(shifted(runs(image.nests[phase]), src_block, at), src, packed, ignored)
-        landing = way.scatters
-        into = image.stretches[phase] if landing is None else runs(landing[phase])
-        copy(shifted(into, at, dst_block), packed, dst, writes)
+    stretches = [(part.at, part.pieces) for part in image.stretches]
+    nests = [(part.at, runs(part.nests)) for part in image.nests]
+    for_image = stretches if way.strategy is Strategy.OVER_READ else nests
+    from_image = stretches
+    if way.scatters is not None:
+        from_image = [(part.at, runs(part.nests)) for part in way.scatters]
+    for index, number in enumerate(cells.number.tolist()):
+        src_block = int(cells.src_block[index]) * route.src_stride
+        dst_block = int(cells.dst_block[index]) * route.dst_stride
+        at = index * image.stride
+        for offsets, pieces in for_image:
+            copy(shifted(pieces, src_block + offsets[number % route.src_cells], at), src, packed, ignored)
+        for offsets, pieces in from_image:
+            copy(shifted(pieces, at, dst_block + offsets[number % route.dst_cells]), packed, dst, writes)
     assert ignored.max(initial=0) <= 1, "a byte of an image was written twice"
 
 
@@ -60,6 +63,6 @@ def shifted(pieces: Pieces, src: int, dst: int) -> Pieces:
 
 def check_image(image: Image) -> None:
     """An image's loops and stretches stay inside of it, and nothing overlaps."""
-    for phase in image.stretches:
-        assert (np.diff(np.sort(phase.src)) > 0).all()
-        assert phase.total_bytes <= image.stride
+    for part in image.stretches:
+        assert (np.diff(np.sort(part.pieces.src)) > 0).all()
+    assert image.bytes <= image.stride

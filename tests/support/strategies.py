@@ -13,6 +13,12 @@ from kvferry.planning.select import Span
 from support.engines import LAYOUTS, SCATTERED, EngineSpec, Family, GroupSpec, Interior, Stored
 from support.oracle import cells_of, visible
 
+SMALL = st.tuples(st.integers(1, 6), st.integers(1, 3))
+"""Tokens of a kernel block, and kernel blocks of a block."""
+UNLIKE = st.sampled_from(
+    [(784, 1), (16, 49), (400, 1), (16, 25), (32, 33), (1056, 1), (16, 131), (131, 16), (48, 11), (97, 1)]
+)
+"""The same, as hybrids have them: of most pairs the least common multiple is many times the sum."""
 HEADS = (1, 2, 3, 4, 6)
 PARALLEL = (1, 2, 3, 4)
 
@@ -107,15 +113,19 @@ def interiors(draw: st.DrawFn) -> Interior:
 
 @st.composite
 def groupings(
-    draw: st.DrawFn, families: tuple[Family, ...], of_layer: tuple[int, ...], opaque_tokens: int
+    draw: st.DrawFn,
+    families: tuple[Family, ...],
+    of_layer: tuple[int, ...],
+    opaque_tokens: int,
+    sizes: st.SearchStrategy[tuple[int, int]],
 ) -> tuple[GroupSpec, ...]:
     """Layers to groups: one per family, or all token families in one (an engine that does not know hybrids).
 
-    `opaque_tokens`: block size of groups with opaque pages.
+    `opaque_tokens`: block size of groups with opaque pages. `sizes`: of other blocks.
     """
     alike = len(set(families)) == 1 or len({family.fields for family in families}) == 1
     merged = draw(st.booleans())
-    one_size = (draw(st.integers(1, 6)), draw(st.integers(1, 3)))
+    one_size = draw(sizes)
     joined = tuple(n for n, f in enumerate(of_layer) if not families[f].snapshot)
     groups = []
     for number, family in enumerate(families):
@@ -125,9 +135,7 @@ def groupings(
             family = Family(GroupKind.FULL)  # noqa: PLW2901
         elif merged and not family.snapshot:
             continue
-        size = (
-            one_size if alike or draw(st.booleans()) else (draw(st.integers(1, 6)), draw(st.integers(1, 3)))
-        )
+        size = one_size if alike or draw(st.booleans()) else draw(sizes)
         if any(families[of_layer[n]].opaque_bytes for n in layers):
             size = (opaque_tokens, 1)
         groups.append(GroupSpec(family.kind, family.reach, layers, *size))
@@ -135,22 +143,27 @@ def groupings(
 
 
 @st.composite
-def transfers(draw: st.DrawFn) -> Transfer:
-    """Any transfer between any two engines of any model that this page can describe."""
+def transfers(
+    draw: st.DrawFn, sizes: st.SearchStrategy[tuple[int, int]] = SMALL, tokens: int = 40, layers: int = 5
+) -> Transfer:
+    """Any transfer between any two engines of any model that this page can describe.
+
+    `sizes`: of blocks that need not be alike. `tokens`, `layers`: at most.
+    """
     one_shape = draw(st.booleans())
     if one_shape:
         fields = draw(attention_fields())
         families = tuple(draw(st.lists(token_kinds(fields), min_size=1, max_size=3)))
     else:
         families = tuple(draw(st.lists(hybrid_families(), min_size=1, max_size=3)))
-    of_layer = tuple(draw(st.lists(st.integers(0, len(families) - 1), min_size=1, max_size=5)))
-    prompt = draw(st.integers(1, 40))
+    of_layer = tuple(draw(st.lists(st.integers(0, len(families) - 1), min_size=1, max_size=layers)))
+    prompt = draw(st.integers(1, tokens))
     total = draw(st.sampled_from((prompt, prompt, max(prompt - 1, 0), draw(st.integers(0, prompt)))))
 
     layouts = LAYOUTS if one_shape else [name for name in LAYOUTS if name not in SCATTERED]
     opaque_tokens = draw(st.integers(1, 6))
-    src_groups = draw(groupings(families, of_layer, opaque_tokens))
-    dst_groups = draw(groupings(families, of_layer, opaque_tokens))
+    src_groups = draw(groupings(families, of_layer, opaque_tokens, sizes))
+    dst_groups = draw(groupings(families, of_layer, opaque_tokens, sizes))
     cached = st.one_of(st.just(0), st.integers(0, 40))
     spans = tuple(_span(draw(cached), group, total, prompt) for group in dst_groups)
 
@@ -160,8 +173,8 @@ def transfers(draw: st.DrawFn) -> Transfer:
     dst_needs = _cells_per_group(dst_groups, dst_groups, spans)
     spare = draw(st.integers(0, 3))
     sides = []
-    for groups, needs, tokens in ((src_groups, src_needs, total), (dst_groups, dst_needs, prompt)):
-        tables, blocks = _tables(groups, needs, tokens, spare, shuffle if scattered else None)
+    for groups, needs, last in ((src_groups, src_needs, total), (dst_groups, dst_needs, prompt)):
+        tables, blocks = _tables(groups, needs, last, spare, shuffle if scattered else None)
         if draw(st.booleans()):
             tables = tuple(
                 _forget(table, group, need) for table, group, need in zip(tables, groups, needs, strict=True)
@@ -169,13 +182,11 @@ def transfers(draw: st.DrawFn) -> Transfer:
         sides.append((tables, blocks))
     (src_tables, src_blocks), (dst_tables, dst_blocks) = sides
 
-    layers, layout = len(of_layer), st.sampled_from(layouts)
+    kept, layout = len(of_layer), st.sampled_from(layouts)
     tp = draw(parallel(families))
-    src = EngineSpec(tp, draw(stages(layers)), src_groups, draw(layout), draw(interiors()), src_blocks)
+    src = EngineSpec(tp, draw(stages(kept)), src_groups, draw(layout), draw(interiors()), src_blocks)
     tp = draw(parallel(families, tp))
-    dst = EngineSpec(
-        tp, draw(stages(layers)), dst_groups, draw(layout), draw(interiors()), dst_blocks, 1 << 44
-    )
+    dst = EngineSpec(tp, draw(stages(kept)), dst_groups, draw(layout), draw(interiors()), dst_blocks, 1 << 44)
     return Transfer(tuple(families[f] for f in of_layer), src, dst, spans, src_tables, dst_tables)
 
 

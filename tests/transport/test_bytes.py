@@ -72,6 +72,17 @@ CASES = {
     "block 32 to 16": Case(DENSE, dense(block=32), dense(block=16)),
     "block 16 to 32": Case(DENSE, dense(block=16), dense(block=32)),
     "block 24 to 16": Case(DENSE, dense(block=24), dense(block=16)),
+    "block 784 to 400": Case(DENSE, dense(block=784), dense(block=400), total=1700),
+    "block 400 to 784, kernel blocks of 16, TP 1 to 2": Case(
+        DENSE, dense(block=400, kernels=25), dense(2, block=784, kernels=49), total=1700, have=784
+    ),
+    "block 528 to 1056, K transposed, kernel blocks of 16 and 32": Case(
+        DENSE,
+        dense(block=528, kernels=33, interior=PLANES),
+        dense(block=1056, kernels=33, interior=PLANES),
+        total=1200,
+    ),
+    "block 1056 to 2096, hybrid, TP 2 to 1": Case(HYBRID, hybrid(2, 1056), hybrid(1, 2096), total=2200),
     "block 32 of two kernel blocks to 16": Case(DENSE, dense(block=32, kernels=2), dense(block=16)),
     "layout LBHNC to BLHNC": Case(DENSE, dense(), dense(layout="BLHNC")),
     "layout BHLNC to LBNHC": Case(DENSE, dense(layout="BHLNC"), dense(layout="LBNHC")),

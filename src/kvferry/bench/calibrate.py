@@ -32,6 +32,7 @@ from kvferry.memory.copy import Loops, Slots
 from kvferry.memory.space import Space
 from kvferry.plan.side import Side
 from kvferry.planning.nest import Loop, Nest
+from kvferry.planning.plane import ONE_CELL, PoolNests
 from kvferry.planning.strategy import LARGEST_CHUNK_BYTES, Costs
 from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.gather_messages import Gathered, GatherRoute
@@ -184,9 +185,9 @@ class _Copy:
         if side == "dst":
             nest = Nest(here, there, run, tuple(Loop(loop.count, loop.dst, loop.src) for loop in loops))
         self._keep = pool, images
-        self._loops = Loops([nest], Space(regions[:1]), side, 2 * cell, cells)
+        self._loops = Loops([PoolNests(ONE_CELL, (nest,))], Space(regions[:1]), side, 2 * cell, cells)
         self._slots = Slots(Space(regions[1:]), regions[1].address, cell)
-        self._blocks = torch.from_numpy(np.random.default_rng(5).permutation(cells))
+        self._blocks = np.random.default_rng(5).permutation(cells)
         self._gathers = side == "src"
         self.work = (cells, cells * runs, cells * cell)
 
@@ -194,7 +195,7 @@ class _Copy:
         """Copy all; seconds."""
         copy = self._loops.gather if self._gathers else self._loops.scatter
         started = time.perf_counter()
-        copy(self._blocks, self._slots, 0, 1)
+        copy(self._blocks, self._blocks, self._slots, 0)
         return time.perf_counter() - started
 
 
@@ -213,8 +214,8 @@ class _Asking:
         runs = max(2, room // _LARGE_RUN)
         large = Nest(first, 0, _LARGE_RUN, (Loop(runs, 2 * _LARGE_RUN, _LARGE_RUN),))
         routes = [
-            GatherRoute(_SMALL_RUN, 2, _SMALL_RUN, ((small,),)),
-            GatherRoute(_SMALL_RUN, 2, runs * _LARGE_RUN, ((large,),)),
+            GatherRoute(_SMALL_RUN, 2, _SMALL_RUN, (PoolNests(ONE_CELL, (small,)),)),
+            GatherRoute(_SMALL_RUN, 2, runs * _LARGE_RUN, (PoolNests(ONE_CELL, (large,)),)),
         ]
         self._context: zmq.Context[Any] = zmq.Context()
         self._client = GatherClient(self._context, card.outgoing.host, card.outgoing.port, routes, None)

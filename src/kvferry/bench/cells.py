@@ -121,14 +121,12 @@ def runs_of(src: Engine, dst: Engine, rank: int = 0) -> Runs:
     routes = [route for template in templates for route in template.routes]
     size = sum(route.cell_bytes for route in routes)
     return Runs(
-        size / sum(route.row_count / len(route.nests) for route in routes),
-        size / sum(_stretches(route, fetched(route.nests, 0)) for route in routes),
-        size / sum(_stretches(route, gathered(route.nests)) for route in routes),
+        size / sum(route.row_count for route in routes),
+        size / sum(_stretches(route, fetched(route.planes, 0)) for route in routes),
+        size / sum(_stretches(route, gathered(route.planes)) for route in routes),
     )
 
 
-def _stretches(route: Route, image: Image | None) -> float:
+def _stretches(route: Route, image: Image | None) -> int:
     """Per cell; as many as runs if they are too many to be packed."""
-    if image is None:
-        return route.row_count / len(route.nests)
-    return sum(map(len, image.stretches)) / len(image.stretches)
+    return sum(len(each.pieces) for each in image.stretches) if image else route.row_count

@@ -90,7 +90,7 @@ class Ranks:
         """Bytes that are contiguous in a block and in a chunk at once."""
         pool = chunk_pool(self._canonical, 0, 0, self.chunks)
         (template,) = build_templates([self.source.geometry], pool)
-        return int(template.routes[0].nests[0][0].run)
+        return int(template.routes[0].nests[0].run)
 
     def routes(self, *, stores: bool) -> ChunkRoutes:
         """For one thread: from the first rank, or to the second."""

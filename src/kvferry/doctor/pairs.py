@@ -142,7 +142,7 @@ def _moves(there: Met, here: Met, costs: Costs) -> str:
         taken = sorted(_strategies(templates, costs))
     except ConfigError as error:
         return f"{ranks}; {error}"
-    runs = [nest.run for t in templates for route in t.routes for phase in route.nests for nest in phase]
+    runs = [nest.run for t in templates for route in t.routes for nest in route.nests]
     return f"{ranks}; bytes go {' and '.join(taken)}, in runs of {_between(runs)}"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 from kvferry.memory.space import Space, word_of
 from kvferry.planning.nest import Nest
 from kvferry.planning.pieces import Int64s
+from kvferry.planning.plane import Plane
 from kvferry.planning.select import Cells
 from kvferry.planning.template import Route
 
@@ -29,15 +31,43 @@ class _Copy:
     """One nest: the same elements in the engine's blocks and in a chunk.
 
     Attributes:
-        blocks: (blocks, count of every loop, words of a run), an array on the host, else a tensor.
-        offset: bytes from a chunk's start.
-        shape, strides: of the view of a chunk, without blocks.
+        blocks: (places where a cell may begin, count of every loop, words of a run), an array on the host,
+            else a tensor.
+        offset: bytes from where a cell of a chunk begins.
+        shape, strides: of the view of a cell of a chunk.
     """
 
     blocks: Any
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Plane:
+    """Nests whose cells lie alike in blocks, and alike in chunks.
+
+    Attributes:
+        block, cells: distance between the engine's blocks, and from the first cell of a block to each, in
+            places of `_Copy.blocks`.
+        chunk_cells: bytes from the start of a chunk to each of its cells.
+        copies: its nests.
+    """
+
+    block: int
+    cells: Int64s
+    chunk_cells: Int64s
+    copies: tuple[_Copy, ...]
+
+    def places(self, blocks: Int64s, number: Int64s) -> list[int]:
+        """Where cells lie in the engine's blocks."""
+        found: list[int] = (blocks * self.block + self.cells[number % len(self.cells)]).reshape(-1).tolist()
+        return found
+
+    def offsets(self, chunks: Int64s | int, number: Int64s) -> list[int]:
+        """Where cells lie in the arena, in bytes; `chunks` is where their chunks begin."""
+        found: list[int] = (chunks + self.chunk_cells[number % len(self.chunk_cells)]).tolist()
+        return found
 
 
 class ChunkCopies:
@@ -62,10 +92,7 @@ class ChunkCopies:
         self._storing, self._memory = side == "src", memory
         self._stride = route.src_stride if self._storing else route.dst_stride
         self._blocks = route.src_blocks if self._storing else route.dst_blocks
-        self._phases = [
-            [self._copy(nest, side, engine) for given in phase for nest in given.ascending()]
-            for phase in route.nests
-        ]
+        self._planes = [self._plane(plane, side, engine) for plane in route.planes]
 
     def store(self, cells: Cells, offsets: Int64s) -> None:
         """Copy cells from blocks to chunks.
@@ -82,27 +109,30 @@ class ChunkCopies:
 
     def blank(self, cells: Cells, offset: int) -> None:
         """Zero cells of the chunk at `offset`."""
-        for phase in cells.phase.tolist():
-            for copy in self._phases[phase]:
-                self._image(copy, offset)[...] = 0
+        for plane in self._planes:
+            for at in plane.offsets(offset, cells.number):
+                for copy in plane.copies:
+                    self._image(copy, at)[...] = 0
 
     def clear(self, blocks: Int64s) -> None:
-        """Zero what the route covers of these blocks, in every phase."""
-        for copies in self._phases:
-            for copy in copies:
-                for block in blocks.tolist():
-                    copy.blocks[block] = 0
+        """Zero what the route covers of all cells of these blocks."""
+        for plane in self._planes:
+            places = plane.places(blocks[:, None], np.arange(len(plane.cells)))
+            for copy in plane.copies:
+                for place in places:
+                    copy.blocks[place] = 0
         self._wait()
 
     def _each(self, cells: Cells, blocks: Int64s, chunks: Int64s) -> None:
-        each = zip(cells.phase.tolist(), blocks.tolist(), chunks.tolist(), strict=True)
-        for phase, block, chunk in each:
-            for copy in self._phases[phase]:
-                self._move(copy, block, chunk)
+        for plane in self._planes:
+            places, offsets = plane.places(blocks, cells.number), plane.offsets(chunks, cells.number)
+            for place, offset in zip(places, offsets, strict=True):
+                for copy in plane.copies:
+                    self._move(copy, place, offset)
         self._wait()
 
-    def _move(self, copy: _Copy, block: int, chunk: int) -> None:
-        pages, image = copy.blocks[block], self._image(copy, chunk)
+    def _move(self, copy: _Copy, place: int, offset: int) -> None:
+        pages, image = copy.blocks[place], self._image(copy, offset)
         if not isinstance(pages, np.ndarray):
             there = torch.from_numpy(image)
             there.copy_(pages) if self._storing else pages.copy_(there)
@@ -111,15 +141,38 @@ class ChunkCopies:
         else:
             np.copyto(pages, image)
 
-    def _image(self, copy: _Copy, chunk: int) -> npt.NDArray[Any]:
+    def _image(self, copy: _Copy, offset: int) -> npt.NDArray[Any]:
         word = copy.strides[-1]
-        return np.ndarray(copy.shape, _WORDS[word], self._memory.data, chunk + copy.offset, copy.strides)
+        return np.ndarray(copy.shape, _WORDS[word], self._memory.data, offset + copy.offset, copy.strides)
 
-    def _copy(self, nest: Nest, side: str, engine: Space) -> _Copy:
+    def _plane(self, plane: Plane, side: str, engine: Space) -> _Plane:
+        here, there = (
+            (plane.src_offsets, plane.dst_offsets)
+            if self._storing
+            else (plane.dst_offsets, plane.src_offsets)
+        )
+        unit = gcd(self._stride, *here.tolist())
+        count = ((self._blocks - 1) * self._stride + int(here.max())) // unit + 1
+        apart = gcd(unit, *there.tolist())
+        copies = [
+            self._copy(nest, engine, side, (unit, count), apart)
+            for given in plane.nests
+            for nest in given.ascending()
+        ]
+        return _Plane(self._stride // unit, here // unit, there, tuple(copies))
+
+    def _copy(self, nest: Nest, engine: Space, side: str, places: tuple[int, int], apart: int) -> _Copy:
+        """A nest.
+
+        Args:
+            nest, engine, side: as given.
+            places: bytes from one place where a cell may begin to the next, and how many there are.
+            apart: divides the distances of cells on both sides.
+        """
         address, offset = (nest.src, nest.dst) if self._storing else (nest.dst, nest.src)
-        word = word_of(nest, self._stride, offset, address - engine.base(address))
+        word = word_of(nest, apart, offset, address - engine.base(address))
         distances = [loop.dst if self._storing else loop.src for loop in nest.loops]
-        blocks = engine.view(nest, side, self._stride, self._blocks, word)
+        blocks = engine.view(nest, side, *places, word)
         return _Copy(
             blocks if blocks.is_cuda else blocks.numpy(),
             offset,
@@ -129,8 +182,8 @@ class ChunkCopies:
 
     def _wait(self) -> None:
         """What others do next comes after this, though the engine uses other streams."""
-        for copies in self._phases[:1]:
-            for copy in copies[:1]:
+        for plane in self._planes[:1]:
+            for copy in plane.copies[:1]:
                 if not isinstance(copy.blocks, np.ndarray):
                     torch.cuda.synchronize(copy.blocks.device)
 

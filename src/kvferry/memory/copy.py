@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import gcd
 
 import numpy as np
 import torch
 
 from kvferry.memory.space import Space, word_of
 from kvferry.planning.nest import Nest
+from kvferry.planning.pieces import Int64s
+from kvferry.planning.plane import PoolNests
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +38,35 @@ class Slots:
     stride: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Nests whose cells lie alike in the blocks of the pool.
+
+    Attributes:
+        block, cells: distance between blocks, and from the first cell of a block to each, in places.
+        views: nest, word, and what it covers of the pool from every place on where a cell may begin.
+    """
+
+    block: int
+    cells: Int64s
+    views: tuple[tuple[Nest, int, torch.Tensor], ...]
+
+    def index(self, blocks: Int64s, cells: Int64s) -> Int64s:
+        """Where cells lie in the views."""
+        return blocks * self.block + self.cells[cells % len(self.cells)]
+
+
 class Loops:
-    """The nests of one phase, between the blocks of a pool and images; views are made once.
+    """The nests of a cell, between the blocks of a pool and images; views are made once.
 
     Every operation is over when it returns, on a device too.
     """
 
-    def __init__(self, nests: Sequence[Nest], pool: Space, side: str, stride: int, blocks: int) -> None:
+    def __init__(self, parts: Sequence[PoolNests], pool: Space, side: str, stride: int, blocks: int) -> None:
         """Prepare.
 
         Args:
-            nests: one side's addresses are absolute, of block 0; the other's are offsets in an image.
+            parts: one side's addresses are absolute, of block 0; the other's are offsets in an image.
             pool: registered memory of the blocks.
             side: which side the pool is on, "src" to gather, "dst" to scatter.
             stride: bytes between blocks.
@@ -55,60 +76,75 @@ class Loops:
             TransferError: the nests leave the pool's memory.
         """
         self._side = side
-        self._pool = []
-        for nest in nests:
-            address = nest.src if side == "src" else nest.dst
-            inside = nest.dst if side == "src" else nest.src
-            word = word_of(nest, stride, inside, address - pool.base(address))
-            self._pool.append((nest, word, pool.view(nest, side, stride, blocks, word)))
+        self._parts = tuple(self._part(part, pool, stride, blocks) for part in parts)
 
-    def gather(self, blocks: torch.Tensor, slots: Slots, first: int, step: int) -> None:
-        """Copy from blocks to images `first`, ``first + step``, ...
+    def gather(self, blocks: Int64s, cells: Int64s, slots: Slots, first: int) -> None:
+        """Copy cells from blocks to images.
 
         Args:
-            blocks: ids, int64 of shape (n,), on the pool's device.
+            blocks: id of the block of every cell, of shape (n,).
+            cells: number of every cell in its sequence, of shape (n,).
             slots: the images.
-            first, step: which of them.
+            first: number of the first image.
         """
-        for images, pool in self._pairs(slots, first, step, len(blocks)):
+        for part, images, pool in self._pairs(slots, first, len(blocks)):
+            index = part.index(blocks, cells)
             if pool.is_cuda:
-                torch.index_select(pool, 0, blocks, out=images)
+                torch.index_select(pool, 0, torch.from_numpy(index).to(pool.device), out=images)
                 continue
             to, of = images.numpy(), pool.numpy()
-            for image, block in enumerate(blocks.tolist()):
-                np.copyto(to[image], of[block])
+            for image, at in enumerate(index.tolist()):
+                np.copyto(to[image], of[at])
         self._wait()
 
-    def scatter(self, blocks: torch.Tensor, slots: Slots, first: int, step: int) -> None:
-        """Copy from images to blocks; arguments as of `gather`."""
-        for images, pool in self._pairs(slots, first, step, len(blocks)):
+    def scatter(self, blocks: Int64s, cells: Int64s, slots: Slots, first: int) -> None:
+        """Copy from images to cells of blocks; arguments as of `gather`."""
+        for part, images, pool in self._pairs(slots, first, len(blocks)):
+            index = part.index(blocks, cells)
             if pool.is_cuda:
-                pool.index_copy_(0, blocks, images)
+                pool.index_copy_(0, torch.from_numpy(index).to(pool.device), images)
                 continue
             to, of = pool.numpy(), images.numpy()
-            for image, block in enumerate(blocks.tolist()):
-                np.copyto(to[block], of[image])
+            for image, at in enumerate(index.tolist()):
+                np.copyto(to[at], of[image])
         self._wait()
 
-    def clear(self, blocks: torch.Tensor) -> None:
-        """Zero what the loops cover of these blocks."""
-        for _, _, pool in self._pool:
-            of = pool if pool.is_cuda else pool.numpy()
-            for block in blocks.tolist():
-                of[block] = 0
+    def clear(self, blocks: Int64s) -> None:
+        """Zero what the loops cover of all cells of these blocks."""
+        for part in self._parts:
+            cells = np.arange(len(part.cells))
+            index = part.index(blocks[:, None], cells).reshape(-1).tolist()
+            for _, _, pool in part.views:
+                of = pool if pool.is_cuda else pool.numpy()
+                for at in index:
+                    of[at] = 0
         self._wait()
+
+    def _part(self, part: PoolNests, pool: Space, stride: int, blocks: int) -> _Part:
+        unit = gcd(stride, *part.at)
+        count = ((blocks - 1) * stride + max(part.at)) // unit + 1
+        views = []
+        for nest in part.nests:
+            address, inside = (nest.src, nest.dst) if self._side == "src" else (nest.dst, nest.src)
+            word = word_of(nest, unit, inside, address - pool.base(address))
+            views.append((nest, word, pool.view(nest, self._side, unit, count, word)))
+        return _Part(stride // unit, np.array(part.at, np.int64) // unit, tuple(views))
 
     def _wait(self) -> None:
         """What the transport or the engine does next comes after this, though it uses other streams."""
-        for _, _, pool in self._pool[:1]:
-            if pool.is_cuda:
-                torch.cuda.synchronize(pool.device)
+        for part in self._parts[:1]:
+            for _, _, pool in part.views[:1]:
+                if pool.is_cuda:
+                    torch.cuda.synchronize(pool.device)
 
     def _pairs(
-        self, slots: Slots, first: int, step: int, count: int
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        self, slots: Slots, first: int, count: int
+    ) -> Iterator[tuple[_Part, torch.Tensor, torch.Tensor]]:
         """Of every nest, the images and the whole pool; of one shape but for the first axis."""
         address = slots.address + first * slots.stride
-        for nest, word, pool in self._pool:
-            side, at = ("dst", nest.at(0, address)) if self._side == "src" else ("src", nest.at(address, 0))
-            yield slots.space.view(at, side, step * slots.stride, count, word), pool
+        for part in self._parts:
+            for nest, word, pool in part.views:
+                side, at = (
+                    ("dst", nest.at(0, address)) if self._side == "src" else ("src", nest.at(address, 0))
+                )
+                yield part, slots.space.view(at, side, slots.stride, count, word), pool

@@ -81,10 +81,9 @@ class Sum:
         self.descriptors += counted.descriptors
         self.bytes += counted.bytes
         self.full_bytes += tally(route, full).bytes
-        for phase, rows in enumerate(route.phases):
-            times = int((cells.phase == phase).sum())
-            for length, count in Counter(rows.length.tolist()).items():
-                self.runs[length] += length * count * times
+        for plane in route.planes:
+            for length, count in plane.lengths:
+                self.runs[length] += length * count * len(cells)
         if len(cells):
             how = expected(route, cells, counted, pricing)
             self.strategies.add(how.strategy)

@@ -1,7 +1,7 @@
 """Which bytes go from where to where, as pure array arithmetic.
 
-- `retile`: two page formats to the *pieces* of one cell (offsets on both sides, length): what a layout
-  change, a resharding or a block size change comes down to.
+- `retile`: two page formats to the loops that move one cell: what a layout change, a resharding or a block
+  size change comes down to. `plane`: where the cells of a block lie on each side.
 - `template`: one rank's geometry against all ranks of a peer: the pieces each peer rank supplies, as
   lists a transport can prepare at handshake.
 - `select`: which tokens, hence which blocks, a request needs of each group.

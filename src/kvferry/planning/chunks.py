@@ -113,7 +113,7 @@ def cells_beside(route: Route, chunk_tokens: int, number: int, at_hand: range) -
         return Cells(*(np.zeros(0, np.int64) for _ in range(3)))
     cells = np.arange(number * chunk_tokens // cell, (number + 1) * chunk_tokens // cell, dtype=np.int64)
     cells = cells[(cells < at_hand.start // cell) | (cells >= -(-at_hand.stop // cell))]
-    return Cells(np.zeros(len(cells), np.int64), np.ones(len(cells), np.int64), cells % len(route.phases))
+    return Cells(np.zeros(len(cells), np.int64), np.ones(len(cells), np.int64), cells)
 
 
 def cells_to_load(

@@ -10,11 +10,13 @@ memory that travels in few large descriptors. There are two ways to pack, and th
   whole, gaps included where that is cheaper than another descriptor; the destination's copy operation takes
   what it needs (nests from image to destination).
 
-Both are `_packed`, on one side or the other.
+Both are `_packed`, on one side or the other. The inside of an image is the same for all cells; where a cell
+lies in the pool depends on its place in its block (`planning.plane`).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
@@ -23,6 +25,7 @@ import numpy as np
 
 from kvferry.planning.nest import Loop, Nest
 from kvferry.planning.pieces import Int64s, Pieces
+from kvferry.planning.plane import Offsets, Plane, PoolNests, PoolPieces
 
 Side: TypeAlias = Literal["src", "dst"]
 
@@ -35,76 +38,93 @@ MAX_STRETCHES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """How the cells of a route are packed, by phase.
+    """How the cells of a route are packed.
 
     Attributes:
         stride: bytes from one cell's image to the next, a multiple of `ALIGNMENT`.
-        nests: per phase, the loops between engine memory (absolute, block 0) and the image.
-        stretches: per phase, what is read: between image and destination if gathered, between source and
-            image if fetched; in the image's order.
-        bytes: per phase, bytes of all stretches.
+        nests: the loops between engine memory (absolute, block 0) and the image.
+        stretches: what is read: between image and destination if gathered, between source and image if
+            fetched; in the image's order.
     """
 
     stride: int
-    nests: tuple[tuple[Nest, ...], ...]
-    stretches: tuple[Pieces, ...]
+    nests: tuple[PoolNests, ...]
+    stretches: tuple[PoolPieces, ...]
 
     @property
     def bytes(self) -> int:
-        """Bytes of the largest cell's stretches."""
-        return max(stretches.total_bytes for stretches in self.stretches)
+        """Bytes of all stretches."""
+        return sum(each.pieces.total_bytes for each in self.stretches)
+
+    @property
+    def longest(self) -> int:
+        """Bytes of the longest stretch."""
+        return max(int(each.pieces.length.max()) for each in self.stretches)
 
 
-def gathered(phases: Sequence[Sequence[Nest]]) -> Image | None:
+def gathered(planes: Iterable[Plane]) -> Image | None:
     """Cells in the destination's order, made by the source; None if that is not worth it.
 
     Heads are outside of layers in the destination, layers come one by one from the source:
 
-    >>> nests = [Nest(layer * 1000, layer * 8, 8, (Loop(2, 8, 24),)) for layer in range(3)]
-    >>> image = gathered([nests])
-    >>> image.nests[0][1]
+    >>> from kvferry.planning.plane import ONE_CELL
+    >>> nests = tuple(Nest(layer * 1000, layer * 8, 8, (Loop(2, 8, 24),)) for layer in range(3))
+    >>> image = gathered([Plane(ONE_CELL, ONE_CELL, nests)])
+    >>> image.nests[0].nests[1]
     Nest(src=1000, dst=8, run=8, loops=(Loop(count=2, src=8, dst=24),))
-    >>> image.stretches[0].src.tolist(), image.stretches[0].dst.tolist(), image.stretches[0].length.tolist()
+    >>> stretches = image.stretches[0].pieces
+    >>> stretches.src.tolist(), stretches.dst.tolist(), stretches.length.tolist()
     ([0], [0], [48])
     """
-    packed = [_packed(nests, "dst", 0) for nests in phases]
-    if any(phase is None for phase in packed):
-        return None
-    found = [phase for phase in packed if phase is not None]
-    stretches = tuple(Pieces(inside, at, length) for _, at, inside, length in found)
-    return _image([nests for nests, *_ in found], stretches)
+    return _image(planes, "dst", 0, ())
 
 
-def fetched(phases: Sequence[Sequence[Nest]], gap_bytes: int, cuts: Sequence[int] = ()) -> Image | None:
+def fetched(planes: Iterable[Plane], gap_bytes: int, cuts: Sequence[int] = ()) -> Image | None:
     """Cells in the source's order, cut out by the destination; None if that is not worth it.
 
     Args:
-        phases: the nests of a cell by phase.
+        planes: what a cell moves.
         gap_bytes: bytes that nobody asked for that are read along if they lie between two runs.
         cuts: addresses that nothing is read across: where registered regions of the source begin.
     """
-    packed = [_packed(nests, "src", gap_bytes, cuts) for nests in phases]
-    if any(phase is None for phase in packed):
+    return _image(planes, "src", gap_bytes, cuts)
+
+
+def _image(planes: Iterable[Plane], side: Side, gap_bytes: int, cuts: Sequence[int]) -> Image | None:
+    """Pack one side: what lies alike there in every cell becomes stretches, one after the other."""
+    alike = defaultdict[Offsets, list[tuple[Offsets, tuple[Nest, ...]]]](list)
+    for plane in planes:
+        at, other = (plane.src_at, plane.dst_at) if side == "src" else (plane.dst_at, plane.src_at)
+        alike[at].append((other, plane.nests))
+    nests = defaultdict[Offsets, list[Nest]](list)
+    stretches = list[PoolPieces]()
+    size = 0
+    for at, group in alike.items():
+        parts = [(other, part) for other, plane in group for nest in plane for part in nest.ascending()]
+        packed = _packed([part for _, part in parts], side, gap_bytes, cuts, size)
+        if packed is None:
+            return None
+        placed, start, inside, length = packed
+        pieces = Pieces(start, inside, length) if side == "src" else Pieces(inside, start, length)
+        stretches.append(PoolPieces(at, pieces))
+        size += pieces.total_bytes
+        for (other, _), found in zip(parts, placed, strict=True):
+            nests[other] += found
+    if not size or sum(len(each.pieces) for each in stretches) > MAX_STRETCHES:
         return None
-    found = [phase for phase in packed if phase is not None]
-    stretches = tuple(Pieces(at, inside, length) for _, at, inside, length in found)
-    return _image([nests for nests, *_ in found], stretches)
-
-
-def _image(nests: list[list[Nest]], stretches: tuple[Pieces, ...]) -> Image:
-    size = max(phase.total_bytes for phase in stretches)
-    return Image(-(-size // ALIGNMENT) * ALIGNMENT, tuple(map(tuple, nests)), stretches)
+    stride = -(-size // ALIGNMENT) * ALIGNMENT
+    return Image(stride, tuple(PoolNests(at, tuple(of)) for at, of in nests.items()), tuple(stretches))
 
 
 def _packed(
-    nests: Iterable[Nest], side: Side, gap_bytes: int, cuts: Sequence[int] = ()
-) -> tuple[list[Nest], Int64s, Int64s, Int64s] | None:
-    """Replace one side's addresses by offsets in an image.
+    nests: Sequence[Nest], side: Side, gap_bytes: int, cuts: Sequence[int], first: int
+) -> tuple[list[list[Nest]], Int64s, Int64s, Int64s] | None:
+    """Replace one side's addresses by offsets in an image, from `first` on.
 
     Returns:
-        The nests with that side replaced; and address, offset in the image, and length of every stretch.
+        Each nest with that side replaced, in one part or several; and address, offset in the image, and
+        length of every stretch.
     """
-    nests = [part for nest in nests for part in nest.ascending()]
     if not nests:
         return None
     shadows = [_shadow(nest, side) for nest in nests]
@@ -115,9 +135,8 @@ def _packed(
         np.full(len(start), length, np.int64) for start, (length, _) in zip(starts, shadows, strict=True)
     ]
     at, length = _united(np.concatenate(starts), np.concatenate(lengths), gap_bytes, cuts)
-    inside = np.concatenate([[0], np.cumsum(length)[:-1]])
-    placed = [nest for original in nests for nest in _placed(original, side, at, inside)]
-    return placed, at, inside, length
+    inside = first + np.concatenate([[0], np.cumsum(length)[:-1]])
+    return [_placed(nest, side, at, inside) for nest in nests], at, inside, length
 
 
 def _address(nest: Nest, side: Side) -> int:

@@ -1,7 +1,7 @@
 """Two page formats to the loops that move one into the other.
 
 Intersect what each field holds, cut tokens at the common divisor of the two block sizes (a *cell*), and
-give for every cell the loops over what both sides hold. This is resharding, changing layout and changing
+give the loops of a cell over what both sides hold. This is resharding, changing layout and changing
 block size at once; none of them has code of its own.
 
 The result is small (it is per page, not per block) and is computed once per pair of formats at handshake.
@@ -9,43 +9,35 @@ The result is small (it is per page, not per block) and is computed once per pai
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import gcd, lcm
+from math import gcd
 
 from kvferry.errors import Incompatible
 from kvferry.geometry.page import TOKEN, Axis, Field, PageFormat
-from kvferry.planning.nest import Nest, fused, nests_of
+from kvferry.planning.nest import nests_of
 from kvferry.planning.pieces import Int64s
+from kvferry.planning.plane import ONE_CELL, Plane, joined, split_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Retiled:
     """How pages of one format become pages of another.
 
-    Cell ``c`` of a sequence (tokens ``[c·cell_tokens, (c+1)·cell_tokens)``) lies in source block
-    ``c // src_cells`` and destination block ``c // dst_cells``, and moves by
-    ``phases[c % len(phases)]``. A snapshot is one cell, its own block on both sides.
+    Cell ``c`` of a sequence (tokens ``[c·cell_tokens, (c+1)·cell_tokens)``) is cell ``c % src_cells`` of
+    source block ``c // src_cells``, and cell ``c % dst_cells`` of destination block ``c // dst_cells``. A
+    snapshot is one cell, its own block on both sides.
 
     Attributes:
         cell_tokens: tokens of a cell, 0 for a snapshot.
         src_cells, dst_cells: cells per block on each side.
-        phases: the nests of a cell, by its index modulo the number of phases; offsets from the start of
-            the page on each side.
+        planes: what a cell moves; offsets from the start of the page on each side.
     """
 
     cell_tokens: int
     src_cells: int
     dst_cells: int
-    phases: tuple[tuple[Nest, ...], ...]
-
-
-MAX_PHASES = 1024
-"""Ways in which cells may lie in blocks on both sides before two block sizes are refused."""
-
-
-def _phases(src_tokens: int, dst_tokens: int) -> int:
-    return lcm(src_tokens, dst_tokens) // gcd(src_tokens, dst_tokens)
+    planes: tuple[Plane, ...]
 
 
 def differences(src: PageFormat, dst: PageFormat) -> list[str]:
@@ -60,10 +52,6 @@ def differences(src: PageFormat, dst: PageFormat) -> list[str]:
         here, there = _listed(ours), _listed(theirs)
         return [f"the peer's pages hold {there} ({src.content}), ours hold {here} ({dst.content})"]
     found = []
-    if src.block_tokens and _phases(src.block_tokens, dst.block_tokens) > MAX_PHASES:
-        found.append(
-            f"blocks of {src.block_tokens} tokens there and {dst.block_tokens} here share no useful divisor"
-        )
     for name, field in ours.items():
         other = theirs[name]
         if field.item_bytes != other.item_bytes:
@@ -87,9 +75,9 @@ def differences(src: PageFormat, dst: PageFormat) -> list[str]:
 
 
 def retile(src: PageFormat, dst: PageFormat, fields: frozenset[str] | None = None) -> Retiled:
-    """The loops over what a page of `dst` can take from a page of `src`, cell by cell.
+    """The loops over what a page of `dst` can take from a page of `src`, for any cell.
 
-    Blocks of 4 tokens to blocks of 6, an element of 2 bytes per token: cells of 2 tokens, 6 phases of them.
+    Blocks of 4 tokens to blocks of 6, an element of 2 bytes per token: cells of 2 tokens.
 
     >>> def page(tokens):
     ...     field = Field("kv", 2, 0, (Axis("token", ((tokens, 2),)),))
@@ -97,8 +85,8 @@ def retile(src: PageFormat, dst: PageFormat, fields: frozenset[str] | None = Non
     >>> moved = retile(page(4), page(6))
     >>> moved.cell_tokens, moved.src_cells, moved.dst_cells
     (2, 2, 3)
-    >>> [(nest.src, nest.dst, nest.run) for (nest,) in moved.phases]
-    [(0, 0, 4), (4, 4, 4), (0, 8, 4), (4, 0, 4), (0, 4, 4), (4, 8, 4)]
+    >>> moved.planes
+    (Plane(src_at=(0, 4), dst_at=(0, 4, 8), nests=(Nest(src=0, dst=0, run=4, loops=()),)),)
 
     Args:
         src: format of the pages read.
@@ -114,32 +102,32 @@ def retile(src: PageFormat, dst: PageFormat, fields: frozenset[str] | None = Non
     pairs = [(src_f, f) for f in dst.fields for src_f in src.fields if src_f.name == f.name]
     if fields is not None:
         pairs = [(a, b) for a, b in pairs if b.name in fields]
-    if not dst.block_tokens:
-        return Retiled(0, 1, 1, (_nests(pairs, None),))
     cell = gcd(src.block_tokens, dst.block_tokens)
-    src_cells, dst_cells = src.block_tokens // cell, dst.block_tokens // cell
-    phases = tuple(
-        _nests(pairs, (c % src_cells * cell, c % dst_cells * cell, cell))
-        for c in range(_phases(src.block_tokens, dst.block_tokens))
-    )
-    return Retiled(cell, src_cells, dst_cells, phases)
+    planes = joined(plane for pair in pairs for plane in _planes(*pair, cell))
+    if not cell:
+        return Retiled(0, 1, 1, planes)
+    return Retiled(cell, src.block_tokens // cell, dst.block_tokens // cell, planes)
 
 
-def _nests(pairs: Sequence[tuple[Field, Field]], cell: tuple[int, int, int] | None) -> tuple[Nest, ...]:
-    """Everything that both sides hold of some fields, of the tokens of one cell."""
-    found = list[Nest]()
-    for src, dst in pairs:
-        src_axes = {axis.name: axis for axis in src.axes}
-        axes = [_common(src_axes[axis.name], axis, cell) for axis in dst.axes]
-        found += nests_of(dst.item_bytes, src.offset, dst.offset, axes)
-    return fused(found)
+def _planes(src: Field, dst: Field, cell_tokens: int) -> Iterator[Plane]:
+    """Everything that both sides hold of a field, of the tokens of one cell."""
+    others = [(_axis(src, axis.name), axis) for axis in dst.axes if axis.name != TOKEN]
+    axes = [_common(*pair) for pair in others]
+    here = dst.axis(TOKEN)
+    if here is None:
+        yield Plane(ONE_CELL, ONE_CELL, tuple(nests_of(dst.item_bytes, src.offset, dst.offset, axes)))
+        return
+    for src_at, dst_at, *tokens in split_tokens(_axis(src, TOKEN).offsets(), here.offsets(), cell_tokens):
+        found = nests_of(dst.item_bytes, src.offset, dst.offset, [*axes, (tokens[0], tokens[1])])
+        yield Plane(src_at, dst_at, tuple(found))
 
 
-def _common(src: Axis, dst: Axis, cell: tuple[int, int, int] | None) -> tuple[Int64s, Int64s]:
+def _axis(field: Field, name: str) -> Axis:
+    return next(axis for axis in field.axes if axis.name == name)
+
+
+def _common(src: Axis, dst: Axis) -> tuple[Int64s, Int64s]:
     """Offsets on both sides of the indices that both hold, in the same order."""
-    if dst.name == TOKEN and cell is not None:
-        src_first, dst_first, count = cell
-        return src.offsets()[src_first : src_first + count], dst.offsets()[dst_first : dst_first + count]
     low, high = max(src.start, dst.start), min(src.stop, dst.stop)
     high = max(low, high)
     return src.offsets()[low - src.start : high - src.start], dst.offsets()[

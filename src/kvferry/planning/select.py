@@ -143,18 +143,19 @@ class Cells:
 
     Attributes:
         src_block, dst_block: block ids, int64 of shape (n,).
-        phase: phase of the route, int64 of shape (n,).
+        number: of the cell in its sequence, which says where in its block it lies on either side; int64 of
+            shape (n,).
     """
 
     src_block: Int64s
     dst_block: Int64s
-    phase: Int64s
+    number: Int64s
 
     def __len__(self) -> int:
         return len(self.src_block)
 
     def __getitem__(self, part: slice) -> Cells:
-        return Cells(self.src_block[part], self.dst_block[part], self.phase[part])
+        return Cells(self.src_block[part], self.dst_block[part], self.number[part])
 
 
 def select_cells(
@@ -198,7 +199,7 @@ def select_cells(
             raise TransferError(
                 f"tokens [{low}, {high}) need block {at[-1]} of the {side}'s table, which has {len(table)}"
             )
-    return _cells(route, src_table[src_at], dst_table[dst_at], cells % len(route.phases))
+    return _cells(route, src_table[src_at], dst_table[dst_at], cells)
 
 
 def uncovered(route: Route, kind: GroupKind, reach: int, span: Span, dst_table: Int64s) -> Int64s:
@@ -240,7 +241,7 @@ def check_part(route: Route, kind: GroupKind, span: Span) -> None:
             )
 
 
-def _cells(route: Route, src: Int64s, dst: Int64s, phase: Int64s) -> Cells:
+def _cells(route: Route, src: Int64s, dst: Int64s, number: Int64s) -> Cells:
     """Cells of blocks that exist. An id past the pool would index another row: silently, other bytes."""
     for ids, blocks, side in ((src, route.src_blocks, "source"), (dst, route.dst_blocks, "destination")):
         if (ids == NULL_BLOCK).any():
@@ -249,7 +250,7 @@ def _cells(route: Route, src: Int64s, dst: Int64s, phase: Int64s) -> Cells:
             raise TransferError(
                 f"the {side}'s table names blocks {ids.min()} to {ids.max()}, its pool has {blocks}"
             )
-    return Cells(src, dst, phase)
+    return Cells(src, dst, number)
 
 
 def blocks_needed(kind: GroupKind, reach: int, block_tokens: int, span: Span, table: Int64s) -> Int64s:

@@ -21,6 +21,7 @@ from kvferry.errors import ConfigError
 from kvferry.planning.image import Image, fetched, gathered
 from kvferry.planning.nest import Nest, fused
 from kvferry.planning.pieces import Pieces
+from kvferry.planning.plane import PoolNests
 from kvferry.planning.template import Route
 
 MAX_ROWS = 1 << 17
@@ -100,7 +101,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What moving one cell takes, on average over phases.
+    """What moving one cell takes.
 
     Attributes:
         descriptors, read_bytes: of the READ.
@@ -150,18 +151,18 @@ class Way:
         strategy: its name.
         work: per cell.
         image: how cells are packed, None for direct.
-        landing: per phase, the loops from a gathered image to its place, if it is read whole; None if it is
-            read straight into place.
+        landing: the loops from a gathered image to its place, if it is read whole; None if it is read
+            straight into place.
     """
 
     strategy: Strategy
     work: Work
     image: Image | None = None
-    landing: tuple[tuple[Nest, ...], ...] | None = None
+    landing: tuple[PoolNests, ...] | None = None
 
     @property
-    def scatters(self) -> tuple[tuple[Nest, ...], ...] | None:
-        """Per phase, the loops from the image to the destination's memory; None if nothing is scattered."""
+    def scatters(self) -> tuple[PoolNests, ...] | None:
+        """The loops from the image to the destination's memory; None if nothing is scattered."""
         if self.image is not None and self.strategy is Strategy.OVER_READ:
             return self.image.nests
         return self.landing
@@ -186,21 +187,17 @@ def ways(route: Route, costs: Costs, max_image_bytes: int, cuts: Sequence[int] =
         cuts: where the source's registered regions begin.
     """
     found = []
-    phases = len(route.nests)
     size = route.cell_bytes
-    if route.row_count <= MAX_ROWS * phases:
-        rows = sum(map(len, route.phases)) / phases
-        found.append(Way(Strategy.DIRECT, Work(rows, size, bytes=size)))
+    if route.row_count <= MAX_ROWS:
+        found.append(Way(Strategy.DIRECT, Work(len(route.rows), size, bytes=size)))
     if image := _fetched(route, costs.gap_bytes, cuts):
-        descriptors, read_bytes = _stretches(image)
         calls, runs = _copies(image.nests)
-        work = Work(descriptors, read_bytes, scatter_calls=calls, scatter_runs=runs, bytes=size)
+        work = Work(_stretches(image), image.bytes, scatter_calls=calls, scatter_runs=runs, bytes=size)
         found.append(Way(Strategy.OVER_READ, work, image))
-    if image := gathered(route.nests):
-        descriptors, _ = _stretches(image)
+    if image := gathered(route.planes):
         calls, runs = _copies(image.nests)
-        found.append(Way(Strategy.STAGED, Work(descriptors, size, calls, runs, bytes=size), image))
-        landing = tuple(_as_nests(stretches) for stretches in image.stretches)
+        found.append(Way(Strategy.STAGED, Work(_stretches(image), size, calls, runs, bytes=size), image))
+        landing = tuple(PoolNests(each.at, _as_nests(each.pieces)) for each in image.stretches)
         work = Work(0, size, calls, runs, *_copies(landing), bytes=size)
         found.append(Way(Strategy.STAGED, work, image, landing))
     packed = [way for way in found if way.image is None or way.image.stride <= max_image_bytes]
@@ -220,22 +217,22 @@ def choose(found: Sequence[Way], cells: int, costs: Costs, pinned: Strategy | No
 
 def _fetched(route: Route, gap_bytes: int, cuts: Sequence[int]) -> Image | None:
     """Stretches no longer than a block: reading along what lies in other blocks would never pay."""
-    image = fetched(route.nests, gap_bytes, cuts)
-    while image and gap_bytes and any((s.length > route.src_stride).any() for s in image.stretches):
+    image = fetched(route.planes, gap_bytes, cuts)
+    while image and gap_bytes and image.longest > route.src_stride:
         gap_bytes //= 4
-        image = fetched(route.nests, gap_bytes, cuts)
+        image = fetched(route.planes, gap_bytes, cuts)
     return image
 
 
-def _stretches(image: Image) -> tuple[float, float]:
-    """Stretches and their bytes, per cell."""
-    phases = len(image.stretches)
-    return sum(map(len, image.stretches)) / phases, sum(s.total_bytes for s in image.stretches) / phases
+def _stretches(image: Image) -> int:
+    """Stretches per cell."""
+    return sum(len(each.pieces) for each in image.stretches)
 
 
-def _copies(phases: Sequence[Sequence[Nest]]) -> tuple[float, float]:
+def _copies(parts: Sequence[PoolNests]) -> tuple[int, int]:
     """Calls of the copy operation and runs, per cell."""
-    return sum(map(len, phases)) / len(phases), sum(n.rows for p in phases for n in p) / len(phases)
+    nests = [nest for part in parts for nest in part.nests]
+    return len(nests), sum(nest.rows for nest in nests)
 
 
 def _as_nests(stretches: Pieces) -> tuple[Nest, ...]:

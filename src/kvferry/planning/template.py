@@ -8,14 +8,15 @@ every part of it is taken exactly once, however many ranks hold a copy, and copi
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from kvferry.errors import Incompatible
 from kvferry.geometry import Field, GroupKind, Layer, PageFormat, RankGeometry
-from kvferry.planning.nest import Nest, fused, spelled
+from kvferry.planning.nest import Nest
 from kvferry.planning.pieces import Pieces, concatenate
+from kvferry.planning.plane import Plane, joined
 from kvferry.planning.retile import Retiled, differences, retile
 
 
@@ -30,9 +31,9 @@ class Route:
         src_cells, dst_cells: cells per block.
         src_stride, dst_stride: bytes between blocks.
         src_blocks, dst_blocks: blocks in each pool.
-        nests: what a cell moves, by its index modulo the number of phases; absolute addresses for block 0,
-            block ``b`` is ``b * stride`` further on. Layers at regular distances are a loop, so a cross-layer
-            cache that stores a block's layers side by side has one nest, often of one run.
+        planes: what a cell moves; absolute addresses for block 0, block ``b`` is ``b * stride`` further on.
+            Layers at regular distances are a loop, so a cross-layer cache that stores a block's layers side
+            by side has one nest, often of one run.
     """
 
     src_group: int
@@ -45,27 +46,27 @@ class Route:
     dst_stride: int
     src_blocks: int
     dst_blocks: int
-    nests: tuple[tuple[Nest, ...], ...]
+    planes: tuple[Plane, ...]
 
     @property
     def cell_bytes(self) -> int:
         """Bytes of a cell; every cell of a route has as many."""
-        return sum(nest.bytes for nest in self.nests[0])
+        return sum(nest.bytes for nest in self.nests)
+
+    @property
+    def nests(self) -> tuple[Nest, ...]:
+        """The loops of all planes."""
+        return tuple(nest for plane in self.planes for nest in plane.nests)
 
     @property
     def row_count(self) -> int:
         """Upper bound of the number of `rows`, without spelling them out."""
-        return sum(nest.rows for phase in self.nests for nest in phase)
-
-    @cached_property
-    def phases(self) -> tuple[Pieces, ...]:
-        """The runs of a cell, spelled out; all layers' in one list, merged where they touch on both sides."""
-        return tuple(spelled(phase) for phase in self.nests)
+        return sum(nest.rows for nest in self.nests)
 
     @cached_property
     def rows(self) -> Pieces:
-        """Rows of all phases, one after the other."""
-        return concatenate(self.phases)
+        """The runs of a cell, spelled out, plane after plane; those that touch on both sides are one."""
+        return concatenate([plane.pieces for plane in self.planes])
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,18 +233,16 @@ def _route(key: _RouteKey, layers: list[tuple[Layer, Layer]], src: RankGeometry,
         key.dst_stride,
         src.num_blocks,
         dst.num_blocks,
-        tuple(_placed(found, phase) for phase in range(len(retiled.phases))),
+        joined(_placed(found)),
     )
 
 
-def _placed(found: Sequence[tuple[Retiled, Sequence[tuple[int, int]]]], phase: int) -> tuple[Nest, ...]:
-    """The nests of every layer at absolute addresses; pairs of those are given with each way to retile."""
-    return fused(
-        nest.at(src, dst)
-        for retiled, addresses in found
-        for src, dst in addresses
-        for nest in retiled.phases[phase]
-    )
+def _placed(found: Sequence[tuple[Retiled, Sequence[tuple[int, int]]]]) -> Iterator[Plane]:
+    """The planes of every layer at absolute addresses; pairs of those are given with each way to retile."""
+    for retiled, addresses in found:
+        for plane in retiled.planes:
+            nests = tuple(nest.at(src, dst) for src, dst in addresses for nest in plane.nests)
+            yield Plane(plane.src_at, plane.dst_at, nests)
 
 
 def kept_too_little(srcs: Sequence[RankGeometry], dst: RankGeometry) -> list[str]:

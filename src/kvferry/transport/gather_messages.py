@@ -21,15 +21,19 @@ from kvferry.errors import ProtocolError
 from kvferry.planning.image import ALIGNMENT
 from kvferry.planning.nest import Nest
 from kvferry.planning.pieces import Int64s
+from kvferry.planning.plane import PoolNests
 from kvferry.transport.messages import PROTOCOL
 from kvferry.transport.wire import reading
 
 MAX_MESSAGE_BYTES = 32 << 20
 MAX_NESTS = 1 << 14
 MAX_LOOPS = 32
+MAX_CELLS = 1 << 20
+_MOST_BYTES = 1 << 40
+_NAMED = 8
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _HalfWord = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-_Stride = Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+_Stride = Annotated[int, msgspec.Meta(ge=1, lt=_MOST_BYTES)]
 
 
 class GatherRoute(msgspec.Struct, frozen=True, array_like=True):
@@ -38,13 +42,18 @@ class GatherRoute(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         src_stride, src_blocks: of the pool.
         image_stride: bytes from one image to the next.
-        nests: per phase; addresses of block 0 to offsets in an image.
+        parts: addresses of block 0 to offsets in an image, by where the cells of a block lie.
     """
 
     src_stride: _Stride
     src_blocks: _Count
     image_stride: _Stride
-    nests: tuple[tuple[Nest, ...], ...]
+    parts: tuple[PoolNests, ...]
+
+    @property
+    def cells(self) -> int:
+        """Cells of a block."""
+        return len(self.parts[0].at)
 
 
 class Introduce(msgspec.Struct, frozen=True, tag="introduce"):
@@ -62,7 +71,7 @@ class Gather(msgspec.Struct, frozen=True, tag="gather"):
         route: of those introduced.
         slot, generation: of the lease.
         blocks: int32 ids of the cells' source blocks, in order.
-        phase: of the first cell; they follow one another.
+        cell: place of the first cell in its block; they follow one another.
     """
 
     chunk: _Count
@@ -70,7 +79,7 @@ class Gather(msgspec.Struct, frozen=True, tag="gather"):
     slot: _Count
     generation: _HalfWord
     blocks: bytes
-    phase: _Count
+    cell: _Count
 
     def ids(self) -> Int64s:
         """`blocks` as an array."""
@@ -154,22 +163,33 @@ def decode_reply(data: bytes) -> Reply:
 def _check(message: Introduce) -> None:
     if message.protocol != PROTOCOL:
         raise ProtocolError(f"protocol {message.protocol} there, {PROTOCOL} here; use the same kvferry")
-    phases = [(phase, route.image_stride) for route in message.routes for phase in route.nests]
-    most = max(len(message.routes), len(phases), sum(len(phase) for phase, _ in phases))
+    parts = [part for route in message.routes for part in route.parts]
+    most = max(len(message.routes), len(parts), sum(len(part.nests) for part in parts))
     if most > MAX_NESTS:
-        raise ProtocolError(f"{most} routes, phases or nests, at most {MAX_NESTS}")
+        raise ProtocolError(f"{most} routes, planes or nests, at most {MAX_NESTS}")
+    if (cells := sum(len(part.at) for part in parts)) > MAX_CELLS:
+        raise ProtocolError(f"places of {cells} cells in their blocks, at most {MAX_CELLS}")
     for route in message.routes:
-        if not (route.nests and route.src_blocks) or route.image_stride % ALIGNMENT:
+        _check_route(route)
+
+
+def _check_route(route: GatherRoute) -> None:
+    stride = route.image_stride
+    if not (route.parts and route.src_blocks) or stride % ALIGNMENT:
+        raise ProtocolError(
+            f"a route of {len(route.parts)} planes, {route.src_blocks} blocks, images every "
+            f"{stride} bytes; none may be 0, images begin at multiples of {ALIGNMENT}"
+        )
+    for part in route.parts:
+        if not part.at or len(part.at) != route.cells or min(part.at) < 0 or max(part.at) >= _MOST_BYTES:
             raise ProtocolError(
-                f"a route of {len(route.nests)} phases, {route.src_blocks} blocks, images every "
-                f"{route.image_stride} bytes; none may be 0, images begin at multiples of {ALIGNMENT}"
+                f"{len(part.at)} cells of a block of {route.cells}, at bytes {list(part.at[:_NAMED])}"
             )
-    for phase, stride in phases:
-        for nest in phase:
+        for nest in part.nests:
             _check_nest(nest, stride)
-        # What is dense in an image says at the same time that no nest repeats itself for hours.
-        if (size := sum(nest.bytes for nest in phase)) > stride:
-            raise ProtocolError(f"{size} bytes for an image of {stride}")
+    # What is dense in an image says at the same time that no nest repeats itself for hours.
+    if (size := sum(nest.bytes for part in route.parts for nest in part.nests)) > stride:
+        raise ProtocolError(f"{size} bytes for an image of {stride}")
 
 
 def _check_nest(nest: Nest, stride: int) -> None:

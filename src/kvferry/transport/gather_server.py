@@ -16,7 +16,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
+import numpy as np
 
 from kvferry.errors import KVFerryError
 from kvferry.geometry import RankGeometry
@@ -55,9 +55,9 @@ _SWEEP_SECONDS = 1.0
 
 @dataclass(slots=True)
 class _Reader:
-    """Somebody who introduced itself: per route the loops by phase."""
+    """Somebody who introduced itself: the loops of each route."""
 
-    routes: list[tuple[GatherRoute, list[Loops]]]
+    routes: list[tuple[GatherRoute, Loops]]
     lots: dict[int, _Held] = field(default_factory=dict)
 
 
@@ -153,13 +153,7 @@ class GatherServer:
 
     def _introduce(self, sender: bytes, message: Introduce) -> None:
         routes = [
-            (
-                route,
-                [
-                    Loops(nests, self._pool, "src", route.src_stride, route.src_blocks)
-                    for nests in route.nests
-                ],
-            )
+            (route, Loops(route.parts, self._pool, "src", route.src_stride, route.src_blocks))
             for route in message.routes
         ]
         if known := self._readers.pop(sender, None):
@@ -203,22 +197,20 @@ class GatherServer:
         self._answer(sender, Gathered(message.chunk, lot.position, word, generation))
         return True
 
-    def _copy(self, message: Gather, route: GatherRoute, loops: list[Loops], lot: Lot) -> str | None:
+    def _copy(self, message: Gather, route: GatherRoute, loops: Loops, lot: Lot) -> str | None:
         """Fill a lot; why that cannot be done, None if it is done."""
         slots = self.area.slots(route.image_stride)
         try:
-            ids = torch.from_numpy(message.ids()).to(self.area.device)
-            for first in range(min(len(loops), len(ids))):
-                of_phase = loops[(message.phase + first) % len(loops)]
-                of_phase.gather(ids[first :: len(loops)], slots, lot.position + first, len(loops))
+            blocks = message.ids()
+            loops.gather(blocks, message.cell + np.arange(len(blocks)), slots, lot.position)
         except Exception as error:
             logger.exception("gather channel: a copy failed")
             return f"the copy failed: {error}"
         return None
 
     def _refusal(self, reader: _Reader, route: GatherRoute, message: Gather, blocks: Int64s) -> str | None:
-        if message.phase >= len(route.nests):
-            return f"phase {message.phase} of {len(route.nests)}"
+        if message.cell >= route.cells:
+            return f"cell {message.cell} of {route.cells}"
         if blocks.min() < 1 or blocks.max() >= min(self._blocks, route.src_blocks):
             return f"blocks {blocks.min()} to {blocks.max()} are not in the pool"
         if message.chunk in reader.lots:

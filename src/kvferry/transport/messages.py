@@ -25,7 +25,7 @@ from kvferry.errors import ProtocolError
 from kvferry.geometry import RankGeometry
 from kvferry.transport.wire import reading
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_LEASES = 65_536
 MAX_WORDS = 1 << 20

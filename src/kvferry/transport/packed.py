@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from kvferry.planning.request import Indices
 from kvferry.planning.select import Cells
@@ -188,7 +187,7 @@ class PackedRead:
         else:
             cells = chunk.cells
             chunk.number = self._source.ask(
-                self._way.gather, self._ticket, cells.src_block, int(cells.phase[0])
+                self._way.gather, self._ticket, cells.src_block, self._route.src_cell(cells)
             )
             chunk.state = _State.ASKED
         return True
@@ -239,7 +238,7 @@ class PackedRead:
 
     def _is_sound(self, chunk: _Chunk, answer: Gathered) -> bool:
         """Whether an answer names images and a word of the area: entries past them are other memory."""
-        inside = answer.position + len(chunk.cells) <= self._way.src_count
+        inside = answer.position + len(chunk.cells) <= self._way.src.blocks
         return inside and answer.word in self._lists.area_words
 
     def _go_direct(self, chunk: _Chunk, reason: str) -> None:
@@ -270,7 +269,7 @@ class PackedRead:
             if not self._bench.free_words:
                 return False
             chunk.word = self._bench.free_words.pop()
-        if self._way.scatter and chunk.lot is None:
+        if self._way.scatter is not None and chunk.lot is None:
             chunk.lot = self._bench.landing.take(len(chunk.cells), self._way.stride)
             return chunk.lot is not None
         return True
@@ -311,11 +310,9 @@ class PackedRead:
 
     def _scatter(self, chunk: _Chunk, lot: Lot) -> None:
         loops, cells = self._way.scatter, chunk.cells
+        assert loops is not None  # noqa: S101 - a lot was taken for it
         slots = self._bench.landing.slots(self._way.stride)
-        blocks = torch.from_numpy(cells.dst_block).to(self._bench.landing.device)
-        for first in range(min(len(loops), len(cells))):
-            of_phase = loops[int(cells.phase[first])]
-            of_phase.scatter(blocks[first :: len(loops)], slots, lot.position + first, len(loops))
+        loops.scatter(cells.dst_block, cells.number, slots, lot.position)
 
     def _fail(self, chunk: _Chunk, reason: str, *, peer_lost: bool = False) -> None:
         self.abandon(reason)

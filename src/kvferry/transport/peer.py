@@ -27,7 +27,7 @@ from kvferry.transport.area import Area
 from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.messages import RankCard
 from kvferry.transport.packed import Lists
-from kvferry.transport.prepared import MAX_DESCRIPTORS, Preparation, PreparedRoute
+from kvferry.transport.prepared import Preparation, PreparedRoute
 from kvferry.transport.read_plan import PackedCells, RankRead, ReadOrder, ReadPlan, SourceRank, summed
 from kvferry.transport.settings import TransferSettings
 
@@ -162,10 +162,6 @@ class _Preparing:
         for route in routes:
             preparation.add(route)
         src, dst = preparation.src, preparation.dst
-        if max(src.entries, dst.entries) > MAX_DESCRIPTORS:
-            raise TransferError(
-                f"{max(src.entries, dst.entries)} descriptors would be prepared, at most {MAX_DESCRIPTORS}"
-            )
         client = None
         if preparation.gathers and card.outgoing is not None:
             there_host, port = card.outgoing.host, card.outgoing.port

@@ -15,12 +15,13 @@ from kvferry.geometry import RankGeometry
 from kvferry.memory.copy import Loops
 from kvferry.memory.space import Space
 from kvferry.planning.pieces import Int64s
-from kvferry.planning.request import Ends, Indices, Int32s, Tally, as_indices, paired, tally
+from kvferry.planning.plane import ONE_CELL, Offsets, PoolNests
+from kvferry.planning.request import Entries, Indices, Int32s, Tally, tally
 from kvferry.planning.select import Cells
 from kvferry.planning.strategy import FETCHED_CHUNK_BYTES, Costs, Strategy, Way, choose, chunk_bytes, ways
 from kvferry.planning.template import Route
 from kvferry.transport.area import Area, positions
-from kvferry.transport.gather_messages import MAX_NESTS, GatherRoute
+from kvferry.transport.gather_messages import MAX_CELLS, MAX_NESTS, GatherRoute
 from kvferry.transport.messages import RankCard
 
 MAX_DESCRIPTORS = 1 << 26
@@ -29,17 +30,31 @@ MAX_DESCRIPTORS = 1 << 26
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """Rows of one side: address and length, int64 of shape (n,); of each so many entries, so far apart."""
+    """Rows of one side, of which each has an entry per cell of a block and per block, or per image.
 
-    address: Int64s
-    length: Int64s
+    Attributes:
+        parts: address and length of rows, int64 of shape (n,), and where the cells of a block lie.
+        stride, count: between blocks or images, and how many there are.
+    """
+
+    parts: tuple[tuple[Int64s, Int64s, Offsets], ...]
     stride: int
     count: int
 
     @property
+    def rows(self) -> int:
+        """Rows of a cell."""
+        return sum(len(address) for address, _, _ in self.parts)
+
+    @property
+    def cells(self) -> int:
+        """Cells of a block."""
+        return len(self.parts[0][2])
+
+    @property
     def entries(self) -> int:
         """Entries of all rows."""
-        return len(self.address) * self.count
+        return self.rows * self.cells * self.count
 
 
 _Prepared: TypeAlias = tuple[Way, _Rows, _Rows]
@@ -53,11 +68,21 @@ class List:
         self.entries = 0
 
     def add(self, rows: _Rows) -> int:
-        """Add rows; returns where their entries begin."""
+        """Add rows; returns where their entries begin.
+
+        Raises:
+            TransferError: the list would be too long.
+        """
         base = self.entries
-        table = np.empty((len(rows.address), 4), np.int64)
-        table[:, 0], table[:, 1], table[:, 2:] = rows.address, rows.length, (rows.stride, rows.count)
-        self._tables.append(table)
+        if base + rows.entries > MAX_DESCRIPTORS:
+            raise TransferError(
+                f"{base + rows.entries} descriptors would be prepared, at most {MAX_DESCRIPTORS}"
+            )
+        for address, length, at in rows.parts:
+            table = np.empty((len(address), len(at), 4), np.int64)
+            table[:, :, 0] = address[:, None] + np.array(at, np.int64)
+            table[:, :, 1], table[:, :, 2:] = length[:, None], (rows.stride, rows.count)
+            self._tables.append(table.reshape(-1, 4))
         self.entries += rows.entries
         return base
 
@@ -72,21 +97,18 @@ class PreparedWay:
 
     Attributes:
         way: which.
-        rows: rows of a cell, by phase.
-        src_base, dst_base: where its entries begin in each list.
-        src_count, dst_count: entries per row.
+        rows: rows of a cell.
+        src, dst: its entries in each list.
         gather: number of the route among those introduced to the source, -1 if nothing is gathered.
-        scatter: loops from images to blocks, by phase; empty if nothing is scattered.
+        scatter: loops from images to blocks; None if nothing is scattered.
     """
 
     way: Way
-    rows: tuple[int, ...]
-    src_base: int
-    src_count: int
-    dst_base: int
-    dst_count: int
+    rows: int
+    src: Entries
+    dst: Entries
     gather: int = -1
-    scatter: tuple[Loops, ...] = ()
+    scatter: Loops | None = None
 
     @property
     def stride(self) -> int:
@@ -95,7 +117,8 @@ class PreparedWay:
 
     def chunk_cells(self, cells: int) -> int:
         """Of so many cells, how many travel at a time: several chunks must find room in either area."""
-        areas = [*([self.src_count] if self.gather >= 0 else []), *([self.dst_count] if self.scatter else [])]
+        areas = [self.src.blocks] if self.gather >= 0 else []
+        areas += [self.dst.blocks] if self.scatter is not None else []
         size = chunk_bytes(cells * self.stride) if self.gather >= 0 else FETCHED_CHUNK_BYTES
         wanted = size // self.stride
         return max(1, min(wanted, *(room // 4 for room in areas)))
@@ -107,14 +130,9 @@ class PreparedWay:
         dst: Int64s | Int32s = cells.dst_block
         if self.gather >= 0:
             src = np.arange(outgoing, outgoing + count, dtype=np.int32)
-        if self.scatter:
+        if self.scatter is not None:
             dst = np.arange(landing, landing + count, dtype=np.int32)
-        return paired(
-            self.rows,
-            cells.phase,
-            Ends(src, self.src_count, self.src_base),
-            Ends(dst, self.dst_count, self.dst_base),
-        )
+        return Indices(self.src.of(self.rows, src, cells.number), self.dst.of(self.rows, dst, cells.number))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +157,11 @@ class PreparedRoute:
     def direct_indices(self, cells: Cells) -> Indices:
         """Entries of the direct way."""
         assert self.direct is not None  # noqa: S101 - callers have chosen it
-        return as_indices(self.route, cells, self.direct.src_base, self.direct.dst_base)
+        return self.direct.indices(cells, 0, 0)
+
+    def src_cell(self, cells: Cells) -> int:
+        """Place of the first of some cells in its source block."""
+        return int(cells.number[0]) % self.route.src_cells
 
     def chosen(self, cells: int, costs: Costs, pinned: Strategy | None) -> PreparedWay:
         """The way that should take least time for so many cells."""
@@ -149,10 +171,10 @@ class PreparedRoute:
         """What is counted of cells that go that way."""
         if chosen.way.image is None:
             return tally(self.route, cells)
-        count, longest = len(cells), max(int(s.length.max()) for s in chosen.way.image.stretches)
+        count, longest = len(cells), chosen.way.image.longest
         if chosen.way.landing is not None:
             longest = chosen.stride
-        rows = round(count * sum(chosen.rows) / len(chosen.rows))
+        rows = count * chosen.rows
         return Tally(self.route.cell_bytes * count, rows, rows, longest if count else 0)
 
 
@@ -185,22 +207,21 @@ class Preparation:
                 f"cells of {route.cell_bytes} bytes in {route.row_count} runs can only move staged, and the "
                 "peer does not gather; set staging_mib there"
             )
-        written = [nest for phase in route.nests for nest in phase]
-        clearing = Loops(
-            [nest.at(-nest.src, 0) for nest in written],
-            self._space,
-            "dst",
-            route.dst_stride,
-            route.dst_blocks,
-        )
+        written = [
+            PoolNests(plane.dst_at, tuple(nest.at(-nest.src, 0) for nest in plane.nests))
+            for plane in route.planes
+        ]
+        clearing = Loops(written, self._space, "dst", route.dst_stride, route.dst_blocks)
         self.routes.append(PreparedRoute(route, tuple(made), clearing))
 
     def _possible(self, way: Way, room: int) -> bool:
         if way.strategy is not Strategy.STAGED or way.image is None:
             return True
-        introduced = sum(len(phase) for gather in self.gathers for phase in gather.nests)
-        nests = introduced + sum(map(len, way.image.nests))
-        return self._card.outgoing is not None and way.image.stride <= room and nests <= MAX_NESTS
+        parts = [*(part for gather in self.gathers for part in gather.parts), *way.image.nests]
+        few = (
+            sum(len(part.nests) for part in parts) <= MAX_NESTS and sum(len(p.at) for p in parts) <= MAX_CELLS
+        )
+        return self._card.outgoing is not None and way.image.stride <= room and few
 
     def _fitting(self, found: list[_Prepared]) -> list[_Prepared]:
         """Without those of most entries, where the lists have no room for all."""
@@ -215,59 +236,44 @@ class Preparation:
     def _rows(self, route: Route, way: Way) -> tuple[_Rows, _Rows]:
         """What a way takes in either list."""
         image = way.image
+        pools = (route.src_stride, route.src_blocks), (route.dst_stride, route.dst_blocks)
         if image is None:
-            rows = route.rows
+            both = [(plane, plane.pieces) for plane in route.planes]
             return (
-                _Rows(rows.src, rows.length, route.src_stride, route.src_blocks),
-                _Rows(rows.dst, rows.length, route.dst_stride, route.dst_blocks),
+                _Rows(tuple((rows.src, rows.length, plane.src_at) for plane, rows in both), *pools[0]),
+                _Rows(tuple((rows.dst, rows.length, plane.dst_at) for plane, rows in both), *pools[1]),
             )
-        src, dst, length = _stretches(way)
         landing = self._landing.region
-        here = positions(landing.length, image.stride)
-        landed = _Rows(dst + landing.address, length, image.stride, here)
+        here = image.stride, positions(landing.length, image.stride)
+        read = image.stretches
         if way.strategy is Strategy.OVER_READ:
-            return _Rows(src, length, route.src_stride, route.src_blocks), landed
+            fetched = tuple((part.pieces.src, part.pieces.length, part.at) for part in read)
+            inside = tuple((part.pieces.dst + landing.address, part.pieces.length, ONE_CELL) for part in read)
+            return _Rows(fetched, *pools[0]), _Rows(inside, *here)
         outgoing = self._card.outgoing
         assert outgoing is not None  # noqa: S101 - see _possible
-        there = positions(outgoing.bytes, image.stride)
-        in_place = _Rows(dst, length, route.dst_stride, route.dst_blocks)
-        return _Rows(src + outgoing.address, length, image.stride, there), landed if way.landing else in_place
+        there = image.stride, positions(outgoing.bytes, image.stride)
+        if way.landing is not None:
+            whole = np.array([image.bytes], np.int64)
+            ends = [
+                ((np.array([at], np.int64), whole, ONE_CELL),) for at in (outgoing.address, landing.address)
+            ]
+            return _Rows(ends[0], *there), _Rows(ends[1], *here)
+        packed = tuple((part.pieces.src + outgoing.address, part.pieces.length, ONE_CELL) for part in read)
+        placed = tuple((part.pieces.dst, part.pieces.length, part.at) for part in read)
+        return _Rows(packed, *there), _Rows(placed, *pools[1])
 
     def _made(self, route: Route, way: Way, src: _Rows, dst: _Rows) -> PreparedWay:
-        rows = _counts(route, way)
-        ends = self.src.add(src), src.count, self.dst.add(dst), dst.count
+        ends = (
+            Entries(self.src.add(src), src.count, src.cells),
+            Entries(self.dst.add(dst), dst.count, dst.cells),
+        )
+        scatter = None
+        if way.scatters is not None:
+            scatter = Loops(way.scatters, self._space, "dst", route.dst_stride, route.dst_blocks)
         if way.strategy is not Strategy.STAGED or way.image is None:
-            return PreparedWay(way, rows, *ends, -1, self._scatter(route, way))
+            return PreparedWay(way, src.rows, *ends, -1, scatter)
         gather = GatherRoute(route.src_stride, route.src_blocks, way.image.stride, way.image.nests)
         if gather not in self.gathers:
             self.gathers.append(gather)
-        return PreparedWay(way, rows, *ends, self.gathers.index(gather), self._scatter(route, way))
-
-    def _scatter(self, route: Route, way: Way) -> tuple[Loops, ...]:
-        if way.scatters is None:
-            return ()
-        return tuple(
-            Loops(nests, self._space, "dst", route.dst_stride, route.dst_blocks) for nests in way.scatters
-        )
-
-
-def _counts(route: Route, way: Way) -> tuple[int, ...]:
-    """Rows of a cell, by phase."""
-    if way.image is None:
-        return tuple(map(len, route.phases))
-    return (1,) if way.landing is not None else tuple(map(len, way.image.stretches))
-
-
-def _stretches(way: Way) -> tuple[Int64s, Int64s, Int64s]:
-    """Source, destination and length of what is read of a cell, phase after phase."""
-    image = way.image
-    assert image is not None  # noqa: S101
-    if way.landing is not None:
-        whole = np.array([image.bytes], np.int64)
-        return np.zeros(1, np.int64), np.zeros(1, np.int64), whole
-    parts = image.stretches
-    return (
-        np.concatenate([p.src for p in parts]),
-        np.concatenate([p.dst for p in parts]),
-        np.concatenate([p.length for p in parts]),
-    )
+        return PreparedWay(way, src.rows, *ends, self.gathers.index(gather), scatter)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from kvferry.planning.pieces import Int64s
 from kvferry.planning.request import Indices, Tally
 from kvferry.planning.select import Cells, Span
@@ -130,7 +128,7 @@ class ReadPlan:
     def clear(self) -> None:
         """Zero what would be left over in blocks that are written in part."""
         for route, blocks in self.clears:
-            route.clearing.clear(torch.from_numpy(blocks))
+            route.clearing.clear(blocks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,13 +196,8 @@ class Brought:
 
     def take(self, route: Route, cells: Cells, places: Sequence[int]) -> None:
         """So many cells more; `places` are positions of what source ids mean."""
-        for src, dst, phase in zip(cells.src_block, cells.dst_block, cells.phase, strict=True):
-            of_block = range((dst - 1) * route.dst_cells, dst * route.dst_cells)
-            (cell,) = [
-                one
-                for one in of_block
-                if one // route.src_cells == places[src - 1] and one % len(route.nests) == phase
-            ]
+        for src, dst, cell in zip(cells.src_block, cells.dst_block, cells.number.tolist(), strict=True):
+            assert (cell // route.src_cells, cell // route.dst_cells) == (places[src - 1], dst - 1)
             self.cells.append(range(cell * route.cell_tokens, (cell + 1) * route.cell_tokens))
             self.tokens.update(self.cells[-1])
             self.blocks.add(int(dst) - 1)

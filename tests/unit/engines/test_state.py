@@ -16,7 +16,7 @@ from kvferry.engines.vllm.state import Rank, page_of_state
 from kvferry.engines.vllm.state_format import FORMATS, StateFormat
 from kvferry.errors import Incompatible
 from kvferry.geometry import PageFormat
-from kvferry.planning.nest import spelled
+from kvferry.planning.pieces import concatenate
 from kvferry.planning.retile import retile
 
 
@@ -263,8 +263,7 @@ def test_state_moves_between_any_ranks_and_orders(name, src_ranks, dst_ranks, or
         target = page(name, rank, dst_ranks, orders[1])
         moved = np.zeros(target.page_bytes, np.uint8)
         for source, memory in zip(sources, pages, strict=True):
-            (nests,) = retile(source, target).phases
-            pieces = spelled(nests)
+            pieces = concatenate([plane.pieces for plane in retile(source, target).planes])
             for src, dst, length in zip(pieces.src, pieces.dst, pieces.length, strict=True):
                 moved[dst : dst + length] = memory[src : src + length]
         assert np.array_equal(moved, filled(target))
@@ -274,15 +273,14 @@ def test_state_moves_between_any_ranks_and_orders(name, src_ranks, dst_ranks, or
 @either_order
 def test_between_equal_ranks_a_page_moves_as_one_stretch(name, channels_first):
     one, other = (page(name, 1, 2, channels_first) for _ in range(2))
-    (nests,) = retile(one, other).phases
-    pieces = spelled(nests)
-    assert pieces.length.tolist() == [one.page_bytes]
+    (plane,) = retile(one, other).planes
+    assert plane.pieces.length.tolist() == [one.page_bytes]
 
 
 @pytest.mark.parametrize("name", ["mamba2", "gated delta net"])
 def test_channels_first_halves_move_as_one_stretch_per_field(name):
-    (nests,) = retile(page(name, 0, 1, channels_first=True), page(name, 0, 2, channels_first=True)).phases
-    assert len(spelled(nests)) == 4
+    (plane,) = retile(page(name, 0, 1, channels_first=True), page(name, 0, 2, channels_first=True)).planes
+    assert len(plane.pieces) == 4
 
 
 def filled(found: PageFormat) -> np.ndarray:

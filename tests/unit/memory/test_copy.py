@@ -10,6 +10,7 @@ from kvferry.geometry import Region
 from kvferry.memory.copy import Loops, Slots
 from kvferry.memory.space import Space, bytes_of, word_of
 from kvferry.planning.nest import Loop, Nest
+from kvferry.planning.plane import ONE_CELL, PoolNests
 
 BLOCKS, STRIDE, IMAGE = 6, 512, 256
 DEVICES = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
@@ -41,39 +42,41 @@ def memory(size: int, device: str, seed: int) -> tuple[torch.Tensor, Region]:
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(
     nest=nests(), ids=st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=BLOCKS, unique=True),
-    first=st.integers(0, 2), step=st.integers(1, 2),
+    first=st.integers(0, 2), at=st.lists(st.integers(0, 40), min_size=1, max_size=4), cell=st.integers(0, 5),
 )  # fmt: skip
-def test_gather_and_scatter_are_the_runs_one_by_one(device, nest, ids, first, step):
+def test_gather_and_scatter_are_the_runs_one_by_one(device, nest, ids, first, at, cell):
     pool, region = memory(BLOCKS * STRIDE, device, 1)
     area, area_region = memory(16 * IMAGE, device, 2)
     before = area.cpu().numpy().copy()
     slots = Slots(Space([area_region]), area_region.address, IMAGE)
-    blocks = torch.tensor(ids, device=device)
-    loops = Loops([nest.at(region.address, 0)], Space([region]), "src", STRIDE, BLOCKS)
-    loops.gather(blocks, slots, first, step)
+    blocks, cells = np.array(ids), cell + np.arange(len(ids))
+    begins = [block * STRIDE + at[number % len(at)] for block, number in zip(ids, cells, strict=True)]
+    part = PoolNests(tuple(at), (nest.at(region.address, 0),))
+    loops = Loops([part], Space([region]), "src", STRIDE, BLOCKS)
+    loops.gather(blocks, cells, slots, first)
     expected, source = before.copy(), pool.cpu().numpy()
     pieces = nest.pieces()
-    for number, block in enumerate(ids):
-        at = (first + number * step) * IMAGE
+    for number, begin in enumerate(begins):
+        image = (first + number) * IMAGE
         for a, b, n in zip(pieces.src, pieces.dst, pieces.length, strict=True):
-            expected[at + b : at + b + n] = source[block * STRIDE + a : block * STRIDE + a + n]
+            expected[image + b : image + b + n] = source[begin + a : begin + a + n]
     assert (area.cpu().numpy() == expected).all()
 
     back, back_region = memory(BLOCKS * STRIDE, device, 3)
     wanted = back.cpu().numpy().copy()
     turned = Nest(nest.dst, nest.src, nest.run, tuple(Loop(x.count, x.dst, x.src) for x in nest.loops))
-    into = Loops([turned.at(0, back_region.address)], Space([back_region]), "dst", STRIDE, BLOCKS)
-    into.scatter(blocks, slots, first, step)
-    for block in ids:
+    part = PoolNests(tuple(at), (turned.at(0, back_region.address),))
+    into = Loops([part], Space([back_region]), "dst", STRIDE, BLOCKS)
+    into.scatter(blocks, cells, slots, first)
+    for begin in begins:
         for a, n in zip(pieces.src, pieces.length, strict=True):
-            at = block * STRIDE + a
-            wanted[at : at + n] = source[at : at + n]
+            wanted[begin + a : begin + a + n] = source[begin + a : begin + a + n]
     assert (back.cpu().numpy() == wanted).all()
 
     into.clear(blocks)
-    for block in ids:
+    for begin in (block * STRIDE + offset for block in ids for offset in at):
         for a, n in zip(pieces.src, pieces.length, strict=True):
-            wanted[block * STRIDE + a : block * STRIDE + a + n] = 0
+            wanted[begin + a : begin + a + n] = 0
     assert (back.cpu().numpy() == wanted).all()
 
 
@@ -81,9 +84,11 @@ def test_a_nest_that_leaves_registered_memory_is_refused():
     _, region = memory(BLOCKS * STRIDE, "cpu", 1)
     inside = Nest(region.address, 0, 8)
     with pytest.raises(TransferError, match="not in registered memory"):
-        Loops([inside], Space([region]), "src", STRIDE, BLOCKS + 1)
+        Loops([PoolNests(ONE_CELL, (inside,))], Space([region]), "src", STRIDE, BLOCKS + 1)
     with pytest.raises(TransferError, match="not in registered memory"):
-        Loops([inside.at(-1, 0)], Space([region]), "src", STRIDE, BLOCKS)
+        Loops([PoolNests((0, STRIDE - 7), (inside,))], Space([region]), "src", STRIDE, BLOCKS)
+    with pytest.raises(TransferError, match="not in registered memory"):
+        Loops([PoolNests(ONE_CELL, (inside.at(-1, 0),))], Space([region]), "src", STRIDE, BLOCKS)
 
 
 def test_a_view_is_of_the_memory_that_is_there():
@@ -103,7 +108,7 @@ def test_blocks_that_are_no_whole_words_apart_are_copied_whole(distance):
     pool, region = memory(5 * distance, "cpu", 1)
     area, area_region = memory(4 * IMAGE, "cpu", 2)
     slots = Slots(Space([area_region]), area_region.address, IMAGE)
-    loops = Loops([Nest(region.address, 0, 8)], Space([region]), "src", distance, 5)
-    loops.gather(torch.tensor([1, 3]), slots, 0, 1)
+    loops = Loops([PoolNests(ONE_CELL, (Nest(region.address, 0, 8),))], Space([region]), "src", distance, 5)
+    loops.gather(np.array([1, 3]), np.zeros(2, np.int64), slots, 0)
     for number, block in enumerate((1, 3)):
         assert (area[number * IMAGE :][:8] == pool[block * distance :][:8]).all()

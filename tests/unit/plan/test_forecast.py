@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.errors import GeometryError, Incompatible
+from kvferry.errors import GeometryError
 from kvferry.geometry.models import read_model
 from kvferry.plan.cost import Pricing, link
 from kvferry.plan.forecast import forecast
@@ -196,5 +196,10 @@ def test_what_cannot_be_set_up_is_said():
         planned(DENSE, Side(pp=5))
     with pytest.raises(GeometryError, match="all pages of a rank must have one shape"):
         planned(HYBRID, Side(layout="BHLNC"))
-    with pytest.raises(Incompatible, match="share no useful divisor"):
-        planned(DENSE, Side(block_tokens=1024), Side(block_tokens=1023))
+
+
+def test_blocks_that_have_only_a_token_in_common_move_token_by_token():
+    whole = planned(DENSE, Side(block_tokens=1024), Side(block_tokens=1023), 3000).whole
+    assert whole.bytes == 2999 * 4 * 4 * 64
+    # The tokens of a layer lie side by side: only where a block ends on either side, a run does.
+    assert whole.descriptors == 4 * 5

@@ -33,11 +33,11 @@ def routes(block: int, chunk: int) -> tuple[Route, Route]:
 
 
 def triples(cells):
-    """(source, destination, phase) of every cell, over several selections."""
+    """(source, destination, number) of every cell, over several selections."""
     found = [
         triple
         for each in cells
-        for triple in zip(each.src_block.tolist(), each.dst_block.tolist(), each.phase.tolist(), strict=True)
+        for triple in zip(each.src_block.tolist(), each.dst_block.tolist(), each.number.tolist(), strict=True)
     ]
     assert len(set(found)) == len(found)
     return set(found)
@@ -90,7 +90,7 @@ def test_chunks_are_filled_from_all_cells_that_hold_their_tokens(data, block, ch
         first = numbers[index] * chunk // out.cell_tokens
         of_chunk = range(first, first + chunk // out.cell_tokens)
         assert not filled & blank
-        assert sorted(filled | blank) == sorted({cell % len(out.phases) for cell in of_chunk})
+        assert sorted(filled | blank) == list(of_chunk)
         assert len(beside) + sum(t[1] == index + 1 for t in triples(found)) == len(of_chunk)
         assert set(beside.dst_block.tolist()) <= {1}
 
@@ -115,7 +115,7 @@ def test_what_parts_of_a_load_bring_is_what_it_brings_at_once(data, block, chunk
         if not part:
             continue
         brought = triples(cells_to_load(into, chunk, group, span, part, blocks))
-        found |= {(numbers.index(part[src - 1]) + 1, dst, phase) for src, dst, phase in brought}
+        found |= {(numbers.index(part[src - 1]) + 1, dst, number) for src, dst, number in brought}
     assert found == triples([everything])
 
 

@@ -5,14 +5,14 @@ from hypothesis import event, given, settings, strategies as st
 
 from kvferry.geometry import RankGeometry
 from kvferry.planning.pieces import merge
-from kvferry.planning.request import Tally, as_addresses, as_indices, tally
+from kvferry.planning.request import Entries, Tally, as_addresses, tally
 from kvferry.planning.select import Cells, select_cells
 from kvferry.planning.template import Route, Template, build_templates
 from support.engines import ranks
 from support.oracle import Memory, copy, expect, fill
 from support.packed import move, way_of
 from support.ready import source_of
-from support.strategies import Transfer, transfers
+from support.strategies import UNLIKE, Transfer, transfers
 
 GAPS = st.sampled_from((0, 5, 64, 1 << 20))
 """Bytes that are read along; the widest joins a whole rank's memory into one stretch."""
@@ -21,6 +21,20 @@ GAPS = st.sampled_from((0, 5, 64, 1 << 20))
 @settings(max_examples=2 * settings.default.max_examples)
 @given(transfers(), st.sampled_from(("direct", "over-read", "staged", "staged, landed")), GAPS)
 def test_every_destination_byte_is_the_right_one_or_untouched(transfer: Transfer, how: str, gap: int):
+    try:
+        check_bytes(transfer, how, gap)
+    except BaseException as error:
+        error.add_note(f"\ndef test_this_case():\n    check_bytes({source_of(transfer)}, {how!r}, {gap})\n")
+        raise
+
+
+@settings(max_examples=settings.default.max_examples // 8)
+@given(
+    transfers(UNLIKE, tokens=1700, layers=2),
+    st.sampled_from(("direct", "over-read", "staged", "staged, landed")),
+    GAPS,
+)
+def test_blocks_of_sizes_that_have_little_in_common_move_like_any_others(transfer, how, gap):
     try:
         check_bytes(transfer, how, gap)
     except BaseException as error:
@@ -51,16 +65,21 @@ def check_bytes(transfer: Transfer, how: str, gap: int) -> None:
         event("moves something" if writes.any() else "moves nothing")
 
 
-@given(transfers())
+@given(st.one_of(transfers(), transfers(st.sampled_from([(49, 1), (7, 7), (25, 1), (5, 5)]), tokens=60)))
 def test_indices_and_tally_tell_of_the_same_descriptors_as_addresses_do(transfer: Transfer):
     for template in templates(transfer):
         src_list, dst_list, bases = prepared(template)
         for route, (src_base, dst_base) in zip(template.routes, bases, strict=True):
             cells = cells_of(transfer, route)
             spelled = as_addresses(route, cells)
-            indices = as_indices(route, cells, src_base, dst_base)
-            assert (src_list[indices.src] == np.stack([spelled.src, spelled.length], 1)).all()
-            assert (dst_list[indices.dst] == np.stack([spelled.dst, spelled.length], 1)).all()
+            src = Entries(src_base, route.src_blocks, route.src_cells)
+            dst = Entries(dst_base, route.dst_blocks, route.dst_cells)
+            here, there = (
+                each.of(len(route.rows), ids, cells.number)
+                for each, ids in ((src, cells.src_block), (dst, cells.dst_block))
+            )
+            assert (src_list[here] == np.stack([spelled.src, spelled.length], 1)).all()
+            assert (dst_list[there] == np.stack([spelled.dst, spelled.length], 1)).all()
             assert tally(route, cells) == counted_one_by_one(route, cells)
 
 
@@ -82,27 +101,30 @@ def cells_of(transfer: Transfer, route: Route) -> Cells:
 
 
 def counted_one_by_one(route: Route, cells: Cells) -> Tally:
-    """A tally by spelling every descriptor out and merging, phase by phase."""
-    merged = []
-    for phase in range(len(route.phases)):
-        mine = cells.phase == phase
-        pieces = as_addresses(route, Cells(cells.src_block[mine], cells.dst_block[mine], cells.phase[mine]))
-        merged += merge(pieces.src, pieces.dst, pieces.length).length.tolist()
-    return Tally(sum(merged), len(as_addresses(route, cells)), len(merged), max(merged, default=0))
+    """A tally by spelling every descriptor out and merging, row by row."""
+    merged, pieces = [], as_addresses(route, cells)
+    for row in range(0, len(pieces), max(len(cells), 1)):
+        part = slice(row, row + len(cells))
+        merged += merge(pieces.src[part], pieces.dst[part], pieces.length[part]).length.tolist()
+    return Tally(sum(merged), len(pieces), len(merged), max(merged, default=0))
 
 
 def prepared(template: Template) -> tuple[np.ndarray, np.ndarray, list[tuple[int, int]]]:
-    """(address, length) of every row in every block, route after route, and where each route begins."""
+    """(address, length) of every row in every cell of every block, and where each route begins."""
     src, dst = [np.zeros((7, 2), np.int64)], [np.zeros((3, 2), np.int64)]
     bases = []
     for route in template.routes:
         bases.append((sum(map(len, src)), sum(map(len, dst))))
-        rows = route.rows
-        src.append(_every_block(rows.src, rows.length, route.src_stride, route.src_blocks))
-        dst.append(_every_block(rows.dst, rows.length, route.dst_stride, route.dst_blocks))
+        for plane in route.planes:
+            rows = plane.pieces
+            src.append(_every_cell(rows.src, rows.length, plane.src_at, route.src_stride, route.src_blocks))
+            dst.append(_every_cell(rows.dst, rows.length, plane.dst_at, route.dst_stride, route.dst_blocks))
     return np.concatenate(src), np.concatenate(dst), bases
 
 
-def _every_block(first: np.ndarray, length: np.ndarray, stride: int, blocks: int) -> np.ndarray:
-    entries = [(a + b * stride, n) for a, n in zip(first, length, strict=True) for b in range(blocks)]
+def _every_cell(
+    first: np.ndarray, length: np.ndarray, at: tuple[int, ...], stride: int, blocks: int
+) -> np.ndarray:
+    rows = zip(first, length, strict=True)
+    entries = [(a + cell + b * stride, n) for a, n in rows for cell in at for b in range(blocks)]
     return np.array(entries, np.int64).reshape(-1, 2)

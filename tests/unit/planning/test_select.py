@@ -84,7 +84,7 @@ def test_blocks_of_48_and_32_meet_in_cells_of_16():
     cells = select_cells(route(48, 32), FULL, 0, Span(0, 96, 96), table(1, 2), table(3, 4, 5))
     assert cells.src_block.tolist() == [1, 1, 1, 2, 2, 2]
     assert cells.dst_block.tolist() == [3, 3, 4, 4, 5, 5]
-    assert cells.phase.tolist() == [0, 1, 2, 3, 4, 5]
+    assert cells.number.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_parts_of_a_prefix_bring_what_it_brings_at_once_and_nothing_twice(data, 
 
 
 def triples(cells):
-    return set(zip(cells.src_block.tolist(), cells.dst_block.tolist(), cells.phase.tolist(), strict=True))
+    return set(zip(cells.src_block.tolist(), cells.dst_block.tolist(), cells.number.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("part", [(0, 24), (24, 56)])

@@ -20,6 +20,7 @@ from kvferry.memory import pages
 from kvferry.memory.copy import Loops
 from kvferry.memory.space import Space
 from kvferry.planning.nest import Nest
+from kvferry.planning.plane import ONE_CELL, PoolNests
 from kvferry.tiers.arena import Arena
 from kvferry.tiers.eviction import POLICIES
 from kvferry.tiers.host import HostTier
@@ -177,9 +178,9 @@ def test_what_is_gathered_into_slots_lies_in_the_chunks():
     blocks = torch.arange(6 * 64, dtype=torch.uint8)
     pool = Space([Region(blocks.data_ptr(), 6 * 64, "DRAM", 0)])
     with arena_of() as arena:
-        loops = Loops([Nest(blocks.data_ptr(), 0, 32, ())], pool, "src", 64, 6)
-        loops.gather(torch.tensor([4, 1]), arena.slots(8192, 4096), first=1, step=2)
-        found = [bytes(arena.bytes_at(8192 + number * 4096, 32)) for number in (1, 3)]
+        loops = Loops([PoolNests(ONE_CELL, (Nest(blocks.data_ptr(), 0, 32, ()),))], pool, "src", 64, 6)
+        loops.gather(np.array([4, 1]), np.zeros(2, np.int64), arena.slots(8192, 4096), first=1)
+        found = [bytes(arena.bytes_at(8192 + number * 4096, 32)) for number in (1, 2)]
         assert found == [bytes(blocks[at : at + 32].numpy()) for at in (256, 64)]
         assert np.count_nonzero(arena.memory) == sum(np.count_nonzero(list(piece)) for piece in found)
         del loops

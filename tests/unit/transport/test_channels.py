@@ -9,6 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from kvferry.errors import ProtocolError
 from kvferry.planning.nest import Loop, Nest
+from kvferry.planning.plane import PoolNests
 from kvferry.transport import gather_messages as gather, messages as control
 from transport.cards import cards, facts
 
@@ -33,7 +34,10 @@ REQUESTS = [
     Sample(control, control.AskRanks(PROTOCOL, facts())),
     Sample(control, control.Heartbeat(["a", "b"])),
     Sample(control, control.Release(["ü"])),
-    Sample(gather, gather.Introduce(PROTOCOL, [gather.GatherRoute(4096, 9, 128, ((NEST,),) * 2)])),
+    Sample(
+        gather,
+        gather.Introduce(PROTOCOL, [gather.GatherRoute(4096, 9, 128, (PoolNests((0, 8), (NEST,)),) * 2)]),
+    ),
     Sample(gather, gather.Gather(7, 1, 3, 2**32 - 1, BLOCKS, 2)),
     Sample(gather, gather.Done(9)),
 ]

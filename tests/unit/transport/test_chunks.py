@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvferry.planning.image import Image
+from kvferry.planning.request import Entries
 from kvferry.planning.select import Cells
 from kvferry.planning.strategy import Strategy, Way, Work
 from kvferry.transport.packed import chunks_of
@@ -14,14 +15,14 @@ from kvferry.transport.prepared import PreparedWay
 STRIDE = 1 << 20
 
 
-def _way(room: int, gather: int = 0, rows: tuple[int, ...] = (3,)) -> PreparedWay:
+def _way(room: int, gather: int = 0, rows: int = 3, cells: int = 1) -> PreparedWay:
     way = Way(Strategy.STAGED, Work(1, STRIDE), Image(STRIDE, (), ()))
-    return PreparedWay(way, rows, 100, room, 7, 1000, gather)
+    return PreparedWay(way, rows, Entries(100, room), Entries(7, 1000, cells), gather)
 
 
 def _cells(count: int) -> Cells:
     blocks = np.arange(1, count + 1, dtype=np.int64)
-    return Cells(blocks, blocks[::-1], blocks % 2)
+    return Cells(blocks, blocks[::-1], blocks + 5)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,10 @@ def test_entries_are_row_by_row_from_where_the_images_lie() -> None:
     assert found.dst.tolist() == [9, 8, 1009, 1008, 2009, 2008]
 
 
-def test_phases_follow_one_another() -> None:
-    found = _way(64, rows=(1, 2)).indices(_cells(4), 0, 0)
-    assert found.dst.tolist() == [7 + 3, 7 + 1, 1007 + 4, 1007 + 2, 2007 + 4, 2007 + 2]
-    assert found.src.dtype == np.int32
+def test_entries_of_blocks_are_those_of_their_cells() -> None:
+    found = _way(64, rows=2, cells=3).indices(_cells(4), 0, 0)
+    places = [(block, number % 3) for block, number in zip((4, 3, 2, 1), (6, 7, 8, 9), strict=True)]
+    assert found.dst.tolist() == [
+        7 + (row * 3 + cell) * 1000 + block for row in range(2) for block, cell in places
+    ]
+    assert found.src.dtype == found.dst.dtype == np.int32

@@ -7,6 +7,7 @@ import pytest
 import zmq
 
 from kvferry.planning.nest import Nest
+from kvferry.planning.plane import PoolNests
 from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.gather_messages import (
     Done,
@@ -21,7 +22,7 @@ from kvferry.transport.gather_messages import (
 from kvferry.transport.lease import Ticket
 from kvferry.transport.messages import PROTOCOL
 
-ROUTES = [GatherRoute(4096, 8, 64, ((Nest(0, 0, 8),),))]
+ROUTES = [GatherRoute(4096, 8, 64, (PoolNests((0, 8), (Nest(0, 0, 8),)),))]
 TICKET = Ticket(3, 9, 1)
 BLOCKS = np.array([5, 2], np.int64)
 

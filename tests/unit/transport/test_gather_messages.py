@@ -7,7 +7,9 @@ from hypothesis import given, settings, strategies as st
 
 from kvferry.errors import ProtocolError
 from kvferry.planning.nest import Loop, Nest
+from kvferry.planning.plane import PoolNests
 from kvferry.transport.gather_messages import (
+    MAX_CELLS,
     MAX_LOOPS,
     MAX_NESTS,
     Done,
@@ -25,8 +27,10 @@ QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=30
 NEST = Nest(4096, 64, 8, (Loop(3, 100, 16), Loop(2, 8, 8)))
 
 
-def introduce(*nests: Nest, stride: int = 128, blocks: int = 9, phases: int = 1) -> Introduce:
-    return Introduce(PROTOCOL, [GatherRoute(4096, blocks, stride, (nests or (NEST,),) * phases)])
+def introduce(*nests: Nest, stride: int = 128, blocks: int = 9, planes: int = 1, at=(0,)) -> Introduce:
+    return Introduce(
+        PROTOCOL, [GatherRoute(4096, blocks, stride, (PoolNests(at, nests or (NEST,)),) * planes)]
+    )
 
 
 def ids(*blocks: int) -> bytes:
@@ -90,13 +94,35 @@ def test_a_nest_that_would_write_elsewhere_or_endlessly_is_refused(nest, says):
     ("message", "says"),
     [
         (
-            introduce(*[Nest(0, 0, 1)] * 2, phases=MAX_NESTS // 2 + 1),
-            f"{MAX_NESTS + 2} routes, phases or nests",
+            introduce(*[Nest(0, 0, 1)] * 2, planes=MAX_NESTS // 2 + 1),
+            f"{MAX_NESTS + 2} routes, planes or nests",
         ),
-        (Introduce(PROTOCOL, [GatherRoute(1, 1, 64, ((),) * (MAX_NESTS + 1))]), "routes, phases or nests"),
-        (Introduce(PROTOCOL, [GatherRoute(1, 1, 64, ((),))] * (MAX_NESTS + 1)), "routes, phases or nests"),
-        (introduce(phases=0), "a route of 0 phases"),
+        (
+            Introduce(PROTOCOL, [GatherRoute(1, 1, 64, (PoolNests((0,), ()),) * (MAX_NESTS + 1))]),
+            "routes, planes or nests",
+        ),
+        (
+            Introduce(PROTOCOL, [GatherRoute(1, 1, 64, (PoolNests((0,), ()),))] * (MAX_NESTS + 1)),
+            "routes, planes or nests",
+        ),
+        (introduce(planes=0), "a route of 0 planes"),
         (introduce(blocks=0), "0 blocks"),
+        (introduce(at=()), r"0 cells of a block of 0, at bytes \[\]"),
+        (introduce(at=(0, -8)), r"2 cells of a block of 2, at bytes \[0, -8\]"),
+        (introduce(at=(0, 1 << 40)), "2 cells of a block of 2, at bytes"),
+        (
+            Introduce(
+                PROTOCOL,
+                [GatherRoute(64, 9, 128, (PoolNests((0, 8), (NEST,)), PoolNests((0, 8, 16), (NEST,))))],
+            ),
+            "3 cells of a block of 2",
+        ),
+        (
+            introduce(Nest(0, 0, 1), planes=2, at=tuple(range(MAX_CELLS // 2 + 1))),
+            f"places of {MAX_CELLS + 2} cells in their blocks, at most {MAX_CELLS}",
+        ),
+        (introduce(Nest(0, 0, 64), Nest(0, 0, 65)), "129 bytes for an image of 128"),
+        (introduce(Nest(0, 0, 65), planes=2), "130 bytes for an image of 128"),
         (introduce(stride=129), "images every 129 bytes"),
         (Introduce(PROTOCOL + 1, []), f"protocol {PROTOCOL + 1} there, {PROTOCOL} here"),
         (introduce(stride=1 << 40), "not a gather request"),
@@ -120,5 +146,5 @@ def test_an_answer_that_names_no_place_is_refused(reply):
 
 
 def test_as_many_nests_as_allowed_are_let_in():
-    message = introduce(Nest(0, 0, 1), phases=MAX_NESTS)
+    message = introduce(Nest(0, 0, 1), planes=MAX_NESTS, stride=MAX_NESTS)
     assert decode_request(msgspec.msgpack.encode(message)) == message

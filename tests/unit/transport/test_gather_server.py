@@ -11,6 +11,7 @@ from kvferry.errors import ConfigError
 from kvferry.geometry import Region
 from kvferry.geometry.rank import RankGeometry
 from kvferry.planning.nest import Loop, Nest
+from kvferry.planning.plane import PoolNests
 from kvferry.transport import gather_server, security
 from kvferry.transport.area import UNIT_BYTES, Area
 from kvferry.transport.gather_messages import (
@@ -55,8 +56,9 @@ class World:
             reader.say(Introduce(PROTOCOL, list(routes)))
         return reader
 
-    def route(self, *phases: Nest, stride: int = 64, blocks: int = BLOCKS) -> GatherRoute:
-        return GatherRoute(STRIDE, blocks, stride, tuple((nest.at(self.address, 0),) for nest in phases))
+    def route(self, *nests: Nest, stride: int = 64, blocks: int = BLOCKS, at=(0,)) -> GatherRoute:
+        parts = (PoolNests(at, tuple(nest.at(self.address, 0) for nest in nests)),)
+        return GatherRoute(STRIDE, blocks, stride, parts)
 
     def images(self, position: int, stride: int, count: int) -> np.ndarray:
         whole = self.area.slots(stride).space._flat(0, 1).numpy()
@@ -93,10 +95,8 @@ class Reader:
         return decode_reply(self._socket.recv()) if self._socket.poll(seconds * 1000) else None
 
 
-def ask(
-    chunk: int, blocks=(1,), route: int = 0, slot: int = 0, generation: int = 0, phase: int = 0
-) -> Gather:
-    return Gather(chunk, route, slot, generation, np.array(blocks, np.int32).tobytes(), phase)
+def ask(chunk: int, blocks=(1,), route: int = 0, slot: int = 0, generation: int = 0, cell: int = 0) -> Gather:
+    return Gather(chunk, route, slot, generation, np.array(blocks, np.int32).tobytes(), cell)
 
 
 @pytest.fixture
@@ -126,14 +126,20 @@ def test_it_gathers_what_the_nests_say(world):
     assert (world.images(found.position, 64, 3) == expected).all()
 
 
-@pytest.mark.parametrize("phase", [0, 1, 2])
-def test_cells_begin_in_any_phase_and_follow_one_another(world, phase):
-    reader = world.reader(world.route(*[Nest(1000 * number, 0, 64) for number in range(3)]))
-    reader.say(ask(1, (1, 2, 3, 4, 5), phase=phase))
+@pytest.mark.parametrize("cell", [0, 1, 2])
+def test_cells_begin_anywhere_in_a_block_and_follow_one_another(world, cell):
+    one = world.route(Nest(0, 0, 40), at=(0, 1000, 3000))
+    other = world.route(Nest(7, 40, 24), at=(0, 24, 48))
+    both = GatherRoute(STRIDE, BLOCKS, 64, one.parts + other.parts)
+    reader = world.reader(both)
+    reader.say(ask(1, (1, 2, 3, 4, 5), cell=cell))
     found = world.images(reader.hear().position, 64, 5)
     for number, block in enumerate((1, 2, 3, 4, 5)):
-        at = block * STRIDE + (phase + number) % 3 * 1000
-        assert (found[number] == world.pool[at : at + 64]).all()
+        place = (cell + number) % 3
+        first = block * STRIDE + (0, 1000, 3000)[place]
+        second = block * STRIDE + 7 + 24 * place
+        assert (found[number, :40] == world.pool[first : first + 40]).all()
+        assert (found[number, 40:] == world.pool[second : second + 24]).all()
 
 
 def test_an_ended_lease_is_refused_and_nothing_is_gathered(world, monkeypatch):
@@ -200,7 +206,7 @@ def test_a_copy_that_fails_when_its_turn_comes_holds_up_nobody(world, monkeypatc
     ("order", "says"),
     [
         (ask(1, route=1), "there is no route 1"),
-        (ask(1, phase=1), "phase 1 of 1"),
+        (ask(1, cell=1), "cell 1 of 1"),
         (ask(1, (3, 0)), "blocks 0 to 3 are not in the pool"),
         (ask(1, (-1, 3)), "blocks -1 to 3 are not in the pool"),
         (ask(1, (BLOCKS - 1,)), f"blocks {BLOCKS - 1} to {BLOCKS - 1} are not in the pool"),
@@ -250,6 +256,13 @@ def test_nests_that_leave_the_pool_introduce_nobody(world, nest):
     reader = world.reader(world.route(nest))
     reader.say(ask(1))
     assert reader.hear().unknown
+
+
+@pytest.mark.parametrize(("at", "inside"), [((0, STRIDE - 8), True), ((STRIDE - 7, 0), False)])
+def test_cells_that_leave_the_pool_introduce_nobody(world, at, inside):
+    reader = world.reader(world.route(Nest(0, 0, 8), at=at))
+    reader.say(ask(1))
+    assert isinstance(reader.hear(), Gathered) == inside
 
 
 def test_without_room_a_request_waits_until_there_is_some(world):

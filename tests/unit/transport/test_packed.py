@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvferry.geometry import Region
-from kvferry.planning.request import Indices
+from kvferry.planning.request import Entries, Indices
 from kvferry.planning.select import Cells
 from kvferry.transport import packed
 from kvferry.transport.agent import ReadState
@@ -84,10 +84,10 @@ class Source:
     def is_silent(self, now):
         return now < self.silent_until
 
-    def ask(self, route, ticket, blocks, phase):
+    def ask(self, route, ticket, blocks, cell):
         if self.fails:
             raise RuntimeError("no such socket")
-        self.asked.append((route, blocks.tolist(), phase))
+        self.asked.append((route, blocks.tolist(), cell))
         return len(self.asked)
 
     def answer(self, chunk):
@@ -101,28 +101,32 @@ class Source:
 class Table:
     """A read of some cells, and everything it touches."""
 
-    def __init__(self, cells=2, phases=1, gathers=True, scatters=True, direct=True, per_chunk=1, words=2):
+    def __init__(self, cells=2, src_cells=1, gathers=True, scatters=True, direct=True, per_chunk=1, words=2):
         self.now = 100.0
         self.landing = Area(4 * UNIT_BYTES, Region(0, 1))
         places = np.zeros(words, np.uint64)
         self.transport, self.source = Transport(places), Source()
         self.bench = Bench(self.transport, self.landing, places, list(range(words)))
-        self.scattered: list[tuple[int, list[int], int, int]] = []
-        loops = tuple(SimpleNamespace(scatter=self._scatter(phase)) for phase in range(phases))
+        self.scattered: list[tuple[list[int], list[int], int]] = []
+        loops = SimpleNamespace(scatter=self._scatter)
         self.way = SimpleNamespace(
-            gather=3 if gathers else -1, scatter=loops if scatters else (), stride=STRIDE, src_count=40,
-            chunk_cells=lambda _: per_chunk, indices=self._indices,
+            gather=3 if gathers else -1, scatter=loops if scatters else None, stride=STRIDE,
+            src=Entries(0, 40), chunk_cells=lambda _: per_chunk, indices=self._indices,
         )  # fmt: skip
-        route = SimpleNamespace(direct=direct or None, direct_indices=self._direct)
+        route = SimpleNamespace(
+            direct=direct or None,
+            direct_indices=self._direct,
+            src_cell=lambda cells: int(cells.number[0]) % src_cells,
+        )
         self.indices: list[tuple[int, int]] = []
         ids = np.arange(1, cells + 1)
         self.read = PackedRead(
             self.bench, LISTS, self.source if gathers else None, route, self.way,
-            Cells(ids, ids + 20, (ids + 1) % phases), Ticket(0, 0, 1), lambda: self.now,
+            Cells(ids, ids + 20, ids + 1), Ticket(0, 0, 1), lambda: self.now,
         )  # fmt: skip
 
-    def _scatter(self, phase):
-        return lambda blocks, slots, first, step: self.scattered.append((phase, blocks.tolist(), first, step))
+    def _scatter(self, blocks, cells, slots, first):
+        self.scattered.append((blocks.tolist(), cells.tolist(), first))
 
     def _indices(self, cells, outgoing, landing):
         self.indices.append((outgoing, landing))
@@ -167,7 +171,7 @@ def test_a_staged_chunk_is_asked_for_read_checked_and_scattered():
     assert table.source.ended == []
     table.transport.end()
     table.run()
-    assert table.scattered == [(0, [21], 0, 1)]
+    assert table.scattered == [([21], [2], 0)]
     assert table.read.failure is None
     assert table.all_given_back()
 
@@ -179,7 +183,7 @@ def test_an_over_read_chunk_is_read_and_scattered_without_asking():
     assert table.scattered == []
     table.transport.end()
     table.run()
-    assert table.scattered == [(0, [21], 0, 1)]
+    assert table.scattered == [([21], [2], 0)]
     assert table.read.failure is None
     assert table.all_given_back()
 
@@ -214,8 +218,8 @@ def test_a_word_that_was_raised_is_a_failure_and_nothing_is_scattered():
     assert table.all_given_back()
 
 
-def test_chunks_begin_in_the_phase_of_their_first_cell():
-    table = Table(cells=5, phases=3, per_chunk=3)
+def test_chunks_begin_where_their_first_cell_lies_in_its_block():
+    table = Table(cells=5, src_cells=3, per_chunk=3)
     table.run()
     assert table.source.asked == [(3, [1, 2, 3], 2), (3, [4, 5], 2)]
     table.answer()
@@ -223,9 +227,8 @@ def test_chunks_begin_in_the_phase_of_their_first_cell():
         table.run()
         table.transport.end()
     table.run()
-    assert table.scattered[:3] == [(2, [21], 0, 3), (0, [22], 1, 3), (1, [23], 2, 3)]
     second = table.indices[1][1]
-    assert table.scattered[3:] == [(2, [24], second, 3), (0, [25], second + 1, 3)]
+    assert table.scattered == [([21, 22, 23], [2, 3, 4], 0), ([24, 25], [5, 6], second)]
     assert table.all_given_back()
 
 
@@ -471,7 +474,7 @@ def test_a_scatter_that_fails_is_a_failure():
     def failing(*_):
         raise RuntimeError("no such device")
 
-    table.way.scatter[0].scatter = failing
+    table.way.scatter.scatter = failing
     table.run()
     table.transport.end()
     table.run()

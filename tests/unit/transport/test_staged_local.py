@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import msgspec
-import numpy as np
 import pytest
 
 from kvferry.errors import TransferError
@@ -177,10 +176,10 @@ CASES = {
     "TP 2 to 1": (dense(2), dense(), DENSE, 200, 0),
     "TP 1 to 2": (dense(), dense(2), DENSE, 200, 48),
     "block 24 to 16": (dense(block=24), dense(block=16), DENSE, 200, 0),
-    "block 16 to 24 from the middle of phases": (dense(block=16), dense(block=24), DENSE, 200, 72),
+    "block 16 to 24 from the middle of a block": (dense(block=16), dense(block=24), DENSE, 200, 72),
     "K transposed there": (dense(), dense(interior=PLANES), DENSE, 60, 0),
     "groups of several kinds": (hybrid(2, 32), hybrid(1, 16, "LBNHC"), HYBRID, 150, 0),
-    "many chunks of three phases": (wide(block=48, blocks=20), wide(block=16), WIDE, 600, 48),
+    "many chunks of blocks three times as large": (wide(block=48, blocks=20), wide(block=16), WIDE, 600, 48),
     "many chunks, heads apart": (wide(tp=2), wide(tp=1, layout="LBNHC"), WIDE, 600, 0),
 }
 
@@ -457,6 +456,29 @@ def preparation(src, dst, families, outgoing=8 << 20):
     return made
 
 
+@pytest.mark.parametrize(("src", "dst"), [(784, 400), (2096, 1056), (5760, 2944), (16, 16)])
+def test_prepared_lists_have_a_row_per_cell_of_a_block_and_an_entry_per_cell_of_the_pool(src, dst):
+    made = preparation(dense(block=src), dense(block=dst, layout="LBNHC"), DENSE)
+    (prepared_route,) = made.routes
+    route, blocks = prepared_route.route, dense().num_blocks
+    assert (route.src_cells, route.dst_cells) == (src // route.cell_tokens, dst // route.cell_tokens)
+    rows = {"src": 0, "dst": 0}
+    for way in prepared_route.ways:
+        assert way.src.cells in (1, route.src_cells)
+        assert way.dst.cells in (1, route.dst_cells)
+        assert {way.src.blocks, way.dst.blocks} & {blocks} or way.way.landing is not None
+        rows["src"] += way.rows * way.src.cells
+        rows["dst"] += way.rows * way.dst.cells
+    assert len(made.src.table()) == rows["src"]
+    assert len(made.dst.table()) == rows["dst"]
+    direct = prepared_route.direct
+    assert direct is not None
+    assert direct.rows * direct.src.cells * blocks <= route.row_count * route.src_cells * blocks
+    # A peer is told a few numbers for each cell of our block and its own, not for each of their pairs.
+    offsets = sum(len(part.at) for gather in made.gathers for part in gather.parts)
+    assert offsets <= 2 * (route.src_cells + route.dst_cells)
+
+
 def test_ways_that_lists_have_no_room_for_are_left_out(monkeypatch):
     everything = preparation(dense(), dense(layout="LBNHC"), DENSE)
     assert [way.way.strategy for way in everything.routes[0].ways] == [
@@ -474,7 +496,9 @@ def test_ways_that_lists_have_no_room_for_are_left_out(monkeypatch):
 
 
 def test_images_of_too_many_nests_are_not_introduced(monkeypatch):
-    nests = sum(len(p) for g in preparation(dense(), dense(layout="LBNHC"), DENSE).gathers for p in g.nests)
+    nests = sum(
+        len(p.nests) for g in preparation(dense(), dense(layout="LBNHC"), DENSE).gathers for p in g.parts
+    )
     monkeypatch.setattr(prepared, "MAX_NESTS", nests - 1)
     made = preparation(dense(), dense(layout="LBNHC"), DENSE)
     assert made.gathers == []
@@ -491,11 +515,15 @@ def test_images_that_the_peer_has_no_room_for_are_not_staged(images, fits):
 
 def test_entries_lie_where_their_images_and_blocks_do():
     made = preparation(dense(block=24), dense(layout="LBNHC"), DENSE)
-    for routes in (made.routes,):
-        for way in routes[0].ways:
-            assert way.src_base + way.src_count <= made.src.entries
-            assert way.dst_base + way.dst_count <= made.dst.entries
-    assert np.unique([way.src_base for way in made.routes[0].ways]).size == len(made.routes[0].ways)
+    for prepared_list, ends in (
+        (made.src, [(way.rows, way.src) for way in made.routes[0].ways]),
+        (made.dst, [(way.rows, way.dst) for way in made.routes[0].ways]),
+    ):
+        reached = 0
+        for rows, entries in ends:
+            assert entries.base == reached
+            reached += rows * entries.cells * entries.blocks
+        assert reached == prepared_list.entries == prepared_list.table()[:, 3].sum()
 
 
 def test_what_only_moves_staged_and_cannot_is_refused_in_words(monkeypatch):

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvferry.plan.page.strips import Strip
-from kvferry.planning.pieces import Pieces
 from kvferry.planning.template import Route
 
 
@@ -36,12 +35,17 @@ def runs_of(route: Route, src_blocks: int, dst_blocks: int) -> Iterator[Run]:
     """Every run of a route into its first blocks at the destination, out of the first at the source."""
     cells = max(min(dst_blocks * route.dst_cells, src_blocks * route.src_cells), 1)
     for cell in range(cells):
-        pieces: Pieces = route.phases[cell % len(route.phases)]
-        src = cell // route.src_cells * route.src_stride
-        dst = cell // route.dst_cells * route.dst_stride
-        rows = zip(pieces.src.tolist(), pieces.dst.tolist(), pieces.length.tolist(), strict=True)
-        for a, b, length in rows:
-            yield Run(a + src, b + dst, length, length, length, length)
+        (src_block, src_cell), (dst_block, dst_cell) = (
+            divmod(cell, route.src_cells),
+            divmod(cell, route.dst_cells),
+        )
+        for plane in route.planes:
+            src = src_block * route.src_stride + plane.src_at[src_cell]
+            dst = dst_block * route.dst_stride + plane.dst_at[dst_cell]
+            pieces = plane.pieces
+            rows = zip(pieces.src.tolist(), pieces.dst.tolist(), pieces.length.tolist(), strict=True)
+            for a, b, length in rows:
+                yield Run(a + src, b + dst, length, length, length, length)
 
 
 def cut(run: Run, src: Sequence[Strip], dst: Sequence[Strip]) -> Iterator[tuple[int, int, Run]]:

@@ -1,0 +1,137 @@
+"""Planes: what every cell of a block moves by the same loops.
+
+A block of 784 tokens is 49 cells of 16 tokens, one of 400 is 25. Where a cell lies in its block is a matter
+of each side alone, so a movement between the two is one list of loops for a cell, and for each side the
+distances of its 49 or 25 cells from the first. Memory and time grow with the sum of both, whatever their
+common multiple.
+
+Fields whose cells are equally far apart share a plane. K and V packed per token are one; a K that is stored
+transposed and a V that is not are two.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from kvferry.planning.nest import Nest, fused, spelled
+from kvferry.planning.pieces import Int64s, Pieces
+
+Offsets = tuple[int, ...]
+"""Bytes from the first cell of a block to each of its cells; none is negative."""
+
+ONE_CELL: Offsets = (0,)
+"""Of a block that is one cell."""
+
+
+@dataclass(frozen=True)
+class Plane:
+    """Loops that every cell of a block repeats.
+
+    Attributes:
+        src_at, dst_at: offset of each cell in its block, on either side.
+        nests: the loops of a cell at offset 0 on both sides.
+    """
+
+    src_at: Offsets
+    dst_at: Offsets
+    nests: tuple[Nest, ...]
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """The runs of the cell at offset 0, spelled out, merged where they touch on both sides."""
+        return spelled(self.nests)
+
+    @cached_property
+    def lengths(self) -> tuple[tuple[int, int], ...]:
+        """(bytes, how many) of runs of each length in `pieces`."""
+        found = np.unique(self.pieces.length, return_counts=True)
+        return tuple(zip(*(array.tolist() for array in found), strict=True))
+
+    @cached_property
+    def src_steps(self) -> frozenset[int]:
+        """Bytes from a cell of a block to the next one in it, at the source; each once."""
+        return frozenset(np.diff(self.src_offsets).tolist())
+
+    @cached_property
+    def dst_steps(self) -> frozenset[int]:
+        """As `src_steps`, at the destination."""
+        return frozenset(np.diff(self.dst_offsets).tolist())
+
+    @cached_property
+    def src_offsets(self) -> Int64s:
+        """`src_at` as an array."""
+        return np.array(self.src_at, np.int64)
+
+    @cached_property
+    def dst_offsets(self) -> Int64s:
+        """`dst_at` as an array."""
+        return np.array(self.dst_at, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolNests:
+    """Loops between the blocks of a pool and images: cells of the pool lie `at` these offsets."""
+
+    at: Offsets
+    nests: tuple[Nest, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PoolPieces:
+    """Stretches of the blocks of a pool and of images: cells of the pool lie `at` these offsets."""
+
+    at: Offsets
+    pieces: Pieces
+
+
+def joined(parts: Iterable[Plane]) -> tuple[Plane, ...]:
+    """Parts with equal offsets as one plane; parts without loops are left out.
+
+    >>> k, v = (Plane((0, 8), (0,), (Nest(at, at, 4),)) for at in (0, 4))
+    >>> joined([k, v])
+    (Plane(src_at=(0, 8), dst_at=(0,), nests=(Nest(src=0, dst=0, run=8, loops=()),)),)
+    """
+    found = defaultdict[tuple[Offsets, Offsets], list[Nest]](list)
+    for part in parts:
+        if part.nests:
+            found[part.src_at, part.dst_at] += part.nests
+    return tuple(Plane(*at, fused(nests)) for at, nests in found.items())
+
+
+def split_tokens(
+    src: Int64s, dst: Int64s, cell_tokens: int
+) -> Iterator[tuple[Offsets, Offsets, Int64s, Int64s]]:
+    """Tokens of a cell that step alike from cell to cell, on both sides.
+
+    All of them do, unless the cells of a block that is made of kernel blocks lie across these differently.
+
+    >>> src, dst = np.arange(6) * 2, np.arange(4) * 10
+    >>> [(a, b, c.tolist(), d.tolist()) for a, b, c, d in split_tokens(src, dst, 2)]
+    [((0, 4, 8), (0, 20), [0, 2], [0, 10])]
+
+    Args:
+        src, dst: offset of every token of a block on each side; of a whole number of cells.
+        cell_tokens: tokens of a cell.
+
+    Yields:
+        Offsets of the cells on both sides; offsets of the tokens in the cell at offset 0 on both sides.
+    """
+    cells = [side.reshape(-1, cell_tokens) for side in (src, dst)]
+    steps = np.concatenate([side - side[0] for side in cells])
+    kinds = np.zeros(cell_tokens, np.int64)
+    if (steps != steps[:, :1]).any():
+        _, kinds = np.unique(steps, axis=1, return_inverse=True)
+    for kind in dict.fromkeys(kinds.reshape(-1).tolist()):
+        tokens = np.flatnonzero(kinds == kind)
+        at, first = [], []
+        for side in cells:
+            step = side[:, tokens[0]] - side[0, tokens[0]]
+            # Offsets begin at the cell that lies lowest, which is the first but where tokens descend.
+            at.append(tuple((step - step.min()).tolist()))
+            first.append(side[0, tokens] + step.min())
+        yield at[0], at[1], first[0], first[1]

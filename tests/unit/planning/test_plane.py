@@ -1,0 +1,112 @@
+"""Cells of a block: where they lie on each side, and what that costs, whatever the two block sizes."""
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from kvferry.geometry import Axis, Field, GroupKind, PageFormat
+from kvferry.geometry.layout import EngineShape, lay_out
+from kvferry.geometry.store import LayerStore, ModelCache, Stored
+from kvferry.planning.plane import Plane, split_tokens
+from kvferry.planning.retile import retile
+from kvferry.planning.strategy import Costs, ways
+from kvferry.planning.template import Route, build_templates
+
+KERNELS = st.tuples(st.integers(1, 8), st.integers(1, 8))
+
+
+def page(*kernels: tuple[int, int], item: int = 2) -> PageFormat:
+    """K transposed and V not, in kernel blocks; K and V of a kernel block are planes side by side."""
+    ((tokens, count),) = kernels
+    size = 3 * item * tokens
+    k, v = (
+        (Axis("token", ((count, 2 * size), (tokens, step))), Axis("content", ((3, inside),)))
+        for step, inside in ((item, item * tokens), (3 * item, item))
+    )
+    fields = Field("k", item, 0, k), Field("v", item, size, v)
+    return PageFormat("planes", tokens * count, 2 * size * count, fields)
+
+
+@given(KERNELS, KERNELS, st.integers(1, 6))
+def test_tokens_of_every_cell_lie_where_their_plane_says(src, dst, times):
+    """All tokens of both blocks, one by one."""
+    sides = [page((tokens, count * times)) for tokens, count in (src, dst)]
+    moved = retile(*sides)
+    for number in range(moved.src_cells * moved.dst_cells):
+        found = []
+        for plane in moved.planes:
+            src_at, dst_at = plane.src_at[number % moved.src_cells], plane.dst_at[number % moved.dst_cells]
+            for nest in plane.nests:
+                runs = nest.at(src_at, dst_at).pieces()
+                for a, b, length in zip(runs.src, runs.dst, runs.length, strict=True):
+                    found += [(int(a) + at, int(b) + at) for at in range(length)]
+        assert sorted(found) == sorted(_bytes_of(moved.cell_tokens, number, *sides))
+
+
+def _bytes_of(cell: int, number: int, src: PageFormat, dst: PageFormat):
+    """(source, destination) of every byte of a cell, from the pages alone."""
+    for here, there in zip(src.fields, dst.fields, strict=True):
+        offsets = [[axis.offsets() for axis in field.axes] for field in (here, there)]
+        for token in range(cell):
+            a, b = ((number * cell + token) % side.block_tokens for side in (src, dst))
+            for inside in range(3):
+                first = here.offset + offsets[0][0][a] + offsets[0][1][inside]
+                second = there.offset + offsets[1][0][b] + offsets[1][1][inside]
+                yield from ((int(first) + at, int(second) + at) for at in range(here.item_bytes))
+
+
+def test_cells_that_lie_across_kernel_blocks_differently_are_planes_of_their_own():
+    # Blocks of 48, in kernel blocks of 16, to blocks of 96 in kernel blocks of 32: cells of 48 tokens. The
+    # second one of a block of 96 begins in the middle of a kernel block.
+    moved = retile(page((16, 3)), page((32, 3)))
+    assert (moved.cell_tokens, moved.src_cells, moved.dst_cells) == (48, 1, 2)
+    assert len(moved.planes) == 4
+    assert {plane.dst_at for plane in moved.planes if plane.dst_at[0] == 0} == {
+        plane.dst_at for plane in moved.planes
+    }
+
+
+def test_tokens_that_descend_begin_at_the_cell_that_lies_lowest():
+    ((src_at, dst_at, src, dst),) = split_tokens(np.arange(6) * -4, np.arange(6) * 4, 2)
+    assert (src_at, src.tolist()) == ((16, 8, 0), [-16, -20])
+    assert (dst_at, dst.tolist()) == ((0, 8, 16), [0, 4])
+
+
+KV = LayerStore(GroupKind.FULL, 0, tuple(Stored(name, 2, 4, (("content", 64),)) for name in "kv"))
+
+
+def routes(src: int, dst: int, layout: str = "LBHNC") -> Route:
+    sides = [
+        lay_out(ModelCache("made up", (KV,) * 3), EngineShape(1, (3,), n, layout, 40)) for n in (src, dst)
+    ]
+    ((route,),) = (template.routes for template in build_templates(sides[0], sides[1][0]))
+    return route
+
+
+def numbers(route: Route) -> int:
+    """How many numbers say what a route moves, in all ways of it."""
+    found = [*ways(route, Costs(), 1 << 30)]
+    parts = [part for way in found if way.image for part in (*way.image.nests, *way.image.stretches)]
+    parts += [part for way in found for part in way.landing or ()]
+    offsets = sum(len(plane.src_at) + len(plane.dst_at) for plane in route.planes)
+    offsets += sum(len(part.at) for part in parts)
+    loops = [nest for part in (*route.planes, *parts) for nest in getattr(part, "nests", ())]
+    runs = sum(len(part.pieces) for part in (*route.planes, *parts) if hasattr(part, "pieces"))
+    return offsets + len(loops) + runs
+
+
+@pytest.mark.parametrize(("src", "dst"), [(784, 400), (2096, 1056), (5760, 2944), (1024, 1023)])
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BHLNC"])
+def test_what_is_kept_of_two_block_sizes_grows_with_their_sum(src, dst, layout):
+    few, many = routes(src, src, layout), routes(src, dst, layout)
+    cells = many.src_cells + many.dst_cells
+    assert cells == (src + dst) // many.cell_tokens
+    # What one cell takes, and a few offsets for each cell of either block.
+    assert numbers(many) <= 16 * (numbers(few) + many.row_count + cells)
+    assert sum(len(plane.src_at) + len(plane.dst_at) for plane in many.planes) <= 2 * cells
+
+
+def test_a_plane_knows_its_runs_by_length():
+    plane = routes(784, 400).planes[0]
+    assert isinstance(plane, Plane)
+    assert sum(length * count for length, count in plane.lengths) == plane.pieces.total_bytes
