@@ -36,9 +36,11 @@ def this_machine() -> Machine:
 def engine_environments(machine: Machine, ranks: Sequence[int]) -> list[dict[str, str]]:
     """Variables for each engine that give it devices of its own, as far as there are enough.
 
+    vLLM takes them in the order of its ranks: data-parallel outermost, tensor-parallel innermost.
+
     Args:
         machine: whose devices.
-        ranks: of each engine.
+        ranks: workers of each engine, over all its parallel dimensions; on GPUs no more than there are.
 
     Returns:
         One mapping per engine. On GPUs: as many devices as it has ranks, others than its neighbours' while

@@ -10,6 +10,7 @@ from kvferry.errors import ConfigError
 from kvferry.serving.devices import Machine, engine_environments, memory_arguments, this_machine
 from kvferry.serving.engine import EngineSpec
 from kvferry.serving.kv_config import kv_transfer_config
+from kvferry.serving.parallel import Parallel, parallel_of
 from kvferry.serving.ports import free_ports
 from kvferry.serving.role import Role
 
@@ -42,16 +43,17 @@ def fleet_specs(
         model: path or id that vLLM can load.
         prefill: how many engines prefill.
         decode: how many engines decode.
-        prefill_tensor_parallel: ranks of each prefill engine.
-        decode_tensor_parallel: ranks of each decode engine.
+        prefill_tensor_parallel: tensor-parallel ranks of each prefill engine.
+        decode_tensor_parallel: tensor-parallel ranks of each decode engine.
         prefill_settings: keys of `ConnectorConfig` for the prefill engines.
         decode_settings: keys of `ConnectorConfig` for the decode engines.
-        arguments: further arguments of vLLM's API server, for every engine.
+        arguments: further arguments of vLLM's API server, for every engine; other parallel sizes are among
+            them.
         machine: whose devices are shared out; by default this one's.
 
     Raises:
-        ConfigError: no engine of a role, no rank, or a connector setting or an argument that cannot
-            be used.
+        ConfigError: no engine of a role, no rank, more ranks in an engine than GPUs, or a connector setting
+            or an argument that cannot be used.
     """
     for name, count in (
         ("prefill", prefill),
@@ -64,10 +66,14 @@ def fleet_specs(
     _check_model(model)
     _check_arguments(arguments)
     machine = machine or this_machine()
-    ranks = [prefill_tensor_parallel] * prefill + [decode_tensor_parallel] * decode
+    tensor = [prefill_tensor_parallel] * prefill + [decode_tensor_parallel] * decode
+    sizes = [parallel_of(count, arguments) for count in tensor]
+    ranks = [size.ranks for size in sizes]
     names = [f"prefill-{i}" for i in range(prefill)] + [f"decode-{i}" for i in range(decode)]
     roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode
     settings = {Role.PREFILL: prefill_settings, Role.DECODE: decode_settings}
+    for name, size in zip(names, sizes, strict=True):
+        _check_gpus(machine, name, size)
     environments = engine_environments(machine, ranks)
     ports = free_ports(len(names))
     shared = (*memory_arguments(machine, ranks, arguments), *arguments)
@@ -82,8 +88,19 @@ def fleet_specs(
             arguments=shared,
             environment=environment,
         )
-        for name, role, port, count, environment in zip(names, roles, ports, ranks, environments, strict=True)
+        for name, role, port, count, environment in zip(
+            names, roles, ports, tensor, environments, strict=True
+        )
     )
+
+
+def _check_gpus(machine: Machine, name: str, size: Parallel) -> None:
+    if machine.gpus and size.ranks > len(machine.gpus):
+        raise ConfigError(
+            f"{name} needs {size.ranks} GPUs ({size}), {len(machine.gpus)} can be used here "
+            f"({', '.join(machine.gpus)}); lower a parallel size, or start engines on several machines and "
+            "use kvferry router"
+        )
 
 
 def _check_model(model: str) -> None:

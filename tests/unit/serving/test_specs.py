@@ -7,6 +7,7 @@ import pytest
 from kvferry.errors import ConfigError
 from kvferry.serving.devices import Machine, engine_environments, memory_arguments
 from kvferry.serving.kv_config import kv_transfer_config, kv_transfer_json
+from kvferry.serving.parallel import parallel_of
 from kvferry.serving.role import Role
 from kvferry.serving.specs import fleet_specs
 
@@ -56,6 +57,46 @@ def test_an_engines_command_carries_its_connector_and_the_users_arguments_last()
     given = json.loads(command[command.index("--kv-transfer-config") + 1])
     assert given["kv_connector_extra_config"] == {"attempts": 3}
     assert command[-2:] == ["--dtype", "float32"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks"),
+    [
+        ((), 2),
+        (("--data-parallel-size", "2"), 4),
+        (("-dp", "2", "--pipeline_parallel_size=3"), 12),
+        (("-dp=2", "-dp", "3"), 6),
+        (("-pcp", "2"), 4),
+        (("--decode-context-parallel-size", "2"), 2),
+        (("--data-parallel-size", "8", "--data-parallel-size-local=2"), 4),
+    ],
+    ids=str,
+)
+def test_every_parallel_size_of_this_machine_counts(arguments, ranks):
+    assert parallel_of(2, arguments).ranks == ranks
+
+
+def test_each_rank_of_each_replica_gets_a_device():
+    many = Machine(gpus=tuple("01234567"), cores=(0,))
+    specs = fleet_specs("m", arguments=["-dp", "2"], decode_tensor_parallel=2, machine=many)
+    assert [spec.environment["CUDA_VISIBLE_DEVICES"] for spec in specs] == ["0,1", "2,3,4,5"]
+    assert [spec.tensor_parallel for spec in specs] == [1, 2]
+    cores = Machine(gpus=(), cores=tuple(range(12)))
+    specs = fleet_specs("m", arguments=["-dp", "2"], decode_tensor_parallel=2, machine=cores)
+    bound = [spec.environment["VLLM_CPU_OMP_THREADS_BIND"] for spec in specs]
+    assert bound == ["0,1|2,3", "4,5|6,7|8,9|10,11"]
+    assert specs[0].arguments[:2] == ("--gpu-memory-utilization", "0.083"), "half, over six ranks"
+
+
+def test_an_engine_of_more_ranks_than_gpus_is_refused():
+    with pytest.raises(ConfigError, match=r"decode-0 needs 4 GPUs \(tensor 2 x data 2\), 3 can be used here"):
+        fleet_specs("m", arguments=["-dp", "2"], decode_tensor_parallel=2, machine=GPUS)
+
+
+@pytest.mark.parametrize("value", ["0", "two", ""])
+def test_a_parallel_size_that_is_none_is_refused(value):
+    with pytest.raises(ConfigError, match="it must be a whole number of at least 1"):
+        fleet_specs("m", arguments=["-pp", value], machine=GPUS)
 
 
 @pytest.mark.parametrize("argument", ["--port", "--port=3", "--tensor_parallel_size=2", "-tp"])
