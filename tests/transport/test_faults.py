@@ -189,6 +189,53 @@ def test_a_read_that_the_transport_calls_failed_is_a_failure(world, reader, fail
     assert (result.failure, result.peer_lost) == ("the transport failed while reading", True)
 
 
+def test_a_peer_is_connected_again_after_a_fault_that_passes(world, reader):
+    producer, add_peer, faults = world.shared_producer(large.SPEC, large.FAMILIES), reader.agent.add_peer, 2
+
+    def flaky(metadata):
+        nonlocal faults
+        if faults:
+            faults -= 1
+            raise RuntimeError("the network is down")
+        return add_peer(metadata)
+
+    reader.agent.add_peer = flaky
+    reader.thread.connect("P", producer.cards)
+    results = []
+    while len(results) < 30 and (not results or results[-1].failure is not None):
+        name = f"load {len(results)}"
+        reader.submit(name, "P", large.span(1), large.FORWARD, large.FORWARD)
+        results.append(reader.result(name))
+        time.sleep(0.1)
+    assert "the network is down" in results[0].failure
+    assert faults == 0
+    assert len(results) > 5, "the second failure is followed by a pause"
+    assert (large.pages(reader.memory.bytes)[1:2] == large.pages(0)[1:2]).all()
+
+
+def test_a_connection_that_broke_is_made_anew(world, reader):
+    well(world, reader, "P")
+    broken, add_peer, made = reader.agent.state, reader.agent.add_peer, list[str]()
+
+    def adds(metadata):
+        made.append("made anew")
+        return add_peer(metadata)
+
+    reader.agent.add_peer = adds
+    reader.agent.state = lambda handle: (
+        ReadState.FAILED if broken(handle) is ReadState.DONE else ReadState.IN_FLIGHT
+    )
+    reader.submit("load", "P", large.span(1), large.FORWARD, large.FORWARD)
+    assert reader.result("load").peer_lost
+    reader.agent.state = broken
+    reader.memory.bytes[:] = reader.before
+    reader.submit("again", "P", large.span(1), large.FORWARD, large.FORWARD)
+    assert reader.result("again").failure is None
+    assert (large.pages(reader.memory.bytes)[1] == large.pages(50)[1]).all()
+    assert made == ["made anew"]
+    assert reader.agent.held == {"peers": 1, "lists": 4, "reads": 0, "regions": 1}
+
+
 def test_a_read_that_cannot_be_given_back_costs_nothing_else(world, reader):
     inside = reader.agent._nixl
     given_back = inside.release_xfer_handle

@@ -171,9 +171,7 @@ class ControlClient:
             if peer.leases:
                 self._send(peer, Heartbeat(sorted(peer.leases)))
             elif self._handshakes.is_unknown(address):
-                poller.unregister(peer.socket)
-                peer.socket.close(linger=500)
-                del self._peers[address]
+                self._close(poller, address)
 
     def _obey(self, poller: zmq.Poller, verb: str, address: Address, what: str | AskTurn) -> None:
         try:
@@ -189,8 +187,11 @@ class ControlClient:
         if isinstance(what, str):
             what.encode()
         peer = self._peers.get(address)
-        if peer is None:
-            peer = self._peers[address] = _Peer(self._connect(address))
+        if peer is None or verb == "hello":
+            # A socket that a handshake failed on may never connect again: ZeroMQ gives it up for good when
+            # something that is no ZeroMQ has answered.
+            held = self._close(poller, address)
+            peer = self._peers[address] = _Peer(self._connect(address), held)
             poller.register(peer.socket, zmq.POLLIN)
         if isinstance(what, AskTurn):
             self._send(peer, what)
@@ -201,6 +202,15 @@ class ControlClient:
         else:
             peer.leases.discard(what)
             self._send(peer, Release([what]))
+
+    def _close(self, poller: zmq.Poller, address: Address) -> set[str]:
+        """Close the socket to a peer, if there is one; returns the leases that are held there."""
+        peer = self._peers.pop(address, None)
+        if peer is None:
+            return set()
+        poller.unregister(peer.socket)
+        peer.socket.close(linger=500)
+        return peer.leases
 
     def _connect(self, address: Address) -> zmq.Socket[Any]:
         socket: zmq.Socket[Any] = self._context.socket(zmq.DEALER)

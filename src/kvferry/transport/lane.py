@@ -22,15 +22,16 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import zmq
 
-from kvferry.errors import KVFerryError
 from kvferry.geometry import RankGeometry, Region
 from kvferry.transport.agent import Agent, ReadState
 from kvferry.transport.area import Area
+from kvferry.transport.links import Links, log_unexpected
 from kvferry.transport.messages import RankCard
 from kvferry.transport.packed import Bench, PackedRead
 from kvferry.transport.peer import MAX_SOURCES, Peer
@@ -130,8 +131,6 @@ class Lane:
         self._free_landings = list(range(0, in_flight * MAX_SOURCES, MAX_SOURCES))
         self._asked: deque[ReadOrder | _Connect] = deque()
         self._results: deque[ReadResult] = deque()
-        self._peers: dict[str, Peer | str] = {}
-        self._leaving: list[Peer] = []
         self._reads: list[_Read] = []
         self._wake = threading.Event()
         self._stop = False
@@ -199,6 +198,7 @@ class Lane:
         finally:
             self._ready.set()
         self._context: zmq.Context[Any] = zmq.Context()
+        self._links = Links(partial(self._make_peer, agent), lambda: [read.peer for read in self._reads])
         self._bench = Bench(
             agent,
             self._images,
@@ -228,48 +228,26 @@ class Lane:
             if isinstance(asked, ReadOrder):
                 self._start(agent, asked)
             elif asked.cards is not None:
-                self._connect(agent, asked.peer, asked.cards)
-            elif isinstance(peer := self._peers.pop(asked.peer, None), Peer):
-                self._leaving.append(peer)
-        self._let_go()
+                self._links.connect(asked.peer, asked.cards)
+            else:
+                self._links.disconnect(asked.peer)
+        self._links.let_go()
         return busy
 
-    def _connect(self, agent: Agent, name: str, cards: tuple[RankCard, ...]) -> None:
-        if isinstance(self._peers.get(name), Peer):
-            return
-        try:
-            self._peers[name] = Peer(
-                agent,
-                self._geometry,
-                cards,
-                self._landing_region,
-                self._images,
-                self._context,
-                self._settings,
-            )
-        except Exception as error:  # noqa: BLE001 - a bad peer costs that peer, nothing else
-            _log_unexpected(error)
-            self._peers[name] = f"peer {name} cannot be read from: {error}"
-
-    def _let_go(self) -> None:
-        """Close the peers that were disconnected and of which nothing is in flight any more."""
-        in_use = [read.peer for read in self._reads]
-        for peer in [peer for peer in self._leaving if peer not in in_use]:
-            self._leaving.remove(peer)
-            try:
-                peer.close()
-            except Exception:
-                logger.exception("lane: while forgetting a peer")
+    def _make_peer(self, agent: Agent, cards: tuple[RankCard, ...]) -> Peer:
+        return Peer(
+            agent, self._geometry, cards, self._landing_region, self._images, self._context, self._settings
+        )
 
     def _start(self, agent: Agent, order: ReadOrder) -> None:
-        peer = self._peers.get(order.peer, f"peer {order.peer} is not connected")
+        peer = self._links.get(order.peer)
         if isinstance(peer, str):
             self._results.append(ReadResult(order.key, peer, None, 0.0, 0.0, peer_lost=True))
             return
         try:
             plan = peer.plan(order)
         except Exception as error:  # noqa: BLE001 - a request fails alone
-            _log_unexpected(error)
+            log_unexpected(error)
             self._results.append(ReadResult(order.key, str(error), None, 0.0, 0.0))
             return
         try:
@@ -358,7 +336,10 @@ class Lane:
     def _end(self, read: _Read) -> None:
         now = time.perf_counter()
         if read.failure is None:
+            self._links.served(read.peer)
             self._check_words(read)
+        elif read.peer_lost:
+            self._links.failed(read.peer, read.failure)
         self._reads.remove(read)
         self._free_landings.append(read.landing)
         done = read.data_done or now
@@ -381,13 +362,7 @@ class Lane:
             with ExitStack() as rest:
                 rest.callback(self._context.destroy, linger=0)
                 rest.callback(agent.close)
-                for peer in (*self._leaving, *self._peers.values()):
-                    if isinstance(peer, Peer):
-                        rest.callback(peer.close)
+                for peer in self._links:
+                    rest.callback(peer.close)
         except Exception:
             logger.exception("lane: while closing")
-
-
-def _log_unexpected(error: Exception) -> None:
-    if not isinstance(error, KVFerryError):
-        logger.error("lane", exc_info=error)

@@ -17,7 +17,17 @@ from kvferry.transport import handshake, security
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import Card, ControlServer
 from kvferry.transport.handshake import Known, Looking, NotUsable
-from kvferry.transport.messages import PROTOCOL, Accepted, AskRanks, Hello, KeptTurn, Ranks, Refused, encode
+from kvferry.transport.messages import (
+    PROTOCOL,
+    Accepted,
+    AskRanks,
+    Heartbeat,
+    Hello,
+    KeptTurn,
+    Ranks,
+    Refused,
+    encode,
+)
 from kvferry.transport.turns import Content
 from transport.cards import cards, facts
 
@@ -185,6 +195,38 @@ def test_a_refusal_stands_for_a_while_and_is_then_asked_anew(ends, monkeypatch):
     assert isinstance(client.look_up((HOST, port), 1), NotUsable)
     monkeypatch.setattr(handshake, "REFUSAL_SECONDS", 0.0)
     assert isinstance(settled(client, port), Known)
+
+
+@pytest.mark.parametrize(
+    "greeting",
+    [b"HTTP/1.1 502 Bad Gateway\r\n\r\n", b"", b"\xff" + bytes(63)],
+    ids=["text", "nothing", "another version"],
+)
+def test_a_peer_is_connected_anew_after_a_fault_that_passes(ends, monkeypatch, greeting):
+    """Something else answers first, as a load balancer does for an engine that starts; a lease is held."""
+    monkeypatch.setattr(handshake, "REFUSAL_SECONDS", 0.1)
+    with socket.create_server((HOST, 0)) as other:
+        port = other.getsockname()[1]
+        client = ends.client(handshake_seconds=0.3)
+        client.hold((HOST, port), "a lease")
+        taken, _ = other.accept()
+        taken.sendall(greeting)
+        taken.close()
+        assert isinstance(settled(client, port), NotUsable)
+    ends.server(port=port)
+    until(lambda: isinstance(settled(client, port), Known), 10.0)
+    client.release((HOST, port), "a lease")
+
+
+def test_a_peer_that_is_met_anew_still_hears_of_the_leases_held_there(ends):
+    server, client = ends.server(), ends.client(heartbeat_seconds=0.05)
+    settled(client, server.port)
+    client.hold((HOST, server.port), "a lease")
+    until(lambda: Heartbeat(["a lease"]) in server.events)
+    client.forget((HOST, server.port))
+    settled(client, server.port)
+    server.events.clear()
+    until(lambda: Heartbeat(["a lease"]) in server.events)
 
 
 def test_a_peer_that_was_given_up_has_its_full_time_when_it_is_asked_anew(ends, monkeypatch):

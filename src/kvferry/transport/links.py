@@ -1,0 +1,132 @@
+"""A lane's connections to peers.
+
+    UP ─the transport fails─▶ DOWN ─asked for after a pause─▶ UP, or DOWN for a longer pause
+    (a connection that cannot be made is DOWN from the beginning)
+
+A connection that a read still uses is closed when the read is over. Until then no other is made to that peer,
+because the transport knows a peer by one name.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+from kvferry.errors import KVFerryError
+from kvferry.transport.backoff import pause_seconds
+from kvferry.transport.messages import RankCard
+from kvferry.transport.peer import Peer
+
+logger = logging.getLogger(__name__)
+
+MakePeer = Callable[[tuple[RankCard, ...]], Peer]
+
+
+@dataclass(slots=True)
+class _Link:
+    """One peer.
+
+    Attributes:
+        cards: of its ranks.
+        peer: None while DOWN.
+        reason: why it is DOWN.
+        failures: in a row.
+        retry_at: by the clock; not connected again before that.
+    """
+
+    cards: tuple[RankCard, ...]
+    peer: Peer | None = None
+    reason: str = ""
+    failures: int = 0
+    retry_at: float = 0.0
+
+
+class Links:
+    """See the module. The lane's thread calls it.
+
+    `make` prepares a peer of these ranks, or raises; `in_use` has the connections that reads use.
+    """
+
+    def __init__(
+        self,
+        make: MakePeer,
+        in_use: Callable[[], Collection[Peer]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._make, self._in_use, self._clock = make, in_use, clock
+        self._links: dict[str, _Link] = {}
+        self._leaving: list[tuple[str, Peer]] = []
+
+    def connect(self, name: str, cards: tuple[RankCard, ...]) -> None:
+        """Connect a peer, unless it is."""
+        link = self._links.get(name)
+        if link is None or link.peer is None:
+            link = self._links[name] = _Link(cards)
+            self._try(name, link)
+
+    def disconnect(self, name: str) -> None:
+        """Forget a peer."""
+        link = self._links.pop(name, None)
+        if link is not None and link.peer is not None:
+            self._leaving.append((name, link.peer))
+
+    def get(self, name: str) -> Peer | str:
+        """A peer to be read from, connected again if it is time; or why there is none."""
+        link = self._links.get(name)
+        if link is None:
+            return f"peer {name} is not connected"
+        if link.peer is None and self._clock() >= link.retry_at:
+            self._try(name, link)
+        return link.reason if link.peer is None else link.peer
+
+    def failed(self, peer: Peer, reason: str) -> None:
+        """The transport failed while it read from this peer: the connection is not used again."""
+        for name, link in self._links.items():
+            if link.peer is peer:
+                link.peer = None
+                self._leaving.append((name, peer))
+                self._down(link, reason)
+
+    def served(self, peer: Peer) -> None:
+        """A read has succeeded."""
+        for link in self._links.values():
+            if link.peer is peer:
+                link.failures = 0
+
+    def let_go(self) -> None:
+        """Close the connections that are not to be used again and that no read uses."""
+        in_use = self._in_use()
+        for entry in [entry for entry in self._leaving if entry[1] not in in_use]:
+            self._leaving.remove(entry)
+            try:
+                entry[1].close()
+            except Exception:
+                logger.exception("lane: while forgetting a peer")
+
+    def __iter__(self) -> Iterator[Peer]:
+        """All connections."""
+        yield from (peer for _, peer in self._leaving)
+        yield from (link.peer for link in self._links.values() if link.peer is not None)
+
+    def _try(self, name: str, link: _Link) -> None:
+        self.let_go()
+        if any(name == leaving for leaving, _ in self._leaving):
+            link.reason = f"peer {name} cannot be read from: reads of its last connection are in flight"
+            return
+        try:
+            link.peer = self._make(link.cards)
+        except Exception as error:  # noqa: BLE001 - a bad peer costs that peer, nothing else
+            log_unexpected(error)
+            self._down(link, f"peer {name} cannot be read from: {error}")
+
+    def _down(self, link: _Link, reason: str) -> None:
+        link.reason, link.failures = reason, link.failures + 1
+        link.retry_at = self._clock() + pause_seconds(link.failures)
+
+
+def log_unexpected(error: Exception) -> None:
+    """Log an error that kvferry did not raise on purpose, with its trace."""
+    if not isinstance(error, KVFerryError):
+        logger.error("lane", exc_info=error)

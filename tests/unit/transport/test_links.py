@@ -1,0 +1,87 @@
+"""When a lane's connection to a peer is made anew, with a clock of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.errors import TransferError
+from kvferry.transport.links import Links
+from support.clock import Clock
+
+
+class Peer:
+    def __init__(self) -> None:
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class World:
+    """What connections are made of: each attempt fails while `faulty`."""
+
+    def __init__(self) -> None:
+        self.clock, self.faulty, self.attempts, self.in_use = Clock(), False, 0, list[Peer]()
+        self.links = Links(self.make, lambda: self.in_use, self.clock)
+
+    def make(self, cards) -> Peer:
+        self.attempts += 1
+        if self.faulty:
+            raise TransferError("unreachable")
+        return Peer()
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_a_peer_that_cannot_be_connected_is_tried_again_after_growing_pauses(world):
+    world.faulty = True
+    world.links.connect("P", ())
+    tried = []
+    for second in range(300):
+        before = world.attempts
+        assert world.links.get("P") == "peer P cannot be read from: unreachable"
+        if world.attempts > before:
+            tried.append(second)
+        world.clock.now += 1
+    assert tried == [0, 1, 3, 7, 15, 31, 63, 123, 183, 243]
+    world.faulty = False
+    world.clock.now += 60
+    assert isinstance(world.links.get("P"), Peer)
+
+
+def test_a_success_ends_the_pauses(world):
+    world.links.connect("P", ())
+    for _ in range(5):
+        peer = world.links.get("P")
+        world.links.served(peer)
+        world.links.failed(peer, "the transport failed")
+        assert isinstance(world.links.get("P"), Peer), "the first failure after a success waits for nothing"
+
+
+def test_no_second_connection_is_made_while_a_read_uses_the_first(world):
+    world.links.connect("P", ())
+    first = world.links.get("P")
+    world.in_use = [first]
+    world.links.failed(first, "the transport failed")
+    assert world.links.get("P") == "peer P cannot be read from: reads of its last connection are in flight"
+    assert not first.closed
+    world.in_use = []
+    second = world.links.get("P")
+    assert isinstance(second, Peer)
+    assert (first.closed, second.closed) == (True, False)
+
+
+def test_what_was_disconnected_is_closed_when_nothing_uses_it(world):
+    world.links.connect("P", ())
+    peer = world.links.get("P")
+    world.in_use = [peer]
+    world.links.disconnect("P")
+    world.links.let_go()
+    assert world.links.get("P") == "peer P is not connected"
+    assert (peer.closed, list(world.links)) == (False, [peer])
+    world.in_use = []
+    world.links.let_go()
+    assert (peer.closed, list(world.links)) == (True, [])
