@@ -146,47 +146,6 @@ def test_the_scheduler_still_does_what_the_design_leans_on() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("spec", "kind", "reach"),
-    [
-        ("FullAttentionSpec", "full_attention", 0),
-        ("SlidingWindowSpec", "sliding_window", 64),
-        ("ChunkedLocalAttentionSpec", "chunked_local", 512),
-        ("MLAAttentionSpec", "mla", 0),
-        ("MambaSpec", "state", 0),
-        ("CrossAttentionSpec", None, 0),
-    ],
-)
-def test_specs_are_what_they_are_taken_for(spec: str, kind: str | None, reach: int) -> None:
-    import torch
-    from vllm.v1 import kv_cache_interface as interface
-
-    from kvferry.engines.vllm.compat import kind_of, reach_of
-
-    attention = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
-    settings = {
-        "SlidingWindowSpec": {**attention, "sliding_window": 64},
-        "ChunkedLocalAttentionSpec": {**attention, "attention_chunk_size": 512},
-        "MambaSpec": {"block_size": 16, "shapes": ((2, 2),), "dtypes": (torch.float32,)},
-    }.get(spec, attention)
-    made = getattr(interface, spec)(**settings)
-    found = kind_of(made)
-    assert (str(found) if found else None) == kind
-    if kind:
-        assert reach_of(made) == reach
-
-
-def test_where_a_snapshot_stands() -> None:
-    import torch
-    from vllm.v1.kv_cache_interface import MambaSpec
-
-    from kvferry.engines.vllm.compat import state_position
-
-    for mode, places in (("none", [0, 0, 0]), ("align", [0, 0, 1])):
-        spec = MambaSpec(block_size=16, shapes=((2,),), dtypes=(torch.float32,), mamba_cache_mode=mode)
-        assert [state_position(spec, tokens) for tokens in (1, 16, 17)] == places
-
-
 def test_every_member_of_vllms_connector_is_handed_on_to_children_or_left_for_a_reason() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 

@@ -54,6 +54,7 @@ class Ranks:
         moved: layers' tokens that move for 300 tokens, in whole cells: what blocks of both sides share.
         blocks: tokens in a block of the prefill and of the decode engine.
         layout: of both, where the backend declares all that its kernels can do; None if it does not.
+        copied: a layer of which both decode ranks hold the one head.
         tiers: the decode engine keeps chunks of 128 tokens in host memory, of which there is little, and
             files. Reads are over TCP, where they stop as the engine does that is read from.
     """
@@ -64,6 +65,7 @@ class Ranks:
     moved: int
     blocks: tuple[int, int] = (128, 128)
     layout: str | None = None
+    copied: str | None = None
     tiers: bool = False
 
     def __str__(self) -> str:
@@ -74,6 +76,8 @@ class Ranks:
 
 # 300 tokens are blocks 0 to 2; token 300 sees 237 to 299 through a window of 64: blocks 1 and 2.
 QWEN3, GEMMA3 = 4 * 3 * 128, (3 + 5 * 2) * 128
+# The fourth layer sees everything; its one head, as wide as both of the others', goes to both ranks.
+GEMMA4 = (2 * 3 + 3 * 2) * 128
 # Halves of those: 0 to 4, and 3 and 4.
 QWEN3_HALVES, GEMMA3_HALVES = 4 * 5 * 64, (5 + 5 * 2) * 64
 PAIRS = (
@@ -87,6 +91,7 @@ PAIRS = (
             Ranks("gemma3", 1, 2, GEMMA3_HALVES, (64, 128)),
             Ranks("qwen3", 2, 1, QWEN3, layout="BHLNC"),
             Ranks("gemma3", 1, 2, GEMMA3, layout="BLHNC"),
+            Ranks("gemma4", 1, 2, GEMMA4, copied="layers.3."),
         )
     ),
 )
@@ -234,7 +239,13 @@ def test_every_rank_gets_its_heads_and_the_answer_is_a_single_engines(served: Se
             assert (block_tokens(served.prefill), block_tokens(served.decode)) == served.ranks.blocks
         here: dict[str, list[str]] = {}
         for (load,) in (loads := ask_ranks(served.decode, "witnessed_loads")):
-            assert here.keys().isdisjoint(load["digests"]), "a head came to two ranks"
+            twice = [
+                name for name in here.keys() & load["digests"].keys() if here[name] == load["digests"][name]
+            ]
+            assert len(twice) == len(here.keys() & load["digests"].keys()), "copies of a head differ"
+            expected = served.ranks.copied
+            assert all(expected and expected in name for name in twice), "a head came to two ranks"
+            assert bool(twice) == bool(expected and here)
             here |= load["digests"]
         there: dict[str, list[str]] = {}
         told = {name: loads[0][0][name] for name in ("span", "tables")}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvferry.engines.vllm.prompts import Prompts
+from kvferry.engines.vllm.turn_names import TurnNames
 from kvferry.geometry.canonical import canonical_of
 from kvferry.geometry.layout import EngineShape, lay_out
 from support.block_pool import request
@@ -70,6 +71,19 @@ def test_a_request_that_grows_is_named_as_far_as_it_is_known():
     chunks = prompts.get(one)
     assert len(chunks.keys) == 8
     assert chunks.key(0, 1) == Prompts(CANONICAL).add(tokens()).key(0, 1)
+
+
+def test_generated_tokens_have_no_names_where_they_see_less_than_a_prompts():
+    prompts = Prompts(CANONICAL, prompts_only=True)
+    one = request("a", range(8))
+    prompts.add(one)
+    assert prompts.get(one).key(0, 1) == Prompts(CANONICAL).add(tokens()).key(0, 1)
+    one.all_token_ids, one.num_tokens = list(range(9)), 9
+    assert prompts.get(one) is None
+    turns, plain = TurnNames(prompts_only=True), TurnNames()
+    assert turns.content(one, 9) is None
+    assert turns.content(one, 8) == plain.content(one, 8) is not None
+    assert plain.content(one, 9) is not None
 
 
 def test_a_request_that_grows_by_what_is_no_token_has_no_chunks_from_then_on():

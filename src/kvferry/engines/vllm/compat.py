@@ -42,25 +42,21 @@ from vllm.transformers_utils.config import get_config, get_hf_text_config
 from vllm.utils.network_utils import get_ip
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    CrossAttentionSpec,
-    EncoderOnlyAttentionSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-    RSWASpec,
-    SinkFullAttentionSpec,
-    SlidingWindowMLASpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
-from kvferry.geometry import GroupKind
+from kvferry.engines.vllm.specs import (
+    is_recurrent,
+    is_replicated,
+    is_ring,
+    kind_of,
+    names_prompts_only,
+    reach_of,
+    snapshot_tokens,
+    spec_of_layer,
+    state_position,
+)
 from kvferry.tiers.names import FILE, HOST, OBJECT, PEER
 
 __all__ = [
@@ -89,10 +85,14 @@ __all__ = [
     "declared_layouts",
     "external_id",
     "finished_whole",
+    "is_recurrent",
+    "is_replicated",
+    "is_ring",
     "is_traced",
     "kind_of",
     "layers_are_alike",
     "leave_cores_to_others",
+    "names_prompts_only",
     "node_address",
     "operators_layout",
     "ranks",
@@ -120,72 +120,6 @@ HITS = {
     OBJECT: CacheHitSource.EXTERNAL_UNSPECIFIED,
 }
 """How vLLM's own counters label tokens, by where they came from."""
-
-_UNKNOWN = (
-    RSWASpec,
-    SinkFullAttentionSpec,
-    CrossAttentionSpec,
-    EncoderOnlyAttentionSpec,
-    SlidingWindowMLASpec,
-)
-
-
-def _first(spec: KVCacheSpec) -> KVCacheSpec:
-    return spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
-
-
-def kind_of(spec: KVCacheSpec) -> GroupKind | None:
-    """The kind of a group, None for a spec that is not known."""
-    spec = _first(spec)
-    if isinstance(spec, _UNKNOWN) or spec.tokens_per_state not in (1, -1):
-        return None
-    kinds: list[tuple[type[KVCacheSpec], GroupKind]] = [
-        (MLAAttentionSpec, GroupKind.MLA),
-        (SlidingWindowSpec, GroupKind.SLIDING),
-        (ChunkedLocalAttentionSpec, GroupKind.CHUNKED),
-        (FullAttentionSpec, GroupKind.FULL),
-        (MambaSpec, GroupKind.STATE),
-    ]
-    return next((kind for of, kind in kinds if isinstance(spec, of)), None)
-
-
-def reach_of(spec: KVCacheSpec) -> int:
-    """Window or chunk in tokens, 0 for other kinds."""
-    spec = _first(spec)
-    if isinstance(spec, SlidingWindowSpec):
-        return int(spec.sliding_window) + int(spec.extra_retained_tokens)
-    if isinstance(spec, ChunkedLocalAttentionSpec):
-        return int(spec.attention_chunk_size)
-    return 0
-
-
-def spec_of_layer(spec: KVCacheSpec, name: str) -> Any:
-    """The layer's own spec; a group's may wrap one per layer."""
-    return spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
-
-
-def state_position(spec: KVCacheSpec, tokens: int) -> int:
-    """Where in a state group's block table the snapshot after `tokens` tokens stands.
-
-    Without prefix caching the table is one running state (and speculative scratch behind it); with it,
-    entries stand for
-    positions, and the state after a token is kept in the block of that token.
-    """
-    spec = _first(spec)
-    assert isinstance(spec, MambaSpec)
-    return 0 if spec.mamba_cache_mode == "none" else (tokens - 1) // spec.block_size
-
-
-def snapshot_tokens(spec: KVCacheSpec) -> int | None:
-    """How far apart a recurrent group's snapshots may be at the closest; 0 if it keeps none, None for others.
-
-    In `align` mode they lie at ends of blocks, where a step ended, and are announced step by step; other
-    modes announce none.
-    """
-    spec = _first(spec)
-    if not isinstance(spec, MambaSpec):
-        return None
-    return int(spec.block_size) if spec.mamba_cache_mode == "align" else 0
 
 
 def after_forward() -> Callable[[], None]:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvferry.engines.vllm import compat
 from kvferry.errors import ConfigError
 from kvferry.geometry import Axis, Field, PageFormat, opaque_page
 
@@ -31,7 +32,7 @@ class Shard:
 
     Attributes:
         rank, ranks: which of how many tensor-parallel ranks.
-        start, total: first head held and heads in all.
+        start, total: first head held and heads in all; no total if it is not certain which heads it has.
     """
 
     rank: int
@@ -132,29 +133,57 @@ def page_of_attention(
         num_blocks: manager blocks in it.
         shard: which heads this rank holds.
     """
-    backend = layer.get_attn_backend().get_name()
-    content = ":".join(
-        [backend, str(getattr(layer, "isa", "")), str(tensor.dtype), str(layer.kv_cache_dtype)]
-    )
     strides = strides_of(tensor, spec, num_blocks)
-    adapter = _ADAPTERS.get(backend)
+    adapter = _ADAPTERS.get(layer.get_attn_backend().get_name())
     why = "it has no content adapter"
-    if adapter is not None and strides.content == strides.k + strides.v:
+    if not shard.total:
+        why = f"which of the model's KV heads rank {shard.rank} holds is not certain"
+    elif spec.tokens_per_state != 1:
+        why = f"a state stands for {spec.tokens_per_state} tokens"
+    elif adapter is not None and strides.content == strides.k + strides.v:
         fields = adapter(strides, shard)
         reach = max(field.extent()[1] for field in fields)
-        page = PageFormat(content, spec.block_size, reach, fields)
+        page = PageFormat(content_id(layer, spec, tensor), spec.block_size, reach, fields)
         why = _disproof(layer, tensor, page, strides)
         if not why:
             return page
     elif adapter is not None:
         why = f"{strides.content} elements per head and token are not K and V of {strides.k} + {strides.v}"
+    return whole_page(layer, name, spec, tensor, num_blocks, shard, spec.block_size, why)
+
+
+def content_id(layer: Any, spec: Any, tensor: torch.Tensor) -> str:
+    """What decides the meaning of a layer's bytes; a layer that only holds a cache (indexer) says less."""
+    kept_as = getattr(layer, "kv_cache_dtype", None) or getattr(spec, "cache_dtype_str", None) or "auto"
+    backend = layer.get_attn_backend().get_name()
+    return ":".join([backend, str(getattr(layer, "isa", "")), str(tensor.dtype), str(kept_as)])
+
+
+def whole_page(
+    layer: Any,
+    name: str,
+    spec: Any,
+    tensor: torch.Tensor,
+    num_blocks: int,
+    shard: Shard,
+    block_tokens: int,
+    why: str,
+) -> PageFormat:
+    """A page that moves as it is, between equal blocks, and ranks unless all of them hold the same.
+
+    Args:
+        layer, name, spec, tensor, num_blocks, shard: as of `page_of_attention`.
+        block_tokens: tokens of a block, 0 for a snapshot.
+        why: its content is not known.
+    """
+    content = content_id(layer, spec, tensor)
     logger.warning(
         "layer %s: content of %s pages is not known (%s): they move whole, between equal blocks and ranks",
         name, content, why,
     )  # fmt: skip
-    ranks = 1 if strides.v == 0 else shard.ranks
+    ranks = 1 if compat.is_replicated(spec) else shard.ranks
     return opaque_page(
-        f"{content} {tuple(tensor.shape[1:])}", spec.block_size, _dense_bytes(tensor, num_blocks),
+        f"{content} {tuple(tensor.shape[1:])}", block_tokens, _dense_bytes(tensor, num_blocks),
         shard.rank if ranks > 1 else 0, ranks,
     )  # fmt: skip
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from kvferry.engines.vllm import compat
-from kvferry.engines.vllm.content import Shard, page_of_attention
+from kvferry.engines.vllm.content import page_of_attention, whole_page
+from kvferry.engines.vllm.heads import shards
 from kvferry.engines.vllm.state import Rank, page_of_state
 from kvferry.errors import ConfigError
-from kvferry.geometry import Group, GroupKind, Layer, RankGeometry, Region
+from kvferry.geometry import Group, GroupKind, Layer, PageFormat, RankGeometry, Region
 
 
 def describe_cache(
@@ -33,21 +34,31 @@ def describe_cache(
         raise ConfigError(
             "context parallelism (DCP, PCP) splits tokens over ranks, which kvferry cannot move yet"
         )
+    if not kv_cache_config.kv_cache_groups:
+        raise ConfigError(
+            "this model keeps no KV cache (an encoder, for instance): there is nothing to move or to store; "
+            "serve it without a KV connector"
+        )
+    kinds = [kind_of(group) for group in kv_cache_config.kv_cache_groups]
+    pages = _pages(vllm_config, kv_cache_config, caches, tp_rank)
+    blocks = kv_cache_config.num_blocks
     groups = tuple(
         Group(
-            kind_of(group),
+            kind,
             group.kv_cache_spec.block_size,
             compat.reach_of(group.kv_cache_spec),
-            tuple(_layers(vllm_config, kv_cache_config, group, caches, tp_rank)),
+            tuple(
+                _layer(name, caches[name], blocks, pages[name]) for name in group.layer_names if name in pages
+            ),
         )
-        for group in kv_cache_config.kv_cache_groups
+        for kind, group in zip(kinds, kv_cache_config.kv_cache_groups, strict=True)
     )
     geometry = RankGeometry(
         tp_rank,
         parallel.tensor_parallel_size,
         pp_rank,
         parallel.pipeline_parallel_size,
-        kv_cache_config.num_blocks,
+        blocks,
         groups,
         tuple(_regions(caches)),
     )
@@ -59,55 +70,58 @@ def kind_of(group: Any) -> GroupKind:
     """What a continuation needs of a group.
 
     Raises:
-        ConfigError: a KV cache spec that kvferry does not know.
+        ConfigError: kvferry cannot move it; names a layer.
     """
-    kind = compat.kind_of(group.kv_cache_spec)
-    if kind is None:
-        raise ConfigError(
-            f"KV cache spec {type(group.kv_cache_spec).__name__} (layer {group.layer_names[0]}) is not one "
-            "that kvferry can move; serve this model without a KV connector"
-        )
-    return kind
+    try:
+        return compat.kind_of(group.kv_cache_spec)
+    except ConfigError as error:
+        raise ConfigError(f"layer {group.layer_names[0]}: {error}") from None
 
 
-def _layers(
-    vllm_config: Any, kv_cache_config: Any, group: Any, caches: Mapping[str, torch.Tensor], tp_rank: int
-) -> Iterator[Layer]:
-    if not group.enable_kv_transfer:
-        return
-    for name in group.layer_names:
-        if name not in caches:
-            raise ConfigError(f"vLLM handed over no cache for layer {name}")
-        yield _layer(vllm_config, kv_cache_config, group, name, caches[name], tp_rank)
-
-
-def _layer(
-    vllm_config: Any, kv_cache_config: Any, group: Any, name: str, tensor: torch.Tensor, tp_rank: int
-) -> Layer:
+def _pages(
+    vllm_config: Any, kv_cache_config: Any, caches: Mapping[str, torch.Tensor], tp_rank: int
+) -> dict[str, PageFormat]:
+    """What a page of each layer holds that can be moved, by the layer's name."""
     blocks = kv_cache_config.num_blocks
-    spec = compat.spec_of_layer(group.kv_cache_spec, name)
+    size = int(vllm_config.parallel_config.tensor_parallel_size)
+    states = Rank(tp_rank, size, compat.conv_channels_first())
+    moved = [group for group in kv_cache_config.kv_cache_groups if group.enable_kv_transfer]
+    layers = {
+        name: (compat.attention_layer(vllm_config, name), compat.spec_of_layer(group.kv_cache_spec, name))
+        for group in moved
+        for name in group.layer_names
+    }
+    heads = shards(
+        vllm_config, {name: of for name, of in layers.items() if not compat.is_recurrent(of[1])}, tp_rank
+    )
+    pages = {}
+    for name, (layer, spec) in layers.items():
+        tensor = _checked(name, caches, blocks)
+        if compat.is_recurrent(spec):
+            pages[name] = page_of_state(layer, name, spec, tensor.device.type, states)
+        elif compat.is_ring(spec):
+            why = "it is a ring that the layer overwrites in place"
+            pages[name] = whole_page(layer, name, spec, tensor, blocks, heads[name], 0, why)
+        else:
+            pages[name] = page_of_attention(layer, name, spec, tensor, blocks, heads[name])
+    return pages
+
+
+def _checked(name: str, caches: Mapping[str, torch.Tensor], blocks: int) -> torch.Tensor:
+    """A layer's tensor, (kernel blocks, heads, tokens, content)."""
+    if name not in caches:
+        raise ConfigError(f"vLLM handed over no cache for layer {name}")
+    tensor = caches[name]
     if tensor.ndim != 4 or tensor.shape[0] % blocks:
         raise ConfigError(
             f"layer {name}: a cache of shape {tuple(tensor.shape)} for {blocks} blocks is not known"
         )
+    return tensor
+
+
+def _layer(name: str, tensor: torch.Tensor, blocks: int, page: PageFormat) -> Layer:
     stride = tensor.stride(0) * tensor.element_size() * (tensor.shape[0] // blocks)
-    size = vllm_config.parallel_config.tensor_parallel_size
-    layer = compat.attention_layer(vllm_config, name)
-    if kind_of(group) is GroupKind.STATE:
-        rank = Rank(tp_rank, size, compat.conv_channels_first())
-        page = page_of_state(layer, name, spec, tensor.device.type, rank)
-    else:
-        page = page_of_attention(layer, name, spec, tensor, blocks, _heads(vllm_config, spec, tp_rank))
     return Layer(name, tensor.data_ptr(), stride, page)
-
-
-def _heads(vllm_config: Any, spec: Any, tp_rank: int) -> Shard:
-    """Which heads a rank holds: a share of them, or a copy where there are fewer heads than ranks."""
-    size = vllm_config.parallel_config.tensor_parallel_size
-    total = vllm_config.model_config.get_total_num_kv_heads()
-    if total >= size or spec.num_kv_heads > 1:
-        return Shard(tp_rank, size, tp_rank * spec.num_kv_heads, size * spec.num_kv_heads)
-    return Shard(tp_rank, size, tp_rank * total // size, total)
 
 
 def _regions(caches: Mapping[str, torch.Tensor]) -> Iterator[Region]:

@@ -45,7 +45,7 @@ class Headroom:
         groups = []
         for group in kv_cache_config.kv_cache_groups:
             spec = group.kv_cache_spec
-            kind = compat.kind_of(spec) or GroupKind.FULL
+            kind = compat.kind_of(spec)
             groups.append((kind, compat.reach_of(spec), int(spec.block_size)))
         if not any(reach for _, reach, _ in groups):
             return cls()

@@ -20,8 +20,14 @@ logger = logging.getLogger(__name__)
 class Prompts:
     """Requests by id. What cannot be named for certain has no chunks, and is neither stored nor looked up."""
 
-    def __init__(self, canonical: Canonical) -> None:
-        self._canonical = canonical
+    def __init__(self, canonical: Canonical, *, prompts_only: bool = False) -> None:
+        """None yet.
+
+        Args:
+            canonical: what chunks are.
+            prompts_only: generated tokens have other content than as part of a prompt: they have no names.
+        """
+        self._canonical, self._prompts_only = canonical, prompts_only
         self._known: dict[str, PromptChunks] = {}
         self._adapters = Adapters()
         self._epoch = ""
@@ -45,6 +51,8 @@ class Prompts:
 
     def get(self, request: Any) -> PromptChunks | None:
         """The chunks of a request with all tokens that are known by now; None if it has none."""
+        if self._prompts_only and request.num_tokens > request.num_prompt_tokens:
+            self.remove(request.request_id)
         chunks = self._known.get(request.request_id)
         if chunks is not None and len(chunks.keys) < request.num_tokens:
             try:

@@ -67,7 +67,7 @@ class SchedulerHalf:
         if (spans := tracing(vllm_config)) is not None:
             self.watch.add(spans)
         self._explaining = Explaining(vllm_config, config.explain_requests, self.watch, config.name)
-        self._turn_names = TurnNames()
+        self._turn_names = TurnNames(prompts_only=compat.names_prompts_only(kv_cache_config))
         self._producer = Producer(
             vllm_config, kv_cache_config, config, self._kinds, self._incarnation, self.watch, self._turn_names
         )

@@ -101,7 +101,7 @@ class Tiering:
         behind = [one for one, _ in opened]
         self.weights = {HOST: tiers.host.load_weight, **{one.queue.name: weight for one, weight in opened}}
         self._cache = ChunkCache(host, self._arena.bytes_at, canonical.groups, behind)
-        self._prompts = Prompts(canonical)
+        self._prompts = Prompts(canonical, prompts_only=compat.names_prompts_only(kv_cache_config))
         groups = ranks[0].groups
         self.source = TierSource(
             self._cache,

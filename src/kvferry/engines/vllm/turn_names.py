@@ -18,11 +18,15 @@ CHUNK_TOKENS = 256
 class TurnNames:
     """Names under which blocks are kept and looked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, prompts_only: bool = False) -> None:
+        """None yet; `prompts_only` as of `Prompts`."""
+        self._prompts_only = prompts_only
         self._adapters, self._epoch = Adapters(), ""
 
     def content(self, request: Any, tokens: int) -> Content | None:
         """Of the first tokens of a request; None if there is no certain name."""
+        if self._prompts_only and tokens > request.num_prompt_tokens:
+            return None
         ids = request.all_token_ids[:tokens]
         try:
             keys = keys_of(request, ids, CHUNK_TOKENS, self._adapters, self._epoch)

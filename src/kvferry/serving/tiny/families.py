@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kvferry.errors import ConfigError
+from kvferry.serving.tiny.tokenizer import VOCABULARY
 
 _ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 _LATENT = {
@@ -79,6 +80,25 @@ _ALL = (
             "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
             "sliding_window": 64,
             "query_pre_attn_scalar": 32,
+        },
+        scale=0.15,
+        embedding_scale=0.01,
+    ),
+    Family(
+        name="gemma4",
+        groups="3 sliding window, 1 full attention, each read by two layers",
+        config="Gemma4TextConfig",
+        settings={
+            **_ATTENTION,
+            "num_hidden_layers": 8,
+            "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 2,
+            "num_kv_shared_layers": 4,
+            "sliding_window": 64,
+            "num_global_key_value_heads": 1,
+            "global_head_dim": 64,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 32,
+            "vocab_size_per_layer_input": VOCABULARY,
         },
         scale=0.15,
         embedding_scale=0.01,

@@ -1,0 +1,79 @@
+"""Which KV heads of a layer a tensor-parallel rank holds.
+
+Layers of one model may differ in their number of KV heads: Gemma 4 has fewer in layers that see everything.
+So the model's own number says nothing of a layer. With fewer heads than ranks, vLLM gives several ranks
+copies of one head, and a rank's count, 1, does not tell how many there are. The layer's QKV projection knows:
+its weight loader takes the rows of head ``rank // copies``.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from kvferry.engines.vllm.content import Shard
+
+_COPIES = "num_kv_head_replicas"
+
+
+def projections(layers: Iterable[Any]) -> dict[int, Any]:
+    """The QKV projection beside each attention layer, by the layer's `id`; none for a layer without one.
+
+    An engine hands over layers without the modules around them, so these are looked for among all objects.
+    """
+    wanted = {id(layer) for layer in layers}
+    found = {}
+    for module in gc.get_objects():
+        if not issubclass(type(module), torch.nn.Module):
+            continue
+        children = vars(module).get("_modules", {}).values()
+        # An adapter (LoRA) wraps the projection.
+        beside = [one for child in children if hasattr(one := getattr(child, "base_layer", child), _COPIES)]
+        if len(beside) == 1:
+            found.update({id(child): beside[0] for child in children if id(child) in wanted})
+    return found
+
+
+def shard_of(held: int, rank: int, ranks: int, projection: Any, of_model: int) -> Shard:
+    """Which heads a rank holds; with no total if that is not certain.
+
+    >>> shard_of(2, 1, 4, None, 8), shard_of(1, 3, 4, None, 2)
+    (Shard(rank=1, ranks=4, start=2, total=8), Shard(rank=3, ranks=4, start=1, total=2))
+    >>> shard_of(1, 3, 4, None, 8)
+    Shard(rank=3, ranks=4, start=0, total=0)
+
+    Args:
+        held: heads on this rank.
+        rank, ranks: which tensor-parallel rank of how many.
+        projection: the layer's `QKVParallelLinear`, or None if it has none.
+        of_model: KV heads that the model's configuration names.
+    """
+    if projection is not None and int(projection.num_kv_heads) == held:
+        copies = int(projection.num_kv_head_replicas)
+        start, total = projection.tp_rank // copies * held, projection.tp_size // copies * held
+        return Shard(rank, ranks, start, total)
+    if held > 1 or ranks == 1:
+        return Shard(rank, ranks, rank * held, ranks * held)
+    if of_model > ranks:
+        return Shard(rank, ranks, 0, 0)
+    return Shard(rank, ranks, rank * of_model // ranks, of_model)
+
+
+def shards(vllm_config: Any, layers: Mapping[str, tuple[Any, Any]], rank: int) -> dict[str, Shard]:
+    """Which heads this rank holds of each layer, by name.
+
+    Args:
+        vllm_config: vLLM's.
+        layers: the engine's attention layers and their KV cache specs, by name.
+        rank: this tensor-parallel rank.
+    """
+    ranks = int(vllm_config.parallel_config.tensor_parallel_size)
+    of_model = int(vllm_config.model_config.get_total_num_kv_heads())
+    found = projections(layer for layer, _ in layers.values()) if ranks > 1 else {}
+    return {
+        name: shard_of(int(spec.num_kv_heads), rank, ranks, found.get(id(layer)), of_model)
+        for name, (layer, spec) in layers.items()
+    }

@@ -1,0 +1,267 @@
+"""vLLM's KV cache specs: each is known by its exact class, and its group is what vLLM's own manager keeps."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import vllm
+from hypothesis import given, settings, strategies as st
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+)
+from vllm.v1.core.single_type_kv_cache_manager import get_manager_for_kv_cache_spec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    HiddenStateCacheSpec,
+    HiSparseHotSpec,
+    HiSparseResidentSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    RSWASpec,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    SparseCacheRole,
+    UniformTypeKVCacheSpecs,
+)
+from vllm.v1.request import Request
+
+from kvferry.engines.vllm import specs
+from kvferry.engines.vllm.specs import kind_of, reach_of, snapshot_tokens, state_position
+from kvferry.errors import ConfigError
+from kvferry.geometry import GroupKind
+from kvferry.geometry.store import LayerStore
+from kvferry.planning.coverage import NOWHERE, Cut, coverage
+from kvferry.planning.select import Span, blocks_needed, first_seen
+
+BLOCK, BLOCKS, LONGEST = 16, 64, 400
+LIKE = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+LATENT = MLAAttentionSpec(**LIKE)
+COMPRESSED = MLAAttentionSpec(**LIKE, tokens_per_state=4)
+RING = CircularBufferSpec(**{**LIKE, "block_size": 8}, head_size_v=0)
+NEVER_A_LAYERS = {"KVCacheSpec", "AttentionSpec", "UniformTypeKVCacheSpecs"}
+"""Classes that no layer has itself."""
+MOVED: list[tuple[Any, GroupKind, int]] = [
+    (FullAttentionSpec(**LIKE), GroupKind.FULL, 0),
+    (FullAttentionSpec(**LIKE, sliding_window=64), GroupKind.FULL, 0),
+    (FullAttentionSpec(**LIKE, tokens_per_state=Fraction(1, 4)), GroupKind.FULL, 0),
+    (RSWASpec(**LIKE, rswa_window=32), GroupKind.FULL, 0),
+    (LATENT, GroupKind.MLA, 0),
+    (MLAAttentionSpec(**LIKE, cache_role=SparseCacheRole.INDEXER), GroupKind.MLA, 0),
+    (COMPRESSED, GroupKind.MLA, 0),
+    (SlidingWindowSpec(**LIKE, sliding_window=40), GroupKind.SLIDING, 40),
+    (SlidingWindowSpec(**LIKE, sliding_window=40, extra_retained_tokens=3), GroupKind.SLIDING, 43),
+    (SlidingWindowMLASpec(**LIKE, sliding_window=40), GroupKind.SLIDING, 40),
+    (
+        SlidingWindowMLASpec(**{**LIKE, "block_size": 4}, sliding_window=8, alignment=512),
+        GroupKind.SLIDING,
+        8,
+    ),
+    (ChunkedLocalAttentionSpec(**LIKE, attention_chunk_size=48), GroupKind.CHUNKED, 48),
+    (MambaSpec(block_size=BLOCK, shapes=((2, 2),), dtypes=(torch.float32,)), GroupKind.STATE, 0),
+    (RING, GroupKind.STATE, 0),
+]
+REFUSED: list[tuple[Any, str]] = [
+    (SinkFullAttentionSpec(**LIKE, sink_len=BLOCK), "sinks.*without a KV connector"),
+    (CrossAttentionSpec(**LIKE), "encoder made of audio.*without a KV connector"),
+    (EncoderOnlyAttentionSpec(**LIKE), "an encoder keeps nothing.*without a KV connector"),
+    (HiddenStateCacheSpec(**LIKE), "hidden states.*extract_hidden_states"),
+    (HiSparseHotSpec(block_size=BLOCK, page_size=64, blocks_per_request=2), "HiSparse.*without HiSparse"),
+    (HiSparseResidentSpec(block_size=BLOCK, page_size=64), "HiSparse.*without HiSparse"),
+    (FullAttentionSpec(**LIKE, non_causal=True), "not causal.*without a KV connector"),
+    (SlidingWindowMLASpec(**LIKE, sliding_window=40, bounded_replay=True), "--no-swa-bounded-replay"),
+]
+
+
+def test_every_spec_of_the_installed_vllm_is_moved_or_refused() -> None:
+    """A later vLLM's new spec fails here, until somebody has read it and put it in one of the two tables."""
+    texts = (path.read_text() for path in Path(vllm.__file__).parent.rglob("*.py"))
+    bases = {
+        node.name: {getattr(base, "id", getattr(base, "attr", "")) for base in node.bases}
+        for text in texts
+        if re.search(r"^\s*class \w+\([^)]*Spec", text, re.MULTILINE)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ClassDef)
+    }
+    found = {KVCacheSpec.__name__}
+    while more := {name for name, of in bases.items() if of & found} - found:
+        found |= more
+    moved = {type(spec).__name__ for spec, _, _ in MOVED}
+    refused = {type(spec).__name__ for spec, _ in REFUSED}
+    assert found - NEVER_A_LAYERS == moved | refused
+    assert {of.__name__ for of in specs._KINDS} == moved
+    assert {of.__name__ for of in specs.REFUSED} == refused - moved
+
+
+@pytest.mark.parametrize(("spec", "kind", "reach"), MOVED, ids=lambda one: type(one).__name__)
+def test_specs_are_what_they_are_taken_for(spec: Any, kind: GroupKind, reach: int) -> None:
+    assert (kind_of(spec), reach_of(spec)) == (kind, reach)
+    wrapped = UniformTypeKVCacheSpecs(block_size=spec.block_size, kv_cache_specs={"a": spec, "b": spec})
+    assert (kind_of(wrapped), reach_of(wrapped)) == (kind, reach)
+
+
+@pytest.mark.parametrize(("spec", "words"), REFUSED, ids=lambda one: type(one).__name__)
+def test_what_does_not_move_is_refused_with_a_way_out(spec: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        kind_of(spec)
+    with pytest.raises(ConfigError, match=words):
+        kind_of(UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"a": LATENT, "b": spec}))
+
+
+@pytest.mark.parametrize("base", sorted({type(spec) for spec, _, _ in MOVED}, key=lambda of: of.__name__))
+def test_an_unknown_subclass_is_not_taken_for_its_base(base: type) -> None:
+    spec = next(spec for spec, _, _ in MOVED if type(spec) is base)
+    other = object.__new__(type("OfAPlugin", (base,), {}))
+    for name, value in vars(spec).items():
+        object.__setattr__(other, name, value)
+    with pytest.raises(ConfigError, match="does not know the KV cache spec OfAPlugin"):
+        kind_of(other)
+
+
+def test_a_group_of_several_specs_is_one_kind_or_refused() -> None:
+    def group(*of: Any) -> Any:
+        return UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs=dict(zip("abc", of, strict=False)))
+
+    assert kind_of(group(LATENT, COMPRESSED)) is GroupKind.MLA
+    assert kind_of(group(LATENT, FullAttentionSpec(**LIKE))) is GroupKind.FULL
+    windows = [SlidingWindowSpec(**LIKE, sliding_window=reach) for reach in (40, 41)]
+    with pytest.raises(ConfigError, match="continued differently"):
+        kind_of(group(*windows))
+
+
+def test_where_a_snapshot_stands() -> None:
+    for mode, places, apart in (("none", [0, 0, 0], 0), ("align", [0, 0, 1], BLOCK)):
+        spec = MambaSpec(block_size=16, shapes=((2,),), dtypes=(torch.float32,), mamba_cache_mode=mode)
+        assert [state_position(spec, tokens) for tokens in (1, 16, 17)] == places
+        assert snapshot_tokens(spec) == apart
+    assert [state_position(RING, tokens) for tokens in (1, 8, 900)] == [0, 0, 0]
+    assert snapshot_tokens(RING) == 0
+    assert snapshot_tokens(LATENT) is None
+
+
+def test_generated_tokens_have_names_unless_they_see_less_than_a_prompts() -> None:
+    for spec, _, _ in MOVED:
+        config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+        assert specs.names_prompts_only(config) == (type(spec) is RSWASpec)
+
+
+# -- what vLLM's own managers keep ------------------------------------------------------------------------
+
+
+@dataclass
+class Managed:
+    """One group's manager, as vLLM's coordinator makes it, and its pool."""
+
+    spec: Any
+
+    def __post_init__(self) -> None:
+        size = self.spec.block_size
+        self.pool = BlockPool(BLOCKS + LONGEST // size, enable_caching=True, hash_block_size=size)
+        self.manager = get_manager_for_kv_cache_spec(
+            kv_cache_spec=self.spec,
+            max_in_flight_tokens=64,
+            max_model_len=LONGEST,
+            block_pool=self.pool,
+            role=None,
+            enable_caching=True,
+            kv_cache_group_id=0,
+            dcp_world_size=1,
+            pcp_world_size=1,
+            scheduler_block_size=size,
+            needs_kv_cache_zeroing=False,
+        )
+
+    def table(self, tokens: int) -> list[int]:
+        """Its block table of a request that has computed so many tokens of a prompt, freed as vLLM frees."""
+        self.manager.allocate_new_blocks("r", tokens, tokens)
+        self.manager.remove_skipped_blocks("r", tokens, tokens + 1)
+        return [block.block_id for block in self.manager.req_to_blocks["r"]]
+
+
+POSITIONAL = [(spec, kind) for spec, kind, _ in MOVED if kind is not GroupKind.STATE]
+
+
+@pytest.mark.parametrize(("spec", "kind"), POSITIONAL, ids=lambda one: type(one).__name__)
+def test_what_the_next_token_sees_is_held_by_vllm_and_selected(spec: Any, kind: GroupKind) -> None:
+    size, reach = spec.block_size, reach_of(spec)
+    for tokens in range(1, 200, 7):
+        table = Managed(spec).table(tokens)
+        held = {at for at, block in enumerate(table) if block}
+        seen = max(first_seen(kind, reach, tokens), 0)
+        selected = blocks_needed(kind, reach, size, Span(0, tokens, tokens + 1), np.array(table)).tolist()
+        assert 0 not in selected, "vLLM has freed what is said to be needed"
+        assert {table.index(block) for block in selected} == {at for at in held if (at + 1) * size > seen}
+        if kind is not GroupKind.CHUNKED:  # vLLM may free fewer blocks of a chunk than nobody sees
+            assert {table.index(block) for block in selected} == held
+
+
+@pytest.mark.parametrize(("spec", "kind"), POSITIONAL, ids=lambda one: type(one).__name__)
+@settings(max_examples=60)
+@given(cached=st.sets(st.integers(0, 11)), more=st.integers(1, 40))
+def test_a_prefix_that_is_covered_is_one_that_vllm_would_take(
+    spec: Any, kind: GroupKind, cached: set[int], more: int
+) -> None:
+    managed, size, count = Managed(spec), spec.block_size, 12
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(size, sha256)
+    request = Request(
+        "r", list(range(count * size + more)), SamplingParams(max_tokens=1), None, block_hasher=hasher
+    )
+    hashes = request.block_hashes[:count]
+    managed.pool.cache_full_blocks(
+        request=request,
+        blocks=managed.pool.get_new_blocks(count),
+        num_cached_blocks=0,
+        num_full_blocks=count,
+        block_size=size,
+        kv_cache_group_id=0,
+        block_mask=[at in cached for at in range(count)],
+    )
+    _, hit = managed.manager.find_longest_cache_hit(
+        hashes, count * size, [0], managed.pool, spec, drop_eagle_block=False, alignment_tokens=size
+    )
+    places = np.array([[0 if at in cached else NOWHERE for at in range(count)]], np.int64)
+    cut = Cut(count * size, size, request.num_tokens)
+    found, _ = coverage([LayerStore(kind, reach_of(spec), ())], cut, places).longest()
+    assert found == hit
+
+
+def test_a_ring_is_one_block_however_long_the_prompt() -> None:
+    for tokens in (1, 8, 9, 300):
+        (block,) = table = Managed(RING).table(tokens)
+        at = state_position(RING, tokens)
+        assert table[at] == block != 0
+        span = Span(0, tokens, tokens + 1)
+        assert blocks_needed(GroupKind.STATE, 0, 8, span, np.array([table[at]])).tolist() == [block]
+
+
+def test_vllm_reserves_no_blocks_for_sinks() -> None:
+    """Were it to, they could be moved: of requests' tables they are no part."""
+    with pytest.raises(TypeError, match="needs_kv_cache_zeroing"):
+        Managed(SinkFullAttentionSpec(**LIKE, sink_len=BLOCK))
+
+
+def test_blocks_between_prompt_and_window_are_freed_of_rswa_alone() -> None:
+    for spec, freed in ((RSWASpec(**LIKE, rswa_window=32), True), (FullAttentionSpec(**LIKE), False)):
+        managed = Managed(spec)
+        managed.manager.allocate_new_blocks("r", 200, 200)
+        managed.manager.remove_skipped_blocks("r", 200, 40)
+        assert (managed.pool.null_block in managed.manager.req_to_blocks["r"]) == freed
