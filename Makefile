@@ -80,7 +80,7 @@ wheel: $(VENV)/.dev ## build dist/kvferry-*.whl
 
 clean: ## remove builds and the caches of the tools; .venv stays
 	rm -rf dist build .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
-	find src tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .PHONY: help
 help: ## list the targets

@@ -2,7 +2,10 @@
 
 - `agent`: NIXL behind the few verbs that are used.
 - `lease`: the producer's promise to keep blocks, and the word that changes before it is broken.
-- `messages`, `control`: the control channel between schedulers: handshake, heartbeat, release.
-- `reader`: one peer's prepared lists and the life of one READ.
-- `thread`: the one thread of a worker that owns NIXL.
+- `messages`: what schedulers say to each other; `control_server` and `control_client`: the two ends of their
+  channel; `handshake`: what is known of peers; `turns`: what a producer keeps for the next turn.
+- `exposed`: the memory that peers read; `gather_server`, `gather_client`: packing it for a reader.
+- `transfers`: a worker's orders, shared out among lanes; `lane`: one thread that reads; `links`, `peer`: its
+  connections and their prepared lists; `read_plan`: what one order reads; `packed`: reads of packed images.
+- `security`: who may ask; `costs`: what moving bytes costs on this machine.
 """
