@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
 from kvferry.errors import Incompatible
 from kvferry.geometry import Field, GroupKind, Layer, PageFormat, RankGeometry
@@ -109,17 +110,22 @@ def build_templates(srcs: Sequence[RankGeometry], dst: RankGeometry) -> tuple[Te
         Incompatible: some layer or part of a field cannot be had from the peer; all differences named.
     """
     found: dict[str, list[str]] = defaultdict(list)
-    holders_of = _holders(srcs)
+    pages = _Pages()
+    holders_of = _holders(srcs, pages)
+    # Most layers of a model are alike, and so is the choice.
+    chosen_for: dict[_Alike, _Choice] = {}
     routes: list[dict[_RouteKey, list[tuple[Layer, Layer]]]] = [defaultdict(list) for _ in srcs]
     for dst_group, group in enumerate(dst.groups):
         for layer in group.layers:
-            try:
-                chosen = _choose(holders_of[layer.name], group.kind, layer, dst.tp_rank)
-            except Incompatible as here:
-                for text in here.differences:
-                    found[text].append(layer.name)
-                continue
-            for holder, fields in chosen:
+            holders = holders_of[layer.name]
+            alike = (group.kind, pages.number(layer.page), tuple(h.alike for h in holders))
+            if alike not in chosen_for:
+                chosen_for[alike] = _choose(holders, group.kind, layer, dst.tp_rank)
+            choice = chosen_for[alike]
+            for text in choice.differences:
+                found[text].append(layer.name)
+            for number, fields in choice.takes:
+                holder = holders[number]
                 theirs = holder.layer
                 key = _RouteKey(
                     holder.group,
@@ -136,50 +142,88 @@ def build_templates(srcs: Sequence[RankGeometry], dst: RankGeometry) -> tuple[Te
     return tuple(
         Template(
             (src.pp_rank, src.tp_rank),
-            tuple(_route(key, layers, src, dst) for key, layers in routes[i].items()),
+            tuple(_route(key, layers, src, dst, pages) for key, layers in routes[i].items()),
         )
         for i, src in enumerate(srcs)
     )
 
 
+class _Pages:
+    """Numbers of page formats: equal formats have one, which is quicker to compare.
+
+    The formats must outlive it: one that was seen before is known by its identity.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[PageFormat, int] = {}
+        self._seen: dict[int, int] = {}
+
+    def number(self, page: PageFormat) -> int:
+        """The format's number."""
+        if (found := self._seen.get(id(page))) is not None:
+            return found
+        number = self._numbers.setdefault(page, len(self._numbers))
+        self._seen[id(page)] = number
+        return number
+
+
 @dataclass(frozen=True, slots=True)
 class _Holder:
-    """A layer as one source rank has it."""
+    """A layer as one source rank has it; `alike` is equal where the same would be chosen."""
 
     index: int
     group: int
     kind: GroupKind
     layer: Layer
+    alike: tuple[int, GroupKind, int]
 
 
-def _holders(srcs: Sequence[RankGeometry]) -> dict[str, list[_Holder]]:
+_Alike: TypeAlias = tuple[GroupKind, int, tuple[tuple[int, GroupKind, int], ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Who supplies a layer.
+
+    Attributes:
+        takes: place among the holders, and names of the fields that it supplies.
+        differences: why nobody can, a sentence each.
+    """
+
+    takes: tuple[tuple[int, frozenset[str]], ...] = ()
+    differences: tuple[str, ...] = ()
+
+
+def _holders(srcs: Sequence[RankGeometry], pages: _Pages) -> dict[str, list[_Holder]]:
     """Layer name to the source ranks that hold it; an empty list for a name that none does."""
     found: dict[str, list[_Holder]] = defaultdict(list)
     for index, src in enumerate(srcs):
         for number, group in enumerate(src.groups):
             for layer in group.layers:
-                found[layer.name].append(_Holder(index, number, group.kind, layer))
+                alike = (index, group.kind, pages.number(layer.page))
+                found[layer.name].append(_Holder(index, number, group.kind, layer, alike))
     return found
 
 
-def _choose(
-    holders: Sequence[_Holder], kind: GroupKind, layer: Layer, reader: int
-) -> list[tuple[_Holder, frozenset[str]]]:
+def _choose(holders: Sequence[_Holder], kind: GroupKind, layer: Layer, reader: int) -> _Choice:
     """Which holder supplies which fields, so that every part of every field comes from exactly one."""
     if not holders:
-        raise Incompatible(["not in the peer's cache"])
+        return _Choice(differences=("not in the peer's cache",))
     # A snapshot and a token cache cannot stand for each other; other kinds only clip differently.
     if GroupKind.STATE in (kind, holders[0].kind) and kind is not holders[0].kind:
-        raise Incompatible([f"{holders[0].kind} there, {kind} here"])
+        return _Choice(differences=(f"{holders[0].kind} there, {kind} here",))
     pages = dict.fromkeys(holder.layer.page for holder in holders)
     if found := dict.fromkeys(text for page in pages for text in differences(page, layer.page)):
-        raise Incompatible(list(found))
+        return _Choice(differences=tuple(found))
     takes: dict[int, set[str]] = defaultdict(set)
-    by_index = {holder.index: holder for holder in holders}
-    for field in layer.page.fields:
-        for index in _cover(holders, field, reader):
-            takes[index].add(field.name)
-    return [(by_index[index], frozenset(fields)) for index, fields in sorted(takes.items())]
+    number_of = {holder.index: number for number, holder in enumerate(holders)}
+    try:
+        for field in layer.page.fields:
+            for index in _cover(holders, field, reader):
+                takes[number_of[index]].add(field.name)
+    except Incompatible as error:
+        return _Choice(differences=error.differences)
+    return _Choice(tuple((number, frozenset(fields)) for number, fields in sorted(takes.items())))
 
 
 def _cover(holders: Sequence[_Holder], field: Field, reader: int) -> list[int]:
@@ -216,11 +260,19 @@ def _range(field: Field, along: str) -> tuple[int, int]:
     return (axis.start, axis.stop) if axis else (0, 1)
 
 
-def _route(key: _RouteKey, layers: list[tuple[Layer, Layer]], src: RankGeometry, dst: RankGeometry) -> Route:
-    alike: dict[tuple[PageFormat, PageFormat], list[tuple[int, int]]] = defaultdict(list)
+def _route(
+    key: _RouteKey, layers: list[tuple[Layer, Layer]], src: RankGeometry, dst: RankGeometry, pages: _Pages
+) -> Route:
+    alike: dict[tuple[int, int], list[tuple[Layer, Layer]]] = defaultdict(list)
     for theirs, ours in layers:
-        alike[theirs.page, ours.page].append((theirs.address, ours.address))
-    found = [(retile(*pages, key.fields), addresses) for pages, addresses in alike.items()]
+        alike[pages.number(theirs.page), pages.number(ours.page)].append((theirs, ours))
+    found = [
+        (
+            retile(of[0][0].page, of[0][1].page, key.fields),
+            [(theirs.address, ours.address) for theirs, ours in of],
+        )
+        for of in alike.values()
+    ]
     retiled = found[0][0]
     return Route(
         key.src_group,

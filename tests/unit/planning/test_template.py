@@ -2,6 +2,8 @@ import pytest
 
 from kvferry.errors import Incompatible
 from kvferry.geometry import Axis, Field, GroupKind, PageFormat, RankGeometry, opaque_page
+from kvferry.geometry.layout import EngineShape, lay_out
+from kvferry.geometry.store import LayerStore, ModelCache, Stored as Kept
 from kvferry.planning.retile import differences
 from kvferry.planning.template import build_templates
 from support.engines import EngineSpec, Family, GroupSpec, Interior, Stored, ranks
@@ -80,6 +82,18 @@ def test_replicated_heads_are_read_once_and_copies_are_spread_over_readers():
     srcs, readers = shards(2, 4), shards(2, 4)
     read = [bytes_read(build_templates(srcs, rank)) for rank in readers]
     assert read == [[256, 0, 0, 0], [0, 256, 0, 0], [0, 0, 256, 0], [0, 0, 0, 256]]
+
+
+@pytest.mark.parametrize(("here", "there"), [(1, 2), (2, 1), (2, 4), (4, 2), (4, 1)])
+def test_a_layer_with_fewer_heads_than_ranks_is_replicated_beside_one_with_more(here, there):
+    few, many = (
+        LayerStore(GroupKind.FULL, 0, (Kept("kv", 2, heads, (("content", 8),)),)) for heads in (1, 8)
+    )
+    model = ModelCache("heads per layer", (many, few, many, few))
+    srcs, dsts = (lay_out(model, EngineShape(tp, (4,), 16, "LBNHC", 4)) for tp in (here, there))
+    for dst in dsts:
+        wanted = sum(layer.page.content_bytes for group in dst.groups for layer in group.layers)
+        assert sum(bytes_read(build_templates(srcs, dst))) == wanted
 
 
 def test_a_replicated_latent_is_read_from_one_rank_by_each_reader():

@@ -1,0 +1,66 @@
+"""Every model of the table, from every tensor-parallel size to every other: what a rank needs, it gets.
+
+Block sizes are those that vLLM derives, of hybrids from the size of their state: 784 tokens at
+one size and 400 at another. What heads do not allow is refused in words.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.errors import GeometryError
+from kvferry.geometry import RankGeometry
+from kvferry.geometry.layout import lay_out
+from kvferry.geometry.models import ModelReading, read_model
+from kvferry.plan.side import Side, block_tokens, layout_of, shape
+from kvferry.plan.table import Entry, entries
+from kvferry.planning.template import Template, build_templates
+
+SIZES = (1, 2, 4, 8, 16)
+BLOCKS = 64
+
+
+def sides(reading: ModelReading) -> dict[int, tuple[RankGeometry, ...]]:
+    """The ranks of an engine of each size that the model's heads admit; the others say so."""
+    heads = {field.heads for store in reading.cache.layers for field in store.fields if field.heads}
+    found = {}
+    for tp in SIZES:
+        side = Side(tp, layout=layout_of("auto", reading))
+        if odd := [count for count in heads if count % tp and tp % count]:
+            said = rf"({'|'.join(map(str, odd))}) heads on {tp} tensor-parallel ranks: choose a size that"
+            with pytest.raises(GeometryError, match=said):
+                lay_out(reading.cache, shape(reading, side, BLOCKS))
+        else:
+            found[tp] = lay_out(reading.cache, shape(reading, side, BLOCKS))
+    return found
+
+
+def block_bytes(templates: tuple[Template, ...]) -> int:
+    """Bytes that a rank gets of one block of each of its layers."""
+    return sum(route.cell_bytes * route.dst_cells for each in templates for route in each.routes)
+
+
+@pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.name)
+def test_a_model_moves_between_any_two_sizes(entry: Entry):
+    ranks = sides(read_model(entry.config))
+    assert len(ranks) >= len(SIZES) - 1
+    for srcs in ranks.values():
+        for dsts in ranks.values():
+            for dst in {dsts[0], dsts[-1]}:
+                templates = build_templates(srcs, dst)
+                wanted = sum(layer.page.content_bytes for group in dst.groups for layer in group.layers)
+                assert block_bytes(templates) == wanted
+
+
+def test_the_table_has_pairs_whose_blocks_have_little_in_common():
+    """Without them the sweep shows nothing of what it is for."""
+    found = {
+        (entry.name, src, dst): tuple(block_tokens(reading, Side(tp))[0] for tp in (src, dst))
+        for entry in entries()
+        if entry.name in ("Qwen3.5-27B", "Kimi-K3", "Falcon-H1-7B")
+        for reading in [read_model(entry.config)]
+        for src, dst in [(1, 2), (4, 8), (1, 8)]
+    }
+    assert found["Qwen3.5-27B", 4, 8] == (784, 400)
+    assert found["Kimi-K3", 1, 2] == (5760, 2944)
+    assert found["Falcon-H1-7B", 1, 8] == (1568, 400)
