@@ -45,7 +45,8 @@ def config(
     transfer: Annotated[
         bool | None,
         typer.Option(
-            "--transfer/--no-transfer", help="Exchange KV with other engines; by default without tiers."
+            "--transfer/--no-transfer",
+            help="Exchange KV with other engines; by default without tiers, or with role prefill or decode.",
         ),
     ] = None,
     chunk_tokens: Annotated[int | None, typer.Option(help="Tokens of a chunk in the tiers.")] = None,
@@ -104,7 +105,7 @@ def config(
         "turn_share": turn_share,
         "explain_requests": explain_requests,
     }
-    whole = kv_config.kv_transfer_config(role, settings)
+    whole = kv_config.kv_transfer_config(role, settings, alone=beside is None)
     if beside is not None:
         whole = kv_config.beside(whole, kv_config.others_of(beside))
     print(kv_config.kv_transfer_json(whole))

@@ -46,7 +46,7 @@ def read_file(path: str) -> Given:
     given = _json(path)
     if "kv_connector" in given:
         return _of_transfer(given)
-    config, found = _extra(given, "settings")
+    config, found = _extra(given, None)
     return Given(config, found)
 
 
@@ -71,8 +71,13 @@ def _json(path: str) -> dict[str, Any]:
     return given
 
 
-def _of_transfer(given: Mapping[str, Any]) -> Given:
-    """A value of ``--kv-transfer-config``; of several connectors in one, ours."""
+def _of_transfer(given: Mapping[str, Any], *, alone: bool = True) -> Given:
+    """A value of ``--kv-transfer-config``; of several connectors in one, ours.
+
+    Args:
+        given: the value.
+        alone: the role is that of this connector, not of several together.
+    """
     name = given["kv_connector"]
     if not isinstance(name, str):
         return Given((), (bad("settings", f"kv_connector is {name!r}", f'set it to "{_OURS}"'),))
@@ -80,7 +85,8 @@ def _of_transfer(given: Mapping[str, Any]) -> Given:
     if not isinstance(extra, dict):
         return Given((), (bad("settings", f"kv_connector_extra_config is {extra!r}", "make it an object"),))
     if name == _OURS:
-        configs, found = _extra(extra, "settings")
+        role = given.get("kv_role")
+        configs, found = _extra(extra, role if alone and isinstance(role, str) else None)
         return Given(configs, (*_around(given), *found))
     children = extra.get("connectors")
     inner = [each for each in children if isinstance(each, dict)] if isinstance(children, list) else []
@@ -104,7 +110,7 @@ def _of_transfer(given: Mapping[str, Any]) -> Given:
     configs_ = list[ConnectorConfig]()
     found_.append(note("settings", f"{_OURS} within {name}; of the others nothing is checked"))
     for number, each in enumerate(ours):
-        read = _of_transfer(each)
+        read = _of_transfer(each, alone=name != _MULTI)
         configs_ += read.configs
         subject = "settings" if len(ours) == 1 else f"settings ({number + 1})"
         found_ += [Finding(subject, one.state, one.found, one.advice) for one in read.findings]
@@ -154,13 +160,15 @@ def _known_by_name() -> bool:
     return any(allowed is None or name in allowed.split(",") for name in ours)
 
 
-def _extra(extra: Mapping[str, Any], subject: str) -> tuple[tuple[ConnectorConfig, ...], tuple[Finding, ...]]:
+def _extra(
+    extra: Mapping[str, Any], kv_role: str | None
+) -> tuple[tuple[ConnectorConfig, ...], tuple[Finding, ...]]:
     try:
-        config = parse_config(extra)
+        config = parse_config(extra, kv_role)
     except ConfigError as error:
-        return (), (refused(subject, error),)
+        return (), (refused("settings", error),)
     return (config,), (
-        ok(subject, f"{len(extra)} keys, all of which the connector takes: {summary(config)}"),
+        ok("settings", f"{len(extra)} keys, all of which the connector takes: {summary(config)}"),
     )
 
 

@@ -16,19 +16,25 @@ from kvferry.transport.costs import costs_of
 _VLLM_ROLE = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}
 
 
-def kv_transfer_config(role: Role, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def kv_transfer_config(
+    role: Role, settings: Mapping[str, Any] | None = None, *, alone: bool = True
+) -> dict[str, Any]:
     """The object for an engine of this role on this machine: what it would refuse at start is refused here.
 
     Args:
         role: of the engine.
         settings: keys of `ConnectorConfig`; a key whose value is None is left out.
+        alone: the engine has no other connector, so this one exchanges KV if the role says so; that is
+            written out where tiers would say otherwise.
 
     Raises:
         ConfigError: an unknown key, a wrong type or a value out of range; a host that would let anyone in; or
             a file of secrets or costs that cannot be used.
     """
     extra = {key: value for key, value in (settings or {}).items() if value is not None}
-    config = parse_config(extra)
+    config = parse_config(extra, _VLLM_ROLE[role] if alone else None)
+    if config.transfer and config.tiers:
+        extra["transfer"] = True
     security.check_host(config.host, security.read_keys(config.secret_file), config.allow_insecure)
     costs_of(config.costs)
     return {

@@ -95,7 +95,10 @@ def test_listening_everywhere_is_fine_once_peers_are_told_where():
 def test_a_node_is_the_machine_that_a_rank_runs_on(monkeypatch):
     monkeypatch.setenv("VLLM_HOST_IP", "10.1.2.3")
     transfer = SimpleNamespace(
-        kv_connector_extra_config={"host": "node"}, kv_load_failure_policy="recompute", kv_buffer_device="cpu"
+        kv_connector_extra_config={"host": "node"},
+        kv_load_failure_policy="recompute",
+        kv_buffer_device="cpu",
+        kv_role="kv_both",
     )
     vllm_config = SimpleNamespace(
         kv_transfer_config=transfer, device_config=SimpleNamespace(device_type="cpu")
@@ -132,6 +135,7 @@ def test_what_would_not_see_the_engines_cache_behind_a_host_buffer_is_refused(ex
         kv_connector_extra_config={**beside, **extra},
         kv_load_failure_policy="recompute",
         kv_buffer_device="cpu",
+        kv_role="kv_both",
     )
     engine = SimpleNamespace(kv_transfer_config=transfer, device_config=SimpleNamespace(device_type=device))
     with pytest.raises(ConfigError, match=f"{next(iter(beside))} .* host buffer"):

@@ -16,6 +16,8 @@ _EVERYWHERE = ("0.0.0.0", "::", "*")  # noqa: S104 - names what is refused
 
 NODE = "node"
 
+_ONE_SIDE = ("kv_producer", "kv_consumer")
+
 Layout = Literal["LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 """vLLM's names for the orders that layer, block, head, token and content can have in memory."""
 
@@ -51,7 +53,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             engine was told to (``kv_buffer_device``).
         tiers: where chunks are kept, see `tier_config`: a list, or ``default`` for host memory and a
             directory in the user's cache directory; none if not set.
-        transfer: exchange KV with other engines; by default where there are no tiers.
+        transfer: exchange KV with other engines; by default where there are no tiers, or where vLLM's
+            ``kv_role`` is that of one side of an exchange (``kv_producer``, ``kv_consumer``).
         chunk_tokens: tokens of a chunk; by default 256, or less so that snapshots of recurrent state end one.
         snapshot_tokens: distance of positions at which windows and snapshots of recurrent state are kept, a
             multiple of `chunk_tokens`; by default wherever a chunk ends.
@@ -108,11 +111,17 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return not self.tiers if self.transfer is None else self.transfer
 
 
-def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:
+def parse_config(extra: Mapping[str, Any], kv_role: str | None = None) -> ConnectorConfig:
     """Settings from what the engine was given.
 
+    Args:
+        extra: ``kv_connector_extra_config``.
+        kv_role: vLLM's; None where it is not known, or is that of several connectors together. One side of an
+            exchange has `transfer` set in the result.
+
     Raises:
-        ConfigError: an unknown key (with the nearest known one), a wrong type, a value out of range.
+        ConfigError: an unknown key (with the nearest known one), a wrong type, a value out of range, or a
+            role that contradicts `transfer`.
     """
     known = [field.name for field in msgspec.structs.fields(ConnectorConfig)]
     for key in extra:
@@ -124,6 +133,13 @@ def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:
         config = msgspec.convert(dict(extra), ConnectorConfig)
     except msgspec.ValidationError as error:
         raise unusable("kv_connector_extra_config", error, ConnectorConfig) from error
+    if kv_role in _ONE_SIDE:
+        if config.transfer is False:
+            raise ConfigError(
+                f"kv_role is {kv_role}, one side of an exchange with other engines, but transfer is false; "
+                "set kv_role to kv_both (kvferry config --role both), or leave transfer out"
+            )
+        config = msgspec.structs.replace(config, transfer=True)
     _check_ranges(config)
     _check_turns(config)
     return config
@@ -178,7 +194,9 @@ def read_settings(vllm_config: Any) -> ConnectorConfig:
         ConfigError: see `parse_config`; or vLLM's own settings cannot be used.
     """
     transfer = vllm_config.kv_transfer_config
-    config = parse_config(transfer.kv_connector_extra_config)
+    extra = transfer.kv_connector_extra_config
+    # A connector among several has a name, and the role of all of them: another one may do the exchange.
+    config = parse_config(extra, None if extra.get("name") else transfer.kv_role)
     check_failure_policy(transfer)
     if config.host == NODE:
         from kvferry.engines.vllm import compat  # noqa: PLC0415 - loads the engine; settings are read without

@@ -1,0 +1,101 @@
+"""What role, tiers and transfer mean together: to `kvferry config`, to the engine, and to the doctor."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from kvferry.doctor.finding import State
+from kvferry.doctor.settings import read_file, summary
+from kvferry.engines.vllm.config import parse_config, read_settings
+from kvferry.errors import ConfigError
+from kvferry.serving.kv_config import kv_transfer_config
+from kvferry.serving.role import Role
+
+CONTRADICTS = "one side of an exchange with other engines, but transfer is false"
+NOTHING = "nothing is left to do"
+
+# role, tiers, --transfer / --no-transfer: does it exchange KV, or why is it refused
+TABLE = [
+    (Role.BOTH, None, None, True),
+    (Role.BOTH, None, True, True),
+    (Role.BOTH, None, False, NOTHING),
+    (Role.BOTH, "default", None, False),
+    (Role.BOTH, "default", True, True),
+    (Role.BOTH, "default", False, False),
+    *(
+        (role, tiers, transfer, CONTRADICTS if transfer is False else True)
+        for role in (Role.PREFILL, Role.DECODE)
+        for tiers in (None, "default")
+        for transfer in (None, True, False)
+    ),
+]
+ALLOWED = [row for row in TABLE if not isinstance(row[3], str)]
+VLLMS = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}
+
+
+def settings(tiers, transfer) -> dict:
+    return {key: value for key, value in (("tiers", tiers), ("transfer", transfer)) if value is not None}
+
+
+def started(config: dict) -> SimpleNamespace:
+    """Settings as an engine with this configuration reads them."""
+    transfer = SimpleNamespace(**config, kv_buffer_device="cpu")
+    device = SimpleNamespace(device_type="cpu")
+    return read_settings(SimpleNamespace(kv_transfer_config=transfer, device_config=device))
+
+
+@pytest.mark.parametrize(("role", "tiers", "transfer", "exchanges"), ALLOWED)
+def test_config_engine_and_doctor_agree_on_what_is_done(role, tiers, transfer, exchanges, tmp_path):
+    config = kv_transfer_config(role, settings(tiers, transfer))
+    ours = started(config)
+    assert (ours.transfers, bool(ours.tiers)) == (exchanges, bool(tiers))
+    file = tmp_path / "config"
+    file.write_text(json.dumps(config))
+    found = read_file(str(file))
+    assert {one.state for one in found.findings} == {State.OK}
+    assert found.configs[0].transfers is exchanges
+    assert ("exchanges KV" in summary(found.configs[0])) is exchanges
+
+
+@pytest.mark.parametrize(("role", "tiers", "transfer", "exchanges"), ALLOWED)
+def test_an_engine_reads_what_a_person_wrote_as_config_would_have_written_it(
+    role, tiers, transfer, exchanges
+):
+    config = {**kv_transfer_config(role), "kv_connector_extra_config": settings(tiers, transfer)}
+    assert started(config).transfers is exchanges
+
+
+@pytest.mark.parametrize(("role", "tiers", "transfer", "why"), [row for row in TABLE if row not in ALLOWED])
+def test_what_makes_no_sense_together_is_refused_everywhere(role, tiers, transfer, why, tmp_path):
+    extra = settings(tiers, transfer)
+    with pytest.raises(ConfigError, match=why):
+        kv_transfer_config(role, extra)
+    config = {**kv_transfer_config(role), "kv_connector_extra_config": extra}
+    with pytest.raises(ConfigError, match=why):
+        started(config)
+    file = tmp_path / "config"
+    file.write_text(json.dumps(config))
+    (bad,) = [one for one in read_file(str(file)).findings if one.state is State.BAD]
+    assert why in f"{bad.found}; {bad.advice}"
+
+
+@pytest.mark.parametrize("role", Role)
+def test_what_tiers_would_leave_out_is_written_out(role):
+    extra = kv_transfer_config(role, {"tiers": "default"})["kv_connector_extra_config"]
+    assert extra == ({"tiers": "default"} | ({} if role is Role.BOTH else {"transfer": True}))
+
+
+@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize("transfer", [None, False])
+def test_beside_another_connector_the_role_may_be_that_ones(role, transfer):
+    config = kv_transfer_config(role, settings("default", transfer), alone=False)
+    assert config["kv_connector_extra_config"] == settings("default", transfer)
+    assert not started({**config, "kv_connector_extra_config": {"tiers": "default", "name": "a"}}).transfers
+
+
+def test_settings_without_a_role_are_those_of_both():
+    assert not parse_config({"tiers": "default"}).transfers
+    assert parse_config({"tiers": "default"}, "kv_producer").transfers
