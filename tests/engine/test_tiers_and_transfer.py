@@ -71,7 +71,7 @@ def test_why_a_request_was_served_as_it_was_is_explained(both: Both) -> None:
     assert "The engine goes on with 511 tokens at hand and computes 1." in said
     assert re.search(r"Stored 5 of 5 chunks of \d full_attention, [\d.]+ [KM]iB, until", said), said
     alone = " ".join(explain(first["request_id"]).stdout.split())
-    assert "It is to be computed: nothing is offered." in alone
+    assert "All of it is to be computed: no source has more." in alone
     assert "tiers bids nothing, not stored: chunk 0 of" in alone
 
 

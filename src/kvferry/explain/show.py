@@ -50,7 +50,7 @@ def _times(found: Summary) -> str | None:
         return None
     parts = [(found.loading, "loading"), (found.looking, "waiting for a source"), (found.queued, "queued")]
     of = ", ".join(f"{duration(seconds)} {what}" for seconds, what in parts if seconds)
-    return f"The engine went on {duration(found.seconds)} after the request came: {of}."
+    return f"The engine went on {duration(found.seconds)} after the request came{f': {of}' if of else ''}."
 
 
 def _line(line: Line) -> list[str]:

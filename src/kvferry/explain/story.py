@@ -47,7 +47,7 @@ class _Teller:
             events.LoadEnded: self._load_ended,
             events.Refused: self._refused,
             events.Settled: self._went_on,
-            events.Finished: lambda _: iter(("It has ended.",)),
+            events.Finished: lambda _: iter(("The request has ended.",)),
             events.LeaseGranted: self._lease_granted,
             events.LeaseEnded: self._lease_ended,
         }
@@ -69,7 +69,7 @@ class _Teller:
             yield f"The engine itself has {_tokens(event.have)}."
         for one in event.bids:
             if one.struck:
-                yield f"{one.source} is not asked any more: {one.struck}"
+                yield f"{one.source} is not asked again: {one.struck}"
                 continue
             places = ", ".join(f"{amount(part.tokens)} from {part.place}" for part in one.bid.parts)
             looking = "is still looking, for at most" if one.bid.looking else "bids"
@@ -80,7 +80,7 @@ class _Teller:
             yield f"{lack.source} bids nothing, {_lack(lack)}"
         chosen = next((one.source for one in event.bids if one.bid == event.chosen), "")
         if event.chosen is None:
-            yield f"It is to be computed: {event.why}."
+            yield f"{'The rest' if event.have else 'All of it'} is to be computed: {event.why}."
         elif event.why is Why.LOOKING:
             yield f"It waits for {chosen}: {event.why}."
         else:
@@ -124,7 +124,7 @@ class _Teller:
         if event.source == TIERS:
             return  # what has failed is not asked for again, and has been told; what is left may be
         because = "" if event.reason == self._failure else f": {event.reason}"
-        yield f"{event.source} is struck out{because}"
+        yield f"{event.source} is not asked again for this request{because}"
 
     def _went_on(self, event: events.Settled) -> Iterator[str]:
         self._settled = True
@@ -146,15 +146,15 @@ class _Teller:
     def _lease_ended(self, event: events.LeaseEnded) -> Iterator[str]:
         heard = self._trace.heard
         if self._turn:
-            yield f"They are given back{f'; readers were heard of {heard} times' if heard else ''}."
+            yield f"They are given back{f'; readers gave {heard} signs of life' if heard else ''}."
         elif event.withdrawn:
             yield "The lease has ended: the cache was reset."
         elif not event.expired:
-            yield f"The lease is released by its consumer{f', heard of {heard} times' if heard else ''}."
+            yield f"The lease is released by its consumer{f', after {heard} signs of life' if heard else ''}."
         elif heard:
-            yield f"The lease has expired: its consumer was heard of {heard} times, and then no more."
+            yield f"The lease has expired: its consumer gave {heard} signs of life, and then no more."
         else:
-            yield "The lease has expired: nothing was heard of its consumer."
+            yield "The lease has expired: its consumer gave no sign of life."
 
     def _again(self) -> Iterator[str]:
         """A request that went on is admitted once more."""
@@ -170,7 +170,7 @@ def _arrived(event: events.Arrived) -> Iterator[str]:
     elif event.declined:
         yield f"It comes with {_tokens(event.tokens)}."
     else:
-        yield f"It comes with {_tokens(event.tokens)}, without an offer of another engine; nothing is asked."
+        yield f"It comes with {_tokens(event.tokens)}. No other engine offers them, so no source is asked."
     for lack in event.declined:
         yield f"{lack.source} cannot serve it, {_lack(lack)}"
 

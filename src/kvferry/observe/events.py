@@ -49,7 +49,7 @@ class Why(StrEnum):
 
     BEST = "the best bid"
     LOOKING = "a source that is still looking may have more"
-    NOTHING = "nothing is offered"
+    NOTHING = "no source has more"
     COMPUTING = "computing is better"
     NO_ROOM = "the engine has no blocks for a load and what comes after it"
     ATTEMPTS = "no attempt is left"

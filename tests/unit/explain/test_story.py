@@ -78,7 +78,7 @@ def test_a_load_is_told_from_the_coming_of_its_request_to_its_end() -> None:
         "4 KiB of 1 window, staged",
         "120 pages in 6 descriptors",
         "0.8 The engine goes on with 699 tokens at hand and computes 1.",
-        "2.0 It has ended.",
+        "2.0 The request has ended.",
         "0.5 Stored 3 of 3 chunks of full, 2 KiB, until 250 ms later.",
     ]
 
@@ -107,14 +107,14 @@ def test_a_failure_is_told_with_what_was_struck_out_and_tried_next() -> None:
             "0.1 Loading tokens 0 to 443: 444 from peer.",
             "The peer is 10.0.0.1:5000",
             "1.0 The load has failed after 900 ms (failed): the peer is gone",
-            "1.0 10.0.0.1:5000 is struck out",
-            "1.5 peer is not asked any more: the peer is gone",
+            "1.0 10.0.0.1:5000 is not asked again for this request",
+            "1.5 peer is not asked again: the peer is gone",
             "tiers bids 192 tokens (128 from host, 64 from file), worth 192.",
             "tiers is taken: the best bid.",
             "1.6 Loading tokens 0 to 191: 128 from host, 64 from file.",
             "2.1 The load is given up at its deadline after 500 ms (deadline): chunk 1 is not there",
             "2.2 The engine itself has 16 tokens.",
-            "It is to be computed: the engine has no blocks for a load and what comes after it.",
+            "The rest is to be computed: the engine has no blocks for a load and what comes after it.",
             "2.3 The engine goes on with 16 tokens at hand and computes 684.",
         ]
     )
@@ -141,7 +141,7 @@ def test_why_nothing_is_loaded_names_the_chunk_that_is_lacking() -> None:
     assert told(asked(10.0, lacks=(lack, Lack("peer", Miss.LOCAL))))[1:] == [
         "0.0 tiers bids nothing, not stored: chunk 4 of full_attention",
         "peer bids nothing, local.",
-        "It is to be computed: nothing is offered.",
+        "All of it is to be computed: no source has more.",
     ]
 
 
@@ -162,16 +162,16 @@ def test_what_only_one_source_may_serve_and_who_cannot_is_told() -> None:
         "tiers cannot serve it, unnamed: no name",
     ]
     (nobody,) = story(Trace("a", (replace(CAME, sources=()),)))
-    assert nobody.text == "It comes with 700 tokens, without an offer of another engine; nothing is asked."
+    assert nobody.text == "It comes with 700 tokens. No other engine offers them, so no source is asked."
 
 
 @pytest.mark.parametrize(
     ("expired", "heard", "said"),
     [
-        (False, 3, "The lease is released by its consumer, heard of 3 times."),
+        (False, 3, "The lease is released by its consumer, after 3 signs of life."),
         (False, 0, "The lease is released by its consumer."),
-        (True, 0, "The lease has expired: nothing was heard of its consumer."),
-        (True, 2, "The lease has expired: its consumer was heard of 2 times, and then no more."),
+        (True, 0, "The lease has expired: its consumer gave no sign of life."),
+        (True, 2, "The lease has expired: its consumer gave 2 signs of life, and then no more."),
     ],
 )
 def test_a_lease_is_told_with_its_end(expired: bool, heard: int, said: str) -> None:
@@ -244,7 +244,7 @@ def test_a_summary_of_two_parts_counts_time_once_and_nothing_of_what_was_of_no_u
     assert (found.loading, found.queued) == (pytest.approx(0.7), pytest.approx(0.3))
 
 
-@pytest.mark.parametrize(("heard", "also"), [(0, ""), (3, "; readers were heard of 3 times")])
+@pytest.mark.parametrize(("heard", "also"), [(0, ""), (3, "; readers gave 3 signs of life")])
 def test_blocks_that_are_kept_for_the_next_turn(heard, also):
     found = told(
         LeaseGranted("a", 11.0, 699, 60.0, turn=True), LeaseEnded("a", 12.0, expired=False), heard=heard
@@ -252,4 +252,13 @@ def test_blocks_that_are_kept_for_the_next_turn(heard, also):
     assert found[-2:] == [
         "1.0 Blocks of 699 tokens are kept for the next turn, for 60 s.",
         f"2.0 They are given back{also}.",
+    ]
+
+
+def test_an_offer_that_the_engine_has_already_is_not_said_to_be_missing() -> None:
+    lack = Lack("peer", Miss.LOCAL, detail="444 tokens are offered, 444 are here")
+    assert told(asked(10.0, have=444, lacks=(lack,)))[1:] == [
+        "0.0 The engine itself has 444 tokens.",
+        "peer bids nothing, local: 444 tokens are offered, 444 are here",
+        "The rest is to be computed: no source has more.",
     ]
