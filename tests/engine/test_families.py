@@ -10,12 +10,13 @@ from support.vllm_engine.pair import TEXTS, TOGETHER, Pair, Setup, prompt
 NO_CACHE = {"enable_prefix_caching": False}
 SHORT_STEPS = {"max_num_batched_tokens": 256}
 REPRESENTATIVE = (
-    Setup("gemma3", options=SHORT_STEPS, exact=True),
+    Setup("gemma4", options=SHORT_STEPS, exact=True),
     Setup("nemotronh", options={**NO_CACHE, **SHORT_STEPS}),
 )
 ALL = (
     Setup("qwen3", options=SHORT_STEPS, exact=True),
     Setup("qwen3", "uncached", {**NO_CACHE, **SHORT_STEPS}, exact=True),
+    Setup("gemma3", options=SHORT_STEPS, exact=True),
     Setup("gemma3", "uncached", {**NO_CACHE, **SHORT_STEPS}, exact=True),
     Setup("gemma3", "one-group", {**SHORT_STEPS, "disable_hybrid_kv_cache_manager": True}, exact=True),
     Setup("gptoss", options=SHORT_STEPS),
@@ -67,6 +68,14 @@ def test_bytes_are_the_producers_and_the_answer_is_a_single_engines(pair: Pair) 
         assert answer["offer"]["remote_num_tokens"] == len(start)
         assert distance(answer, reference) == 0.0, f"{len(start)} tokens: not what a single engine says"
         pair.forget()
+
+
+def test_a_cache_that_two_layers_read_moves_once(pair: Pair) -> None:
+    if pair.setup.family != "gemma4":
+        pytest.skip("each layer of this family has its own cache")
+    moved = pair.through([prompt(90, 3)])[0]["moved"]
+    assert {name.split("/")[0] for name in moved} == {f"model.layers.{n}.self_attn.attn" for n in range(4)}
+    pair.forget()
 
 
 def test_nothing_is_held_when_all_is_said(pair: Pair) -> None:
