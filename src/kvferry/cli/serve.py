@@ -31,14 +31,17 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any.")] = 8000,
     turn_seconds: Annotated[
-        float, typer.Option(help="How long decode engines keep an answer for the next turn; 0: not.")
+        float,
+        typer.Option(help="Seconds that decode engines keep an answer's KV for the next turn; 0 for none."),
     ] = 0,
     log_dir: Annotated[Path | None, typer.Option(help="Folder for the engines' logs.")] = None,
-    startup_timeout: Annotated[float, typer.Option(help="Seconds until every engine must be ready.")] = 600,
+    startup_timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds until every engine must be ready.")
+    ] = 600,
 ) -> None:
     """Start engines of MODEL here, and one OpenAI endpoint.
 
-    Prefill and decode engines on this machine, and over them a router.
+    Starts prefill and decode engines on this machine, and a router in front of them.
     """
     from rich.console import Console
 

@@ -71,8 +71,28 @@ class Fleet:
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
     def start(self) -> None:
-        """Start every engine; returns before they are ready."""
-        self._log_dir.mkdir(parents=True, exist_ok=True)
+        """Start every engine; returns before they are ready.
+
+        Raises:
+            ConfigError: the folder for logs cannot be made.
+            LaunchError: a file or a process cannot be made.
+        """
+        try:
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make the folder {self._log_dir} for the engines' logs: {error.strerror}; name "
+                "another with --log-dir"
+            ) from error
+        try:
+            self._start()
+        except OSError as error:
+            raise LaunchError(
+                f"the engines cannot be started: {error.strerror} ({error.filename}); free space or "
+                "memory, or name another --log-dir"
+            ) from error
+
+    def _start(self) -> None:
         # vLLM leaves sockets and files in the folder for temporary ones: engines get one that goes with them.
         # Its path is short: a socket's has 107 characters at most.
         self._temporary = tempfile.TemporaryDirectory(prefix="kvferry-", ignore_cleanup_errors=True)

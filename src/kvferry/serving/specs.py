@@ -17,10 +17,10 @@ from kvferry.serving.role import Role
 # What differs from engine to engine, with what sets it for the fleet.
 _OURS = {
     "--model": "MODEL",
-    "--host": "--host",
-    "--port": "--port",
-    "--tensor-parallel-size": "--prefill-tp and --decode-tp",
-    "-tp": "--prefill-tp and --decode-tp",
+    "--host": "kvferry's own --host, before the --",
+    "--port": "kvferry's own --port, before the --",
+    "--tensor-parallel-size": "--prefill-tp and --decode-tp, before the --",
+    "-tp": "--prefill-tp and --decode-tp, before the --",
     "--kv-transfer-config": "kvferry router with engines of your own",
 }
 

@@ -108,7 +108,17 @@ def test_config_takes_tiers_as_json_and_transfer_beside_them():
         (["router", "--decode", "http://127.0.0.1:1"], "the router has no prefill engine"),
         (["router", "--prefill", "http://127.0.0.1:1"], "the router has no decode engine"),
         (["router", "--prefill", "x", "--decode", "y"], "--prefill x is no URL"),
+        (["router", "--prefill", "http://[::1", "--decode", "http://y:1"], "--prefill http://[::1 is no URL"),
+        (
+            ["router", "--prefill", "http://x:1", "--decode", "http://y:99999"],
+            "--decode http://y:99999 is no URL",
+        ),
         (["serve", "/nowhere"], "there is no model at /nowhere"),
+        (
+            ["serve", "m", "--port", "0", "--log-dir", "/proc/none"],
+            "cannot make the folder /proc/none for the",
+        ),
+        (["serve", "m", "--", "-dp", "0"], "-dp is '0', it must be a whole number of at least 1"),
         (["serve", "m", "--", "--port", "7"], "--port cannot be the same for every engine"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -86,6 +86,13 @@ def pids_of(folder: Path, name: str) -> list[int]:
     return json.loads((folder / f"{name}.pids").read_text())
 
 
+def test_a_log_that_cannot_be_written_is_one_sentence(tmp_path):
+    Path(tmp_path, "prefill-0.log").mkdir()
+    spec = EngineSpec("prefill-0", Role.PREFILL, "m", 1)
+    with pytest.raises(LaunchError, match=r"the engines cannot be started: Is a directory .*--log-dir"):
+        Fleet([spec], tmp_path).start()
+
+
 def test_a_fleet_is_ready_when_every_engine_answers_and_leaves_nothing(tmp_path, script):
     specs = [script("prefill-0"), script("decode-0", role=Role.DECODE)]
     with Fleet(specs, tmp_path / "logs") as fleet:

@@ -40,6 +40,14 @@ class RouterSettings:
             if not urls:
                 raise ConfigError(f"the router has no {role} engine; give at least one --{role} URL")
             for url in urls:
-                parts = urlsplit(url)
-                if parts.scheme not in ("http", "https") or not parts.hostname:
+                if not _is_address(url):
                     raise ConfigError(f"--{role} {url} is no URL; it must look like http://host:port")
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:  # brackets that do not match, a port that is none
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0
