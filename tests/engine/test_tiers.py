@@ -49,6 +49,7 @@ REPRESENTATIVE = (
     Family("lfm2", 640, {EVERY: 128}, other=SMALL, settings={"chunk_tokens": 64}, exact=False),
 )
 ALL = (
+    Family("gemma4", 700, other=SMALL),
     Family("gptoss", 700, other=SMALL, exact=False),
     Family("dsv3", 700, exact=False),
     Family(
