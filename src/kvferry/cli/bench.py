@@ -23,7 +23,7 @@ _LAYOUT_MODELS = "Llama-3.1-8B,Qwen3-0.6B,Qwen3-Next-80B-A3B"
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     bench = typer.Typer(
-        help="Measure what this machine reaches.", no_args_is_help=True, callback=check_output
+        help="Measure how fast this machine moves and keeps KV.", no_args_is_help=True, callback=check_output
     )
     bench.command()(transfer)
     bench.command()(layout)
@@ -35,20 +35,20 @@ def register(app: typer.Typer) -> None:
 
 def transfer(
     geometry: Annotated[
-        str, typer.Option(help="Whose KV cache, as `kvferry plan` takes it.")
+        str, typer.Option(help="Model whose KV cache to move, as `kvferry plan` takes it.")
     ] = "Llama-3.1-8B",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the request that is moved.")] = 4096,
-    layers: Annotated[int | None, typer.Option(min=1, help="Instead of the geometry's.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Instead of the geometry's.")] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, help="Instead of the geometry's.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Overrides the model's.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Overrides the model's.")] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, help="Overrides the model's.")] = None,
     block_size: Annotated[int | None, typer.Option(min=1, help="Tokens of a block; 16 by default.")] = None,
-    dtype: Annotated[str, typer.Option(help="Of an element: auto, float32, bfloat16, fp8, ...")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Element type: auto, float32, bfloat16, fp8, ...")] = "auto",
     order: Annotated[
         str, typer.Option(help="Block tables: scattered, as in a busy engine, or contiguous.")
     ] = "scattered",
     repeats: Annotated[int, typer.Option(min=7, help=_REPEATS_HELP)] = 9,
     transports: Annotated[
-        str | None, typer.Option(help="UCX_TLS for both processes, e.g. tcp,self. By default as it is.")
+        str | None, typer.Option(help="UCX_TLS for both processes, e.g. tcp,self; by default unchanged.")
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON: all rounds, in seconds and bytes.")
@@ -89,23 +89,26 @@ def transfer(
 
 def layout(
     geometry: Annotated[
-        str, typer.Option(help="Whose KV cache, as `kvferry plan` takes it; several with commas.")
+        str,
+        typer.Option(
+            help="Models whose KV cache to move, as `kvferry plan` takes them, separated by commas."
+        ),
     ] = _LAYOUT_MODELS,
     layouts: Annotated[
         str, typer.Option(help="Orders of the axes in memory, the same on both sides.")
     ] = "LBNHC,LBHNC,BLHNC,BHLNC",
     parallel: Annotated[
-        str, typer.Option(help="Tensor-parallel ranks of the side that has the request, and that reads it.")
+        str, typer.Option(help="Tensor-parallel ranks of the producer, and of the reader.")
     ] = "1:1,2:1,1:2,4:2",
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of the request; by default what makes 128 MiB.")
+        int | None, typer.Option(min=1, help="Tokens of the request; by default as many as fill 128 MiB.")
     ] = None,
     repeats: Annotated[int, typer.Option(min=7, help=_REPEATS_HELP)] = 9,
     transports: Annotated[
-        str | None, typer.Option(help="UCX_TLS for both processes, e.g. tcp,self. By default as it is.")
+        str | None, typer.Option(help="UCX_TLS for both processes, e.g. tcp,self; by default unchanged.")
     ] = None,
-    lanes: Annotated[int, typer.Option(min=1, max=16, help="Threads that read.")] = 2,
-    plot: Annotated[Path | None, typer.Option(help="File for a picture of the table, *.svg.")] = None,
+    lanes: Annotated[int, typer.Option(min=1, max=16, help="Reading threads.")] = 2,
+    plot: Annotated[Path | None, typer.Option(help="SVG file to write with a plot of the table.")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON: all rounds, in seconds and bytes.")
     ] = False,
@@ -145,7 +148,7 @@ def calibrate(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and print, write nothing.")] = False,
     repeats: Annotated[int, typer.Option(min=7, help="Rounds; each measures every size once.")] = 9,
     transports: Annotated[
-        str | None, typer.Option(help="UCX_TLS for both processes, e.g. tcp,self. By default as it is.")
+        str | None, typer.Option(help="UCX_TLS for both processes, e.g. tcp,self; by default unchanged.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -178,17 +181,17 @@ def calibrate(
 
 def offload(
     parts: Annotated[
-        str, typer.Option(help="What to measure, with commas: tiers, lookup, asking, hooks, ttft.")
+        str, typer.Option(help="Parts to measure, separated by commas: tiers, lookup, asking, hooks, ttft.")
     ] = "tiers,lookup",
     geometry: Annotated[
-        str, typer.Option(help="Whose KV cache, as `kvferry plan` takes it.")
+        str, typer.Option(help="Model whose KV cache to move, as `kvferry plan` takes it.")
     ] = "Llama-3.1-8B",
-    layers: Annotated[int, typer.Option(min=1, help="Instead of the geometry's.")] = 16,
+    layers: Annotated[int, typer.Option(min=1, help="Overrides the model's.")] = 16,
     layouts: Annotated[
         str, typer.Option(help="Orders of the axes in an engine's memory, for the host tier.")
     ] = "LBHNC,BHLNC",
     block_size: Annotated[int | None, typer.Option(min=1, help="Tokens of a block; 16 by default.")] = None,
-    depths: Annotated[str, typer.Option(help="Chunks under way at a time.")] = "1,8,32",
+    depths: Annotated[str, typer.Option(help="Chunks in flight at a time.")] = "1,8,32",
     path: Annotated[
         Path | None,
         typer.Option(help="Folder for files; by default a new one in the user's cache, removed after."),
@@ -197,11 +200,9 @@ def offload(
         str | None,
         typer.Option("--object", metavar="URL", help="Object storage, such as s3://bucket/path."),
     ] = None,
-    stored: Annotated[
-        int, typer.Option(min=1, help="Chunks among which a prompt is looked for.")
-    ] = 1_000_000,
-    prompt: Annotated[int, typer.Option(min=512, help="Tokens of the prompt of ttft.")] = 16_384,
-    rounds: Annotated[int, typer.Option(min=1, help="Prompts of ttft.")] = 3,
+    stored: Annotated[int, typer.Option(min=1, help="Chunks in the index for lookup.")] = 1_000_000,
+    prompt: Annotated[int, typer.Option(min=512, help="Tokens of the prompt for ttft.")] = 16_384,
+    rounds: Annotated[int, typer.Option(min=1, help="Prompts to measure the time to first token with.")] = 3,
     repeats: Annotated[int, typer.Option(min=7, help=_REPEATS_HELP)] = 7,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON: all rounds, in seconds and bytes.")

@@ -21,7 +21,7 @@ _BAD = 1
 
 _Where = Annotated[
     str,
-    typer.Argument(metavar="PATH|URL", help="The directory, as the file tier's; or the object tier's URL."),
+    typer.Argument(metavar="PATH|URL", help="Directory of a file tier, or URL of an object tier."),
 ]
 _Options = Annotated[
     list[str] | None,
@@ -29,7 +29,7 @@ _Options = Annotated[
         "--option",
         "-o",
         metavar="NAME=VALUE",
-        help="Of the object storage client: endpoint, region, ... Credentials are read from the environment.",
+        help="Object storage option: endpoint, region, ... Credentials come from the environment.",
     ),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds since 1970.")]
@@ -37,7 +37,9 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and se
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
-    cache = typer.Typer(help="See to a KV cache in a directory or in object storage.", no_args_is_help=True)
+    cache = typer.Typer(
+        help="Inspect and clean a KV cache on disk or in object storage.", no_args_is_help=True
+    )
     cache.command()(ls)
     cache.command()(stat)
     cache.command()(verify)
@@ -47,7 +49,7 @@ def register(app: typer.Typer) -> None:
 
 
 def ls(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
-    """List the namespaces: whose KV, how much, when last used."""
+    """List the namespaces: which model, how much, when last used."""
     from kvferry.plan.units import age, size
     from kvferry.tiers.survey import holdings
 
@@ -72,7 +74,7 @@ def ls(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
 
 
 def stat(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
-    """Say what there is in all, and what there may be."""
+    """Show how much the cache holds, and its capacity."""
     from kvferry.plan.units import size
     from kvferry.tiers.survey import totals
 
@@ -125,13 +127,13 @@ def gc(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Evict to so much, as in 10GiB, this once; to the directory's own by default.",
+            help="Size to evict to this once, such as 10GiB; by default the directory's capacity.",
         ),
     ] = None,
     option: _Options = None,
     as_json: _Json = False,
 ) -> None:
-    """Remove leftovers, count anew, and evict down to the capacity.
+    """Remove leftovers, recount, and evict down to the capacity.
 
     Leftovers are of processes that were killed; what was used, or stored, longest ago is evicted first.
     """
@@ -152,7 +154,7 @@ def clear(
     option: _Options = None,
     as_json: _Json = False,
 ) -> None:
-    """Remove everything of kvferry's there, and nothing else."""
+    """Remove all of kvferry's files there, and nothing else."""
     from kvferry.plan.units import size
     from kvferry.tiers.survey import totals
 

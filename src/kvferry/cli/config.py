@@ -17,30 +17,46 @@ def register(app: typer.Typer) -> None:
 def config(
     role: Annotated[Role, typer.Option(help="What the engine does.")] = Role.BOTH,
     host: Annotated[
-        str | None, typer.Option(help="Address to listen on; node: each rank's machine's.")
+        str | None, typer.Option(help="Address to listen on; node for that of each rank's own machine.")
     ] = None,
-    port: Annotated[int | None, typer.Option(help="Its port; any free one if not given.")] = None,
-    advertise_host: Annotated[str | None, typer.Option(help="Address that peers are told.")] = None,
-    secret_file: Annotated[str | None, typer.Option(help="File with a secret both engines share.")] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port of the control channel; by default any free one.")
+    ] = None,
+    advertise_host: Annotated[
+        str | None, typer.Option(help="Address to advertise to peers; by default --host.")
+    ] = None,
+    secret_file: Annotated[
+        str | None, typer.Option(help="File with the secret that both engines share.")
+    ] = None,
     allow_insecure: Annotated[
         bool | None, typer.Option("--allow-insecure", help="Listen beyond loopback without a secret.")
     ] = None,
-    lease_seconds: Annotated[float | None, typer.Option(help="How long blocks wait for a consumer.")] = None,
-    load_timeout_seconds: Annotated[float | None, typer.Option(help="When a load is given up.")] = None,
-    handshake_seconds: Annotated[float | None, typer.Option(help="When a silent peer is given up.")] = None,
-    attempts: Annotated[int | None, typer.Option(help="Loads tried before a prompt is computed.")] = None,
-    transfer_log: Annotated[str | None, typer.Option(help="File that gets a line per finished load.")] = None,
+    lease_seconds: Annotated[
+        float | None, typer.Option(help="Seconds that blocks are kept for a silent consumer.")
+    ] = None,
+    load_timeout_seconds: Annotated[
+        float | None, typer.Option(help="Seconds after which a load is given up.")
+    ] = None,
+    handshake_seconds: Annotated[
+        float | None, typer.Option(help="Seconds after which a silent peer is given up.")
+    ] = None,
+    attempts: Annotated[int | None, typer.Option(help="Loads to try before the prompt is computed.")] = None,
+    transfer_log: Annotated[
+        str | None, typer.Option(help="File that gets one JSON line per finished load.")
+    ] = None,
     layout: Annotated[
-        str | None, typer.Option(help="Memory layout: auto, engine, or one such as BLHNC.")
+        str | None, typer.Option(help="Memory layout: auto, engine, or a name such as BLHNC.")
     ] = None,
-    strategy: Annotated[str | None, typer.Option(help="auto, direct, over-read or staged.")] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="How bytes travel: auto, direct, over-read or staged.")
+    ] = None,
     staging_mib: Annotated[
-        int | None, typer.Option(help="Memory for packing, per direction; 0: none.")
+        int | None, typer.Option(help="MiB per worker and direction for packing; 0 for none.")
     ] = None,
-    lanes: Annotated[int | None, typer.Option(help="Threads per worker that read.")] = None,
-    costs: Annotated[str | None, typer.Option(help="File of kvferry bench calibrate.")] = None,
+    lanes: Annotated[int | None, typer.Option(help="Reading threads per worker.")] = None,
+    costs: Annotated[str | None, typer.Option(help="File that `kvferry bench calibrate` wrote.")] = None,
     tiers: Annotated[
-        str | None, typer.Option(help='Where chunks are kept: default, or JSON: [{"type": "host"}, ...].')
+        str | None, typer.Option(help='Tiers that keep chunks: default, or JSON: [{"type": "host"}, ...].')
     ] = None,
     transfer: Annotated[
         bool | None,
@@ -49,27 +65,32 @@ def config(
             help="Exchange KV with other engines; by default without tiers, or with role prefill or decode.",
         ),
     ] = None,
-    chunk_tokens: Annotated[int | None, typer.Option(help="Tokens of a chunk in the tiers.")] = None,
+    chunk_tokens: Annotated[int | None, typer.Option(help="Tokens per chunk in the tiers.")] = None,
     snapshot_tokens: Annotated[
-        int | None, typer.Option(help="Distance at which windows and snapshots are kept.")
+        int | None, typer.Option(help="Tokens between kept windows and state snapshots.")
     ] = None,
-    policy: Annotated[str | None, typer.Option(help="Which source serves: weight, cost or first.")] = None,
-    load_weight: Annotated[float | None, typer.Option(help="Weight of what peers offer.")] = None,
+    policy: Annotated[str | None, typer.Option(help="How to choose a source: weight, cost or first.")] = None,
+    load_weight: Annotated[
+        float | None, typer.Option(help="Weight of tokens that peers offer (policy weight).")
+    ] = None,
     patience_seconds: Annotated[
-        float | None, typer.Option(help="How long a request waits for a source that is looking.")
+        float | None, typer.Option(help="Seconds that a request waits for a source that is still looking.")
     ] = None,
     turn_seconds: Annotated[
-        float | None, typer.Option(help="How long blocks are kept for a conversation's next turn; 0: not.")
+        float | None,
+        typer.Option(help="Seconds that blocks are kept for a conversation's next turn; 0 for none."),
     ] = None,
     turn_share: Annotated[
-        float | None, typer.Option(help="Share of the block pool that they may be at most.")
+        float | None, typer.Option(help="Largest share of the block pool to keep for next turns.")
     ] = None,
     explain_requests: Annotated[
-        int | None, typer.Option(help="Requests remembered for kvferry explain; 0: none.")
+        int | None, typer.Option(help="Requests to remember for kvferry explain; 0 for none.")
     ] = None,
     beside: Annotated[
         str | None,
-        typer.Option(help='Other connectors of the engine, JSON: [{"kv_connector": "NixlConnector"}, ...].'),
+        typer.Option(
+            help='Other connectors in the engine, as JSON: [{"kv_connector": "NixlConnector"}, ...].'
+        ),
     ] = None,
 ) -> None:
     """Print the JSON for vLLM's --kv-transfer-config, in one line.

@@ -19,11 +19,13 @@ def register(app: typer.Typer) -> None:
 
 
 def dashboard(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the files; made if need be.")] = Path(),
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder for the files; created if it does not exist.")
+    ] = Path(),
 ) -> None:
     """Write a Grafana dashboard and Prometheus alerts.
 
-    As kvferry-dashboard.json and kvferry-alerts.yaml.
+    The files are kvferry-dashboard.json and kvferry-alerts.yaml.
     """
     from kvferry.observe.dashboard import dashboard as model, rules
 

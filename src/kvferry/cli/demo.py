@@ -34,17 +34,17 @@ def demo(
     vllm_args: Annotated[
         list[str] | None, typer.Argument(metavar="-- VLLM_ARGS", help="Arguments for both engines.")
     ] = None,
-    families: Annotated[str, typer.Option(help="Which tiny models, one after the other.")] = _FAMILIES,
+    families: Annotated[str, typer.Option(help="Tiny models to run, separated by commas.")] = _FAMILIES,
     prompts: Annotated[int, typer.Option(min=1, max=64, help="Requests per model.")] = 4,
-    answer_tokens: Annotated[int, typer.Option(min=1, max=1024, help="Length of each answer.")] = 24,
+    answer_tokens: Annotated[int, typer.Option(min=1, max=1024, help="Tokens per answer.")] = 24,
     log_dir: Annotated[
         Path | None, typer.Option(help="Keep the engines' logs there; by default only those of a failed run.")
     ] = None,
 ) -> None:
     """Send real text through two engines, and show what moved.
 
-    A model is served by a prefill and a decode engine. Ends with a table: per request what moved for each
-    KV cache group, how long it took, and whether the answer is identical to a single engine's.
+    A prefill and a decode engine serve the model. The table at the end has one row per request: what moved
+    for each KV cache group, how long it took, and whether the answer equals a single engine's.
     """
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""`kvferry doctor`: what must be changed before KV moves."""
+"""`kvferry doctor`: what to fix before KV moves."""
 
 from __future__ import annotations
 
@@ -24,27 +24,26 @@ def doctor(
         list[str] | None,
         typer.Argument(
             metavar="[URL]...",
-            help="Engines that run: http://host:port (of a router: all behind it), or kvferry://host:port.",
+            help="Running engines: http://host:port (a router stands for all its engines) or kvferry://host:port.",
         ),
     ] = None,
-    prefill: Annotated[list[str] | None, typer.Option(help="A prefill engine; repeatable.")] = None,
-    decode: Annotated[list[str] | None, typer.Option(help="A decode engine; repeatable.")] = None,
+    prefill: Annotated[list[str] | None, typer.Option(help="URL of a prefill engine; repeatable.")] = None,
+    decode: Annotated[list[str] | None, typer.Option(help="URL of a decode engine; repeatable.")] = None,
     config: Annotated[
-        Path | None, typer.Option(help="File with what `kvferry config` prints, or its extra config.")
+        Path | None,
+        typer.Option(help="File with the JSON of `kvferry config`, or its kv_connector_extra_config."),
     ] = None,
     secret_file: Annotated[
-        Path | None, typer.Option(help="The engines' secret; by default the one that --config names.")
+        Path | None,
+        typer.Option(help="File with the engines' secret; by default the one that --config names."),
     ] = None,
-    machine: Annotated[
-        bool, typer.Option("--machine/--no-machine", help="Look at this machine, too.")
-    ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    machine: Annotated[bool, typer.Option("--machine/--no-machine", help="Check this machine too.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Check this machine, a configuration and running engines.
 
-    Says what must be changed, and how. Exit code 0: nothing must be changed; 1: something must; 2: an
-    argument cannot be used. An engine that is given by its HTTP address is asked to compute a prompt of
-    four tokens.
+    Tells what to fix, and how. Exit code 0: nothing to fix; 1: something to fix; 2: an argument cannot be
+    used. An engine that is given by its HTTP address computes a prompt of four tokens.
     """
     from rich.console import Console
 

@@ -27,16 +27,20 @@ def explain(
         str | None,
         typer.Argument(
             metavar="[REQUEST-ID]",
-            help="The id of an answer, its X-Request-Id, or how one begins; without, the last requests.",
+            help="The id of an answer, its X-Request-Id, or how either begins; by default the last ones.",
         ),
     ] = None,
-    last: Annotated[int, typer.Option(min=1, max=1000, help="How many to list, of each engine.")] = 20,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: every event, in seconds.")] = False,
+    last: Annotated[
+        int, typer.Option(min=1, max=1000, help="How many requests of each engine to list.")
+    ] = 20,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print every event as JSON; times in seconds.")
+    ] = False,
 ) -> None:
     """Say where the KV of a request came from, and why.
 
-    And how long it took; without a request, lists the last ones. Asks every engine of this user on this
-    machine.
+    Also tells how long each step took. Without a request id, lists the last requests. Asks every engine of
+    this user on this machine.
     """
     from kvferry.explain.asking import ask
     from kvferry.explain.show import show, show_list

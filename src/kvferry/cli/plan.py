@@ -52,11 +52,11 @@ def plan(
     html: opt.Html = None,
     listed: opt.Listed = False,
 ) -> None:
-    """Say what handing MODEL's KV cache over takes.
+    """Predict what a transfer of MODEL's KV cache costs.
 
-    From one engine to another: bytes, pieces, time. Also what the tiers keep of a prompt. No engine runs
-    and no weights are read: the memory of both engines is laid out as vLLM would, and the planner of real
-    transfers works on it, with block tables as scattered as on a busy engine.
+    Prints bytes, pieces and time of a transfer from one engine to another, and what the tiers keep of a
+    prompt. No engine runs and no weights are read: the memory of both engines is laid out as vLLM would, and
+    the planner of real transfers runs on it, with block tables as scattered as on a busy engine.
     """
     if listed:
         _print_table()

@@ -22,12 +22,12 @@ def router(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any.")] = 8000,
     prefill_timeout_seconds: Annotated[
-        float, typer.Option(min=0.1, help="When a prefill that has not answered is given up.")
+        float, typer.Option(min=0.1, help="Seconds after which a prefill without an answer is given up.")
     ] = 120.0,
     decode_idle_seconds: Annotated[
-        float, typer.Option(min=0.1, help="When a decode engine that sends nothing is given up.")
+        float, typer.Option(min=0.1, help="Seconds after which a silent decode engine is given up.")
     ] = 600.0,
-    max_body_mib: Annotated[int, typer.Option(min=1, help="Largest request.")] = 64,
+    max_body_mib: Annotated[int, typer.Option(min=1, help="Largest request body, in MiB.")] = 64,
 ) -> None:
     """Serve one OpenAI endpoint over prefill and decode engines."""
     from kvferry.serving.ports import listen, url_of

@@ -24,8 +24,8 @@ def serve(
     vllm_args: Annotated[
         list[str] | None, typer.Argument(metavar="-- VLLM_ARGS", help="Arguments for every engine.")
     ] = None,
-    prefill: Annotated[int, typer.Option(help="Prefill engines.")] = 1,
-    decode: Annotated[int, typer.Option(help="Decode engines.")] = 1,
+    prefill: Annotated[int, typer.Option(help="Number of prefill engines.")] = 1,
+    decode: Annotated[int, typer.Option(help="Number of decode engines.")] = 1,
     prefill_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of each prefill engine.")] = 1,
     decode_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of each decode engine.")] = 1,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",

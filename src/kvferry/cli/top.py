@@ -22,21 +22,25 @@ def register(app: typer.Typer) -> None:
 def top(
     urls: Annotated[
         list[str],
-        typer.Argument(metavar="URL...", help="Of engines, whose /metrics is read, or of a kvferry router."),
+        typer.Argument(metavar="URL...", help="URLs of engines, or of a kvferry router in front of them."),
     ],
     interval: Annotated[
-        float, typer.Option(min=0.1, max=3600, help="Seconds between readings; rates are of that time.")
+        float,
+        typer.Option(
+            min=0.1, max=3600, help="Seconds between two readings of /metrics; rates are over that time."
+        ),
     ] = 1.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Read twice, print, and end; so too without a terminal.")
+        bool, typer.Option("--once", help="Read twice, print, and exit; the default without a terminal.")
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="The same as JSON, in bytes, seconds and shares.")
+        bool, typer.Option("--json", help="Read twice and print JSON: bytes, seconds, shares.")
     ] = False,
 ) -> None:
     """Watch engines live: hits, misses, loads, tiers, failures.
 
-    Of all together, then a line each. q quits. Tab shows the next engine in detail, Escape all of them again.
+    Shows all engines together, then one line per engine. Press Tab for the next engine in detail, Escape to
+    go back, q to quit.
     """
     import anyio
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""`kvferry doctor`: what of this machine, a configuration and running engines must be changed, in words.
+"""`kvferry doctor`: checks of this machine, a configuration and running engines, and what to fix.
 
 - `finding`: what a check says; `report`: how it is printed.
 - `limits`: no check waits longer than it may; `probes`: what runs in processes of its own, to be killed.

@@ -70,5 +70,5 @@ def refused(subject: str, error: Exception, advice: str = "mend that") -> Findin
 
 
 def is_well(sections: Iterable[Section]) -> bool:
-    """Whether nothing must be changed."""
+    """Whether there is nothing to fix."""
     return not any(finding.state is State.BAD for section in sections for finding in section.findings)

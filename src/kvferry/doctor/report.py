@@ -41,8 +41,8 @@ def summary(sections: Sequence[Section]) -> str:
     counts = Counter(finding.state for section in sections for finding in section.findings)
     noted = f"; {counts[State.NOTE]} worth a look" if counts[State.NOTE] else ""
     if not counts[State.BAD]:
-        return f"Nothing must be changed{noted}."
-    return f"{counts[State.BAD]} of {counts.total()} things must be changed{noted}."
+        return f"Nothing to fix{noted}."
+    return f"{counts[State.BAD]} of {counts.total()} checks found something to fix{noted}."
 
 
 def as_json(sections: Sequence[Section]) -> dict[str, Any]:

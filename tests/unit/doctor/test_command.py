@@ -42,7 +42,7 @@ def test_a_configuration_that_is_well(run, tmp_path):
     path.write_text(json.dumps(kv_transfer_config(Role.PREFILL, {"tiers": "default", "transfer": True})))
     done = run("doctor", "--no-machine", "--config", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1].startswith("Nothing must be changed")
+    assert done.stdout.splitlines()[-1].startswith("Nothing to fix")
     assert max(map(len, done.stdout.splitlines())) <= max(80, len(f"configuration {path}"))
     assert done.stderr == ""
 
@@ -68,7 +68,7 @@ def test_an_address_where_nobody_answers_is_bad_and_ends_in_time(run):
     done = run("doctor", "--no-machine", "kvferry://192.0.2.1:5600", "kvferry://127.0.0.1:1")
     assert time.monotonic() - began < 30
     assert done.returncode == 1
-    assert done.stdout.splitlines()[-1] == "2 of 2 things must be changed."
+    assert done.stdout.splitlines()[-1] == "2 of 2 checks found something to fix."
 
 
 @pytest.mark.parametrize(

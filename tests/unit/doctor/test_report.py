@@ -31,8 +31,8 @@ def test_a_report_says_what_to_do_and_ends_with_what_it_comes_to():
     lines = shown(SECTIONS).splitlines()
     assert "  BAD  three: is wrong" in lines
     assert "       -> mend it" in lines
-    assert lines[-1] == "1 of 3 things must be changed; 1 worth a look."
-    assert shown(SECTIONS[:1]).splitlines()[-1] == "Nothing must be changed; 1 worth a look."
+    assert lines[-1] == "1 of 3 checks found something to fix; 1 worth a look."
+    assert shown(SECTIONS[:1]).splitlines()[-1] == "Nothing to fix; 1 worth a look."
 
 
 def test_json_has_the_same():
