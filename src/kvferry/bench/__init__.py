@@ -4,7 +4,7 @@
 - `producer`, `link`: the other process, and our hold on it.
 - `reader`, `steps`: the decode side, and what an engine's hooks do on every step.
 - `raw`, `movers`: the ways of moving the same bytes that are compared; `rounds`: the comparison.
-- `planning`, `hooks`: what a request costs the decode side besides.
+- `planning`, `hooks`: what a request costs the decode side besides; `peers`: what a new peer costs.
 - `transfer`, `report`: one request, for people and as JSON.
 - `cells`, `layout`, `verdicts`, `layout_report`, `layout_plot`: layouts, sizes and strategies, likewise.
 - `contest`: ours against the limit; `chunks`, `host_tier`, `slow_tier`, `file_tier`, `raw_files`, `fio`,

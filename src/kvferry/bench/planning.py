@@ -27,6 +27,7 @@ from kvferry.geometry import Region
 from kvferry.geometry.layout import lay_out
 from kvferry.geometry.models import ModelReading
 from kvferry.plan.side import Side
+from kvferry.planning.pieces import Int64s
 from kvferry.planning.strategy import LANE_BYTES
 from kvferry.transport.agent import Agent
 from kvferry.transport.area import Area
@@ -75,7 +76,7 @@ def measure(
     """
     share = Share(0, lanes, LANE_BYTES)
     tables, plan, chunks = [], [], []
-    with closing(_OnPaper(src, dst, rank)) as paper:
+    with closing(OnPaper(src, dst, rank)) as paper:
         src_lists, dst_lists = ([table.tolist() for table in one.tables] for one in (src, dst))
         for _ in range(repeats + 1):
             started = time.perf_counter()
@@ -124,6 +125,7 @@ class _Paper(Agent):
 
     def __init__(self) -> None:
         self.name = "paper"
+        self.descriptors = 0
 
     def add_peer(self, metadata: bytes) -> str:
         return metadata.decode()
@@ -131,19 +133,22 @@ class _Paper(Agent):
     def drop_peer(self, name: str) -> None:
         pass
 
-    def prepare(self, *_: Any) -> Any:
+    def prepare(self, *given: Any) -> Any:
+        rows: Int64s = given[-1]
+        self.descriptors += int(rows[:, 3].sum())
         return None
 
     def release_list(self, handle: Any) -> None:
         pass
 
 
-class _OnPaper:
+class OnPaper:
     """A peer as a lane prepares it, at addresses where there is nothing.
 
     Attributes:
         ours: the reading rank.
         strategies: by group, of the last plan.
+        descriptors: prepared, on both sides.
     """
 
     def __init__(self, src: Engine, dst: Engine, rank: int) -> None:
@@ -152,9 +157,10 @@ class _OnPaper:
         settings = TransferSettings(costs=costs_of())
         self._landing = Area(settings.staging_bytes, self.ours.regions[0])
         self._context: zmq.Context[Any] = zmq.Context()
-        self._peer = Peer(
-            _Paper(), self.ours, self._cards(src), _WORDS, self._landing, self._context, settings
-        )
+        paper = _Paper()
+        self._peer = Peer(paper, self.ours, self._cards(src), _WORDS, self._landing, self._context, settings)
+
+        self.descriptors = paper.descriptors
 
     def plan(self, order: ReadOrder) -> tuple[float, float]:
         """Seconds that planning takes until something can be read, and of all index arrays after that."""

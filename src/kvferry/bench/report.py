@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from kvferry.bench.peers import Readiness
 from kvferry.bench.rounds import Comparison, Series
 from kvferry.bench.stats import Spread
 from kvferry.bench.transfer import Measured
@@ -17,6 +19,7 @@ SAME_DESCRIPTORS = 1
 """Which of `Comparison.others` reads the same descriptors."""
 TARGET_RATIO = 0.9
 TARGET_PLANNING_SECONDS = 5e-3
+TARGET_READY_SECONDS = 0.2
 
 
 def show(measured: Measured, console: Console) -> None:
@@ -38,6 +41,7 @@ def as_json(measured: Measured) -> dict[str, Any]:
             name: asdict(getattr(measured, name))
             for name in ("machine", "comparison", "hooks", "planning", "making")
         },
+        "readiness": [asdict(each) for each in measured.readiness],
     }
     whole["gigabytes_per_second"] = {
         series.name: asdict(series.gigabytes_per_second) for series in (comparison.ferry, *comparison.others)
@@ -102,6 +106,23 @@ def _show_planning(measured: Measured, console: Console) -> None:
     table.add_row("  block tables to arrays", _spread_ms(plan.tables), "in the hook")
     table.add_row("  plan", _spread_ms(plan.plan), "in every lane")
     table.add_row("NIXL makes the transfer", _spread_ms(measured.making), "in every lane")
+    console.print(table)
+    _show_readiness(measured.readiness, console)
+
+
+def _show_readiness(found: Sequence[Readiness], console: Console) -> None:
+    """How long it takes, of the models and sizes that are measured."""
+    good = _verdict(all(each.seconds.high < TARGET_READY_SECONDS for each in found))
+    console.print(
+        f"\n[bold]Getting ready[/] for a peer of other blocks (target {_ms(TARGET_READY_SECONDS)}): {good}",
+        highlight=False,
+    )
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for justify in ("left", "left", "right"):
+        table.add_column(justify=justify, no_wrap=True)
+    for each in found:
+        (src, dst), (theirs, ours) = each.parallel, each.blocks
+        table.add_row(f"{each.model} {src}→{dst}", f"{theirs:,} to {ours:,}", _spread_ms(each.seconds))
     console.print(table)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.bench import hooks, planning, rounds
+from kvferry.bench import hooks, peers, planning, rounds
 from kvferry.bench.engines import engine
 from kvferry.bench.link import Producer, use_transports
 from kvferry.bench.reader import Reader
@@ -68,6 +68,7 @@ class Measured:
         comparison, hooks: of that request.
         planning: our arithmetic for the long request.
         making: seconds that NIXL takes to make a transfer of its pages.
+        readiness: what getting ready for peers of other block sizes takes, of some hybrids.
     """
 
     job: Job
@@ -79,6 +80,7 @@ class Measured:
     hooks: hooks.HookTimes
     planning: planning.Arithmetic
     making: Spread
+    readiness: tuple[peers.Readiness, ...]
 
 
 def measure(job: Job, progress: Callable[[str], None]) -> Measured:
@@ -104,10 +106,11 @@ def measure(job: Job, progress: Callable[[str], None]) -> Measured:
     )
     planned = planning.measure(long_src, long_dst, job.repeats)
     making = planning.making(job.reading, job.planned_tokens, job.repeats, settings)
+    readiness = peers.measure(job.repeats)
     (group,) = lay_out(dst.model, dst.shape)[0].groups
     return Measured(
         job, dst.blocks, len(group.layers), group.layers[0].page.page_bytes, machine(),
-        comparison, hook_times, planned, making,
+        comparison, hook_times, planned, making, readiness,
     )  # fmt: skip
 
 

@@ -8,9 +8,10 @@ import json
 import pytest
 from rich.console import Console
 
-from kvferry.bench import report
+from kvferry.bench import peers, report
 from kvferry.bench.engines import read_geometry
 from kvferry.bench.hooks import HookTimes
+from kvferry.bench.peers import Readiness
 from kvferry.bench.planning import Arithmetic
 from kvferry.bench.rounds import Comparison, Series
 from kvferry.bench.stats import Spread
@@ -18,7 +19,7 @@ from kvferry.bench.transfer import Job, Machine, Measured
 from kvferry.plan.side import Side
 
 
-def _measured(ferry_seconds: tuple[float, ...], planning_ms: float = 1.0) -> Measured:
+def _measured(ferry_seconds: tuple[float, ...], planning_ms: float = 1.0, ready_ms: float = 30.0) -> Measured:
     size = 512 << 20
     raw = tuple(
         Series(name, size, (0.1, 0.1, 0.1))
@@ -35,6 +36,10 @@ def _measured(ferry_seconds: tuple[float, ...], planning_ms: float = 1.0) -> Mea
         HookTimes(1500, 40, 4, 1024, 3e-6, 4e-5, 0.048),
         Arithmetic(131_072, 262_144, ("direct",), wide, wide, wide, wide),
         wide,
+        tuple(
+            Readiness(name, (4, 16), (12_345, 6_789), 1_234_567, Spread(ready_ms / 1e3, 1e-3, ready_ms / 1e3))
+            for name in ("Nemotron-3-Nano-30B-A3B", "Kimi-K3")
+        ),
     )
 
 
@@ -68,6 +73,21 @@ def test_the_target_of_planning_is_five_milliseconds(milliseconds: float, verdic
     shown = _shown(_measured((0.1,) * 3, milliseconds))
     line = next(line for line in shown.splitlines() if "under 5 ms" in line)
     assert line.rstrip().endswith(verdict)
+
+
+@pytest.mark.parametrize(("milliseconds", "verdict"), [(199, "reached"), (201, "missed")])
+def test_the_target_of_getting_ready_is_a_fifth_of_a_second(milliseconds: float, verdict: str) -> None:
+    shown = _shown(_measured((0.1,) * 3, ready_ms=milliseconds))
+    line = next(line for line in shown.splitlines() if "target 200 ms" in line)
+    assert line.rstrip().endswith(verdict)
+
+
+def test_getting_ready_is_measured_where_blocks_have_little_in_common() -> None:
+    found = peers.measure(1)
+    assert {each.blocks for each in found} == {(5760, 2944), (2944, 5760), (2096, 1056), (1056, 2096)}
+    # A row for each cell of a block on either side; of all pairs of them there would be millions of entries.
+    assert all(0 < each.descriptors < 200_000 for each in found)
+    assert all(each.seconds.median > 0 for each in found)
 
 
 def test_json_holds_every_round() -> None:

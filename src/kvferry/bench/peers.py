@@ -1,0 +1,68 @@
+"""What it takes to get ready for a peer, of hybrids whose blocks have little in common on the two sides.
+
+vLLM derives their block size from the size of their state, which parallelism changes. As in `planning` no
+memory is needed: geometry at made-up addresses, through the code that a lane runs at the handshake. What NIXL
+takes to prepare lists of as many descriptors is left out.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from kvferry.bench.engines import engine, read_geometry
+from kvferry.bench.planning import OnPaper
+from kvferry.bench.stats import Spread
+from kvferry.plan.side import Side, layout_of
+
+PAIRS = (
+    ("Kimi-K3", 1, 2),
+    ("Kimi-K3", 2, 1),
+    ("Nemotron-3-Nano-30B-A3B", 2, 4),
+    ("Nemotron-3-Nano-30B-A3B", 4, 2),
+)
+"""Model, tensor-parallel ranks of the source and of the destination."""
+
+TOKENS = 32768
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """Getting ready for one peer.
+
+    Attributes:
+        model: its name.
+        parallel: tensor-parallel ranks of source and destination.
+        blocks: tokens of a block of both.
+        descriptors: that are prepared on both sides, for pools that hold `TOKENS` tokens.
+        seconds: until the lists are ready to be given to NIXL.
+    """
+
+    model: str
+    parallel: tuple[int, int]
+    blocks: tuple[int, int]
+    descriptors: int
+    seconds: Spread
+
+
+def measure(repeats: int) -> tuple[Readiness, ...]:
+    """Get ready for each of `PAIRS`, `repeats` times after one that does not count."""
+    return tuple(_readiness(name, (src, dst), repeats) for name, src, dst in PAIRS)
+
+
+def _readiness(name: str, parallel: tuple[int, int], repeats: int) -> Readiness:
+    reading = read_geometry(name)
+    layout = layout_of("auto", reading)
+    src, dst = (
+        engine(side, reading, Side(tp, layout=layout), TOKENS)
+        for side, tp in zip(("source", "destination"), parallel, strict=True)
+    )
+    seconds, descriptors = [], 0
+    for _ in range(repeats + 1):
+        started = time.perf_counter()
+        paper = OnPaper(src, dst, 0)
+        seconds.append(time.perf_counter() - started)
+        descriptors = paper.descriptors
+        paper.close()
+    blocks = src.shape.block_tokens, dst.shape.block_tokens
+    return Readiness(reading.cache.name, parallel, blocks, descriptors, Spread.of(seconds[1:]))
