@@ -16,6 +16,7 @@ from vllm.models.deepseek_v4.compressor import CompressorStateCache
 from vllm.models.deepseek_v41.compressor import CompressorStateCache as RingOfV41
 from vllm.models.inkling.nvidia.sconv_swa_attn import InklingConvState
 from vllm.models.qwen4_exp.common.qsa_cache import QSACompressedKeyCache, QSAKeyStateCache
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
 from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
@@ -82,6 +83,13 @@ def compressed_keys(config: Any) -> Any:
     return _of(QSACompressedKeyCache, head_size=64, dtype=torch.bfloat16, compress_ratio=4)(config)
 
 
+def compressed_latents(config: Any) -> Any:
+    """Of a backend whose latents are known, where a state is one token's."""
+    layer = compressed_indexer(config)
+    layer.get_attn_backend = lambda: CPUMLABackend
+    return layer
+
+
 def window(config: Any) -> Any:
     return DeepseekV4SWACache(512, 128, torch.bfloat16, "w", config.cache_config)
 
@@ -121,6 +129,7 @@ CASES: dict[Make, tuple[GroupKind, int, int, int]] = {
     indexer: (GroupKind.MLA, 64, 0, 64 * 132),
     compressed_indexer: (GroupKind.MLA, 64, 0, 16 * 132),
     compressed_keys: (GroupKind.MLA, 64, 0, 16 * 64 * 2),
+    compressed_latents: (GroupKind.MLA, 64, 0, 16 * 132),
     window: (GroupKind.SLIDING, 64, 128, 64 * 512 * 2),
     compressor: (GroupKind.SLIDING, 4, 8, 4 * 64 * 4),
     ring: (GroupKind.STATE, 8, 0, 8 * 64 * 4),
@@ -167,7 +176,7 @@ def test_blocks_of_other_sizes_are_refused(make: Make) -> None:
 @of_each
 def test_what_every_rank_holds_goes_to_engines_of_other_ranks_and_nothing_else(make: Make) -> None:
     here = [described(make, tp=2, rank=rank) for rank in range(2)]
-    if make in (indexer, compressed_indexer, compressed_keys, window, compressor):
+    if make in (indexer, compressed_indexer, compressed_keys, compressed_latents, window, compressor):
         for rank in here:
             (template,) = build_templates([described(make)], rank)
             assert len(template.routes) == 1

@@ -1,11 +1,13 @@
 """Opening the tiers of an engine."""
 
-import pytest
+from types import SimpleNamespace
 
-pytest.importorskip("vllm")
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import CircularBufferSpec, MambaSpec
 
 from kvferry.engines.vllm.tier_config import FileSettings
-from kvferry.engines.vllm.tiering import _default_directory, _open
+from kvferry.engines.vllm.tiering import _canonical, _default_directory, _open
 from kvferry.errors import ConfigError
 from kvferry.tiers.tags import TagTable
 
@@ -31,3 +33,23 @@ def test_a_directory_under_a_second_name_is_not_opened_again(tmp_path):
         f"file tier: {tmp_path}/link and {tmp_path}, which is a tier already, are one directory; "
         "name another, or leave out one of the two"
     )
+
+
+@pytest.mark.parametrize(
+    ("spec", "way_out"),
+    [
+        (
+            CircularBufferSpec(block_size=8, num_kv_heads=1, head_size=8, dtype=torch.float32),
+            "ring",
+        ),
+        (
+            MambaSpec(block_size=8, shapes=((2,),), dtypes=(torch.float32,)),
+            "--enable-prefix-caching --mamba-cache-mode align",
+        ),
+    ],
+    ids=["ring", "state"],
+)
+def test_an_engine_that_keeps_no_snapshots_is_told_why_and_what_to_do(spec, way_out):
+    config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+    with pytest.raises(ConfigError, match=f"{way_out}.*configure no tiers"):
+        _canonical(SimpleNamespace(), SimpleNamespace(), config, [])

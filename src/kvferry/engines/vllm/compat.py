@@ -47,6 +47,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvferry.engines.vllm.specs import (
+    has_rings,
     is_recurrent,
     is_replicated,
     is_ring,
@@ -85,6 +86,7 @@ __all__ = [
     "declared_layouts",
     "external_id",
     "finished_whole",
+    "has_rings",
     "is_recurrent",
     "is_replicated",
     "is_ring",

@@ -177,10 +177,19 @@ def is_ring(spec: KVCacheSpec) -> bool:
     return isinstance(spec, CircularBufferSpec)
 
 
+def has_rings(kv_cache_config: Any) -> bool:
+    """Some layers keep a ring per request."""
+    return _any_layer(kv_cache_config, CircularBufferSpec)
+
+
 def names_prompts_only(kv_cache_config: Any) -> bool:
     """Generated tokens have other content than they would have as part of a prompt."""
+    return _any_layer(kv_cache_config, RSWASpec)
+
+
+def _any_layer(kv_cache_config: Any, of: type[KVCacheSpec]) -> bool:
     return any(
-        isinstance(spec, RSWASpec)
+        isinstance(spec, of)
         for group in kv_cache_config.kv_cache_groups
         for spec in layer_specs(group.kv_cache_spec).values()
     )

@@ -197,6 +197,11 @@ def _canonical(
         ConfigError: none could ever be stored.
     """
     blocks = [compat.snapshot_tokens(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+    if compat.has_rings(kv_cache_config):
+        raise ConfigError(
+            "tiers: layers of this model keep a ring per request that is right at one position only, so no "
+            "chunk of theirs can ever be stored; configure no tiers (transfers between engines work)"
+        )
     if 0 in blocks:
         raise ConfigError(
             "tiers: this engine keeps a running state per request and no snapshots, so no chunk of its "
