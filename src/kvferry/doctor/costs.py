@@ -37,7 +37,7 @@ def check(path: str | None, found: Reads | None, now: datetime | None = None) ->
     if written is None:
         return note(
             subject,
-            f"the planner goes by built-in costs, of another machine{_compared(used, found)}",
+            f"the planner uses built-in costs, measured on another machine{_compared(used, found)}",
             _CALIBRATE,
         )
     whose = written.machine.get("cpu")

@@ -106,7 +106,7 @@ def look_at(targets: Sequence[Target], keys: Keys | None) -> tuple[list[Section]
             if isinstance(answer, BaseException):
                 why = str(answer) or type(answer).__name__
                 found.append(
-                    _section(one, [bad("engine", f"cannot be looked at: {why}", "see what hangs there")])
+                    _section(one, [bad("engine", f"cannot be checked: {why}", "find out what blocks there")])
                 )
                 continue
             engine, behind = answer
@@ -116,7 +116,16 @@ def look_at(targets: Sequence[Target], keys: Keys | None) -> tuple[list[Section]
                     further.append(target(url, role))
                 except ConfigError as error:
                     found.append(
-                        _section(one, [bad("router", f"names an engine {url!r}: {error}", "see to it")])
+                        _section(
+                            one,
+                            [
+                                bad(
+                                    "router",
+                                    f"names an engine {url!r}: {error}",
+                                    "give engine URLs such as http://host:port to that router",
+                                )
+                            ],
+                        )
                     )
             if not behind and (one.name, one.role) not in known:
                 seen.append(engine)
@@ -181,7 +190,13 @@ def _ranks(
         rank = f"data-parallel rank {number}"
         if offered is None or offered.engine_id in known:
             what = "offers no KV" if offered is None else "does not answer: another rank does in its place"
-            found.append(note(rank, f"it {what}, and was not looked at", "look at it by its control channel"))
+            found.append(
+                note(
+                    rank,
+                    f"it {what}, so it was not checked",
+                    "check it by its control channel, kvferry://host:port",
+                )
+            )
             continue
         known.add(offered.engine_id)
         try:
@@ -190,9 +205,11 @@ def _ranks(
             found.append(bad(rank, f"{_shown(offered.address)}: {error}", error.advice))
             continue
         if met is not None and (different := _different(met, other)):
-            found.append(bad(rank, f"it is not as rank 0 is: {different}", "start all ranks alike"))
+            found.append(
+                bad(rank, f"it differs from rank 0: {different}", "start all ranks with the same settings")
+            )
     if not found:
-        found.append(ok("data-parallel", f"{len(others) + 1} ranks, each of which was met; they are alike"))
+        found.append(ok("data-parallel", f"{len(others) + 1} ranks, all of which answer and are alike"))
     return found
 
 

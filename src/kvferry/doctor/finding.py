@@ -59,7 +59,7 @@ def bad(subject: str, found: str, advice: str) -> Finding:
     return Finding(subject, State.BAD, found, advice)
 
 
-def refused(subject: str, error: Exception, advice: str = "mend that") -> Finding:
+def refused(subject: str, error: Exception, advice: str = "correct it") -> Finding:
     """What kvferry itself refuses: its errors say after the last semicolon what to do.
 
     >>> refused("port", ValueError("port is 70000; it must be 0 to 65535")).advice

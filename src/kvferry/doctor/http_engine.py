@@ -113,7 +113,11 @@ def _behind(said: dict[str, Any]) -> AtUrl:
         health = msgspec.convert(said, Health)
     except msgspec.ValidationError as error:
         seen.findings.append(
-            bad("router", f"its /health is not that of kvferry's: {error}", "see what it is")
+            bad(
+                "router",
+                f"its /health is not a kvferry router's: {error}",
+                "give the address of a kvferry router, or of an engine",
+            )
         )
         return seen
     engines = [(one, Role.PREFILL) for one in health.prefill] + [(one, Role.DECODE) for one in health.decode]
@@ -123,7 +127,7 @@ def _behind(said: dict[str, Any]) -> AtUrl:
         ok("router", f"{len(engines)} engines behind it, {len(engines) - len(down)} of them up")
     )
     seen.findings += [
-        bad("router", f"{one.url} is down: {one.reason or 'no reason given'}", "see to that engine")
+        bad("router", f"{one.url} is down: {one.reason or 'no reason given'}", "see that engine's log")
         for one in down
     ]
     return seen
@@ -157,7 +161,7 @@ def _connector(answer: Reply, seen: AtUrl) -> int:
     shown = [name for prefix, name in _METRICS.items() if prefix in answer.text] if answer.fine else []
     if not answer.fine:
         seen.findings.append(
-            note("metrics", f"/metrics answers {answer.status}", "let it be asked, to see what moves")
+            note("metrics", f"/metrics answers {answer.status}", "allow GET /metrics, to see what moves")
         )
     elif _METRICS["kvferry_"] in shown:
         seen.findings.append(ok("metrics", "kvferry's are on its /metrics"))
@@ -188,7 +192,7 @@ async def _ask_for_kv(ask: _Ask, seen: AtUrl, engines: int) -> None:
             bad(
                 "completion",
                 f"a prompt of {len(_PROMPT)} tokens is answered {answer.status}",
-                "see its log",
+                "see the engine's log",
             )
         )
         return

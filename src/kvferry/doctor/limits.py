@@ -56,7 +56,7 @@ def each_within(seconds: float, calls: Sequence[Callable[[], T]]) -> list[T | Ba
 
     for number, call in enumerate(calls):
         threading.Thread(target=run, args=(number, call), name="kvferry-doctor", daemon=True).start()
-    late = TooLong(f"nothing for {seconds:g} s")
+    late = TooLong(f"no result in {seconds:g} s")
     found: dict[int, T | BaseException] = {}
     until = time.monotonic() + seconds
     while len(found) < len(calls):
@@ -73,7 +73,7 @@ def guarded(subject: str, seconds: float, check: Callable[[], Iterable[Finding]]
     try:
         return within(seconds, lambda: list(check()))
     except TooLong as error:
-        return [bad(subject, f"no answer: {error}", "see what hangs there")]
+        return [bad(subject, f"no answer: {error}", "find out what blocks there")]
     except Exception as error:  # noqa: BLE001 - one check that breaks must not hide what others find
         return [bad(subject, f"this check broke: {type(error).__name__}: {error}", "please report it")]
 
@@ -95,7 +95,7 @@ class Ended:
     def how(self) -> str:
         """In words."""
         if self.code is None:
-            return "it was not done in time"
+            return "it did not finish in time"
         return f"signal {-self.code} ended it" if self.code < 0 else f"it ended with exit code {self.code}"
 
     @property

@@ -48,7 +48,7 @@ def secret(path: str | None) -> list[Finding]:
         security.read_keys(path)
         about = Path(path).stat()
     except ConfigError as error:
-        return [refused(subject, error, "make it: head -c 32 /dev/urandom | base64 > FILE; chmod 600 FILE")]
+        return [refused(subject, error, "create it: head -c 32 /dev/urandom | base64 > FILE; chmod 600 FILE")]
     except zmq.ZMQError:
         return [_no_curve()]
     found = [] if zmq.has("curve") else [_no_curve()]
@@ -122,12 +122,15 @@ def address(host: str, port: int) -> list[Finding]:
 def _cannot_listen(host: str, port: int, error: OSError) -> Finding:
     if error.errno == errno.EADDRNOTAVAIL:
         return bad(
-            "host", f"{host} is no address of this machine", "run this where the engine runs, or mend host"
+            "host", f"{host} is no address of this machine", "run this where the engine runs, or correct host"
         )
     if error.errno == errno.EADDRINUSE:
         return bad(
             "port",
             f"{port} on {host} is in use",
-            "end what listens there, unless it is this engine already; or another port, 0 for any free one",
+            "stop the program that listens there, unless it is this engine, or choose another port "
+            "(0 for any free one)",
         )
-    return bad("port", f"cannot listen on {host} port {port}: {error.strerror}", "another host or port")
+    return bad(
+        "port", f"cannot listen on {host} port {port}: {error.strerror}", "choose another host or port"
+    )

@@ -132,7 +132,7 @@ def _connected(address: Address, keys: security.Keys | None) -> Iterator[zmq.Soc
         channel.connect(endpoint(channel, *address))
         yield channel
     except zmq.ZMQError as error:
-        raise CannotMeet(f"it cannot be asked: {error}", "mend the address") from error
+        raise CannotMeet(f"it cannot be asked: {error}", "correct the address") from error
     finally:
         channel.close()
         context.term()

@@ -33,7 +33,7 @@ def check(version: str | None, probe: Callable[[], Ended] = _start_plugins) -> l
     if "UCX" not in start:
         why = tried.get("UCX") or ended.last_words
         return [
-            bad("NIXL", f"{version}, whose plugin UCX does not start: {why}", f"see to UCX_TLS; {_INSTALL}")
+            bad("NIXL", f"{version}, whose plugin UCX does not start: {why}", f"check UCX_TLS; {_INSTALL}")
         ]
     found = [ok("NIXL", f"{version}; plugins that start: {', '.join(start)}")]
     rest = ", ".join(plugin for plugin, why in tried.items() if why)
@@ -41,7 +41,7 @@ def check(version: str | None, probe: Callable[[], Ended] = _start_plugins) -> l
         found.append(ok("NIXL plugins", f"do not start here, and kvferry uses none of them: {rest}"))
     trying = [line["trying"] for line in lines if "trying" in line]
     if len(trying) > len(tried):
-        stopped = f"{trying[-1]} stops the process that tries it ({ended.how}); kvferry does not use it"
+        stopped = f"{trying[-1]} crashes the process that tries it ({ended.how}); kvferry does not use it"
         return [*found, note("NIXL plugins", stopped)]
     libraries = any(line.get("verbs") for line in lines)
     return [*found, _end(ended, libraries)]
@@ -54,6 +54,6 @@ def _end(ended: Ended, libraries: bool) -> Finding:
         return bad(
             "RDMA libraries",
             f"a process that used NIXL dies as it exits ({ended.how}); {beside}",
-            "install the system's rdma-core anew, or remove it where there is no RDMA device",
+            "reinstall the system's rdma-core, or remove it where there is no RDMA device",
         )
     return ok("RDMA libraries", f"a process that used NIXL ends as it should; {beside}")

@@ -117,7 +117,10 @@ def _pair(there: Met, here: Met, costs: Costs, local: str) -> list[Finding]:
         )
     if there.facts.software != here.facts.software:
         found.append(
-            note("software", f"{there.facts.software} there, {here.facts.software} here; that rejects nobody")
+            note(
+                "software",
+                f"{there.facts.software} there, {here.facts.software} here; this alone rejects no peer",
+            )
         )
     return [*found, _link(there, here, local)]
 
@@ -178,6 +181,6 @@ def _windows(there: Met, here: Met) -> list[Finding]:
             "windows",
             f"blocks of {theirs} tokens there, {ours} here: a load may fill the block in which a window "
             "begins in part, and such a block serves one request",
-            "the same block size on both, where prompts begin alike",
+            "use the same block size on both where prompts share prefixes",
         )
     ]

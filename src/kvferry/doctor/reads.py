@@ -106,9 +106,7 @@ def check(
     away = time_reads(start("^sm"))
     subject = "READ past shared memory"
     if isinstance(away, str):
-        yield bad(
-            subject, f"does not work: {away}", "see to the network devices that UCX finds (ucx_info -d)"
-        )
+        yield bad(subject, f"does not work: {away}", "check the network devices that UCX finds (ucx_info -d)")
         return
     rdma = devices()
     over_tcp = all(way.startswith("tcp/") for way in away.way)

@@ -31,7 +31,7 @@ _REMEDIES = {
     errno.ENOSPC: "free space: the disk is full",
     errno.EDQUOT: "raise the quota",
     errno.EROFS: "mount it for writing",
-    errno.EACCES: "see to its owner and mode",
+    errno.EACCES: "check its owner and mode",
     errno.ENOLCK: _LOCKS,
     errno.EOPNOTSUPP: _LOCKS,
     errno.ENOSYS: _LOCKS,
@@ -58,7 +58,7 @@ def host(settings: HostSettings, room: Callable[[], tuple[int, str] | None] = me
     subject = "host memory"
     found = room()
     if found is None:
-        return note(subject, "how much is available cannot be read here", "see to /proc/meminfo")
+        return note(subject, "how much is available cannot be read here", "check /proc/meminfo")
     available, where = found
     if settings.capacity is None:
         return ok(subject, f"a tenth of the {size(available)} {where}, at start")
@@ -96,9 +96,11 @@ def file(
         why = (
             f"does not answer for {_PATH_SECONDS:g} s"
             if ended.code is None
-            else f"cannot be looked at: {ended.how}"
+            else f"cannot be checked: {ended.how}"
         )
-        yield bad(subject, f"{path}{on} {why}", "see to the mount: it hangs, and the engine's start would")
+        yield bad(
+            subject, f"{path}{on} {why}", "check the mount: it hangs, and the engine would hang at its start"
+        )
         return
     if "failed" in told:
         yield bad(
@@ -188,7 +190,7 @@ def _mount(subject: str, path: str, mount: Mount) -> Finding:
 
 
 def _remedy(number: int) -> str:
-    return _REMEDIES.get(number, "see to its owner, mode and mount")
+    return _REMEDIES.get(number, "check its owner, mode and mount")
 
 
 def object_storage(subject: str, settings: ObjectSettings) -> list[Finding]:

@@ -133,7 +133,7 @@ def test_all_ranks_of_a_data_parallel_engine_are_met_and_have_their_blocks_back(
             time.sleep(0.01)
         assert [list(server.events) for server in servers] == [[Release(["cmpl-7"])]] * 3
     assert {one.state for one in section.findings} == {State.OK}
-    assert said(section)["data-parallel"].found == "3 ranks, each of which was met; they are alike"
+    assert said(section)["data-parallel"].found == "3 ranks, all of which answer and are alike"
     assert seen.met.facts.engine_id == "P_dp0"
 
 
@@ -152,7 +152,7 @@ def test_ranks_that_cannot_be_chosen_are_said_not_to_have_been_looked_at():
     with ranks(("P_dp0", {}), ("P_dp1", {}), header=False) as (url, _):
         (section,), _ = look_at([target(url)], None)
     one = said(section)["data-parallel rank 1"]
-    assert (one.state, "was not looked at" in one.found) == (State.NOTE, True)
+    assert (one.state, "was not checked" in one.found) == (State.NOTE, True)
 
 
 def test_another_engine_at_the_address_that_peers_are_told_is_not_taken_for_it():

@@ -35,7 +35,7 @@ def test_one_that_hangs_hides_none_of_the_others():
 def test_a_check_that_hangs_or_breaks_is_a_finding():
     assert guarded("it", 5, lambda: [ok("it", "is well")]) == [ok("it", "is well")]
     (hung,) = guarded("it", 0.05, lambda: time.sleep(30))
-    assert (hung.state, hung.found) == (State.BAD, "no answer: nothing for 0.05 s")
+    assert (hung.state, hung.found) == (State.BAD, "no answer: no result in 0.05 s")
     (broken,) = guarded("it", 5, lambda: [1 / 0])
     assert "ZeroDivisionError" in broken.found
 
@@ -45,7 +45,7 @@ def test_a_process_that_hangs_is_killed_with_what_it_started(tmp_path: Path):
     child += "print(p.pid, flush=True); p.wait()"
     ended = run_python(["-c", child], 4)
     assert ended.code is None
-    assert ended.how == "it was not done in time"
+    assert ended.how == "it did not finish in time"
     grandchild = int(ended.out)
     until = time.monotonic() + 5
     while alive(grandchild):

@@ -50,7 +50,7 @@ def test_a_platform_without_the_hybrid_manager():
             told({"version": "0.40.0"}, err="ImportError: cannot import name 'x'", code=1),
             "vLLM does not take it: ImportError",
         ),
-        (told(code=None), "vLLM itself cannot be imported: it was not done in time"),
+        (told(code=None), "vLLM itself cannot be imported: it did not finish in time"),
     ],
 )
 def test_a_connector_that_does_not_load(ended, words):

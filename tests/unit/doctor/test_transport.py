@@ -62,7 +62,7 @@ def test_plugins_that_start_and_that_do_not():
     [
         (told(*plugins(UCX="NIXL_ERR_BACKEND")), "does not start: NIXL_ERR_BACKEND"),
         (told(code=1, err="x\nImportError: libucp.so\n"), "does not start: ImportError: libucp.so"),
-        (told(code=None), "it was not done in time"),
+        (told(code=None), "it did not finish in time"),
     ],
 )
 def test_without_ucx_there_is_no_transport(ended, said):
@@ -79,7 +79,7 @@ def test_a_process_that_dies_after_nixl_is_bad():
 @pytest.mark.parametrize("code", [-11, None])
 def test_a_plugin_that_nobody_uses_may_crash_or_hang(code):
     last = nixl.check("1.5.1", lambda: told(*plugins(UCX=""), {"trying": "GDS"}, code=code))[-1]
-    assert (last.state, last.found[:15]) == (State.NOTE, "GDS stops the p")
+    assert (last.state, last.found[:15]) == (State.NOTE, "GDS crashes the")
 
 
 def test_the_way_of_reads_is_what_ucx_says():
