@@ -12,6 +12,7 @@ from support.vllm_engine.pair import Pair, Setup, prompt
 STEPS = {"max_num_batched_tokens": 256}
 SMALL, LARGE = {"block_size": 64}, {"block_size": 128}
 DENSE = {"family": "qwen3", "options": STEPS}
+CODES = {"family": "qwen3", "options": {**STEPS, "kv_cache_dtype": "fp8"}}
 WINDOWS = {"family": "gemma3", "options": STEPS}
 LATENTS = {"family": "dsv3"}
 STATES = {"family": "lfm2", "options": STEPS}
@@ -27,7 +28,7 @@ REPRESENTATIVE = (
     Setup(**WINDOWS, label="auto", layouts=("engine", "auto"), prefill_options=LARGE, decode_options=SMALL),
 )
 ALL = (
-    Setup(**DENSE, label="64-to-128", prefill_options=SMALL, decode_options=LARGE),
+    Setup(**CODES, label="fp8-64-to-128", prefill_options=SMALL, decode_options=LARGE),
     Setup(**DENSE, label="128-to-64", prefill_options=LARGE, decode_options=SMALL),
     Setup(**DENSE, label="LBHNC-to-BLHNC", layouts=("LBHNC", "BLHNC")),
     Setup(**DENSE, label="BHLNC-to-LHBNC", layouts=("BHLNC", "LHBNC")),
@@ -66,7 +67,7 @@ def test_the_engines_have_the_layouts_and_blocks_that_the_settings_say(pair: Pai
     for setting, about in zip(wanted, (pair.about, pair.about_decode), strict=True):
         usual = {"auto": "BLHNC", "engine": "LBHNC"}.get(setting, setting)
         assert about["layout"] == CHOSEN.get(setting, {}).get(pair.setup.family, usual)
-    if labelled := re.findall(r"\d+", pair.setup.label):
+    if labelled := re.findall(r"\d{2,}", pair.setup.label):
         assert [str(about["block_size"]) for about in (pair.about, pair.about_decode)] == labelled
 
 

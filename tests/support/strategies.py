@@ -40,7 +40,7 @@ class Transfer:
 
 @st.composite
 def attention_fields(draw: st.DrawFn) -> tuple[Stored, ...]:
-    """K and V of different widths, some in fp8 with scales; or a latent that all ranks replicate."""
+    """K and V of different widths, some quantised with scales per token; or a replicated latent."""
     width = st.integers(1, 3)
     item = draw(st.sampled_from((1, 2, 4)))
     if draw(st.integers(0, 3)) == 0:
@@ -51,7 +51,8 @@ def attention_fields(draw: st.DrawFn) -> tuple[Stored, ...]:
     heads = draw(st.sampled_from(HEADS))
     fields = [Stored(name, item, heads, (("content", draw(width)),)) for name in ("k", "v")]
     if item == 1:
-        fields.append(Stored("scale", 4, heads))
+        scales = draw(st.sampled_from(((("scale", 4),), (("k.scale", 4), ("v.scale", 4)), (("k.scale", 1),))))
+        fields += [Stored(name, size, heads, (("content", draw(width)),)) for name, size in scales]
     return tuple(fields)
 
 

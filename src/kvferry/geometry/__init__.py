@@ -5,7 +5,7 @@ axes), `rank` says where the pages of one worker lie. Both are what `planning` c
 """
 
 from kvferry.geometry.page import Axis, Field, PageFormat, opaque_page
-from kvferry.geometry.rank import Group, GroupKind, Layer, RankGeometry, Region
+from kvferry.geometry.rank import Group, GroupKind, Layer, RankGeometry, Region, Scale
 
 __all__ = [
     "Axis",
@@ -16,5 +16,6 @@ __all__ = [
     "PageFormat",
     "RankGeometry",
     "Region",
+    "Scale",
     "opaque_page",
 ]

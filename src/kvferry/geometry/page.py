@@ -172,19 +172,29 @@ class PageFormat:
         return any(field.axis(_SHARD) for field in self.fields)
 
 
-def opaque_page(content: str, block_tokens: int, page_bytes: int, rank: int, ranks: int) -> PageFormat:
+def opaque_page(
+    content: str,
+    block_tokens: int,
+    run_bytes: int,
+    rank: int,
+    ranks: int,
+    loops: tuple[tuple[int, int], ...] = (),
+) -> PageFormat:
     """A page whose interior is not known: it moves whole, and only to the same rank of as many.
 
-    The interior is one element as long as the page, and *whose* it is is a sharded axis of length `ranks`.
-    It has no token axis, so it cannot be cut to another block size.
+    The interior is one element, or several of them where a layout scatters the page, and *whose* it is is a
+    sharded axis of length `ranks`. It has no token axis, so it cannot be cut to another block size.
 
     Args:
         content: what both sides must agree on for the bytes to mean the same.
         block_tokens: tokens of a block, 0 for a snapshot.
-        page_bytes: bytes of a page.
+        run_bytes: bytes of an element: of the page, if it lies in one stretch.
         rank: which shard this is.
         ranks: number of shards, 1 when all ranks hold the same bytes.
+        loops: (count, stride) over the elements of a scattered page, outermost first.
     """
-    shard = Axis(_SHARD, ((1, 0),), rank, ranks)
-    field = Field(f"opaque {content}", page_bytes, 0, (shard,))
-    return PageFormat(content, block_tokens, page_bytes, (field,))
+    axes = [Axis(_SHARD, ((1, 0),), rank, ranks)]
+    if loops:
+        axes.append(Axis("stretch", loops))
+    field = Field(f"opaque {content}", run_bytes, 0, tuple(axes))
+    return PageFormat(content, block_tokens, field.extent()[1], (field,))

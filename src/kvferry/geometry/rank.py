@@ -43,6 +43,19 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
+class Scale:
+    """Numbers beside the cache by which a layer's quantised codes are multiplied: part of what they mean.
+
+    Attributes:
+        source: what was quantised, ``k`` (latents included) or ``v``.
+        factors: one for all, or one per head that the rank holds.
+    """
+
+    source: str
+    factors: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """The pages of one layer on one rank.
 
@@ -51,12 +64,14 @@ class Layer:
         address: address of block 0's page.
         block_stride: bytes from one block's page to the next.
         page: what a page holds.
+        scales: of its quantised codes, those that are not 1 and do not lie in its pages.
     """
 
     name: str
     address: int
     block_stride: int
     page: PageFormat
+    scales: tuple[Scale, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from kvferry.planning.nest import Nest
 from kvferry.planning.pieces import Pieces, concatenate
 from kvferry.planning.plane import Plane, joined
 from kvferry.planning.retile import Retiled, differences, retile
+from kvferry.planning.scales import same_scales
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,12 @@ class _RouteKey:
     fields: frozenset[str]
 
 
+_OTHER_SCALES = (
+    "its quantised cache has other scales there than here; "
+    "serve both engines from one checkpoint, with the same KV cache scales"
+)
+
+
 def build_templates(srcs: Sequence[RankGeometry], dst: RankGeometry) -> tuple[Template, ...]:
     """What `dst` reads from every rank of a peer.
 
@@ -122,6 +129,8 @@ def build_templates(srcs: Sequence[RankGeometry], dst: RankGeometry) -> tuple[Te
             if alike not in chosen_for:
                 chosen_for[alike] = _choose(holders, group.kind, layer, dst.tp_rank)
             choice = chosen_for[alike]
+            if choice.takes and not all(same_scales(holder.layer, layer) for holder in holders):
+                choice = _Choice(differences=(_OTHER_SCALES,))
             for text in choice.differences:
                 found[text].append(layer.name)
             for number, fields in choice.takes:

@@ -521,8 +521,10 @@ def contents(engine: Any) -> list[tuple[str, str, list[str]]]:
 
 def believed_if_it_were(engine: Any, adapter: str) -> list[str]:
     """Why attention layers' pages would not be believed under another adapter; empty where they would."""
-    from kvferry.engines.vllm import compat, content
-    from kvferry.geometry import GroupKind, PageFormat
+    from kvferry.engines.vllm import compat
+    from kvferry.engines.vllm.content import Shard, adapters, probe
+    from kvferry.engines.vllm.content.strides import strides_of
+    from kvferry.geometry import GroupKind
 
     config = engine.llm_engine.vllm_config
     cache = _scheduler(engine).kv_cache_config
@@ -533,10 +535,10 @@ def believed_if_it_were(engine: Any, adapter: str) -> list[str]:
             continue
         name = described.layers[0].name
         spec, tensor = compat.spec_of_layer(group.kv_cache_spec, name), worker._caches[name]
-        strides = content.strides_of(tensor, spec, cache.num_blocks)
-        fields = getattr(content, adapter)(strides, content.Shard(0, 1, 0, strides.heads))
-        page = PageFormat("a guess", spec.block_size, max(f.extent()[1] for f in fields), fields)
-        found.append(content._disproof(compat.attention_layer(config, name), tensor, page, strides))
+        s = strides_of(tensor, spec, cache.num_blocks)
+        written = getattr(adapters, adapter)(s, Shard(0, 1, 0, s.heads))
+        layer = compat.attention_layer(config, name)
+        found.append(probe.disproof(layer, tensor, s, written, tensor.dtype))
     return found
 
 

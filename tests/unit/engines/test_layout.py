@@ -28,6 +28,8 @@ AXES = {"L": 3, "B": 5, "H": 2, "N": 16, "C": 8}
 def engine(monkeypatch):
     """What an engine would say of itself, to be changed by a test."""
     facts = SimpleNamespace(declared=EVERY, supported=EVERY, alike=True, whole=True, operators=None)
+    facts.backends = ["FLASH_ATTN"]
+    monkeypatch.setattr(compat, "attention_backends", lambda _: facts.backends)
     monkeypatch.setattr(compat, "declared_layouts", lambda _: facts.declared)
     monkeypatch.setattr(compat, "supported_layouts", lambda _: facts.supported)
     monkeypatch.setattr(compat, "layers_are_alike", lambda _: facts.alike)
@@ -58,6 +60,11 @@ def cache(name, extents=AXES, groups=1):
 def test_layers_that_are_alike_lie_best_with_heads_outside_layers(engine):
     assert wish(engine, "auto") == "BHLNC"
     engine.alike = False
+    assert wish(engine, "auto") == "BLHNC"
+
+
+def test_pages_whose_content_is_not_known_are_not_scattered(engine):
+    engine.backends = ["FLASH_ATTN", "HPC_ATTN"]
     assert wish(engine, "auto") == "BLHNC"
 
 

@@ -77,6 +77,7 @@ __all__ = [
     "SupportsHMA",
     "VllmConfig",
     "after_forward",
+    "attention_backends",
     "attention_layer",
     "class_of",
     "config_of",
@@ -277,6 +278,11 @@ def declared_layouts(vllm_config: VllmConfig) -> list[str]:
         if backend.is_mla() and backend.supported_kv_cache_layouts() is None:
             return []
     return supported_layouts(vllm_config)
+
+
+def attention_backends(vllm_config: VllmConfig) -> list[str]:
+    """Names of the attention backends that the model's layers have."""
+    return [str(backend.get_name()) for backend in get_current_attn_backends(vllm_config)]
 
 
 def takes_whole_blocks(vllm_config: VllmConfig) -> bool:

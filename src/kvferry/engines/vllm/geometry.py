@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from kvferry.engines.vllm import compat
-from kvferry.engines.vllm.content import page_of_attention, whole_page
+from kvferry.engines.vllm.content import page_of_attention, scales_of, whole_page
 from kvferry.engines.vllm.heads import shards
 from kvferry.engines.vllm.state import Rank, page_of_state
 from kvferry.errors import ConfigError
-from kvferry.geometry import Group, GroupKind, Layer, PageFormat, RankGeometry, Region
+from kvferry.geometry import Group, GroupKind, Layer, PageFormat, RankGeometry, Region, Scale
 
 
 def describe_cache(
@@ -48,7 +48,15 @@ def describe_cache(
             group.kv_cache_spec.block_size,
             compat.reach_of(group.kv_cache_spec),
             tuple(
-                _layer(name, caches[name], blocks, pages[name]) for name in group.layer_names if name in pages
+                _layer(
+                    name,
+                    caches[name],
+                    blocks,
+                    pages[name],
+                    scales_of(compat.attention_layer(vllm_config, name)),
+                )
+                for name in group.layer_names
+                if name in pages
             ),
         )
         for kind, group in zip(kinds, kv_cache_config.kv_cache_groups, strict=True)
@@ -119,9 +127,11 @@ def _checked(name: str, caches: Mapping[str, torch.Tensor], blocks: int) -> torc
     return tensor
 
 
-def _layer(name: str, tensor: torch.Tensor, blocks: int, page: PageFormat) -> Layer:
+def _layer(
+    name: str, tensor: torch.Tensor, blocks: int, page: PageFormat, scales: tuple[Scale, ...]
+) -> Layer:
     stride = tensor.stride(0) * tensor.element_size() * (tensor.shape[0] // blocks)
-    return Layer(name, tensor.data_ptr(), stride, page)
+    return Layer(name, tensor.data_ptr(), stride, page, scales)
 
 
 def _regions(caches: Mapping[str, torch.Tensor]) -> Iterator[Region]:

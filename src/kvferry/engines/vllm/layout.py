@@ -14,11 +14,16 @@ from typing import Any
 
 from kvferry.engines.vllm import compat
 from kvferry.engines.vllm.config import ConnectorConfig
+from kvferry.engines.vllm.content import is_known
 from kvferry.errors import ConfigError
 from kvferry.geometry.pagemap import LAYOUTS, is_compact
 
-_ONE_KIND, _SEVERAL_KINDS = "BHLNC", "BLHNC"
-"""What suits models whose layers are all alike (any share of the heads is one stretch, too), and others."""
+_HEADS_OUTSIDE, _PAGES_WHOLE = "BHLNC", "BLHNC"
+"""What suits models whose layers are all alike (any share of the heads is one stretch, too), and others.
+
+The first scatters a page over its block, so it is asked for only where pages are expected to move by fields:
+of unknown content they would be many small stretches.
+"""
 
 
 def wish(vllm_config: Any, config: ConnectorConfig) -> str | None:
@@ -30,7 +35,8 @@ def wish(vllm_config: Any, config: ConnectorConfig) -> str | None:
         return None
     if config.layout != "auto":
         return config.layout
-    best = _ONE_KIND if compat.layers_are_alike(vllm_config) else _SEVERAL_KINDS
+    by_fields = all(is_known(name) for name in compat.attention_backends(vllm_config))
+    best = _HEADS_OUTSIDE if by_fields and compat.layers_are_alike(vllm_config) else _PAGES_WHOLE
     whole = compat.takes_whole_blocks(vllm_config)
     return best if whole and best in compat.declared_layouts(vllm_config) else None
 

@@ -108,27 +108,32 @@ def _stored(group: Group, layer: Layer) -> _StoredLayer:
             f"layer {layer.name!r}: {layer.page.content} has no canonical form, its bytes are opaque; "
             "it can be handed over to an equal engine, but not be stored"
         )
-    found = [_sharded(layer.name, field, group.kind) for field in layer.page.fields]
+    if any(len(scale.factors) > 1 for scale in layer.scales):
+        raise GeometryError(
+            f"layer {layer.name!r}: its quantised cache has a scale per head, which the canonical form "
+            "does not know; it can be handed over to an engine of equal scales, but not be stored"
+        )
+    found = [_sharded(layer, field, group.kind) for field in layer.page.fields]
     found.sort(key=lambda one: (-one[2].item_bytes, one[2].field))
     return _StoredLayer(group.kind, group.reach, tuple(found))
 
 
-def _sharded(layer: str, field: Field, kind: GroupKind) -> tuple[str, int, Part]:
+def _sharded(layer: Layer, field: Field, kind: GroupKind) -> tuple[str, int, Part]:
     """Axis along which a field is sharded, its total, and the field."""
     axis = next((axis for axis in map(field.axis, SHARDED) if axis is not None), None)
     name, total = (axis.name, axis.total) if axis else ("", 1)
     if others := [other for other, _, _ in field.held if other != name]:
         raise GeometryError(
-            f"layer {layer!r}: field {field.name!r} is sharded along {others[0]!r}; "
+            f"layer {layer.name!r}: field {field.name!r} is sharded along {others[0]!r}; "
             f"the canonical form knows {', '.join(SHARDED)}"
         )
     if kind is not GroupKind.STATE and field.axis(TOKEN) is None:
         raise GeometryError(
-            f"layer {layer!r}: field {field.name!r} has one value per block; "
+            f"layer {layer.name!r}: field {field.name!r} has one value per block; "
             "the canonical form has only what every token has, since blocks differ between engines"
         )
     inner = tuple((one.name, one.count) for one in field.axes if one.name not in (TOKEN, name))
-    return name, total, Part(layer, field.name, field.item_bytes, inner)
+    return name, total, Part(layer.name, field.name, field.item_bytes, inner, layer.scales)
 
 
 def _group(kind: GroupKind, reach: int, stored: dict[str, _StoredLayer], chunk_tokens: int) -> CanonicalGroup:

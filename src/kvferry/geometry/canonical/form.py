@@ -25,7 +25,7 @@ from hashlib import sha256
 from itertools import accumulate, groupby
 from math import gcd, prod
 
-from kvferry.geometry.rank import GroupKind, group_label
+from kvferry.geometry.rank import GroupKind, Scale, group_label
 
 FORMAT = 2
 """Changes whenever the same bytes would mean something else."""
@@ -62,12 +62,14 @@ class Part:
         layer, field: names, as in every engine.
         item_bytes: bytes of one element.
         inner: (name, count) of the axes that are neither sharded nor the token's, the last one fastest.
+        scales: as of `Layer`; one factor each.
     """
 
     layer: str
     field: str
     item_bytes: int
     inner: tuple[tuple[str, int], ...]
+    scales: tuple[Scale, ...] = ()
 
     @property
     def element_bytes(self) -> int:
@@ -203,7 +205,8 @@ class Canonical:
                 yield f"section {section.axis!r} {section.total} in {section.units} units"
                 for part in section.parts:
                     inner = " ".join(f"{name!r}:{count}" for name, count in part.inner)
-                    yield f"part {part.layer!r} {part.field!r} {part.item_bytes} bytes {inner}"
+                    scales = "".join(f" scaled {s.source!r}:{s.factors[0]!r}" for s in part.scales)
+                    yield f"part {part.layer!r} {part.field!r} {part.item_bytes} bytes {inner}{scales}"
 
     @cached_property
     def content(self) -> str:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from kvferry.errors import GeometryError
 from kvferry.geometry.canonical.form import Canonical, CanonicalGroup, Part, Section
 from kvferry.geometry.page import TOKEN, Axis, Field, PageFormat
-from kvferry.geometry.rank import Group, Layer, RankGeometry, Region
+from kvferry.geometry.rank import Group, Layer, RankGeometry, Region, Scale
 
 
 def chunk_pool(
@@ -59,7 +59,10 @@ def chunk_pool(
         raise GeometryError(
             f"{slots} slots of {stride} bytes for chunks of {group.chunk_bytes} bytes ({group.label})"
         )
-    layers = tuple(_layer(name, fields, address, stride) for name, fields in _fields(group).items())
+    scales = {part.layer: part.scales for section in group.sections for part in section.parts}
+    layers = tuple(
+        _layer(name, fields, scales[name], address, stride) for name, fields in _fields(group).items()
+    )
     groups = tuple(
         Group(other.kind, canonical.chunk_tokens, other.reach, layers if other is group else ())
         for other in canonical.groups
@@ -100,10 +103,10 @@ def _field(section: Section, part: Part, offset: int, pitch: int) -> Field:
     return Field(part.field, part.item_bytes, offset, tuple(axes))
 
 
-def _layer(name: str, fields: list[Field], address: int, stride: int) -> Layer:
+def _layer(name: str, fields: list[Field], scales: tuple[Scale, ...], address: int, stride: int) -> Layer:
     """A layer whose page begins at its first field: equal layers have equal pages, which are planned once."""
     first = fields[0].offset
     placed = tuple(Field(f.name, f.item_bytes, f.offset - first, f.axes) for f in fields)
     tokens = max((axis.count for f in placed if (axis := f.axis(TOKEN))), default=0)
     page = PageFormat("canonical", tokens, max(f.extent()[1] for f in placed), placed)
-    return Layer(name, address + first, stride, page)
+    return Layer(name, address + first, stride, page, scales)

@@ -1,0 +1,259 @@
+"""Where backends keep K, V, latents and the scales of quantised ones, each adapter a few lines.
+
+An adapter says where the fields of a page lie and what the cache-write operation leaves in them, so `probe`
+can hold it against the operation. It returns nothing for pages whose shape it does not fit. A backend may
+have several; the first that is proved is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from kvferry.engines.vllm.content.strides import Shard, Strides
+from kvferry.geometry import Axis, Field
+
+
+class Code(Enum):
+    """How the bytes of an element are read."""
+
+    ELEMENT = "the cache's element type"
+    BFLOAT16 = "bfloat16, whatever the cache's element type is"
+    FP4 = "two e2m1 numbers to a byte, the low half first"
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """One field and what the write operation leaves in it.
+
+    Attributes:
+        field: where its elements lie.
+        source: the operation's input it is made of, ``k`` (also of a latent) or ``v``.
+        first: the first element of that input.
+        code: how its bytes are read.
+        scale: the field by which its elements are multiplied; every scale belongs to an equal share of them.
+        scaled: whether the layer's own scale multiplies its elements as well, where the cache is quantised.
+    """
+
+    field: Field
+    source: str
+    first: int = 0
+    code: Code = Code.ELEMENT
+    scale: Field | None = None
+    scaled: bool = True
+
+
+Loops = tuple[tuple[int, int], ...]
+Adapter = Callable[[Strides, Shard], tuple[Written, ...]]
+
+
+def fields_of(written: tuple[Written, ...]) -> tuple[Field, ...]:
+    """All fields of a page, scales behind what they belong to."""
+    return tuple(field for one in written for field in (one.field, one.scale) if field is not None)
+
+
+# -- one stretch of bytes per head and token ---------------------------------------------------------------
+
+
+def packed_kv(s: Strides, shard: Shard) -> tuple[Written, ...]:
+    """K then V per head and token, of equal or different widths: most GPU backends, DIFFKV included."""
+    if s.slots != s.heads or s.content != s.k + s.v:
+        return ()
+    return _in_cell(s, shard, [("k", 0, s.item, s.k), ("v", s.k * s.item, s.item, s.v)])
+
+
+def packed_kv_with_scales(s: Strides, shard: Shard) -> tuple[Written, ...]:
+    """K, its float32 scale, V, its scale, per head and token: per-token-head quantisation."""
+    if s.slots != s.heads or s.content * s.item != (s.k + s.v) * s.item + 8:
+        return ()
+    v = s.k * s.item + 4
+    k_codes, k_scale, v_codes, v_scale = (
+        one.field
+        for one in _in_cell(
+            s,
+            shard,
+            [
+                ("k", 0, s.item, s.k),
+                ("k.scale", v - 4, 4, 1),
+                ("v", v, s.item, s.v),
+                ("v.scale", v + s.v * s.item, 4, 1),
+            ],
+        )
+    )
+    return (
+        Written(k_codes, "k", scale=k_scale, scaled=False),
+        Written(v_codes, "v", scale=v_scale, scaled=False),
+    )
+
+
+def latent(s: Strides, shard: Shard) -> tuple[Written, ...]:
+    """One latent vector per token, the same on every rank: MLA."""
+    del shard
+    if s.content != s.k or s.v:
+        return ()
+    return (Written(_of_token(s, "latent", 0, s.item, s.content), "k"),)
+
+
+def latent_with_scales(s: Strides, shard: Shard) -> tuple[Written, ...]:
+    """The 656 bytes of ``fp8_ds_mla``: 512 fp8 codes, 4 float32 scales, 64 bfloat16 rope values."""
+    del shard
+    if (s.content * s.item, s.k, s.v) != (656, 576, 0):
+        return ()
+    scale = _of_token(s, "latent.scale", 512, 4, 4)
+    return (
+        Written(_of_token(s, "latent", 0, 1, 512), "k", scale=scale, scaled=False),
+        Written(_of_token(s, "rope", 528, 2, 64), "k", 512, Code.BFLOAT16, scaled=False),
+    )
+
+
+# -- K and V apart -----------------------------------------------------------------------------------------
+
+
+def cpu_kv(s: Strides, shard: Shard) -> tuple[Written, ...]:
+    """Per head a K plane ``[D][tokens]``, then a V plane ``[tokens][D]``: CPU_ATTN, vector code."""
+    if s.slots != s.heads or s.content != s.k + s.v:
+        return ()
+    heads = Axis("head", ((s.heads, s.slot),), shard.start, shard.total)
+    k_tokens = Axis("token", ((s.kernel_blocks, s.kernel), (s.tokens, s.item)))
+    v_tokens = Axis("token", ((s.kernel_blocks, s.kernel), (s.tokens, s.v * s.item)))
+    k_content = Axis("content", ((s.k, s.tokens * s.item),))
+    v_content = Axis("content", ((s.v, s.item),))
+    return (
+        Written(Field("k", s.item, 0, (heads, k_tokens, k_content)), "k"),
+        Written(Field("v", s.item, s.tokens * s.k * s.item, (heads, v_tokens, v_content)), "v"),
+    )
+
+
+def planes(s: Strides, shard: Shard) -> tuple[Written, ...]:
+    """Two head slots, K of all heads per token in the first and V in the second: B12X."""
+    if s.slots != 2 or s.content != s.heads * s.k or s.k != s.v:
+        return ()
+    heads = Axis("head", ((s.heads, s.k * s.item),), shard.start, shard.total)
+    axes = (heads, _tokens(s), Axis("content", ((s.k, s.item),)))
+    return (Written(Field("k", s.item, 0, axes), "k"), Written(Field("v", s.item, s.slot, axes), "v"))
+
+
+def nvfp4(k_swizzled: bool, v_swizzled: bool) -> Adapter:
+    """K of all heads, then V; of each first the packed codes, then one e4m3 scale per 16 elements.
+
+    Kernels for data-centre Blackwell swizzle the scales of 4 tokens: the scale of token ``t`` and group ``g``
+    of ``G`` stands in row ``t // 4 * 4 + g // (G / 4)``, column ``g % (G / 4) * 4 + t % 4``.
+    """
+
+    def adapter(s: Strides, shard: Shard) -> tuple[Written, ...]:
+        data, groups = s.k // 2, s.k // 16
+        if s.slots != 2 * s.heads or s.item != 1 or s.k % 64 or s.k != s.v or s.content != data + groups:
+            return ()
+        page = s.slots * s.tokens * s.content
+        if (s.slot, s.token) not in ((s.tokens * s.content, s.content), (s.content, s.slots * s.content)):
+            return ()
+        if s.tokens % 4 or (s.kernel_blocks > 1 and s.kernel < page):
+            return ()
+        # Data and scales of a side lie densely by themselves, heads or tokens outermost as in the tensor.
+        rows = (s.tokens, 1) if s.slot > s.token else (1, s.heads)
+        side = s.heads * s.tokens * s.content
+        found = []
+        for name, start, swizzled in (("k", 0, k_swizzled), ("v", side, v_swizzled)):
+            scales = start + s.heads * s.tokens * data
+            columns: Loops = ((groups, 1),)
+            tokens: Loops = ((s.tokens, rows[1] * groups),)
+            if swizzled:
+                columns = ((4, rows[1] * groups), (groups // 4, 4))
+                tokens = ((s.tokens // 4, 4 * rows[1] * groups), (4, 1))
+            found.append(
+                Written(
+                    _field(
+                        s, shard, name, start, rows[0] * data, ((s.tokens, rows[1] * data),), ((data, 1),)
+                    ),
+                    name,
+                    code=Code.FP4,
+                    scale=_field(s, shard, f"{name}.scale", scales, rows[0] * groups, tokens, columns),
+                )
+            )
+        return tuple(found)
+
+    return adapter
+
+
+# -- their parts -------------------------------------------------------------------------------------------
+
+
+def _tokens(s: Strides) -> Axis:
+    return Axis("token", ((s.kernel_blocks, s.kernel), (s.tokens, s.token)))
+
+
+def _of_token(s: Strides, name: str, offset: int, item: int, count: int) -> Field:
+    """Describe a field that all heads share."""
+    return Field(name, item, offset, (_tokens(s), Axis("content", ((count, item),))))
+
+
+def _in_cell(s: Strides, shard: Shard, parts: list[tuple[str, int, int, int]]) -> tuple[Written, ...]:
+    """Describe fields (name, offset, bytes of an element, elements) inside the bytes of a head and token."""
+    heads = Axis("head", ((s.heads, s.slot),), shard.start, shard.total)
+    return tuple(
+        Written(Field(name, item, offset, (heads, _tokens(s), Axis("content", ((count, item),)))), name)
+        for name, offset, item, count in parts
+    )
+
+
+def _field(
+    s: Strides,
+    shard: Shard,
+    name: str,
+    offset: int,
+    head: int,
+    tokens: Loops,
+    content: Loops,
+) -> Field:
+    """Describe a field of bytes from its loops inside a kernel block."""
+    heads = Axis("head", ((s.heads, head),), shard.start, shard.total)
+    return Field(
+        name,
+        1,
+        offset,
+        (heads, Axis("token", ((s.kernel_blocks, s.kernel), *tokens)), Axis("content", content)),
+    )
+
+
+# -- who has which -----------------------------------------------------------------------------------------
+
+_NVFP4 = tuple(nvfp4(*swizzled) for swizzled in ((False, True), (False, False), (True, True)))
+_MLA = (latent, latent_with_scales)
+
+ADAPTERS: dict[str, tuple[Adapter, ...]] = {
+    "AITER_TRITON_MLA": _MLA,
+    "AMX_MLA": _MLA,
+    "B12X": (planes,),
+    "CPU_ATTN": (cpu_kv,),
+    "CPU_MLA": _MLA,
+    "CUTLASS_MLA": _MLA,
+    "FLASHINFER": (packed_kv, *_NVFP4),
+    "FLASHINFER_MLA": _MLA,
+    "FLASHINFER_MLA_SPARSE": _MLA,
+    "FLASHINFER_MLA_SPARSE_SM120": _MLA,
+    "FLASHINFER_MLA_SPARSE_SM90": _MLA,
+    "FLASHMLA": _MLA,
+    "FLASHMLA_SPARSE": _MLA,
+    "FLASH_ATTN": (packed_kv,),
+    "FLASH_ATTN_DIFFKV": (packed_kv,),
+    "FLASH_ATTN_MLA": _MLA,
+    "FLASH_ATTN_MLA_SPARSE": _MLA,
+    "FLEX_ATTENTION": (packed_kv,),
+    "ROCM_AITER_MLA": _MLA,
+    "ROCM_AITER_MLA_SPARSE": _MLA,
+    "ROCM_AITER_UNIFIED_ATTN": (packed_kv,),
+    "TOKENSPEED_MLA": _MLA,
+    "TRITON_ATTN": (packed_kv, packed_kv_with_scales),
+    "TRITON_ATTN_DIFFKV": (packed_kv,),
+    "TRITON_FLASH_ATTN": (packed_kv, packed_kv_with_scales),
+    "TRITON_FLASHINFER": (packed_kv, *_NVFP4),
+    "TRITON_MLA": _MLA,
+    "XPU_MLA_SPARSE": _MLA,
+}
+"""Attention backend to its adapters; `cells` may prove pages of others."""
+
+
+def is_known(backend: str) -> bool:
+    """Whether a backend's pages are expected to be proved by an adapter."""
+    return backend in ADAPTERS

@@ -1,0 +1,82 @@
+"""Pages whose interior is not described, but kept apart by head and token.
+
+Some formats mix the elements of a vector: rotations, packed codes with their scales and offsets. No adapter
+names their elements. It is enough that the operation keeps everything of a head and token in one stretch of
+bytes, a *cell*, the same bytes wherever the token stands: cells can then be dealt out to other blocks and
+ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvferry.engines.vllm.content import scratch
+from kvferry.engines.vllm.content.probe import scaled, unclaimed
+from kvferry.engines.vllm.content.strides import Shard, Strides
+from kvferry.geometry import Axis, Field
+
+
+def cell_field(s: Strides, shard: Shard, name: str) -> Field | None:
+    """Describe pages as cells; None where head slots are no heads."""
+    if s.slots != s.heads:
+        return None
+    axes = [
+        Axis("token", ((s.kernel_blocks, s.kernel), (s.tokens, s.token))),
+        Axis("content", ((s.content * s.item, 1),)),
+    ]
+    if s.v:
+        axes.insert(0, Axis("head", ((s.heads, s.slot),), shard.start, shard.total))
+    return Field(name, 1, 0, tuple(axes))
+
+
+def disproof(layer: Any, tensor: torch.Tensor, s: Strides, field: Field) -> str:
+    """Say why pages are no cells; empty if they are.
+
+    Three things are shown: equal vectors leave equal cells at every token of a block; a change to some tokens
+    or heads changes their cells, all of them, and no others; nothing outside of cells is written.
+    """
+    try:
+        return (
+            _moves_with_its_token(layer, tensor, s, field)
+            or _keeps_to_its_cell(layer, tensor, s, field)
+            or unclaimed(layer, tensor, s, (field,))
+        )
+    except Exception as error:  # noqa: BLE001 - what cannot be probed is not proved
+        return f"its cache-write operation could not be run: {error}"
+
+
+def _moves_with_its_token(layer: Any, tensor: torch.Tensor, s: Strides, field: Field) -> str:
+    one = {name: value[:1].expand(value.shape) for name, value in _random(s, 0).items()}
+    cells = scratch.read(scratch.write(layer, tensor, s, scaled(layer, tensor, one)), field, s)
+    if not torch.equal(cells, cells[:1].expand(cells.shape)):
+        return "what is kept of a token depends on where in its block it stands"
+    return ""
+
+
+def _keeps_to_its_cell(layer: Any, tensor: torch.Tensor, s: Strides, field: Field) -> str:
+    """Change all tokens, then all heads, whose index has some bit, and those whose index has not."""
+    first, second = _random(s, 1), _random(s, 2)
+    before = scratch.read(scratch.write(layer, tensor, s, scaled(layer, tensor, first)), field, s)
+    for dim, name in enumerate(("token", "head") if s.v else ("token",)):
+        extent = (s.block_tokens, s.heads)[dim]
+        for bit in range((extent - 1).bit_length()):
+            for side in (0, 1):
+                index = (torch.arange(extent) >> bit & 1) == side
+                chosen = index.view((-1, 1, 1) if dim == 0 else (1, -1, 1))
+                mixed = {key: torch.where(chosen, second[key], first[key]) for key in first}
+                after = scratch.read(scratch.write(layer, tensor, s, scaled(layer, tensor, mixed)), field, s)
+                changed = (after != before).flatten(2).any(dim=2)
+                if not torch.equal(changed, chosen[..., 0].to(changed.device).expand(changed.shape)):
+                    return f"what is kept of a {name} does not lie in its own bytes alone"
+    return ""
+
+
+def _random(s: Strides, seed: int) -> scratch.Inputs:
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn((s.block_tokens, s.heads, width), generator=draw)
+        for name, width in (("k", s.k), ("v", s.v))
+        if width
+    }

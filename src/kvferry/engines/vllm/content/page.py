@@ -1,0 +1,141 @@
+"""What a page of an attention layer holds, as far as it can be proved."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.content import cells, probe
+from kvferry.engines.vllm.content.adapters import ADAPTERS, fields_of
+from kvferry.engines.vllm.content.strides import Shard, strides_of
+from kvferry.engines.vllm.content.values import element_types
+from kvferry.geometry import Field, PageFormat, opaque_page
+
+logger = logging.getLogger(__name__)
+
+
+def page_of_attention(
+    layer: Any, name: str, spec: Any, tensor: torch.Tensor, num_blocks: int, shard: Shard
+) -> PageFormat:
+    """Describe a page of an attention layer: its adapter's fields if they can be proved, else opaque bytes.
+
+    Args:
+        layer: the engine's attention layer: its backend and its cache-write operation.
+        name: for messages.
+        spec: the layer's KV cache spec.
+        tensor: the layer's cache, (kernel blocks, head slots, tokens, content).
+        num_blocks: manager blocks in it.
+        shard: which heads this rank holds.
+    """
+    fields: tuple[Field, ...] = ()
+    if not shard.total:
+        why = f"which of the model's KV heads rank {shard.rank} holds is not certain"
+    elif spec.tokens_per_state != 1:
+        why = f"a state stands for {spec.tokens_per_state} tokens"
+    else:
+        fields, why = _proved(layer, spec, tensor, num_blocks, shard)
+    if not fields:
+        return whole_page(layer, name, spec, tensor, num_blocks, shard, spec.block_size, why)
+    reach = max(field.extent()[1] for field in fields)
+    return PageFormat(content_id(layer, spec, tensor), spec.block_size, reach, fields)
+
+
+def content_id(layer: Any, spec: Any, tensor: torch.Tensor) -> str:
+    """What decides the meaning of a layer's bytes."""
+    return ":".join(
+        [_backend(layer), str(getattr(layer, "isa", "")), str(tensor.dtype), _kv_dtype(layer, spec)]
+    )
+
+
+def _backend(layer: Any) -> str:
+    return str(layer.get_attn_backend().get_name())
+
+
+def _kv_dtype(layer: Any, spec: Any) -> str:
+    """The KV cache dtype; a layer that only holds a cache (an indexer) may leave it to its spec."""
+    return str(getattr(layer, "kv_cache_dtype", None) or getattr(spec, "cache_dtype_str", None) or "auto")
+
+
+def whole_page(
+    layer: Any,
+    name: str,
+    spec: Any,
+    tensor: torch.Tensor,
+    num_blocks: int,
+    shard: Shard,
+    block_tokens: int,
+    why: str,
+) -> PageFormat:
+    """A page that moves as it is, between equal blocks, and ranks unless all of them hold the same.
+
+    Bytes of unknown meaning only mean the same where they lie alike, so its strides are part of what it is.
+
+    Args:
+        layer, name, spec, tensor, num_blocks, shard: as of `page_of_attention`.
+        block_tokens: tokens of a block, 0 for a snapshot.
+        why: its content is not known.
+    """
+    content = content_id(layer, spec, tensor)
+    logger.warning(
+        "layer %s: content of %s pages is not known (%s): they move whole, between equal blocks and ranks",
+        name, content, why,
+    )  # fmt: skip
+    ranks = 1 if compat.is_replicated(spec) else shard.ranks
+    item = tensor.element_size()
+    strides = ", ".join(str(stride * item) for stride in tensor.stride()[1:])
+    run, loops = _runs(tensor, num_blocks)
+    return opaque_page(
+        f"{content} {tuple(tensor.shape[1:])} at strides of {strides} bytes", block_tokens, run,
+        shard.rank if ranks > 1 else 0, ranks, loops,
+    )  # fmt: skip
+
+
+def _proved(
+    layer: Any, spec: Any, tensor: torch.Tensor, num_blocks: int, shard: Shard
+) -> tuple[tuple[Field, ...], str]:
+    """Return the first description that is proved, or none and why there is none."""
+    s, backend, kv_dtype = strides_of(tensor, spec, num_blocks), _backend(layer), _kv_dtype(layer, spec)
+    reasons = dict[str, None]()
+    for adapter in ADAPTERS.get(backend, ()):
+        written = adapter(s, shard)
+        if not written:
+            continue
+        types = element_types(kv_dtype, tensor.dtype)
+        for element in types:
+            why = probe.disproof(layer, tensor, s, written, element)
+            if not why:
+                fields = fields_of(written)
+                return fields if element is types[0] else _of(element, fields), ""
+            reasons[why] = None
+    field = cells.cell_field(s, shard, f"{kv_dtype} of {backend}")
+    if field is not None:
+        why = cells.disproof(layer, tensor, s, field)
+        if not why:
+            return (field,), ""
+        reasons[why] = None
+    return (), next(iter(reasons), "no content adapter fits them")
+
+
+def _of(element: torch.dtype, fields: tuple[Field, ...]) -> tuple[Field, ...]:
+    """Name fields after an element type that is not the one the cache's dtype names."""
+    kind = str(element).removeprefix("torch.")
+    return tuple(replace(field, name=f"{field.name} in {kind}") for field in fields)
+
+
+def _runs(tensor: torch.Tensor, num_blocks: int) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """Return the runs of a manager block's page: bytes of one, and (count, stride) of loops over them."""
+    item = tensor.element_size()
+    extents = (tensor.shape[0] // num_blocks, *tensor.shape[1:])
+    run, loops = item, list[tuple[int, int]]()
+    for stride, count in sorted(zip((s * item for s in tensor.stride()), extents, strict=True)):
+        if count == 1:
+            continue
+        if not loops and stride == run:
+            run *= count
+        else:
+            loops.insert(0, (count, stride))
+    return run, tuple(loops)

@@ -1,0 +1,89 @@
+"""Scratch pages of a layer's strides, and the backend's own cache-write operation over them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from kvferry.engines.vllm.content.strides import Strides
+from kvferry.geometry import Field
+
+Inputs = dict[str, torch.Tensor]
+"""``k`` and, where there is one, ``v``: (tokens, heads, width) in what the model computes in."""
+
+
+def write(layer: Any, tensor: torch.Tensor, s: Strides, values: Inputs, fill: int = 0) -> torch.Tensor:
+    """Write one manager block, block 1 of a scratch cache of two, through the layer's own operation.
+
+    Args:
+        layer: the engine's attention layer.
+        tensor: its cache; only its shape, strides, dtype and device matter.
+        s: its strides.
+        values: for every token of a manager block.
+        fill: what the scratch bytes are before.
+
+    Returns:
+        The bytes of the scratch cache: uint8, from block 0's first byte on.
+    """
+    shape = (2 * s.kernel_blocks, *tensor.shape[1:])
+    reach = sum((n - 1) * stride for n, stride in zip(shape, tensor.stride(), strict=True)) + 1
+    memory = torch.full((reach * s.item,), fill, dtype=torch.uint8, device=tensor.device)
+    cache = memory.view(tensor.dtype).as_strided(shape, tensor.stride())
+    slots = torch.arange(s.block_tokens, 2 * s.block_tokens, dtype=torch.int64, device=tensor.device)
+    impl = _fresh(layer.impl)
+    if "v" in values:
+        impl.do_kv_cache_update(layer, values["k"], values["v"], cache, slots)
+        return memory
+    latents = values["k"][:, 0]
+    width = latents.shape[1] - layer.qk_rope_head_dim
+    impl.do_kv_cache_update(
+        latents[:, :width].contiguous(), latents[:, None, width:].contiguous(), cache.squeeze(1), slots,
+        layer.kv_cache_dtype, layer._k_scale,
+    )  # fmt: skip
+    return memory
+
+
+def offsets(field: Field, device: torch.device) -> torch.Tensor:
+    """Return byte offsets of a field in a page: int64 (tokens, heads, content), 1 for a missing axis."""
+    found = torch.tensor([field.offset], device=device)
+    shape = []
+    for name in ("token", "head", "content"):
+        axis = field.axis(name)
+        along = torch.zeros(1, dtype=torch.int64) if axis is None else torch.from_numpy(axis.offsets())
+        found = (found[:, None] + along.to(device)).reshape(-1)
+        shape.append(len(along))
+    return found.view(shape)
+
+
+def read(memory: torch.Tensor, field: Field, s: Strides) -> torch.Tensor:
+    """Return a field's bytes of block 1: uint8 of shape (tokens, heads, content, bytes of an element)."""
+    return memory[_places(memory, field, s, block=1)]
+
+
+def claimed(memory: torch.Tensor, fields: tuple[Field, ...], s: Strides) -> torch.Tensor:
+    """Mark the bytes of a scratch cache that belong to fields of either block: bool."""
+    found = torch.zeros_like(memory, dtype=torch.bool)
+    for field in fields:
+        for block in (0, 1):
+            found[_places(memory, field, s, block)] = True
+    return found
+
+
+def _places(memory: torch.Tensor, field: Field, s: Strides, block: int) -> torch.Tensor:
+    inside = torch.arange(field.item_bytes, device=memory.device)
+    return block * s.kernel_blocks * s.kernel + offsets(field, memory.device)[..., None] + inside
+
+
+def _fresh(impl: Any) -> Any:
+    """Copy an implementation without the views that it keeps of the cache it saw first.
+
+    TRITON_ATTN makes views of its scales in the first cache that it is given and uses them ever after: given
+    a scratch cache, the engine's own scales would land there.
+    """
+    impl = copy.copy(impl)
+    for name in ("_k_scale_cache", "_v_scale_cache"):
+        if hasattr(impl, name):
+            setattr(impl, name, None)
+    return impl

@@ -1,0 +1,65 @@
+"""Where the elements of one layer's tensor lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The KV heads of this rank.
+
+    Attributes:
+        rank, ranks: which of how many tensor-parallel ranks.
+        start, total: first head held and heads in all; no total if it is not certain which heads it has.
+    """
+
+    rank: int
+    ranks: int
+    start: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Strides:
+    """One layer's tensor, in bytes.
+
+    Attributes:
+        item: bytes of an element.
+        heads: KV heads of this rank.
+        slots: head slots of a kernel block: one per head, or K and V of each head, or K and V of all heads.
+        tokens: tokens of a kernel block.
+        content: elements per slot and token.
+        kernel_blocks: kernel blocks per manager block.
+        kernel, slot, token: bytes from one kernel block, slot and token to the next.
+        k, v: elements of K and of V per head and token, as the model computes them.
+    """
+
+    item: int
+    heads: int
+    slots: int
+    tokens: int
+    content: int
+    kernel_blocks: int
+    kernel: int
+    slot: int
+    token: int
+    k: int
+    v: int
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a manager block."""
+        return self.kernel_blocks * self.tokens
+
+
+def strides_of(tensor: torch.Tensor, spec: Any, num_blocks: int) -> Strides:
+    """Read the strides off a tensor of shape (kernel blocks, head slots, tokens, content)."""
+    item = tensor.element_size()
+    kernel, slot, token, _ = (stride * item for stride in tensor.stride())
+    blocks, slots, tokens, content = tensor.shape
+    heads, k, v = spec.num_kv_heads, spec.head_size, spec.head_size_v
+    return Strides(item, heads, slots, tokens, content, blocks // num_blocks, kernel, slot, token, k, v)

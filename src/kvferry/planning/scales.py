@@ -1,0 +1,43 @@
+"""Scales of quantised layers: codes that one scale made are wrong under another."""
+
+from __future__ import annotations
+
+from kvferry.geometry import Layer
+
+
+def same_scales(a: Layer, b: Layer) -> bool:
+    """Whether what two ranks both hold of a layer is multiplied by the same numbers.
+
+    >>> from kvferry.geometry import Axis, Field, PageFormat, Scale
+    >>> def layer(first, *scales):
+    ...     k = Field("k", 1, 0, (Axis("head", ((2, 1),), first, 4),))
+    ...     return Layer("layers.0", 0, 2, PageFormat("fp8", 0, 2, (k,)), scales)
+    >>> same_scales(layer(0, Scale("k", (0.5,))), layer(2))
+    False
+    >>> same_scales(layer(0, Scale("k", (0.5, 0.25))), layer(1, Scale("k", (0.25, 0.125))))
+    True
+    """
+    return all(_same(source, a, b) for source in {scale.source for scale in (*a.scales, *b.scales)})
+
+
+def _same(source: str, a: Layer, b: Layer) -> bool:
+    ours, theirs = _factors(a, source), _factors(b, source)
+    if len(ours) == len(theirs) == 1:
+        return ours == theirs
+    heads_a, heads_b = _heads(a), _heads(b)
+    both = range(max(heads_a.start, heads_b.start), min(heads_a.stop, heads_b.stop))
+    return all(_at(ours, head, heads_a) == _at(theirs, head, heads_b) for head in both)
+
+
+def _factors(layer: Layer, source: str) -> tuple[float, ...]:
+    return next((scale.factors for scale in layer.scales if scale.source == source), (1.0,))
+
+
+def _heads(layer: Layer) -> range:
+    """Heads that a rank holds of a layer; one if its fields have none."""
+    axes = (field.axis("head") for field in layer.page.fields)
+    return next((range(axis.start, axis.stop) for axis in axes if axis), range(1))
+
+
+def _at(factors: tuple[float, ...], head: int, heads: range) -> float:
+    return factors[head - heads.start] if len(factors) > 1 else factors[0]

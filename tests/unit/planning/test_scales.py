@@ -1,0 +1,97 @@
+"""Codes are exchanged only between layers whose scales are the same."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvferry.errors import GeometryError, Incompatible
+from kvferry.geometry import GroupKind, Layer, RankGeometry, Scale
+from kvferry.geometry.canonical import canonical_of, chunk_pool
+from kvferry.geometry.layout import EngineShape, lay_out
+from kvferry.geometry.store import LayerStore, ModelCache, Stored
+from kvferry.planning.template import build_templates
+
+FIELDS = (*(Stored(name, 1, 4, (("content", 8),)) for name in ("k", "v")), Stored("k.scale", 4, 4))
+MODEL = ModelCache("fp8", (LayerStore(GroupKind.FULL, 0, FIELDS),) * 2)
+
+
+def engine(tp: int, scales: dict[int, tuple[Scale, ...]]) -> list[RankGeometry]:
+    """Ranks whose layers have scales, by the layer's number; one factor, or one per head of all ranks."""
+
+    def of(rank: RankGeometry, number: int, layer: Layer) -> Layer:
+        held = 4 // tp
+        first = rank.tp_rank * held
+        own = tuple(
+            replace(s, factors=s.factors[first : first + held]) if len(s.factors) > 1 else s
+            for s in scales.get(number, ())
+        )
+        return replace(layer, scales=own)
+
+    ranks = lay_out(MODEL, EngineShape(tp, (2,), 16, "LBHNC", 8))
+    return [
+        replace(
+            rank,
+            groups=tuple(
+                replace(group, layers=tuple(of(rank, n, layer) for n, layer in enumerate(group.layers)))
+                for group in rank.groups
+            ),
+        )
+        for rank in ranks
+    ]
+
+
+ONE = {0: (Scale("k", (0.5,)),)}
+PER_HEAD = {0: (Scale("k", (0.5, 0.25, 2.0, 1.0)),)}
+
+
+@pytest.mark.parametrize("scales", [{}, ONE, PER_HEAD, {1: (Scale("v", (0.03,)), Scale("k", (3.0,)))}])
+def test_equal_scales_pass_whatever_the_parallel_size(scales):
+    for there, here in ((1, 2), (2, 1), (2, 2)):
+        for rank in engine(here, scales):
+            templates = build_templates(engine(there, scales), rank)
+            assert any(template.routes for template in templates)
+
+
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [
+        ({}, ONE),
+        (ONE, {}),
+        (ONE, {0: (Scale("k", (0.5000001,)),)}),
+        (ONE, {0: (Scale("v", (0.5,)),)}),
+        (PER_HEAD, {0: (Scale("k", (0.5, 0.25, 2.0, 1.5)),)}),
+        (ONE, PER_HEAD),
+    ],
+)
+def test_other_scales_are_refused_in_words(there, here):
+    said = []
+    for rank in engine(2, here):
+        try:
+            build_templates(engine(1, there), rank)
+        except Incompatible as refused:
+            said += refused.differences
+    assert said
+    assert all(one.startswith("layer 'layers.0': its quantised cache has other scales there") for one in said)
+
+
+def test_scales_are_part_of_what_chunks_are():
+    plain, scaled = (canonical_of(engine(2, scales), 32) for scales in ({}, ONE))
+    assert plain.content != scaled.content
+    more = set(scaled.describe()) - set(plain.describe())
+    assert len(more) == 3
+    assert all(line.endswith("scaled 'k':0.5") for line in more)
+    assert scaled == canonical_of(engine(1, ONE), 32)
+
+
+def test_chunks_are_stored_and_loaded_under_the_scales_that_they_are_of():
+    ranks = engine(2, ONE)
+    pool = chunk_pool(canonical_of(ranks, 32), 0, 1 << 30, 4)
+    assert build_templates(ranks, pool)
+    assert build_templates([pool], ranks[1])
+    with pytest.raises(Incompatible, match="other scales"):
+        build_templates([pool], engine(2, {})[1])
+
+
+def test_a_scale_per_head_has_no_canonical_form():
+    with pytest.raises(GeometryError, match=r"a scale per head.* can be handed over .* not be stored"):
+        canonical_of(engine(2, PER_HEAD), 32)
