@@ -67,15 +67,15 @@ def _nothing(answers: Answers, request_id: str | None) -> str:
     engines = [answer.engine for answer in answers.answers]
     if not engines:
         return (
-            "no engine of this user on this machine can be asked; ask as the engine's user, where it runs, "
-            "and see that its explain_requests is not 0"
+            "no engine of this user runs on this machine; run kvferry explain as the engine's user, on its "
+            "machine, and check that its explain_requests is not 0"
         )
     if request_id is None:
         return "no request has come yet"
     remembered = ", ".join(str(one.remembered) for one in engines)
     return (
         f"no request {request_id!r} is remembered by {len(engines)} engine{'s' * (len(engines) > 1)} "
-        f"(of their last requests: {remembered}); kvferry explain lists them, explain_requests says how many"
+        f"(of their last requests: {remembered}); kvferry explain lists them, explain_requests sets how many"
     )
 
 

@@ -137,10 +137,10 @@ def _answer(first: bytes, *rest: bytes) -> Answer:
             raise ProtocolError(msgspec.json.decode(first, type=_Refusal).error)
         engine = msgspec.json.decode(first, type=Engine)
     except UNREADABLE as error:
-        raise ProtocolError(f"an answer that cannot be read: {error}") from error
+        raise ProtocolError(f"its answer cannot be read: {error}") from error
     traces = tuple(decode_trace(line) for line in rest)
     if not all(trace.events and isinstance(trace.events[0], Arrived) for trace in traces):
-        raise ProtocolError("a trace that does not begin with the coming of its request")
+        raise ProtocolError("a trace that does not begin with the arrival of its request")
     return Answer(engine, traces)
 
 
@@ -154,7 +154,9 @@ def _lines(asked: socket.socket, until: float) -> Iterator[bytes]:
             break
         said += piece
         if len(said) > MOST_ANSWER_BYTES or time.monotonic() > until:
-            raise ProtocolError(f"an answer of more than {MOST_ANSWER_BYTES} bytes, or {_SECONDS:g} s")
+            raise ProtocolError(
+                f"its answer is larger than {MOST_ANSWER_BYTES} bytes, or takes longer than {_SECONDS:g} s"
+            )
     if not said.endswith(b"\n"):
-        raise ProtocolError("an answer that ends before its end")
+        raise ProtocolError("its answer was cut short")
     yield from bytes(said).splitlines()

@@ -61,7 +61,7 @@ def serve_fleet(
         except KeyboardInterrupt:
             fleet.kill()
             raise
-        _say(console, "kvferry: stopping the engines; once more to kill them")
+        _say(console, "kvferry: stopping the engines; interrupt again to kill them")
 
 
 def _wait_ready(fleet: Fleet, console: Console, signals: StopSignals) -> None:
@@ -98,7 +98,7 @@ class _Watch:
         notice = death_notice(engine)
         if engine.spec.role is Role.DECODE and not left:
             raise FleetLost(f"no decode engine is left: {notice}")
-        then = f"{left} of {len(peers)} {engine.spec.role} engines serve on"
+        then = f"{left} of {len(peers)} {engine.spec.role} engines still run"
         if not left:
             then = "decode engines now compute prompts themselves"
         _say(self._console, f"kvferry: {notice}; {then}")

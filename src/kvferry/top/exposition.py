@@ -58,7 +58,7 @@ def read(text: str, at: float) -> Scrape:
                 engine, model = labels.pop("engine"), labels.pop("model_name")
                 engines[engine][sample.name][tuple(sorted(labels.items()))] = sample.value
     except (ValueError, KeyError, IndexError) as error:
-        raise ProtocolError(f"/metrics is not of Prometheus: {error}") from error
+        raise ProtocolError(f"/metrics is not in the format of Prometheus: {error}") from error
     if not engines:
         raise ProtocolError(
             f"/metrics has nothing of {VLLM_PREFIX} or {PREFIX} (an engine started with --disable-log-stats?)"

@@ -320,7 +320,7 @@ def test_an_engine_that_ends_leaves_nothing_and_waits_for_nobody(directory: Path
 @pytest.mark.parametrize(
     ("said", "sentence"),
     [
-        (b"", "ends before its end"),
+        (b"", "cut short"),
         (b"{}\n", "cannot be read"),
         (b'{"error": "no"}\n', "no"),
         (b"GET / HTTP/1.1\n", "cannot be read"),
@@ -480,7 +480,7 @@ def test_engines_that_are_not_there_are_told_apart_from_requests_that_are_not(
             main.main()
         return capsys.readouterr().err
 
-    assert said().startswith("kvferry: no engine of this user on this machine can be asked; ")
+    assert said().startswith("kvferry: no engine of this user runs on this machine; ")
     serving = Answering(remembered(), engine(), 100)
     try:
         assert said() == "kvferry: no request has come yet\n"

@@ -58,7 +58,7 @@ def test_a_page_of_something_else_is_refused(page):
 
 @pytest.mark.parametrize("line", ['{engine="0"', '{engine="0"} many', "{engine=0} 1", ""])
 def test_a_broken_page_is_refused(line):
-    with pytest.raises(ProtocolError, match="/metrics is not of Prometheus"):
+    with pytest.raises(ProtocolError, match="/metrics is not in the format of Prometheus"):
         read(f"vllm:num_requests_running{line}\n", 0.0)
 
 

@@ -321,7 +321,7 @@ def test_what_is_no_engine_is_said_and_an_exit_code():
     said = " ".join(done.stdout.split())
     assert re.search(r"no answer since \d\d:\d\d:\d\d \(0 s\): /metrics answers with status 404 ", said)
     assert "/metrics has nothing of vllm: or kvferry_" in said
-    assert "/metrics is not of Prometheus" in said
+    assert "/metrics is not in the format of Prometheus" in said
 
 
 RUNNING = "vllm:num_requests_running"
