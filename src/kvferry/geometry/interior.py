@@ -18,6 +18,8 @@ from kvferry.geometry.rank import GroupKind
 from kvferry.geometry.store import LayerStore, Stored
 
 HEAD = "head"
+STATE = "state"
+"""The axis of stored entries in a page that has one per several tokens: it is not cut into tokens."""
 
 
 def shard_heads(heads: int, rank: int, ranks: int) -> tuple[int, int]:
@@ -75,6 +77,16 @@ class Part:
             stride *= count
         return Field(self.stored.name, self.stored.item_bytes, self.offset, (*axes, *inner))
 
+    def entries(self, count: int, stride: int) -> Field:
+        """The field as a page describes it whose entries stand for several tokens each."""
+        inner: list[Axis] = []
+        step = self.stored.item_bytes
+        for name, size in reversed(self.stored.inner):
+            inner.insert(0, Axis(name, ((size, step),)))
+            step *= size
+        axes = (Axis(STATE, ((count, stride),)), *inner)
+        return Field(self.stored.name, self.stored.item_bytes, self.offset, axes)
+
 
 @dataclass(frozen=True, slots=True)
 class Interior:
@@ -82,13 +94,16 @@ class Interior:
 
     Attributes:
         snapshot: whether it is the page of a state group.
+        state_tokens: tokens that an entry stands for; 1: every token has its own.
         kernels: kernel blocks of a page, each a box; 1 for a snapshot.
-        heads, tokens, content: a box; content in bytes. (1, 1, bytes) for a snapshot.
+        heads, tokens, content: a box; content in bytes. (1, 1, bytes) for a snapshot. Where entries stand for
+            several tokens, entries in place of tokens.
         alignment: what its address must be a multiple of.
         parts: its fields.
     """
 
     snapshot: bool
+    state_tokens: int
     kernels: int
     heads: int
     tokens: int
@@ -107,6 +122,9 @@ class Interior:
         if self.snapshot:
             fields = tuple(part.field(part.stored.head_bytes, ()) for part in self.parts)
             return PageFormat("state", 0, self.content, fields)
+        if self.state_tokens > 1:
+            whole = tuple(part.entries(self.tokens, token) for part in self.parts)
+            return PageFormat("compressed", self.tokens * self.state_tokens, self.page_bytes, whole)
         split = ((self.kernels, kernel),) if self.kernels > 1 else ()
         fields = tuple(part.field(head, (*split, (self.tokens, token))) for part in self.parts)
         reach = max(field.extent()[1] for field in fields)
@@ -143,7 +161,13 @@ def interior_of(store: LayerStore, tokens: int, kernels: int, tp_rank: int, tp: 
     heads = 1 if snapshot else held[0][1]
     if snapshot:
         kernels = tokens = 1
-    return Interior(snapshot, kernels, heads, tokens, round_up(at, alignment), alignment, tuple(parts))
+    if store.state_tokens > 1:
+        if any(stored.heads for stored in store.fields):
+            raise GeometryError(f"an entry per {store.state_tokens} tokens cannot be shared out by head")
+        tokens = max(tokens // store.state_tokens, 1)
+    return Interior(
+        snapshot, store.state_tokens, kernels, heads, tokens, round_up(at, alignment), alignment, tuple(parts)
+    )
 
 
 def round_up(size: int, multiple: int) -> int:

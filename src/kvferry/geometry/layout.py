@@ -40,7 +40,7 @@ class EngineShape:
     Attributes:
         tp: tensor-parallel ranks.
         stages: layers that keep something, per pipeline rank.
-        block_tokens: tokens of a block, of every group.
+        block_tokens: tokens of a block, of every group for which the model does not decide.
         layout: one of `LAYOUTS`.
         num_blocks: blocks in each rank's pool, the null block included.
         kernel_tokens: tokens of a kernel block, where a block is made of several; 0: it is not.
@@ -190,6 +190,12 @@ def place_rank(model: ModelCache, engine: EngineShape, rank: int, address: int) 
     """
     if sum(engine.stages) != len(model.layers):
         raise GeometryError(f"stages {engine.stages} hold {sum(engine.stages)} of {len(model.layers)} layers")
+    if model.query_heads % engine.tp:
+        raise GeometryError(
+            f"{model.query_heads} attention heads on {engine.tp} tensor-parallel ranks: every rank needs "
+            f"as many; "
+            f"choose a size that divides {model.query_heads}"
+        )
     if not 0 <= rank < engine.ranks:
         raise GeometryError(f"rank {rank} of {engine.ranks} does not exist")
     stage, tp_rank = divmod(rank, engine.tp)
@@ -198,8 +204,7 @@ def place_rank(model: ModelCache, engine: EngineShape, rank: int, address: int) 
     numbered = group_layers(model, engine.group_size)
     stores = [model.layers[numbers[0]] for numbers in numbered]
     held = [[n for n in numbers if n in on_stage] for numbers in numbered]
-    tokens = engine.kernel_tokens or engine.block_tokens
-    insides = [interior_of(store, tokens, engine.kernels, tp_rank, engine.tp) for store in stores]
+    insides = [_inside(store, engine, tp_rank) for store in stores]
     slots = max(len(numbers) for numbers in held)
     slot_bytes = _slot_bytes(engine, [i for i, numbers in zip(insides, held, strict=True) if numbers])
     maps, groups = [], []
@@ -213,12 +218,19 @@ def place_rank(model: ModelCache, engine: EngineShape, rank: int, address: int) 
             Layer(layer_name(n), where.page(j, 0), where.block_stride, page) for j, n in enumerate(numbers)
         )
         maps.append(where)
-        groups.append(Group(store.kind, engine.block_tokens, store.reach, layers))
+        groups.append(Group(store.kind, store.block_tokens or engine.block_tokens, store.reach, layers))
     pool = Region(address, slots * engine.num_blocks * slot_bytes)
     geometry = RankGeometry(
         tp_rank, engine.tp, stage, len(engine.stages), engine.num_blocks, tuple(groups), (pool,)
     )
     return RankLayout(geometry, tuple(maps))
+
+
+def _inside(store: LayerStore, engine: EngineShape, tp_rank: int) -> Interior:
+    if store.block_tokens:
+        return interior_of(store, store.block_tokens, 1, tp_rank, engine.tp)
+    tokens = engine.kernel_tokens or engine.block_tokens
+    return interior_of(store, tokens, engine.kernels, tp_rank, engine.tp)
 
 
 def _slot_bytes(engine: EngineShape, insides: Sequence[Interior]) -> int:

@@ -52,16 +52,32 @@ class LayerStore:
         kind: what a continuation needs of it; layers of one kind and reach that keep the same are one group.
         reach: window in tokens for SLIDING, chunk in tokens for CHUNKED, 0 otherwise.
         fields: per token, or per snapshot for STATE.
+        block_tokens: tokens of a block, where the model decides it; 0: the engine does.
+        state_tokens: tokens that one stored entry stands for; such pages move whole.
     """
 
     kind: GroupKind
     reach: int
     fields: tuple[Stored, ...]
+    block_tokens: int = 0
+    state_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        if self.state_tokens < 1 or self.block_tokens % self.state_tokens:
+            raise GeometryError(
+                f"blocks of {self.block_tokens} tokens with an entry per {self.state_tokens} tokens"
+            )
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes over all heads: of one token, or of one snapshot."""
+        """Bytes over all heads: of one entry (a token unless `state_tokens` says otherwise) or snapshot."""
         return sum(field.head_bytes * max(field.heads, 1) for field in self.fields)
+
+    def bytes_of(self, tokens: int) -> int:
+        """Bytes over all heads of so many tokens, rounded up; of the snapshot for STATE."""
+        if self.kind is GroupKind.STATE:
+            return self.whole_bytes
+        return -(-self.whole_bytes * tokens // self.state_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +87,9 @@ class ModelCache:
     Attributes:
         name: for people.
         layers: in the model's order, only those that keep anything.
+        query_heads: heads of queries, which tensor parallelism shares out evenly; 0: not known.
     """
 
     name: str
     layers: tuple[LayerStore, ...]
+    query_heads: int = 0

@@ -68,7 +68,7 @@ class Forecast:
     @property
     def token_bytes(self) -> int:
         """Bytes that the model keeps of one token, once, over all layers."""
-        return sum(row.layers * row.store.whole_bytes for row in self.rows if not row.is_state)
+        return sum(row.layers * row.store.bytes_of(1) for row in self.rows if not row.is_state)
 
     @property
     def state_bytes(self) -> int:

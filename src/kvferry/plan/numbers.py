@@ -34,7 +34,7 @@ def _side(side: Side, block_tokens: int) -> dict[str, Any]:
 
 
 def _row(row: Row) -> dict[str, Any]:
-    kept = row.layers * row.store.whole_bytes
+    kept = row.layers * row.store.bytes_of(1)
     return {
         "kind": row.store.kind.value,
         "reach": row.store.reach,

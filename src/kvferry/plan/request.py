@@ -40,8 +40,10 @@ def tables(reading: ModelReading, side: Side, tokens: int) -> Tables:
     """Block tables of all groups of one side; no block in two of them, none of them the null block."""
     size, _ = block_tokens(reading, side)
     groups = group_layers(reading.cache, group_size(reading.cache.layers))
-    snapshot = [reading.cache.layers[numbers[0]].kind is GroupKind.STATE for numbers in groups]
-    return scattered([1 if state else -(-tokens // size) for state in snapshot])
+    stores = [reading.cache.layers[numbers[0]] for numbers in groups]
+    return scattered(
+        [1 if s.kind is GroupKind.STATE else -(-tokens // (s.block_tokens or size)) for s in stores]
+    )
 
 
 def scattered(blocks: Sequence[int]) -> Tables:

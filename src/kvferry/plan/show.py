@@ -63,16 +63,15 @@ def engine(side: Side, block_tokens: int) -> str:
 
 def _table(forecast: Forecast) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    left = {"layers", "way"}
+    left = {"layers", "method"}
     for title in (
         "layers",
-        "a token,\nsnapshot",
-        "pages",
+        "per token\nor state",
         "run",
-        "des-\ncript.",
+        "descriptors",
         "moved",
-        "of all\nfull",
-        "way",
+        "of full\nlayers",
+        "method",
         "time",
     ):
         table.add_column(title, justify="left" if title in left else "right", no_wrap=True, vertical="bottom")
@@ -84,14 +83,13 @@ def _table(forecast: Forecast) -> Table:
 def table_cells(forecast: Forecast) -> Iterator[tuple[str, ...]]:
     """A line per kind of layer, and one for all if there are several."""
     for row in forecast.rows:
-        kept = size(row.layers * row.store.whole_bytes)
+        kept = size(row.layers * row.store.bytes_of(1))
         yield f"{row.layers} {describe(row.store)}", kept, *_moved(row.moved)
     if len(forecast.rows) > 1:
         yield _ALL, "", *_moved(forecast.whole)
 
 
 def _moved(moved: Moved) -> Iterator[str]:
-    yield amount(moved.pages)
     yield size(moved.run_bytes)
     yield amount(moved.descriptors)
     yield size(moved.bytes)

@@ -83,9 +83,11 @@ def block_tokens(reading: ModelReading, side: Side) -> tuple[int, str]:
     Raises:
         GeometryError: heads do not go onto so many ranks.
     """
+    stores = dict.fromkeys(reading.cache.layers)
+    if all(store.block_tokens for store in stores):
+        return max(store.block_tokens for store in stores), ""
     if side.block_tokens is not None:
         return side.block_tokens, ""
-    stores = dict.fromkeys(reading.cache.layers)
     state = [_page_bytes(s, side.tp) for s in stores if s.kind is GroupKind.STATE]
     tokens = [_page_bytes(s, side.tp) for s in stores if s.kind is not GroupKind.STATE]
     if not state or not tokens:

@@ -127,9 +127,11 @@ def test_gemma4_has_fewer_and_wider_heads_without_a_window():
     words = ["sliding_attention", "full_attention"]
     config = dense(
         "gemma4_text", 2, layer_types=words, sliding_window=1024, head_dim=256, num_key_value_heads=8,
-        global_head_dim=512, num_global_key_value_heads=2,
+        global_head_dim=512, num_global_key_value_heads=2, attention_k_eq_v=True,
     )  # fmt: skip
     assert kept(config) == [(SLIDING, 1024, 2 * 8 * 256 * 2), (FULL, 0, 2 * 2 * 512 * 2)]
+    config["attention_k_eq_v"] = False
+    assert kept(config) == [(SLIDING, 1024, 2 * 8 * 256 * 2), (FULL, 0, 2 * 8 * 512 * 2)]
 
 
 def test_layers_that_share_an_earlier_cache_keep_nothing():

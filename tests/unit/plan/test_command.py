@@ -71,9 +71,9 @@ def test_a_line_per_kind_of_layer(capsys, monkeypatch):
         "from TP1 LBNHC, blocks of 16 to the same",
         "keeps 496 KiB per token",
     ]
-    assert re.match(r"52 window 1,024 +416 KiB +3,328 128 KiB +3,328 416 MiB +25% direct ", lines[6])
-    assert re.match(r"10 full +80 KiB +2,560 128 KiB +2,560 320 MiB +100% direct ", lines[7])
-    assert re.match(r"all +5,888 128 KiB +5,888 736 MiB +37% direct ", lines[8])
+    assert re.match(r"52 window 1,024 +416 KiB +128 KiB +3,328 416 MiB +25% direct ", lines[6])
+    assert re.match(r"10 full +80 KiB +128 KiB +2,560 320 MiB +100% direct ", lines[7])
+    assert re.match(r"all +128 KiB +5,888 736 MiB +37% direct ", lines[8])
 
 
 def test_a_block_size_that_was_chosen_is_said(capsys):

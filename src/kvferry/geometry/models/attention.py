@@ -1,16 +1,29 @@
-"""What an attention layer keeps: K and V per head, or one latent for all heads."""
+"""What an attention layer keeps: K and V per head, or one latent for all heads; an indexer beside either."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 from kvferry.errors import ConfigError
+from kvferry.geometry.models.compressed import compressed_stores
 from kvferry.geometry.models.config import Config, whole
 from kvferry.geometry.models.dtypes import PACKED_LATENT, SCALED, element_bytes
 from kvferry.geometry.models.families import Family, Mixer
+from kvferry.geometry.models.indexer import block_indexer, token_indexer
 from kvferry.geometry.rank import GroupKind
 from kvferry.geometry.store import LayerStore, Stored
 
 _PACKED_LATENT_BYTES = 656
-_INDEX_SCALE_TOKENS = 128
+_KV_HEADS = (
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_head_kv",
+    "multi_query_group_num",
+    "num_attention_groups",
+)
+_QUERY_HEADS = ("num_attention_heads", "n_head", "n_heads")
 _KINDS = {
     Mixer.FULL: GroupKind.FULL,
     Mixer.SLIDING: GroupKind.SLIDING,
@@ -18,92 +31,147 @@ _KINDS = {
 }
 
 
-def has_latent(config: Config) -> bool:
-    """Whether attention layers keep a latent (MLA) in place of K and V."""
-    return config.maybe("kv_lora_rank") is not None
+@dataclass(frozen=True, slots=True)
+class AttentionReader:
+    """Reads attention layers from a model's file.
 
-
-def attention_stores(
-    config: Config, family: Family, mixer: Mixer, cache_dtype: str, model_dtype: str
-) -> tuple[LayerStore, ...]:
-    """What one attention layer keeps; more than one where it has a second cache.
-
-    Args:
+    Attributes:
         config, family: the model's.
-        mixer: FULL, SLIDING or CHUNKED.
         cache_dtype, model_dtype: as in `dtypes`.
-
-    Raises:
-        ConfigError: a size is missing or makes no sense, or the element type is not for this attention.
     """
-    if has_latent(config):
-        return _latents(config, cache_dtype, model_dtype)
-    if cache_dtype == PACKED_LATENT:
-        raise ConfigError(f"{PACKED_LATENT} is for latents (MLA); this model keeps K and V, choose fp8")
-    item = element_bytes(cache_dtype, model_dtype)
-    heads, k_width, v_width = _heads(config, windowed=mixer is Mixer.SLIDING)
-    fields = []
-    for name, width in (("k", k_width), ("v", v_width)):
-        fields.append(Stored(name, item, heads, (("content", width),)))
-        if cache_dtype in SCALED:
-            fields.append(Stored(f"{name}.scale", 4, heads))
-    return (LayerStore(_KINDS[mixer], _reach(config, family, mixer), tuple(fields)),)
+
+    config: Config
+    family: Family
+    cache_dtype: str
+    model_dtype: str
+
+    def stores(self, mixer: Mixer, layer: int) -> tuple[LayerStore, ...]:
+        """What one attention layer keeps; more than one where it has a second cache.
+
+        Args:
+            mixer: FULL, SLIDING or CHUNKED.
+            layer: its number in the model.
+
+        Raises:
+            ConfigError: a size is missing or makes no sense, or the element type is not for this attention.
+        """
+        if self.config.get("compress_ratios") is not None:
+            return compressed_stores(self.config, layer, self.cache_dtype)
+        if self.config.maybe("kv_lora_rank") is not None and not self.family.expanded:
+            return (self._latent(), *token_indexer(self.config, layer))
+        if self.cache_dtype == PACKED_LATENT:
+            raise ConfigError(f"{PACKED_LATENT} is for latents (MLA); this model keeps K and V, choose fp8")
+        item = element_bytes(self.cache_dtype, self.model_dtype)
+        fields = []
+        heads, k_width, v_width = self._heads(mixer, layer)
+        for name, width in (("k", k_width), ("v", v_width)):
+            fields.append(Stored(name, item, heads, (("content", width),)))
+            if self.cache_dtype in SCALED:
+                fields.append(Stored(f"{name}.scale", 4, heads))
+        kept = LayerStore(_KINDS[mixer], self._reach(mixer, layer), tuple(fields))
+        return (kept, *block_indexer(self.config, layer, self.model_dtype))
+
+    def _reach(self, mixer: Mixer, layer: int) -> int:
+        if mixer is Mixer.SLIDING:
+            if (each := self.config.listed("sliding_windows", self.config.layers)) is not None:
+                return whole("sliding_windows", each[layer], 1)
+            return self.config.number("sliding_window", "sliding_window_size") + self.family.window_offset
+        return self.config.number("attention_chunk_size") if mixer is Mixer.CHUNKED else 0
+
+    def _heads(self, mixer: Mixer, layer: int) -> tuple[int, int, int]:
+        """KV heads, and elements of K and of V per head. Some families say them by kind of layer."""
+        if self.family.expanded:
+            self.config.cover("kv_lora_rank", "head_dim", "v_head_dim", *_KV_HEADS)
+            width = self.config.number("qk_nope_head_dim") + self.config.number("qk_rope_head_dim")
+            return self.config.number(*_QUERY_HEADS), width, width
+        heads, k_width = self._layer_heads(layer), _head_width(self.config)
+        v_width = self.config.maybe("v_head_dim") or k_width
+        if mixer is Mixer.SLIDING:
+            heads = self.config.maybe("swa_num_key_value_heads") or heads
+            k_width = self.config.maybe("swa_head_dim") or k_width
+            v_width = self.config.maybe("swa_v_head_dim", "swa_head_dim") or v_width
+            return _of_step(self.config, heads, k_width, v_width)
+        if (wide := self.config.maybe("global_head_dim")) is not None:
+            self.config.cover("num_global_key_value_heads", "attention_k_eq_v")
+            # Gemma 4: heads of layers without a window are wider, and fewer where K serves as V.
+            fewer = self.config.maybe("num_global_key_value_heads")
+            if fewer is not None and self.config.get("attention_k_eq_v") is True:
+                heads = fewer
+            return heads, wide, wide
+        return heads, k_width, v_width
+
+    def _layer_heads(self, layer: int) -> int:
+        """KV heads of one layer."""
+        config = self.config
+        blocks = config.listed("block_configs", config.layers)
+        if blocks is not None:
+            # Nemotron-NAS: query heads of the model, and how many share a KV head in this layer.
+            config.cover(*_KV_HEADS)
+            shared = whole("n_heads_in_group", _inside(blocks[layer], "attention").get("n_heads_in_group"), 1)
+            return config.number(*_QUERY_HEADS) // shared
+        if config.get("multi_query") is True and not config.get("new_decoder_architecture"):
+            config.cover(*_KV_HEADS)
+            return 1
+        return config.maybe(*_KV_HEADS) or config.number(*_QUERY_HEADS)
+
+    def _latent(self) -> LayerStore:
+        """One latent for all heads, which every rank keeps whole."""
+        if self.cache_dtype in SCALED:
+            raise ConfigError(
+                f"{self.cache_dtype} is for K and V; this model keeps latents (MLA), choose fp8"
+            )
+        # What a head is made of from the latent is not kept.
+        self.config.cover(*_KV_HEADS, "head_dim", "v_head_dim")
+        width = self.config.number("kv_lora_rank") + self.config.number("qk_rope_head_dim")
+        latent = Stored("latent", element_bytes(self.cache_dtype, self.model_dtype), 0, (("content", width),))
+        if self.cache_dtype == PACKED_LATENT:
+            latent = Stored("latent", 1, 0, (("content", _PACKED_LATENT_BYTES),))
+        return LayerStore(GroupKind.MLA, 0, (latent,))
 
 
-def _reach(config: Config, family: Family, mixer: Mixer) -> int:
-    if mixer is Mixer.SLIDING:
-        return config.number("sliding_window") + family.window_offset
-    return config.number("attention_chunk_size") if mixer is Mixer.CHUNKED else 0
+def query_heads(config: Config) -> int:
+    """Heads of queries, of which every tensor-parallel rank has as many; 0 if the file does not say."""
+    return config.maybe(*_QUERY_HEADS) or 0
 
 
-def _heads(config: Config, *, windowed: bool) -> tuple[int, int, int]:
-    """KV heads, and elements of K and of V per head. Some families say them twice, by kind of layer."""
-    heads = _kv_heads(config)
-    k_width = _head_width(config)
-    v_width = config.maybe("v_head_dim") or k_width
-    if windowed:
-        heads = config.maybe("swa_num_key_value_heads") or heads
-        k_width = config.maybe("swa_head_dim") or k_width
-        v_width = config.maybe("swa_v_head_dim", "swa_head_dim") or v_width
-    elif wide := config.maybe("global_head_dim"):
-        # Gemma 4: heads of layers without a window are wider, and fewer.
-        heads = config.maybe("num_global_key_value_heads") or heads
-        k_width = v_width = wide
-    return heads, k_width, v_width
+def without_attention(config: Config) -> set[int]:
+    """Numbers of layers that skip attention (Nemotron-NAS)."""
+    blocks = config.listed("block_configs", config.layers) or ()
+    skipped = set()
+    for number, block in enumerate(blocks):
+        attention = _inside(block, "attention")
+        for name in ("replace_with_linear", "window_length", "num_sink_tokens", "sparsify"):
+            if not attention.get("no_op") and attention.get(name):
+                raise ConfigError(
+                    f"config.json: block_configs says {name} of layer {number}; its KV cache is not known"
+                )
+        if attention.get("no_op") or attention.get("replace_with_linear"):
+            skipped.add(number)
+    return skipped
 
 
-def _kv_heads(config: Config) -> int:
-    if config.get("multi_query") is True and not config.get("new_decoder_architecture"):
-        return 1
-    named = config.maybe("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
-    return named or config.number("num_attention_heads", "n_head", "n_heads")
+def _inside(block: Any, name: str) -> Mapping[str, Any]:
+    inner = block.get(name) if isinstance(block, Mapping) else None
+    if not isinstance(inner, Mapping):
+        raise ConfigError(f"config.json: block_configs has an entry without {name}")
+    return inner
+
+
+def _of_step(config: Config, heads: int, k_width: int, v_width: int) -> tuple[int, int, int]:
+    """Step 3.5: layers with a window may have other heads."""
+    other = config.nested("attention_other_setting")
+    if not other.values or other.get("attention_type") != "sliding_attention":
+        return heads, k_width, v_width
+    width = other.maybe("head_dim")
+    return other.maybe("num_attention_groups") or heads, width or k_width, width or v_width
 
 
 def _head_width(config: Config) -> int:
     if said := config.maybe("head_dim", "attention_head_dim", "kv_channels"):
         return said
-    hidden, heads = (
-        config.number("hidden_size", "n_embd", "d_model"),
-        config.number("num_attention_heads", "n_head", "n_heads"),
-    )
+    hidden, heads = config.number("hidden_size", "n_embd", "d_model"), config.number(*_QUERY_HEADS)
     if hidden % heads:
         raise ConfigError(
             f"config.json: hidden_size {hidden} is no multiple of num_attention_heads {heads}; add head_dim"
         )
     return hidden // heads
-
-
-def _latents(config: Config, cache_dtype: str, model_dtype: str) -> tuple[LayerStore, ...]:
-    """One latent for all heads, which every rank keeps whole; an indexer beside it in sparse attention."""
-    if cache_dtype in SCALED:
-        raise ConfigError(f"{cache_dtype} is for K and V; this model keeps latents (MLA), choose fp8")
-    width = config.number("kv_lora_rank") + config.number("qk_rope_head_dim")
-    latent = Stored("latent", element_bytes(cache_dtype, model_dtype), 0, (("content", width),))
-    if cache_dtype == PACKED_LATENT:
-        latent = Stored("latent", 1, 0, (("content", _PACKED_LATENT_BYTES),))
-    stores = [LayerStore(GroupKind.MLA, 0, (latent,))]
-    if (index := config.maybe("index_head_dim")) is not None:
-        # DeepSeek V3.2: fp8 keys with a float32 scale per 128 elements, a cache layer of its own.
-        scaled = index + whole("index_head_dim", index, _INDEX_SCALE_TOKENS) // _INDEX_SCALE_TOKENS * 4
-        stores.append(LayerStore(GroupKind.MLA, 0, (Stored("indexer", 1, 0, (("content", scaled),)),)))
-    return tuple(stores)

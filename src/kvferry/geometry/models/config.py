@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.errors import ConfigError
 
 _INNER = ("thinker_config", "text_config", "llm_config", "language_config")
-_DTYPES = ("dtype", "torch_dtype")
+DTYPES = ("dtype", "torch_dtype")
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 PER_LAYER = ("layers_block_type", "layer_types", "hybrid_override_pattern")
 """Keys with an entry per layer, a word or a letter."""
@@ -19,15 +19,18 @@ PER_LAYER = ("layers_block_type", "layer_types", "hybrid_override_pattern")
 class Config:
     """The part of a ``config.json`` that describes the language model.
 
-    A key that is null counts as missing. A file may leave out what its family has as a default.
+    A file may leave out what its family has as a default; a key that is null has no value. Every key that
+    is asked for is remembered, so that a key that no rule understands can be named (`strict`).
 
     Attributes:
         values: the keys.
         defaults: of the family.
+        asked: names of keys that were read; grows with every call.
     """
 
     values: Mapping[str, Any]
     defaults: Mapping[str, Any]
+    asked: set[str] = field(default_factory=set, compare=False)
 
     @property
     def model_type(self) -> str:
@@ -48,12 +51,35 @@ class Config:
         return self.number(*_LAYER_COUNTS)
 
     def get(self, *names: str) -> Any:
-        """The first of these keys that there is, else the family's default, else None."""
+        """The first of these keys that there is, else the family's default, else None.
+
+        Other names of the same thing count as read only if they say the same.
+        """
         for known in (self.values, self.defaults):
-            for name in names:
-                if known.get(name) is not None:
-                    return known[name]
+            said = next((known[name] for name in names if known.get(name) is not None), None)
+            if said is not None:
+                self.asked.update(name for name in names if self.values.get(name) == said)
+                return said
+            if any(name in self.values for name in names):
+                return None
         return None
+
+    def cover(self, *names: str) -> None:
+        """Count these keys as read: what another key said makes them moot."""
+        self.asked.update(names)
+
+    def nested(self, name: str, defaults: Mapping[str, Any] | None = None) -> Config:
+        """The keys of an object inside the file; empty if there is none.
+
+        Raises:
+            ConfigError: it is no object.
+        """
+        said = self.get(name)
+        if said is None:
+            said = {}
+        if not isinstance(said, Mapping):
+            raise ConfigError(f"config.json: {name} is {said!r}, an object is expected")
+        return Config(said, defaults or {})
 
     def number(self, *names: str, least: int = 1) -> int:
         """The first of these keys that there is, a whole number.
@@ -105,12 +131,13 @@ def whole(name: str, value: Any, least: int) -> int:
 def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The keys of the language model inside those of a model that also sees or hears.
 
-    The element type stays known where only the outer part names it.
+    The family, the element type and the quantization stay known where only the outer part names them.
     """
     outer = config
+    known = ("model_type", *DTYPES, "quantization_config")
     while inner := next((outer[name] for name in _INNER if isinstance(outer.get(name), Mapping)), None):
-        dtypes = {name: outer[name] for name in _DTYPES if outer.get(name) is not None}
-        outer = {**dtypes, **{name: value for name, value in inner.items() if value is not None}}
+        kept = {name: outer[name] for name in known if outer.get(name) is not None}
+        outer = {**inner, **{name: value for name, value in kept.items() if inner.get(name) is None}}
     return outer
 
 

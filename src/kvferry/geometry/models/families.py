@@ -41,6 +41,8 @@ class Family:
         everywhere: every layer has the recurrence, alone or, with `beside_attention`, next to attention.
         beside_attention: as said.
         window_offset: tokens that a window has more than ``sliding_window`` says.
+        attentions: caches of attention that a layer has.
+        expanded: K and V are kept per head, though they are made from a latent.
         ssm_dtype: element type of the recurrent state; None: as computed.
         defaults: of keys that may be left out.
     """
@@ -49,6 +51,8 @@ class Family:
     everywhere: bool = False
     beside_attention: bool = False
     window_offset: int = 0
+    attentions: int = 1
+    expanded: bool = False
     ssm_dtype: str | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -67,13 +71,46 @@ _GATED_DELTA = Family(Mixer.GATED_DELTA, defaults={"full_attention_interval": 4,
 _MAMBA2 = Family(Mixer.MAMBA2)
 _KIMI = Family(Mixer.KIMI_DELTA, ssm_dtype="float32")
 
+_GEMMA3N = Family(
+    defaults={
+        "num_hidden_layers": 35, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
+        "sliding_window": 512, "sliding_window_pattern": 5, "num_kv_shared_layers": 15,
+    }
+)  # fmt: skip
+_GEMMA4 = Family(
+    defaults={
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512,
+        "sliding_window": 512, "sliding_window_pattern": 6,
+    }
+)  # fmt: skip
+_COHERE2 = Family(window_offset=1, defaults={"sliding_window_pattern": 4, "sliding_window": 4096})
+_SPARSE = {
+    "use_sparse_attention": True, "sparse_index_dim": 128, "sparse_attention_freq": [0] * 3 + [1] * 57,
+}  # fmt: skip
+_MINIMAX_M3 = Family(
+    defaults={
+        "num_hidden_layers": 60, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128,
+        "sparse_attention_config": _SPARSE,
+    }
+)  # fmt: skip
+_MLA = Family(defaults={"kv_lora_rank": 512, "qk_rope_head_dim": 64})
+_INDEXED = Family(defaults={"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128})
+_OLMO3 = Family(defaults={"sliding_window_pattern": 4, "sliding_window": 4096})
+_LIGHTNING = Family(Mixer.LIGHTNING)
+_SHORT_CONV = Family(Mixer.SHORT_CONV)
+_WINDOWED = Family(defaults={"sliding_window": 4096})
+_STEP = Family(defaults={"head_dim": 128})
+
 _SPECIAL: Mapping[str, Family] = {
     "gemma2": Family(defaults={"sliding_window_pattern": 2, "sliding_window": 4096, "head_dim": 256}),
     "gemma3": _GEMMA3,
     "gemma3_text": _GEMMA3,
+    "gemma3n_text": _GEMMA3N,
+    "gemma4_text": _GEMMA4,
     "gpt_oss": Family(defaults={"sliding_window_pattern": 2, "sliding_window": 128, "head_dim": 64}),
-    "cohere2": Family(window_offset=1, defaults={"sliding_window_pattern": 4, "sliding_window": 4096}),
-    "olmo3": Family(defaults={"sliding_window_pattern": 4, "sliding_window": 4096}),
+    "cohere2": _COHERE2,
+    "cohere2_moe": _COHERE2,
+    "olmo3": _OLMO3,
     "llama4": _LLAMA4,
     "llama4_text": _LLAMA4,
     "mamba": Family(Mixer.MAMBA1, everywhere=True),
@@ -90,22 +127,42 @@ _SPECIAL: Mapping[str, Family] = {
     "qwen3_5_moe_text": _GATED_DELTA,
     "olmo_hybrid": Family(Mixer.GATED_DELTA),
     "kimi_linear": _KIMI,
-    "minimax_text_01": Family(Mixer.LIGHTNING),
-    "minimax_m1": Family(Mixer.LIGHTNING),
-    "minimax": Family(Mixer.LIGHTNING),
-    "bailing_moe_linear": Family(Mixer.LIGHTNING),
-    "lfm2": Family(Mixer.SHORT_CONV),
-    "lfm2_moe": Family(Mixer.SHORT_CONV),
+    "minimax_m3": _MINIMAX_M3,
+    "minimax_m3_text": _MINIMAX_M3,
+    "minimax_m3_vl": _MINIMAX_M3,
+    "minimax_text_01": _LIGHTNING,
+    "minimax_m1": _LIGHTNING,
+    "minimax": _LIGHTNING,
+    "bailing_moe_linear": _LIGHTNING,
+    "lfm2": _SHORT_CONV,
+    "lfm2_moe": _SHORT_CONV,
+    "deepseek_v2": _MLA,
+    "deepseek_v3": _MLA,
+    "kimi_k2": _MLA,
+    "deepseek_v32": _INDEXED,
+    "glm_moe_dsa": _INDEXED,
+    "longcat_flash": Family(attentions=2, defaults={"kv_lora_rank": 512, "qk_rope_head_dim": 64}),
+    "minicpm3": Family(expanded=True),
+    "step3_text": Family(defaults={"num_key_value_heads": 1}),
+    "step3p5": _STEP,
+    "step3p7": _STEP,
+    "mistral": _WINDOWED,
 }
 
 _ATTENTION_ONLY = (
-    "apertus", "arcee", "baichuan", "cohere", "deepseek", "deepseek_v2", "deepseek_v3", "deepseek_v32",
-    "ernie4_5", "ernie4_5_moe", "exaone", "exaone4", "falcon", "gemma", "gemma4_text", "glm", "glm4",
-    "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_bigcode", "gpt_neox", "granite", "granitemoe",
-    "hunyuan_v1_dense", "hunyuan_v1_moe", "internlm2", "internlm3", "kimi_k2", "llama", "mimo",
-    "mimo_v2_flash", "minicpm", "minicpm3", "minimax_m2", "ministral", "mistral", "mixtral", "nemotron",
-    "olmo", "olmo2", "olmoe", "opt", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
-    "qwen3_vl_moe_text", "qwen3_vl_text", "seed_oss", "smollm3", "solar", "stablelm", "starcoder2",
+    "afmoe", "apertus", "arcee", "axk1", "baichuan", "bailing_moe", "bailing_moe_v2", "bloom", "chatglm",
+    "cohere",
+    "deepseek", "deepseek_v4", "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4", "exaone_moe",
+    "falcon", "gemma",
+    "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "granite",
+    "granite_swa",
+    "granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3",
+    "hyperclovax",
+    "internlm2", "internlm3", "laguna", "llama", "mimo", "mimo_v2", "mimo_v2_flash", "minicpm",
+    "minimax_m2", "ministral", "ministral3", "mixtral", "nemotron", "nemotron-nas", "olmo", "olmo2",
+    "olmoe", "opt",
+    "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_vl_moe_text", "qwen3_vl_text",
+    "seed_oss", "smollm3", "solar", "solar_open", "stablelm", "starcoder2",
 )  # fmt: skip
 
 FAMILIES: Mapping[str, Family] = MappingProxyType({**dict.fromkeys(_ATTENTION_ONLY, Family()), **_SPECIAL})

@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from kvferry.errors import ConfigError
+from kvferry.geometry.models.attention import without_attention
 from kvferry.geometry.models.config import Config, whole
 from kvferry.geometry.models.families import Family, Mixer
+from kvferry.geometry.models.strict import check_nested
 
 Mixers: TypeAlias = tuple[Mixer, ...]
 """Of one layer: none for a layer without a cache, two where attention and recurrence run side by side."""
@@ -27,10 +29,33 @@ _WORDS: Mapping[str, Mixers] = {
     "chunked_attention": (Mixer.CHUNKED,),
     "short_conv": (Mixer.SHORT_CONV,),
     "conv": (Mixer.SHORT_CONV,),
+    "deepseek_sparse_attention": _FULL,
+    "indexed_attention": _FULL,
     "mlp": (),
     "moe": (),
 }
+_PATTERN = (
+    "layer_types", "layers_block_type", "hybrid_override_pattern", "attn_layer_period", "attn_layer_offset",
+    "attn_layer_indices", "full_attention_interval", "layer_group_size", "sliding_window_pattern",
+    "_sliding_window_pattern", "use_sliding_window", "max_window_layers", "no_rope_layer_interval",
+    "no_rope_layers",
+    "full_attn_idxs", "hybrid_layer_ids", "global_attn_every_n_layers", "full_attention_layers",
+    "prefix_dense_sliding_window_pattern", "layer_switch", "no_rope_layers_interval",
+    "sliding_window_layers", "attention_pattern", "hybrid_layer_pattern",
+)  # fmt: skip
+"""Ways to say which layer mixes tokens how: once one has answered, the others repeat it."""
+_WINDOW = (
+    "sliding_window", "sliding_window_size", "swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim",
+    "attention_other_setting",
+)  # fmt: skip
+"""What windows are like, moot where no layer has one."""
 _LETTERS: Mapping[str, Mixers] = {"*": _FULL, "-": (), "E": ()}
+
+
+_KIMI_KEYS = (
+    "kda_layers", "full_attn_layers", "num_heads", "head_dim", "short_conv_kernel_size", "gate_lower_bound",
+    "use_full_rank_gate",
+)  # fmt: skip
 
 
 def mixers(config: Config, family: Family) -> list[Mixers]:
@@ -41,10 +66,20 @@ def mixers(config: Config, family: Family) -> list[Mixers]:
     """
     for rule in _RULES:
         if (found := rule(config, family)) is not None:
-            return found
+            config.cover(*_PATTERN)
+            if not any(Mixer.SLIDING in layer for layer in found):
+                config.cover(*_WINDOW)
+            return _repeated(found, family)
     window = config.maybe("sliding_window")
     windowed = window is not None and config.get("use_sliding_window") is not False
-    return [(Mixer.SLIDING,) if windowed else _FULL] * config.layers
+    if config.get("use_sliding_window") is False:
+        config.cover(*_WINDOW, "max_window_layers")
+    return _repeated([(Mixer.SLIDING,) if windowed else _FULL] * config.layers, family)
+
+
+def _repeated(layers: list[Mixers], family: Family) -> list[Mixers]:
+    """LongCat: layers that have attention twice."""
+    return [layer * family.attentions for layer in layers]
 
 
 def _recurrence(config: Config, family: Family, said: str) -> Mixer:
@@ -59,6 +94,19 @@ def _recurrence(config: Config, family: Family, said: str) -> Mixer:
 _RECURRENT_TYPES = (
     "Mamba, Mamba2, gated delta net, Kimi delta attention, lightning attention and short convolution"
 )
+
+
+def _compressed(config: Config, _family: Family) -> list[Mixers] | None:
+    """DeepSeek V4: what a layer keeps follows from its compression ratio."""
+    return None if config.get("compress_ratios") is None else [_FULL] * config.layers
+
+
+def _blocks(config: Config, _family: Family) -> list[Mixers] | None:
+    """Nemotron-NAS: blocks that skip attention keep nothing."""
+    if config.get("block_configs") is None:
+        return None
+    skipped = without_attention(config)
+    return [() if i in skipped else _FULL for i in range(config.layers)]
 
 
 def _everywhere(config: Config, family: Family) -> list[Mixers] | None:
@@ -124,7 +172,10 @@ def _attention_flags(config: Config, family: Family) -> list[Mixers] | None:
     said = config.listed(name, config.layers)
     if said is None:
         return None
-    return _translated(name, said, {1: _FULL, 0: (_recurrence(config, family, name),)})
+    known: dict[Any, Mixers] = {1: _FULL}
+    if 0 in said:
+        known[0] = (_recurrence(config, family, name),)
+    return _translated(name, said, known)
 
 
 def _last_of_each(config: Config, family: Family) -> list[Mixers] | None:
@@ -141,6 +192,10 @@ def _kimi(config: Config, family: Family) -> list[Mixers] | None:
     said = config.get("linear_attn_config")
     if not isinstance(said, Mapping):
         return None
+    check_nested(
+        Config(said, {}), "linear_attn_config",
+        _KIMI_KEYS,
+    )  # fmt: skip
     delta, full = said.get("kda_layers") or [], said.get("full_attn_layers") or []
     if sorted([*delta, *full]) != list(range(1, config.layers + 1)):
         raise ConfigError(
@@ -155,7 +210,10 @@ def _window_flags(config: Config, _family: Family) -> list[Mixers] | None:
     """MiMo-V2: 1 has a window."""
     name = "hybrid_layer_pattern"
     said = config.listed(name, config.layers)
-    return None if said is None else _translated(name, said, {1: (Mixer.SLIDING,), 0: _FULL})
+    if said is None:
+        return None
+    config.cover("attention_chunk_size")
+    return _translated(name, said, {1: (Mixer.SLIDING,), 0: _FULL})
 
 
 def _chunks(config: Config, _family: Family) -> list[Mixers] | None:
@@ -170,8 +228,8 @@ def _chunks(config: Config, _family: Family) -> list[Mixers] | None:
 
 def _window_pattern(config: Config, _family: Family) -> list[Mixers] | None:
     """Gemma 3, Cohere 2: the last of every so many layers has no window. EXAONE 4: ``L`` has one."""
-    pattern = config.get("sliding_window_pattern")
-    if not pattern or config.maybe("sliding_window") is None:
+    pattern = config.get("sliding_window_pattern", "_sliding_window_pattern")
+    if not pattern or config.maybe("sliding_window", "sliding_window_size") is None:
         return None
     if isinstance(pattern, str):
         windowed = [pattern[i % len(pattern)] == "L" for i in range(config.layers)]
@@ -190,6 +248,8 @@ def _window_from(config: Config, _family: Family) -> list[Mixers] | None:
 
 
 _RULES: tuple[Rule, ...] = (
+    _compressed,
+    _blocks,
     _everywhere,
     _letters,
     _words,

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.errors import ConfigError, GeometryError
-from kvferry.geometry.models.attention import attention_stores
-from kvferry.geometry.models.config import Config, language_model
+from kvferry.geometry.models.attention import AttentionReader, query_heads
+from kvferry.geometry.models.config import DTYPES, Config, language_model
 from kvferry.geometry.models.dtypes import FLOATS, float_name
+from kvferry.geometry.models.encoders import check_decoder
 from kvferry.geometry.models.families import FAMILIES, RECURRENT, Family, Mixer
 from kvferry.geometry.models.pattern import Mixers, mixers
+from kvferry.geometry.models.quantized import quantized_cache
 from kvferry.geometry.models.recurrent import recurrent_store
+from kvferry.geometry.models.strict import check_unread
 from kvferry.geometry.store import LayerStore, ModelCache
-
-_BETRAYS_STATE = ("mamba", "ssm_", "linear_", "rwkv", "conv_kernel", "conv_L", "state_size", "time_step")
-_BETRAYS_UNEVEN = ("block_configs", "num_heads_per_layer", "num_kv_heads_per_layer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,39 +68,74 @@ def read_model(
         ConfigError: the file does not say what is kept, in one sentence.
     """
     values = language_model(config)
-    plain = Config(values, {})
-    family = FAMILIES.get(plain.model_type, Family())
+    model_type = str(values.get("model_type") or "")
+    family = FAMILIES.get(model_type, Family())
     read = Config(values, family.defaults)
-    notes = []
-    model_dtype, said = _model_dtype(read, dtype)
+    check_decoder(read)
+    model_dtype, notes = _model_dtype(read, dtype)
+    cache_dtype, said = quantized_cache(read, dtype)
     notes += said
-    if plain.model_type not in FAMILIES:
-        notes.append(_unknown(plain))
+    if model_type not in FAMILIES:
+        notes.append(_unknown(read))
     layers = _without_shared(read, mixers(read, family))
     if draft:
         layers += _draft_layers(read, layers)
-    ssm_dtype = _ssm_dtype(read, family, model_dtype)
-    made: dict[Mixer, tuple[LayerStore, ...]] = {}
     try:
-        for mixer in {mixer for layer in layers for mixer in layer}:
-            if mixer in RECURRENT:
-                made[mixer] = (recurrent_store(read, mixer, model_dtype, ssm_dtype),)
-            else:
-                made[mixer] = attention_stores(read, family, mixer, dtype, model_dtype)
+        stores = _stores(read, family, layers, (cache_dtype, model_dtype))
     except GeometryError as error:
         raise ConfigError(f"config.json: {error}") from error
-    stores = [tuple(store for mixer in layer for store in made[mixer]) for layer in layers]
-    cache = ModelCache(name or plain.model_type, tuple(store for layer in stores for store in layer))
+    heads = query_heads(read)
+    if family.recurrent is not None:
+        _cover_absent(read, {mixer for layer in layers for mixer in layer})
+    notes += check_unread(read)
+    cache = ModelCache(name or model_type, tuple(store for layer in stores for store in layer), heads)
     if not cache.layers:
         raise ConfigError("config.json: no layer keeps anything, so there is nothing to move")
     return ModelReading(cache, tuple(len(layer) for layer in stores), tuple(notes))
+
+
+_ATTENTION_KEYS = ("num_key_value_heads", "head_dim", "attention_head_dim", "kv_channels", "sliding_window")
+_STATE_KEYS = (
+    "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand",
+    "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "expand",
+    "mamba_ssm_cache_dtype", "mamba_ssm_dtype", "conv_L_cache", "conv_dim", "conv_dim_out", "block_dim",
+)  # fmt: skip
+
+
+def _cover_absent(config: Config, used: set[Mixer]) -> None:
+    """Count sizes as read that no layer of a hybrid needs: some are all attention, some all recurrence."""
+    if used <= RECURRENT:
+        config.cover(*_ATTENTION_KEYS)
+    if not used & RECURRENT:
+        config.cover(*_STATE_KEYS)
+
+
+def _stores(
+    config: Config, family: Family, layers: list[Mixers], dtypes: tuple[str, str]
+) -> list[tuple[LayerStore, ...]]:
+    """What each layer keeps; `dtypes` of the KV cache and of the model."""
+    attention = AttentionReader(config, family, *dtypes)
+    ssm_dtype = _ssm_dtype(config, family, dtypes[1])
+    recurrent = {
+        mixer: (recurrent_store(config, mixer, dtypes[1], ssm_dtype),)
+        for mixer in dict.fromkeys(mixer for layer in layers for mixer in layer if mixer in RECURRENT)
+    }
+    last = config.layers - 1
+    return [
+        tuple(
+            store
+            for mixer in layer
+            for store in (recurrent.get(mixer) or attention.stores(mixer, min(number, last)))
+        )
+        for number, layer in enumerate(layers)
+    ]
 
 
 def _model_dtype(config: Config, dtype: str) -> tuple[str, list[str]]:
     """What the model is computed in, and what was assumed."""
     if dtype in FLOATS:
         return dtype, []
-    value = config.get("dtype", "torch_dtype")
+    value = config.get(*DTYPES)
     if value is None:
         return "bfloat16", ["config.json names no element type: bfloat16 is assumed"]
     named = float_name("torch_dtype", value)
@@ -121,23 +156,16 @@ def _unknown(config: Config) -> str:
     """What is assumed of a family that is not known.
 
     Raises:
-        ConfigError: its keys say that it keeps something other than K and V of every layer.
+        ConfigError: it keeps something else than every layer's K and V, or latents.
     """
     name = config.model_type or "unknown"
-    for key in config.values:
-        if key.startswith(_BETRAYS_STATE) and config.get(key) is not None:
+    for key in ("index_head_dim", "compress_ratios", "sparse_attention_config", "block_configs"):
+        if config.get(key) is not None:
             raise ConfigError(
-                f"model type {name} is not known, and {key} in its config.json says that it keeps more than "
-                "K and V; its KV cache cannot be planned yet"
+                f"model type {name} is not known, and {key} in its config.json says that it keeps more "
+                f"than K and "
+                "V; its KV cache cannot be planned yet"
             )
-    uneven = next((key for key in _BETRAYS_UNEVEN if config.get(key) is not None), None)
-    if uneven is not None:
-        raise ConfigError(
-            f"model type {name} is not known, and {uneven} in its config.json says that its layers differ; "
-            "its KV cache cannot be planned yet"
-        )
-    if config.get("is_encoder_decoder") is True:
-        raise ConfigError(f"model type {name} is an encoder-decoder; only decoders can be planned")
     config.number("num_attention_heads", "n_head", "n_heads")
     return f"model type {name} is not known: read as ordinary attention by its keys"
 

@@ -80,8 +80,10 @@ def _mamba2(config: Config, item: int, ssm_item: int) -> tuple[Stored, ...]:
 def _mamba2_channels(config: Config) -> int | None:
     """Channels of the convolution's x, where the file says them beside heads and their width."""
     if config.model_type == "nemotron_h":
+        config.cover("expand")
         return None
     if said := config.maybe("mamba_d_ssm"):
+        config.cover("mamba_expand", "expand")
         return said
     expand = config.maybe("mamba_expand", "expand")
     return expand * config.number("hidden_size") if expand else None
@@ -121,11 +123,8 @@ def _lightning(config: Config, _item: int, ssm_item: int) -> tuple[Stored, ...]:
 
 
 def _short_conv(config: Config, item: int, _ssm_item: int) -> tuple[Stored, ...]:
-    return (
-        Stored(
-            "conv", item, config.number("conv_dim", "hidden_size"), (_taps(config.number("conv_L_cache")),)
-        ),
-    )
+    channels = config.number("conv_dim", "hidden_size")
+    return (Stored("conv", item, channels, (_taps(config.number("conv_L_cache")),)),)
 
 
 _BUILDERS: Mapping[Mixer, Builder] = {

@@ -1,0 +1,76 @@
+"""What a layer of DeepSeek V4 keeps: a window of latents, and beside it one state per 4 or 128 tokens.
+
+Sizes and blocks are those of vLLM's ``deepseek_v4`` in its packed format: 448 bytes of fp8, 64 bfloat16 for
+positions and 8 bytes of scales per latent; keys of the indexer in fp8 with their scales. A compressor keeps
+the float32 values of the tokens that have not become a state yet.
+"""
+
+from __future__ import annotations
+
+from kvferry.errors import ConfigError
+from kvferry.geometry.models.config import Config, whole
+from kvferry.geometry.models.dtypes import PACKED_LATENT
+from kvferry.geometry.models.indexer import scaled_bytes
+from kvferry.geometry.rank import GroupKind
+from kvferry.geometry.store import LayerStore, Stored
+
+_LATENT_BYTES = 584
+_LATENT_WIDTH = 512
+_WINDOW_BLOCK, _STATE_BLOCK = 64, 256
+_COMPRESSOR_BLOCK = {4: 4, 128: 8}
+_OVERLAPPING = 4
+"""The ratio at which a state is made of two groups of tokens, so that a compressor keeps twice as many."""
+
+
+def compressed_stores(config: Config, layer: int, cache_dtype: str) -> tuple[LayerStore, ...]:
+    """What one layer keeps.
+
+    Args:
+        config: the model's.
+        layer: its number.
+        cache_dtype: auto, fp8 or the packed format, which are one here.
+
+    Raises:
+        ConfigError: a size or an element type that vLLM does not have.
+    """
+    if cache_dtype not in ("auto", "fp8", PACKED_LATENT):
+        raise ConfigError(f"{cache_dtype} is not known for compressed latents; choose fp8")
+    ratios = config.get("compress_ratios")
+    if not isinstance(ratios, list) or len(ratios) < config.layers:
+        raise ConfigError(f"config.json: compress_ratios is {ratios!r}, one number per layer is expected")
+    width = config.number("head_dim")
+    if width != _LATENT_WIDTH:
+        raise ConfigError(
+            f"config.json: head_dim is {width}; compressed latents are known of {_LATENT_WIDTH}"
+        )
+    index_width = config.number("index_head_dim")
+    config.cover("num_key_value_heads", "qk_rope_head_dim", "kv_lora_rank")
+    window = _latents(
+        GroupKind.SLIDING, "latent", _LATENT_BYTES, _WINDOW_BLOCK, config.number("sliding_window")
+    )
+    ratio = whole("compress_ratios", ratios[layer], 0)
+    if ratio <= 1:
+        return (window,)
+    if ratio not in _COMPRESSOR_BLOCK:
+        raise ConfigError(f"config.json: compress_ratios has {ratio}; known are 0, 4 and 128")
+    kept = [window, _states("latent", _LATENT_BYTES, ratio), _compressor("compressor", width, ratio)]
+    if ratio == _OVERLAPPING:
+        kept += [
+            _states("indexer", scaled_bytes(index_width), ratio),
+            _compressor("indexer.compressor", index_width, ratio),
+        ]
+    return tuple(kept)
+
+
+def _states(name: str, size: int, ratio: int) -> LayerStore:
+    return _latents(GroupKind.MLA, name, size, _STATE_BLOCK, 0, ratio)
+
+
+def _compressor(name: str, width: int, ratio: int) -> LayerStore:
+    """Sums and weights, in float32, of the tokens of the group that is open."""
+    groups = 2 if ratio == _OVERLAPPING else 1
+    return _latents(GroupKind.SLIDING, name, groups * 2 * width * 4, _COMPRESSOR_BLOCK[ratio], groups * ratio)
+
+
+def _latents(kind: GroupKind, name: str, size: int, block: int, reach: int, ratio: int = 1) -> LayerStore:
+    return LayerStore(kind, reach, (Stored(name, 1, 0, (("content", size),)),), block, ratio)

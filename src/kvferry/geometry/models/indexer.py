@@ -1,0 +1,61 @@
+"""What sparse attention keeps to find the tokens that matter: one key per token, in a cache of its own."""
+
+from __future__ import annotations
+
+from kvferry.errors import ConfigError
+from kvferry.geometry.models.config import Config, whole
+from kvferry.geometry.models.dtypes import FLOATS
+from kvferry.geometry.rank import GroupKind
+from kvferry.geometry.store import LayerStore, Stored
+
+_SCALE_TOKENS = 128
+_SHARING = ("index_topk_freq", "index_topk_pattern", "index_skip_topk_offset", "indexer_types")
+
+
+def scaled_bytes(width: int) -> int:
+    """Bytes of a key of so many fp8 elements, with a float32 scale per 128 of them."""
+    return width + whole("index_head_dim", width, _SCALE_TOKENS) // _SCALE_TOKENS * 4
+
+
+def token_indexer(config: Config, layer: int) -> tuple[LayerStore, ...]:
+    """The indexer of DeepSeek V3.2 and GLM-5; none in a layer that uses an earlier layer's choice.
+
+    The rule is that of vLLM's ``deepseek_v32/attention.py``; `indexer_types` repeats it in words.
+    """
+    width = config.maybe("index_head_dim")
+    if width is None:
+        return ()
+    pattern = config.get("index_topk_pattern")
+    every = config.maybe("index_topk_freq") or 1
+    offset = config.get("index_skip_topk_offset")
+    config.cover(*_SHARING)
+    if pattern is None:
+        first = 2 if offset is None else whole("index_skip_topk_offset", offset, 0)
+        shared = max(layer - first + 1, 0) % every != 0
+    else:
+        shared = layer < len(pattern) and pattern[layer] == "S"
+    said = config.listed("indexer_types", config.layers)
+    if said is not None and (said[layer] == "shared") is not shared:
+        raise ConfigError(
+            f"config.json: indexer_types calls layer {layer} {said[layer]!r}, the other keys of its indexer "
+            "say otherwise; correct the file"
+        )
+    if shared:
+        return ()
+    return (LayerStore(GroupKind.MLA, 0, (Stored("indexer", 1, 0, (("content", scaled_bytes(width)),)),)),)
+
+
+def block_indexer(config: Config, layer: int, model_dtype: str) -> tuple[LayerStore, ...]:
+    """The indexer of MiniMax-M3, in layers that are sparse: one key for all heads."""
+    sparse = config.nested("sparse_attention_config")
+    if not sparse.values or sparse.get("use_sparse_attention") is False:
+        return ()
+    listed = sparse.listed("sparse_attention_freq", config.layers)
+    if listed is None:
+        raise ConfigError("config.json: sparse_attention_config has no sparse_attention_freq; add it")
+    if not listed[layer]:
+        return ()
+    width = sparse.number("sparse_index_dim")
+    return (
+        LayerStore(GroupKind.MLA, 0, (Stored("indexer", FLOATS[model_dtype], 0, (("content", width),)),)),
+    )

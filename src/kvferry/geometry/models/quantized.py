@@ -1,0 +1,48 @@
+"""The element type of the KV cache that a quantized checkpoint asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvferry.errors import ConfigError
+from kvferry.geometry.models.config import Config
+
+_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
+
+
+def quantized_cache(config: Config, dtype: str) -> tuple[str, list[str]]:
+    """The element type, and what was decided, in a sentence.
+
+    vLLM's rule (`resolve_kv_cache_dtype_string`): with ``--kv-cache-dtype auto`` the checkpoint decides.
+
+    Args:
+        config: the model's.
+        dtype: what was asked for; anything but auto wins.
+
+    Raises:
+        ConfigError: the checkpoint asks for a type that kvferry cannot plan.
+    """
+    quantization = config.get("quantization_config")
+    if dtype != "auto" or not isinstance(quantization, Mapping):
+        return dtype, []
+    inner = quantization.get("quantization")
+    places = (inner, quantization) if isinstance(inner, Mapping) else (quantization,)
+    found = ((key, place[key]) for key in _KEYS for place in places if place.get(key))
+    said = next(found, None)
+    if said is None:
+        return dtype, []
+    key, scheme = said
+    if _is_fp8(scheme):
+        return "fp8", [f"the checkpoint keeps its KV cache in fp8 (quantization_config.{key})"]
+    raise ConfigError(
+        f"config.json: quantization_config.{key} is {scheme!r}, and only fp8 is known of such; name the "
+        f"element "
+        "type with --dtype"
+    )
+
+
+def _is_fp8(scheme: Any) -> bool:
+    if isinstance(scheme, Mapping):
+        return scheme.get("num_bits") == 8 and scheme.get("type") == "float"
+    return str(scheme).lower() == "fp8"

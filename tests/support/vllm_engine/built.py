@@ -1,0 +1,211 @@
+"""What vLLM keeps per layer: its own model classes, built without weights, asked for their cache specs.
+
+A process of its own, since it replaces what vLLM cannot do on this machine: it reads one JSON object per
+line, ``{"config": ..., "tp": ...}``, and answers each with a line: ``{"layers": [...]}`` or
+``{"error": ...}``.
+Parameters are on PyTorch's meta device, which has shapes and no memory, so models are built in full size.
+
+Replaced, none of it decides what a layer keeps: tensor-parallel groups (only their sizes are asked for),
+events of CUDA, the kernel of experts, torchvision, and the refusal to select a sparse
+attention backend on a CPU.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import redirect_stdout, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+MAX_MODEL_LEN = 1024
+_GROUPS = ("_TP", "_PP", "_DP", "_EP", "_EPLB", "_DCP", "_PCP", "_WORLD")
+_OVER_ALL = ("_TP", "_EP", "_WORLD")
+_SMALL = 512
+"""Hidden size up to which a model has memory: some look at what they make."""
+_MISSING = ("torchvision", "cutlass", "cuda")
+
+
+def ask(questions: Iterable[tuple[dict[str, Any], int]]) -> Iterator[dict[str, Any]]:
+    """The answers to (config, tensor-parallel ranks), from a process of its own."""
+    lines = "".join(json.dumps({"config": config, "tp": tp}) + "\n" for config, tp in questions)
+    environment = {
+        **os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_V2_MODEL_RUNNER": "0", "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, __file__], input=lines, capture_output=True, text=True, env=environment, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-4000:])
+    return map(json.loads, done.stdout.splitlines())
+
+
+def _main() -> None:
+    with redirect_stdout(sys.stderr):
+        _replace()
+        answers = [_answer(json.loads(line)) for line in sys.stdin]
+    for answer in answers:
+        sys.stdout.write(json.dumps(answer) + "\n")
+
+
+def _answer(question: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {"layers": list(_layers(_built(question["config"], question["tp"])))}
+    except Exception as error:  # noqa: BLE001 - whatever vLLM says of this configuration is the answer
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return {"error": f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"}
+
+
+class _Missing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds modules that are not installed here, in which every name means nothing."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        known = name.partition(".")[0] in _MISSING
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if known else None
+
+    def create_module(self, spec: Any) -> Any:
+        return mock.MagicMock(__spec__=spec, __path__=[])
+
+    def exec_module(self, module: Any) -> None:
+        pass
+
+
+def _replace() -> None:
+    """Take out of vLLM's way what this machine lacks."""
+    from transformers import AutoConfig
+    from transformers.utils import import_utils
+
+    # Asked once and remembered: it must stay known as missing.
+    import_utils.is_torchvision_available()
+    import_utils.is_torchvision_v2_available()
+    import torch
+    import torch._dynamo
+
+    with suppress(ImportError):
+        import tvm_ffi  # noqa: F401  # asks for CUDA's bindings once, when imported
+    sys.meta_path.append(_Missing())
+    torch.Event = torch.cuda.Event = type("Event", (), {"__init__": lambda *_, **__: None})
+
+    from vllm.model_executor.layers.fused_moe import (
+        config as experts,
+        unquantized_fused_moe_method as unquantized,
+    )
+    from vllm.model_executor.models import registry
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.transformers_utils.configs.minimax_m3 import MiniMaxM3TextConfig
+
+    logging.disable(logging.CRITICAL)
+    AutoConfig.register("minimax_m3_text", MiniMaxM3TextConfig, exist_ok=True)
+    registry._run_in_subprocess = lambda inspect: inspect()
+    check, select = experts.FusedMoEConfig.__post_init__, unquantized.select_unquantized_moe_backend
+
+    def checked(self: Any) -> None:
+        with suppress(NotImplementedError):
+            check(self)
+
+    def selected(**asked: Any) -> Any:
+        try:
+            return select(**asked)
+        except NotImplementedError:
+            return unquantized.UnquantizedMoeBackend.TRITON, mock.MagicMock()
+
+    experts.FusedMoEConfig.__post_init__ = checked
+    unquantized.select_unquantized_moe_backend = selected
+    of_cpu = CpuPlatform.get_attn_backend_cls.__func__
+
+    def backend(cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: Any = None) -> str:
+        return of_cpu(cls, selected_backend, attn_selector_config._replace(use_sparse=False), num_heads)
+
+    CpuPlatform.get_attn_backend_cls = classmethod(backend)
+    update = CpuPlatform.check_and_update_config.__func__
+
+    def updated(cls: Any, engine: Any) -> None:
+        cache = engine.cache_config
+        state_dtype = cache.mamba_ssm_cache_dtype
+        update(cls, engine)
+        # Only on a CPU must recurrent state be float32.
+        cache.mamba_ssm_cache_dtype = state_dtype
+
+    CpuPlatform.check_and_update_config = classmethod(updated)
+    torch.cuda.Stream = torch.Event
+
+
+def _built(config: dict[str, Any], tp: int) -> Any:
+    """vLLM's configuration, with the layers of the model that was built by it."""
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config))
+        engine = EngineArgs(
+            model=folder, skip_tokenizer_init=True, enforce_eager=True, max_model_len=MAX_MODEL_LEN,
+            load_format="dummy", enable_prefix_caching=False,
+        ).create_engine_config()  # fmt: skip
+    engine.parallel_config.tensor_parallel_size = tp
+    engine.model_config.verify_with_parallel_config(engine.parallel_config)
+    for name in _GROUPS:
+        setattr(parallel_state, name, _group(tp if name in _OVER_ALL else 1))
+    small = engine.model_config.hf_text_config.hidden_size <= _SMALL
+    device, dtype = torch.device("cpu" if small else "meta"), engine.model_config.dtype
+    with set_current_vllm_config(engine), device, set_default_torch_dtype(dtype):
+        initialize_model(engine)
+    return engine
+
+
+def _group(size: int) -> Any:
+    """A group of so many ranks that can be asked for its size and for nothing else."""
+    handle = SimpleNamespace(size=lambda: size, rank=lambda: 0)
+    return SimpleNamespace(
+        world_size=size, rank_in_group=0, rank=0, local_rank=0, ranks=list(range(size)), first_rank=0,
+        last_rank=size - 1, is_first_rank=True, is_last_rank=True, device_group=handle, cpu_group=handle,
+        device_communicator=None, unique_name="sizes only",
+    )  # fmt: skip
+
+
+def _layers(engine: Any) -> Iterator[dict[str, Any]]:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    with set_current_vllm_config(engine):
+        for name, layer in engine.compilation_config.static_forward_context.items():
+            if isinstance(layer, AttentionLayerBase):
+                yield {"name": name, "layer": int(re.search(r"\.(\d+)\.", name)[1]), **_kept(layer, engine)}
+
+
+def _kept(layer: Any, engine: Any) -> dict[str, Any]:
+    """What one layer keeps on rank 0."""
+    if shared := getattr(layer, "kv_sharing_target_layer_name", None):
+        return {"shares": shared}
+    spec = layer.get_kv_cache_spec(engine)
+    if spec is None:
+        return {"spec": None}
+    found = {"spec": type(spec).__name__, "block_tokens": spec.block_size}
+    if hasattr(spec, "shapes"):
+        return {**found, "bytes": spec.real_page_size_bytes}
+    reach = (getattr(spec, key, None) for key in ("sliding_window", "attention_chunk_size", "rswa_window"))
+    return {
+        **found,
+        "reach": next((each for each in reach if each), 0),
+        "heads": spec.num_heads,
+        "bytes": spec.num_heads * spec.state_content_size_bytes,
+        "state_tokens": int(spec.tokens_per_state),
+    }
+
+
+if __name__ == "__main__":
+    _main()
