@@ -1,7 +1,7 @@
 """CUDA's cache-write operations in torch, as the kernels of vLLM's ``csrc`` write.
 
-`reshape_and_cache_flash` and `concat_and_cache_mla` as in ``cache_kernels.cu``; the NVFP4 branch as in
-``nvfp4_kv_cache_kernels.cu``.
+`reshape_and_cache_flash`, `concat_and_cache_mla` and `indexer_k_quant_and_cache` as in ``cache_kernels.cu``;
+the NVFP4 branch as in ``nvfp4_kv_cache_kernels.cu``.
 """
 
 from __future__ import annotations
@@ -104,6 +104,27 @@ def concat_and_cache_mla(
     kv_cache.view(_raw(kv_cache))[block, offset] = _codes(both, kv_cache, kv_cache_dtype, scale)
 
 
+def indexer_k_quant_and_cache(
+    k: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, quant_block_size: int, scale_fmt: str
+) -> None:
+    """Scatter keys into (blocks, tokens, bytes): codes of all tokens of a block, then their scales."""
+    (count, width), tokens = k.shape, kv_cache.shape[1]
+    grouped = k.float().view(count, -1, quant_block_size)
+    scales = grouped.abs().amax(-1).clamp(min=1e-4) / 448
+    if scale_fmt == "ue8m0":
+        scales = torch.exp2(torch.ceil(torch.log2(scales)))
+    codes = (grouped / scales.unsqueeze(-1)).to(torch.float8_e4m3fn).view(torch.uint8).view(count, width)
+    assert kv_cache.dtype is torch.uint8
+    page = kv_cache.as_strided(
+        (len(kv_cache), tokens * kv_cache.shape[2]), (kv_cache.stride(0), 1), kv_cache.storage_offset()
+    )
+    block, offset = (slot_mapping // tokens)[:, None], (slot_mapping % tokens)[:, None]
+    page[block, offset * width + torch.arange(width)] = codes
+    scale_bytes = 4 * scales.shape[1]
+    at = tokens * width + offset * scale_bytes + torch.arange(scale_bytes)
+    page[block, at] = scales.contiguous().view(torch.uint8)
+
+
 def install(patch: Any) -> None:
     """Make the operations what vLLM calls.
 
@@ -121,3 +142,4 @@ def install(patch: Any) -> None:
     for module in (_custom_ops, flash_attn):
         patch.setattr(module, "reshape_and_cache_flash", reshape_and_cache_flash, raising=False)
     patch.setattr(_custom_ops, "concat_and_cache_mla", latents)
+    patch.setattr(_custom_ops, "indexer_k_quant_and_cache", indexer_k_quant_and_cache)

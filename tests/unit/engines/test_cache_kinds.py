@@ -33,6 +33,7 @@ from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.geometry.canonical import canonical_of
 from kvferry.planning.select import Span, select_cells
 from kvferry.planning.template import build_templates
+from support.backends import emulated
 
 BLOCKS = 5
 Make = Callable[[VllmConfig], Any]
@@ -183,6 +184,28 @@ def test_what_every_rank_holds_goes_to_engines_of_other_ranks_and_nothing_else(m
     else:
         with pytest.raises(Incompatible):
             build_templates([described(make)], here[1])
+
+
+def test_keys_of_a_sparse_indexer_are_fields_where_their_operation_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    emulated.install(monkeypatch)
+    here, there = described(indexer), described(indexer, block=128)
+    ((layer,),) = (group.layers for group in here.groups)
+    assert [field.name for field in layer.page.fields] == ["indexer", "indexer.scale"]
+    assert build_templates([there], here)[0].routes[0].cell_tokens == 64
+    (group,) = canonical_of([here], 128).groups
+    parts = [(part.field, part.item_bytes, part.inner) for of in group.sections for part in of.parts]
+    assert parts == [("indexer.scale", 4, (("content", 1),)), ("indexer", 1, (("content", 128),))]
+    assert canonical_of([there], 128) == canonical_of([here], 128)
+    assert described(compressed_indexer).groups[0].layers[0].page.opaque
+
+
+def test_shuffled_keys_move_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on AMD GPUs, whose operation is another."""
+    emulated.install(monkeypatch)
+    monkeypatch.setattr(DeepseekV32IndexerCache, "uses_shuffled_layout", True)
+    assert described(indexer).groups[0].layers[0].page.opaque
 
 
 def test_an_encoder_is_told_that_it_keeps_nothing() -> None:

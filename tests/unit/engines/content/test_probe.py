@@ -131,7 +131,18 @@ def mla(kv_dtype, content, dtype):
     return layer, spec, torch.zeros(BLOCKS, 1, 16, content, dtype=dtype)
 
 
+def indexer():
+    from vllm.config import CacheConfig, VllmConfig, set_current_vllm_config
+    from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
+
+    config = VllmConfig(cache_config=CacheConfig(block_size=64))
+    with set_current_vllm_config(config):
+        layer = DeepseekV32IndexerCache(132, torch.uint8, "i", config.cache_config)
+    return layer, layer.get_kv_cache_spec(config), torch.zeros(BLOCKS, 1, 64, 132, dtype=torch.uint8)
+
+
 PAGES = {
+    "indexer": (adapters.indexer, indexer),
     "packed_kv, fp8": (adapters.packed_kv, lambda: make(Case("FLASH_ATTN", "fp8", scales=SCALED))),
     "packed_kv, bfloat16": (adapters.packed_kv, lambda: make(Case("FLASH_ATTN", "auto", "BHLNC"))),
     "cpu_kv": (adapters.cpu_kv, lambda: make(CPU[0])),
@@ -150,7 +161,7 @@ def test_no_adapter_is_believed_that_is_wrong_in_one_thing(name, emulated):
     layer, spec, cache = made()
     s = strides_of(cache, spec, BLOCKS)
     right = adapter(s, Shard(0, 1, 0, s.heads))
-    (element, *_) = element_types(layer.kv_cache_dtype, cache.dtype)
+    (element, *_) = element_types(getattr(layer, "kv_cache_dtype", "auto"), cache.dtype)
     assert probe.disproof(layer, cache, s, right, element) == ""
     wrong = list(mutants(right))
     assert len(wrong) > 4

@@ -20,6 +20,7 @@ class Code(Enum):
 
     ELEMENT = "the cache's element type"
     BFLOAT16 = "bfloat16, whatever the cache's element type is"
+    E4M3 = "float8 e4m3, whatever the cache's element type is"
     FP4 = "two e2m1 numbers to a byte, the low half first"
 
 
@@ -43,6 +44,9 @@ class Written:
     scale: Field | None = None
     scaled: bool = True
 
+
+INDEX_GROUP = 128
+"""Elements of an indexer's key to a scale."""
 
 Loops = tuple[tuple[int, int], ...]
 Adapter = Callable[[Strides, Shard], tuple[Written, ...]]
@@ -105,6 +109,26 @@ def latent_with_scales(s: Strides, shard: Shard) -> tuple[Written, ...]:
         Written(_of_token(s, "latent", 0, 1, 512), "k", scale=scale, scaled=False),
         Written(_of_token(s, "rope", 528, 2, 64), "k", 512, Code.BFLOAT16, scaled=False),
     )
+
+
+def indexer(s: Strides, shard: Shard) -> tuple[Written, ...]:
+    """Keys of all tokens of a kernel block, then their scales: the sparse indexer of DeepSeek V3.2.
+
+    A float32 scale for every 128 fp8 elements, as `indexer_k_quant_and_cache` writes.
+    """
+    del shard
+    groups, rest = divmod(s.content, INDEX_GROUP + 4)
+    if rest or s.v or (s.slots, s.item) != (1, 1) or s.token != s.content:
+        return ()
+    keys = groups * INDEX_GROUP
+
+    def field(name: str, item: int, offset: int, count: int) -> Field:
+        tokens = Axis("token", ((s.kernel_blocks, s.kernel), (s.tokens, count * item)))
+        return Field(name, item, offset, (tokens, Axis("content", ((count, item),))))
+
+    scale = field("indexer.scale", 4, s.tokens * keys, groups)
+    codes = field("indexer", 1, 0, keys)
+    return (Written(codes, "k", code=Code.E4M3, scale=scale, scaled=False),)
 
 
 # -- K and V apart -----------------------------------------------------------------------------------------
@@ -228,6 +252,7 @@ ADAPTERS: dict[str, tuple[Adapter, ...]] = {
     "CPU_ATTN": (cpu_kv,),
     "CPU_MLA": _MLA,
     "CUTLASS_MLA": _MLA,
+    "DEEPSEEK_V32_INDEXER": (indexer,),
     "FLASHINFER": (packed_kv, *_NVFP4),
     "FLASHINFER_MLA": _MLA,
     "FLASHINFER_MLA_SPARSE": _MLA,

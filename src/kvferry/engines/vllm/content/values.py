@@ -87,7 +87,7 @@ def decode(raw: torch.Tensor, code: Code, element: torch.dtype) -> torch.Tensor:
         both = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).long()
         magnitude = torch.tensor(_FP4, device=raw.device)[both & 7]
         return torch.where(both >= 8, -magnitude, magnitude)
-    dtype = torch.bfloat16 if code is Code.BFLOAT16 else element
+    dtype = {Code.BFLOAT16: torch.bfloat16, Code.E4M3: torch.float8_e4m3fn}.get(code, element)
     return raw.contiguous().view(dtype).squeeze(-1).float()
 
 
