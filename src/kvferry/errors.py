@@ -5,6 +5,7 @@ KVFerryError
 ├── GeometryError          memory that cannot be described, or a description that contradicts itself
 ├── SilentCopy             an operation on a view of a cache that would have gone on with a copy of it
 ├── Unnameable             content whose name would not be certain; the message says what is ambiguous
+│   └── NotYetNamed        the same, for now: a digest is being computed
 ├── Incompatible           two descriptions between which bytes cannot be moved; one sentence per difference
 ├── ProtocolError          a message of a peer that cannot be understood or is out of bounds
 ├── TransferError          bytes that could not be moved, or that cannot be trusted after they were
@@ -37,6 +38,10 @@ class SilentCopy(KVFerryError):
 
 class Unnameable(KVFerryError):
     """Content whose name would not be certain: a token id out of range, a fact that has no exact text."""
+
+
+class NotYetNamed(Unnameable):
+    """Content whose name is not known yet: a thread computes its digest. Ask again."""
 
 
 class Incompatible(KVFerryError):

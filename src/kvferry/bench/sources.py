@@ -23,12 +23,13 @@ from kvferry.cache.policies import Choice, Cost, Policy, Weight
 from kvferry.cache.speeds import Speeds
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.cache.writing import Behind
+from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.admission import Admission
 from kvferry.engines.vllm.headroom import Headroom
 from kvferry.engines.vllm.offer import Lease, Offer, write_offer
 from kvferry.engines.vllm.part_blocks import PartBlocks
 from kvferry.engines.vllm.peer_source import PeerSource
-from kvferry.engines.vllm.prompt import digest_of
+from kvferry.engines.vllm.prompt import content_of
 from kvferry.engines.vllm.prompts import Prompts
 from kvferry.engines.vllm.refusals import Refusals
 from kvferry.engines.vllm.source import Source
@@ -184,7 +185,8 @@ class Asker:
         Raises:
             TransferError: the peer does not answer.
         """
-        ranks, self._prompts = lay_out(of, _shape(of)), Prompts(canonical := chunks_of(of))
+        ranks, adapters = lay_out(of, _shape(of)), Adapters()
+        self._prompts = Prompts(canonical := chunks_of(of), adapters)
         self.cache = ChunkCache(kept.host, _no_memory, canonical.groups, kept.behind)
         refusals, pins = Refusals(), Pins[Any](1)
         tiers = TierSource(
@@ -196,8 +198,8 @@ class Asker:
         client = stack.enter_context(closing(ControlClient(ours, lambda _: None)))
         self._address, self._groups = (_HOST, server.port), ranks[0].groups
         log = TransferLog(None, [group.label for group in canonical.groups], _BLOCK_TOKENS, 1.0)
-        turns = TurnFinder(client, dict, TurnNames())  # nobody keeps any
-        peers = PeerSource(client, ranks, pins, log, refusals, 30.0, 1, turns)
+        turns = TurnFinder(client, dict, TurnNames(adapters))  # nobody keeps any
+        peers = PeerSource(client, ranks, pins, log, refusals, 30.0, 1, turns, adapters)
         self.sources: tuple[Source, ...] = peers, tiers
         blocks = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=_BLOCK_TOKENS))] * len(of.layers)
         self.admission = Admission(
@@ -223,8 +225,9 @@ class Asker:
         """A prompt that comes with the peer's offer of its beginning."""
         one, lease = _request(name, tokens), Lease(0, 1, _INCARNATION)
         blocks = [[1] for _ in self._groups]
+        content = content_of(one, offered, Adapters())
         one.kv_transfer_params = write_offer(
-            Offer("peer", name, *self._address, blocks, offered, lease, digest_of(one, offered))
+            Offer("peer", name, *self._address, blocks, offered, lease, content.tokens)
         )
         return one
 

@@ -26,11 +26,17 @@ _IMAGE_BYTES = 64 << 20
 _UNVERIFIED = "unverified"
 _ADVICE = {
     "weights": "give both the same checkpoint",
-    "model configuration": "give both the same config.json and --hf-overrides",
+    "model configuration": "give both the same config.json and --hf-overrides, and a --max-model-len that "
+    "has the same effect",
+    "built model": "give both the same --hf-overrides, and a --max-model-len that has the same effect",
     "model dtype": "give both the same --dtype",
     "KV cache dtype": "give both the same --kv-cache-dtype",
     "recurrent state dtypes": "give both the same --mamba-cache-dtype and --mamba-ssm-cache-dtype",
     "quantization": "give both the same --quantization",
+    "draft weights": "give both the same draft checkpoint (--speculative-config)",
+    "draft model configuration": "give both the same draft checkpoint and settings (--speculative-config)",
+    "multimodal processor": "give both the same preprocessor_config.json and --mm-processor-kwargs",
+    "engine settings": "give both the same value of the engine argument that is named",
 }
 """By the names of `engines.vllm.identity`."""
 _OTHERWISE = "start both with the same model, dtypes, attention backend and cache manager"
@@ -87,7 +93,7 @@ def _either_way(findings: Sequence[Finding]) -> set[tuple[str, State, str]]:
 
 def _pair(there: Met, here: Met, costs: Costs, local: str) -> list[Finding]:
     different = differences(there, here)
-    found = [bad("difference", text, _ADVICE.get(text.partition(":")[0], _OTHERWISE)) for text in different]
+    found = [bad("difference", text, _ADVICE.get(_fact_of(text), _OTHERWISE)) for text in different]
     if there.encrypted != here.encrypted:
         which = "first" if there.encrypted else "second"
         found.append(
@@ -107,7 +113,7 @@ def _pair(there: Met, here: Met, costs: Costs, local: str) -> list[Finding]:
         )
     if not different:
         found += [ok("compatible", _moves(there, here, costs)), *_windows(there, here)]
-    if any(met.facts.must_agree.get("weights", "").startswith(_UNVERIFIED) for met in (there, here)):
+    if any(str(met.facts.must_agree.get("weights")).startswith(_UNVERIFIED) for met in (there, here)):
         found.append(
             note(
                 "weights",
@@ -123,6 +129,15 @@ def _pair(there: Met, here: Met, costs: Costs, local: str) -> list[Finding]:
             )
         )
     return [*found, _link(there, here, local)]
+
+
+def _fact_of(difference: str) -> str:
+    """The fact that a sentence is about, without what it says of a part.
+
+    >>> _fact_of("built model, RotaryEmbedding.base: 10000 there, 500 here")
+    'built model'
+    """
+    return difference.partition(":")[0].partition(",")[0]
 
 
 def _link(there: Met, here: Met, local: str) -> Finding:

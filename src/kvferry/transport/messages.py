@@ -11,12 +11,13 @@
                           ◀──────    Turns(those that share most)
 
 Compatibility comes first: a peer that cannot be used never sees transport metadata, and learns of every
-difference, not the first. Facts are compared by name; a fact that only one side states does not reject.
+difference, not the first. Facts are compared by name; a fact that only one side states does not reject. A
+fact may be a group of settings by name: there, a setting that only one side has is a difference too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -31,6 +32,9 @@ MAX_LEASES = 65_536
 MAX_WORDS = 1 << 20
 MAX_KEYS = 65_536
 MOST_TURNS = 4
+MAX_FACTS = 8192
+MOST_NAMED = 12
+"""Settings of one group that a comparison names; of more it says how many."""
 
 # A list is prepared of as many words as a peer says it has, and addresses are computed with as int64.
 _Words = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORDS)]
@@ -39,6 +43,11 @@ _HalfWord = Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]
 _Word = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+_Text = Annotated[str, msgspec.Meta(max_length=4096)]
+
+Fact: TypeAlias = _Text | Annotated[dict[_Text, _Text], msgspec.Meta(max_length=MAX_FACTS)]
+"""What an engine says of one thing: a text, or settings by name."""
 
 Host: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_.:%-]{1,255}\Z")]
 """Names and addresses, IPv6 with a zone included; nothing else is ever connected to."""
@@ -60,7 +69,7 @@ class Facts(msgspec.Struct, frozen=True):
     engine_id: str
     incarnation: int
     software: str
-    must_agree: dict[str, str]
+    must_agree: Annotated[dict[_Text, Fact], msgspec.Meta(max_length=MAX_FACTS)]
     keeps_turns: tuple[Host, Port] | None = None
 
 
@@ -250,10 +259,30 @@ def turns_of(data: bytes) -> Turns | None:
     return turns
 
 
-def compare(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
-    """Every fact on which both speak and differ, a sentence each."""
-    return [
-        f"{name}: {theirs[name]} there, {ours[name]} here"
-        for name in ours
-        if name in theirs and theirs[name] != ours[name]
-    ]
+def compare(theirs: Mapping[str, Fact], ours: Mapping[str, Fact]) -> list[str]:
+    """Every fact on which both speak and differ, a sentence each; of settings, each that differs.
+
+    >>> compare({"dtype": "float16", "rope": {"theta": "1"}}, {"dtype": "float32", "rope": {"theta": "2"}})
+    ['dtype: float16 there, float32 here', 'rope: theta is 1 there, 2 here']
+    """
+    found: list[str] = []
+    for name in ours:
+        if name in theirs and (a := theirs[name]) != (b := ours[name]):
+            if isinstance(a, dict) and isinstance(b, dict):
+                found += _settings(name, a, b)
+            else:
+                found.append(f"{name}: {_said(a)} there, {_said(b)} here")
+    return found
+
+
+def _settings(name: str, theirs: dict[str, str], ours: dict[str, str]) -> Iterator[str]:
+    """What two groups of settings differ in."""
+    keys = [key for key in sorted(theirs.keys() | ours.keys()) if theirs.get(key) != ours.get(key)]
+    for key in keys[:MOST_NAMED]:
+        yield f"{name}: {key} is {theirs.get(key, 'not set')} there, {ours.get(key, 'not set')} here"
+    if len(keys) > MOST_NAMED:
+        yield f"{name}: {len(keys) - MOST_NAMED} more settings differ"
+
+
+def _said(fact: Fact) -> str:
+    return f"{len(fact)} settings" if isinstance(fact, dict) else fact

@@ -12,6 +12,7 @@ from kvferry.observe.fold import Fold
 from kvferry.planning.select import Span
 from kvferry.serving.router.bodies import ASK_FOR_KV
 from support.vllm_engine import any_layout, copied, pages
+from support.vllm_engine.agree_inside import facts, restart_other  # noqa: F401 - called by name
 from support.vllm_engine.multi_inside import (  # noqa: F401 - called by name
     chosen,
     ferries,
@@ -143,12 +144,13 @@ def generate(
         params: ``kv_transfer_params`` of each.
         tokens: of each continuation.
         salt: of the engine's prefix cache.
-        adapter: folder of a LoRA adapter.
+        adapter: folder of a LoRA adapter; or its name, "=", and the folder.
     """
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
-    lora = LoRARequest(adapter, 1 + zlib.crc32(adapter.encode()) % 1000, adapter) if adapter else None
+    named, _, folder = (adapter or "").rpartition("=")
+    lora = LoRARequest(named or folder, 1 + zlib.crc32(folder.encode()) % 1000, folder) if adapter else None
     salted = {"cache_salt": salt} if salt else {}
     params = params or [None] * len(prompts)
     sampling = [
@@ -177,9 +179,11 @@ def generate(
     ]
 
 
-def prefill(engine: Any, prompts: list[list[int]], salt: str | None = None) -> list[dict[str, Any]]:
+def prefill(
+    engine: Any, prompts: list[list[int]], salt: str | None = None, adapter: str | None = None
+) -> list[dict[str, Any]]:
     """Compute prompts for another engine."""
-    return generate(engine, prompts, [ASK_FOR_KV] * len(prompts), tokens=1, salt=salt)
+    return generate(engine, prompts, [ASK_FOR_KV] * len(prompts), tokens=1, salt=salt, adapter=adapter)
 
 
 def own_gap(engine: Any, prompts: list[list[int]], tokens: int = 8) -> float:

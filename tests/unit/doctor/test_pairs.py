@@ -1,14 +1,13 @@
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 import pytest
 
-import kvferry
 from kvferry.doctor import pairs
 from kvferry.doctor.engines import Seen
 from kvferry.doctor.finding import State
 from kvferry.doctor.meeting import Met
+from kvferry.engines.vllm.arguments import DECIDES
 from kvferry.geometry import GroupKind
 from kvferry.planning.strategy import Costs
 from kvferry.serving.role import Role
@@ -60,10 +59,24 @@ def test_each_difference_is_named_once():
 
 
 def test_each_fact_that_engines_must_agree_on_has_advice_of_its_own():
-    names = Path(kvferry.__file__).with_name("engines").joinpath("vllm", "identity.py").read_text()
-    assert [name for name in pairs._ADVICE if f'"{name}": ' not in names] == []
+    assert set(pairs._ADVICE) == {*DECIDES, "draft model configuration"} - {"geometry", "request"}
     (section,) = checked(met(weights="abc"), met("D", weights="xyz"))
     assert section.findings[0].advice == "give both the same checkpoint"
+
+
+def test_settings_that_differ_are_named_with_both_values_and_have_advice():
+    one = met(**{"model configuration": {"rope.theta": "10000", "layers": "4"}})
+    other = met("D", **{"model configuration": {"rope.theta": "500", "layers": "4"}, "built model, A.b": "1"})
+    (section,) = checked(one, other)
+    (text,) = found(section, "difference")
+    assert text == "model configuration: rope.theta is 10000 there, 500 here"
+    assert "--hf-overrides" in section.findings[0].advice
+
+
+def test_what_differs_of_the_built_model_has_advice():
+    (section,) = checked(met(**{"built model, A.b": "1"}), met("D", **{"built model, A.b": "2"}))
+    assert found(section, "difference") == ["built model, A.b: 1 there, 2 here"]
+    assert "--max-model-len" in section.findings[0].advice
 
 
 def test_differences_of_memory_are_named_beside_those_of_facts():

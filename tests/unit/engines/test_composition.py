@@ -18,11 +18,12 @@ import numpy as np
 from hypothesis import event, given, settings, strategies as st
 
 from kvferry.cache.bids import Bidding
+from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.meta import SchedulerMeta
 from kvferry.engines.vllm.offer import Lease, Offer, write_offer
 from kvferry.engines.vllm.offers import grain_of, offers_of
 from kvferry.engines.vllm.peer_source import PeerSource
-from kvferry.engines.vllm.prompt import digest_of
+from kvferry.engines.vllm.prompt import content_of
 from kvferry.engines.vllm.prompts import Prompts
 from kvferry.engines.vllm.refusals import Refusals
 from kvferry.engines.vllm.source import Load
@@ -214,11 +215,16 @@ class Engine:
         self._from_pools = build_templates(pools, case.rank)
         self.cache = Chunks(case.rows)
         self.tiers = TierSource(
-            self.cache, Prompts(case.canonical), case.rank.groups, case.canonical, Refusals(), 30.0
+            self.cache,
+            Prompts(case.canonical, Adapters()),
+            case.rank.groups,
+            case.canonical,
+            Refusals(),
+            30.0,
         )
         turns: set[str] = set()
         pins, log = SimpleNamespace(late_blocks=lambda _: 0), SimpleNamespace(labels=())
-        self.peer = PeerSource(Client(theirs), [case.rank], pins, log, Refusals(), 30.0, 2, turns)
+        self.peer = PeerSource(Client(theirs), [case.rank], pins, log, Refusals(), 30.0, 2, turns, Adapters())
         self.one.kv_transfer_params = write_offer(self._offer())
         bidding = Bidding(2)
         assert self.tiers.arrived(self.one, bidding)
@@ -247,7 +253,7 @@ class Engine:
             kept = {token // size for token in case.looked_at(number, case.offered, 0)}
             ids = [at + 1 if at in kept else 0 for at in range(-(-case.offered // size))]
             tables.append([1] if kind is STATE else ids)
-        said = digest_of(self.one, case.offered)
+        said = content_of(self.one, case.offered, Adapters()).tokens
         return Offer("engine", "theirs", "127.0.0.1", 5600, tables, case.offered, Lease(3, 7, 11), said)
 
     def _read(self, span: Span) -> list[Brought]:

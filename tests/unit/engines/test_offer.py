@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.offer import (
     Lease,
     Offer,
@@ -17,15 +18,20 @@ from kvferry.engines.vllm.offer import (
     write_nothing,
     write_offer,
 )
-from kvferry.engines.vllm.prompt import digest_of
+from kvferry.engines.vllm.prompt import content_of
 from kvferry.errors import ProtocolError
 from kvferry.transport.handshake import Known
 from kvferry.transport.lease import Ticket
+from support.lora import adapter, settled
+from support.mm import feature
 from transport.cards import cards, facts
 
 OFFER = Offer(
     "engine", "request", "127.0.0.1", 5600, [[1, 2, 3], [0, 0, 4], [9]], 40, Lease(3, 7, 11), "ab12", 2, 1
 )
+OPTIONAL = {
+    "do_remote_prefill", "do_remote_decode", "tp_size", "pp_size", "remote_items", "remote_adapter"
+}  # fmt: skip
 QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=300)
 
 
@@ -89,9 +95,7 @@ def test_a_prefill_is_wanted_only_by_true(params, wants):
     assert wants_prefill(params) is wants
 
 
-@pytest.mark.parametrize(
-    "key", [key for key in write_offer(OFFER) if not key.startswith(("do_", "tp_", "pp_"))]
-)
+@pytest.mark.parametrize("key", [key for key in write_offer(OFFER) if key not in OPTIONAL])
 def test_an_offer_without_something_is_refused_by_its_name(key):
     params = write_offer(OFFER)
     del params[key]
@@ -110,6 +114,7 @@ def test_an_offer_without_something_is_refused_by_its_name(key):
         ("remote_lease", {"slot": -1, "generation": 0, "incarnation": 0}),
         ("remote_lease", {"slot": 0, "generation": 2**32, "incarnation": 0}),
         ("remote_lease", {"slot": 0, "generation": 0, "incarnation": 2**32}),
+        ("remote_items", 5), ("remote_adapter", None),
         ("remote_digest", 5), ("remote_engine_id", None), ("remote_request_id", b"bytes"),
         ("remote_host", 7), ("remote_host", ""), ("remote_host", "two words"), ("remote_host", "x" * 300),
         ("remote_host", "\ud800"), ("remote_host", "nul\0"), ("remote_host", "a;b"),
@@ -158,30 +163,68 @@ def test_an_offer_with_anything_in_place_of_anything_is_read_or_a_protocol_error
         return
 
 
-def prompt(*tokens: int) -> SimpleNamespace:
+def prompt(*tokens: int, items=(), lora=None) -> SimpleNamespace:
     return SimpleNamespace(
-        prompt_token_ids=list(tokens), num_prompt_tokens=len(tokens), lora_request=None, mm_features=()
+        prompt_token_ids=list(tokens), num_prompt_tokens=len(tokens), lora_request=lora, mm_features=items
     )
 
 
-def offer_of(request: SimpleNamespace, tokens: int) -> Offer:
-    return msgspec.structs.replace(OFFER, remote_num_tokens=tokens, remote_digest=digest_of(request, tokens))
+def offer_of(request: SimpleNamespace, tokens: int, adapters: Adapters | None = None) -> Offer:
+    content = settled(lambda: content_of(request, tokens, adapters))
+    return msgspec.structs.replace(
+        OFFER,
+        remote_num_tokens=tokens,
+        remote_digest=content.tokens,
+        remote_items=content.items,
+        remote_adapter=content.adapter,
+    )
+
+
+def mismatch(offer: Offer, request: SimpleNamespace, adapters: Adapters | None = None) -> str | None:
+    return settled(lambda: not_of_prompt(offer, request, adapters or Adapters()))
 
 
 def test_an_offer_is_of_a_prompt_that_begins_with_its_tokens():
-    offer = offer_of(prompt(1, 2, 3, 4), 3)
-    assert not_of_prompt(offer, prompt(1, 2, 3, 9, 9)) is None
-    assert "hold other tokens than this prompt" in not_of_prompt(offer, prompt(1, 2, 9, 4))
-    assert not_of_prompt(offer, prompt(1, 2)) == "3 tokens are offered for a prompt of 2"
+    offer = offer_of(prompt(1, 2, 3, 4), 3, Adapters())
+    assert mismatch(offer, prompt(1, 2, 3, 9, 9)) is None
+    assert "hold other tokens than this prompt" in mismatch(offer, prompt(1, 2, 9, 4))
+    assert mismatch(offer, prompt(1, 2)) == "3 tokens are offered for a prompt of 2"
 
 
 def test_an_offer_of_no_tokens_is_of_no_prompt():
-    assert not_of_prompt(offer_of(prompt(1), 0), prompt(1)) == "0 tokens are offered for a prompt of 1"
+    assert mismatch(offer_of(prompt(1), 0, Adapters()), prompt(1)) == "0 tokens are offered for a prompt of 1"
 
 
 def test_an_offer_is_not_of_a_prompt_without_token_ids():
     request = SimpleNamespace(prompt_token_ids=None, num_prompt_tokens=99)
-    assert not_of_prompt(OFFER, request) == "the prompt is not made of token ids"
+    assert mismatch(OFFER, request) == "the prompt is not made of token ids"
+
+
+def test_an_offer_is_of_a_prompt_with_the_same_images_by_content():
+    # The identifiers are those of engines whose model paths differ, which vLLM digests with the image.
+    offer = offer_of(prompt(1, 2, 3, 4, items=[feature(1, [1.0, 2.0], "a" * 64)]), 4, Adapters())
+    assert mismatch(offer, prompt(1, 2, 3, 4, items=[feature(1, [1.0, 2.0], "b" * 64)])) is None
+    for other in ([feature(1, [1.0, 3.0], "a" * 64)], [feature(2, [1.0, 2.0], "a" * 64)], []):
+        assert "hold other images" in mismatch(offer, prompt(1, 2, 3, 4, items=other))
+
+
+def test_images_beyond_what_is_offered_do_not_count():
+    offer = offer_of(prompt(1, 2, 3, 4), 2, Adapters())
+    assert mismatch(offer, prompt(1, 2, 3, 4, items=[feature(2, [1.0, 2.0])])) is None
+
+
+def test_an_offer_is_not_of_a_prompt_whose_images_have_no_names():
+    offer = offer_of(prompt(1, 2, 3, 4), 4, Adapters())
+    assert "has no certain name" in mismatch(offer, prompt(1, 2, 3, 4, items=[feature(1, None)]))
+
+
+def test_an_offer_is_of_a_prompt_with_the_same_adapter_by_content(tmp_path):
+    here, there = Adapters("in float32"), Adapters("in float32")
+    offer = offer_of(prompt(1, 2, lora=adapter(tmp_path / "there")), 2, there)
+    assert mismatch(offer, prompt(1, 2, lora=adapter(tmp_path / "copy", name="b")), here) is None
+    other = prompt(1, 2, lora=adapter(tmp_path / "here", weight=2.0))
+    assert "were computed with LoRA" in mismatch(offer, other, here)
+    assert "this prompt has none" in mismatch(offer, prompt(1, 2), here)
 
 
 @pytest.mark.parametrize(

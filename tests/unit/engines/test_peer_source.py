@@ -9,10 +9,11 @@ import pytest
 from kvferry.cache.bids import Bid, Bidding, Part
 from kvferry.cache.pins import Pins
 from kvferry.engines.vllm import peer_source
+from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.meta import Report, SchedulerMeta
 from kvferry.engines.vllm.offer import Lease, Offer, write_offer
 from kvferry.engines.vllm.peer_source import UNUSED_SECONDS, PeerSource
-from kvferry.engines.vllm.prompt import digest_of
+from kvferry.engines.vllm.prompt import content_of
 from kvferry.engines.vllm.refusals import Refusals
 from kvferry.engines.vllm.source import Load
 from kvferry.geometry import GroupKind
@@ -23,6 +24,7 @@ from kvferry.transport.handshake import Known, Looking, NotUsable
 from kvferry.transport.messages import RankCard
 from support.block_pool import request
 from support.engines import ranks
+from support.lora import adapter, settled, slow_files
 from transport.cards import ATTENTION, cards, facts, spec
 
 TOKENS = list(range(40))
@@ -92,7 +94,7 @@ def offered(name="a", of="theirs", **changes):
     offer = {
         "remote_engine_id": "engine", "remote_request_id": of, "remote_host": ADDRESS[0],
         "remote_port": ADDRESS[1], "remote_block_ids": [[1, 2, 3]], "remote_num_tokens": 40,
-        "remote_lease": Lease(3, 7, 11), "remote_digest": digest_of(one, 40),
+        "remote_lease": Lease(3, 7, 11), "remote_digest": content_of(one, 40, Adapters()).tokens,
         **changes,
     }  # fmt: skip
     one.kv_transfer_params = write_offer(Offer(**offer))
@@ -102,8 +104,10 @@ def offered(name="a", of="theirs", **changes):
 class Engine:
     def __init__(self, answer=KNOWN, ranks=RANKS, turns=None):
         self.client, self.pins, self.refusals = Client(answer), Pins(1), Refusals()
-        self.turns = Turns(turns)
-        self.source = PeerSource(self.client, ranks, self.pins, Log(), self.refusals, 30.0, 2, self.turns)
+        self.turns, self.adapters = Turns(turns), Adapters()
+        self.source = PeerSource(
+            self.client, ranks, self.pins, Log(), self.refusals, 30.0, 2, self.turns, self.adapters
+        )
         self.bidding = Bidding(2)
 
     def arrive(self, one):
@@ -396,3 +400,31 @@ def test_peers_are_not_waited_for_when_all_but_the_last_token_is_here():
 
 def test_without_peers_that_keep_turns_a_request_is_not_ours():
     assert not Engine().source.arrived(request("a", [*TOKENS, 99]), Bidding(2))
+
+
+def test_an_offer_is_looked_at_again_while_the_adapter_is_being_read(tmp_path):
+    engine, one = Engine(), offered()
+    one.lora_request = adapter(tmp_path)
+    with slow_files() as go_on:
+        engine.arrive(one)
+        (bid,) = engine.source.bids(one, 0)
+        assert bid.looking
+        assert not engine.refusals.counts
+        go_on.set()
+        settled(lambda: engine.adapters.name(one.lora_request))
+    assert engine.source.bids(one, 0) == ()
+    ((_, why),) = engine.refusals.counts
+    assert "were computed with LoRA none, this prompt has " in why
+
+
+def test_an_offer_with_the_same_adapter_is_taken_once_it_was_read(tmp_path):
+    lora = adapter(tmp_path)
+    named = Adapters()
+    engine, one = Engine(), offered(remote_adapter=settled(lambda: named.name(lora)))
+    one.lora_request = lora
+    with slow_files() as go_on:
+        engine.arrive(one)
+        go_on.set()
+        settled(lambda: engine.adapters.name(lora))
+    (bid,) = engine.source.bids(one, 0)
+    assert (bid.tokens, bid.looking) == (40, False)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.alone
 def listen(monkeypatch):
     """Start the scheduler half of a data-parallel rank; its port."""
     monkeypatch.setattr(scheduler, "facts_of", lambda *_: facts())
-    monkeypatch.setattr(scheduler.compat, "stored_rope", lambda _: None)
+    monkeypatch.setattr(scheduler, "must_agree", lambda *_: {})
     monkeypatch.setattr(scheduler, "kind_of", lambda group: group.kind)
     halves = []
 
@@ -34,6 +34,7 @@ def listen(monkeypatch):
             kv_transfer_config=SimpleNamespace(engine_id=f"engine_dp{index}", kv_role="kv_both"),
             model_config=SimpleNamespace(model="tiny"),
             observability_config=SimpleNamespace(otlp_traces_endpoint=None),
+            lora_config=None,
         )
         cache = SimpleNamespace(kv_cache_groups=[], num_blocks=8, hash_block_size=16)
         config = ConnectorConfig(port=port, explain_requests=0)
@@ -53,7 +54,8 @@ def test_a_data_parallel_rank_listens_as_many_ports_further(listen):
     assert [listen(port, 2), listen(port, 0), listen(port, 1)] == [port + 2, port, port + 1]
 
 
-def test_workers_of_another_connector_of_the_engine_are_refused_in_words():
+def test_workers_of_another_connector_of_the_engine_are_refused_in_words(monkeypatch):
+    monkeypatch.setattr(scheduler, "must_agree", lambda *_: {})
     rank, ours = rank_of(kv_page()), ConnectorConfig(explain_requests=0)
     groups = SimpleNamespace(kv_cache_groups=[], num_blocks=8, hash_block_size=16)
     engine = SimpleNamespace(
@@ -61,6 +63,7 @@ def test_workers_of_another_connector_of_the_engine_are_refused_in_words():
         kv_transfer_config=SimpleNamespace(engine_id="engine", kv_role="kv_both"),
         model_config=SimpleNamespace(model="tiny"),
         observability_config=SimpleNamespace(otlp_traces_endpoint=None),
+        lora_config=None,
     )
     half = scheduler.SchedulerHalf(engine, groups, ours)
     with pytest.raises(ConfigError, match=r"that of another KVFerryConnector: .* use FerryMultiConnector"):

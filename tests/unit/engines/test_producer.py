@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvferry.engines.vllm import compat, producer
+from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.meta import SchedulerMeta
 from kvferry.engines.vllm.producer import Producer
@@ -64,7 +65,8 @@ class Engine:
             (GroupKind.FULL,),
             1,
             Watch(self.told.append, self.fold),
-            TurnNames(),
+            TurnNames(Adapters()),
+            Adapters(),
         )
 
     def offer(self, name: str) -> None:

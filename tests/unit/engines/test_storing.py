@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.orders import MovedByAll
+from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.part_blocks import PartBlocks
 from kvferry.engines.vllm.prompts import Prompts
 from kvferry.engines.vllm.store_orders import MOST_PINNED, StoreOrders
@@ -68,7 +69,7 @@ class Engine:
             pages * PAGE, [one.chunk_bytes for one in self.canonical.groups], POLICIES["lru"]
         )
         self.cache = ChunkCache(self.host, lambda _, size: memoryview(bytearray(size)), self.canonical.groups)
-        self.prompts = Prompts(self.canonical)
+        self.prompts = Prompts(self.canonical, Adapters())
         self.parts = PartBlocks(self.groups, self.pool)
         self.stores = StoreOrders(self.cache, self.pool, self.canonical.labels, Watch())
         self.storing = Storing(
@@ -191,7 +192,7 @@ class Engine:
             assert held == [held[-1][: at + 1] for at in range(first, last)]
             found.add(held[-1])
         (ends,) = found
-        chunks = Prompts(self.canonical).add(request("other", ends))
+        chunks = Prompts(self.canonical, Adapters()).add(request("other", ends))
         end = (piece.number + 1) * CHUNK
         assert key == (
             chunks.key(piece.group, piece.number) if len(ends) == end else chunks.tail(piece.group, len(ends))
@@ -693,12 +694,12 @@ def test_where_a_prefix_may_end_everything_is_kept_that_it_takes(shape, every, p
         engine.all_stored()
 
     def found(length):
-        chunks = Prompts(engine.canonical).add(request("b", [*tokens[:length], 999]))
+        chunks = Prompts(engine.canonical, Adapters()).add(request("b", [*tokens[:length], 999]))
         return chunks.look_up(length + 1, 0, engine.cache.reading.places).tokens
 
     for end in {*range(every * CHUNK, 81, every * CHUNK), prompt // CHUNK * CHUNK}:
         assert found(end) == end, "others go on from there"
-    whole = Prompts(engine.canonical).add(request("b", tokens[:prompt]))
+    whole = Prompts(engine.canonical, Adapters()).add(request("b", tokens[:prompt]))
     farthest = (prompt - 1) // CHUNK * CHUNK if shape is HYBRID else prompt
     again = whole.look_up(prompt, 0, engine.cache.reading.places)
     assert again.tokens == farthest, "and the same prompt from where it can"

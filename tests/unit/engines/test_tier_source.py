@@ -10,6 +10,7 @@ from kvferry.cache.orders import MovedByAll
 from kvferry.cache.tier_queue import STUCK_SECONDS
 from kvferry.cache.writing import Behind
 from kvferry.engines.vllm import tier_source
+from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.meta import Report, SchedulerMeta
 from kvferry.engines.vllm.prompts import Prompts
 from kvferry.engines.vllm.refusals import Refusals
@@ -43,9 +44,9 @@ class Engine:
 
     def __init__(self, *kept, chunks=99):
         self.clock, self.loads = Clock(), 0
-        self.prompts = Prompts(CANONICAL)
+        self.prompts = Prompts(CANONICAL, Adapters())
         self.one = request("a", range(PROMPT))
-        named = Prompts(CANONICAL).add(self.one)
+        named = Prompts(CANONICAL, Adapters()).add(self.one)
         self.keys = [named.key(0, number) for number in range(3)] + [named.tail(0, PROMPT)]
         tiers = fake_tiers(*([(self.keys[number], bytes(SIZE)) for number in numbers] for numbers in kept))
         self.queues = [queue_by_hand(tier, self.clock) for tier in tiers]

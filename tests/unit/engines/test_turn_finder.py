@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.turn_finder import TurnFinder
 from kvferry.engines.vllm.turn_names import CHUNK_TOKENS, TurnNames
 from kvferry.transport.handshake import Looking
@@ -33,7 +34,10 @@ def kept(tokens=300, least=1, lease="r") -> KeptTurn:
 
 def asked(answers, tokens=400, client=None):
     client = client or Client()
-    finder, one = TurnFinder(client, lambda: {A: 1, B: 1}, TurnNames()), request("a", list(range(tokens)))
+    finder, one = (
+        TurnFinder(client, lambda: {A: 1, B: 1}, TurnNames(Adapters())),
+        request("a", list(range(tokens))),
+    )
     assert finder.ask(one)
     assert finder.found(one) == Looking()
     client.answers = answers
@@ -64,17 +68,19 @@ def test_the_last_token_of_a_prompt_is_computed():
 
 def test_nobody_is_asked_for_a_short_prompt_or_one_without_a_name_or_where_nobody_keeps_any():
     client = Client()
-    finder = TurnFinder(client, lambda: {A: 1}, TurnNames())
+    finder = TurnFinder(client, lambda: {A: 1}, TurnNames(Adapters()))
     assert not finder.ask(request("a", list(range(CHUNK_TOKENS))))
     assert not finder.ask(request("b", list(range(400)), prompt_embeds=object()))
-    assert not TurnFinder(client, dict, TurnNames()).ask(request("c", list(range(400))))
+    assert not TurnFinder(client, dict, TurnNames(Adapters())).ask(request("c", list(range(400))))
     assert client.asked == []
-    assert not TurnFinder(Client(asks=False), lambda: {A: 1}, TurnNames()).ask(request("d", list(range(400))))
+    assert not TurnFinder(Client(asks=False), lambda: {A: 1}, TurnNames(Adapters())).ask(
+        request("d", list(range(400)))
+    )
 
 
 def test_a_request_that_ends_is_asked_for_no_more():
     client = Client()
-    finder = TurnFinder(client, lambda: {A: 1}, TurnNames())
+    finder = TurnFinder(client, lambda: {A: 1}, TurnNames(Adapters()))
     finder.ask(request("a", list(range(400))))
     finder.drop("a")
     finder.drop("never asked")

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvferry.engines.vllm import compat, turn_keeper
+from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.turn_keeper import TurnKeeper
 from kvferry.engines.vllm.turn_names import CHUNK_TOKENS, TurnNames
 from kvferry.geometry import GroupKind
@@ -41,7 +42,7 @@ class Pool(BlockPool):
 
 class Engine:
     def __init__(self, kinds=(FULL,), blocks=1000, share=0.5, batches=1, drafts=None, workers=1) -> None:
-        self.clock, self.names, self.told = Clock(), TurnNames(), []
+        self.clock, self.names, self.told = Clock(), TurnNames(Adapters()), []
         self.book = LeaseBook(1, 8, 30.0, self.clock)
         groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK)) for _ in kinds]
         self.keeper = TurnKeeper(
@@ -265,6 +266,6 @@ def test_after_a_reset_all_go_and_what_comes_is_found_by_nobody():
     engine.finish(turn("b"))
     engine.step()
     engine.step()
-    names = TurnNames()
+    names = TurnNames(Adapters())
     asked = names.content(one, one.num_tokens)
     assert engine.index.find(AskTurn(0, CHUNK_TOKENS, list(asked.keys))).kept == []

@@ -4,7 +4,8 @@ A connector has two halves that never share memory. The scheduler half decides (
 other engines (`producer`), which source serves a request (`admission`, over `peer_source` and
 `tier_source`), what the tiers get to keep (`tiering`, `storing`). The worker half moves (`worker`); `meta` is
 what they say to each other, once per engine step. `geometry` and `content` describe the cache, `identity`
-says whose bytes they are, `offer` is what travels with a request, `prompts` names what requests are made of,
-`compat` holds what depends on vLLM's version. `multi` is another connector, several of which this may be one;
-`plugin` makes both known to vLLM by name.
+says what engines must agree on (`built` reads it from the model, `arguments` classifies vLLM's settings),
+`offer` is what travels with a request, `prompts` names what requests are made of, `compat` holds what depends
+on vLLM's version. `multi` is another connector, several of which this may be one; `plugin` makes both known
+to vLLM by name.
 """

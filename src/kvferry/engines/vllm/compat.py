@@ -6,6 +6,7 @@ Written against vLLM 0.32; a contract test introspects the installed one.
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import re
 import time
@@ -38,8 +39,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.tracing import SpanAttributes, extract_trace_context, is_tracing_available
-from vllm.transformers_utils.config import get_config, get_hf_text_config
+from vllm.transformers_utils.processor import cached_processor_from_config
 from vllm.utils.network_utils import get_ip
+from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -52,12 +54,14 @@ from kvferry.engines.vllm.specs import (
     is_replicated,
     is_ring,
     kind_of,
+    layer_specs,
     names_prompts_only,
     reach_of,
     snapshot_tokens,
     spec_of_layer,
     state_position,
 )
+from kvferry.errors import ConfigError
 from kvferry.tiers.names import FILE, HOST, OBJECT, PEER
 
 __all__ = [
@@ -79,6 +83,8 @@ __all__ = [
     "after_forward",
     "attention_backends",
     "attention_layer",
+    "built_models",
+    "cache_dtype",
     "class_of",
     "config_of",
     "connector_class",
@@ -93,20 +99,22 @@ __all__ = [
     "is_replicated",
     "is_ring",
     "is_traced",
+    "item_data",
     "kind_of",
     "layers_are_alike",
     "leave_cores_to_others",
     "names_prompts_only",
     "node_address",
     "operators_layout",
+    "processor_settings",
     "ranks",
     "reach_of",
     "register",
     "share_logging",
     "snapshot_tokens",
     "spec_of_layer",
+    "state_dtypes",
     "state_position",
-    "stored_rope",
     "supported_layouts",
     "supports_hybrid",
     "takes_whole_blocks",
@@ -206,25 +214,81 @@ def conv_channels_first() -> bool:
     return bool(is_conv_state_dim_first())
 
 
-def stored_rope(model: Any) -> dict[str, Any]:
-    """The rope settings of a checkpoint's own configuration, read again, and what the operator put over them.
+SHARED_LAYERS = ("vllm.model_executor.layers.", "vllm.v1.", "vllm.attention.", "torch.")
+"""Modules that all models are made of; what others keep is a model's own."""
 
-    Models write what they derive into the settings in memory when they are built (`FalconH1`: a partial
-    rotary factor of 1, `DeepseekV2`: another type), and the scheduler sees it only where the model is in its
-    process, which depends on the number of ranks.
+
+def built_models(vllm_config: VllmConfig) -> list[tuple[str, Any, Any]]:
+    """The models that this worker has built: (prefix of its facts, its configuration, the module).
+
+    The target's prefix is empty, a draft model's is "draft ". vLLM hands a connector no reference to them.
+    They are the modules that contain the layers of this engine and are in no other module. Call it before
+    vLLM warms up: it then hides all objects from the garbage collector.
+
+    Raises:
+        ConfigError: there are none.
     """
-    config = get_config(
-        model.hf_config_path or model.model,
-        model.trust_remote_code,
-        model.revision,
-        model.code_revision,
-        model.config_format,
-    )
-    stored = {k: v for k, v in get_hf_text_config(config).to_dict().items() if "rope" in k}
-    overrides = model.hf_overrides
-    if callable(overrides):
-        return {**stored, "overrides": f"{overrides.__module__}.{overrides.__qualname__}"}
-    return {**stored, "overrides": {k: v for k, v in overrides.items() if "rope" in k}}
+    layers = {id(layer) for layer in vllm_config.compilation_config.static_forward_context.values()}
+    modules = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]
+    inner = {id(child) for one in modules for child in one.children()}
+    roots = [
+        one for one in modules if id(one) not in inner and any(id(part) in layers for part in one.modules())
+    ]
+    if not roots:
+        raise ConfigError(
+            "the engine's model was not found in this process, so nothing can say what its KV cache holds; "
+            "please report this with the version of vLLM"
+        )
+    roots.sort(key=lambda one: sum(p.numel() for p in one.parameters()), reverse=True)
+    found = [("", vllm_config.model_config.hf_config, roots[0])]
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    if draft is not None:
+        found += [("draft ", draft.hf_config, one) for one in roots[1:]]
+    return found
+
+
+def cache_dtype(vllm_config: VllmConfig) -> str:
+    """The element type of the KV cache as it was resolved."""
+    model = vllm_config.model_config
+    named: str = resolve_kv_cache_dtype_string(str(vllm_config.cache_config.cache_dtype), model)
+    resolved = {"auto": str(model.dtype).removeprefix("torch."), "fp8": "fp8_e4m3"}
+    return resolved.get(named, named)
+
+
+def state_dtypes(kv_cache_config: KVCacheConfig) -> str:
+    """Element types of recurrent state as they were resolved; empty without any."""
+    groups = kv_cache_config.kv_cache_groups
+    layers = [layer for group in groups for layer in layer_specs(group.kv_cache_spec).values()]
+    found = {tuple(layer.dtypes) for layer in layers if is_recurrent(layer)}
+    return " | ".join(sorted(", ".join(str(one).removeprefix("torch.") for one in each) for each in found))
+
+
+def processor_settings(model: Any) -> dict[str, Any]:
+    """The multimodal processor's effective configuration, by its parts; empty for a model without one.
+
+    Overrides (`mm_processor_kwargs`) are in it. vLLM's scheduler has made the processor by now.
+
+    Raises:
+        Exception: whatever a processor raises that cannot be made.
+    """
+    if model.multimodal_config is None or not model.is_multimodal_model:
+        return {}
+    processor = cached_processor_from_config(model)
+    parts: dict[str, Any] = {name: getattr(processor, name, None) for name in _PROCESSOR_PARTS}
+    return {name: part.to_dict() for name, part in parts.items() if hasattr(part, "to_dict")}
+
+
+_PROCESSOR_PARTS = ("image_processor", "video_processor", "feature_extractor", "audio_processor")
+
+
+def item_data(feature: Any) -> Mapping[str, Any] | None:
+    """What the processor made of an image, a video or a piece of audio: the model's arguments by name.
+
+    None where the scheduler does not have it: it is in a worker's shared memory, or was not sent.
+    """
+    if feature.data is None or "address" in feature.data:
+        return None
+    return {name: element.data for name, element in feature.data.items()}
 
 
 def finished_whole(request: Any) -> bool:

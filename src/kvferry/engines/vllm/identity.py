@@ -1,85 +1,140 @@
-"""Whose bytes they are: what two engines must agree on, as facts by name.
+"""What two engines, and an engine and a stored chunk, must agree on: facts by name.
 
-The weights count by content (`kvferry.cache.weights`): a model's name says nothing about them.
+The weights count by content (`kvferry.cache.weights`): a model's name says nothing about them. What else
+decides KV content is taken from what was built: the model of every worker (`built`), the processor, and
+element types as they were resolved. `arguments` says of each of vLLM's engine arguments in which fact it ends
+up.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from kvferry.cache.weights import weights_of
 from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.built import Built
+from kvferry.engines.vllm.settings_text import settings_of, text_of
 from kvferry.engines.vllm.version import installed, vllm_version
 from kvferry.errors import ConfigError
 from kvferry.geometry.canonical import Canonical
 from kvferry.keys.namespace import Namespace
-from kvferry.transport.messages import Facts
+from kvferry.transport.messages import Fact, Facts
 
 logger = logging.getLogger(__name__)
-
-_NOT_CONTENT = {
-    "_name_or_path",
-    "transformers_version",
-    "torch_dtype",
-    "dtype",
-    "architectures",
-    "name_or_path",
-}
-
 
 _UNKNOWN = "of unknown version"
 _UNVERIFIED, _DUMMY = _UNCERTAIN = ("unverified", "dummy")
 """How the weights of an engine are told that no digest vouches for."""
 
 
-def facts_of(vllm_config: Any, rope: dict[str, Any], incarnation: int) -> Facts:
+def facts_of(vllm_config: Any, must_agree: Mapping[str, Fact], incarnation: int) -> Facts:
     """What this engine says of itself.
 
     Args:
         vllm_config: its configuration.
-        rope: the rope settings as they are stored: those in memory change when a model is built.
+        must_agree: of `must_agree`.
         incarnation: of this engine.
     """
     return Facts(
         engine_id=str(vllm_config.kv_transfer_config.engine_id),
         incarnation=incarnation,
         software=f"kvferry {installed('kvferry') or _UNKNOWN}, vLLM {vllm_version() or _UNKNOWN}",
-        must_agree=must_agree(vllm_config, rope),
+        must_agree=dict(must_agree),
     )
 
 
-def must_agree(vllm_config: Any, rope: dict[str, Any]) -> dict[str, str]:
-    """Everything that makes the bytes of another engine wrong; arguments as of `facts_of`."""
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    return {
-        "weights": _weights(vllm_config),
-        "model configuration": _config_digest(model, rope),
+def must_agree(vllm_config: Any, kv_cache_config: Any, built: Built) -> dict[str, Fact]:
+    """Everything that makes the bytes of another engine wrong.
+
+    Args:
+        vllm_config, kv_cache_config: vLLM's.
+        built: the models of all workers.
+    """
+    model = vllm_config.model_config
+    facts: dict[str, Fact] = {
+        "weights": _weights(vllm_config, model),
         "model dtype": str(model.dtype).removeprefix("torch."),
-        "KV cache dtype": str(cache.cache_dtype),
-        "recurrent state dtypes": f"{cache.mamba_cache_dtype}, {cache.mamba_ssm_cache_dtype}",
+        "KV cache dtype": compat.cache_dtype(vllm_config),
         "quantization": str(model.quantization or "none"),
     }
+    if states := compat.state_dtypes(kv_cache_config):
+        facts["recurrent state dtypes"] = states
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    if draft is not None:
+        facts["draft weights"] = _weights(vllm_config, draft)
+    facts["engine settings"] = engine_settings(vllm_config)
+    if (processor := _processor(model)) is not None:
+        facts["multimodal processor"] = processor
+    return {**facts, **built.facts()}
 
 
-def namespace_of(vllm_config: Any, canonical: Canonical) -> Namespace:
+def built_by_all(workers: Any) -> Built:
+    """The facts of all workers' models together."""
+    return reduce(Built.with_other, workers, Built())
+
+
+def engine_settings(vllm_config: Any) -> dict[str, str]:
+    """Settings of vLLM that decide content, and that nothing which was built shows."""
+    model = vllm_config.model_config
+    return settings_of(
+        {
+            "quantization_config": _plain(model.quantization_config),
+            "ignore_patterns": vllm_config.load_config.ignore_patterns,
+            "diffusion_config": _plain(vllm_config.diffusion_config),
+            "additional_config": _plain(vllm_config.additional_config),
+            **{name: getattr(model.multimodal_config, name, None) for name in _MULTIMODAL},
+        }
+    )
+
+
+_MULTIMODAL = (
+    "mm_encoder_attn_dtype",
+    "mm_encoder_fp8_scale_path",
+    "mm_device_do_normalize",
+    "video_pruning_rate",
+    "video_pruning_method",
+)
+
+
+def _plain(value: Any) -> Any:
+    """A configuration of vLLM's as plain data; of a platform's own object, the digest that it has."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return value.compute_hash() if hasattr(value, "compute_hash") else value
+
+
+def lora_settings(vllm_config: Any) -> str:
+    """How an adapter's weights act in this engine: a part of every adapter's name."""
+    lora = vllm_config.lora_config
+    if lora is None:
+        return ""
+    dtype = str(lora.lora_dtype).removeprefix("torch.")
+    modules = ",".join(sorted(lora.target_modules)) if lora.target_modules else "all"
+    tower = " and the vision tower" if lora.enable_tower_connector_lora else ""
+    return text_of(f"in {dtype} on {modules} modules{tower}")
+
+
+def namespace_of(vllm_config: Any, must_agree: Mapping[str, Fact], canonical: Canonical) -> Namespace:
     """What chunks of this engine live in, in storage that others share.
 
     Raises:
         ConfigError: it is not certain whose bytes they are; says why.
     """
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    facts = must_agree(vllm_config, compat.stored_rope(model))
-    weights = facts.pop("weights")
-    if weights.startswith(_UNCERTAIN):
-        raise ConfigError(
-            f"tiers: the weights are {weights}, so their chunks could be taken for others'; use a checkpoint "
-            "that is on this machine's disk"
-        )
-    if getattr(cache, "calculate_kv_scales", False):
+    model = vllm_config.model_config
+    facts = dict(must_agree)
+    weights, dtype, kv_dtype = (str(facts.pop(name)) for name in ("weights", "model dtype", "KV cache dtype"))
+    for name, found in (("weights", weights), ("weights of the draft model", facts.get("draft weights", ""))):
+        if str(found).startswith(_UNCERTAIN):
+            raise ConfigError(
+                f"tiers: the {name} are {found}, so their chunks could be taken for others'; use a "
+                "checkpoint that is on this machine's disk"
+            )
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise ConfigError(
             "tiers: scales of the quantised cache are computed at run time (calculate_kv_scales) and differ "
             "from run to run; use a checkpoint that has them"
@@ -87,36 +142,47 @@ def namespace_of(vllm_config: Any, canonical: Canonical) -> Namespace:
     return Namespace.of(
         weights=weights,
         model=facts,
-        dtype=str(model.dtype).removeprefix("torch."),
-        kv_dtype=str(cache.cache_dtype),
+        dtype=dtype,
+        kv_dtype=kv_dtype,
         scales={},
         form=tuple(canonical.describe()),
         name=str(model.served_model_name or model.model),
     )
 
 
-def _config_digest(model: Any, rope: dict[str, Any]) -> str:
-    """Digest of the model's own configuration (rope, windows, heads, ...), overrides applied."""
-    config = {
-        k: v for k, v in model.hf_text_config.to_dict().items() if k not in _NOT_CONTENT and "rope" not in k
-    }
-    config["rope"] = rope
-    text = json.dumps(config, sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+def _processor(model: Any) -> dict[str, str] | None:
+    """The effective configuration of the processor of images and the like; None if there is none.
+
+    Items are named by what the processor made of them (`items`). This says in words why they would differ, so
+    a processor that cannot be looked at costs the words only.
+    """
+    try:
+        parts = compat.processor_settings(model)
+    except Exception as error:  # noqa: BLE001 - processors come from checkpoints and raise anything
+        logger.warning(
+            "the multimodal processor cannot be looked at (%s); peers are not told how it is configured",
+            error,
+        )
+        return None
+    given = getattr(model.multimodal_config, "mm_processor_kwargs", None) or {}
+    return settings_of({**parts, "mm_processor_kwargs": given}) or None
 
 
-def _weights(vllm_config: Any) -> str:
-    model, load = vllm_config.model_config, vllm_config.load_config
-    if str(load.load_format) == "dummy":
+def _weights(vllm_config: Any, model: Any) -> str:
+    load_format = str(vllm_config.load_config.load_format)
+    name = str(model.model_weights or model.model)
+    if load_format == "tensorizer":
+        return f"{_UNVERIFIED} {load_format} of {name}"
+    if load_format == "dummy":
         return f"{_DUMMY}, seed {model.seed}, {vllm_config.parallel_config.tensor_parallel_size} ranks"
-    checkpoint = _checkpoint(str(model.model), model.revision)
+    checkpoint = _checkpoint(name, model.revision)
     digest = weights_of(checkpoint) if checkpoint else None
     if digest is None:
         logger.warning(
             "the checkpoint of %s is not on this machine's disk: its weights cannot be verified, "
-            "peers are compared by its name and revision", model.model,
+            "peers are compared by its name and revision", name,
         )  # fmt: skip
-        return f"{_UNVERIFIED} {model.model} at {model.revision or 'any revision'}"
+        return f"{_UNVERIFIED} {name} at {model.revision or 'any revision'}"
     return digest
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvferry.cache.orders import ChunkOrders, MovedByAll
+from kvferry.engines.vllm.built import Built
 from kvferry.engines.vllm.compat import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -31,11 +32,13 @@ class WorkerCard(KVConnectorHandshakeMetadata):
         geometry: where its pages lie.
         card: what peers will need to read from it; None if there are none.
         settings: of its connector, as on any machine, which tell it from another of the engine.
+        built: facts of its models.
     """
 
     geometry: RankGeometry
     card: RankCard | None
     settings: ConnectorConfig
+    built: Built = field(default_factory=Built)
 
 
 @dataclass(frozen=True, slots=True)

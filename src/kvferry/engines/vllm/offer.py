@@ -1,9 +1,10 @@
 """What travels with a request: ``kv_transfer_params``.
 
-The keys that vLLM's NixlConnector uses mean the same here, so routers made for it work unchanged. Three
-are added: ``remote_num_tokens`` (how much is offered), ``remote_lease`` (the ticket), ``remote_digest``
-(of which tokens). A router copies the object as it is; what comes back may be anything, so it is read
-against a schema, and held against the prompt it came with and the peer that it names.
+The keys that vLLM's NixlConnector uses mean the same here, so routers made for it work unchanged. More are
+added for what is offered: ``remote_num_tokens`` (how much), ``remote_lease`` (the ticket), ``remote_digest``
+(of which tokens), ``remote_items`` (of which images), ``remote_adapter`` (with which LoRA adapter). A router
+copies the object as it is; what comes back may be anything, so it is read against a schema, and held against
+the prompt it came with and the peer that it names.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from kvferry.engines.vllm.prompt import digest_of
-from kvferry.errors import ProtocolError
+from kvferry.engines.vllm.adapters import Adapters
+from kvferry.engines.vllm.prompt import PromptContent, content_of
+from kvferry.errors import NotYetNamed, ProtocolError, Unnameable
 from kvferry.transport.handshake import Known
 from kvferry.transport.lease import Ticket
 from kvferry.transport.messages import Host, Port
@@ -47,6 +49,7 @@ class Offer(msgspec.Struct, frozen=True):
         remote_lease: the promise.
         remote_digest: `keys.prompt_digest` of these tokens.
         tp_size, pp_size: of the producer, for routers.
+        remote_items, remote_adapter: see `engines.vllm.prompt.PromptContent`.
     """
 
     remote_engine_id: str
@@ -59,6 +62,8 @@ class Offer(msgspec.Struct, frozen=True):
     remote_digest: str
     tp_size: int = 1
     pp_size: int = 1
+    remote_items: str = ""
+    remote_adapter: str = ""
 
 
 def wants_prefill(params: Any) -> bool:
@@ -80,18 +85,23 @@ def read_offer(params: Any) -> Offer | None:
         raise ProtocolError(f"kv_transfer_params: {error}") from error
 
 
-def not_of_prompt(offer: Offer, request: Any) -> str | None:
-    """Why an offer cannot belong to the request it came with."""
+def not_of_prompt(offer: Offer, request: Any, adapters: Adapters) -> str | None:
+    """Why an offer cannot belong to the request it came with.
+
+    Raises:
+        NotYetNamed: that cannot be told yet: the request's LoRA adapter is being read.
+    """
     if not 0 < offer.remote_num_tokens <= request.num_prompt_tokens:
         return f"{offer.remote_num_tokens} tokens are offered for a prompt of {request.num_prompt_tokens}"
     if request.prompt_token_ids is None:
         return "the prompt is not made of token ids"
-    if digest_of(request, offer.remote_num_tokens) != offer.remote_digest:
-        return (
-            "the offered blocks hold other tokens than this prompt (remote_digest differs); do both "
-            "engines use the same tokenizer and chat template, and does the router pair the right halves?"
-        )
-    return None
+    offered = PromptContent(offer.remote_digest, offer.remote_items, offer.remote_adapter)
+    try:
+        return content_of(request, offer.remote_num_tokens, adapters).difference(offered)
+    except NotYetNamed:
+        raise
+    except Unnameable as error:
+        return f"the content of this prompt has no certain name: {error}"
 
 
 def not_of_peer(offer: Offer, peer: Known) -> str | None:

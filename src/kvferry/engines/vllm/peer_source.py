@@ -16,13 +16,14 @@ from typing import Any
 
 from kvferry.cache.bids import Bid, Bidding, Part
 from kvferry.cache.pins import Pins
+from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.meta import LoadOrder, Report, SchedulerMeta
 from kvferry.engines.vllm.offer import Offer, not_of_peer, not_of_prompt, read_offer
 from kvferry.engines.vllm.refusals import Refusals
 from kvferry.engines.vllm.source import Load
 from kvferry.engines.vllm.transfer_log import TransferLog
 from kvferry.engines.vllm.turn_finder import TurnFinder
-from kvferry.errors import ProtocolError
+from kvferry.errors import NotYetNamed, ProtocolError
 from kvferry.geometry import RankGeometry
 from kvferry.observe.events import Lack, Miss, Moved
 from kvferry.tiers.names import PEER
@@ -44,12 +45,14 @@ class _Pull:
         offer: of the producer.
         bidding: of the request.
         settled: the offer is no longer needed.
+        checked: it has been held against the prompt.
         bid: what was bid when it was last asked.
     """
 
     offer: Offer
     bidding: Bidding
     settled: bool = False
+    checked: bool = False
     bid: Bid | None = None
 
     @property
@@ -108,6 +111,7 @@ class PeerSource:
         timeout_seconds: float,
         most_late_blocks: int,
         turns: TurnFinder,
+        adapters: Adapters,
     ) -> None:
         """Begin.
 
@@ -120,7 +124,9 @@ class PeerSource:
             timeout_seconds: of a load.
             most_late_blocks: what late reads from a peer may hold before it is refused.
             turns: asks for earlier turns.
+            adapters: the engine's LoRA adapters.
         """
+        self._adapters = adapters
         self._groups, self._grains = _blocks_of(ranks), dict[str, tuple[int, ...]]()
         self._client, self._pins, self._log, self._refusals = client, pins, log, refusals
         self._timeout, self._most_late = timeout_seconds, most_late_blocks
@@ -147,8 +153,7 @@ class PeerSource:
                 self._asking[request.request_id] = bidding
             return request.request_id in self._asking
         self._take(request.request_id, offer, bidding)
-        if mismatch := not_of_prompt(offer, request):
-            self._strike(request.request_id, mismatch)
+        self._check(request)
         return True
 
     def declined(self, request: Any) -> Lack | None:
@@ -166,6 +171,7 @@ class PeerSource:
         pull = self._pulls.get(request.request_id)
         if pull is None:
             return ()
+        self._check(request)
         pull.bid = self._bid(pull, request, have)
         return (pull.bid,) if pull.bid is not None else ()
 
@@ -301,6 +307,7 @@ class PeerSource:
             return _shorter(_LOOKING, most)
         if found is not None:
             self._take(name, found, self._asking[name])
+            self._pulls[name].checked = True  # by its chunks
         return None
 
     def _last_bid(self, request: Any) -> tuple[Bid | None, int]:
@@ -318,7 +325,21 @@ class PeerSource:
         if not isinstance(answer, Looking) and (refusal := self._refusal(pull, answer)):
             self._strike(request.request_id, refusal)
             return None
-        return Bid(pull.peer, (Part(PEER, tokens),), isinstance(answer, Looking))
+        looking = isinstance(answer, Looking) or not pull.checked
+        return Bid(pull.peer, (Part(PEER, tokens),), looking)
+
+    def _check(self, request: Any) -> None:
+        """Hold an offer against its prompt; later, while the prompt's LoRA adapter is being read."""
+        pull = self._pulls[request.request_id]
+        if pull.checked or pull.settled:
+            return
+        try:
+            mismatch = not_of_prompt(pull.offer, request, self._adapters)
+        except NotYetNamed:
+            return
+        pull.checked = True
+        if mismatch is not None:
+            self._strike(request.request_id, mismatch)
 
     def _refusal(self, pull: _Pull, answer: Known | NotUsable) -> str | None:
         """Why a peer cannot be used."""

@@ -11,16 +11,18 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.meta import BlockIds, SchedulerMeta
 from kvferry.engines.vllm.offer import Lease, Offer, wants_prefill, write_nothing, write_offer
-from kvferry.engines.vllm.prompt import digest_of
+from kvferry.engines.vllm.prompt import content_of
 from kvferry.engines.vllm.turn_keeper import TurnKeeper
 from kvferry.engines.vllm.turn_names import TurnNames
-from kvferry.errors import TransferError
+from kvferry.errors import TransferError, Unnameable
 from kvferry.geometry import GroupKind
 from kvferry.observe.events import LeaseEnded, LeaseExtended, LeaseGranted
 from kvferry.observe.watch import Watch
@@ -46,7 +48,9 @@ class Producer:
         incarnation: int,
         watch: Watch,
         names: TurnNames,
+        adapters: Adapters,
     ) -> None:
+        self._adapters = adapters
         self._parallel = vllm_config.parallel_config
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._groups = kv_cache_config.kv_cache_groups
@@ -105,6 +109,8 @@ class Producer:
             self._turns.came(request)
         if wants_prefill(request.kv_transfer_params) and compat.trim_prompt(request, self._hash_block_tokens):
             self._prompts[request.request_id] = request
+            with suppress(Unnameable):
+                self._adapters.name(request.lora_request)  # it is read by the time the prompt is computed
 
     def completed_by(self, scheduled: Mapping[str, int]) -> list[Any]:
         """Requests to be offered whose prompt the coming step completes.
@@ -136,8 +142,9 @@ class Producer:
             return False, write_nothing()
         tokens = request.num_prompt_tokens
         try:
+            content = content_of(request, tokens, self._adapters)
             ticket = self._book.grant(request.request_id)
-        except TransferError as error:
+        except (TransferError, Unnameable) as error:
             logger.warning("request %s: not offered: %s", request.request_id, error)
             return False, write_nothing()
         now = time.monotonic()
@@ -150,7 +157,9 @@ class Producer:
             remote_block_ids=self.tables(block_ids, tokens),
             remote_num_tokens=tokens,
             remote_lease=Lease(ticket.slot, ticket.generation, ticket.incarnation),
-            remote_digest=digest_of(request, tokens),
+            remote_digest=content.tokens,
+            remote_items=content.items,
+            remote_adapter=content.adapter,
             tp_size=self._parallel.tensor_parallel_size,
             pp_size=self._parallel.pipeline_parallel_size,
         )

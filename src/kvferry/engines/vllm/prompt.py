@@ -1,22 +1,64 @@
-"""The digest of a vLLM request's prompt."""
+"""What the KV of a vLLM request's prompt was computed from, as digests that travel with an offer."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+from kvferry.engines.vllm import items
+from kvferry.engines.vllm.adapters import Adapters
 from kvferry.keys import prompt_digest
 
 
-def digest_of(request: Any, tokens: int) -> str:
-    """Digest of the first `tokens` tokens and of whatever else decides their content.
+@dataclass(frozen=True, slots=True)
+class PromptContent:
+    """The content of the beginning of a prompt.
+
+    Attributes:
+        tokens: digest of token ids.
+        items: digest of images and the like, and where they stand; empty without any.
+        adapter: name of the LoRA adapter by content; empty without one.
+    """
+
+    tokens: str
+    items: str
+    adapter: str
+
+    def difference(self, offered: PromptContent) -> str | None:
+        """Why blocks of `offered` are none of this prompt; None if they are."""
+        if offered.tokens != self.tokens:
+            return (
+                "the offered blocks hold other tokens than this prompt (remote_digest differs); do both "
+                "engines use the same tokenizer and chat template, and does the router pair the right halves?"
+            )
+        if offered.items != self.items:
+            return (
+                "the offered blocks hold other images (or video, or audio) than this prompt, as the "
+                "processors made them (remote_items differs); do both engines get the same media, and have "
+                "the same preprocessor_config.json and --mm-processor-kwargs?"
+            )
+        if offered.adapter != self.adapter:
+            return (
+                f"the offered blocks were computed with LoRA {offered.adapter or 'none'}, this prompt has "
+                f"{self.adapter or 'none'} (digests of weights and configuration, then the engine's LoRA "
+                "settings); give both engines the same adapter files under this name"
+            )
+        return None
+
+
+def content_of(request: Any, tokens: int, adapters: Adapters) -> PromptContent:
+    """The content of the first `tokens` tokens.
 
     The cache salt does not count: it separates tenants' caches, it does not change what is computed.
+
+    Raises:
+        NotYetNamed: the adapter's files are being read.
+        Unnameable: an adapter or an item has no certain name.
     """
-    extras = []
-    if request.lora_request is not None:
-        extras.append(f"lora {request.lora_request.lora_name}")
-    for feature in request.mm_features:
-        place = feature.mm_position
-        if place.offset < tokens:
-            extras.append(f"{feature.identifier} at {place.offset}+{place.length}")
-    return prompt_digest(request.prompt_token_ids[:tokens], extras)
+    features = [one for one in request.mm_features or () if one.mm_position.offset < tokens]
+    places = sorted((one.mm_position.offset, one.mm_position.length, items.name_of(one)) for one in features)
+    return PromptContent(
+        prompt_digest(request.prompt_token_ids[:tokens]),
+        prompt_digest((), [f"{name} at {at}+{length}" for at, length, name in places]) if places else "",
+        adapters.name(request.lora_request),
+    )

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvferry.cache.prompt_chunks import PromptChunks
+from kvferry.engines.vllm import items
 from kvferry.engines.vllm.adapters import Adapters
-from kvferry.errors import Unnameable
+from kvferry.errors import NotYetNamed, Unnameable
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import Canonical
 from kvferry.keys.chunk import ChunkKeys, Item
@@ -20,16 +21,17 @@ logger = logging.getLogger(__name__)
 class Prompts:
     """Requests by id. What cannot be named for certain has no chunks, and is neither stored nor looked up."""
 
-    def __init__(self, canonical: Canonical, *, prompts_only: bool = False) -> None:
-        """None yet.
+    def __init__(self, canonical: Canonical, adapters: Adapters, *, prompts_only: bool = False) -> None:
+        """Begin.
 
         Args:
             canonical: what chunks are.
+            adapters: the engine's.
             prompts_only: generated tokens have other content than as part of a prompt: they have no names.
         """
-        self._canonical, self._prompts_only = canonical, prompts_only
+        self._canonical, self._adapters, self._prompts_only = canonical, adapters, prompts_only
         self._known: dict[str, PromptChunks] = {}
-        self._adapters = Adapters()
+        self._unnamed: dict[str, Unnameable] = {}
         self._epoch = ""
 
     @property
@@ -40,11 +42,13 @@ class Prompts:
         return kinds.index(max(kinds))
 
     def add(self, request: Any) -> PromptChunks | None:
-        """The chunks of a new request, None if they have no certain names."""
+        """The chunks of a new request, None if they have no certain names, or none yet."""
+        self._unnamed.pop(request.request_id, None)
         try:
             keys = self._keys(request)
         except Unnameable as error:
             logger.debug("request %s: not cached: %s", request.request_id, error)
+            self._unnamed[request.request_id] = error
             return None
         chunks = self._known[request.request_id] = PromptChunks(self._canonical.groups, keys)
         return chunks
@@ -53,18 +57,30 @@ class Prompts:
         """The chunks of a request with all tokens that are known by now; None if it has none."""
         if self._prompts_only and request.num_tokens > request.num_prompt_tokens:
             self.remove(request.request_id)
+        if self.are_pending(request.request_id):
+            self.add(request)
         chunks = self._known.get(request.request_id)
         if chunks is not None and len(chunks.keys) < request.num_tokens:
             try:
                 chunks.keys.extend(request.all_token_ids[len(chunks.keys) : request.num_tokens])
-            except Unnameable:
+            except Unnameable as error:
                 self.remove(request.request_id)
+                self._unnamed[request.request_id] = error
                 return None
         return chunks
+
+    def are_pending(self, request_id: str) -> bool:
+        """The chunks of a request have no names yet, and may have later."""
+        return isinstance(self._unnamed.get(request_id), NotYetNamed)
+
+    def why_unnamed(self, request_id: str) -> str:
+        """Why the chunks of a request have no names."""
+        return str(self._unnamed.get(request_id, "the cache was reset since it came in"))
 
     def remove(self, request_id: str) -> None:
         """Forget a request."""
         self._known.pop(request_id, None)
+        self._unnamed.pop(request_id, None)
 
     def start_anew(self) -> None:
         """From now on nothing that was stored before is found, and what is stored is found by nobody else.
@@ -72,6 +88,7 @@ class Prompts:
         Running requests are neither stored nor looked up any more: their blocks mix both times.
         """
         self._known.clear()
+        self._unnamed.clear()
         self._epoch = f"{secrets.token_hex(16)} "
 
     def _keys(self, request: Any) -> ChunkKeys:
@@ -92,20 +109,21 @@ def keys_of(
         epoch: sets apart what may not be found by others, or from before; empty otherwise.
 
     Raises:
+        NotYetNamed: its LoRA adapter is being read.
         Unnameable: there is no certain name.
     """
     if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
         raise Unnameable("the prompt is not made of token ids")
     if getattr(request, "resumable", False):
         raise Unnameable("the prompt comes in parts, and items of later ones are not known yet")
-    items = [
-        Item(feature.mm_position.offset, feature.mm_position.length, str(feature.identifier))
+    found = [
+        Item(feature.mm_position.offset, feature.mm_position.length, items.name_of(feature))
         for feature in request.mm_features or ()
     ]
     return ChunkKeys(
         chunk_tokens,
         tokens,
-        items=items,
+        items=found,
         lora=adapters.name(request.lora_request),
         salt=f"{epoch}{request.cache_salt or ''}",
     )

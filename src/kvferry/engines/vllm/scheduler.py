@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from msgspec import structs
@@ -10,12 +11,13 @@ from kvferry.cache.pins import Pins
 from kvferry.cache.policies import Choice, Cost, First, Policy, Weight
 from kvferry.cache.speeds import Speeds
 from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.admission import Admission
 from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.explaining import Explaining
 from kvferry.engines.vllm.geometry import kind_of
 from kvferry.engines.vllm.headroom import Headroom
-from kvferry.engines.vllm.identity import facts_of
+from kvferry.engines.vllm.identity import built_by_all, facts_of, lora_settings, must_agree
 from kvferry.engines.vllm.meta import BlockIds, SchedulerMeta, WorkerCard, WorkerMeta
 from kvferry.engines.vllm.part_blocks import PartBlocks
 from kvferry.engines.vllm.peer_source import PeerSource
@@ -40,7 +42,7 @@ from kvferry.transport import security
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import Card, ControlServer
 from kvferry.transport.lease import new_incarnation
-from kvferry.transport.messages import RankCard
+from kvferry.transport.messages import Fact, RankCard
 
 ONE_HANDSHAKE = (
     "vLLM's MultiConnector gives all children that of the first that has one; use FerryMultiConnector"
@@ -67,9 +69,18 @@ class SchedulerHalf:
         if (spans := tracing(vllm_config)) is not None:
             self.watch.add(spans)
         self._explaining = Explaining(vllm_config, config.explain_requests, self.watch, config.name)
-        self._turn_names = TurnNames(prompts_only=compat.names_prompts_only(kv_cache_config))
+        self._adapters = Adapters(lora_settings(vllm_config))
+        prompts_only = compat.names_prompts_only(kv_cache_config)
+        self._turn_names = TurnNames(self._adapters, prompts_only=prompts_only)
         self._producer = Producer(
-            vllm_config, kv_cache_config, config, self._kinds, self._incarnation, self.watch, self._turn_names
+            vllm_config,
+            kv_cache_config,
+            config,
+            self._kinds,
+            self._incarnation,
+            self.watch,
+            self._turn_names,
+            self._adapters,
         )
         self._refusals = Refusals(self.watch)
         self._speeds = Speeds()
@@ -95,18 +106,23 @@ class SchedulerHalf:
         """
         if any(card.settings != self._config.anywhere for card in cards):
             raise ConfigError(f"the workers' handshake is that of another KVFerryConnector: {ONE_HANDSHAKE}")
+        agree = must_agree(
+            self._vllm_config, self._kv_cache_config, built_by_all(card.built for card in cards)
+        )
         pins: Pins[Any] = Pins(len(cards))
         self._parts = PartBlocks(cards[0].geometry.groups, self._pool, self._config.whole_blocks)
         sources: list[Source] = []
         ranks = [card.card for card in cards if card.card is not None]
         if ranks:
-            sources.append(self._meet_peers(tuple(ranks), pins))
+            sources.append(self._meet_peers(tuple(ranks), agree, pins))
         if self._tiers is not None:
             self._tiering = Tiering(
                 self._tiers,
                 self._config,
                 self._vllm_config,
                 self._kv_cache_config,
+                agree,
+                self._adapters,
                 [card.geometry for card in cards],
                 self._parts,
                 self._pool,
@@ -138,12 +154,12 @@ class SchedulerHalf:
         tiers = self._tiering.weights if self._tiering is not None else {}
         return Weight({PEER: self._config.load_weight, **tiers})
 
-    def _meet_peers(self, ranks: tuple[RankCard, ...], pins: Pins[Any]) -> PeerSource:
+    def _meet_peers(
+        self, ranks: tuple[RankCard, ...], agree: Mapping[str, Fact], pins: Pins[Any]
+    ) -> PeerSource:
         """Both ends of the control channel, and what comes over it."""
         config = self._config
-        facts = facts_of(
-            self._vllm_config, compat.stored_rope(self._vllm_config.model_config), self._incarnation
-        )
+        facts = facts_of(self._vllm_config, agree, self._incarnation)
         index = int(self._vllm_config.parallel_config.data_parallel_index)
         port = config.port + index if config.port else 0
         self._server = ControlServer(config.host, port, Card(facts, ranks), self._keys)
@@ -169,6 +185,7 @@ class SchedulerHalf:
             config.load_timeout_seconds,
             most_late,
             TurnFinder(self._client, lambda: server.keepers, self._turn_names),
+            self._adapters,
         )
         return self._peers
 

@@ -116,10 +116,12 @@ class Storing:
     def _look_at(self, progress: Progress, resolve: Resolve) -> None:
         """Store what is complete now."""
         request, prompt = progress.request, progress.request.num_prompt_tokens
+        chunks = self._prompts.get(request)
+        if chunks is None and self._prompts.are_pending(request.request_id):
+            return
         numbers, with_tail = progress.take(self._chunk)
         if not (numbers or with_tail):
             return
-        chunks = self._prompts.get(request)
         if chunks is None:
             self._progress.pop(request.request_id, None)
             return

@@ -143,15 +143,15 @@ class TierSource:
         return bool(self._loading or self._slots or self._begins or self._ends)
 
     def arrived(self, request: Any, bidding: Bidding) -> bool:
-        """Every request whose chunks have certain names may be served."""
-        if self._prompts.add(request) is None:
+        """Every request whose chunks have certain names may be served, or soon will have."""
+        if self._prompts.add(request) is None and not self._prompts.are_pending(request.request_id):
             return False
         self._asked[request.request_id] = _Asked(bidding)
         return True
 
     def declined(self, request: Any) -> Lack | None:
         """Its chunks have no certain names."""
-        return Lack(TIERS, Miss.UNNAMED, detail="its content has no certain name")
+        return Lack(TIERS, Miss.UNNAMED, detail=self._prompts.why_unnamed(request.request_id))
 
     def bids(self, request: Any, have: int) -> Sequence[Bid]:
         """The longest prefix that all groups can continue from; if set so, also that of fewer slow tiers."""
@@ -159,7 +159,7 @@ class TierSource:
         asked = self._asked[request.request_id]
         asked.declined, asked.looked = False, None
         if chunks is None:
-            return ()
+            return self._naming(request, have)
         asked.looked = found = chunks.look_up(
             request.num_tokens,
             have,
@@ -177,6 +177,13 @@ class TierSource:
             return ()
         return bids
 
+    def _naming(self, request: Any, have: int) -> Sequence[Bid]:
+        """A bid while the request's LoRA adapter is being read; what it may come to is not known."""
+        most = request.num_tokens - 1 - have
+        if most <= 0 or not self._prompts.are_pending(request.request_id):
+            return ()
+        return (Bid("names of chunks", (Part(HOST, most),), looking=True),)
+
     def head(self, request: Any, have: int, grain: int) -> Bid | None:
         """See `Source.head`."""
         found = self._asked[request.request_id].looked
@@ -193,7 +200,7 @@ class TierSource:
         if asked.declined:
             return Lack(TIERS, Miss.BUSY, detail=f"{len(self._loading)} loads are under way")
         if chunks is None or asked.looked is None:
-            return Lack(TIERS, Miss.UNNAMED, detail="the cache was reset since it came in")
+            return Lack(TIERS, Miss.UNNAMED, detail=self._prompts.why_unnamed(request.request_id))
         return lack_of(chunks, asked.looked, self._labels, self._cache)
 
     def begin(self, load: Load, request: Any) -> None:

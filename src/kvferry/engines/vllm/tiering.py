@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import lcm
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from kvferry.cache.orders import ArenaCard, MovedByAll
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.cache.writing import Behind
 from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.identity import namespace_of
 from kvferry.engines.vllm.meta import BlockIds, SchedulerMeta, WorkerMeta
@@ -43,6 +44,7 @@ from kvferry.tiers.place import twin_of, user_directory
 from kvferry.tiers.sizes import parse_size
 from kvferry.tiers.slow import SlowTier
 from kvferry.tiers.tags import TagTable
+from kvferry.transport.messages import Fact
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +69,8 @@ class Tiering:
         config: ConnectorConfig,
         vllm_config: Any,
         kv_cache_config: Any,
+        agree: Mapping[str, Fact],
+        adapters: Adapters,
         ranks: Sequence[RankGeometry],
         parts: PartBlocks,
         pool: Any,
@@ -79,6 +83,8 @@ class Tiering:
             tiers: what is configured.
             config: the other settings.
             vllm_config, kv_cache_config: vLLM's.
+            agree: facts that chunks of this engine and others have in common.
+            adapters: the engine's LoRA adapters.
             ranks: geometry of all workers.
             parts: blocks that loads fill in part.
             pool: the engine's block pool.
@@ -97,11 +103,12 @@ class Tiering:
             POLICIES[tiers.host.policy],
             table := TagTable(),
         )
-        opened = _open_all(tiers.slow, vllm_config, canonical, table)
+        opened = _open_all(tiers.slow, lambda: namespace_of(vllm_config, agree, canonical), table)
         behind = [one for one, _ in opened]
         self.weights = {HOST: tiers.host.load_weight, **{one.queue.name: weight for one, weight in opened}}
         self._cache = ChunkCache(host, self._arena.bytes_at, canonical.groups, behind)
-        self._prompts = Prompts(canonical, prompts_only=compat.names_prompts_only(kv_cache_config))
+        prompts_only = compat.names_prompts_only(kv_cache_config)
+        self._prompts = Prompts(canonical, adapters, prompts_only=prompts_only)
         groups = ranks[0].groups
         self.source = TierSource(
             self._cache,
@@ -137,7 +144,7 @@ class Tiering:
 
     def on_new_request(self, request: Any) -> None:
         """A request has come in; its chunks are named by now, if they can be."""
-        if self._prompts.get(request) is not None:
+        if self._prompts.get(request) is not None or self._prompts.are_pending(request.request_id):
             self._storing.on_new_request(request)
 
     def schedule(self, scheduled: Any, meta: SchedulerMeta) -> None:
@@ -239,7 +246,7 @@ def _host_bytes(tiers: Tiers) -> int:
 
 
 def _open_all(
-    tiers: Iterable[SlowSettings], vllm_config: Any, canonical: Canonical, table: TagTable
+    tiers: Iterable[SlowSettings], named: Callable[[], Namespace], table: TagTable
 ) -> list[tuple[Behind, float]]:
     """The slow tiers that can be used, with their weights; of others it is said why."""
     found: list[tuple[Behind, float]] = []
@@ -247,7 +254,7 @@ def _open_all(
     namespace = None
     for settings in tiers:
         try:
-            namespace = namespace or namespace_of(vllm_config, canonical)
+            namespace = namespace or named()
             tier = _open(settings, namespace, table, directories)
             alike = sum(one.queue.tier.name == tier.name for one, _ in found)
             behind = Behind(TierQueue(tier, name=numbered(tier.name, alike)), settings.write == "back")

@@ -18,10 +18,10 @@ CHUNK_TOKENS = 256
 class TurnNames:
     """Names under which blocks are kept and looked for."""
 
-    def __init__(self, *, prompts_only: bool = False) -> None:
-        """None yet; `prompts_only` as of `Prompts`."""
+    def __init__(self, adapters: Adapters, *, prompts_only: bool = False) -> None:
+        """Begin, with the engine's adapters; `prompts_only` as of `Prompts`."""
         self._prompts_only = prompts_only
-        self._adapters, self._epoch = Adapters(), ""
+        self._adapters, self._epoch = adapters, ""
 
     def content(self, request: Any, tokens: int) -> Content | None:
         """Of the first tokens of a request; None if there is no certain name."""

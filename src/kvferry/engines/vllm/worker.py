@@ -15,6 +15,7 @@ from kvferry.cache.loads import Joined, Loads
 from kvferry.cache.mover import ChunkMover
 from kvferry.cache.orders import LoadBegin, MovedByAll
 from kvferry.engines.vllm import compat, layout
+from kvferry.engines.vllm.built import built_of
 from kvferry.engines.vllm.config import ConnectorConfig, read_settings
 from kvferry.engines.vllm.geometry import describe_cache
 from kvferry.engines.vllm.host_buffer import CopyBlocks, HostBuffer
@@ -49,8 +50,12 @@ class WorkerHalf:
         Args:
             vllm_config: the engine's configuration.
             caches: layer name to its tensor.
+
+        Raises:
+            ConfigError: its model is not found.
         """
         self._vllm_config, self._caches = vllm_config, caches
+        self._built = built_of(vllm_config)
         self.engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self.layout = "unknown"
         self._copy: CopyBlocks | None = None
@@ -90,11 +95,11 @@ class WorkerHalf:
         if settings.tiers:
             self._mover = ChunkMover((pp_rank, tp_rank))
         if not settings.transfers:
-            return WorkerCard(self._geometry, None, settings.anywhere)
+            return WorkerCard(self._geometry, None, settings.anywhere, self._built)
         words = LeaseWords(new_incarnation(), LEASE_SLOTS)
         name = f"{self.engine_id}/{pp_rank}.{tp_rank}/{words.incarnation:x}"
         self._transfers = Transfers(name, self._geometry, words, _transfer_settings(settings))
-        return WorkerCard(self._geometry, self._transfers.card, settings.anywhere)
+        return WorkerCard(self._geometry, self._transfers.card, settings.anywhere, self._built)
 
     def begin(self, meta: SchedulerMeta) -> None:
         """Take this step's orders, but for what is to be stored."""

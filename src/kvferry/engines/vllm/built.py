@@ -1,0 +1,143 @@
+"""Facts of the model as a worker has built it: what decides KV content and is no weight.
+
+A setting may act only while the model is built: `max_model_len` chooses the factors of LongRoPE, and writes
+into the configuration of Llama 4. So facts are read from what was built, on every rank:
+
+- the configuration as the model left it, by key;
+- plain attributes of rotary embeddings (base, factors, which table is in use);
+- numbers with a fraction that modules of the model's own code keep (scalings, epsilons);
+- buffers without an axis (normalisers), and the first positions of rotary tables.
+
+None of them depends on the parallel size, the block size or `max_model_len` by itself. Sizes and switches
+of other modules do (heads of a rank, choices of kernels), so they are left out: the configuration and the
+geometry of the cache have what matters of them. Tables are sampled at few positions and rounded: devices
+compute them with other last bits, and the attributes beside them are exact.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.settings_text import settings_of, text_of
+
+_POSITIONS = (1, 2, 63)
+"""Sampled rows of a rotary table; 0 says little, and small ones have the least error of rounding."""
+
+_NOT_CONTENT = frozenset(
+    {
+        "training",
+        "max_position_embeddings",  # how long the table is; factors that follow from it are in the table
+        "cache_max_position_num",
+        "use_flashinfer",  # kernels
+        "use_aiter",
+        "enable_fp32_compute",
+        "has_own_lm_head",
+    }
+)
+_ROTARY = re.compile("rotary|rope", re.IGNORECASE)
+_SCALARS = (bool, int, float, str)
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """Facts of the models of one rank, or of all ranks together.
+
+    Attributes:
+        configs: "model configuration", and that of a draft model, to its settings by key.
+        modules: a name of something that modules keep to its values, of all modules that have it.
+    """
+
+    configs: Mapping[str, Mapping[str, frozenset[str]]] = field(default_factory=dict)
+    modules: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+    def with_other(self, other: Built) -> Built:
+        """The same of two ranks: layers of another stage have other values, or are of another kind."""
+        names = self.configs.keys() | other.configs.keys()
+        configs = {
+            name: _joined(self.configs.get(name, {}), other.configs.get(name, {})) for name in sorted(names)
+        }
+        return Built(configs, _joined(self.modules, other.modules))
+
+    def facts(self) -> dict[str, str | dict[str, str]]:
+        """As two engines compare them."""
+        configs = {name: _said(values) for name, values in self.configs.items()}
+        return {**configs, **{f"built model, {name}": text for name, text in _said(self.modules).items()}}
+
+
+def built_of(vllm_config: Any) -> Built:
+    """Facts of the models of this worker.
+
+    Raises:
+        ConfigError: the model is not in this process.
+    """
+    configs: dict[str, Mapping[str, frozenset[str]]] = {}
+    modules: dict[str, set[str]] = {}
+    for prefix, config, model in compat.built_models(vllm_config):
+        settings = settings_of(config.to_dict())
+        configs[f"{prefix}model configuration"] = {key: frozenset((text,)) for key, text in settings.items()}
+        modules.setdefault(f"{prefix}class", set()).add(type(model).__name__)
+        for name, text in _kept(model):
+            modules.setdefault(prefix + name, set()).add(text)
+    return Built(configs, {name: frozenset(texts) for name, texts in modules.items()})
+
+
+def _kept(model: Any) -> Iterator[tuple[str, str]]:
+    """(name, value) of everything that modules of a model keep and that is a fact."""
+    seen = set[int]()
+    for module in model.modules():
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        kind = type(module)
+        rotary = _ROTARY.search(kind.__name__) is not None
+        if rotary or not kind.__module__.startswith(compat.SHARED_LAYERS):
+            yield from _attributes(kind.__name__, vars(module), rotary=rotary)
+        for name, buffer in module.named_buffers(recurse=False):
+            yield from _buffer(f"{kind.__name__}.{name}", buffer, rotary=rotary)
+
+
+def _attributes(owner: str, attributes: Mapping[str, Any], *, rotary: bool) -> Iterator[tuple[str, str]]:
+    for name, value in attributes.items():
+        if name.startswith("_") or name in _NOT_CONTENT:
+            continue
+        if type(value) is float or (rotary and _is_plain(value)):
+            yield f"{owner}.{name}", text_of(value)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return bool(value) and all(type(each) in _SCALARS for each in value)
+    return type(value) in _SCALARS
+
+
+def _buffer(name: str, buffer: Any, *, rotary: bool) -> Iterator[tuple[str, str]]:
+    """A number by itself; of a rotary table what it says of some positions."""
+    if not buffer.is_floating_point() or buffer.is_meta:
+        return
+    if buffer.ndim == 0 and not name.rpartition(".")[2].startswith("_"):
+        yield name, _rounded(buffer.float().item())
+    if rotary and buffer.ndim >= 2 and buffer.shape[0] > max(_POSITIONS):
+        rows = buffer[list(_POSITIONS)].float().cpu()
+        texts = [_rounded(value) for value in rows.flatten().tolist()]
+        digest = blake2b(" ".join(texts).encode(), digest_size=8).hexdigest()
+        width = "x".join(map(str, buffer.shape[1:]))
+        yield f"{name} of {width}", f"{' '.join(texts[:4])}... ({digest})"
+
+
+def _rounded(value: float) -> str:
+    """Three decimals, or five digits of what is large."""
+    text = f"{value:.3f}" if abs(value) < 10 else f"{value:.5g}"
+    return "0.000" if text == "-0.000" else text
+
+
+def _joined(a: Mapping[str, frozenset[str]], b: Mapping[str, frozenset[str]]) -> dict[str, frozenset[str]]:
+    return {name: a.get(name, frozenset()) | b.get(name, frozenset()) for name in sorted(a.keys() | b.keys())}
+
+
+def _said(values: Mapping[str, Iterable[str]]) -> dict[str, str]:
+    return {name: text_of(" | ".join(sorted(texts))) for name, texts in values.items()}

@@ -1,0 +1,90 @@
+"""Settings as flat, bounded text, by which engines compare them and say in which they differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from hashlib import blake2b
+from typing import Any
+
+NOT_CONTENT = frozenset(
+    {
+        # names and versions
+        "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "architectures", "auto_map",
+        "model_type_vllm", "torchscript", "_attn_implementation", "_attn_implementation_internal",
+        "_attn_implementation_autoset", "_experts_implementation", "_experts_implementation_internal",
+        # compared by themselves, as they were resolved
+        "dtype", "torch_dtype",
+        # how long a prompt may be: what follows from it is in the built model
+        "max_model_len",
+        # what is done with the answer
+        "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
+        "forced_bos_token_id", "forced_eos_token_id", "tie_word_embeddings", "tie_encoder_decoder",
+        "id2label", "label2id", "num_labels", "problem_type", "task_specific_params", "finetuning_task",
+        "use_cache", "return_dict", "output_attentions", "output_hidden_states", "chunk_size_feed_forward",
+        "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "do_sample",
+        "num_beams", "num_beam_groups", "diversity_penalty", "early_stopping", "max_length", "min_length",
+        "max_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
+        "num_return_sequences", "output_scores", "return_dict_in_generate", "remove_invalid_values",
+        "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "prefix",
+        # training
+        "initializer_range", "use_bfloat16", "tf_legacy_loss", "pruned_heads", "gradient_checkpointing",
+        # of drafts: how far they look ahead, for how long prompts
+        "num_lookahead_tokens", "n_predict",
+    }
+)  # fmt: skip
+"""Keys of a model's or processor's configuration that do not decide what its KV cache holds."""
+
+MOST = 4096
+_LONGEST = 120
+_HEAD = 72
+
+
+def settings_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """A nested configuration as settings by dotted key, without what does not decide content.
+
+    What is null is as if it were not there: versions of a library differ in which defaults they write.
+
+    >>> settings_of({"rope": {"theta": 1e4, "factor": None}, "layers": [1, 2], "use_cache": True})
+    {'layers': '[1, 2]', 'rope.theta': '10000'}
+    """
+    found = dict(sorted(_flat("", config)))
+    if len(found) <= MOST:
+        return found
+    names = list(found)
+    rest = json.dumps([(name, found.pop(name)) for name in names[MOST:]])
+    return {**found, f"{len(names) - MOST} more": _digest(rest)}
+
+
+def text_of(value: Any) -> str:
+    """A value as text; a long one by its beginning and a digest.
+
+    Whole numbers have one spelling, with a point or without.
+    """
+    text = value if isinstance(value, str) else json.dumps(_plain(value), sort_keys=True, default=str)
+    return text if len(text) <= _LONGEST else f"{text[:_HEAD]}... ({_digest(text)})"
+
+
+def _flat(where: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for key, value in config.items():
+        if str(key) in NOT_CONTENT or value is None:
+            continue
+        name = f"{where}.{key}" if where else str(key)
+        if isinstance(value, Mapping):
+            yield from _flat(name, value)
+        else:
+            yield text_of(name), text_of(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1 << 53:
+        return int(value)
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    return value
+
+
+def _digest(text: str) -> str:
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()

@@ -1,0 +1,54 @@
+"""LoRA adapters on disk, and whoever names them."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from kvferry.engines.vllm import adapters as module
+from kvferry.errors import NotYetNamed
+
+
+def adapter(folder: Path, rank: int = 8, weight: float = 1.0, name: str = "a") -> SimpleNamespace:
+    """A LoRA adapter on disk, as vLLM's request names it."""
+    folder.mkdir(exist_ok=True)
+    save_file({"a": np.full(4, weight, np.float32)}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"r": rank}))
+    return SimpleNamespace(lora_name=name, lora_path=str(folder), load_inplace=False)
+
+
+def settled(ask: Callable[[], Any], seconds: float = 10.0) -> Any:
+    """The answer of something that may raise NotYetNamed for a while."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return ask()
+        except NotYetNamed:
+            assert time.monotonic() < until, "an adapter is never named"
+            time.sleep(0.002)
+
+
+@contextmanager
+def slow_files() -> Any:
+    """While this lasts, whoever reads an adapter's weights waits until the event that it yields is set."""
+    go_on, read = threading.Event(), module.weights_of
+
+    def slow(folder: Path) -> str | None:
+        assert go_on.wait(30.0)
+        return read(folder)
+
+    with mock.patch.object(module, "weights_of", slow):
+        try:
+            yield go_on
+        finally:
+            go_on.set()
