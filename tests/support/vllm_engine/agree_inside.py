@@ -20,11 +20,13 @@ def restart_other(engine: Any, settings: dict[str, Any]) -> dict[str, Any]:
     arguments, without `max_model_len`. The last one is not stopped: that would end the workers' halves of all
     engines of the process.
     """
+    from vllm.distributed import parallel_state
     from vllm.model_executor.layers import rotary_embedding
 
     from support.vllm_engine import inside
 
     engine.left = [*getattr(engine, "left", ()), getattr(engine, "other", None)]
     rotary_embedding._ROPE_DICT.clear()
+    parallel_state.destroy_model_parallel()  # another model may need other groups
     inside.start_another(engine, settings)
     return facts(engine.other)

@@ -1,0 +1,135 @@
+"""Facts of built models: what decides content, and neither sizes nor places."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.built import Built, built_of
+from kvferry.errors import ConfigError
+from kvferry.transport.messages import MOST_NAMED, compare
+
+
+class Rotary(torch.nn.Module):
+    """As vLLM's: a table by position, and what it was made of."""
+
+    def __init__(self, base: float, rows: int, *, long: bool = False) -> None:
+        super().__init__()
+        self.base, self.max_position_embeddings, self.use_long_rope = base, rows, long
+        angles = torch.arange(rows)[:, None] * base ** -(torch.arange(4) / 4)
+        self.register_buffer("table", torch.cat((angles.cos(), angles.sin()), -1), persistent=False)
+
+
+class Attention(torch.nn.Module):
+    """A model's own: sizes of a rank, and a scaling."""
+
+    def __init__(self, rotary: Rotary, heads: int, scaling: float) -> None:
+        super().__init__()
+        self.rotary, self.num_heads, self.scaling, self.prefix = rotary, heads, scaling, f"layers.{heads}"
+        self.register_buffer("scratch", torch.rand(heads, 8), persistent=False)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, layers: list[Attention], normalizer: float = 8.0) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+        self.register_buffer("normalizer", torch.tensor(normalizer), persistent=False)
+
+
+def facts(model: torch.nn.Module, monkeypatch: Any, **config: Any) -> Built:
+    hf = SimpleNamespace(to_dict=lambda: config)
+    monkeypatch.setattr(compat, "built_models", lambda _: [("", hf, model)])
+    return built_of(SimpleNamespace())
+
+
+def model(base=1e4, rows=128, heads=4, scaling=0.5, normalizer=8.0, long=False) -> Model:
+    return Model([Attention(Rotary(base, rows, long=long), heads, scaling) for _ in range(2)], normalizer)
+
+
+def test_sizes_of_ranks_and_lengths_of_tables_are_no_facts(monkeypatch):
+    one = facts(model(), monkeypatch)
+    assert compare(one.facts(), facts(model(rows=512, heads=2), monkeypatch).facts()) == []
+    assert one.facts() == facts(model(rows=512, heads=2), monkeypatch).facts(), "nor of the namespace"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"long": True}, ["built model, Rotary.use_long_rope: false there, true here"]),
+        ({"scaling": 0.25}, ["built model, Attention.scaling: 0.5 there, 0.25 here"]),
+        ({"normalizer": 9.0}, ["built model, Model.normalizer: 8.000 there, 9.000 here"]),
+    ],
+)
+def test_what_a_module_keeps_is_named_with_both_values(monkeypatch, changes, said):
+    assert compare(facts(model(), monkeypatch).facts(), facts(model(**changes), monkeypatch).facts()) == said
+
+
+def test_a_table_that_differs_alone_is_seen(monkeypatch):
+    other = model()
+    other.layers[1].rotary.table *= 1.1
+    (said,) = compare(facts(model(), monkeypatch).facts(), facts(other, monkeypatch).facts())
+    assert said.startswith("built model, Rotary.table of 8: ")
+
+
+def test_last_bits_of_a_table_do_not_count(monkeypatch):
+    other = model()
+    other.layers[0].rotary.table *= 1 + 1e-7
+    assert compare(facts(model(), monkeypatch).facts(), facts(other, monkeypatch).facts()) == []
+
+
+def test_stages_of_a_pipeline_together_are_the_whole_model(monkeypatch):
+    local, everywhere = Attention(Rotary(1e4, 128), 4, 0.5), Attention(Rotary(1e6, 128), 4, 0.5)
+    whole = facts(Model([local, everywhere]), monkeypatch, layers=2)
+    stages = [facts(Model([layer]), monkeypatch, layers=2) for layer in (everywhere, local)]
+    assert Built().with_other(stages[0]).with_other(stages[1]).facts() == whole.facts()
+
+
+def test_what_a_model_writes_into_its_configuration_is_a_fact_of_every_rank(monkeypatch):
+    ranks = [facts(model(), monkeypatch, tuning=True) for _ in range(2)]
+    assert ranks[0].with_other(ranks[1]).facts()["model configuration"] == {"tuning": "true"}
+
+
+def test_the_models_of_an_engine_are_those_with_its_layers():
+    layer, others = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    mine, theirs = torch.nn.Sequential(torch.nn.Sequential(layer)), torch.nn.Sequential(others)
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={"a": layer}),
+        model_config=SimpleNamespace(hf_config="its own"),
+        speculative_config=None,
+    )
+    ((prefix, hf, found),) = compat.built_models(config)
+    assert (prefix, hf) == ("", "its own")
+    assert found is mine
+    assert found is not theirs
+    config.compilation_config.static_forward_context = {"a": torch.nn.Parameter(torch.ones(1))}
+    with pytest.raises(ConfigError, match="was not found in this process"):
+        compat.built_models(config)
+
+
+def test_of_many_settings_that_differ_some_are_named_and_the_others_counted():
+    one, other = ({"model configuration": {f"k{n}": str(n + m) for n in range(40)}} for m in (0, 1))
+    said = compare(one, other)
+    assert said[0] == "model configuration: k0 is 0 there, 1 here"
+    assert len(said) == MOST_NAMED + 1
+    assert said[-1] == f"model configuration: {40 - MOST_NAMED} more settings differ"
+
+
+def test_a_fact_that_only_one_side_states_refuses_nobody_and_a_setting_does():
+    assert compare({"a": "1"}, {"b": {"c": "2"}}) == []
+    assert compare({"b": {}}, {"b": {"c": "2"}}) == ["b: c is not set there, 2 here"]
+    assert compare({"b": "text"}, {"b": {"c": "2"}}) == ["b: text there, 1 settings here"]
+
+
+def test_values_that_are_long_are_told_apart_by_a_digest():
+    from kvferry.engines.vllm.settings_text import settings_of
+
+    lists = [settings_of({"layers": list(range(n))})["layers"] for n in (200, 201)]
+    assert lists[0] != lists[1]
+    assert max(map(len, lists)) < 120
+    many = [settings_of({f"k{n}": n * m for n in range(5000)}) for m in (1, 2)]
+    assert len(many[0]) == 4097
+    assert many[0] != many[1]
