@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from support.vllm_engine.inside import distance
+from support.vllm_engine.lengths import every_length, limit_admissions
 from support.vllm_engine.pair import TEXTS, TOGETHER, Pair, Setup, prompt
 
 NO_CACHE = {"enable_prefix_caching": False}
@@ -76,6 +77,22 @@ def test_a_cache_that_two_layers_read_moves_once(pair: Pair) -> None:
     moved = pair.through([prompt(90, 3)])[0]["moved"]
     assert {name.split("/")[0] for name in moved} == {f"model.layers.{n}.self_attn.attn" for n in range(4)}
     pair.forget()
+
+
+def test_every_length_up_to_two_blocks_is_answered_again_as_it_was(pair: Pair) -> None:
+    if not pair.setup.exact:
+        pytest.skip("answers depend on what is computed beside them")
+    texts = every_length(pair.about["block_size"], 50_000)
+    for engine in (pair.prefill, pair.decode):
+        limit_admissions(engine)
+    references = pair.prefill.call("generate", texts, tokens=2)
+    pair.forget()
+    for _ in range(2):
+        answers = pair.through(texts, tokens=2)
+        for text, answer, reference in zip(texts, answers, references, strict=True):
+            assert bool(answer["moved"]) == (len(text) > 1)
+            assert distance(answer, reference) < 1e-4, f"{len(text)} tokens"
+        pair.forget()
 
 
 def test_nothing_is_held_when_all_is_said(pair: Pair) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from support.vllm_engine.inside import distance
+from support.vllm_engine.lengths import every_length, limit_admissions
 from support.vllm_engine.pair import prompt
 from support.vllm_engine.tiered import Tiered, chunk_files, spoil
 
@@ -179,3 +180,20 @@ def test_warm_after_a_restart_with_another_block_size_and_back(family: Life) -> 
         assert answer["hit"] == [ends]
         if ends == 512:
             assert distance(answer, reference) == 0.0
+
+
+def test_every_length_up_to_two_blocks_is_answered_again_as_it_was(family: Life) -> None:
+    engine = family.engine
+    texts = every_length(engine.about["block_size"], 30_000)
+    limit_admissions(engine.engine)
+    first = engine.engine.call("generate", texts, tokens=2, timeout=240.0)
+    engine.settle()
+    engine.forget()
+    engine.engine.call("new_loads")
+    second = engine.engine.call("generate", texts, tokens=2, timeout=240.0)
+    loads = engine.engine.call("new_loads")
+    assert len(loads) >= len(texts) // 4, "the tiers were not asked"
+    apart = [distance(one, other) for one, other in zip(first, second, strict=True)]
+    assert {answer["finish"] for answer in (*first, *second)} == {"length"}
+    # Of what was loaded only the last token is computed, which is another cut of the prompt.
+    assert max(apart) < (1e-4 if family.family.exact else 0.2)

@@ -11,6 +11,7 @@ import pytest
 from support.explain import events, explain
 from support.vllm_engine.both import Both, loads
 from support.vllm_engine.inside import distance
+from support.vllm_engine.lengths import every_length, limit_admissions
 from support.vllm_engine.pair import prompt
 
 OWN, SHARED = "a directory each", "one directory"
@@ -115,4 +116,37 @@ def test_what_one_engine_stored_the_other_finds_where_they_share(both: Both) -> 
     (answer,) = both.decode.call("generate", [asked])
     assert (loads(both.decode)[0] > 0) == both.shared
     assert distance(answer, reference) == 0.0
+    both.nothing_held()
+
+
+def test_every_length_up_to_two_blocks_is_answered_again_as_it_was(both: Both) -> None:
+    """Alone on either engine, and through both, with whatever tiers and peer have by then."""
+    texts = every_length(both.about["block_size"], 40_000)
+    for engine in both.engines:
+        limit_admissions(engine)
+    references = both.prefill.call("generate", texts, tokens=2, timeout=240.0)
+    both.forget()
+    for ask in (
+        lambda: both.prefill.call("generate", texts, tokens=2, timeout=240.0),
+        lambda: both.decode.call("generate", texts, tokens=2, timeout=240.0),
+        lambda: both.through(texts, tokens=2),
+        lambda: both.through(texts, tokens=2),
+    ):
+        for text, answer, reference in zip(texts, ask(), references, strict=True):
+            apart = distance(answer, reference)
+            assert apart < 1e-4, f"{len(text)} tokens: {apart} apart"
+        both.forget()
+    both.decode.call("spoil", 5)
+    both.forget(host=True)
+    try:
+        spoiled = both.through(texts, tokens=2)
+    finally:
+        both.decode.call("spoil", None)
+        both.forget()
+    wrong = [
+        len(text)
+        for text, answer, reference in zip(texts, spoiled, references, strict=True)
+        if answer["moved"] and distance(answer, reference) > 1e-4
+    ]
+    assert len(wrong) > len(texts) // 2, "the answers do not depend on what was moved"
     both.nothing_held()

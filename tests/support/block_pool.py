@@ -77,6 +77,8 @@ def request(name: str, tokens: Sequence[int], prompt: int | None = None, **more:
             "cache_salt": None,
             "kv_transfer_params": None,
             "trace_headers": None,
+            "skip_reading_prefix_cache": False,
+            "sampling_params": None,
             **more,
         }
     )

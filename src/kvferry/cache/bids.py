@@ -1,10 +1,17 @@
 """What sources offer a request, and which are not asked any more: strike out and bid again.
 
 A source that failed a request is struck out for that request; the request is admitted anew and the best
-bid that is left is taken (`policies`), recompute at the latest. Attempts are capped, so that admission ends.
+bid that is left is taken (`policies`), recompute at the latest.
 
-    (new) ─take─▶ LOADING ─succeeded─▶ SERVED (─preempted─▶ take)
+    (new) ─take─▶ LOADING ─succeeded─▶ SERVED ─computed─▶ (─preempted─▶ take)
                      └─failed─▶ (source struck out) ─take─▶ … until no bid or no attempt is left: recompute
+
+Two rules make admission end, whatever sources offer and whatever the engine does with it:
+
+- The last token is always computed, to sample from it. So a load must bring a token before it. The engine
+  cuts a load of everything by the last token, and a request of which nothing else is left asks again.
+- Attempts are capped. A load that succeeded gives its attempt back only when the engine has computed
+  something after it.
 """
 
 from __future__ import annotations
@@ -72,16 +79,31 @@ class Bid:
         return other is not None and (self.sources, self.places) == (other.sources, other.places)
 
 
+def leads_on(rest: int) -> bool:
+    """Whether a load could bring a request further.
+
+    Args:
+        rest: tokens of the request that are not at hand.
+    """
+    return rest > 1
+
+
 class Bidding:
     """The bids of one request over its attempts."""
 
     def __init__(self, attempts: int) -> None:
         self._left = attempts
         self._struck: dict[str, str] = {}
+        self._brought = 0
 
-    def open(self, bids: Iterable[Bid]) -> list[Bid]:
-        """Bids that may be taken."""
-        if self._left <= 0:
+    def open(self, bids: Iterable[Bid], rest: int) -> list[Bid]:
+        """Bids that may be taken.
+
+        Args:
+            bids: of all sources.
+            rest: tokens of the request that are not at hand, the last of which is always computed.
+        """
+        if self._left <= 0 or not leads_on(rest):
             return []
         return [bid for bid in bids if bid.tokens > 0 and self._struck.keys().isdisjoint(bid.sources)]
 
@@ -96,8 +118,15 @@ class Bidding:
         return self._left
 
     def succeeded(self) -> None:
-        """An attempt that has brought something does not count: a preempted request may be served again."""
-        self._left += 1
+        """The load of this attempt has brought what it was to bring."""
+        self._brought += 1
+
+    def computed(self) -> None:
+        """The engine computes tokens of the request: attempts that succeeded do not count any more.
+
+        So a request that is preempted may be served again.
+        """
+        self._left, self._brought = self._left + self._brought, 0
 
     def strike(self, source: str, reason: str) -> bool:
         """Ask this source no more; True if that is new."""

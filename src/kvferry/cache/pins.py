@@ -1,18 +1,40 @@
 """Who owns the destination of a load.
 
 Every block that a load may write is pinned from before it is posted until every worker says that nothing
-of it is in flight, whatever becomes of the request. A pin that outlives its request is *late*; late pins
-are counted per source, and a source that holds too many is refused until they drain.
+of it is in flight, whatever becomes of the request. A pin that outlives its request is *late*. Late pins are
+counted per source, and bounded: whatever is in flight may be late a moment later, so a load begins only if
+what is in flight and what is late stay below the bound together (`may_hold`).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 BlockT = TypeVar("BlockT")
+
+
+def may_hold(source: str, blocks: int, held: Mapping[str, int], most: int) -> bool:
+    """Whether another load may begin.
+
+    All sources together hold at most `most` blocks. One source holds at most half of what the others leave of
+    them, so that a source that hangs leaves room for the others, however many hang. A load that is alone may
+    be larger: else a long prompt could never be loaded.
+
+    >>> may_hold("a", 8, {}, 8), may_hold("a", 4, {"a": 1}, 8), may_hold("b", 2, {"a": 4}, 8)
+    (True, False, True)
+
+    Args:
+        source: whose load.
+        blocks: that the load may write.
+        held: by loads of each source, in flight and late.
+        most: blocks that all may hold.
+    """
+    others = sum(held.values()) - held.get(source, 0)
+    alone = not any(held.values())
+    return alone or held.get(source, 0) + blocks <= (most - others) // 2
 
 
 @dataclass(slots=True)
@@ -35,6 +57,7 @@ class Pins(Generic[BlockT]):
         self._workers = workers
         self._pins: dict[str, _Pin[BlockT]] = {}
         self._late: dict[str, int] = defaultdict(int)
+        self._held = Counter[str]()
 
     def __len__(self) -> int:
         """Loads that hold blocks."""
@@ -45,6 +68,7 @@ class Pins(Generic[BlockT]):
         if key in self._pins:
             raise ValueError(f"load {key!r} is pinned already")
         self._pins[key] = _Pin(source, blocks, self._workers)
+        self._held[source] += len(blocks)
 
     def late(self, key: str) -> None:
         """The request goes on without this load, whose bytes may still land."""
@@ -52,6 +76,11 @@ class Pins(Generic[BlockT]):
         if pin is not None and not pin.late:
             pin.late = True
             self._late[pin.source] += len(pin.blocks)
+
+    @property
+    def held(self) -> Mapping[str, int]:
+        """Blocks that loads of each source hold, in flight or late; sources that hold none are left out."""
+        return self._held
 
     def late_blocks(self, source: str) -> int:
         """Blocks that late loads from `source` still hold."""
@@ -76,6 +105,9 @@ class Pins(Generic[BlockT]):
         if pin.waiting_for > 0:
             return ()
         del self._pins[key]
+        self._held[pin.source] -= len(pin.blocks)
+        if not self._held[pin.source]:
+            del self._held[pin.source]
         if pin.late:
             self._late[pin.source] -= len(pin.blocks)
             if not self._late[pin.source]:

@@ -34,6 +34,7 @@ class Miss(StrEnum):
     OTHER_NAMESPACE = "other_namespace"  # the tiers hold a model of this name, but not this one
     UNNAMED = "unnamed"  # the prompt's content has no certain name
     REFUSED = "refused"  # the offer or the peer cannot be used
+    SKIPPED = "skipped"  # the request reads no cache, as for logprobs of its prompt
     LOOKING = "looking"  # it could not say in time what it has
     LOST_BID = "lost_bid"  # another source, or computing, was better
     BUSY = "busy"  # too many loads were under way
@@ -51,6 +52,7 @@ class Why(StrEnum):
     LOOKING = "a source that is still looking may have more"
     NOTHING = "no source has more"
     COMPUTING = "computing is better"
+    SKIPPED = "it reads no cache"
     NO_ROOM = "the engine has no blocks for a load and what comes after it"
     ATTEMPTS = "no attempt is left"
 

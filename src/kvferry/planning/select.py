@@ -19,6 +19,9 @@ from kvferry.planning.template import Route
 
 NULL_BLOCK = 0
 
+STATE_BLOCKS = 2
+"""Blocks that a group of recurrent state may take at once: a snapshot, and what it goes on with."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -282,3 +285,18 @@ def written(kind: GroupKind, block_tokens: int, span: Span) -> slice:
     if kind is GroupKind.STATE:
         return slice(0, None if last else 0)
     return slice(span.have // block_tokens, None if last else 0)
+
+
+def most_written(kind: GroupKind, reach: int, block_tokens: int, span: Span) -> int:
+    """Blocks of a group that a load may write, at most: those of `written` that are not null.
+
+    >>> span = Span(have=16, total=64, prompt=65)
+    >>> most_written(GroupKind.FULL, 0, 16, span), most_written(GroupKind.SLIDING, 20, 16, span)
+    (3, 2)
+    """
+    if not sees_all(kind) and span.ends != span.total:
+        return 0
+    if kind is GroupKind.STATE:
+        return STATE_BLOCKS
+    first = span.begins if sees_all(kind) else max(span.have, first_seen(kind, reach, span.total))
+    return -(-span.ends // block_tokens) - first // block_tokens

@@ -324,6 +324,23 @@ def bids(engine: Any) -> list[int]:
     return seen
 
 
+def limit_admissions(engine: Any, most: int) -> None:
+    """Raise in the engine's step when a request is admitted more often: it is not to go on for ever."""
+    if hasattr(engine, "admissions"):
+        return
+    connector = _scheduler(engine).connector
+    inner, engine.admissions = connector.update_state_after_alloc, {}
+
+    def counted(request: Any, blocks: Any, external: int) -> None:
+        name = request.request_id
+        engine.admissions[name] = engine.admissions.get(name, 0) + 1
+        if engine.admissions[name] > most + request.num_preemptions:
+            raise RuntimeError(f"request {name} of {request.num_tokens} tokens is admitted again and again")
+        inner(request, blocks, external)
+
+    connector.update_state_after_alloc = counted
+
+
 def settle_tiers(engine: Any, seconds: float = 120.0, of: int = 0) -> None:
     """Step until the tiers have nothing left to do, as a server does."""
     ours = half(engine, of)

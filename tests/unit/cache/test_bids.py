@@ -8,15 +8,15 @@ def bid(source, tokens, place="host"):
 
 
 def test_no_tokens_are_no_bid():
-    assert Bidding(2).open([bid("a", 0), bid("b", -16), Bid("c", ())]) == []
+    assert Bidding(2).open([bid("a", 0), bid("b", -16), Bid("c", ())], 100) == []
 
 
 def test_who_is_struck_out_is_not_asked_again_whatever_it_offers():
     bidding = Bidding(2)
     assert bidding.strike("a", "it failed")
-    assert bidding.open([bid("a", 100), bid("b", 1)]) == [bid("b", 1)]
+    assert bidding.open([bid("a", 100), bid("b", 1)], 100) == [bid("b", 1)]
     bidding.strike("b", "it failed too")
-    assert bidding.open([bid("a", 100), bid("b", 1)]) == []
+    assert bidding.open([bid("a", 100), bid("b", 1)], 100) == []
 
 
 def test_striking_twice_is_told_from_striking_once_and_keeps_the_first_reason():
@@ -30,7 +30,7 @@ def test_striking_twice_is_told_from_striking_once_and_keeps_the_first_reason():
 def test_attempts_are_capped_so_that_admission_ends():
     bidding = Bidding(attempts=3)
     taken = 0
-    while bidding.open([bid(f"source {taken}", 16)]):
+    while bidding.open([bid(f"source {taken}", 16)], 100):
         bidding.take()
         taken += 1
         assert taken <= 3
@@ -40,18 +40,29 @@ def test_attempts_are_capped_so_that_admission_ends():
 def test_asking_spends_nothing():
     bidding = Bidding(attempts=1)
     for _ in range(5):
-        assert bidding.open([bid("a", 16)])
+        assert bidding.open([bid("a", 16)], 100)
     assert bidding.take() == 0
-    assert bidding.open([bid("a", 16)]) == []
+    assert bidding.open([bid("a", 16)], 100) == []
 
 
-def test_attempts_that_succeeded_do_not_count():
+def test_attempts_that_succeeded_do_not_count_once_something_is_computed_after_them():
     bidding = Bidding(1)
     for _ in range(3):
-        assert bidding.open([bid("a", 1)])
+        assert bidding.open([bid("a", 1)], 100)
         bidding.take()
-        assert not bidding.open([bid("a", 1)])
+        assert not bidding.open([bid("a", 1)], 100)
         bidding.succeeded()
+        assert not bidding.open([bid("a", 1)], 100), "the engine asks again, and has computed nothing"
+        bidding.computed()
+        bidding.computed()
+    bidding.take()
+    bidding.computed()
+    assert not bidding.open([bid("a", 1)], 100), "this one has failed"
+
+
+def test_nothing_is_loaded_where_only_the_last_token_is_left():
+    assert Bidding(2).open([bid("a", 1), bid("b", 16)], 1) == []
+    assert Bidding(2).open([bid("a", 1)], 2) == [bid("a", 1)]
 
 
 def test_bids_are_alike_if_they_come_from_the_same_places_however_much():
@@ -79,6 +90,6 @@ def test_a_bid_of_two_is_struck_out_with_either():
     for source in "ab":
         bidding = Bidding(2)
         bidding.strike(source, "it failed")
-        assert bidding.open([both, bid("a", 16), bid("b", 24)]) == [
+        assert bidding.open([both, bid("a", 16), bid("b", 24)], 100) == [
             bid("b" if source == "a" else "a", 24 if source == "a" else 16)
         ]

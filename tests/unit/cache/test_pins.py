@@ -3,10 +3,10 @@
 from collections import Counter
 
 import pytest
-from hypothesis import settings, strategies as st
+from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.cache.pins import Pins
+from kvferry.cache.pins import Pins, may_hold
 
 
 def test_blocks_come_back_with_the_last_worker():
@@ -53,6 +53,47 @@ def test_late_blocks_are_counted_per_source_once_and_until_they_land():
     pins.landed("b")
     pins.landed("c")
     assert pins.late_blocks("P") == pins.late_blocks("Q") == 0
+
+
+def test_what_each_source_holds_is_counted_until_it_lands():
+    pins = Pins[int](workers=1)
+    pins.hold("a", "P", [1, 2])
+    pins.hold("b", "Q", [3])
+    pins.late("a")
+    assert pins.held == {"P": 2, "Q": 1}
+    pins.landed("a")
+    assert pins.held == {"Q": 1}
+    pins.landed("b")
+    assert pins.held == {}
+
+
+@given(
+    most=st.integers(0, 64),
+    loads=st.lists(st.tuples(st.sampled_from("PQRS"), st.integers(1, 40), st.integers(0, 3)), max_size=60),
+)
+def test_loads_that_all_prove_late_hold_no_more_than_they_may_and_leave_room_for_others(most, loads):
+    """Each lands after as many others have begun as its number says, or never."""
+    held, under_way = Counter(), []
+    for source, blocks, lands_after in loads:
+        if may_hold(source, blocks, held, most):
+            held[source] += blocks
+            under_way.append([source, blocks, lands_after or 1000])
+        assert held.total() <= most or len(under_way) == 1
+        if under_way:
+            assert may_hold("nobody yet", 1, held, most) == (most - held.total() >= 2)
+        for one in under_way:
+            one[2] -= 1
+        for name, size, left in under_way:
+            held[name] -= size * (not left)
+        under_way = [one for one in under_way if one[2]]
+
+
+def test_as_many_sources_as_like_may_hang_before_there_is_no_room():
+    held = {}
+    for number in range(5):
+        blocks = max(n for n in range(65) if not n or may_hold(f"s{number}", n, held or {"x": 0, "y": 1}, 64))
+        held[f"s{number}"] = blocks
+    assert list(held.values()) == [31, 16, 8, 4, 2]
 
 
 SOURCES = ("P", "Q")

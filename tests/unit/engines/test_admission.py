@@ -7,8 +7,10 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from kvferry.cache.bids import Bid, Part
 from kvferry.cache.pins import Pins
@@ -58,6 +60,7 @@ class Stand:
     grain: int = BLOCK
     miss: Miss | None = None
     head_until: int = 0
+    has_room: bool = True
     heard: list = field(default_factory=list)
 
     def arrived(self, request, bidding):
@@ -85,6 +88,10 @@ class Stand:
 
     def tail(self, request, have, first):
         return offer(self.name, self.total - first, self.looking) if self.total > first else None
+
+    def room(self, bid, blocks):
+        self.heard_of = bid.source, blocks
+        return self.has_room
 
     def begin(self, load, request):
         self.load = load
@@ -116,14 +123,17 @@ class Stand:
 
 class Engine:
     def __init__(self, *sources, workers=2, attempts=2, policy=None, patience=10.0, whole=False, windows=()):
-        group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))
+        specs = (
+            FullAttentionSpec(BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32),
+            SlidingWindowSpec(BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=6),
+        )
         self.pool, self.workers = BlockPool(60), workers
         self.fold, self.told = Fold(), []
         self.parts = PartBlocks(GROUPS, self.pool)
         self.parts = PartBlocks(GROUPS, self.pool, whole)
         self.headroom = Headroom(windows, 8, self.pool)
         self.admission = Admission(
-            SimpleNamespace(kv_cache_groups=[group, group]),
+            SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs]),
             (GroupKind.FULL, GroupKind.SLIDING),
             Pins(workers),
             self.parts,
@@ -435,8 +445,72 @@ def test_loads_that_bring_something_do_not_use_up_attempts():
     for _ in range(3):
         assert engine.admit(one) == 24
         engine.report(source.load, None, None)
+        engine.compute(one)
         engine.free(one)  # preempted
     assert engine.pool.references == 0
+
+
+def test_a_request_that_asks_again_before_it_computes_anything_uses_up_attempts():
+    """Whatever makes the engine forget what it was brought, it does not load for ever."""
+    source = Stand("one", 24)
+    engine = Engine(source, attempts=3)
+    one = engine.arrive()
+    for _ in range(3):
+        assert engine.admit(one) == 24
+        engine.report(source.load, None, None)
+        engine.free(one)
+    assert engine.admit(one) == 0
+
+
+def test_nothing_is_loaded_where_only_the_last_token_is_left():
+    source = Stand("tiers", PROMPT)
+    engine = Engine(source, workers=1)
+    one = engine.arrive()
+    assert engine.admit(one, have=PROMPT - 1) == 0
+    engine.compute(one)
+    only = request("b", [7])
+    engine.admission.on_new_request(only)
+    assert engine.admit(only) == 0
+    engine.compute(only)
+    assert said(engine)[1] == {
+        "queries tiers": 2, "misses tiers local ": 1, "misses tiers short_prompt ": 1,
+    }  # fmt: skip
+    assert source.heard == [("settled", "a"), ("settled", "b")]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "why"),
+    [
+        (
+            SimpleNamespace(prompt_logprobs=1, prompt_logprob_token_ids=None),
+            "logprobs of its prompt are asked for (prompt_logprobs, or echo with logprobs)",
+        ),
+        (
+            SimpleNamespace(prompt_logprobs=None, prompt_logprob_token_ids=[5]),
+            "logprobs of its prompt are asked for (prompt_logprobs, or echo with logprobs)",
+        ),
+        (
+            SimpleNamespace(prompt_logprobs=None, prompt_logprob_token_ids=None),
+            "it asks to read no cache (skip_reading_prefix_cache)",
+        ),
+        (None, "it asks to read no cache (skip_reading_prefix_cache)"),
+    ],
+)
+def test_a_request_that_reads_no_cache_is_told_so(sampling, why):
+    """vLLM loads nothing for it, whatever a connector says."""
+    source = Stand("peer", PROMPT - 1)
+    engine = Engine(source, workers=1)
+    one = request("a", range(PROMPT), skip_reading_prefix_cache=True, sampling_params=sampling)
+    engine.admission.on_new_request(one)
+    assert engine.admission.matched(one, 0) == engine.admission.matched(one, 0) == 0
+    engine.allocate(one, 0)
+    engine.compute(one)
+    assert source.heard == [("settled", "a")], "a peer need not keep it"
+    (asked,) = [event for event in engine.told if isinstance(event, Asked)]
+    assert (asked.bids, asked.chosen, asked.why) == ((), None, Why.SKIPPED)
+    (lack,) = asked.lacks
+    assert lack == Lack("peer", Miss.SKIPPED, detail=f"{why}, so the engine computes the whole prompt")
+    assert said(engine)[1] == {"queries peer": 1, "misses peer skipped ": 1}
 
 
 def test_a_late_load_is_a_failure_and_keeps_its_blocks_until_it_has_landed():
@@ -774,6 +848,7 @@ def test_an_attempt_of_two_parts_is_one():
     engine, one, near, far = composed(attempts=1)
     engine.report(near.load, None, None)
     engine.report(far.load, None, None)
+    engine.compute(one)
     assert engine.admit(one) == 39, "it was served, and is admitted anew after it was preempted"
     engine.report(near.load, "torn", "torn")
     engine.report(far.load, "torn", "torn")
@@ -995,6 +1070,7 @@ def test_a_preempted_request_is_counted_once_however_often_it_is_served():
     for _ in range(3):
         assert engine.admit(one) == 16
         engine.report(source.load, None)
+        engine.compute(one)
         engine.free(one)
     assert said(engine)[1] == {
         "loads peer ready": 3, "queries peer": 1, "hits peer": 1, "hit_tokens peer peer": 16,

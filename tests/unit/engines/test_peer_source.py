@@ -20,6 +20,7 @@ from kvferry.geometry import GroupKind
 from kvferry.observe.events import Lack, Miss
 from kvferry.planning.select import Span
 from kvferry.planning.template import build_templates, kept_too_little
+from kvferry.tiers.names import TIERS
 from kvferry.transport.handshake import Known, Looking, NotUsable
 from kvferry.transport.messages import RankCard
 from support.block_pool import request
@@ -102,12 +103,11 @@ def offered(name="a", of="theirs", **changes):
 
 
 class Engine:
-    def __init__(self, answer=KNOWN, ranks=RANKS, turns=None):
+    def __init__(self, answer=KNOWN, ranks=RANKS, turns=None, most_held=2):
         self.client, self.pins, self.refusals = Client(answer), Pins(1), Refusals()
         self.turns, self.adapters = Turns(turns), Adapters()
-        self.source = PeerSource(
-            self.client, ranks, self.pins, Log(), self.refusals, 30.0, 2, self.turns, self.adapters
-        )
+        told = self.client, ranks, self.pins, Log(), self.refusals, 30.0, most_held, self.turns, self.adapters
+        self.source = PeerSource(*told)
         self.bidding = Bidding(2)
 
     def arrive(self, one):
@@ -248,8 +248,25 @@ def test_a_peer_whose_late_reads_hold_too_much_is_refused():
     engine.pins.late("old")
     assert not engine.source.bids(one, 0)
     assert engine.refused() == [
-        "reads past their deadline still hold 3 blocks, at most 2 may be (late_blocks)"
+        "reads past their deadline still hold 3 blocks, and those of a peer may hold half of 2 (late_blocks)"
     ]
+
+
+def test_reads_in_flight_count_for_what_late_ones_may_hold():
+    """Any of them may be late a moment later, so there is no time to begin to count then."""
+    engine = Engine(most_held=8)
+    (bid,) = engine.source.bids(engine.arrive(offered()), 0)
+    assert engine.source.room(bid, 100), "a load that is alone may be larger"
+    engine.pins.hold("from tiers", TIERS, [1] * 50)
+    assert engine.source.room(bid, 100), "of those late ones hold nothing"
+    engine.pins.hold("one", PEER, [1])
+    assert [engine.source.room(bid, blocks) for blocks in (3, 4)] == [True, False]
+    engine.pins.hold("of another", "another peer", [2, 3, 4, 5])
+    assert [engine.source.room(bid, blocks) for blocks in (1, 2)] == [True, False]
+    engine.pins.late("one")
+    assert [engine.source.room(bid, blocks) for blocks in (1, 2)] == [True, False]
+    engine.pins.landed("one")
+    assert [engine.source.room(bid, blocks) for blocks in (2, 3)] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from kvferry.engines.vllm import compat, producer
 from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.meta import SchedulerMeta
+from kvferry.engines.vllm.offer import write_nothing
 from kvferry.engines.vllm.producer import Producer
 from kvferry.engines.vllm.turn_names import TurnNames
 from kvferry.geometry import GroupKind
@@ -100,6 +101,21 @@ def test_a_lease_is_told_from_its_grant_to_its_end(clock) -> None:
         "leases_granted": 2, "leases_ended expired": 1, "leases_ended released": 1,
     }  # fmt: skip
     assert counted.gauges == {("leases", ()): 0}
+
+
+def test_a_prompt_whose_logprobs_are_asked_for_stays_whole_and_is_not_offered(clock, monkeypatch) -> None:
+    """Its consumer would load nothing, and the API server reads a logprob of each token."""
+    trimmed = []
+    monkeypatch.setattr(compat, "trim_prompt", lambda one, _: trimmed.append(one) or True)
+    engine = Engine()
+    one = request("a", range(8), skip_reading_prefix_cache=True)
+    one.kv_transfer_params = {"do_remote_decode": True}
+    engine.producer.on_new_request(one)
+    assert engine.producer.finished(one, ([1],)) == (False, write_nothing())
+    assert not trimmed
+    assert not engine.told, "no lease is left for nobody"
+    engine.offer("b")
+    assert len(trimmed) == 1
 
 
 def test_an_earlier_turn_is_kept_for_its_time_whoever_releases_it(clock) -> None:

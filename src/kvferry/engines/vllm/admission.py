@@ -9,8 +9,10 @@ One `_Wish` per request that some source might serve:
 vLLM keeps a request whose load failed before those whose loads hold blocks, and its place for the failed load
 reserved: if it needed more blocks than are left, neither it nor they would ever go on. So it stands aside
 once, and an offer after a failure that finds no room at once is withdrawn: the prompt is computed, for which
-vLLM reserves nothing. Nor is a load begun that leaves too little `headroom` for others that wait: they go on
-first, as long as there is patience; then the prompt is computed.
+vLLM reserves nothing. Nor is a load begun that leaves too little `headroom` for others that wait, or for
+which its source has no room: others go on first, as long as there is patience; then the prompt is computed.
+
+That every request ends is the rule of `cache.bids`: a load brings a request further, or is not begun.
 
 Where two sources bring a prefix together (`offers`), the request waits for two loads. When one of them has
 failed, on any worker, the other is given up, without blame: the request goes on, and what is in flight lands
@@ -35,13 +37,14 @@ from kvferry.cache.policies import Choice
 from kvferry.engines.vllm import compat
 from kvferry.engines.vllm.headroom import Headroom
 from kvferry.engines.vllm.meta import BlockIds, Report, SchedulerMeta, WorkerMeta
+from kvferry.engines.vllm.must_compute import must_compute
 from kvferry.engines.vllm.offers import Offer, grain_of, offers_of
 from kvferry.engines.vllm.part_blocks import PartBlocks
 from kvferry.engines.vllm.source import Load, Source
 from kvferry.engines.vllm.telling import OTHER_PART, Telling
 from kvferry.geometry import GroupKind
 from kvferry.observe.watch import Watch
-from kvferry.planning.select import Span, written
+from kvferry.planning.select import Span, most_written, written
 
 
 class _State(Enum):
@@ -120,11 +123,15 @@ class Admission:
         self._workers, self._attempts = workers, attempts
         self._sources, self._choice = tuple(sources), choice
         self._telling = Telling(watch, choice.policy)
-        blocks = [group.kv_cache_spec.block_size for group in self._groups]
-        self._grain = grain_of(zip(kinds, blocks, strict=True))
+        self._blocks = [
+            (kind, compat.reach_of(group.kv_cache_spec), int(group.kv_cache_spec.block_size))
+            for kind, group in zip(kinds, self._groups, strict=True)
+        ]
+        self._grain = grain_of((kind, block) for kind, _, block in self._blocks)
         self._wishes: dict[str, _Wish] = {}
         self._loads: dict[str, tuple[Source, Load]] = {}
         self._given_up: dict[str, str] = {}
+        self._brought: dict[str, Bidding] = {}
         self._count = 0
 
     def __len__(self) -> int:
@@ -153,6 +160,10 @@ class Admission:
             self._telling.no_room(request.request_id, have)
             return 0
         wish.state = _State.OPEN
+        if (why := must_compute(request, have)) is not None:
+            wish.taken = None
+            self._telling.not_asked(request, wish.sources, have, *why)
+            return 0
         return self._best(wish, request, have)
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
@@ -187,6 +198,7 @@ class Admission:
     def finished(self, request_id: str) -> None:
         """The request has ended, whichever way: nothing more is wanted for it."""
         self._headroom.forget(request_id)
+        self._brought.pop(request_id, None)
         wish = self._wishes.pop(request_id, None)
         if wish is None:
             self._telling.finished(request_id)
@@ -203,6 +215,8 @@ class Admission:
     def scheduled(self, requests: Container[str]) -> None:
         """The coming step computes something of these."""
         self._headroom.go_on(requests)
+        for name in [name for name in self._brought if name in requests]:
+            self._brought.pop(name).computed()
         self._telling.scheduled(requests)
 
     def hand_over(self, meta: SchedulerMeta) -> None:
@@ -254,6 +268,7 @@ class Admission:
             self._headroom.forget(load.request_id)
             return
         wish.bidding.succeeded()
+        self._brought[load.request_id] = wish.bidding
         self._settle(load.request_id, wish)
         self._telling.settled(load.request_id, load.span.total, load.span.prompt)
 
@@ -273,7 +288,7 @@ class Admission:
         now = time.monotonic()
         since = now if wish.waits_since is None else wish.waits_since
         best = self._choice.of(
-            wish.bidding.open(offer.bid for offer in offers),
+            wish.bidding.open((offer.bid for offer in offers), request.num_tokens - have),
             request.num_tokens - have,
             waited=now - since,
             before=None if wish.taken is None else wish.taken[0].bid,
@@ -284,8 +299,7 @@ class Admission:
             return 0
         if not best.looking:
             wish.taken = next(offer for offer in offers if offer.bid is best), have
-            total = have + best.tokens
-            wish.crowded = not self._headroom.fits(request.request_id, total, request.num_tokens)
+            wish.crowded = not self._has_room(wish.taken[0], request, have)
             if not wish.crowded:
                 return best.tokens
             if now - since >= self._choice.patience_seconds:
@@ -297,6 +311,14 @@ class Admission:
         """What may be taken of what sources have."""
         found = offers_of(wish.sources, request, have, self._grain)
         return [offer for offer in found if not self._in_part(offer, request, have)]
+
+    def _has_room(self, offer: Offer, request: Any, have: int) -> bool:
+        """Whether loads of an offer leave the blocks that others need, now and if they are late."""
+        tokens, total = request.num_tokens, have + offer.bid.tokens
+        return self._headroom.fits(request.request_id, total, tokens) and all(
+            source.room(bid, sum(most_written(*group, span) for group in self._blocks))
+            for source, bid, span in offer.parts(have, offer.bid.tokens, tokens)
+        )
 
     def _begin(self, wish: _Wish, request: Any, blocks: Any, external: int) -> None:
         """Begin the loads of what was taken, of which `external` tokens are not here."""

@@ -91,6 +91,7 @@ __all__ = [
     "conv_channels_first",
     "current_config",
     "declared_layouts",
+    "defer_frees",
     "external_id",
     "finished_whole",
     "has_rings",
@@ -109,6 +110,7 @@ __all__ = [
     "processor_settings",
     "ranks",
     "reach_of",
+    "reads_no_cache",
     "register",
     "share_logging",
     "snapshot_tokens",
@@ -303,6 +305,31 @@ def own_hit(request: Any) -> int | None:
     """
     stats = None if request.num_preemptions else request.prefill_stats
     return None if stats is None else int(stats.num_local_cached_tokens)
+
+
+def defer_frees(vllm_config: VllmConfig) -> None:
+    """Let vLLM give blocks back only when no step in flight writes them; mutates the role in `vllm_config`.
+
+    With overlapping steps an aborted or preempted request's blocks may still be written, unordered with a
+    load that is given them. vLLM waits for that in engines whose role is to load, and reads the role right
+    after it has made the connector. A prefill engine of ours loads as well: from tiers, and earlier turns
+    from the engine that decoded them.
+    """
+    transfer = vllm_config.kv_transfer_config
+    if not transfer.is_kv_consumer:
+        transfer.kv_role = "kv_both"
+
+
+def reads_no_cache(request: Any) -> str | None:
+    """Why vLLM lets a request read no cache, neither its own nor a connector's; None if it may."""
+    if not request.skip_reading_prefix_cache:
+        return None
+    sampling = request.sampling_params
+    if sampling is not None and (
+        sampling.prompt_logprobs is not None or sampling.prompt_logprob_token_ids is not None
+    ):
+        return "logprobs of its prompt are asked for (prompt_logprobs, or echo with logprobs)"
+    return "it asks to read no cache (skip_reading_prefix_cache)"
 
 
 def waits_for_blocks(request: Any) -> bool:

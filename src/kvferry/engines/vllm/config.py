@@ -37,7 +37,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         load_timeout_seconds: when a load that has not delivered is given up.
         handshake_seconds: when a peer that does not answer is given up.
         attempts: loads tried for one request before it is computed here.
-        late_blocks: share of the block pool that reads past their deadline may hold before a peer is refused.
+        late_blocks: share of the block pool that loads from peers may hold at most, in flight and past their
+            deadline, unless one alone takes more; of a single peer, half of what the others leave of it.
         transfer_log: file that gets one JSON line per finished load.
         layout: memory layout to ask the engine for: ``auto`` for one with blocks outermost, where the
             attention backend declares it; ``engine`` to leave it to vLLM; or one of `Layout`, which the
@@ -79,7 +80,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_timeout_seconds: float = 30.0
     handshake_seconds: float = 10.0
     attempts: int = 2
-    late_blocks: float = 0.25
+    late_blocks: float = 0.5
     transfer_log: str | None = None
     layout: Literal["auto", "engine"] | Layout = "auto"
     strategy: Literal["auto", "direct", "over-read", "staged"] = "auto"

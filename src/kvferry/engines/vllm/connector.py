@@ -49,6 +49,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._cache_configs[_engine_id(vllm_config)] = kv_cache_config
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, config)
+            compat.defer_frees(vllm_config)
 
     @property
     def requires_kv_delivery(self) -> bool:

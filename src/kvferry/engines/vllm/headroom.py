@@ -18,10 +18,7 @@ from typing import Any
 
 from kvferry.engines.vllm import compat
 from kvferry.geometry import GroupKind
-from kvferry.planning.select import first_seen, sees_all
-
-_STATES = 2
-"""Blocks that a group of recurrent state may take at once: a snapshot, and what it goes on with."""
+from kvferry.planning.select import STATE_BLOCKS, first_seen, sees_all
 
 
 @dataclass(slots=True)
@@ -101,4 +98,4 @@ class Headroom:
 def _between(group: tuple[GroupKind, int, int], have: int, tokens: int) -> int:
     """Blocks that a group takes to go from so many tokens to more."""
     kind, _, block = group
-    return _STATES if kind is GroupKind.STATE else max(-(-tokens // block) - -(-have // block), 0)
+    return STATE_BLOCKS if kind is GroupKind.STATE else max(-(-tokens // block) - -(-have // block), 0)

@@ -15,7 +15,7 @@ from math import gcd
 from typing import Any
 
 from kvferry.cache.bids import Bid, Bidding, Part
-from kvferry.cache.pins import Pins
+from kvferry.cache.pins import Pins, may_hold
 from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.meta import LoadOrder, Report, SchedulerMeta
 from kvferry.engines.vllm.offer import Offer, not_of_peer, not_of_prompt, read_offer
@@ -26,7 +26,7 @@ from kvferry.engines.vllm.turn_finder import TurnFinder
 from kvferry.errors import NotYetNamed, ProtocolError
 from kvferry.geometry import RankGeometry
 from kvferry.observe.events import Lack, Miss, Moved
-from kvferry.tiers.names import PEER
+from kvferry.tiers.names import PEER, TIERS
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.handshake import Address, Known, Looking, NotUsable
 
@@ -109,7 +109,7 @@ class PeerSource:
         log: TransferLog,
         refusals: Refusals,
         timeout_seconds: float,
-        most_late_blocks: int,
+        most_held: int,
         turns: TurnFinder,
         adapters: Adapters,
     ) -> None:
@@ -122,14 +122,14 @@ class PeerSource:
             log: of transfers.
             refusals: where what is not served is said.
             timeout_seconds: of a load.
-            most_late_blocks: what late reads from a peer may hold before it is refused.
+            most_held: blocks that loads from all peers may hold, in flight and late (`cache.pins.may_hold`).
             turns: asks for earlier turns.
             adapters: the engine's LoRA adapters.
         """
         self._adapters = adapters
         self._groups, self._grains = _blocks_of(ranks), dict[str, tuple[int, ...]]()
         self._client, self._pins, self._log, self._refusals = client, pins, log, refusals
-        self._timeout, self._most_late = timeout_seconds, most_late_blocks
+        self._timeout, self._most_held = timeout_seconds, most_held
         self._turns, self._asking = turns, dict[str, Bidding]()
         self._pulls: dict[str, _Pull] = {}
         self._users: Counter[tuple[Address, str]] = Counter()
@@ -194,6 +194,10 @@ class PeerSource:
             return Lack(PEER, Miss.REFUSED, detail=why)
         offered = pull.offer.remote_num_tokens
         return Lack(PEER, Miss.LOCAL, detail=f"{offered} tokens are offered, {have} are here")
+
+    def room(self, bid: Bid, blocks: int) -> bool:
+        """Whether loads from peers hold few enough blocks for another one."""
+        return may_hold(bid.source, blocks, self._held(), self._most_held)
 
     def begin(self, load: Load, request: Any) -> None:
         """Order the load from all workers, and let them know the peer before."""
@@ -347,12 +351,17 @@ class PeerSource:
             return answer.reason
         if reason := not_of_peer(pull.offer, answer):
             return reason
-        if (held := self._pins.late_blocks(pull.peer)) > self._most_late:
+        late = self._pins.late_blocks(pull.peer)
+        if late and not may_hold(pull.peer, 1, {pull.peer: late}, self._most_held):
             return (
-                f"reads past their deadline still hold {held} blocks, at most {self._most_late} may be "
-                "(late_blocks)"
+                f"reads past their deadline still hold {late} blocks, and those of a peer may hold half of "
+                f"{self._most_held} (late_blocks)"
             )
         return None
+
+    def _held(self) -> dict[str, int]:
+        """Blocks that loads from each peer hold."""
+        return {source: blocks for source, blocks in self._pins.held.items() if source != TIERS}
 
     def _strike(self, request_id: str, reason: str) -> None:
         pull = self._pulls[request_id]

@@ -104,10 +104,16 @@ class Producer:
         return None if self._turns is None else (self._host, self.port)
 
     def on_new_request(self, request: Any) -> None:
-        """Stop short of the last prompt token, which the consumer computes; mutates `request`."""
+        """Stop short of the last prompt token, which the consumer computes; mutates `request`.
+
+        A consumer of a request that reads no cache computes all of it. Nothing is offered to it, and its
+        prompt stays as it is: its logprobs are asked for, token by token.
+        """
         if self._turns is not None:
             self._turns.came(request)
-        if wants_prefill(request.kv_transfer_params) and compat.trim_prompt(request, self._hash_block_tokens):
+        if not wants_prefill(request.kv_transfer_params) or compat.reads_no_cache(request):
+            return
+        if compat.trim_prompt(request, self._hash_block_tokens):
             self._prompts[request.request_id] = request
             with suppress(Unnameable):
                 self._adapters.name(request.lora_request)  # it is read by the time the prompt is computed

@@ -175,7 +175,7 @@ class SchedulerHalf:
         geometries = [card.geometry for card in ranks]
         labels = [group.label for group in geometries[0].groups]
         log = TransferLog(config.transfer_log, labels, *full_attention_block(geometries))
-        most_late = int(config.late_blocks * self._kv_cache_config.num_blocks)
+        most_held = int(config.late_blocks * self._kv_cache_config.num_blocks)
         self._peers = PeerSource(
             self._client,
             geometries,
@@ -183,7 +183,7 @@ class SchedulerHalf:
             log,
             self._refusals,
             config.load_timeout_seconds,
-            most_late,
+            most_held,
             TurnFinder(self._client, lambda: server.keepers, self._turn_names),
             self._adapters,
         )

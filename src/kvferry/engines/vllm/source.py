@@ -92,6 +92,9 @@ class Source(Protocol):
     def tail(self, request: Any, have: int, first: int) -> Bid | None:
         """The end of a prefix, of which another source brings the tokens before `first`. Asked as `head`."""
 
+    def room(self, bid: Bid, blocks: int) -> bool:
+        """Whether a load of a bid may begin now: its loads may be late, and hold `blocks` blocks for long."""
+
     def begin(self, load: Load, request: Any) -> None:
         """Its bid was taken: order the load."""
 

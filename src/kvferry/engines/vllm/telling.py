@@ -19,9 +19,11 @@ from kvferry.observe.events import (
     Arrived,
     Asked,
     Finished,
+    Lack,
     LateBlocks,
     LoadBegan,
     LoadEnded,
+    Miss,
     Outcome,
     Settled,
     Valued,
@@ -87,6 +89,25 @@ class Telling:
             _why(bids, bidding, best),
         )
         self._asked[request.request_id] = now, event
+        self._watch.tell(event)
+
+    @harmless
+    def not_asked(self, request: Any, sources: Sequence[Source], have: int, miss: Miss, detail: str) -> None:
+        """Nothing may be loaded, whatever the sources have; said if that is not what was said last time."""
+        last = self._asked.get(request.request_id)
+        if last is not None and last[0] == (have, miss):
+            return
+        event = Asked(
+            request.request_id,
+            time.monotonic(),
+            have,
+            (),
+            self._policy.value(None, request.num_tokens - have),
+            tuple(Lack(source.name, miss, detail=detail) for source in sources),
+            None,
+            Why.SKIPPED if miss is Miss.SKIPPED else Why.NOTHING,
+        )
+        self._asked[request.request_id] = (have, miss), event
         self._watch.tell(event)
 
     @harmless

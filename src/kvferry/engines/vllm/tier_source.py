@@ -203,6 +203,10 @@ class TierSource:
             return Lack(TIERS, Miss.UNNAMED, detail=self._prompts.why_unnamed(request.request_id))
         return lack_of(chunks, asked.looked, self._labels, self._cache)
 
+    def room(self, bid: Bid, blocks: int) -> bool:
+        """Always: what is late comes to host memory, and ranks copy no more of it."""
+        return True
+
     def begin(self, load: Load, request: Any) -> None:
         """Fetch what the load takes; parts follow as it arrives."""
         chunks, asked = self._prompts.get(request), self._asked[load.request_id]

@@ -29,8 +29,8 @@ class Child:
         self.allocated.append(tokens)
 
 
-def request(name: str = "r") -> SimpleNamespace:
-    return SimpleNamespace(request_id=name, num_tokens=REST)
+def request(name: str = "r", tokens: int = REST) -> SimpleNamespace:
+    return SimpleNamespace(request_id=name, num_tokens=tokens)
 
 
 def blocks(*ids: int) -> SimpleNamespace:
@@ -183,7 +183,17 @@ def test_a_preempted_request_may_be_served_again() -> None:
         assert ours.matched(request(), 0) == (300, True)
         ours.allocated(request(), blocks(1), 300)
         ours.heard({"r"}, set(), set())
+        assert ours.matched(request(), 0) == (0, False), "nothing was computed since"
+        ours.scheduled({"r"})
     assert children[0].allocated == [300] * 3
+
+
+def test_nothing_is_loaded_where_only_the_last_token_is_left() -> None:
+    """Of a load of everything vLLM computes the last token again, and asks once more if there is no other."""
+    ours, *_ = choosing((1, True))
+    assert ours.matched(request(tokens=1), 0) == (0, False)
+    assert ours.matched(request(tokens=17), 16) == (0, False)
+    assert ours.matched(request(tokens=2), 0) == (1, True)
 
 
 def test_an_ended_request_is_forgotten_when_its_load_is_reported() -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -134,6 +134,7 @@ class Choosing:
         self._wishes: dict[str, _Wish] = {}
         self._loads: dict[str, _Load] = {}
         self._new: dict[str, int] = {}
+        self._brought: dict[str, Bidding] = {}
 
     def __len__(self) -> int:
         """Requests that are known, and loads that are under way."""
@@ -166,7 +167,7 @@ class Choosing:
         now = self._clock()
         since = now if wish.waits_since is None else wish.waits_since
         best = self._choice.of(
-            wish.bidding.open(bids),
+            wish.bidding.open(bids, rest),
             rest,
             waited=now - since,
             before=None if wish.taken is None else wish.taken[1],
@@ -183,6 +184,12 @@ class Choosing:
                 return 0, False
         wish.waits_since = since
         return None, False
+
+    def scheduled(self, requests: Container[str]) -> None:
+        """The coming step computes something of these."""
+        self.headroom.go_on(requests)
+        for name in [name for name in self._brought if name in requests]:
+            self._brought.pop(name).computed()
 
     def chosen(self, request_id: str) -> int | None:
         """Place of the child that is to load, or loads, the request."""
@@ -264,6 +271,7 @@ class Choosing:
     def _end(self, request_id: str, wish: _Wish, load: _Load, *, good: bool) -> None:
         if good:
             wish.bidding.succeeded()
+            self._brought[request_id] = wish.bidding
             wish.state, wish.load = _State.SERVED, None
         else:
             wish.bidding.strike(self._names[load.place], "its load failed")
@@ -282,6 +290,7 @@ class Choosing:
     def finished(self, request_id: str) -> None:
         """The request has ended, whichever way; a load that is under way is still reported."""
         self.headroom.forget(request_id)
+        self._brought.pop(request_id, None)
         wish = self._wishes.pop(request_id, None)
         if wish is not None:
             self._settle(wish)
@@ -294,3 +303,4 @@ class Choosing:
             self.counts.more["loads", self._names[load.place], outcome] += 1
             if not load.spoilt:
                 wish.bidding.succeeded()
+                wish.bidding.computed()  # in the step that loaded

@@ -62,6 +62,8 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
         check(of, vllm_config)
         self._of, self._names = of, tuple(child.name for child in of)
         self._connectors = [child.cls(child.config, role, kv_cache_config) for child in of]
+        if role is KVConnectorRole.SCHEDULER:
+            compat.defer_frees(vllm_config)
         self._speeds = Speeds()
         self._steps = StepTimes(self._speeds)
         policies: dict[str, Callable[[], Policy]] = {
@@ -155,7 +157,7 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> MultiMeta:
         self._steps.scheduled(scheduler_output)
-        self._choosing.headroom.go_on(scheduler_output.num_scheduled_tokens)
+        self._choosing.scheduled(scheduler_output.num_scheduled_tokens)
         children = tuple(child.build_connector_meta(scheduler_output) for child in self._connectors)
         return MultiMeta(children, self._choosing.take_new(), self._endings.take_new())
 

@@ -1,0 +1,25 @@
+"""Requests for which nothing may be loaded, whatever sources have: why, in a word and for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvferry.cache.bids import leads_on
+from kvferry.engines.vllm import compat
+from kvferry.observe.events import Miss
+
+
+def must_compute(request: Any, have: int) -> tuple[Miss, str] | None:
+    """Return why the engine computes all that it does not have; None if sources may be asked.
+
+    Args:
+        request: vLLM's.
+        have: tokens that the engine's own prefix cache has.
+    """
+    if (why := compat.reads_no_cache(request)) is not None:
+        return Miss.SKIPPED, f"{why}, so the engine computes the whole prompt"
+    if leads_on(request.num_tokens - have):
+        return None
+    if have:
+        return Miss.LOCAL, f"{have} of {request.num_tokens} tokens are here, and the last is always computed"
+    return Miss.SHORT_PROMPT, "its only token is always computed"

@@ -1,0 +1,400 @@
+"""vLLM's own scheduler and cache manager over kvferry's admission; only the model and the workers are played.
+
+A step's output comes back as late as the engine's pipeline is deep. The workers know which blocks each step
+writes, so it shows when a load is given one of them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+
+from kvferry.cache.bids import Bid, Part
+from kvferry.cache.pins import Pins, may_hold
+from kvferry.cache.policies import Choice, Weight
+from kvferry.cache.speeds import Speeds
+from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.admission import Admission
+from kvferry.engines.vllm.headroom import Headroom
+from kvferry.engines.vllm.meta import Report, SchedulerMeta, WorkerMeta
+from kvferry.engines.vllm.part_blocks import PartBlocks
+from kvferry.engines.vllm.source import Load
+from kvferry.geometry import Group
+from kvferry.observe.events import Lack, Miss
+from kvferry.observe.watch import Watch
+from kvferry.serving.tiny import tiny_checkpoint
+
+BLOCK, STEP, LONGEST = 16, 64, 400
+ATTEMPTS, PATIENCE = 2, 10.0
+LIKE = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+KINDS = {
+    "full": FullAttentionSpec(**LIKE),
+    "window": SlidingWindowSpec(sliding_window=20, **LIKE),
+    "wide window": SlidingWindowSpec(sliding_window=50, **LIKE),
+    "chunked": ChunkedLocalAttentionSpec(attention_chunk_size=48, **LIKE),
+    "state": MambaSpec(
+        block_size=BLOCK, shapes=((16, 16),), dtypes=(torch.float32,), mamba_cache_mode="align"
+    ),
+}
+
+
+@cache
+def _model(folder: Path) -> ModelConfig:
+    return ModelConfig(str(tiny_checkpoint("qwen3", folder)), dtype="float32", max_model_len=LONGEST)
+
+
+@dataclass
+class Played:
+    """A source that offers what a test says; its loads end as the test says.
+
+    Attributes:
+        name: of the source.
+        total: tokens of each request that it has from the first on.
+        strikes: whether it is struck out when a load of it fails.
+        most_held: blocks that loads may hold, in flight and late; None without bound.
+    """
+
+    name: str
+    total: dict[str, int] = field(default_factory=dict)
+    strikes: bool = True
+    most_held: int | None = None
+    pins: Any = None
+    begun: list[Load] = field(default_factory=list)
+    _biddings: dict[str, Any] = field(default_factory=dict)
+
+    def arrived(self, request: Any, bidding: Any) -> bool:
+        self._biddings[request.request_id] = bidding
+        return True
+
+    def bids(self, request: Any, have: int) -> Sequence[Bid]:
+        tokens = min(self.total.get(request.request_id, 0), request.num_tokens) - have
+        return [Bid(self.name, (Part(self.name, tokens),))] if tokens > 0 else []
+
+    def head(self, request: Any, have: int, grain: int) -> Bid | None:
+        return None
+
+    tail = head
+
+    def lack(self, request: Any, have: int) -> Lack:
+        return Lack(self.name, Miss.NOT_STORED)
+
+    def room(self, bid: Bid, blocks: int) -> bool:
+        return self.most_held is None or may_hold(bid.source, blocks, self.pins.held, self.most_held)
+
+    def begin(self, load: Load, request: Any) -> None:
+        self.begun.append(load)
+
+    def grains(self, load: Load) -> tuple[int, ...]:
+        return (BLOCK,) * len(load.tables)
+
+    def origin(self, load: Load) -> str:
+        return self.name
+
+    def brought(self, load: Load, report: Report) -> tuple[Any, ...]:
+        return ()
+
+    def blame(self, load: Load, report: Report) -> Miss:
+        return Miss.FAILED
+
+    def ended(self, load: Load, report: Report) -> None:
+        if report.failure is not None and self.strikes:
+            self._biddings[load.request_id].strike(self.name, report.failure)
+
+    def dropped(self, load: Load) -> None: ...
+
+    def settled(self, request_id: str) -> None: ...
+
+    def finished(self, request_id: str) -> None: ...
+
+    def hand_over(self, meta: SchedulerMeta) -> None: ...
+
+
+class PlayedConnector(KVConnectorBase_V1, SupportsHMA):
+    """kvferry's admission as `KVFerryConnector` calls it, over sources that are played.
+
+    Attributes:
+        sources: both.
+        admissions: of each request since something of it was last computed.
+        most: of these there ever were.
+        loads: (tokens at hand before, after, of the request) of each that began.
+        defers: whether vLLM is made to defer frees, as `KVFerryConnector` does.
+    """
+
+    defers = True
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if self.defers:
+            compat.defer_frees(vllm_config)
+
+    def bind_gpu_block_pool(self, pool: Any) -> None:
+        config = self._kv_cache_config
+        specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+        kinds = tuple(compat.kind_of(spec) for spec in specs)
+        groups = [
+            Group(kind, spec.block_size, compat.reach_of(spec), ())
+            for kind, spec in zip(kinds, specs, strict=True)
+        ]
+        self.sources = [Played("tiers"), Played("peer")]
+        self.admissions, self.most = Counter[str](), 0
+        self.loads: list[tuple[int, int, int]] = []
+        self.parts = PartBlocks(groups, pool)
+        self.headroom = Headroom.of(self._vllm_config, config, pool)
+        self.pins: Pins[Any] = Pins(1)
+        for source in self.sources:
+            source.pins = self.pins
+        self.admission = Admission(
+            config,
+            kinds,
+            self.pins,
+            self.parts,
+            self.headroom,
+            pool,
+            1,
+            ATTEMPTS,
+            self.sources,
+            Choice(Weight({}), Speeds(), PATIENCE),
+            Watch(),
+        )
+
+    def on_new_request(self, request: Any) -> None:
+        self.admission.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, have: int) -> tuple[int | None, bool]:
+        tokens = self.admission.matched(request, have)
+        self.asked = have
+        return tokens, bool(tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        return tuple(self._kv_cache_config.transfer_group_ids)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, external: int) -> None:
+        self.admissions[request.request_id] += 1
+        self.most = max(self.most, self.admissions[request.request_id])
+        if external:
+            self.loads.append((self.asked, self.asked + external, request.num_tokens))
+        self.admission.allocated(request, blocks, external)
+
+    def build_connector_meta(self, output: Any) -> SchedulerMeta:
+        meta = SchedulerMeta("engine")
+        for name in output.num_scheduled_tokens:
+            self.admissions[name] = 0
+        self.admission.scheduled(output.num_scheduled_tokens)
+        self.admission.hand_over(meta)
+        return meta
+
+    def update_connector_output(self, output: Any) -> None:
+        if output.kv_connector_worker_meta is not None:
+            self.admission.take_reports(output.kv_connector_worker_meta)
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+        self.admission.finished(request.request_id)
+        self.parts.forget(request.request_id)
+        return False, None
+
+    # -- worker half, of which there is none --
+
+    def start_load_kv(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_for_layer_load(self, *_: Any) -> None: ...
+
+    def save_kv_layer(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_for_save(self) -> None: ...
+
+
+class Engine:
+    """A scheduler with a pipeline of one step, or of two under asynchronous scheduling.
+
+    Attributes:
+        scheduler: vLLM's.
+        connector: its `PlayedConnector`.
+        answered: requests that have ended by themselves.
+        torn: blocks that a load was given while a step in flight still writes them.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        kinds: Sequence[str] = ("full",),
+        blocks: int = 60,
+        *,
+        overlaps: bool = False,
+        role: str = "kv_both",
+        seed: int = 0,
+        seats: int = 4,
+        connector: str = "PlayedConnector",
+        connector_module: str = __name__,
+        settings: dict[str, Any] | None = None,
+    ) -> None:
+        init_none_hash(sha256)
+        self._draw, self._depth = random.Random(seed), 1 + overlaps
+        groups = [KVCacheGroupSpec([f"layer {n}"], KINDS[kind]) for n, kind in enumerate(kinds)]
+        config = KVCacheConfig(blocks, [], groups)
+        cache_config = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
+        cache_config.num_gpu_blocks = blocks
+        if "state" in kinds:
+            cache_config.mamba_cache_mode = "align"
+            cache_config.mamba_block_size = BLOCK
+        scheduling = SchedulerConfig(
+            max_num_seqs=seats,
+            max_num_batched_tokens=STEP,
+            max_model_len=LONGEST,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            async_scheduling=overlaps,
+        )
+        transfer = KVTransferConfig(
+            kv_connector=connector,
+            kv_connector_module_path=connector_module,
+            kv_connector_extra_config=settings or {},
+            kv_role=role,
+            kv_load_failure_policy="recompute",
+            engine_id="engine",
+        )
+        vllm_config = VllmConfig(
+            model_config=_model(folder),
+            cache_config=cache_config,
+            scheduler_config=scheduling,
+            kv_transfer_config=transfer,
+        )
+        vllm_config.scheduler_config.async_scheduling = overlaps  # the platform for CPUs turns it off
+        kind = AsyncScheduler if overlaps else Scheduler
+        self.scheduler = kind(
+            vllm_config=vllm_config,
+            kv_cache_config=config,
+            block_size=BLOCK,
+            hash_block_size=BLOCK,
+            structured_output_manager=SimpleNamespace(
+                accept_tokens=lambda *_: True, should_advance=lambda _: False
+            ),
+        )
+        self.connector: PlayedConnector = self.scheduler.connector
+        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self._in_flight: deque[Any] = deque()
+        self._writes: deque[set[int]] = deque()
+        self.loading: list[Load] = []
+        self._late: list[Load] = []
+        self._ended: dict[str, str | None] = {}
+        self.answered: set[str] = set()
+        self.torn: list[int] = []
+        self.count = 0
+
+    @property
+    def pool(self) -> Any:
+        return self.scheduler.kv_cache_manager.block_pool
+
+    def ask(self, tokens: Sequence[int], answer: int = 3, **totals: int) -> Request:
+        """A request; `totals` are tokens that each source has of it."""
+        self.count += 1
+        one = Request(
+            f"r{self.count}",
+            list(tokens),
+            SamplingParams(max_tokens=answer, ignore_eos=True),
+            None,
+            block_hasher=self._hasher,
+        )
+        for source in self.connector.sources:
+            source.total[one.request_id] = totals.get(source.name, 0)
+        self.scheduler.add_request(one)
+        return one
+
+    def abort(self, name: str) -> None:
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def preempt(self) -> None:
+        """Preempt the request that was admitted last, as the scheduler does where there is no block left."""
+        self.scheduler._preempt_request(self.scheduler.running.pop(), 0.0)
+
+    def step(self) -> None:
+        """Schedule as long as the pipeline takes more, then hear of its oldest step."""
+        output = self.scheduler.schedule()
+        samples = {name for name in output.num_scheduled_tokens if not self._prefills(name)}
+        self._in_flight.append((output, samples))
+        self._writes.append(self._written(output))
+        for source in self.connector.sources:
+            for load in source.begun:
+                held = {block.block_id for block in self.connector.pins._pins[load.key].blocks}
+                self.torn += sorted(held.intersection(*[set().union(*self._writes)]))
+            self.loading += source.begun
+            source.begun.clear()
+        if len(self._in_flight) >= self._depth:
+            self._writes.popleft()
+            self._hear(*self._in_flight.popleft())
+
+    def end(self, load: Load, failure: str | None = None, *, late: bool = False) -> None:
+        """A load ends with the coming step; what is late lands later."""
+        self.loading.remove(load)
+        meta = WorkerMeta({load.key: Report(failure, late)}, {load.key: 1})
+        if late:
+            self._late.append(load)
+        else:
+            meta.released[load.key] = 1
+        self._report(meta, {load.request_id}, {load.request_id} if failure is not None else set())
+
+    def land(self) -> None:
+        """All late loads have landed."""
+        while self._late:
+            self._report(WorkerMeta(released={self._late.pop().key: 1}), set(), set())
+
+    def _report(self, meta: WorkerMeta, done: set[str], failed: set[str]) -> None:
+        from vllm.v1.core.sched.output import SchedulerOutput
+
+        empty = SchedulerOutput.make_empty()
+        known = {name for name in done if name in self.scheduler.requests}
+        heard = KVConnectorOutput(
+            finished_recving=known, failed_recving=failed & known, kv_connector_worker_meta=meta
+        )
+        self.scheduler.update_from_output(empty, ModelRunnerOutput([], {}, kv_connector_output=heard))
+
+    def _written(self, output: Any) -> set[int]:
+        """Blocks that a step writes."""
+        found: set[int] = set()
+        for name, count in output.num_scheduled_tokens.items():
+            request = self.scheduler.requests[name]
+            last = request.num_computed_tokens
+            for table, group in zip(
+                self.scheduler.kv_cache_manager.get_block_ids(name),
+                self.connector._kv_cache_config.kv_cache_groups,
+                strict=True,
+            ):
+                size = group.kv_cache_spec.block_size
+                found.update(table[(last - count) // size : -(-last // size)])
+        return found - {0}
+
+    def _prefills(self, name: str) -> bool:
+        return bool(self.scheduler.requests[name].is_prefill_chunk)
+
+    def _hear(self, output: Any, samples: set[str]) -> None:
+        names = list(output.num_scheduled_tokens)
+        sampled = [[self._draw.randrange(1000)] if name in samples else [] for name in names]
+        ran = ModelRunnerOutput(names, {name: n for n, name in enumerate(names)}, sampled)
+        for outputs in self.scheduler.update_from_output(output, ran).values():
+            self.answered |= {one.request_id for one in outputs.outputs if one.finished}

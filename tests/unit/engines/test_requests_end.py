@@ -1,0 +1,260 @@
+"""Every request ends, over vLLM's scheduler: each admission computes something or leaves less to load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import HealthCheck, Phase, event, settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvferry.cache import bids
+from kvferry.engines.vllm import admission, compat
+from kvferry.engines.vllm.connector import KVFerryConnector
+from kvferry.engines.vllm.multi.connector import FerryMultiConnector
+from support.clock import Clock
+from support.vllm_scheduler import ATTEMPTS, BLOCK, PATIENCE, Engine, PlayedConnector
+
+CLOCK = Clock()
+FOLDER = Path("/tmp")
+KINDS = [
+    ("full",),
+    ("full", "window"),
+    ("full", "chunked"),
+    ("full", "state"),
+    ("full", "wide window", "window"),
+]
+ENDS = [1, 2, 3, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 64, 65, 128, 129]
+"""Prompt lengths at which something ends: a prompt, a block, a step."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def clock(tmp_path_factory: pytest.TempPathFactory) -> None:
+    global FOLDER  # noqa: PLW0603 - a state machine takes no fixtures
+    FOLDER = tmp_path_factory.mktemp("checkpoints")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(admission, "time", SimpleNamespace(monotonic=CLOCK))
+        yield
+
+
+class Serving(RuleBasedStateMachine):
+    """Requests come, load, fail, are preempted and go away, as they like."""
+
+    @initialize(
+        kinds=st.sampled_from(KINDS),
+        blocks=st.integers(38, 70),  # the longest request has room, as vLLM sees to at its start
+        overlaps=st.booleans(),
+        role=st.sampled_from(["kv_both", "kv_producer", "kv_consumer"]),
+        strikes=st.booleans(),
+        most_held=st.sampled_from([None, 8, 20]),
+        seed=st.integers(0, 99),
+    )
+    def start(self, kinds, blocks, overlaps, role, strikes, most_held, seed):
+        self.engine = Engine(FOLDER, kinds, blocks, overlaps=overlaps, role=role, seed=seed)
+        self.free = self.engine.pool.get_num_free_blocks()
+        for source in self.engine.connector.sources:
+            source.strikes, source.most_held = strikes, most_held
+        self.most_held = most_held
+        self.asked, self.aborted = [], set()
+
+    @rule(
+        tokens=st.one_of(st.sampled_from(ENDS), st.integers(1, 300)),
+        text=st.integers(0, 1),
+        answer=st.integers(1, 20),
+        data=st.data(),
+    )
+    def ask(self, tokens, text, answer, data):
+        offered = st.one_of(st.sampled_from([0, tokens - 1, tokens]), st.integers(0, tokens))
+        totals = {source.name: data.draw(offered) for source in self.engine.connector.sources}
+        self.asked.append(self.engine.ask(range(1000 * text, 1000 * text + tokens), answer, **totals))
+
+    @rule(count=st.integers(1, 6))
+    def step(self, count):
+        for _ in range(count):
+            CLOCK.now += PATIENCE / 20
+            self.engine.step()
+
+    @precondition(lambda self: self.engine.loading)
+    @rule(data=st.data(), how=st.sampled_from(["ready", "ready", "failed", "late"]))
+    def end(self, data, how):
+        load = data.draw(st.sampled_from(self.engine.loading))
+        self.engine.end(load, None if how == "ready" else how, late=how == "late")
+
+    @rule()
+    def land(self):
+        self.engine.land()
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data())
+    def abort(self, data):
+        one = data.draw(st.sampled_from(self.asked))
+        if one.request_id not in self.engine.answered:
+            self.engine.abort(one.request_id)
+            self.aborted.add(one.request_id)
+
+    @precondition(lambda self: self.engine.scheduler.running)
+    @rule()
+    def preempt(self):
+        event("preempted")
+        self.engine.preempt()
+
+    @invariant()
+    def each_load_brings_a_request_further(self):
+        if not hasattr(self, "engine"):
+            return
+        connector = self.engine.connector
+        for have, total, tokens in connector.loads:
+            event("loaded all" if total == tokens else "loaded a part")
+            assert min(total, tokens - 1) > have, "the last token is computed, whatever was loaded"
+        connector.loads.clear()
+        assert connector.most <= ATTEMPTS + 1, "nothing was computed between so many admissions"
+
+    @invariant()
+    def no_step_in_flight_writes_what_a_load_was_given(self):
+        assert not hasattr(self, "engine") or not self.engine.torn
+
+    @invariant()
+    def loads_hold_no_more_than_they_may_if_they_are_late(self):
+        if hasattr(self, "engine") and self.most_held is not None:
+            pins = self.engine.connector.pins
+            assert sum(pins.held.values()) <= self.most_held or len(pins) == 1
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        expected = {one.request_id for one in self.asked} - self.aborted
+        for _ in range(1000):
+            if not self.engine.scheduler.requests and not self.engine.loading:
+                break
+            self.step(1)
+            for load in list(self.engine.loading):
+                self.engine.end(load)
+            self.engine.land()
+            self.each_load_brings_a_request_further()
+        assert expected <= self.engine.answered | self.aborted, "a request never ends"
+        for _ in range(3):
+            self.step(1)
+        assert len(self.engine.connector.pins) == len(self.engine.connector.admission) == 0
+        assert self.engine.pool.get_num_free_blocks() == self.free
+
+
+TestServing = Serving.TestCase
+TestServing.settings = settings(
+    max_examples=40,
+    stateful_step_count=40,
+    deadline=None,
+    phases=(Phase.reuse, Phase.generate),  # to shrink takes minutes
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("kinds", KINDS, ids=" ".join)
+def test_a_prompt_of_which_sources_have_all_is_loaded_once_whatever_its_length(kinds, overlaps) -> None:
+    """Alone, so that each step is its own: one load, and the step that computes its last token."""
+    for tokens in range(1, 2 * BLOCK + 2):
+        engine = Engine(FOLDER, kinds, overlaps=overlaps)
+        one = engine.ask(range(tokens), 1, tiers=tokens)
+        steps = 0
+        while one.request_id not in engine.answered:
+            engine.step()
+            for load in list(engine.loading):
+                engine.end(load)
+            steps += 1
+            assert steps <= 3 + overlaps, f"a prompt of {tokens} tokens"
+        assert engine.connector.loads == ([(0, tokens, tokens)] if tokens > 1 else [])
+
+
+def test_vllm_asks_again_for_a_prompt_of_one_token_that_was_loaded(monkeypatch) -> None:
+    """When this fails vLLM has mended it, and a load may bring the only token of a prompt."""
+    monkeypatch.setattr(admission, "must_compute", lambda *_: None)
+    monkeypatch.setattr(bids, "leads_on", lambda _: True)
+    engine = Engine(FOLDER)
+    one = engine.ask([7], tiers=1)
+    for _ in range(ATTEMPTS):
+        engine.step()
+        assert [load.request_id for load in engine.loading] == [one.request_id]
+        engine.end(engine.loading[0])
+    assert engine.connector.admissions[one.request_id] == ATTEMPTS
+    for _ in range(5):
+        engine.step()
+    assert engine.answered == {one.request_id}, "its attempts are used up, and it is computed"
+
+
+def test_a_prefill_engine_loads_for_a_prompt_of_two_tokens_no_more_than_for_one_of_one() -> None:
+    """Its last token is dropped, since the consumer computes it."""
+    engine = Engine(FOLDER)
+    one = engine.ask([7, 8], answer=1, tiers=2)
+    assert compat.trim_prompt(one, BLOCK)
+    for _ in range(2):
+        engine.step()
+    assert engine.answered == {one.request_id}
+    assert engine.connector.loads == []
+
+
+def test_a_source_that_hangs_holds_no_more_than_it_may_and_others_go_on() -> None:
+    engine = Engine(FOLDER, blocks=100, seats=64)
+    tiers, peer = engine.connector.sources
+    tiers.most_held = peer.most_held = 40
+    hung = [engine.ask(range(n, n + 65), answer=1, peer=64) for n in range(0, 3000, 100)]
+    for _ in range(60):
+        CLOCK.now += PATIENCE / 20
+        engine.step()
+    held, late = engine.connector.pins.held, list(engine.loading)
+    assert (
+        0 < held["peer"] <= 20 < sum(len(engine.connector.pins._pins[load.key].blocks) for load in late) + 4
+    )
+    assert len(engine.answered) == len(hung) - len(late), "the others are computed, once they have waited"
+    for load in late:
+        engine.end(load, "its deadline has passed", late=True)
+    assert engine.connector.pins.all_late_blocks == held["peer"] <= 20
+    other = engine.ask(range(9000, 9065), answer=1, tiers=64)
+    for _ in range(20):
+        CLOCK.now += PATIENCE / 20
+        engine.step()
+    assert [load.request_id for load in engine.loading] == [other.request_id]
+
+
+def aborted_while_a_step_writes(role: str) -> Engine:
+    """A request is aborted in the step that computes it, and the next one loads into the few blocks there are."""
+    engine = Engine(FOLDER, blocks=6, overlaps=True, role=role)
+    engine.ask(range(64), answer=9)
+    engine.step()
+    engine.abort("r1")
+    engine.ask(range(100, 165), answer=1, tiers=64)
+    engine.step()
+    return engine
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_both", "kv_consumer"])
+def test_a_load_is_given_no_block_that_a_step_in_flight_writes_whatever_the_role(role) -> None:
+    engine = aborted_while_a_step_writes(role)
+    assert not engine.loading, "blocks are given back when the step is over"
+    engine.step()
+    engine.step()
+    assert [load.request_id for load in engine.loading] == ["r2"]
+    assert not engine.torn
+
+
+def test_left_to_itself_vllm_gives_a_producers_load_blocks_that_a_step_still_writes(monkeypatch) -> None:
+    """When this fails, vLLM defers frees for every engine that loads, and `defer_frees` is not needed."""
+    monkeypatch.setattr(PlayedConnector, "defers", False)
+    assert aborted_while_a_step_writes("kv_producer").torn
+
+
+@pytest.mark.parametrize("connector", ["KVFerryConnector", "FerryMultiConnector"])
+def test_kvferrys_connectors_make_vllm_defer_frees(connector) -> None:
+    own = {"kv_connector": "KVFerryConnector", "kv_connector_module_path": KVFerryConnector.__module__}
+    module, extra = own["kv_connector_module_path"], {}
+    if connector == "FerryMultiConnector":
+        module, extra = FerryMultiConnector.__module__, {"connectors": [own]}
+    engine = Engine(
+        FOLDER,
+        overlaps=True,
+        role="kv_producer",
+        connector=connector,
+        connector_module=module,
+        settings=extra,
+    )
+    assert engine.scheduler.defer_block_free
