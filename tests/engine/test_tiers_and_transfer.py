@@ -11,7 +11,7 @@ import pytest
 from support.explain import events, explain
 from support.vllm_engine.both import Both, loads
 from support.vllm_engine.inside import distance
-from support.vllm_engine.lengths import every_length, limit_admissions
+from support.vllm_engine.lengths import every_length, limit_admissions, through
 from support.vllm_engine.pair import prompt
 
 OWN, SHARED = "a directory each", "one directory"
@@ -129,8 +129,8 @@ def test_every_length_up_to_two_blocks_is_answered_again_as_it_was(both: Both) -
     for ask in (
         lambda: both.prefill.call("generate", texts, tokens=2, timeout=240.0),
         lambda: both.decode.call("generate", texts, tokens=2, timeout=240.0),
-        lambda: both.through(texts, tokens=2),
-        lambda: both.through(texts, tokens=2),
+        lambda: through(both, texts),
+        lambda: through(both, texts),
     ):
         for text, answer, reference in zip(texts, ask(), references, strict=True):
             apart = distance(answer, reference)
@@ -139,7 +139,7 @@ def test_every_length_up_to_two_blocks_is_answered_again_as_it_was(both: Both) -
     both.decode.call("spoil", 5)
     both.forget(host=True)
     try:
-        spoiled = both.through(texts, tokens=2)
+        spoiled = through(both, texts)
     finally:
         both.decode.call("spoil", None)
         both.forget()

@@ -309,13 +309,15 @@ class Engine:
     def pool(self) -> Any:
         return self.scheduler.kv_cache_manager.block_pool
 
-    def ask(self, tokens: Sequence[int], answer: int = 3, **totals: int) -> Request:
+    def ask(
+        self, tokens: Sequence[int], answer: int = 3, sampling: dict[str, Any] | None = None, **totals: int
+    ) -> Request:
         """A request; `totals` are tokens that each source has of it."""
         self.count += 1
         one = Request(
             f"r{self.count}",
             list(tokens),
-            SamplingParams(max_tokens=answer, ignore_eos=True),
+            SamplingParams(max_tokens=answer, ignore_eos=True, **(sampling or {})),
             None,
             block_hasher=self._hasher,
         )

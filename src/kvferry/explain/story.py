@@ -148,7 +148,7 @@ class _Teller:
         if self._turn:
             yield f"They are given back{f'; readers gave {heard} signs of life' if heard else ''}."
         elif event.withdrawn:
-            yield "The lease has ended: the cache was reset."
+            yield "The lease is withdrawn: the cache was reset, or another sample of the request was aborted."
         elif not event.expired:
             yield f"The lease is released by its consumer{f', after {heard} signs of life' if heard else ''}."
         elif heard:

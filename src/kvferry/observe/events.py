@@ -316,11 +316,11 @@ class LeaseExtended:
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnded:
-    """Its consumer needs it no more, or was silent for too long; or the cache was reset.
+    """Its consumer needs it no more, or was silent for too long; or the producer has withdrawn it.
 
     Attributes:
         expired: its consumer was silent.
-        withdrawn: the cache was reset.
+        withdrawn: the cache was reset, or the request was aborted after one of its samples had ended.
     """
 
     request_id: str

@@ -179,6 +179,25 @@ def generate(
     ]
 
 
+def samples(engine: Any, text: list[int], params: dict[str, Any], count: int, tokens: int) -> dict[str, Any]:
+    """Several samples of one prompt, as one request; all of them say what is likeliest."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        n=count,
+        max_tokens=tokens,
+        temperature=1.0,
+        top_k=1,
+        ignore_eos=True,
+        extra_args={"kv_transfer_params": dict(params)},
+    )
+    (output,) = engine.generate([{"prompt_token_ids": list(text)}], sampling, use_tqdm=False)
+    return {
+        "tokens": [list(each.token_ids) for each in output.outputs],
+        "params": output.kv_transfer_params,
+    }
+
+
 def prefill(
     engine: Any, prompts: list[list[int]], salt: str | None = None, adapter: str | None = None
 ) -> list[dict[str, Any]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from support.vllm_engine.pair import prompt
+from typing import Any
+
+from support.vllm_engine.pair import Pair, prompt
 from support.vllm_engine.process import Engine
 
 MOST_ADMISSIONS = 3
@@ -17,3 +19,9 @@ def every_length(block_tokens: int, seed: int) -> list[list[int]]:
 def limit_admissions(engine: Engine) -> None:
     """From now on an engine fails when it admits a request more often than that."""
     engine.call("limit_admissions", MOST_ADMISSIONS)
+
+
+def through(pair: Pair, texts: list[list[int]], at_once: int = 32) -> list[dict[str, Any]]:
+    """Short answers through both engines, so many at once that no lease ends before its load begins."""
+    batches = [texts[at : at + at_once] for at in range(0, len(texts), at_once)]
+    return [answer for batch in batches for answer in pair.through(batch, tokens=2)]

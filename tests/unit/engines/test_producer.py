@@ -70,11 +70,15 @@ class Engine:
             Adapters(),
         )
 
-    def offer(self, name: str) -> None:
+    def end(self, name: str) -> tuple:
+        """A request comes in for another engine, and ends; what is said of it."""
         one = request(name, range(8))
         one.kv_transfer_params = {"do_remote_decode": True}
         self.producer.on_new_request(one)
-        assert self.producer.finished(one, ([1],))[0]
+        return self.producer.finished(one, ([1],))
+
+    def offer(self, name: str) -> None:
+        assert self.end(name)[0]
 
     def hear(self, *events: Heartbeat | Release, turns: bool = False) -> dict[str, int]:
         meta = SchedulerMeta("e")
@@ -103,19 +107,42 @@ def test_a_lease_is_told_from_its_grant_to_its_end(clock) -> None:
     assert counted.gauges == {("leases", ()): 0}
 
 
-def test_a_prompt_whose_logprobs_are_asked_for_stays_whole_and_is_not_offered(clock, monkeypatch) -> None:
-    """Its consumer would load nothing, and the API server reads a logprob of each token."""
-    trimmed = []
-    monkeypatch.setattr(compat, "trim_prompt", lambda one, _: trimmed.append(one) or True)
+SAMPLES = [f"{number}_cmpl-1-0-12ab34cd" for number in range(3)]
+
+
+def test_samples_of_one_prompt_share_a_lease(clock) -> None:
+    """The response carries the offer of one of them, whichever: the others' would be claimed by nobody."""
     engine = Engine()
-    one = request("a", range(8), skip_reading_prefix_cache=True)
-    one.kv_transfer_params = {"do_remote_decode": True}
-    engine.producer.on_new_request(one)
-    assert engine.producer.finished(one, ([1],)) == (False, write_nothing())
-    assert not trimmed
-    assert not engine.told, "no lease is left for nobody"
-    engine.offer("b")
-    assert len(trimmed) == 1
+    keeps, offer = engine.end(SAMPLES[0])
+    assert keeps
+    assert engine.end(SAMPLES[1]) == engine.end(SAMPLES[2]) == (False, offer), (
+        "their own blocks are given back"
+    )
+    assert engine.end("0_cmpl-1-0-12ab34ce")[1]["remote_request_id"] == "0_cmpl-1-0-12ab34ce"
+    assert [event.request_id for event in engine.told] == [SAMPLES[0], "0_cmpl-1-0-12ab34ce"]
+    assert engine.hear(Release([SAMPLES[0]])).keys() == {SAMPLES[0]}
+    assert engine.end(SAMPLES[1])[0], "of a lease that has ended nothing can be read any more"
+    clock.now += SECONDS
+    assert engine.hear().keys() == {"0_cmpl-1-0-12ab34ce", SAMPLES[1]}
+    assert len(engine.producer._siblings) == 0
+
+
+def test_requests_that_are_no_samples_of_one_prompt_share_nothing(clock) -> None:
+    engine = Engine()
+    for name in ("0_a", "1_a", "cmpl-1-0-12ab34cd", "cmpl-2-0-12ab34cd", "x_cmpl-1-0-12ab34cd"):
+        assert engine.end(name)[1]["remote_request_id"] == name
+    assert len(engine.producer._siblings) == 0
+
+
+def test_a_lease_is_withdrawn_when_another_sample_is_aborted(clock, monkeypatch) -> None:
+    engine = Engine()
+    assert engine.end(SAMPLES[0])[0]
+    monkeypatch.setattr(compat, "finished_whole", lambda _: False)
+    assert engine.end(SAMPLES[1]) == (False, write_nothing())
+    assert engine.hear().keys() == {SAMPLES[0]}
+    assert engine.told[-1] == LeaseEnded(SAMPLES[0], clock.now, expired=False, withdrawn=True)
+    assert engine.end(SAMPLES[2]) == (False, write_nothing())
+    assert engine.hear() == {}
 
 
 def test_an_earlier_turn_is_kept_for_its_time_whoever_releases_it(clock) -> None:

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import HealthCheck, Phase, event, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from vllm import SamplingParams
+from vllm.v1.request import Request
 
 from kvferry.cache import bids
 from kvferry.engines.vllm import admission, compat
@@ -217,7 +219,7 @@ def test_a_source_that_hangs_holds_no_more_than_it_may_and_others_go_on() -> Non
 
 
 def aborted_while_a_step_writes(role: str) -> Engine:
-    """A request is aborted in the step that computes it, and the next one loads into the few blocks there are."""
+    """A request is aborted in the step that computes it; the next one loads into the few blocks there are."""
     engine = Engine(FOLDER, blocks=6, overlaps=True, role=role)
     engine.ask(range(64), answer=9)
     engine.step()
@@ -258,3 +260,22 @@ def test_kvferrys_connectors_make_vllm_defer_frees(connector) -> None:
         settings=extra,
     )
     assert engine.scheduler.defer_block_free
+
+
+@pytest.mark.parametrize("how", [{"prompt_logprobs": 0}, {"skip_reading_prefix_cache": True}, {}], ids=str)
+def test_a_prompt_that_reads_no_cache_is_neither_cut_for_a_consumer_nor_loaded(how) -> None:
+    engine = Engine(FOLDER)
+    one = engine.ask(range(40), answer=1, tiers=40, sampling=how)
+    assert compat.trim_prompt(one, BLOCK) == (not how)
+    engine.step()
+    assert bool(engine.connector.loads) == (not how)
+    assert (one.request_id in engine.answered) == bool(how)
+
+
+def test_samples_that_share_their_prompt_are_each_cut_by_one_token() -> None:
+    """In an engine that shares its process with the API they share the list."""
+    text = list(range(40))
+    samples = [Request(f"{n}_r", text, SamplingParams(max_tokens=1), None) for n in range(2)]
+    assert all(compat.trim_prompt(one, BLOCK) for one in samples)
+    assert [one.prompt_token_ids for one in samples] == [list(range(39))] * 2
+    assert text == list(range(40))

@@ -183,7 +183,8 @@ def test_a_lease_is_told_with_its_end(expired: bool, heard: int, said: str) -> N
 def test_a_lease_that_a_reset_has_ended_is_told_so() -> None:
     ended = LeaseEnded("a", 12.0, expired=False, withdrawn=True)
     assert (
-        told(LeaseGranted("a", 11.0, 699, 30.0), ended)[2] == "2.0 The lease has ended: the cache was reset."
+        told(LeaseGranted("a", 11.0, 699, 30.0), ended)[2]
+        == "2.0 The lease is withdrawn: the cache was reset, or another sample of the request was aborted."
     )
 
 

@@ -107,6 +107,7 @@ __all__ = [
     "names_prompts_only",
     "node_address",
     "operators_layout",
+    "parent_of",
     "processor_settings",
     "ranks",
     "reach_of",
@@ -324,10 +325,7 @@ def reads_no_cache(request: Any) -> str | None:
     """Why vLLM lets a request read no cache, neither its own nor a connector's; None if it may."""
     if not request.skip_reading_prefix_cache:
         return None
-    sampling = request.sampling_params
-    if sampling is not None and (
-        sampling.prompt_logprobs is not None or sampling.prompt_logprob_token_ids is not None
-    ):
+    if _scores_prompt(request.sampling_params):
         return "logprobs of its prompt are asked for (prompt_logprobs, or echo with logprobs)"
     return "it asks to read no cache (skip_reading_prefix_cache)"
 
@@ -345,13 +343,15 @@ def trim_prompt(request: Any, hash_block_tokens: int | None) -> bool:
 
     Returns:
         False, and the request is as it was, if there is only one token, if the prompt is not made of token
-        ids, or if logprobs of the prompt are wanted: the answer has them for every token.
+        ids, if logprobs of the prompt are wanted (the answer has them for every token), or if the request
+        reads no cache: its consumer would load nothing.
     """
     if request.num_prompt_tokens < 2 or request.prompt_token_ids is None or request.prompt_embeds is not None:
         return False
-    if request.sampling_params is not None and _scores_prompt(request.sampling_params):
+    if _scores_prompt(request.sampling_params) or reads_no_cache(request) is not None:
         return False
-    del request.prompt_token_ids[-1:]
+    # In an engine that shares its process with the API, samples of one prompt share this list.
+    request.prompt_token_ids = request.prompt_token_ids[:-1]
     del request._all_token_ids[-1:]
     request.num_prompt_tokens -= 1
     request.max_tokens = 1
@@ -361,7 +361,9 @@ def trim_prompt(request: Any, hash_block_tokens: int | None) -> bool:
 
 
 def _scores_prompt(sampling: Any) -> bool:
-    return sampling.prompt_logprobs is not None or sampling.prompt_logprob_token_ids is not None
+    return sampling is not None and (
+        sampling.prompt_logprobs is not None or sampling.prompt_logprob_token_ids is not None
+    )
 
 
 def node_address() -> str:
@@ -448,6 +450,15 @@ def trace_context(headers: Mapping[str, str]) -> Any:
 def external_id(request_id: str) -> str:
     """A request's id as vLLM's callers know it: the scheduler's ends with eight random digits."""
     return re.sub(r"-[0-9a-f]{8}$", "", request_id)
+
+
+def parent_of(request_id: str) -> str | None:
+    """The id that samples of one prompt (``n`` above 1) share; None of a request that is no such sample.
+
+    vLLM puts a number before the id of the whole, which ends with eight random digits.
+    """
+    found = re.fullmatch(r"\d+_(.*-[0-9a-f]{8})", request_id, re.DOTALL)
+    return None if found is None else found.group(1)
 
 
 def register(name: str, module: str) -> None:

@@ -20,6 +20,7 @@ from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.meta import BlockIds, SchedulerMeta
 from kvferry.engines.vllm.offer import Lease, Offer, wants_prefill, write_nothing, write_offer
 from kvferry.engines.vllm.prompt import content_of
+from kvferry.engines.vllm.siblings import Siblings
 from kvferry.engines.vllm.turn_keeper import TurnKeeper
 from kvferry.engines.vllm.turn_names import TurnNames
 from kvferry.errors import TransferError, Unnameable
@@ -61,6 +62,7 @@ class Producer:
         self._watch = watch
         self._prompts: dict[str, Any] = {}
         self._withdrawn: list[str] = []
+        self._siblings = Siblings()
         self._turns: TurnKeeper | None = None
         if config.turn_seconds:
             self._turns = TurnKeeper(
@@ -104,16 +106,10 @@ class Producer:
         return None if self._turns is None else (self._host, self.port)
 
     def on_new_request(self, request: Any) -> None:
-        """Stop short of the last prompt token, which the consumer computes; mutates `request`.
-
-        A consumer of a request that reads no cache computes all of it. Nothing is offered to it, and its
-        prompt stays as it is: its logprobs are asked for, token by token.
-        """
+        """Stop short of the last prompt token, which the consumer computes; mutates `request`."""
         if self._turns is not None:
             self._turns.came(request)
-        if not wants_prefill(request.kv_transfer_params) or compat.reads_no_cache(request):
-            return
-        if compat.trim_prompt(request, self._hash_block_tokens):
+        if wants_prefill(request.kv_transfer_params) and compat.trim_prompt(request, self._hash_block_tokens):
             self._prompts[request.request_id] = request
             with suppress(Unnameable):
                 self._adapters.name(request.lora_request)  # it is read by the time the prompt is computed
@@ -145,7 +141,11 @@ class Producer:
                 self._turns.finished(request, block_ids, self.tables)
             return False, None
         if self._prompts.pop(request.request_id, None) is None or not compat.finished_whole(request):
+            if (lease := self._siblings.lease_of(request.request_id)) is not None:
+                self._withdrawn.append(lease)  # without this sample there is no response
             return False, write_nothing()
+        if (made := self._siblings.offer_of(request.request_id)) is not None:
+            return False, made
         tokens = request.num_prompt_tokens
         try:
             content = content_of(request, tokens, self._adapters)
@@ -169,7 +169,9 @@ class Producer:
             tp_size=self._parallel.tensor_parallel_size,
             pp_size=self._parallel.pipeline_parallel_size,
         )
-        return True, write_offer(offer)
+        params = write_offer(offer)
+        self._siblings.offered(request.request_id, params)
+        return True, params
 
     def tables(self, block_ids: BlockIds, tokens: int) -> list[list[int]]:
         """Block tables as they are offered: by position; of a state group, the snapshot's block."""
@@ -206,6 +208,7 @@ class Producer:
         meta.ended.update(expired)
 
     def _ended(self, leases: dict[str, int], *, expired: bool, withdrawn: bool = False) -> dict[str, int]:
+        self._siblings.ended(leases)
         for name in leases:
             if self._turns is not None:
                 self._turns.ended(name)
