@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.serving.router.bodies import ASK_FOR_KV
 from support.vllm_engine.inside import distance
-from support.vllm_engine.lengths import every_length, limit_admissions
-from support.vllm_engine.pair import TEXTS, TOGETHER, Pair, Setup, prompt
+from support.vllm_engine.lengths import every_length, limit_admissions, through
+from support.vllm_engine.pair import SOON, TEXTS, TOGETHER, Pair, Setup, prompt
 
 NO_CACHE = {"enable_prefix_caching": False}
 SHORT_STEPS = {"max_num_batched_tokens": 256}
@@ -88,9 +89,9 @@ def test_every_length_up_to_two_blocks_is_answered_again_as_it_was(pair: Pair) -
     references = pair.prefill.call("generate", texts, tokens=2)
     pair.forget()
     for _ in range(2):
-        answers = pair.through(texts, tokens=2)
+        answers = through(pair, texts)
         for text, answer, reference in zip(texts, answers, references, strict=True):
-            assert bool(answer["moved"]) == (len(text) > 1)
+            assert bool(answer["moved"]) == (len(text) > 1), f"{len(text)} tokens"
             assert distance(answer, reference) < 1e-4, f"{len(text)} tokens"
         pair.forget()
 
@@ -101,6 +102,24 @@ def test_nothing_is_held_when_all_is_said(pair: Pair) -> None:
     assert pair.prefill.call("requests_left") == 0
     assert pair.prefill.call("counters")["leases"] == 0
     assert pair.decode.call("counters") == {"leases": 0, "expired": 0, "pins": 0, "pulls": 0}
+    assert (pair.prefill.call("free_blocks"), pair.decode.call("free_blocks")) == free
+    pair.forget()
+
+
+def test_samples_of_one_prompt_are_handed_over_once_and_leave_no_lease(pair: Pair) -> None:
+    """As through a router that asks both engines for all samples."""
+    text, reference = pair.own_words(prompt(300, 12))
+    free = pair.prefill.call("free_blocks"), pair.decode.call("free_blocks")
+    offer = pair.prefill.call("samples", text, ASK_FOR_KV, 3, 1)["params"]
+    assert offer["remote_num_tokens"] == len(text) - 1
+    assert pair.prefill.call("counters")["leases"] == 1
+    pair.decode.call("loaded")
+    said = pair.decode.call("samples", text, offer, 3, 4)["tokens"]
+    assert len(pair.decode.call("loaded")) == 3
+    assert {tokens[0] for tokens in said} == {reference["tokens"][0]}
+    pair.prefill.call("step", SOON)
+    counters = pair.prefill.call("counters")
+    assert (counters["leases"], counters["expired"], pair.prefill.call("requests_left")) == (0, 0, 0)
     assert (pair.prefill.call("free_blocks"), pair.decode.call("free_blocks")) == free
     pair.forget()
 

@@ -21,7 +21,12 @@ OVER_TCP = Setup(
     {"max_num_batched_tokens": 256, "num_gpu_blocks_override": 90},
     exact=True,
     decode_options={"num_gpu_blocks_override": 60},
-    connector={"lease_seconds": LEASE, "load_timeout_seconds": DEADLINE, "handshake_seconds": 5.0},
+    connector={
+        "lease_seconds": LEASE,
+        "load_timeout_seconds": DEADLINE,
+        "handshake_seconds": 5.0,
+        "late_blocks": 1.0,  # so that two loads of so small a pool may be late at once
+    },
     environment={"UCX_TLS": "tcp,self"},
 )
 """Over TCP a stopped producer really stops a read: nothing else could carry it out."""

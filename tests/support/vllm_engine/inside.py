@@ -425,7 +425,7 @@ def forget_peers_after(engine: Any, seconds: float) -> None:
 
 def peers(engine: Any) -> int:
     """How many the worker knows."""
-    return len(worker_half(engine)._transfers._lanes[0]._peers)
+    return len(worker_half(engine)._transfers._lanes[0]._links._links)
 
 
 def requests_left(engine: Any) -> int:

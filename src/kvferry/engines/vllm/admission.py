@@ -34,6 +34,7 @@ from typing import Any
 from kvferry.cache.bids import Bidding
 from kvferry.cache.pins import Pins
 from kvferry.cache.policies import Choice
+from kvferry.cache.waiting import Waiting
 from kvferry.engines.vllm import compat
 from kvferry.engines.vllm.headroom import Headroom
 from kvferry.engines.vllm.meta import BlockIds, Report, SchedulerMeta, WorkerMeta
@@ -66,7 +67,7 @@ class _Wish:
         loads: under way.
         broken: one of this attempt has failed.
         failed: the last attempt did.
-        waits_since: when a bid of a source that was looking, or room, was first waited for.
+        waiting: for bids of sources that were looking, and for room.
         crowded: there was no room for what was taken.
     """
 
@@ -77,7 +78,7 @@ class _Wish:
     loads: list[Load] = field(default_factory=list)
     broken: bool = False
     failed: bool = False
-    waits_since: float | None = None
+    waiting: Waiting = field(default_factory=Waiting)
     crowded: bool = False
 
 
@@ -286,11 +287,11 @@ class Admission:
         wish.crowded = False
         offers = self._offers(wish, request, have)
         now = time.monotonic()
-        since = now if wish.waits_since is None else wish.waits_since
+        waited = wish.waiting.until(now)
         best = self._choice.of(
             wish.bidding.open((offer.bid for offer in offers), request.num_tokens - have),
             request.num_tokens - have,
-            waited=now - since,
+            waited=waited,
             before=None if wish.taken is None else wish.taken[0].bid,
         )
         bids = [(offer.last, offer.bid) for offer in offers]
@@ -302,9 +303,9 @@ class Admission:
             wish.crowded = not self._has_room(wish.taken[0], request, have)
             if not wish.crowded:
                 return best.tokens
-            if now - since >= self._choice.patience_seconds:
+            if waited >= self._choice.patience_seconds:
                 return 0
-        wish.waits_since = since
+        wish.waiting.begin(now)
         return None
 
     def _offers(self, wish: _Wish, request: Any, have: int) -> list[Offer]:

@@ -24,6 +24,7 @@ from typing import Any
 
 from kvferry.cache.bids import Bid, Bidding, Part
 from kvferry.cache.policies import Choice
+from kvferry.cache.waiting import Waiting
 from kvferry.engines.vllm.headroom import Headroom
 
 Count = tuple[str, str, str]
@@ -71,7 +72,7 @@ class _Wish:
         waits: whether what was taken is loaded between steps.
         load: under way; a synchronous one until the request ends or is admitted anew.
         failed: the last load did.
-        waits_since: when a child that was looking, or room, was first waited for.
+        waiting: for children that were looking, and for room.
     """
 
     bidding: Bidding
@@ -82,7 +83,7 @@ class _Wish:
     waits: bool = False
     load: _Load | None = None
     failed: bool = False
-    waits_since: float | None = None
+    waiting: Waiting = field(default_factory=Waiting)
 
 
 @dataclass(slots=True)
@@ -165,11 +166,11 @@ class Choosing:
             for name, tokens in zip(self._names, wish.answers, strict=True)
         ]
         now = self._clock()
-        since = now if wish.waits_since is None else wish.waits_since
+        waited = wish.waiting.until(now)
         best = self._choice.of(
             wish.bidding.open(bids, rest),
             rest,
-            waited=now - since,
+            waited=waited,
             before=None if wish.taken is None else wish.taken[1],
         )
         if best is None:
@@ -180,9 +181,9 @@ class Choosing:
             wish.taken, wish.waits = (place, best), waits[place]
             if not wish.waits or self.headroom.fits(request.request_id, total, request.num_tokens):
                 return best.tokens, wish.waits
-            if now - since >= self._choice.patience_seconds:
+            if waited >= self._choice.patience_seconds:
                 return 0, False
-        wish.waits_since = since
+        wish.waiting.begin(now)
         return None, False
 
     def scheduled(self, requests: Container[str]) -> None:
