@@ -1,0 +1,72 @@
+"""docs/compatibility.md says what its data say, and every test that they name exists."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "compatibility.md"
+DATA = tomllib.loads((ROOT / "docs" / "compatibility.toml").read_text())
+COLUMNS = ("transfer", "other TP", "other block size", "tiers", "speculative")
+SAID = {"engine": "CPU engine", "plan": "planned", "": "not yet", "refused": "refused"}
+HEAD = """# What works with which models
+
+How each pair of a model family and a feature was proved. A footnote names the test.
+
+- *CPU engine*: real vLLM engines on a CPU move the KV of a tiny random checkpoint of the family, or keep
+  and load it. Bytes, state or answer are those of one engine alone, as the test says.
+- *planned*: vLLM's own classes of the family, in full size, agree with kvferry's geometry, or the planner
+  gives every rank what it needs at TP 1 to 16. No test here runs an engine of the family for this cell.
+- *refused*: kvferry refuses it in a sentence that says why.
+- *not yet*: nothing here proves it. It may work.
+
+No cell was proved on a GPU.
+
+"""
+
+
+def cell(said: str, numbers: dict[str, int]) -> str:
+    """One cell, with the number of its footnote."""
+    how, _, proof = said.partition(":")
+    return SAID[how] + (f" [{numbers[proof]}]" if proof else "")
+
+
+def page() -> str:
+    """The page, from the data."""
+    numbers = {name: number for number, name in enumerate(DATA["proofs"], 1)}
+    lines = [f"| family | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for family, cells in DATA["families"].items():
+        lines.append(f"| {family} | {' | '.join(cell(each, numbers) for each in cells)} |")
+    notes = [f"{numbers[name]}. `{proof}`" for name, proof in DATA["proofs"].items()]
+    return HEAD + "\n".join([*lines, "", *notes]) + "\n"
+
+
+def test_the_page_says_what_the_data_say():
+    assert PAGE.read_text() == page()
+
+
+@pytest.mark.parametrize("proof", DATA["proofs"].values())
+def test_every_test_that_proves_something_exists(proof):
+    file, _, name = proof.partition("::")
+    tree = ast.parse((ROOT / file).read_text())
+    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("family", DATA["families"])
+def test_every_cell_is_said_and_proved_by_the_kind_of_test_that_it_claims(family):
+    cells = DATA["families"][family]
+    assert len(cells) == len(COLUMNS)
+    for said in cells:
+        how, _, proof = said.partition(":")
+        assert how in SAID
+        assert bool(proof) is (how in ("engine", "plan"))
+        if proof:
+            assert DATA["proofs"][proof].startswith("tests/engine/") is (how == "engine")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
