@@ -1,4 +1,7 @@
-"""Every family, prefilled by one engine, decoded by another: the bytes, the answers, and that they matter."""
+"""Every family, prefilled by one engine, decoded by another: the bytes, the answers, and that they matter.
+
+Half of the engines schedule asynchronously, as vLLM does on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +15,29 @@ from support.vllm_engine.pair import SOON, TEXTS, TOGETHER, Pair, Setup, prompt
 NO_CACHE = {"enable_prefix_caching": False}
 SHORT_STEPS = {"max_num_batched_tokens": 256}
 REPRESENTATIVE = (
-    Setup("gemma4", options=SHORT_STEPS, exact=True),
+    Setup("gemma4", options=SHORT_STEPS, exact=True, asynchronous=True),
     Setup("nemotronh", options={**NO_CACHE, **SHORT_STEPS}),
 )
 ALL = (
     Setup("qwen3", options=SHORT_STEPS, exact=True),
-    Setup("qwen3", "uncached", {**NO_CACHE, **SHORT_STEPS}, exact=True),
+    Setup("qwen3", "uncached", {**NO_CACHE, **SHORT_STEPS}, exact=True, asynchronous=True),
     Setup("gemma3", options=SHORT_STEPS, exact=True),
     Setup("gemma3", "uncached", {**NO_CACHE, **SHORT_STEPS}, exact=True),
     Setup("gemma3", "one-group", {**SHORT_STEPS, "disable_hybrid_kv_cache_manager": True}, exact=True),
-    Setup("gptoss", options=SHORT_STEPS),
+    Setup("gptoss", options=SHORT_STEPS, asynchronous=True),
     Setup("gptoss", "uncached", {**NO_CACHE, **SHORT_STEPS}),
     Setup("dsv2"),
-    Setup("dsv3"),
-    Setup("qwen3next", options=SHORT_STEPS),
+    Setup("dsv3", asynchronous=True),
+    Setup("qwen3next", options=SHORT_STEPS, asynchronous=True),
     Setup("qwen3next", "uncached", {**NO_CACHE, **SHORT_STEPS}),
     Setup(
         "nemotronh",
         "cached",
         {"enable_prefix_caching": True, "dtype": "bfloat16", "max_num_batched_tokens": 256},
+        asynchronous=True,
     ),
     Setup("lfm2", options=SHORT_STEPS),
-    Setup("lfm2", "uncached", {**NO_CACHE, **SHORT_STEPS}),
+    Setup("lfm2", "uncached", {**NO_CACHE, **SHORT_STEPS}, asynchronous=True),
 )
 pytestmark = [
     pytest.mark.engine,

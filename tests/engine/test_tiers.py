@@ -45,18 +45,19 @@ SMALL = {"block_size": 64}
 BF16 = {"enable_prefix_caching": True, "dtype": "bfloat16"}
 EVERY = "prefix_cache_retention_interval"
 """How often vLLM keeps a snapshot, besides the last one that a prompt can be continued from."""
+ASYNC = {"async_scheduling": True}
 REPRESENTATIVE = (
     Family("gemma3", 700, other=SMALL),
-    Family("lfm2", 640, {EVERY: 128}, other=SMALL, settings={"chunk_tokens": 64}, exact=False),
+    Family("lfm2", 640, {EVERY: 128, **ASYNC}, other=SMALL, settings={"chunk_tokens": 64}, exact=False),
 )
 ALL = (
     Family("gemma4", 700, other=SMALL),
-    Family("gptoss", 700, other=SMALL, exact=False),
+    Family("gptoss", 700, ASYNC, other=SMALL, exact=False),
     Family("dsv3", 700, exact=False),
     Family(
         "qwen3next",
         512,
-        {EVERY: 256},
+        {EVERY: 256, **ASYNC},
         other={"block_size": 16, EVERY: 160},
         settings={"chunk_tokens": 32},
         other_ends=480,

@@ -11,7 +11,7 @@ from kvferry.observe.events import LoadBegan
 from kvferry.observe.fold import Fold
 from kvferry.planning.select import Span
 from kvferry.serving.router.bodies import ASK_FOR_KV
-from support.vllm_engine import any_layout, copied, pages
+from support.vllm_engine import any_layout, copied, overlapped, pages
 from support.vllm_engine.agree_inside import facts, restart_other  # noqa: F401 - called by name
 from support.vllm_engine.multi_inside import (  # noqa: F401 - called by name
     chosen,
@@ -63,12 +63,15 @@ def start(settings: dict[str, Any]) -> Any:
         _make_test_device()
     if settings.pop("any_layout", False):
         any_layout.declare()
+    if asynchronous := settings.get("async_scheduling", False):
+        overlapped.declare()
     if settings.get("tensor_parallel_size", 1) > 1:
         copied.declare()
     transfer = settings.pop("kv_transfer_config", None)
     if transfer is not None:
         settings["kv_transfer_config"] = KVTransferConfig(**transfer)
     engine = LLM(**settings)
+    overlapped.check(engine, wanted=asynchronous)
     worker = worker_half(engine)
     if worker is not None:
         engine.witness = Witness(worker, half(engine).admission)

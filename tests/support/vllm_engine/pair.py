@@ -53,6 +53,7 @@ class Setup:
         prefill_options, decode_options: of one engine, on top of those of both.
         layouts: the connectors' ``layout``, (prefill, decode), of engines whose backend takes any layout;
             None for engines as they are.
+        asynchronous: both engines schedule a step while the one before runs, as on a GPU.
         environment: of both engines' processes.
         environments: of each, on top of that.
         hosts: network namespaces of both.
@@ -66,6 +67,7 @@ class Setup:
     prefill_options: dict[str, Any] = field(default_factory=dict)
     decode_options: dict[str, Any] = field(default_factory=dict)
     layouts: tuple[str, str] | None = None
+    asynchronous: bool = False
     environment: dict[str, str] = field(default_factory=dict)
     environments: tuple[dict[str, str], dict[str, str]] = ({}, {})
     hosts: tuple[str | None, str | None] = (None, None)
@@ -79,6 +81,7 @@ class Setup:
                 **FAMILIES[self.family].engine_options(),
                 **self.options,
                 "any_layout": bool(self.layouts),
+                "async_scheduling": self.asynchronous,
                 "kv_transfer_config": connector(**self.connector, **layout),
                 **own,
             }
