@@ -50,6 +50,13 @@ $(VENV)/.dev: requirements/dev.lock $(VENV)/.engine-$(ENGINE)
 	@$(PYTHON) -m pip install -qq --disable-pip-version-check --no-deps -r requirements/dev.lock
 	@touch $@
 
+# Apart from the environment's packages: with Triton among them vLLM for CPUs behaves otherwise.
+$(VENV)/.triton: requirements/triton.lock | $(PYTHON)
+	@echo "install: Triton, whose interpreter runs kernels of attention backends in tests (about 700 MB)"
+	@rm -rf $(VENV)/triton
+	@$(PYTHON) -m pip install -qq --disable-pip-version-check --no-deps --target $(VENV)/triton -r requirements/triton.lock
+	@touch $@
+
 ##@ Check and test
 .PHONY: check test test-unit test-engines test-long
 check: $(VENV)/.dev ## ruff, mypy --strict, import-linter
@@ -62,7 +69,8 @@ check: $(VENV)/.dev ## ruff, mypy --strict, import-linter
 test: test-unit ## unit, transport and representative engine tests
 	$(PYTHON) -m pytest tests/transport tests/engine -m "not family"
 
-test-unit: $(VENV)/.dev ## what needs neither an engine nor NIXL, on as many cores as there are (WORKERS=)
+test-unit: export KVFERRY_TEST_TRITON := $(CURDIR)/$(VENV)/triton
+test-unit: $(VENV)/.dev $(VENV)/.triton ## what needs neither an engine nor NIXL, on as many cores as there are (WORKERS=)
 	$(PYTHON) -m pytest -n $(WORKERS) -m "not family and not engine and not transport and not alone"
 	$(PYTHON) -m pytest tests/unit -m alone
 

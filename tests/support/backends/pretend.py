@@ -51,5 +51,7 @@ def pretend(*, triton: bool) -> None:
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=1, name="none")
     from vllm.platforms import current_platform
+    from vllm.v1.attention.backends import fa_utils
 
+    fa_utils.flash_attn_varlen_func = fa_utils.get_scheduler_metadata = None
     type(current_platform).has_device_capability = classmethod(lambda *_, **__: True)
