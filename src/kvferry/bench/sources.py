@@ -110,6 +110,7 @@ def _request(name: str, tokens: Sequence[int]) -> Any:
         cache_salt=None,
         kv_transfer_params=None,
         trace_headers=None,
+        skip_reading_prefix_cache=False,
     )
 
 

@@ -11,7 +11,6 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-POISON = sys.argv[1]
 KV = {"do_remote_prefill": True, "remote_engine_id": "p"}
 
 
@@ -24,9 +23,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        with Path(sys.argv[2]).open("a") as log:
+        with Path(self.server.log).open("a") as log:
             log.write(json.dumps(body) + "\n")
-        if POISON in body["prompt"]:
+        if self.server.poison in body["prompt"]:
             os._exit(1)
         if "500" in body["prompt"]:
             self.answer(500, {"error": {"message": "a fault of its own"}})
@@ -45,4 +44,11 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(raw)
 
 
-ThreadingHTTPServer(("127.0.0.1", int(sys.argv[3])), Handler).serve_forever()
+def main(poison, log, port):
+    server = ThreadingHTTPServer(("127.0.0.1", int(port)), Handler)
+    server.poison, server.log = poison, log
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
