@@ -42,6 +42,20 @@ def runtime_directory() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Give later tests the environment that this one found.
+
+    vLLM writes into it when it makes a configuration, and what it writes changes the last bits that engines
+    compute.
+    """
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.getbasetemp() / "checkpoints"
