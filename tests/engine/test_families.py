@@ -117,10 +117,12 @@ def test_samples_of_one_prompt_are_handed_over_once_and_leave_no_lease(pair: Pai
     offer = pair.prefill.call("samples", text, ASK_FOR_KV, 3, 1)["params"]
     assert offer["remote_num_tokens"] == len(text) - 1
     assert pair.prefill.call("counters")["leases"] == 1
+    theirs = pair.prefill.call("digests", offer["remote_block_ids"], offer["remote_num_tokens"])
     pair.decode.call("loaded")
     said = pair.decode.call("samples", text, offer, 3, 4)["tokens"]
-    assert len(pair.decode.call("loaded")) == 3
-    assert {tokens[0] for tokens in said} == {reference["tokens"][0]}
+    assert list(pair.decode.call("loaded").values()) == [theirs] * 3
+    if pair.setup.exact:  # in bfloat16 a batch of three may round otherwise
+        assert {tokens[0] for tokens in said} == {reference["tokens"][0]}
     pair.prefill.call("step", SOON)
     counters = pair.prefill.call("counters")
     assert (counters["leases"], counters["expired"], pair.prefill.call("requests_left")) == (0, 0, 0)

@@ -86,6 +86,9 @@ class AttentionReader:
             return self.config.number(*_QUERY_HEADS), width, width
         heads, k_width = self._layer_heads(layer), _head_width(self.config)
         v_width = self.config.maybe("v_head_dim") or k_width
+        if isinstance(own := self.config.get("per_layer_config"), Mapping):
+            self.config.cover("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v")
+            return _own_heads(own.get(str(layer), {}), heads, k_width)
         if mixer is Mixer.SLIDING:
             heads = self.config.maybe("swa_num_key_value_heads") or heads
             k_width = self.config.maybe("swa_head_dim") or k_width
@@ -175,3 +178,20 @@ def _head_width(config: Config) -> int:
             f"config.json: hidden_size {hidden} is no multiple of num_attention_heads {heads}; add head_dim"
         )
     return hidden // heads
+
+
+def _own_heads(own: Mapping[str, Any], heads: int, width: int) -> tuple[int, int, int]:
+    """KV heads, and elements of K and of V per head, of a layer with settings of its own.
+
+    Transformers 5.19 writes Gemma 4's so: ``per_layer_config``, by the number of the layer.
+
+    Raises:
+        ConfigError: it has a setting of its own that is not known.
+    """
+    if unknown := own.keys() - {"head_dim", "num_key_value_heads"}:
+        raise ConfigError(
+            f"config.json: per_layer_config has {', '.join(sorted(unknown))}, which may decide what is kept "
+            "per token, and kvferry does not know how; its KV cache cannot be planned yet"
+        )
+    wide = whole("head_dim", own.get("head_dim", width), 1)
+    return whole("num_key_value_heads", own.get("num_key_value_heads", heads), 1), wide, wide

@@ -124,6 +124,7 @@ def _lightning(config: Config, _item: int, ssm_item: int) -> tuple[Stored, ...]:
 
 def _short_conv(config: Config, item: int, _ssm_item: int) -> tuple[Stored, ...]:
     channels = config.number("conv_dim", "hidden_size")
+    config.cover("block_dim")  # of the same width, and not what is kept
     return (Stored("conv", item, channels, (_taps(config.number("conv_L_cache")),)),)
 
 
