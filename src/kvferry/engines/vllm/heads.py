@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from kvferry.engines.vllm import compat
 from kvferry.engines.vllm.content import Shard
 
 _COPIES = "num_kv_head_replicas"
@@ -74,6 +75,8 @@ def shards(vllm_config: Any, layers: Mapping[str, tuple[Any, Any]], rank: int) -
     of_model = int(vllm_config.model_config.get_total_num_kv_heads())
     found = projections(layer for layer, _ in layers.values()) if ranks > 1 else {}
     return {
-        name: shard_of(int(spec.num_kv_heads), rank, ranks, found.get(id(layer)), of_model)
+        name: Shard(rank, ranks, 0, 1)  # a latent, the same on every rank
+        if compat.is_replicated(spec)
+        else shard_of(int(spec.num_kv_heads), rank, ranks, found.get(id(layer)), of_model)
         for name, (layer, spec) in layers.items()
     }
