@@ -86,5 +86,5 @@ def test_a_layer_that_has_no_projection_is_said_to_be_uncertain_rather_than_wron
         parallel_config=SimpleNamespace(tensor_parallel_size=2),
         model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 8),
     )
-    found = shards(config, {"attn": (parts.attn, SimpleNamespace(num_kv_heads=1))}, 1)
+    found = shards(config, {"attn": (parts.attn, SimpleNamespace(num_kv_heads=1, max_tp_shards=None))}, 1)
     assert found == {"attn": Shard(1, 2, 0, 0)}
