@@ -134,6 +134,22 @@ def test_gemma4_has_fewer_and_wider_heads_without_a_window():
     assert kept(config) == [(SLIDING, 1024, 2 * 8 * 256 * 2), (FULL, 0, 2 * 8 * 512 * 2)]
 
 
+def test_settings_per_layer_go_by_the_number_of_the_layer_padded_or_not():
+    words = ["sliding_attention"] * 11 + ["full_attention"]
+    for full in ("11", "0011"):
+        config = dense(
+            "gemma4_text", 12, layer_types=words, sliding_window=1024, head_dim=256, num_key_value_heads=8,
+            per_layer_config={"05": {"head_dim": 128}, full: {"head_dim": 512, "num_key_value_heads": 2}},
+        )  # fmt: skip
+        windows = [(SLIDING, 1024, 2 * 8 * (128 if layer == 5 else 256) * 2) for layer in range(11)]
+        assert kept(config) == [*windows, (FULL, 0, 2 * 2 * 512 * 2)]
+
+
+def test_settings_per_layer_of_no_layer_are_refused():
+    with pytest.raises(ConfigError, match="per_layer_config has all where the number of a layer is expected"):
+        read_model(dense("gemma4_text", 2, per_layer_config={"all": {"head_dim": 512}}))
+
+
 def test_layers_that_share_an_earlier_cache_keep_nothing():
     reading = read_model(dense(num_kv_shared_layers=3))
     assert reading.kept == (1, 0, 0, 0)

@@ -88,7 +88,7 @@ class AttentionReader:
         v_width = self.config.maybe("v_head_dim") or k_width
         if isinstance(own := self.config.get("per_layer_config"), Mapping):
             self.config.cover("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v")
-            return _own_heads(own.get(str(layer), {}), heads, k_width)
+            return _own_heads(own, layer, heads, k_width)
         if mixer is Mixer.SLIDING:
             heads = self.config.maybe("swa_num_key_value_heads") or heads
             k_width = self.config.maybe("swa_head_dim") or k_width
@@ -180,14 +180,21 @@ def _head_width(config: Config) -> int:
     return hidden // heads
 
 
-def _own_heads(own: Mapping[str, Any], heads: int, width: int) -> tuple[int, int, int]:
-    """KV heads, and elements of K and of V per head, of a layer with settings of its own.
+def _own_heads(per_layer: Mapping[str, Any], layer: int, heads: int, width: int) -> tuple[int, int, int]:
+    """Return KV heads, and elements of K and of V per head, of a layer that may have settings of its own.
 
-    Transformers 5.19 writes Gemma 4's so: ``per_layer_config``, by the number of the layer.
+    Transformers 5.19 writes Gemma 4's so: ``per_layer_config``, by the number of the layer, padded with zeros
+    to one width ("05", "11").
 
     Raises:
-        ConfigError: it has a setting of its own that is not known.
+        ConfigError: a key is no number of a layer, or the layer has a setting that is not known.
     """
+    if unnumbered := [key for key in per_layer if not key.isdecimal()]:
+        raise ConfigError(
+            f"config.json: per_layer_config has {', '.join(sorted(unnumbered))} where the number of a layer "
+            "is expected; its KV cache cannot be planned"
+        )
+    own = {int(key): settings for key, settings in per_layer.items()}.get(layer, {})
     if unknown := own.keys() - {"head_dim", "num_key_value_heads"}:
         raise ConfigError(
             f"config.json: per_layer_config has {', '.join(sorted(unknown))}, which may decide what is kept "
