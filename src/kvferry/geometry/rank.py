@@ -65,6 +65,7 @@ class Layer:
         block_stride: bytes from one block's page to the next.
         page: what a page holds.
         scales: of its quantised codes, those that are not 1 and do not lie in its pages.
+        draft: digest of the draft model that the layer belongs to; empty for the model's own layers.
     """
 
     name: str
@@ -72,6 +73,18 @@ class Layer:
     block_stride: int
     page: PageFormat
     scales: tuple[Scale, ...] = ()
+    draft: str = ""
+
+    @property
+    def identity(self) -> str:
+        """Name of what the layer computes: two drafts may give their layers one name.
+
+        >>> from kvferry.geometry import opaque_page
+        >>> page = opaque_page("packed", 16, 16, 0, 1)
+        >>> Layer("layers.32", 0, 16, page).identity, Layer("layers.32", 0, 16, page, draft="3fa9").identity
+        ('layers.32', 'layers.32 of draft 3fa9')
+        """
+        return f"{self.name} of draft {self.draft}" if self.draft else self.name
 
 
 @dataclass(frozen=True, slots=True)

@@ -272,6 +272,24 @@ def blocks_needed(kind: GroupKind, reach: int, block_tokens: int, span: Span, ta
     return table[low // block_tokens : -(-high // block_tokens)]
 
 
+def blocks_begun(kind: GroupKind, reach: int, block_tokens: int, span: Span, table: Int64s) -> Int64s:
+    """Ids of the blocks of `table` that `needed` tokens lie in, and in which nothing is at hand before them.
+
+    >>> table = np.arange(10, 16)
+    >>> blocks_begun(GroupKind.FULL, 0, 16, Span(have=24, total=64, prompt=64), table).tolist()
+    [12, 13]
+
+    Args:
+        kind, reach, block_tokens, span, table: as of `blocks_needed`.
+    """
+    low, high = needed(kind, reach, span)
+    first = low // block_tokens
+    first += first * block_tokens < span.have
+    ids = table[first : -(-high // block_tokens)] if low < high else table[:0]
+    found: Int64s = ids[ids != NULL_BLOCK]
+    return found
+
+
 def written(kind: GroupKind, block_tokens: int, span: Span) -> slice:
     """Positions of a group's blocks that a load may write.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
 
@@ -115,6 +115,7 @@ def build_templates(srcs: Sequence[RankGeometry], dst: RankGeometry) -> tuple[Te
 
     Raises:
         Incompatible: some layer or part of a field cannot be had from the peer; all differences named.
+            A draft model's layer that cannot be had is left out instead.
     """
     found: dict[str, list[str]] = defaultdict(list)
     pages = _Pages()
@@ -124,14 +125,14 @@ def build_templates(srcs: Sequence[RankGeometry], dst: RankGeometry) -> tuple[Te
     routes: list[dict[_RouteKey, list[tuple[Layer, Layer]]]] = [defaultdict(list) for _ in srcs]
     for dst_group, group in enumerate(dst.groups):
         for layer in group.layers:
-            holders = holders_of[layer.name]
+            holders = holders_of[layer.identity]
             alike = (group.kind, pages.number(layer.page), tuple(h.alike for h in holders))
             if alike not in chosen_for:
                 chosen_for[alike] = _choose(holders, group.kind, layer, dst.tp_rank)
             choice = chosen_for[alike]
             if choice.takes and not all(same_scales(holder.layer, layer) for holder in holders):
                 choice = _Choice(differences=(_OTHER_SCALES,))
-            for text in choice.differences:
+            for text in choice.differences if not layer.draft else ():  # see `absent_layers`
                 found[text].append(layer.name)
             for number, fields in choice.takes:
                 holder = holders[number]
@@ -155,6 +156,24 @@ def build_templates(srcs: Sequence[RankGeometry], dst: RankGeometry) -> tuple[Te
         )
         for i, src in enumerate(srcs)
     )
+
+
+def absent_layers(templates: Sequence[Template], dst: RankGeometry) -> RankGeometry:
+    """Return our rank with nothing but the layers of a draft model that no rank of a peer supplies.
+
+    A draft only proposes tokens, which the model itself accepts or not: a load without them is still right.
+    The blocks hold what their last owner left there, though, which may be NaN, so they are to be cleared.
+
+    Args:
+        templates: what `build_templates` found for `dst`.
+        dst: our rank.
+    """
+    had = {name for template in templates for route in template.routes for name in route.layers}
+    groups = (
+        replace(group, layers=tuple(one for one in group.layers if one.draft and one.name not in had))
+        for group in dst.groups
+    )
+    return replace(dst, groups=tuple(groups))
 
 
 class _Pages:
@@ -204,13 +223,13 @@ class _Choice:
 
 
 def _holders(srcs: Sequence[RankGeometry], pages: _Pages) -> dict[str, list[_Holder]]:
-    """Layer name to the source ranks that hold it; an empty list for a name that none does."""
+    """Identity of a layer to the source ranks that hold it; an empty list for one that none does."""
     found: dict[str, list[_Holder]] = defaultdict(list)
     for index, src in enumerate(srcs):
         for number, group in enumerate(src.groups):
             for layer in group.layers:
                 alike = (index, group.kind, pages.number(layer.page))
-                found[layer.name].append(_Holder(index, number, group.kind, layer, alike))
+                found[layer.identity].append(_Holder(index, number, group.kind, layer, alike))
     return found
 
 
@@ -311,11 +330,11 @@ def kept_too_little(srcs: Sequence[RankGeometry], dst: RankGeometry) -> list[str
 
     Happens when the hybrid cache manager is on there and off here: a windowed layer is full attention to us.
     """
-    theirs = {layer.name: group for src in srcs for group in src.groups for layer in group.layers}
+    theirs = {layer.identity: group for src in srcs for group in src.groups for layer in group.layers}
     found: dict[str, list[str]] = defaultdict(list)
     for group in dst.groups:
         for layer in group.layers:
-            other = theirs.get(layer.name)
+            other = theirs.get(layer.identity)
             if other is None or not other.reach:
                 continue
             if not group.reach or group.kind is not other.kind or group.reach > other.reach:

@@ -17,17 +17,18 @@ import zmq
 
 from kvferry.errors import TransferError
 from kvferry.geometry import RankGeometry, Region
+from kvferry.memory.copy import Loops
 from kvferry.planning.pieces import Int64s
 from kvferry.planning.request import Indices
-from kvferry.planning.select import select_cells, uncovered
+from kvferry.planning.select import blocks_begun, select_cells, uncovered
 from kvferry.planning.strategy import Strategy
-from kvferry.planning.template import Route, build_templates
+from kvferry.planning.template import Route, absent_layers, build_templates
 from kvferry.transport.agent import Agent
 from kvferry.transport.area import Area
 from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.messages import RankCard
 from kvferry.transport.packed import Lists
-from kvferry.transport.prepared import Preparation, PreparedRoute
+from kvferry.transport.prepared import Preparation, clearings
 from kvferry.transport.read_plan import PackedCells, RankRead, ReadOrder, ReadPlan, SourceRank, summed
 from kvferry.transport.settings import TransferSettings
 
@@ -72,6 +73,7 @@ class Peer:
             raise TransferError(f"the peer has {len(cards)} ranks, at most {MAX_SOURCES} can be read from")
         self._ours, self._settings = ours, settings
         templates = build_templates([card.geometry for card in cards], ours)
+        self._absent = clearings(absent_layers(templates, ours))
         self.src_groups = len(cards[0].geometry.groups)
         with ExitStack() as made:
             prepare = _Preparing(agent, ours, words, landing, context, settings, made)
@@ -92,7 +94,7 @@ class Peer:
         by_group = [0] * len(self._ours.groups)
         strategies: list[dict[Strategy, None]] = [{} for _ in by_group]
         ranks, tallies = [], []
-        clears = list[tuple[PreparedRoute, Int64s]]()
+        clears = self._clears_of_absent(order)
         number = 0
         for source in self.sources:
             direct, packed = list[Indices](), list[PackedCells]()
@@ -118,7 +120,7 @@ class Peer:
                     packed.append(PackedCells(prepared, way, cells))
                 left = uncovered(route, group.kind, group.reach, order.span, dst_table)
                 if len(left) and len(left := left[np.isin(left, cells.dst_block)]):
-                    clears.append((prepared, left))
+                    clears.append((prepared.clearing, left))
             if direct or packed:
                 ranks.append(RankRead(source, _joined(direct), tuple(packed)))
         return ReadPlan(
@@ -133,6 +135,18 @@ class Peer:
     def close(self) -> None:
         """Give the lists back and forget the peer. Nothing may be in flight."""
         self._made.close()
+
+    def _clears_of_absent(self, order: ReadOrder) -> list[tuple[Loops, Int64s]]:
+        """What is zeroed of a draft's layers that the peer does not have; by one lane for all."""
+        if order.share.number:
+            return []
+        found = []
+        for number, loops in self._absent:
+            group = self._ours.groups[number]
+            table = order.dst_tables[number]
+            ids = blocks_begun(group.kind, group.reach, group.block_tokens, order.span, table)
+            found.append((loops, ids))
+        return found
 
     def _check(self, order: ReadOrder) -> None:
         if len(order.src_tables) != self.src_groups or len(order.dst_tables) != len(self._ours.groups):

@@ -19,7 +19,7 @@ from kvferry.planning.plane import ONE_CELL, Offsets, PoolNests
 from kvferry.planning.request import Entries, Indices, Int32s, Tally, tally
 from kvferry.planning.select import Cells
 from kvferry.planning.strategy import FETCHED_CHUNK_BYTES, Costs, Strategy, Way, choose, chunk_bytes, ways
-from kvferry.planning.template import Route
+from kvferry.planning.template import Route, build_templates
 from kvferry.transport.area import Area, positions
 from kvferry.transport.gather_messages import MAX_CELLS, MAX_NESTS, GatherRoute
 from kvferry.transport.messages import RankCard
@@ -207,12 +207,7 @@ class Preparation:
                 f"cells of {route.cell_bytes} bytes in {route.row_count} runs can only move staged, and the "
                 "peer does not gather; set staging_mib there"
             )
-        written = [
-            PoolNests(plane.dst_at, tuple(nest.at(-nest.src, 0) for nest in plane.nests))
-            for plane in route.planes
-        ]
-        clearing = Loops(written, self._space, "dst", route.dst_stride, route.dst_blocks)
-        self.routes.append(PreparedRoute(route, tuple(made), clearing))
+        self.routes.append(PreparedRoute(route, tuple(made), _clearing(route, self._space)))
 
     def _possible(self, way: Way, room: int) -> bool:
         if way.strategy is not Strategy.STAGED or way.image is None:
@@ -277,3 +272,19 @@ class Preparation:
         if gather not in self.gathers:
             self.gathers.append(gather)
         return PreparedWay(way, src.rows, *ends, self.gathers.index(gather), scatter)
+
+
+def _clearing(route: Route, space: Space) -> Loops:
+    """Loops over everything that a route writes in a block."""
+    written = [
+        PoolNests(plane.dst_at, tuple(nest.at(-nest.src, 0) for nest in plane.nests))
+        for plane in route.planes
+    ]
+    return Loops(written, space, "dst", route.dst_stride, route.dst_blocks)
+
+
+def clearings(rank: RankGeometry) -> tuple[tuple[int, Loops], ...]:
+    """(group, loops) over everything that the layers of a rank hold in a block."""
+    space = Space(rank.regions)
+    (itself,) = build_templates([rank], rank)
+    return tuple((route.dst_group, _clearing(route, space)) for route in itself.routes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvferry.memory.copy import Loops
 from kvferry.planning.pieces import Int64s
 from kvferry.planning.request import Indices, Tally
 from kvferry.planning.select import Cells, Span
@@ -110,8 +111,8 @@ class ReadPlan:
 
     Attributes:
         ranks: per rank of the peer that supplies anything.
-        clears: (route, blocks) that are written in part: the rest of what the route holds there is zeroed
-            before.
+        clears: (loops, blocks): what the loops cover of these blocks is zeroed before, since it is read in
+            part or not at all.
         bytes_by_group: useful bytes per group of ours.
         strategy_by_group: how they travel; empty for a group of which nothing does.
         tally: totals.
@@ -119,16 +120,16 @@ class ReadPlan:
     """
 
     ranks: tuple[RankRead, ...]
-    clears: tuple[tuple[PreparedRoute, Int64s], ...]
+    clears: tuple[tuple[Loops, Int64s], ...]
     bytes_by_group: tuple[int, ...]
     strategy_by_group: tuple[str, ...]
     tally: Tally
     seconds: float
 
     def clear(self) -> None:
-        """Zero what would be left over in blocks that are written in part."""
-        for route, blocks in self.clears:
-            route.clearing.clear(blocks)
+        """Zero what the blocks' last owner left where nothing is read."""
+        for loops, blocks in self.clears:
+            loops.clear(blocks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,7 @@ def start(settings: dict[str, Any]) -> Any:
     engine = LLM(**settings)
     overlapped.check(engine, wanted=asynchronous)
     worker = worker_half(engine)
+    _count_drafts(engine)
     if worker is not None:
         engine.witness = Witness(worker, half(engine).admission)
     if ferries(engine.llm_engine.engine_core.engine_core.scheduler.connector):
@@ -490,6 +491,7 @@ class Witness:
         self.loaded: dict[str, Digests] = {}
         self.admitted: list[tuple[str, int, int | None]] = []
         self.spoil_group: int | None = None
+        self.left: list[float] = []
         self._orders: dict[str, Any] = {}
         self._worker = worker
         self._results = worker.results
@@ -516,10 +518,81 @@ class Witness:
 
     def _believed(self, order: Any) -> None:
         self.loaded[order.request_id] = digests_of(self._worker, order.dst_tables, order.span)
+        self.left = list(self._left(order))
         if self.spoil_group is not None:
             ids = self._worker._needed(order.span, order.dst_tables)[self.spoil_group]
             for layer in self._worker._geometry.groups[self.spoil_group].layers if len(ids) else ():
                 negate(self._worker, layer, int(ids[-1]))
+
+    def _left(self, order: Any) -> Any:
+        blocks = self._worker._geometry.num_blocks
+        each = zip(
+            self._worker._geometry.groups, self._worker._needed(order.span, order.dst_tables), strict=True
+        )
+        for group, ids in each:
+            for layer in group.layers:
+                cache = self._worker._caches[layer.name]
+                if layer.draft and len(ids):
+                    yield float(cache.view(blocks, -1)[ids.tolist()].abs().max())
+
+
+def _count_drafts(engine: Any) -> None:
+    """Count drafts and those of them that are accepted; vLLM does where statistics are logged."""
+    scheduler, engine.drafts = _scheduler(engine), [0, 0]
+
+    def count(stats: Any, num_draft_tokens: int, num_accepted_tokens: int, **_: Any) -> Any:
+        engine.drafts = [engine.drafts[0] + num_draft_tokens, engine.drafts[1] + num_accepted_tokens]
+        return stats
+
+    scheduler.make_spec_decoding_stats = count
+
+
+def drafts(engine: Any) -> tuple[int, int]:
+    """Tokens that were drafted since the last call, and those of them that were accepted."""
+    found, engine.drafts = engine.drafts, [0, 0]
+    return tuple(found)
+
+
+def layers(engine: Any) -> list[list[str]]:
+    """Identities of each group's layers."""
+    return [[layer.identity for layer in group.layers] for group in worker_half(engine)._geometry.groups]
+
+
+def draft_layers(engine: Any) -> list[str]:
+    """Identities of the layers that a draft model keeps."""
+    groups = worker_half(engine)._geometry.groups
+    return [layer.identity for group in groups for layer in group.layers if layer.draft]
+
+
+def of_drafts(engine: Any, tables: list[list[int]], tokens: int) -> Digests:
+    """The part of `digests` that is a draft's."""
+    names = draft_layers(engine)
+    return {
+        part: found
+        for part, found in digests(engine, tables, tokens).items()
+        if part.startswith(tuple(names))
+    }
+
+
+def fill_drafts(engine: Any, value: float) -> None:
+    """Fill every block but the null block of a draft's layers."""
+    worker = worker_half(engine)
+    for group in worker._geometry.groups:
+        for layer in group.layers:
+            cache = worker._caches[layer.name]
+            if layer.draft:
+                cache[cache.shape[0] // worker._geometry.num_blocks :] = value
+
+
+def left_in_drafts(engine: Any) -> list[float]:
+    """The largest value that the last load left in the blocks of each layer of a draft."""
+    return engine.witness.left
+
+
+def release_all(engine: Any) -> None:
+    """Take back what is offered."""
+    half(engine)._producer.reset()
+    step(engine, 20.0)
 
 
 def loaded(engine: Any) -> dict[str, Digests]:

@@ -31,7 +31,7 @@ def digests_of(worker: Any, tables: Any, span: Span) -> Digests:
                 rows = [row for block in ids for row in _content(worker, layer, field, int(block))]
                 if field.axis(TOKEN) is not None:
                     rows = rows[low - at : high - at]
-                result[f"{layer.name}/{field.name}/{head}"] = [_digest(row) for row in rows]
+                result[f"{layer.identity}/{field.name}/{head}"] = [_digest(row) for row in rows]
     return result
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
+from support.vllm_engine.drafts import speculation
 from support.vllm_engine.inside import distance
 from support.vllm_engine.process import Engine
 
@@ -53,6 +54,7 @@ class Setup:
         prefill_options, decode_options: of one engine, on top of those of both.
         layouts: the connectors' ``layout``, (prefill, decode), of engines whose backend takes any layout;
             None for engines as they are.
+        drafts: how each engine speculates, (prefill, decode): a method of `drafts.speculation`; empty: not.
         asynchronous: both engines schedule a step while the one before runs, as on a GPU.
         environment: of both engines' processes.
         environments: of each, on top of that.
@@ -67,6 +69,7 @@ class Setup:
     prefill_options: dict[str, Any] = field(default_factory=dict)
     decode_options: dict[str, Any] = field(default_factory=dict)
     layouts: tuple[str, str] | None = None
+    drafts: tuple[str, str] = ("", "")
     asynchronous: bool = False
     environment: dict[str, str] = field(default_factory=dict)
     environments: tuple[dict[str, str], dict[str, str]] = ({}, {})
@@ -76,6 +79,9 @@ class Setup:
         """Options of the prefill and of the decode engine."""
         for number, own in enumerate((self.prefill_options, self.decode_options)):
             layout = {"layout": self.layouts[number]} if self.layouts else {}
+            drafts = (
+                {"speculative_config": found} if (found := speculation(self.drafts[number], model)) else {}
+            )
             yield {
                 "model": model,
                 **FAMILIES[self.family].engine_options(),
@@ -83,6 +89,7 @@ class Setup:
                 "any_layout": bool(self.layouts),
                 "async_scheduling": self.asynchronous,
                 "kv_transfer_config": connector(**self.connector, **layout),
+                **drafts,
                 **own,
             }
 
@@ -165,6 +172,9 @@ class Pair:
             answer["moved"], answer["offer"] = moved, offer
             if moved:
                 theirs = self.prefill.call("digests", offer["remote_block_ids"], offer["remote_num_tokens"])
+                lacking = moved.keys() - theirs.keys()  # layers of a draft that the producer does not have
+                assert all(" of draft " in part for part in lacking), lacking
+                answer["moved"] = moved = {part: moved[part] for part in moved if part not in lacking}
                 for part, digests in moved.items():
                     # A prefix that was already there is missing from what was loaded, at its front.
                     assert len(digests) <= len(theirs[part]), part

@@ -29,7 +29,7 @@ SECONDS = 30.0
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     monkeypatch.setattr(producer.time, "monotonic", clock := Clock())
-    monkeypatch.setattr(compat, "trim_prompt", lambda *_: True)
+    monkeypatch.setattr(compat, "trim_prompt", lambda *_, **__: True)
     monkeypatch.setattr(compat, "finished_whole", lambda _: True)
     return clock
 
@@ -56,6 +56,7 @@ class Engine:
                 max_concurrent_batches=1,
                 max_in_flight_tokens=256,
                 speculative_config=None,
+                num_prefill_lookahead_tokens=0,
             ),
             SimpleNamespace(
                 kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))],

@@ -92,6 +92,7 @@ __all__ = [
     "current_config",
     "declared_layouts",
     "defer_frees",
+    "draft_layer_names",
     "external_id",
     "finished_whole",
     "has_rings",
@@ -111,6 +112,7 @@ __all__ = [
     "processor_settings",
     "ranks",
     "reach_of",
+    "reads_ahead",
     "reads_no_cache",
     "register",
     "share_logging",
@@ -210,6 +212,37 @@ def write_index_keys(
     if layer.uses_shuffled_layout:
         raise RuntimeError("its indexer's keys are shuffled")
     _custom_ops.indexer_k_quant_and_cache(keys.to(torch.bfloat16), cache, slots, group, "ue8m0")
+
+
+def draft_layer_names(vllm_config: VllmConfig) -> frozenset[str]:
+    """Names of the layers that the engine's draft model keeps in the cache; call it in a worker.
+
+    Only vLLM's own drafter knows them: a name or a place in a list of layers says nothing certain, and KV
+    cache groups mix them with the model's own. No hook hands the drafter over, so it is found among the
+    objects of the process, once per start.
+    """
+    config = vllm_config.speculative_config
+    if config is None or not config.uses_draft_kv_cache():
+        return frozenset()
+    context = vllm_config.compilation_config.static_forward_context
+    for one in gc.get_objects():
+        if not type(one).__module__.startswith("vllm.v1."):
+            continue
+        held = getattr(one, "__dict__", {})
+        names = held.get("_draft_attn_layer_names", held.get("draft_attn_layer_names"))
+        theirs = getattr(held.get("vllm_config"), "compilation_config", None)
+        if names is not None and getattr(theirs, "static_forward_context", None) is context:
+            return frozenset(names)
+    return frozenset()
+
+
+def reads_ahead(vllm_config: VllmConfig) -> int:
+    """How many tokens beyond a position a draft model looks at when it computes that position.
+
+    0: none, or there is no such draft. 1: it combines what the model computed with the next token (EAGLE,
+    MTP). More: several MTP modules, each one token further.
+    """
+    return int(vllm_config.num_prefill_lookahead_tokens)
 
 
 def conv_channels_first() -> bool:
@@ -335,7 +368,7 @@ def waits_for_blocks(request: Any) -> bool:
     return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
-def trim_prompt(request: Any, hash_block_tokens: int | None) -> bool:
+def trim_prompt(request: Any, hash_block_tokens: int | None, *, says_dropped: bool = False) -> bool:
     """Drop the last prompt token of a request that computes a prompt for another engine; mutates `request`.
 
     The consumer always computes the last token itself, to sample from it, and recurrent state that has
@@ -345,11 +378,21 @@ def trim_prompt(request: Any, hash_block_tokens: int | None) -> bool:
         False, and the request is as it was, if there is only one token, if the prompt is not made of token
         ids, if logprobs of the prompt are wanted (the answer has them for every token), or if the request
         reads no cache: its consumer would load nothing.
+
+    Args:
+        request: vLLM's.
+        hash_block_tokens: tokens of a block that is hashed, None or 0 without prefix caching.
+        says_dropped: have the engine sample the dropped token. A draft model combines what the model computes
+            of a token with the token after it; of the last one that is what was sampled.
     """
     if request.num_prompt_tokens < 2 or request.prompt_token_ids is None or request.prompt_embeds is not None:
         return False
     if _scores_prompt(request.sampling_params) or reads_no_cache(request) is not None:
         return False
+    if says_dropped and request.sampling_params is not None and request.structured_output_request is None:
+        # A copy: requests made of one list of prompts share their parameters.
+        request.sampling_params = copy.copy(request.sampling_params)
+        request.sampling_params.allowed_token_ids = [request.prompt_token_ids[-1]]
     # In an engine that shares its process with the API, samples of one prompt share this list.
     request.prompt_token_ids = request.prompt_token_ids[:-1]
     del request._all_token_ids[-1:]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from kvferry.engines.vllm import compat
 from kvferry.engines.vllm.content import page_of_attention, scales_of, whole_page
+from kvferry.engines.vllm.drafts import draft_layers
 from kvferry.engines.vllm.heads import shards
 from kvferry.engines.vllm.state import Rank, page_of_state
 from kvferry.errors import ConfigError
@@ -39,6 +41,7 @@ def describe_cache(
             "this model keeps no KV cache (an encoder, for instance): there is nothing to move or to store; "
             "serve it without a KV connector"
         )
+    drafts = draft_layers(vllm_config)
     kinds = [kind_of(group) for group in kv_cache_config.kv_cache_groups]
     pages = _pages(vllm_config, kv_cache_config, caches, tp_rank)
     blocks = kv_cache_config.num_blocks
@@ -48,12 +51,15 @@ def describe_cache(
             group.kv_cache_spec.block_size,
             compat.reach_of(group.kv_cache_spec),
             tuple(
-                _layer(
-                    name,
-                    caches[name],
-                    blocks,
-                    pages[name],
-                    scales_of(compat.attention_layer(vllm_config, name)),
+                replace(
+                    _layer(
+                        name,
+                        caches[name],
+                        blocks,
+                        pages[name],
+                        scales_of(compat.attention_layer(vllm_config, name)),
+                    ),
+                    draft=drafts.get(name, ""),
                 )
                 for name in group.layer_names
                 if name in pages

@@ -175,7 +175,7 @@ def _weights(vllm_config: Any, model: Any) -> str:
         return f"{_UNVERIFIED} {load_format} of {name}"
     if load_format == "dummy":
         return f"{_DUMMY}, seed {model.seed}, {vllm_config.parallel_config.tensor_parallel_size} ranks"
-    checkpoint = _checkpoint(name, model.revision)
+    checkpoint = checkpoint_of(name, model.revision)
     digest = weights_of(checkpoint) if checkpoint else None
     if digest is None:
         logger.warning(
@@ -186,7 +186,8 @@ def _weights(vllm_config: Any, model: Any) -> str:
     return digest
 
 
-def _checkpoint(name: str, revision: str | None) -> Path | None:
+def checkpoint_of(name: str, revision: str | None) -> Path | None:
+    """A model's directory on this machine's disk, None if it has none there."""
     if Path(name).exists():
         return Path(name)
     try:

@@ -87,7 +87,7 @@ def _blocks_of(ranks: Iterable[RankGeometry]) -> list[tuple[int, set[str]]]:
         for number, group in enumerate(rank.groups):
             if number == len(found):
                 found.append((group.block_tokens, set()))
-            found[number][1].update(layer.name for layer in group.layers)
+            found[number][1].update(layer.identity for layer in group.layers)
     return found
 
 

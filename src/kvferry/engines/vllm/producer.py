@@ -57,6 +57,10 @@ class Producer:
         self._groups = kv_cache_config.kv_cache_groups
         self._hash_block_tokens = kv_cache_config.hash_block_size
         self._kinds = kinds
+        self._reads_ahead = compat.reads_ahead(vllm_config)
+        # Drafts of several modules combine what was computed of a token with tokens that only the consumer
+        # has. A prefix that ends earlier is whole, but recurrent state has no earlier one.
+        self._unsettled = 0 if GroupKind.STATE in kinds else max(self._reads_ahead - 1, 0)
         self._book = LeaseBook(incarnation, LEASE_SLOTS, config.lease_seconds, time.monotonic)
         self._host = config.advertise_host or config.host
         self._watch = watch
@@ -109,7 +113,9 @@ class Producer:
         """Stop short of the last prompt token, which the consumer computes; mutates `request`."""
         if self._turns is not None:
             self._turns.came(request)
-        if wants_prefill(request.kv_transfer_params) and compat.trim_prompt(request, self._hash_block_tokens):
+        if wants_prefill(request.kv_transfer_params) and compat.trim_prompt(
+            request, self._hash_block_tokens, says_dropped=self._reads_ahead > 0
+        ):
             self._prompts[request.request_id] = request
             with suppress(Unnameable):
                 self._adapters.name(request.lora_request)  # it is read by the time the prompt is computed
@@ -146,7 +152,9 @@ class Producer:
             return False, write_nothing()
         if (made := self._siblings.offer_of(request.request_id)) is not None:
             return False, made
-        tokens = request.num_prompt_tokens
+        tokens = request.num_prompt_tokens - self._unsettled
+        if tokens < 1:
+            return False, write_nothing()
         try:
             content = content_of(request, tokens, self._adapters)
             ticket = self._book.grant(request.request_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,13 +37,15 @@ from kvferry.errors import ConfigError, Incompatible
 from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.observe.fold import Fold
 from kvferry.observe.watch import Watch
-from kvferry.planning.template import build_templates, kept_too_little
+from kvferry.planning.template import absent_layers, build_templates, kept_too_little
 from kvferry.tiers.names import PEER
 from kvferry.transport import security
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import Card, ControlServer
 from kvferry.transport.lease import new_incarnation
 from kvferry.transport.messages import Fact, RankCard
+
+logger = logging.getLogger(__name__)
 
 ONE_HANDSHAKE = (
     "vLLM's MultiConnector gives all children that of the first that has one; use FerryMultiConnector"
@@ -311,9 +314,15 @@ def _check_all(theirs: tuple[RankCard, ...], ours: tuple[RankCard, ...]) -> None
     """Raise Incompatible unless each of our ranks can read what it needs."""
     peer = [card.geometry for card in theirs]
     for card in ours:
-        build_templates(peer, card.geometry)
+        absent = absent_layers(build_templates(peer, card.geometry), card.geometry)
         if found := kept_too_little(peer, card.geometry):
             raise Incompatible(found)
+        if names := [layer.name for group in absent.groups for layer in group.layers]:
+            logger.warning(
+                "the peer does not keep layer %s%s of our draft model: what it computes is loaded without "
+                "it, and fewer drafts are accepted after them; run both with the same draft model",
+                names[0], f" and {len(names) - 1} more" if names[1:] else "",
+            )  # fmt: skip
 
 
 def full_attention_block(ranks: list[RankGeometry]) -> tuple[int, float]:

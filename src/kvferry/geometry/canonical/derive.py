@@ -73,10 +73,10 @@ def canonical_of(ranks: Sequence[RankGeometry], chunk_tokens: int) -> Canonical:
         for group in rank.groups:
             for layer in group.layers:
                 found = _stored(group, layer)
-                if stored.setdefault(layer.name, found) != found:
+                if stored.setdefault(layer.identity, found) != found:
                     raise GeometryError(
                         f"layer {layer.name!r}: ranks of one engine describe it differently, "
-                        f"{found} and {stored[layer.name]}"
+                        f"{found} and {stored[layer.identity]}"
                     )
     kinds = sorted({(of.kind, of.reach) for of in stored.values()}, key=lambda kind: group_label(*kind))
     return Canonical(chunk_tokens, tuple(_group(*kind, stored, chunk_tokens) for kind in kinds))
@@ -133,7 +133,7 @@ def _sharded(layer: Layer, field: Field, kind: GroupKind) -> tuple[str, int, Par
             "the canonical form has only what every token has, since blocks differ between engines"
         )
     inner = tuple((one.name, one.count) for one in field.axes if one.name not in (TOKEN, name))
-    return name, total, Part(layer.name, field.name, field.item_bytes, inner, layer.scales)
+    return name, total, Part(layer.identity, field.name, field.item_bytes, inner, layer.scales)
 
 
 def _group(kind: GroupKind, reach: int, stored: dict[str, _StoredLayer], chunk_tokens: int) -> CanonicalGroup:

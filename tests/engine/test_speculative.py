@@ -1,0 +1,156 @@
+"""Engines that speculate: what moves of a draft model, and answers that do not depend on it.
+
+Not with recurrent layers: with drafts, one engine of vLLM's CPU build, without any connector, gives other
+answers than without drafts. What is kept of those is shown over vLLM's cache manager, in
+`unit/engines/test_speculation_in_vllm.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from support.vllm_engine.drafts import TOKENS
+from support.vllm_engine.inside import distance
+from support.vllm_engine.pair import Pair, Setup, prompt
+
+SHORT_STEPS = {"max_num_batched_tokens": 256}
+REPRESENTATIVE = (
+    Setup("llama", "itself", SHORT_STEPS, drafts=("itself", "itself")),
+    Setup("gemma3", "eagle-decode", SHORT_STEPS, drafts=("", "eagle"), asynchronous=True),
+)
+ALL = (
+    Setup("llama", "itself-decode", SHORT_STEPS, drafts=("", "itself")),
+    Setup("llama", "eagle-prefill", SHORT_STEPS, drafts=("eagle", "")),
+    Setup("llama", "two-eagles", SHORT_STEPS, drafts=("eagle", "other eagle")),
+    Setup("gemma3", "eagle", SHORT_STEPS, drafts=("eagle", "eagle")),
+    Setup("gptoss", "eagle", SHORT_STEPS, drafts=("eagle", "eagle")),
+    Setup("gptoss", "eagle-decode", SHORT_STEPS, drafts=("", "eagle")),
+    Setup("qwen3", "ngram", SHORT_STEPS, drafts=("ngram", "ngram")),
+    Setup("gemma3", "ngram-decode", SHORT_STEPS, drafts=("", "ngram")),
+)
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.parametrize(
+        "pair",
+        [pytest.param(s, id=str(s)) for s in REPRESENTATIVE]
+        + [pytest.param(s, id=str(s), marks=pytest.mark.family) for s in ALL],
+        indirect=True,
+    ),
+]
+REPEATED = prompt(45, 20) * 5
+"""What follows is drafted from what went before."""
+LONG = 24
+
+
+CLOSE = 1e-4
+"""How far logprobs may be apart: several tokens at once are rounded otherwise than one by one."""
+
+
+def agree(answer: dict[str, Any], reference: dict[str, Any]) -> None:
+    assert answer["tokens"] == reference["tokens"]
+    assert distance(answer, reference) < CLOSE
+
+
+def moves_drafts(pair: Pair) -> bool:
+    before, after = pair.setup.drafts
+    return before == after and before not in ("", "ngram")
+
+
+def draft_layers(engine: Any) -> list[str]:
+    return engine.call("draft_layers")
+
+
+def test_which_layers_are_the_drafts_is_known(pair: Pair) -> None:
+    expected = {"": 0, "ngram": 0, "itself": 4, "eagle": 1, "other eagle": 1}
+    for engine, method in zip((pair.prefill, pair.decode), pair.setup.drafts, strict=True):
+        assert len(draft_layers(engine)) == expected[method]
+
+
+def test_the_answer_is_a_single_engines(pair: Pair) -> None:
+    texts = [prompt(n, n) for n in (2, 40, 129, 300)] + [REPEATED]
+    for text in texts:
+        answer = pair.through([text], LONG)[0]
+        assert answer["moved"], f"{len(text)} tokens: nothing was loaded"
+        drafts = set(draft_layers(pair.decode))
+        if len(text) > 2:
+            moved = {part for part in answer["moved"] if any(name in part for name in drafts)}
+            assert bool(moved) == moves_drafts(pair)
+        agree(answer, pair.reference([text], LONG)[0])
+        pair.forget()
+
+
+def test_drafts_are_accepted_as_if_the_prompt_had_been_computed_here(pair: Pair) -> None:
+    if not pair.setup.drafts[1]:
+        pytest.skip("the decode engine does not speculate")
+    pair.through([prompt(30, 1)], LONG)
+    pair.forget()
+    pair.decode.call("drafts")
+    pair.decode.call("generate", [REPEATED], tokens=LONG)
+    alone = pair.decode.call("drafts")
+    assert pair.decode.call("reset_prefix_cache")
+    pair.through([REPEATED], LONG)
+    moved = pair.decode.call("drafts")
+    pair.forget()
+    assert alone[0]
+    assert moved[0]
+    if pair.setup.drafts[1] == "itself":
+        assert alone[1] > LONG // 2, (
+            "the model does not agree with itself, so nothing would be seen of its cache"
+        )
+        assert (moved[1] > LONG // 2) == moves_drafts(pair), (alone, moved)
+
+
+def test_nothing_of_the_blocks_last_owner_is_left_in_a_drafts_layers(pair: Pair) -> None:
+    drafts = draft_layers(pair.decode)
+    if not drafts or moves_drafts(pair):
+        pytest.skip("every layer of the decode engine is loaded")
+    text = prompt(300, 3)
+    pair.decode.call("fill_drafts", 1e4)
+    answer = pair.through([text], LONG)[0]
+    assert pair.decode.call("left_in_drafts") == [0.0] * len(drafts)
+    agree(answer, pair.reference([text], LONG)[0])
+    pair.decode.call("fill_drafts", 0.0)
+    pair.forget()
+
+
+def test_what_a_draft_keeps_of_a_prompts_end_is_what_the_whole_prompt_gives(pair: Pair) -> None:
+    if not draft_layers(pair.prefill):
+        pytest.skip("the prefill engine keeps no draft's layers")
+    text = prompt(150, 4)
+    found = []
+    for given in (text, text + prompt(1, 5)):
+        (answer,) = pair.prefill.call("prefill", [given])
+        offer = answer["params"]
+        tokens = len(text) - 1
+        tables = offer["remote_block_ids"]
+        found.append(pair.prefill.call("of_drafts", tables, tokens))
+        pair.prefill.call("release_all")
+        assert pair.prefill.call("reset_prefix_cache")
+    assert found[0] == found[1]
+
+
+def test_a_spoiled_block_of_any_group_of_the_model_changes_the_answer(pair: Pair) -> None:
+    text = prompt(min(60, pair.about["block_size"]), 11)
+    sound = pair.through([text])[0]
+    pair.forget()
+    drafts = set(draft_layers(pair.decode))
+    for group, names in enumerate(pair.decode.call("layers")):
+        if set(names) <= drafts:
+            continue
+        pair.decode.call("spoil", group)
+        try:
+            spoiled = pair.through([text])[0]
+        finally:
+            pair.decode.call("spoil", None)
+        pair.forget()
+        assert distance(spoiled, sound) > 10 * CLOSE, f"group {group}"
+
+
+def test_a_prompt_that_ends_before_all_drafts_are_scheduled(pair: Pair) -> None:
+    text = prompt(200, 12)
+    answer = pair.through([text], TOKENS - 1)[0]
+    agree(answer, pair.reference([text], TOKENS - 1)[0])
+    pair.forget()
+    assert pair.decode.call("counters") == {"leases": 0, "expired": 0, "pins": 0, "pulls": 0}

@@ -1,0 +1,128 @@
+"""What a reader does without: layers of a draft model that its peer does not keep."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from kvferry.errors import Incompatible
+from kvferry.geometry import GroupKind, Layer, RankGeometry, Region
+from kvferry.geometry.canonical import canonical_of
+from kvferry.planning.select import Span, blocks_begun
+from kvferry.planning.template import absent_layers, build_templates, kept_too_little
+from kvferry.transport.prepared import clearings
+from support.pages import ADDRESS, cross_layer, kv_page, rank_of
+
+
+def with_draft(rank: RankGeometry, draft: str = "3fa9") -> RankGeometry:
+    """The last layer is a draft's."""
+    (group,) = rank.groups
+    *own, last = group.layers
+    return replace(rank, groups=(replace(group, layers=(*own, replace(last, draft=draft))),))
+
+
+def without_last(rank: RankGeometry) -> RankGeometry:
+    (group,) = rank.groups
+    return replace(rank, groups=(replace(group, layers=group.layers[:-1]),))
+
+
+def names(rank: RankGeometry) -> list[str]:
+    return [layer.name for group in rank.groups for layer in group.layers]
+
+
+ALL = rank_of(kv_page(), kv_page(), kv_page())
+MOVED = ("layers.0", "layers.1")
+
+
+def moved(src: RankGeometry, dst: RankGeometry) -> tuple[list[str], list[str]]:
+    """(layers that move, layers that are absent)."""
+    templates = build_templates([src], dst)
+    found = [name for template in templates for route in template.routes for name in route.layers]
+    return found, names(absent_layers(templates, dst))
+
+
+def test_a_draft_that_both_have_moves():
+    assert moved(with_draft(ALL), with_draft(ALL)) == (["layers.0", "layers.1", "layers.2"], [])
+
+
+def test_of_a_draft_that_only_the_reader_has_the_models_layers_move():
+    assert moved(without_last(ALL), with_draft(ALL)) == ([*MOVED], ["layers.2"])
+
+
+def test_a_draft_that_only_the_peer_has_stays_there():
+    assert moved(with_draft(ALL), without_last(ALL)) == ([*MOVED], [])
+
+
+def test_another_drafts_layer_of_the_same_name_is_not_taken():
+    assert moved(with_draft(ALL, "other"), with_draft(ALL)) == ([*MOVED], ["layers.2"])
+    assert moved(ALL, with_draft(ALL)) == ([*MOVED], ["layers.2"])
+
+
+def test_a_drafts_layer_in_another_format_is_not_taken():
+    theirs = with_draft(rank_of(kv_page(), kv_page(), kv_page(heads=8)))
+    assert moved(theirs, with_draft(ALL)) == ([*MOVED], ["layers.2"])
+
+
+def test_a_layer_of_the_model_itself_must_be_there():
+    with pytest.raises(Incompatible, match=r"layers\.2.*not in the peer's cache"):
+        build_templates([without_last(ALL)], ALL)
+    with pytest.raises(Incompatible, match=r"layers\.2.*not in the peer's cache"):
+        build_templates([with_draft(ALL)], ALL)
+
+
+def test_a_window_of_a_draft_may_differ():
+    one = with_draft(ALL)
+    (group,) = one.groups
+    window = replace(one, groups=(replace(group, kind=GroupKind.SLIDING, reach=32),))
+    assert kept_too_little([window], one)
+    assert not kept_too_little(
+        [with_draft(window, "other")], replace(one, groups=(replace(group, layers=group.layers[2:]),))
+    )
+
+
+def test_chunks_of_a_draft_are_another_models():
+    plain, one, other = (
+        canonical_of([rank], 16) for rank in (without_last(ALL), with_draft(ALL), with_draft(ALL, "b"))
+    )
+    assert len({form.content for form in (plain, one, other)}) == 3
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_clearing_touches_the_absent_layers_of_these_blocks_and_nothing_else(across):
+    rank = with_draft(cross_layer(ALL) if across else ALL)
+    size = max(region.address + region.length for region in rank.regions) - ADDRESS
+    memory = torch.ones(size, dtype=torch.uint8)
+    by = memory.data_ptr() - ADDRESS
+    groups = tuple(
+        replace(group, layers=tuple(replace(one, address=one.address + by) for one in group.layers))
+        for group in rank.groups
+    )
+    regions = tuple(Region(one.address + by, one.length) for one in rank.regions)
+    here = replace(rank, groups=groups, regions=regions)
+    ((number, loops),) = clearings(absent_layers(build_templates([without_last(here)], here), here))
+    assert number == 0
+    loops.clear(np.array([1, 3]))
+    expected = np.ones(size, np.uint8)
+    layer: Layer = here.groups[0].layers[-1]
+    for block in (1, 3):
+        at = layer.address - memory.data_ptr() + block * layer.block_stride
+        expected[at : at + layer.page.page_bytes] = 0
+    assert (memory.numpy() == expected).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "reach", "span", "expected"),
+    [
+        (GroupKind.FULL, 0, Span(0, 40, 41), [10, 11, 12]),
+        (GroupKind.FULL, 0, Span(16, 40, 41), [11, 12]),
+        (GroupKind.FULL, 0, Span(24, 40, 41), [12]),
+        (GroupKind.FULL, 0, Span(0, 64, 65, (0, 32)), [10, 11]),
+        (GroupKind.SLIDING, 20, Span(0, 64, 65), [12, 13]),
+        (GroupKind.SLIDING, 20, Span(0, 64, 65, (0, 32)), []),
+    ],
+)
+def test_which_blocks_hold_nothing_yet(kind, reach, span, expected):
+    assert blocks_begun(kind, reach, 16, span, np.arange(10, 15)).tolist() == expected
