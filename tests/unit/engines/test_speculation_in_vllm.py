@@ -26,6 +26,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from kvferry.engines.vllm import compat, specs as kv_specs
+from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.producer import Producer
 from kvferry.engines.vllm.progress import Progress
@@ -189,7 +190,8 @@ def producer(engine, kinds, ahead=0) -> Producer:
         kinds,
         1,
         Watch(),
-        TurnNames(lambda _: None),
+        TurnNames(Adapters()),
+        Adapters(),
     )
 
 
