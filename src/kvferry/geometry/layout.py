@@ -192,9 +192,8 @@ def place_rank(model: ModelCache, engine: EngineShape, rank: int, address: int) 
         raise GeometryError(f"stages {engine.stages} hold {sum(engine.stages)} of {len(model.layers)} layers")
     if model.query_heads % engine.tp:
         raise GeometryError(
-            f"{model.query_heads} attention heads on {engine.tp} tensor-parallel ranks: every rank needs "
-            f"as many; "
-            f"choose a size that divides {model.query_heads}"
+            f"{model.query_heads} attention heads on {engine.tp} tensor-parallel ranks: every rank needs the "
+            f"same number; choose a size that divides {model.query_heads}"
         )
     if not 0 <= rank < engine.ranks:
         raise GeometryError(f"rank {rank} of {engine.ranks} does not exist")

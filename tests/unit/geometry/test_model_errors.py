@@ -56,6 +56,32 @@ LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
             {"model_type": "falcon_h1", "mamba_d_ssm": 100, "mamba_n_heads": 4, "mamba_d_head": 32},
             "4 state heads of 32 are not the 100 channels",
         ),
+        (
+            {"layer_types": [["full_attention"]] * 4},
+            r"layer_types has \['full_attention'\], which is none of",
+        ),
+        ({"attn_type_list": [2] * 4}, "attn_type_list has 2, which is none of 1"),
+        ({"attn_type_list": "1111"}, "attn_type_list has '1', which is none of 1"),
+        ({"attn_type_list": [{}] * 4}, "attn_type_list has {}, which is none of 1"),
+        (
+            {"model_type": "gemma4_text", "per_layer_config": {"0": 5}},
+            "per_layer_config.0 is 5, an object is",
+        ),
+        (
+            {"model_type": "kimi_linear", "linear_attn_config": {"kda_layers": 4}},
+            "linear_attn_config.kda_layers is 4, a list of layer numbers is expected",
+        ),
+        (
+            {
+                "model_type": "kimi_linear",
+                "linear_attn_config": {"kda_layers": ["1"], "full_attn_layers": [2]},
+            },
+            r"linear_attn_config.kda_layers is \['1'\], a list of layer numbers is expected",
+        ),
+        (
+            {**LATENT, "model_type": "deepseek_v32", "index_head_dim": 128, "index_topk_pattern": 4},
+            "index_topk_pattern is 4, a letter per layer is expected",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(changed, says):

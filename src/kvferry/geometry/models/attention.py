@@ -195,6 +195,8 @@ def _own_heads(per_layer: Mapping[str, Any], layer: int, heads: int, width: int)
             "is expected; its KV cache cannot be planned"
         )
     own = {int(key): settings for key, settings in per_layer.items()}.get(layer, {})
+    if not isinstance(own, Mapping):
+        raise ConfigError(f"config.json: per_layer_config.{layer} is {own!r}, an object is expected")
     if unknown := own.keys() - {"head_dim", "num_key_value_heads"}:
         raise ConfigError(
             f"config.json: per_layer_config has {', '.join(sorted(unknown))}, which may decide what is kept "

@@ -28,8 +28,7 @@ def check_decoder(config: Config) -> None:
     if config.get("is_encoder_decoder") is True or name in _ENCODER_DECODERS:
         raise ConfigError(
             f"model type {name} is an encoder-decoder: its decoder also keeps keys and values of the "
-            f"encoder's "
-            "output (cross-attention), which are not named by the prompt's tokens and are not handed over"
+            "encoder's output (cross-attention), which no prompt token names, so nothing is handed over"
         )
     both_ways = config.get("use_bidirectional_attention") is True or config.get("is_causal") is False
     if name in _ENCODERS or both_ways:

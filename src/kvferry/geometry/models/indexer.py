@@ -32,6 +32,8 @@ def token_indexer(config: Config, layer: int) -> tuple[LayerStore, ...]:
     if pattern is None:
         first = 2 if offset is None else whole("index_skip_topk_offset", offset, 0)
         shared = max(layer - first + 1, 0) % every != 0
+    elif not isinstance(pattern, str | list):
+        raise ConfigError(f"config.json: index_topk_pattern is {pattern!r}, a letter per layer is expected")
     else:
         shared = layer < len(pattern) and pattern[layer] == "S"
     said = config.listed("indexer_types", config.layers)

@@ -6,7 +6,7 @@ count from one. Each way is a rule; the first that finds its key answers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from kvferry.errors import ConfigError
@@ -50,7 +50,6 @@ _WINDOW = (
 )  # fmt: skip
 """What windows are like, moot where no layer has one."""
 _LETTERS: Mapping[str, Mixers] = {"*": _FULL, "-": (), "E": ()}
-
 
 _KIMI_KEYS = (
     "kda_layers", "full_attn_layers", "num_heads", "head_dim", "short_conv_kernel_size", "gate_lower_bound",
@@ -133,16 +132,18 @@ def _words(config: Config, family: Family) -> list[Mixers] | None:
         return None
     said = config.listed(name, config.layers) or ()
     known: dict[Any, Mixers] = dict(_WORDS)
-    if {"linear_attention", "mamba", "hybrid"} & set(said):
+    if any(word in ("linear_attention", "mamba", "hybrid") for word in said):
         recurrence = _recurrence(config, family, name)
         known |= {"linear_attention": (recurrence,), "mamba": (recurrence,), "hybrid": (recurrence, *_FULL)}
     return _translated(name, said, known)
 
 
 def _translated(name: str, said: Sequence[Any], known: Mapping[Any, Mixers]) -> list[Mixers]:
-    if unknown := [word for word in dict.fromkeys(said) if word not in known]:
+    unknown = [repr(word) for word in said if not isinstance(word, Hashable) or word not in known]
+    if unknown:
         raise ConfigError(
-            f"config.json: {name} has {', '.join(map(repr, unknown))}, which is none of {', '.join(known)}"
+            f"config.json: {name} has {', '.join(dict.fromkeys(unknown))}, which is none of "
+            f"{', '.join(map(str, known))}"
         )
     return [known[word] for word in said]
 
@@ -173,7 +174,7 @@ def _attention_flags(config: Config, family: Family) -> list[Mixers] | None:
     if said is None:
         return None
     known: dict[Any, Mixers] = {1: _FULL}
-    if 0 in said:
+    if any(flag == 0 for flag in said):
         known[0] = (_recurrence(config, family, name),)
     return _translated(name, said, known)
 
@@ -192,11 +193,8 @@ def _kimi(config: Config, family: Family) -> list[Mixers] | None:
     said = config.get("linear_attn_config")
     if not isinstance(said, Mapping):
         return None
-    check_nested(
-        Config(said, {}), "linear_attn_config",
-        _KIMI_KEYS,
-    )  # fmt: skip
-    delta, full = said.get("kda_layers") or [], said.get("full_attn_layers") or []
+    check_nested(Config(said, {}), "linear_attn_config", _KIMI_KEYS)
+    delta, full = (_layer_numbers(said, name) for name in ("kda_layers", "full_attn_layers"))
     if sorted([*delta, *full]) != list(range(1, config.layers + 1)):
         raise ConfigError(
             f"config.json: kda_layers and full_attn_layers name {len(delta)} and {len(full)} layers, but "
@@ -204,6 +202,15 @@ def _kimi(config: Config, family: Family) -> list[Mixers] | None:
         )
     recurrence = (_recurrence(config, family, "linear_attn_config"),)
     return [recurrence if i + 1 in delta else _FULL for i in range(config.layers)]
+
+
+def _layer_numbers(said: Mapping[str, Any], name: str) -> list[int]:
+    found = said.get(name) or []
+    if not isinstance(found, list) or not all(type(number) is int for number in found):
+        raise ConfigError(
+            f"config.json: linear_attn_config.{name} is {found!r}, a list of layer numbers is expected"
+        )
+    return found
 
 
 def _window_flags(config: Config, _family: Family) -> list[Mixers] | None:

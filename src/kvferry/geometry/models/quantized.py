@@ -36,8 +36,7 @@ def quantized_cache(config: Config, dtype: str) -> tuple[str, list[str]]:
     if _is_fp8(scheme):
         return "fp8", [f"the checkpoint keeps its KV cache in fp8 (quantization_config.{key})"]
     raise ConfigError(
-        f"config.json: quantization_config.{key} is {scheme!r}, and only fp8 is known of such; name the "
-        f"element "
+        f"config.json: quantization_config.{key} is {scheme!r}, and kvferry plans only fp8; name the element "
         "type with --dtype"
     )
 

@@ -163,8 +163,7 @@ def _unknown(config: Config) -> str:
         if config.get(key) is not None:
             raise ConfigError(
                 f"model type {name} is not known, and {key} in its config.json says that it keeps more "
-                f"than K and "
-                "V; its KV cache cannot be planned yet"
+                "than K and V; its KV cache cannot be planned yet"
             )
     config.number("num_attention_heads", "n_head", "n_heads")
     return f"model type {name} is not known: read as ordinary attention by its keys"
@@ -191,6 +190,6 @@ def _draft_layers(config: Config, layers: list[Mixers]) -> list[Mixers]:
     last = next((layer for layer in reversed(attention) if layer), None)
     if count is None or last is None:
         raise ConfigError(
-            "config.json names no multi-token prediction layers (num_nextn_predict_layers); leave --mtp away"
+            "config.json names no multi-token prediction layers (num_nextn_predict_layers); leave out --mtp"
         )
     return [last] * count

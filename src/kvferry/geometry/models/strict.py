@@ -105,9 +105,8 @@ def check_unread(config: Config) -> list[str]:
     deciding = [name for name in unread if _DECIDES.search(name)]
     if deciding:
         raise ConfigError(
-            f"config.json of model type {config.model_type or 'unknown'}: {_list(deciding)} may decide "
-            f"what is "
-            "kept per token, and kvferry does not know how; its KV cache cannot be planned yet"
+            f"config.json of model type {config.model_type or 'unknown'}: {_list(deciding)} may decide what "
+            "is kept per token, and kvferry does not know how; its KV cache cannot be planned yet"
         )
     unknown = [name for name in unread if not _ELSEWHERE.search(name)]
     return [f"config.json: {_list(unknown)} not known and not used"] if unknown else []
@@ -123,8 +122,7 @@ def check_nested(config: Config, name: str, harmless: Iterable[str]) -> None:
     if unknown:
         raise ConfigError(
             f"config.json: {name}.{unknown[0]} is not known, and may decide what is kept; its KV cache "
-            f"cannot be "
-            "planned yet"
+            "cannot be planned yet"
         )
 
 
