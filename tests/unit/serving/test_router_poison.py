@@ -114,6 +114,26 @@ def test_other_requests_of_an_engine_that_died_are_tried_again(scene, eventually
     assert all("kv_transfer_params" in body for engine in scene.decode for body in engine.seen)
 
 
+def test_the_last_decode_engine_that_dies_of_a_request_is_named_and_clients_do_not_repeat_it(stage, mortals):
+    scene = stage(mortals("prefill", 1), mortals("decode", 1))
+    answer = scene.complete(prompt=POISON["decode"])
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_failed")
+    assert "one engine failed while working on this request" in answer.json()["error"]["message"]
+    assert scene.decode[0] in answer.json()["error"]["message"]
+    assert answer.headers["x-should-retry"] == "false"
+    assert scene.complete(prompt="well").status_code == 503, "it cannot be reached now, which is no failure"
+
+
+def test_a_small_request_that_is_tried_again_is_not_logged_as_given_up(stage, mortals, caplog):
+    scene = stage(mortals("prefill", 1), mortals("decode", 2))
+    answer = scene.client.post("/tokenize", json={"prompt": POISON["decode"]})
+    assert answer.status_code == 500
+    assert dead(scene.decode) == 2
+    given_up = [line for line in caplog.messages if "is not tried again" in line]
+    assert len(given_up) == 1
+    assert "2 engines failed" in given_up[0]
+
+
 def test_an_engines_own_error_is_a_failure_with_this_request_in_flight(scene):
     answer = scene.complete(prompt="500")
     assert "a fault of its own" in answer.json()["error"]["message"]

@@ -91,7 +91,6 @@ class _Router:
 
     async def pass_through(self, call: Call, send: Send) -> None:
         """A request that any decode engine can answer."""
-        reply = unavailable("no decode engine can be reached")
         failures, tried = Failures(), list[Backend]()
         while not failures.exhausted and (backend := self._decode.next(tried, even_down=True)):
             tried.append(backend)
@@ -100,16 +99,17 @@ class _Router:
                     url = backend.url + call.path
                     async with opened(self._client, call.method, url, call.headers, call.body) as response:
                         reply = await read_whole(response)
-                    break
             except NOT_CONNECTED as error:
                 backend.mark_down(says(error))
-                continue
             except httpx.TransportError as error:
                 backend.mark_down(says(error))
                 failures.add(backend, says(error))
             except TimeoutError:
                 failures.add(backend, f"no answer in {_PASS_SECONDS:g} s")
-            reply = failures.reply(call.echoed)
+            else:
+                await reply.send(send, call.echoed)
+                return
+        reply = failures.reply(call.echoed) if failures else unavailable("no decode engine can be reached")
         await reply.send(send, call.echoed)
 
     async def health(self, _: Request) -> Response:

@@ -24,9 +24,13 @@ class Failures:
     def __init__(self) -> None:
         self._seen: list[str] = []
 
+    def __len__(self) -> int:
+        """Number of engines that failed."""
+        return len(self._seen)
+
     @property
     def exhausted(self) -> bool:
-        """The request must not be sent to another engine."""
+        """Whether the request must not be sent to another engine."""
         return len(self._seen) >= _MAX_FAILURES
 
     def add(self, backend: Backend, reason: str) -> None:
@@ -34,10 +38,10 @@ class Failures:
         self._seen.append(f"{backend.role} engine {backend.url}: {reason}")
 
     def reply(self, echoed: Headers) -> Reply:
-        """The error for the client, who is asked not to repeat the request.
+        """Log that the request is given up; return the error for the client, who is asked not to repeat it.
 
         Args:
-            echoed: begin with the x-request-id.
+            echoed: headers for the client; the first is the x-request-id.
         """
         engines = "; ".join(self._seen)
         count = "one engine" if len(self._seen) == 1 else f"{len(self._seen)} engines"

@@ -140,7 +140,7 @@ class Flow:
     ) -> None:
         """Have a decode engine answer; the next one if it fails before the caller got anything."""
         tried: list[Backend] = []
-        last = unavailable("no decode engine can be reached")
+        last: Reply | None = unavailable("no decode engine can be reached")
         while backend := self._decode.next(tried, even_down=True):
             tried.append(backend)
             body = decode_body(completion.body, params) if params else completion.raw
@@ -160,6 +160,7 @@ class Flow:
             except (httpx.TransportError, BrokenBeforeFirst) as error:
                 backend.mark_down(says(error))
                 failures.add(backend, says(error))
+                last = None
             else:
                 if not is_busy(reply.status) and not is_failure(reply.status):
                     await reply.send(send, completion.echoed)
@@ -170,6 +171,7 @@ class Flow:
             # It may have fetched the KV, and the prefill engine then no longer keeps it.
             params = None
             if failures.exhausted:
-                last = failures.reply(completion.echoed)
+                last = None
                 break
-        await last.send(send, completion.echoed)
+        reply = last or failures.reply(completion.echoed)
+        await reply.send(send, completion.echoed)
