@@ -15,7 +15,7 @@ from kvferry.errors import ConfigError, Incompatible
 from kvferry.geometry import GroupKind
 from kvferry.plan.units import duration, size
 from kvferry.planning.strategy import Costs, choose, ways
-from kvferry.planning.template import Template, build_templates, kept_too_little
+from kvferry.planning.template import Template, build_templates, kept_too_little, names_absent
 from kvferry.serving.role import Role
 from kvferry.transport.messages import compare
 from kvferry.transport.security import is_loopback
@@ -33,8 +33,6 @@ _ADVICE = {
     "KV cache dtype": "give both the same --kv-cache-dtype",
     "recurrent state dtypes": "give both the same --mamba-cache-dtype and --mamba-ssm-cache-dtype",
     "quantization": "give both the same --quantization",
-    "draft weights": "give both the same draft checkpoint (--speculative-config)",
-    "draft model configuration": "give both the same draft checkpoint and settings (--speculative-config)",
     "multimodal processor": "give both the same preprocessor_config.json and --mm-processor-kwargs",
     "engine settings": "give both the same value of the engine argument that is named",
 }
@@ -112,7 +110,7 @@ def _pair(there: Met, here: Met, costs: Costs, local: str) -> list[Finding]:
             )
         )
     if not different:
-        found += [ok("compatible", _moves(there, here, costs)), *_windows(there, here)]
+        found += [ok("compatible", _moves(there, here, costs)), *_drafts(there, here), *_windows(there, here)]
     if any(str(met.facts.must_agree.get("weights")).startswith(_UNVERIFIED) for met in (there, here)):
         found.append(
             note(
@@ -178,6 +176,21 @@ def _strategies(templates: Sequence[Template], costs: Costs) -> set[str]:
             possible = ways(route, costs, _IMAGE_BYTES)
             found.add(str(possible[choose(possible, _CELLS, costs)].strategy))
     return found
+
+
+def _drafts(there: Met, here: Met) -> list[Finding]:
+    """Layers of a draft model that the peer does not keep are cleared instead of loaded."""
+    peer, ours = ([card.geometry for card in met.ranks] for met in (there, here))
+    if not (names := names_absent(peer, ours)):
+        return []
+    return [
+        note(
+            "draft model",
+            f"{len(names)} layer(s) of the draft model here are not kept there, {names[0]} for one: the "
+            "model's layers move without them, and fewer drafts are accepted",
+            "run both with the same draft model (--speculative-config) if that matters",
+        )
+    ]
 
 
 def _windows(there: Met, here: Met) -> list[Finding]:

@@ -176,6 +176,20 @@ def absent_layers(templates: Sequence[Template], dst: RankGeometry) -> RankGeome
     return replace(dst, groups=tuple(groups))
 
 
+def names_absent(srcs: Sequence[RankGeometry], dsts: Sequence[RankGeometry]) -> list[str]:
+    """Return the names of all layers of a draft model that our ranks do without.
+
+    Args:
+        srcs: ranks of a peer.
+        dsts: our ranks.
+
+    Raises:
+        Incompatible: as of `build_templates`, for one of our ranks.
+    """
+    left = [absent_layers(build_templates(srcs, rank), rank) for rank in dsts]
+    return sorted({layer.name for rank in left for group in rank.groups for layer in group.layers})
+
+
 class _Pages:
     """Numbers of page formats: equal formats have one, which is quicker to compare.
 

@@ -59,7 +59,7 @@ def test_each_difference_is_named_once():
 
 
 def test_each_fact_that_engines_must_agree_on_has_advice_of_its_own():
-    assert set(pairs._ADVICE) == {*DECIDES, "draft model configuration"} - {"geometry", "request"}
+    assert set(pairs._ADVICE) == DECIDES.keys() - {"geometry", "request"}
     (section,) = checked(met(weights="abc"), met("D", weights="xyz"))
     assert section.findings[0].advice == "give both the same checkpoint"
 
@@ -152,3 +152,18 @@ def test_what_is_not_certain_is_noted():
     other = replace(one, facts=Facts("D", 9, "another version", one.facts.must_agree))
     (section,) = checked(one, other)
     assert {one.subject for one in section.findings if one.state is State.NOTE} == {"weights", "software"}
+
+
+def test_layers_of_a_draft_model_that_only_one_keeps_are_noted():
+    def drafting(draft: str):
+        (card,) = cards()
+        (group,) = card.geometry.groups
+        first, last = group.layers
+        group = replace(group, layers=(first, replace(last, draft=draft)))
+        return (msgspec.structs.replace(card, geometry=replace(card.geometry, groups=(group,))),)
+
+    sections = checked(met(of=drafting("3fa9")), met("D", drafting("other")))
+    assert [found(section, "draft model")[0].split(":")[0] for section in sections] == [
+        "1 layer(s) of the draft model here are not kept there, layers.1 for one"
+    ]
+    assert not found(checked(met(of=drafting("3fa9")), met("D", drafting("3fa9")))[0], "draft model")

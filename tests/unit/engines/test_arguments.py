@@ -54,11 +54,6 @@ def engine(**changes):
 
 
 CACHE = SimpleNamespace(kv_cache_groups=[])
-DRAFT = SimpleNamespace(draft_model_config=SimpleNamespace(model="a draft", model_weights="", revision=None))
-OTHER_DRAFT = SimpleNamespace(
-    draft_model_config=SimpleNamespace(model="another", model_weights="", revision=None)
-)
-
 FP8 = {"mm_encoder_attn_dtype": "fp8"}
 SETTINGS = [
     ("quantization_config", {"quantization_config": {"ignore": ["lm_head"]}}),
@@ -100,7 +95,6 @@ def test_a_setting_that_decides_content_is_named_with_both_values(name, changes)
         ("model dtype", {"cache_dtype": "fp8"}, {"cache_dtype": "fp8", "model": {"dtype": "torch.float16"}}),
         ("quantization", {}, {"model": {"quantization": "fp8"}}),
         ("KV cache dtype", {}, {"cache_dtype": "fp8"}),
-        ("draft weights", {"speculative": DRAFT}, {"speculative": OTHER_DRAFT}),
     ],
 )
 def test_an_argument_that_decides_content_differs_in_its_fact(fact, one, other):

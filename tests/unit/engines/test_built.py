@@ -42,8 +42,8 @@ class Model(torch.nn.Module):
 
 def facts(model: torch.nn.Module, monkeypatch: Any, **config: Any) -> Built:
     hf = SimpleNamespace(to_dict=lambda: config)
-    monkeypatch.setattr(compat, "built_models", lambda _: [("", hf, model)])
-    return built_of(SimpleNamespace())
+    monkeypatch.setattr(compat, "built_model", lambda _: model)
+    return built_of(SimpleNamespace(model_config=SimpleNamespace(hf_config=hf)))
 
 
 def model(base=1e4, rows=128, heads=4, scaling=0.5, normalizer=8.0, long=False) -> Model:
@@ -93,21 +93,31 @@ def test_what_a_model_writes_into_its_configuration_is_a_fact_of_every_rank(monk
     assert ranks[0].with_other(ranks[1]).facts()["model configuration"] == {"tuning": "true"}
 
 
-def test_the_models_of_an_engine_are_those_with_its_layers():
+def engine_of(**layers: torch.nn.Module | torch.nn.Parameter) -> SimpleNamespace:
+    """As much of an engine's configuration as its model is found by."""
+    return SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=layers), speculative_config=None
+    )
+
+
+def test_the_model_of_an_engine_is_the_one_with_its_layers():
     layer, others = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     mine, theirs = torch.nn.Sequential(torch.nn.Sequential(layer)), torch.nn.Sequential(others)
-    config = SimpleNamespace(
-        compilation_config=SimpleNamespace(static_forward_context={"a": layer}),
-        model_config=SimpleNamespace(hf_config="its own"),
-        speculative_config=None,
-    )
-    ((prefix, hf, found),) = compat.built_models(config)
-    assert (prefix, hf) == ("", "its own")
+    found = compat.built_model(engine_of(a=layer))
     assert found is mine
     assert found is not theirs
-    config.compilation_config.static_forward_context = {"a": torch.nn.Parameter(torch.ones(1))}
     with pytest.raises(ConfigError, match="was not found in this process"):
-        compat.built_models(config)
+        compat.built_model(engine_of(a=torch.nn.Parameter(torch.ones(1))))
+
+
+def test_the_model_of_an_engine_is_not_its_draft_model_however_large_that_is(monkeypatch):
+    layer, large = torch.nn.Linear(1, 1), [torch.nn.Linear(64, 64) for _ in range(3)]
+    mine, draft = torch.nn.Sequential(layer), torch.nn.Sequential(*large)
+    config = engine_of(a=layer, **{f"draft.{number}": one for number, one in enumerate(large)})
+    monkeypatch.setattr(compat, "draft_layer_names", lambda _: {"draft.0", "draft.1", "draft.2"})
+    assert compat.built_model(config) is mine
+    monkeypatch.setattr(compat, "draft_layer_names", lambda _: {"a"})
+    assert compat.built_model(config) is draft, "the names tell them apart, not the sizes"
 
 
 def test_of_many_settings_that_differ_some_are_named_and_the_others_counted():

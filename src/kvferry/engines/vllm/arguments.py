@@ -22,15 +22,16 @@ DECIDES: Mapping[str, tuple[str, ...]] = {
     "quantization": ("quantization",),
     "KV cache dtype": ("kv_cache_dtype",),
     "recurrent state dtypes": ("mamba_cache_dtype", "mamba_ssm_cache_dtype"),
-    "draft weights": ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
     "multimodal processor": ("mm_processor_kwargs",),
     "engine settings": (
         "quantization_config", "ignore_patterns", "additional_config", "mm_encoder_attn_dtype",
         "mm_encoder_fp8_scale_path", "mm_device_do_normalize", "video_pruning_rate", "video_pruning_method",
         "diffusion_config",
     ),
-    # What is compared of every rank's memory: groups, element types, how a state's bytes are arranged.
+    # What is compared of every rank's memory: groups, element types, how a state's bytes are arranged, and
+    # which draft a layer belongs to.
     "geometry": (
+        "speculative_config", "spec_method", "spec_model", "spec_tokens",
         "kv_cache_dtype_skip_layers", "attention_backend", "disable_hybrid_kv_cache_manager",
         "mamba_cache_mode", "use_replayssm", "replayssm_buffer_len",
     ),

@@ -45,45 +45,41 @@ _SCALARS = (bool, int, float, str)
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """Facts of the models of one rank, or of all ranks together.
+    """Facts of the model of one rank, or of all ranks together.
 
     Attributes:
-        configs: "model configuration", and that of a draft model, to its settings by key.
+        config: its configuration, by key.
         modules: a name of something that modules keep to its values, of all modules that have it.
     """
 
-    configs: Mapping[str, Mapping[str, frozenset[str]]] = field(default_factory=dict)
+    config: Mapping[str, frozenset[str]] = field(default_factory=dict)
     modules: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def with_other(self, other: Built) -> Built:
         """The same of two ranks: layers of another stage have other values, or are of another kind."""
-        names = self.configs.keys() | other.configs.keys()
-        configs = {
-            name: _joined(self.configs.get(name, {}), other.configs.get(name, {})) for name in sorted(names)
-        }
-        return Built(configs, _joined(self.modules, other.modules))
+        return Built(_joined(self.config, other.config), _joined(self.modules, other.modules))
 
     def facts(self) -> dict[str, str | dict[str, str]]:
         """As two engines compare them."""
-        configs = {name: _said(values) for name, values in self.configs.items()}
-        return {**configs, **{f"built model, {name}": text for name, text in _said(self.modules).items()}}
+        config = {"model configuration": _said(self.config)} if self.config else {}
+        return {**config, **{f"built model, {name}": text for name, text in _said(self.modules).items()}}
 
 
 def built_of(vllm_config: Any) -> Built:
-    """Facts of the models of this worker.
+    """Facts of the model of this worker. A draft model is none of them: `drafts` tells drafts apart.
 
     Raises:
         ConfigError: the model is not in this process.
     """
-    configs: dict[str, Mapping[str, frozenset[str]]] = {}
-    modules: dict[str, set[str]] = {}
-    for prefix, config, model in compat.built_models(vllm_config):
-        settings = settings_of(config.to_dict())
-        configs[f"{prefix}model configuration"] = {key: frozenset((text,)) for key, text in settings.items()}
-        modules.setdefault(f"{prefix}class", set()).add(type(model).__name__)
-        for name, text in _kept(model):
-            modules.setdefault(prefix + name, set()).add(text)
-    return Built(configs, {name: frozenset(texts) for name, texts in modules.items()})
+    model = compat.built_model(vllm_config)
+    settings = settings_of(vllm_config.model_config.hf_config.to_dict())
+    modules: dict[str, set[str]] = {"class": {type(model).__name__}}
+    for name, text in _kept(model):
+        modules.setdefault(name, set()).add(text)
+    return Built(
+        {key: frozenset((text,)) for key, text in settings.items()},
+        {name: frozenset(texts) for name, texts in modules.items()},
+    )
 
 
 def _kept(model: Any) -> Iterator[tuple[str, str]]:

@@ -83,7 +83,7 @@ __all__ = [
     "after_forward",
     "attention_backends",
     "attention_layer",
-    "built_models",
+    "built_model",
     "cache_dtype",
     "class_of",
     "config_of",
@@ -102,6 +102,7 @@ __all__ = [
     "is_ring",
     "is_traced",
     "item_data",
+    "keeps_draft_layers",
     "kind_of",
     "layers_are_alike",
     "leave_cores_to_others",
@@ -214,6 +215,12 @@ def write_index_keys(
     _custom_ops.indexer_k_quant_and_cache(keys.to(torch.bfloat16), cache, slots, group, "ue8m0")
 
 
+def keeps_draft_layers(vllm_config: VllmConfig) -> bool:
+    """Whether the engine speculates with a model that keeps layers of its own in the cache."""
+    config = vllm_config.speculative_config
+    return config is not None and bool(config.uses_draft_kv_cache())
+
+
 def draft_layer_names(vllm_config: VllmConfig) -> frozenset[str]:
     """Names of the layers that the engine's draft model keeps in the cache; call it in a worker.
 
@@ -221,8 +228,7 @@ def draft_layer_names(vllm_config: VllmConfig) -> frozenset[str]:
     cache groups mix them with the model's own. No hook hands the drafter over, so it is found among the
     objects of the process, once per start.
     """
-    config = vllm_config.speculative_config
-    if config is None or not config.uses_draft_kv_cache():
+    if not keeps_draft_layers(vllm_config):
         return frozenset()
     context = vllm_config.compilation_config.static_forward_context
     for one in gc.get_objects():
@@ -254,33 +260,30 @@ SHARED_LAYERS = ("vllm.model_executor.layers.", "vllm.v1.", "vllm.attention.", "
 """Modules that all models are made of; what others keep is a model's own."""
 
 
-def built_models(vllm_config: VllmConfig) -> list[tuple[str, Any, Any]]:
-    """The models that this worker has built: (prefix of its facts, its configuration, the module).
+def built_model(vllm_config: VllmConfig) -> torch.nn.Module:
+    """The model that this worker has built, not the draft model; vLLM hands a connector no reference to it.
 
-    The target's prefix is empty, a draft model's is "draft ". vLLM hands a connector no reference to them.
-    They are the modules that contain the layers of this engine and are in no other module. Call it before
-    vLLM warms up: it then hides all objects from the garbage collector.
+    It is in no other module, and has the layers of this engine that are not a draft's. Call it before vLLM
+    warms up: it then hides all objects from the garbage collector.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there is none.
     """
-    layers = {id(layer) for layer in vllm_config.compilation_config.static_forward_context.values()}
+    drafts = draft_layer_names(vllm_config)
+    context = vllm_config.compilation_config.static_forward_context
+    layers = {id(layer) for name, layer in context.items() if name not in drafts}
     modules = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]
     inner = {id(child) for one in modules for child in one.children()}
-    roots = [
-        one for one in modules if id(one) not in inner and any(id(part) in layers for part in one.modules())
+    counts = [
+        (sum(id(part) in layers for part in one.modules()), one) for one in modules if id(one) not in inner
     ]
-    if not roots:
+    most, model = max(counts, key=lambda each: each[0], default=(0, None))
+    if model is None or not most:
         raise ConfigError(
             "the engine's model was not found in this process, so nothing can say what its KV cache holds; "
             "please report this with the version of vLLM"
         )
-    roots.sort(key=lambda one: sum(p.numel() for p in one.parameters()), reverse=True)
-    found = [("", vllm_config.model_config.hf_config, roots[0])]
-    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
-    if draft is not None:
-        found += [("draft ", draft.hf_config, one) for one in roots[1:]]
-    return found
+    return model
 
 
 def cache_dtype(vllm_config: VllmConfig) -> str:

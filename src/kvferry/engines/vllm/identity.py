@@ -12,12 +12,12 @@ import logging
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
-from kvferry.cache.weights import weights_of
 from kvferry.engines.vllm import compat
 from kvferry.engines.vllm.built import Built
+from kvferry.engines.vllm.checkpoints import uncertain, weights
+from kvferry.engines.vllm.drafts import draft_weights
 from kvferry.engines.vllm.settings_text import settings_of, text_of
 from kvferry.engines.vllm.version import installed, vllm_version
 from kvferry.errors import ConfigError
@@ -28,8 +28,6 @@ from kvferry.transport.messages import Fact, Facts
 logger = logging.getLogger(__name__)
 
 _UNKNOWN = "of unknown version"
-_UNVERIFIED, _DUMMY = _UNCERTAIN = ("unverified", "dummy")
-"""How the weights of an engine are told that no digest vouches for."""
 
 
 def facts_of(vllm_config: Any, must_agree: Mapping[str, Fact], incarnation: int) -> Facts:
@@ -57,16 +55,13 @@ def must_agree(vllm_config: Any, kv_cache_config: Any, built: Built) -> dict[str
     """
     model = vllm_config.model_config
     facts: dict[str, Fact] = {
-        "weights": _weights(vllm_config, model),
+        "weights": weights(vllm_config, model, vllm_config.load_config),
         "model dtype": str(model.dtype).removeprefix("torch."),
         "KV cache dtype": compat.cache_dtype(vllm_config),
         "quantization": str(model.quantization or "none"),
     }
     if states := compat.state_dtypes(kv_cache_config):
         facts["recurrent state dtypes"] = states
-    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
-    if draft is not None:
-        facts["draft weights"] = _weights(vllm_config, draft)
     facts["engine settings"] = engine_settings(vllm_config)
     if (processor := _processor(model)) is not None:
         facts["multimodal processor"] = processor
@@ -127,9 +122,9 @@ def namespace_of(vllm_config: Any, must_agree: Mapping[str, Fact], canonical: Ca
     """
     model = vllm_config.model_config
     facts = dict(must_agree)
-    weights, dtype, kv_dtype = (str(facts.pop(name)) for name in ("weights", "model dtype", "KV cache dtype"))
-    for name, found in (("weights", weights), ("weights of the draft model", facts.get("draft weights", ""))):
-        if str(found).startswith(_UNCERTAIN):
+    whose, dtype, kv_dtype = (str(facts.pop(name)) for name in ("weights", "model dtype", "KV cache dtype"))
+    for name, found in (("weights", whose), ("weights of the draft model", draft_weights(vllm_config))):
+        if uncertain(found):
             raise ConfigError(
                 f"tiers: the {name} are {found}, so their chunks could be taken for others'; use a "
                 "checkpoint that is on this machine's disk"
@@ -140,7 +135,7 @@ def namespace_of(vllm_config: Any, must_agree: Mapping[str, Fact], canonical: Ca
             "from run to run; use a checkpoint that has them"
         )
     return Namespace.of(
-        weights=weights,
+        weights=whose,
         model=facts,
         dtype=dtype,
         kv_dtype=kv_dtype,
@@ -166,33 +161,3 @@ def _processor(model: Any) -> dict[str, str] | None:
         return None
     given = getattr(model.multimodal_config, "mm_processor_kwargs", None) or {}
     return settings_of({**parts, "mm_processor_kwargs": given}) or None
-
-
-def _weights(vllm_config: Any, model: Any) -> str:
-    load_format = str(vllm_config.load_config.load_format)
-    name = str(model.model_weights or model.model)
-    if load_format == "tensorizer":
-        return f"{_UNVERIFIED} {load_format} of {name}"
-    if load_format == "dummy":
-        return f"{_DUMMY}, seed {model.seed}, {vllm_config.parallel_config.tensor_parallel_size} ranks"
-    checkpoint = checkpoint_of(name, model.revision)
-    digest = weights_of(checkpoint) if checkpoint else None
-    if digest is None:
-        logger.warning(
-            "the checkpoint of %s is not on this machine's disk: its weights cannot be verified, "
-            "peers are compared by its name and revision", name,
-        )  # fmt: skip
-        return f"{_UNVERIFIED} {name} at {model.revision or 'any revision'}"
-    return digest
-
-
-def checkpoint_of(name: str, revision: str | None) -> Path | None:
-    """A model's directory on this machine's disk, None if it has none there."""
-    if Path(name).exists():
-        return Path(name)
-    try:
-        from huggingface_hub import snapshot_download  # noqa: PLC0415 - only for names that are not folders
-
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except Exception:  # noqa: BLE001 - any reason for not having it is the same to us
-        return None

@@ -37,7 +37,7 @@ from kvferry.errors import ConfigError, Incompatible
 from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.observe.fold import Fold
 from kvferry.observe.watch import Watch
-from kvferry.planning.template import absent_layers, build_templates, kept_too_little
+from kvferry.planning.template import kept_too_little, names_absent
 from kvferry.tiers.names import PEER
 from kvferry.transport import security
 from kvferry.transport.control_client import ControlClient
@@ -312,17 +312,16 @@ def sorted_cards(metadata: dict[tuple[int, int], Any]) -> tuple[WorkerCard, ...]
 
 def _check_all(theirs: tuple[RankCard, ...], ours: tuple[RankCard, ...]) -> None:
     """Raise Incompatible unless each of our ranks can read what it needs."""
-    peer = [card.geometry for card in theirs]
-    for card in ours:
-        absent = absent_layers(build_templates(peer, card.geometry), card.geometry)
-        if found := kept_too_little(peer, card.geometry):
-            raise Incompatible(found)
-        if names := [layer.name for group in absent.groups for layer in group.layers]:
-            logger.warning(
-                "the peer does not keep layer %s%s of our draft model: what it computes is loaded without "
-                "it, and fewer drafts are accepted after them; run both with the same draft model",
-                names[0], f" and {len(names) - 1} more" if names[1:] else "",
-            )  # fmt: skip
+    peer, here = ([card.geometry for card in cards] for cards in (theirs, ours))
+    absent = names_absent(peer, here)
+    if found := [text for rank in here for text in kept_too_little(peer, rank)]:
+        raise Incompatible(list(dict.fromkeys(found)))
+    if absent:
+        logger.warning(
+            "the peer does not keep %d layer(s) of our draft model, %s for one: prompts from there are "
+            "loaded without them, and fewer drafts are accepted; run both with the same draft model if that "
+            "matters", len(absent), absent[0],
+        )  # fmt: skip
 
 
 def full_attention_block(ranks: list[RankGeometry]) -> tuple[int, float]:

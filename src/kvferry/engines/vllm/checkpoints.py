@@ -1,0 +1,55 @@
+"""The weights of an engine's models: a digest of the checkpoint, or words where none vouches for them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from kvferry.cache.weights import weights_of
+
+logger = logging.getLogger(__name__)
+
+_UNVERIFIED, _DUMMY = _UNCERTAIN = ("unverified", "dummy")
+"""First words of what is said of weights that no digest vouches for."""
+
+
+def weights(vllm_config: Any, model: Any, load_config: Any) -> str:
+    """The weights of a model, as engines compare them.
+
+    Args:
+        vllm_config: of the engine.
+        model, load_config: vLLM's configuration of the model and of how it is loaded.
+    """
+    load_format = str(load_config.load_format)
+    name = str(model.model_weights or model.model)
+    if load_format == "tensorizer":
+        return f"{_UNVERIFIED} {load_format} of {name}"
+    if load_format == "dummy":
+        return f"{_DUMMY}, seed {model.seed}, {vllm_config.parallel_config.tensor_parallel_size} ranks"
+    checkpoint = _checkpoint(name, model.revision)
+    digest = weights_of(checkpoint) if checkpoint else None
+    if digest is None:
+        logger.warning(
+            "the checkpoint of %s is not on this machine's disk: its weights cannot be verified, "
+            "peers are compared by its name and revision", name,
+        )  # fmt: skip
+        return f"{_UNVERIFIED} {name} at {model.revision or 'any revision'}"
+    return digest
+
+
+def uncertain(found: str) -> bool:
+    """Whether `weights` found no digest: equal words may then stand for other weights."""
+    return found.startswith(_UNCERTAIN)
+
+
+def _checkpoint(name: str, revision: str | None) -> Path | None:
+    """A model's directory on this machine's disk, None if it has none there."""
+    if Path(name).exists():
+        return Path(name)
+    try:
+        from huggingface_hub import snapshot_download  # noqa: PLC0415 - only for names that are not folders
+
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except Exception:  # noqa: BLE001 - any reason for not having it is the same to us
+        return None
