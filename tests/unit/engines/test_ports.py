@@ -19,6 +19,18 @@ from transport.cards import facts
 pytestmark = pytest.mark.alone
 
 
+def configured(engine_id: str, index: int = 0) -> SimpleNamespace:
+    """An engine's configuration, as far as the scheduler half reads it before a request."""
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(data_parallel_index=index),
+        kv_transfer_config=SimpleNamespace(engine_id=engine_id, kv_role="kv_both"),
+        model_config=SimpleNamespace(model="tiny"),
+        observability_config=SimpleNamespace(otlp_traces_endpoint=None),
+        lora_config=None,
+        num_prefill_lookahead_tokens=0,
+    )
+
+
 @pytest.fixture
 def listen(monkeypatch):
     """Start the scheduler half of a data-parallel rank; its port."""
@@ -28,14 +40,7 @@ def listen(monkeypatch):
     halves = []
 
     def start(port, index=0):
-        parallel = SimpleNamespace(data_parallel_index=index)
-        vllm_config = SimpleNamespace(
-            parallel_config=parallel,
-            kv_transfer_config=SimpleNamespace(engine_id=f"engine_dp{index}", kv_role="kv_both"),
-            model_config=SimpleNamespace(model="tiny"),
-            observability_config=SimpleNamespace(otlp_traces_endpoint=None),
-            lora_config=None,
-        )
+        vllm_config = configured(f"engine_dp{index}", index)
         cache = SimpleNamespace(kv_cache_groups=[], num_blocks=8, hash_block_size=16)
         config = ConnectorConfig(port=port, explain_requests=0)
         half = scheduler.SchedulerHalf(vllm_config, cache, config)
@@ -58,14 +63,7 @@ def test_workers_of_another_connector_of_the_engine_are_refused_in_words(monkeyp
     monkeypatch.setattr(scheduler, "must_agree", lambda *_: {})
     rank, ours = rank_of(kv_page()), ConnectorConfig(explain_requests=0)
     groups = SimpleNamespace(kv_cache_groups=[], num_blocks=8, hash_block_size=16)
-    engine = SimpleNamespace(
-        parallel_config=SimpleNamespace(data_parallel_index=0),
-        kv_transfer_config=SimpleNamespace(engine_id="engine", kv_role="kv_both"),
-        model_config=SimpleNamespace(model="tiny"),
-        observability_config=SimpleNamespace(otlp_traces_endpoint=None),
-        lora_config=None,
-    )
-    half = scheduler.SchedulerHalf(engine, groups, ours)
+    half = scheduler.SchedulerHalf(configured("engine"), groups, ours)
     with pytest.raises(ConfigError, match=r"that of another KVFerryConnector: .* use FerryMultiConnector"):
         half.start((WorkerCard(rank, None, ConnectorConfig(explain_requests=1).anywhere),))
     on_another_machine = ConnectorConfig(explain_requests=0, host="10.0.0.7")
