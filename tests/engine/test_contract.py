@@ -55,7 +55,7 @@ def test_requests_say_what_the_engines_own_prefix_cache_had_of_them() -> None:
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
-    from kvferry.engines.vllm.compat import own_hit
+    from kvferry.engines.vllm.compat.requests import own_hit
 
     request = Request("r", [1, 2, 3], SamplingParams(max_tokens=8), None)
     request.prefill_stats.set(3, 2, 1)
@@ -90,7 +90,7 @@ def test_requests_have_what_trimming_a_prompt_touches() -> None:
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
-    from kvferry.engines.vllm.compat import trim_prompt
+    from kvferry.engines.vllm.compat.requests import trim_prompt
 
     request = Request("r", [1, 2, 3], SamplingParams(max_tokens=8), None)
     assert trim_prompt(request, 1)
@@ -124,7 +124,7 @@ def test_queues_between_an_engines_processes_wait_as_is_replaced_on_a_cpu(monkey
 
     from vllm.distributed.device_communicators import shm_broadcast
 
-    from kvferry.engines.vllm.compat import leave_cores_to_others
+    from kvferry.engines.vllm.compat.process import leave_cores_to_others
 
     monkeypatch.setattr(shm_broadcast, "sched_yield", shm_broadcast.sched_yield)
     assert "sched_yield()" in inspect.getsource(shm_broadcast.SpinCondition.wait)
@@ -183,7 +183,7 @@ def test_a_request_has_its_trace_headers_and_an_id_that_callers_know_without_its
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.request import Request
 
-    from kvferry.engines.vllm.compat import external_id
+    from kvferry.engines.vllm.compat.request_ids import external_id
 
     given = {"arrival_time": 0.0, "lora_request": None, "cache_salt": None, "data_parallel_rank": None}
     sent = EngineCoreRequest(

@@ -38,8 +38,9 @@ from kvferry.cache.bids import Bid, Part
 from kvferry.cache.pins import Pins, may_hold
 from kvferry.cache.policies import Choice, Weight
 from kvferry.cache.speeds import Speeds
-from kvferry.engines.vllm import compat
 from kvferry.engines.vllm.admission import Admission
+from kvferry.engines.vllm.compat.frees import defer_frees
+from kvferry.engines.vllm.compat.specs import kind_of, reach_of
 from kvferry.engines.vllm.headroom import Headroom
 from kvferry.engines.vllm.meta import Report, SchedulerMeta, WorkerMeta
 from kvferry.engines.vllm.part_blocks import PartBlocks
@@ -150,15 +151,14 @@ class PlayedConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if self.defers:
-            compat.defer_frees(vllm_config)
+            defer_frees(vllm_config)
 
     def bind_gpu_block_pool(self, pool: Any) -> None:
         config = self._kv_cache_config
         specs = [group.kv_cache_spec for group in config.kv_cache_groups]
-        kinds = tuple(compat.kind_of(spec) for spec in specs)
+        kinds = tuple(kind_of(spec) for spec in specs)
         groups = [
-            Group(kind, spec.block_size, compat.reach_of(spec), ())
-            for kind, spec in zip(kinds, specs, strict=True)
+            Group(kind, spec.block_size, reach_of(spec), ()) for kind, spec in zip(kinds, specs, strict=True)
         ]
         self.sources = [Played("tiers"), Played("peer")]
         self.admissions, self.most = Counter[str](), 0

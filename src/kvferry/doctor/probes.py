@@ -91,11 +91,11 @@ def connector() -> None:
     _say(version=vllm.__version__)
     from vllm.platforms import current_platform  # noqa: PLC0415
 
-    from kvferry.engines.vllm import compat  # noqa: PLC0415
+    from kvferry.engines.vllm.compat.contract import SupportsHMA  # noqa: PLC0415
     from kvferry.engines.vllm.connector import KVFerryConnector  # noqa: PLC0415
 
     _say(
-        connector=issubclass(KVFerryConnector, compat.SupportsHMA),
+        connector=issubclass(KVFerryConnector, SupportsHMA),
         platform=bool(current_platform.support_hybrid_kv_cache()),
         device=str(current_platform.device_type),
     )

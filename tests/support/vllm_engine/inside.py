@@ -637,7 +637,8 @@ def contents(engine: Any) -> list[tuple[str, str, list[str]]]:
 
 def believed_if_it_were(engine: Any, adapter: str) -> list[str]:
     """Why attention layers' pages would not be believed under another adapter; empty where they would."""
-    from kvferry.engines.vllm import compat
+    from kvferry.engines.vllm.compat.layers import attention_layer
+    from kvferry.engines.vllm.compat.specs import spec_of_layer
     from kvferry.engines.vllm.content import Shard, adapters, probe
     from kvferry.engines.vllm.content.strides import strides_of
     from kvferry.geometry import GroupKind
@@ -650,10 +651,10 @@ def believed_if_it_were(engine: Any, adapter: str) -> list[str]:
         if described.kind is GroupKind.STATE:
             continue
         name = described.layers[0].name
-        spec, tensor = compat.spec_of_layer(group.kv_cache_spec, name), worker._caches[name]
+        spec, tensor = spec_of_layer(group.kv_cache_spec, name), worker._caches[name]
         s = strides_of(tensor, spec, cache.num_blocks)
         written = getattr(adapters, adapter)(s, Shard(0, 1, 0, s.heads))
-        layer = compat.attention_layer(config, name)
+        layer = attention_layer(config, name)
         found.append(probe.disproof(layer, tensor, s, written, tensor.dtype))
     return found
 

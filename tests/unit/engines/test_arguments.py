@@ -11,9 +11,10 @@ import pytest
 from vllm.config import LoRAConfig, MultiModalConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from kvferry.engines.vllm import compat, identity
+from kvferry.engines.vllm import identity
 from kvferry.engines.vllm.arguments import DECIDES, DOES_NOT, REFUSED
 from kvferry.engines.vllm.built import Built
+from kvferry.engines.vllm.compat.dtypes import state_dtypes
 from kvferry.transport.messages import compare
 
 TABLES = (DECIDES, REFUSED, DOES_NOT)
@@ -115,8 +116,8 @@ def test_state_is_compared_in_the_types_that_it_has():
         spec = MambaSpec(block_size=16, shapes=((4,), (4,)), dtypes=dtypes)
         return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
 
-    assert compat.state_dtypes(CACHE) == ""
-    assert compat.state_dtypes(cache(bfloat16, float32)) == "bfloat16, float32"
+    assert state_dtypes(CACHE) == ""
+    assert state_dtypes(cache(bfloat16, float32)) == "bfloat16, float32"
 
 
 def test_how_adapters_act_is_part_of_their_names():
@@ -137,7 +138,7 @@ def test_how_adapters_act_is_part_of_their_names():
 
 def test_a_processor_is_compared_by_its_effective_configuration(monkeypatch):
     parts = {"image_processor": {"size": {"height": 56}, "do_normalize": True, "image_mean": [0.5, 0.5]}}
-    monkeypatch.setattr(compat, "processor_settings", lambda model: parts)
+    monkeypatch.setattr(identity, "processor_settings", lambda model: parts)
     given = {"multimodal": {"mm_processor_kwargs": {"do_normalize": False}}}
     assert differences(engine(), engine(**given)) == [
         "multimodal processor: mm_processor_kwargs.do_normalize is not set there, false here"
@@ -148,6 +149,6 @@ def test_a_processor_that_cannot_be_looked_at_is_no_reason_to_refuse(monkeypatch
     def broken(model):
         raise ImportError("torchvision")
 
-    monkeypatch.setattr(compat, "processor_settings", broken)
+    monkeypatch.setattr(identity, "processor_settings", broken)
     assert "multimodal processor" not in identity.must_agree(engine(), CACHE, Built())
     assert "torchvision" in caplog.text

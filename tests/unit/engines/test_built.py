@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.engines.vllm import compat
+from kvferry.engines.vllm import built
 from kvferry.engines.vllm.built import Built, built_of
+from kvferry.engines.vllm.compat import models
+from kvferry.engines.vllm.compat.models import built_model
 from kvferry.errors import ConfigError
 from kvferry.transport.messages import MOST_NAMED, compare
 
@@ -42,7 +44,7 @@ class Model(torch.nn.Module):
 
 def facts(model: torch.nn.Module, monkeypatch: Any, **config: Any) -> Built:
     hf = SimpleNamespace(to_dict=lambda: config)
-    monkeypatch.setattr(compat, "built_model", lambda _: model)
+    monkeypatch.setattr(built, "built_model", lambda _: model)
     return built_of(SimpleNamespace(model_config=SimpleNamespace(hf_config=hf)))
 
 
@@ -103,21 +105,21 @@ def engine_of(**layers: torch.nn.Module | torch.nn.Parameter) -> SimpleNamespace
 def test_the_model_of_an_engine_is_the_one_with_its_layers():
     layer, others = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     mine, theirs = torch.nn.Sequential(torch.nn.Sequential(layer)), torch.nn.Sequential(others)
-    found = compat.built_model(engine_of(a=layer))
+    found = built_model(engine_of(a=layer))
     assert found is mine
     assert found is not theirs
     with pytest.raises(ConfigError, match="was not found in this process"):
-        compat.built_model(engine_of(a=torch.nn.Parameter(torch.ones(1))))
+        built_model(engine_of(a=torch.nn.Parameter(torch.ones(1))))
 
 
 def test_the_model_of_an_engine_is_not_its_draft_model_however_large_that_is(monkeypatch):
     layer, large = torch.nn.Linear(1, 1), [torch.nn.Linear(64, 64) for _ in range(3)]
     mine, draft = torch.nn.Sequential(layer), torch.nn.Sequential(*large)
     config = engine_of(a=layer, **{f"draft.{number}": one for number, one in enumerate(large)})
-    monkeypatch.setattr(compat, "draft_layer_names", lambda _: {"draft.0", "draft.1", "draft.2"})
-    assert compat.built_model(config) is mine
-    monkeypatch.setattr(compat, "draft_layer_names", lambda _: {"a"})
-    assert compat.built_model(config) is draft, "the names tell them apart, not the sizes"
+    monkeypatch.setattr(models, "draft_layer_names", lambda _: {"draft.0", "draft.1", "draft.2"})
+    assert built_model(config) is mine
+    monkeypatch.setattr(models, "draft_layer_names", lambda _: {"a"})
+    assert built_model(config) is draft, "the names tell them apart, not the sizes"
 
 
 def test_of_many_settings_that_differ_some_are_named_and_the_others_counted():

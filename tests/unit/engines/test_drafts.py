@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from kvferry.engines.vllm import compat, identity
+from kvferry.engines.vllm import drafts as draft_models, identity
 from kvferry.engines.vllm.built import Built
+from kvferry.engines.vllm.compat.drafts import keeps_draft_layers
 from kvferry.engines.vllm.drafts import draft_layers, draft_weights
 from kvferry.errors import ConfigError
 from kvferry.geometry.canonical import canonical_of
@@ -64,7 +65,7 @@ def engine(target: SimpleNamespace, draft: Any = None, method: str = "eagle") ->
 @pytest.fixture
 def digest(monkeypatch):
     """The digest that the only layer of a draft carries."""
-    monkeypatch.setattr(compat, "draft_layer_names", lambda _: frozenset({LAYER}))
+    monkeypatch.setattr(draft_models, "draft_layer_names", lambda _: frozenset({LAYER}))
 
     def of(config: Any) -> str:
         ((name, found),) = draft_layers(config).items()
@@ -81,7 +82,7 @@ def namespace(digest):
     def of(config: Any) -> str:
         agree = identity.must_agree(config, CACHE, Built())
         (rank,) = ranks(spec(), [ATTENTION] * 2)
-        if compat.keeps_draft_layers(config):
+        if keeps_draft_layers(config):
             (group,) = rank.groups
             own, last = group.layers
             group = replace(group, layers=(own, replace(last, draft=digest(config))))

@@ -9,7 +9,9 @@ pytest.importorskip("vllm")
 
 import torch
 
-from kvferry.engines.vllm import compat, layout
+from kvferry.engines.vllm import layout
+from kvferry.engines.vllm.compat import layouts
+from kvferry.engines.vllm.compat.layouts import declared_layouts, layers_are_alike, takes_whole_blocks
 from kvferry.engines.vllm.config import ConnectorConfig, Layout
 from kvferry.errors import ConfigError
 from kvferry.geometry.layout import LAYOUTS
@@ -29,12 +31,12 @@ def engine(monkeypatch):
     """What an engine would say of itself, to be changed by a test."""
     facts = SimpleNamespace(declared=EVERY, supported=EVERY, alike=True, whole=True, operators=None)
     facts.backends = ["FLASH_ATTN"]
-    monkeypatch.setattr(compat, "attention_backends", lambda _: facts.backends)
-    monkeypatch.setattr(compat, "declared_layouts", lambda _: facts.declared)
-    monkeypatch.setattr(compat, "supported_layouts", lambda _: facts.supported)
-    monkeypatch.setattr(compat, "layers_are_alike", lambda _: facts.alike)
-    monkeypatch.setattr(compat, "takes_whole_blocks", lambda _: facts.whole)
-    monkeypatch.setattr(compat, "operators_layout", lambda: facts.operators)
+    monkeypatch.setattr(layout, "attention_backends", lambda _: facts.backends)
+    monkeypatch.setattr(layout, "declared_layouts", lambda _: facts.declared)
+    monkeypatch.setattr(layout, "supported_layouts", lambda _: facts.supported)
+    monkeypatch.setattr(layout, "layers_are_alike", lambda _: facts.alike)
+    monkeypatch.setattr(layout, "takes_whole_blocks", lambda _: facts.whole)
+    monkeypatch.setattr(layout, "operators_layout", lambda: facts.operators)
     facts.vllm_config = SimpleNamespace(model_config=object())
     return facts
 
@@ -162,15 +164,15 @@ def configured(block=128, **text):
     ids=str,
 )
 def test_layers_are_alike_unless_the_model_says_otherwise(text, alike):
-    assert compat.layers_are_alike(configured(**text)) is alike
+    assert layers_are_alike(configured(**text)) is alike
 
 
 def test_a_draft_model_or_recurrent_layers_are_not_like_the_rest():
     drafted, recurrent = configured(), configured()
     drafted.speculative_config = object()
     recurrent.model_config.is_hybrid = True
-    assert not compat.layers_are_alike(drafted)
-    assert not compat.layers_are_alike(recurrent)
+    assert not layers_are_alike(drafted)
+    assert not layers_are_alike(recurrent)
 
 
 @pytest.mark.parametrize(
@@ -181,10 +183,10 @@ def test_a_draft_model_or_recurrent_layers_are_not_like_the_rest():
 def test_any_layout_is_not_believed_of_latents(monkeypatch, mla, says, declared):
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
-    layouts = says and tuple(KVCacheLayout[name] for name in says)
-    backend = SimpleNamespace(is_mla=lambda: mla, supported_kv_cache_layouts=lambda: layouts)
-    monkeypatch.setattr(compat, "get_current_attn_backends", lambda _: [backend])
-    assert len(compat.declared_layouts(configured())) == declared
+    declares = says and tuple(KVCacheLayout[name] for name in says)
+    backend = SimpleNamespace(is_mla=lambda: mla, supported_kv_cache_layouts=lambda: declares)
+    monkeypatch.setattr(layouts, "get_current_attn_backends", lambda _: [backend])
+    assert len(declared_layouts(configured())) == declared
 
 
 @pytest.mark.parametrize(("block", "whole"), [(128, True), (48, False), (32, True), (1056, True)])
@@ -195,7 +197,7 @@ def test_kernels_take_blocks_whole_if_all_of_them_take_that_size(monkeypatch, bl
         return SimpleNamespace(get_supported_kernel_block_sizes=lambda: list(sizes))
 
     backends = [backend(MultipleOf(1)), backend(16, MultipleOf(32))]
-    monkeypatch.setattr(compat, "get_current_attn_backends", lambda _: backends)
-    assert compat.takes_whole_blocks(configured(block)) is whole
+    monkeypatch.setattr(layouts, "get_current_attn_backends", lambda _: backends)
+    assert takes_whole_blocks(configured(block)) is whole
     backends.append(backend(16, 32, 64))
-    assert compat.takes_whole_blocks(configured(block)) is (block == 32)
+    assert takes_whole_blocks(configured(block)) is (block == 32)

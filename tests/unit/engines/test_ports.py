@@ -36,7 +36,7 @@ def listen(monkeypatch):
     """Start the scheduler half of a data-parallel rank; its port."""
     monkeypatch.setattr(scheduler, "facts_of", lambda *_: facts())
     monkeypatch.setattr(scheduler, "must_agree", lambda *_: {})
-    monkeypatch.setattr(scheduler, "kind_of", lambda group: group.kind)
+    monkeypatch.setattr(scheduler, "kind_of_group", lambda group: group.kind)
     halves = []
 
     def start(port, index=0):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.engines.vllm import compat, producer
+from kvferry.engines.vllm import producer, turn_keeper
 from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.meta import SchedulerMeta
@@ -29,8 +29,9 @@ SECONDS = 30.0
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     monkeypatch.setattr(producer.time, "monotonic", clock := Clock())
-    monkeypatch.setattr(compat, "trim_prompt", lambda *_, **__: True)
-    monkeypatch.setattr(compat, "finished_whole", lambda _: True)
+    monkeypatch.setattr(producer, "trim_prompt", lambda *_, **__: True)
+    for module in (producer, turn_keeper):
+        monkeypatch.setattr(module, "finished_whole", lambda _: True)
     return clock
 
 
@@ -138,7 +139,7 @@ def test_requests_that_are_no_samples_of_one_prompt_share_nothing(clock) -> None
 def test_a_lease_is_withdrawn_when_another_sample_is_aborted(clock, monkeypatch) -> None:
     engine = Engine()
     assert engine.end(SAMPLES[0])[0]
-    monkeypatch.setattr(compat, "finished_whole", lambda _: False)
+    monkeypatch.setattr(producer, "finished_whole", lambda _: False)
     assert engine.end(SAMPLES[1]) == (False, write_nothing())
     assert engine.hear().keys() == {SAMPLES[0]}
     assert engine.told[-1] == LeaseEnded(SAMPLES[0], clock.now, expired=False, withdrawn=True)

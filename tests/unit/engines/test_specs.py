@@ -44,8 +44,8 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from kvferry.engines.vllm import specs
-from kvferry.engines.vllm.specs import kind_of, reach_of, snapshot_tokens, state_position
+from kvferry.engines.vllm.compat import specs
+from kvferry.engines.vllm.compat.specs import kind_of, reach_of, snapshot_tokens, state_position
 from kvferry.errors import ConfigError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.store import LayerStore

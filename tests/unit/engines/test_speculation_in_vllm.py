@@ -25,8 +25,9 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from kvferry.engines.vllm import compat, specs as kv_specs
 from kvferry.engines.vllm.adapters import Adapters
+from kvferry.engines.vllm.compat import specs as kv_specs
+from kvferry.engines.vllm.compat.requests import trim_prompt
 from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.producer import Producer
 from kvferry.engines.vllm.progress import Progress
@@ -242,7 +243,7 @@ def test_the_state_that_is_offered_and_loaded_is_never_a_scratch_block(mode, dra
 def test_a_prefix_is_offered_up_to_where_all_modules_of_a_draft_have_seen_what_follows(
     kinds, ahead, offered, monkeypatch
 ):
-    monkeypatch.setattr(compat, "finished_whole", lambda _: True)
+    monkeypatch.setattr("kvferry.engines.vllm.producer.finished_whole", lambda _: True)
     specs = [FULL, WINDOW, state(ahead, "align")][: len(kinds)]
     engine = Engine(specs, ahead, eagle=ahead > 0, modules=ahead)
     request = engine.request(100)
@@ -263,8 +264,8 @@ def test_a_prefix_is_offered_up_to_where_all_modules_of_a_draft_have_seen_what_f
 def test_prompts_that_share_parameters_each_say_their_own_token():
     shared = SamplingParams(max_tokens=1)
     one, two = (Request(name, [1, 2, last], shared, None) for name, last in (("a", 7), ("b", 8)))
-    assert compat.trim_prompt(one, None, says_dropped=True)
-    assert compat.trim_prompt(two, None, says_dropped=True)
+    assert trim_prompt(one, None, says_dropped=True)
+    assert trim_prompt(two, None, says_dropped=True)
     assert [r.sampling_params.allowed_token_ids for r in (one, two)] == [[7], [8]]
     assert shared.allowed_token_ids is None
 
@@ -272,5 +273,5 @@ def test_prompts_that_share_parameters_each_say_their_own_token():
 def test_a_grammar_decides_what_is_sampled():
     request = Request("a", [1, 2, 3], SamplingParams(max_tokens=1), None)
     request.structured_output_request = object()
-    assert compat.trim_prompt(request, None, says_dropped=True)
+    assert trim_prompt(request, None, says_dropped=True)
     assert request.sampling_params.allowed_token_ids is None

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.engines.vllm import compat, turn_keeper
+from kvferry.engines.vllm import turn_keeper
 from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.turn_keeper import TurnKeeper
 from kvferry.engines.vllm.turn_names import CHUNK_TOKENS, TurnNames
@@ -94,9 +94,9 @@ class Engine:
 
 @pytest.fixture(autouse=True)
 def whole(monkeypatch):
-    monkeypatch.setattr(compat, "finished_whole", lambda one: not getattr(one, "aborted", False))
-    monkeypatch.setattr(compat, "reach_of", lambda _: WINDOW)
-    monkeypatch.setattr(compat, "waits_for_blocks", lambda one: getattr(one, "waits", False))
+    monkeypatch.setattr(turn_keeper, "finished_whole", lambda one: not getattr(one, "aborted", False))
+    monkeypatch.setattr(turn_keeper, "reach_of", lambda _: WINDOW)
+    monkeypatch.setattr(turn_keeper, "waits_for_blocks", lambda one: getattr(one, "waits", False))
     monkeypatch.setattr(turn_keeper.time, "monotonic", lambda: 5.0)
 
 

@@ -35,7 +35,7 @@ from kvferry.cache.bids import Bidding
 from kvferry.cache.pins import Pins
 from kvferry.cache.policies import Choice
 from kvferry.cache.waiting import Waiting
-from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.compat.specs import reach_of, state_position
 from kvferry.engines.vllm.headroom import Headroom
 from kvferry.engines.vllm.meta import BlockIds, Report, SchedulerMeta, WorkerMeta
 from kvferry.engines.vllm.must_compute import must_compute
@@ -125,7 +125,7 @@ class Admission:
         self._sources, self._choice = tuple(sources), choice
         self._telling = Telling(watch, choice.policy)
         self._blocks = [
-            (kind, compat.reach_of(group.kv_cache_spec), int(group.kv_cache_spec.block_size))
+            (kind, reach_of(group.kv_cache_spec), int(group.kv_cache_spec.block_size))
             for kind, group in zip(kinds, self._groups, strict=True)
         ]
         self._grain = grain_of((kind, block) for kind, _, block in self._blocks)
@@ -372,8 +372,6 @@ class Admission:
     def _tables(self, block_ids: BlockIds, span: Span) -> BlockIds:
         """Our block tables; a state group's only the block that will hold the snapshot."""
         return tuple(
-            [ids[compat.state_position(group.kv_cache_spec, span.total)]]
-            if kind is GroupKind.STATE
-            else list(ids)
+            [ids[state_position(group.kv_cache_spec, span.total)]] if kind is GroupKind.STATE else list(ids)
             for kind, group, ids in zip(self._kinds, self._groups, block_ids, strict=True)
         )

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.compat.models import SHARED_LAYERS, built_model
 from kvferry.engines.vllm.settings_text import settings_of, text_of
 
 _POSITIONS = (1, 2, 63)
@@ -71,7 +71,7 @@ def built_of(vllm_config: Any) -> Built:
     Raises:
         ConfigError: the model is not in this process.
     """
-    model = compat.built_model(vllm_config)
+    model = built_model(vllm_config)
     settings = settings_of(vllm_config.model_config.hf_config.to_dict())
     modules: dict[str, set[str]] = {"class": {type(model).__name__}}
     for name, text in _kept(model):
@@ -91,7 +91,7 @@ def _kept(model: Any) -> Iterator[tuple[str, str]]:
         seen.add(id(module))
         kind = type(module)
         rotary = _ROTARY.search(kind.__name__) is not None
-        if rotary or not kind.__module__.startswith(compat.SHARED_LAYERS):
+        if rotary or not kind.__module__.startswith(SHARED_LAYERS):
             yield from _attributes(kind.__name__, vars(module), rotary=rotary)
         for name, buffer in module.named_buffers(recurse=False):
             yield from _buffer(f"{kind.__name__}.{name}", buffer, rotary=rotary)

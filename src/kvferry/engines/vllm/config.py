@@ -200,9 +200,9 @@ def read_settings(vllm_config: Any) -> ConnectorConfig:
     config = parse_config(extra, None if extra.get("name") else transfer.kv_role)
     check_failure_policy(transfer)
     if config.host == NODE:
-        from kvferry.engines.vllm import compat  # noqa: PLC0415 - loads the engine; settings are read without
+        from kvferry.engines.vllm.compat.process import node_address  # noqa: PLC0415 - loads the engine; settings are read without
 
-        config = msgspec.structs.replace(config, host=compat.node_address())
+        config = msgspec.structs.replace(config, host=node_address())
     if config.host_buffer is None:
         on_host = transfer.kv_buffer_device == "cpu" and vllm_config.device_config.device_type != "cpu"
         config = msgspec.structs.replace(config, host_buffer=on_host)

@@ -10,8 +10,18 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, ClassVar
 
-from kvferry.engines.vllm import compat, layout
-from kvferry.engines.vllm.compat import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from kvferry.engines.vllm import layout
+from kvferry.engines.vllm.compat.connectors import current_config, register_connector
+from kvferry.engines.vllm.compat.contract import (
+    HITS,
+    CacheHitSource,
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from kvferry.engines.vllm.compat.frees import defer_frees
+from kvferry.engines.vllm.compat.process import leave_cores_to_others, share_logging
 from kvferry.engines.vllm.config import read_settings
 from kvferry.engines.vllm.meta import SchedulerMeta, WorkerCard, WorkerMeta
 from kvferry.engines.vllm.scheduler import ONE_HANDSHAKE, SchedulerHalf, sorted_cards
@@ -39,8 +49,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             ConfigError: a setting, or the model's cache, cannot be used; says why and what to do.
         """
         super().__init__(vllm_config, role, kv_cache_config)
-        compat.share_logging()
-        compat.leave_cores_to_others(vllm_config)
+        share_logging()
+        leave_cores_to_others(vllm_config)
         config = read_settings(vllm_config)
         self._scheduler: SchedulerHalf | None = None
         self._halves: dict[str, WorkerHalf] = {}
@@ -49,7 +59,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._cache_configs[_engine_id(vllm_config)] = kv_cache_config
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, config)
-            compat.defer_frees(vllm_config)
+            defer_frees(vllm_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -89,12 +99,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
-    ) -> dict[compat.CacheHitSource, int]:
+    ) -> dict[CacheHitSource, int]:
         if not num_external_tokens:
             return {}
-        found = Counter[compat.CacheHitSource]()
+        found = Counter[CacheHitSource]()
         for place, tokens in self.scheduler_half.admission.origins(request.request_id).items():
-            found[compat.HITS[kind_of(place)]] += tokens
+            found[HITS[kind_of(place)]] += tokens
         return found
 
     def has_pending_push_work(self) -> bool:
@@ -130,7 +140,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return self._current
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        arriving = compat.current_config() or self._vllm_config
+        arriving = current_config() or self._vllm_config
         if _engine_id(arriving) == _engine_id(self._vllm_config):
             # As the child of another connector, only our own copy has our settings.
             arriving = self._vllm_config
@@ -165,7 +175,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         self.worker_half.save(self._step_meta())
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> compat.KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self.worker_half.results()
 
     def build_connector_worker_meta(self) -> WorkerMeta | None:
@@ -206,4 +216,4 @@ def _engine_id(vllm_config: Any) -> str:
     return str(vllm_config.kv_transfer_config.engine_id)
 
 
-compat.register(KVFerryConnector.__name__, __name__)
+register_connector(KVFerryConnector.__name__, __name__)

@@ -11,8 +11,8 @@ import hashlib
 import json
 from typing import Any
 
-from kvferry.engines.vllm import compat
 from kvferry.engines.vllm.checkpoints import weights
+from kvferry.engines.vllm.compat.drafts import draft_layer_names, keeps_draft_layers
 from kvferry.engines.vllm.settings_text import settings_of
 
 _THE_MODELS_OWN = "the model's own"
@@ -20,7 +20,7 @@ _THE_MODELS_OWN = "the model's own"
 
 def draft_layers(vllm_config: Any) -> dict[str, str]:
     """Name of each layer that a draft model keeps in the cache, with the draft's digest; for workers."""
-    names = compat.draft_layer_names(vllm_config)
+    names = draft_layer_names(vllm_config)
     return dict.fromkeys(names, _digest(vllm_config)) if names else {}
 
 
@@ -29,7 +29,7 @@ def draft_weights(vllm_config: Any) -> str:
 
     Layers of multi-token prediction are part of the model's checkpoint, which is compared anyway.
     """
-    if not compat.keeps_draft_layers(vllm_config):
+    if not keeps_draft_layers(vllm_config):
         return ""
     speculative, model = vllm_config.speculative_config, vllm_config.model_config
     draft = speculative.draft_model_config

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.compat.layers import attention_layer, conv_channels_first
+from kvferry.engines.vllm.compat.specs import is_recurrent, is_ring, kind_of, reach_of, spec_of_layer
 from kvferry.engines.vllm.content import page_of_attention, scales_of, whole_page
 from kvferry.engines.vllm.drafts import draft_layers
 from kvferry.engines.vllm.heads import shards
@@ -42,14 +43,14 @@ def describe_cache(
             "serve it without a KV connector"
         )
     drafts = draft_layers(vllm_config)
-    kinds = [kind_of(group) for group in kv_cache_config.kv_cache_groups]
+    kinds = [kind_of_group(group) for group in kv_cache_config.kv_cache_groups]
     pages = _pages(vllm_config, kv_cache_config, caches, tp_rank)
     blocks = kv_cache_config.num_blocks
     groups = tuple(
         Group(
             kind,
             group.kv_cache_spec.block_size,
-            compat.reach_of(group.kv_cache_spec),
+            reach_of(group.kv_cache_spec),
             tuple(
                 replace(
                     _layer(
@@ -57,7 +58,7 @@ def describe_cache(
                         caches[name],
                         blocks,
                         pages[name],
-                        scales_of(compat.attention_layer(vllm_config, name)),
+                        scales_of(attention_layer(vllm_config, name)),
                     ),
                     draft=drafts.get(name, ""),
                 )
@@ -80,14 +81,14 @@ def describe_cache(
     return geometry
 
 
-def kind_of(group: Any) -> GroupKind:
+def kind_of_group(group: Any) -> GroupKind:
     """What a continuation needs of a group.
 
     Raises:
         ConfigError: kvferry cannot move it; names a layer.
     """
     try:
-        return compat.kind_of(group.kv_cache_spec)
+        return kind_of(group.kv_cache_spec)
     except ConfigError as error:
         raise ConfigError(f"layer {group.layer_names[0]}: {error}") from None
 
@@ -98,22 +99,20 @@ def _pages(
     """What a page of each layer holds that can be moved, by the layer's name."""
     blocks = kv_cache_config.num_blocks
     size = int(vllm_config.parallel_config.tensor_parallel_size)
-    states = Rank(tp_rank, size, compat.conv_channels_first())
+    states = Rank(tp_rank, size, conv_channels_first())
     moved = [group for group in kv_cache_config.kv_cache_groups if group.enable_kv_transfer]
     layers = {
-        name: (compat.attention_layer(vllm_config, name), compat.spec_of_layer(group.kv_cache_spec, name))
+        name: (attention_layer(vllm_config, name), spec_of_layer(group.kv_cache_spec, name))
         for group in moved
         for name in group.layer_names
     }
-    heads = shards(
-        vllm_config, {name: of for name, of in layers.items() if not compat.is_recurrent(of[1])}, tp_rank
-    )
+    heads = shards(vllm_config, {name: of for name, of in layers.items() if not is_recurrent(of[1])}, tp_rank)
     pages = {}
     for name, (layer, spec) in layers.items():
         tensor = _checked(name, caches, blocks)
-        if compat.is_recurrent(spec):
+        if is_recurrent(spec):
             pages[name] = page_of_state(layer, name, spec, tensor.device.type, states)
-        elif compat.is_ring(spec):
+        elif is_ring(spec):
             why = "it is a ring that the layer overwrites in place"
             pages[name] = whole_page(layer, name, spec, tensor, blocks, heads[name], 0, why)
         else:

@@ -16,7 +16,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.compat.specs import kind_of, reach_of
 from kvferry.geometry import GroupKind
 from kvferry.planning.select import STATE_BLOCKS, first_seen, sees_all
 
@@ -42,8 +42,8 @@ class Headroom:
         groups = []
         for group in kv_cache_config.kv_cache_groups:
             spec = group.kv_cache_spec
-            kind = compat.kind_of(spec)
-            groups.append((kind, compat.reach_of(spec), int(spec.block_size)))
+            kind = kind_of(spec)
+            groups.append((kind, reach_of(spec), int(spec.block_size)))
         if not any(reach for _, reach, _ in groups):
             return cls()
         step_tokens = vllm_config.scheduler_config.max_num_batched_tokens + vllm_config.num_speculative_tokens

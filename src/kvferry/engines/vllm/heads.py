@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.compat.specs import is_replicated
 from kvferry.engines.vllm.content import Shard
 
 _COPIES = "num_kv_head_replicas"
@@ -76,7 +76,7 @@ def shards(vllm_config: Any, layers: Mapping[str, tuple[Any, Any]], rank: int) -
     found = projections(layer for layer, _ in layers.values()) if ranks > 1 else {}
     return {
         name: Shard(rank, ranks, 0, 1)  # a latent, the same on every rank
-        if compat.is_replicated(spec)
+        if is_replicated(spec)
         else shard_of(int(spec.num_kv_heads), rank, ranks, found.get(id(layer)), of_model)
         for name, (layer, spec) in layers.items()
     }

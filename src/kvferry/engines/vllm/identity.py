@@ -14,9 +14,10 @@ from dataclasses import asdict, is_dataclass
 from functools import reduce
 from typing import Any
 
-from kvferry.engines.vllm import compat
 from kvferry.engines.vllm.built import Built
 from kvferry.engines.vllm.checkpoints import uncertain, weights
+from kvferry.engines.vllm.compat.dtypes import cache_dtype, state_dtypes
+from kvferry.engines.vllm.compat.multimodal import processor_settings
 from kvferry.engines.vllm.drafts import draft_weights
 from kvferry.engines.vllm.settings_text import settings_of, text_of
 from kvferry.engines.vllm.version import installed, vllm_version
@@ -57,10 +58,10 @@ def must_agree(vllm_config: Any, kv_cache_config: Any, built: Built) -> dict[str
     facts: dict[str, Fact] = {
         "weights": weights(vllm_config, model, vllm_config.load_config),
         "model dtype": str(model.dtype).removeprefix("torch."),
-        "KV cache dtype": compat.cache_dtype(vllm_config),
+        "KV cache dtype": cache_dtype(vllm_config),
         "quantization": str(model.quantization or "none"),
     }
-    if states := compat.state_dtypes(kv_cache_config):
+    if states := state_dtypes(kv_cache_config):
         facts["recurrent state dtypes"] = states
     facts["engine settings"] = engine_settings(vllm_config)
     if (processor := _processor(model)) is not None:
@@ -152,7 +153,7 @@ def _processor(model: Any) -> dict[str, str] | None:
     a processor that cannot be looked at costs the words only.
     """
     try:
-        parts = compat.processor_settings(model)
+        parts = processor_settings(model)
     except Exception as error:  # noqa: BLE001 - processors come from checkpoints and raise anything
         logger.warning(
             "the multimodal processor cannot be looked at (%s); peers are not told how it is configured",

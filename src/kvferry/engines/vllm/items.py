@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 
-from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.compat.multimodal import item_data
 from kvferry.errors import Unnameable
 
 _MEMORY = "kvferry_name"
@@ -35,7 +35,7 @@ def name_of(feature: Any) -> str:
     remembered: str | None = getattr(feature.data, _MEMORY, None)
     if remembered is not None:
         return remembered
-    data = compat.item_data(feature)
+    data = item_data(feature)
     if data is None:
         raise Unnameable(
             f"what the processor made of the {feature.modality} is not in the scheduler's process (with "

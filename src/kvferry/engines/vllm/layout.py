@@ -12,7 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.compat.layouts import (
+    attention_backends,
+    declared_layouts,
+    layers_are_alike,
+    operators_layout,
+    supported_layouts,
+    takes_whole_blocks,
+)
 from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.content import is_known
 from kvferry.errors import ConfigError
@@ -35,10 +42,10 @@ def wish(vllm_config: Any, config: ConnectorConfig) -> str | None:
         return None
     if config.layout != "auto":
         return config.layout
-    by_fields = all(is_known(name) for name in compat.attention_backends(vllm_config))
-    best = _HEADS_OUTSIDE if by_fields and compat.layers_are_alike(vllm_config) else _PAGES_WHOLE
-    whole = compat.takes_whole_blocks(vllm_config)
-    return best if whole and best in compat.declared_layouts(vllm_config) else None
+    by_fields = all(is_known(name) for name in attention_backends(vllm_config))
+    best = _HEADS_OUTSIDE if by_fields and layers_are_alike(vllm_config) else _PAGES_WHOLE
+    whole = takes_whole_blocks(vllm_config)
+    return best if whole and best in declared_layouts(vllm_config) else None
 
 
 def read_back(kv_cache_config: Any, caches: Mapping[str, Any]) -> str:
@@ -59,12 +66,12 @@ def check_forced(vllm_config: Any, config: ConnectorConfig, found: str) -> None:
     """Raise ConfigError if the settings force another layout than the engine's cache has."""
     if config.layout in ("auto", "engine", found):
         return
-    if operators := compat.operators_layout():
+    if operators := operators_layout():
         raise ConfigError(
             f"layout is {config.layout!r}, but VLLM_KV_CACHE_LAYOUT={operators} gave the cache layout "
             f"{found}; unset one of the two"
         )
-    who, supported = "its attention backends", compat.supported_layouts(vllm_config)
+    who, supported = "its attention backends", supported_layouts(vllm_config)
     if config.layout in supported:
         # The engine drops what the backends could if pages of different shape could not share slots in it.
         who, supported = "layers that are not all alike", [name for name in supported if is_compact(name)]

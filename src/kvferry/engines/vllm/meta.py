@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from kvferry.cache.orders import ChunkOrders, MovedByAll
 from kvferry.engines.vllm.built import Built
-from kvferry.engines.vllm.compat import (
+from kvferry.engines.vllm.compat.contract import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,

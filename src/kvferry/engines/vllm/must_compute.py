@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvferry.cache.bids import leads_on
-from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.compat.requests import reads_no_cache
 from kvferry.observe.events import Miss
 
 
@@ -16,7 +16,7 @@ def must_compute(request: Any, have: int) -> tuple[Miss, str] | None:
         request: vLLM's.
         have: tokens that the engine's own prefix cache has.
     """
-    if (why := compat.reads_no_cache(request)) is not None:
+    if (why := reads_no_cache(request)) is not None:
         return Miss.SKIPPED, f"{why}, so the engine computes the whole prompt"
     if leads_on(request.num_tokens - have):
         return None

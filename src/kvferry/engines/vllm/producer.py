@@ -14,8 +14,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from kvferry.engines.vllm import compat
 from kvferry.engines.vllm.adapters import Adapters
+from kvferry.engines.vllm.compat.drafts import reads_ahead
+from kvferry.engines.vllm.compat.requests import finished_whole, trim_prompt
+from kvferry.engines.vllm.compat.specs import state_position
 from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.meta import BlockIds, SchedulerMeta
 from kvferry.engines.vllm.offer import Lease, Offer, wants_prefill, write_nothing, write_offer
@@ -57,7 +59,7 @@ class Producer:
         self._groups = kv_cache_config.kv_cache_groups
         self._hash_block_tokens = kv_cache_config.hash_block_size
         self._kinds = kinds
-        self._reads_ahead = compat.reads_ahead(vllm_config)
+        self._reads_ahead = reads_ahead(vllm_config)
         # Drafts of several modules combine what was computed of a token with tokens that only the consumer
         # has. A prefix that ends earlier is whole, but recurrent state has no earlier one.
         self._unsettled = 0 if GroupKind.STATE in kinds else max(self._reads_ahead - 1, 0)
@@ -113,7 +115,7 @@ class Producer:
         """Stop short of the last prompt token, which the consumer computes; mutates `request`."""
         if self._turns is not None:
             self._turns.came(request)
-        if wants_prefill(request.kv_transfer_params) and compat.trim_prompt(
+        if wants_prefill(request.kv_transfer_params) and trim_prompt(
             request, self._hash_block_tokens, says_dropped=self._reads_ahead > 0
         ):
             self._prompts[request.request_id] = request
@@ -146,7 +148,7 @@ class Producer:
             if self._turns is not None:
                 self._turns.finished(request, block_ids, self.tables)
             return False, None
-        if self._prompts.pop(request.request_id, None) is None or not compat.finished_whole(request):
+        if self._prompts.pop(request.request_id, None) is None or not finished_whole(request):
             if (lease := self._siblings.lease_of(request.request_id)) is not None:
                 self._withdrawn.append(lease)  # without this sample there is no response
             return False, write_nothing()
@@ -184,9 +186,7 @@ class Producer:
     def tables(self, block_ids: BlockIds, tokens: int) -> list[list[int]]:
         """Block tables as they are offered: by position; of a state group, the snapshot's block."""
         return [
-            [ids[compat.state_position(group.kv_cache_spec, tokens)]]
-            if kind is GroupKind.STATE
-            else list(ids)
+            [ids[state_position(group.kv_cache_spec, tokens)]] if kind is GroupKind.STATE else list(ids)
             for kind, group, ids in zip(self._kinds, self._groups, block_ids, strict=True)
         ]
 

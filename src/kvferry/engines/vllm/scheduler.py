@@ -11,12 +11,12 @@ from msgspec import structs
 from kvferry.cache.pins import Pins
 from kvferry.cache.policies import Choice, Cost, First, Policy, Weight
 from kvferry.cache.speeds import Speeds
-from kvferry.engines.vllm import compat
 from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.admission import Admission
+from kvferry.engines.vllm.compat.specs import names_prompts_only
 from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.explaining import Explaining
-from kvferry.engines.vllm.geometry import kind_of
+from kvferry.engines.vllm.geometry import kind_of_group
 from kvferry.engines.vllm.headroom import Headroom
 from kvferry.engines.vllm.identity import built_by_all, facts_of, lora_settings, must_agree
 from kvferry.engines.vllm.meta import BlockIds, SchedulerMeta, WorkerCard, WorkerMeta
@@ -64,7 +64,7 @@ class SchedulerHalf:
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._keys = security.read_keys(config.secret_file)
         security.check_host(config.host, self._keys, config.allow_insecure)
-        self._kinds = tuple(kind_of(group) for group in kv_cache_config.kv_cache_groups)
+        self._kinds = tuple(kind_of_group(group) for group in kv_cache_config.kv_cache_groups)
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._incarnation = new_incarnation()
         self._fold = Fold()
@@ -73,7 +73,7 @@ class SchedulerHalf:
             self.watch.add(spans)
         self._explaining = Explaining(vllm_config, config.explain_requests, self.watch, config.name)
         self._adapters = Adapters(lora_settings(vllm_config))
-        prompts_only = compat.names_prompts_only(kv_cache_config)
+        prompts_only = names_prompts_only(kv_cache_config)
         self._turn_names = TurnNames(self._adapters, prompts_only=prompts_only)
         self._producer = Producer(
             vllm_config,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.compat.request_ids import parent_of
 
 
 class Siblings:
@@ -25,22 +25,22 @@ class Siblings:
 
     def offered(self, request_id: str, offer: dict[str, Any]) -> None:
         """A request has got a lease; nothing if it is no sample of several."""
-        if (parent := compat.parent_of(request_id)) is not None:
+        if (parent := parent_of(request_id)) is not None:
             self._offers[parent] = request_id, offer
 
     def offer_of(self, request_id: str) -> dict[str, Any] | None:
         """The offer that a sample of the same prompt has made; None if there is none."""
-        _, offer = self._offers.get(compat.parent_of(request_id) or "", ("", None))
+        _, offer = self._offers.get(parent_of(request_id) or "", ("", None))
         return offer
 
     def lease_of(self, request_id: str) -> str | None:
         """The name of that offer's lease."""
-        name, _ = self._offers.get(compat.parent_of(request_id) or "", (None, None))
+        name, _ = self._offers.get(parent_of(request_id) or "", (None, None))
         return name
 
     def ended(self, leases: Iterable[str]) -> None:
         """These leases have ended: what they offered is repeated no more."""
         for name in leases:
-            parent = compat.parent_of(name)
+            parent = parent_of(name)
             if parent is not None and self.lease_of(name) == name:
                 del self._offers[parent]

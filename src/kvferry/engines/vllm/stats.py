@@ -12,7 +12,7 @@ from typing import Any
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
-from kvferry.engines.vllm.compat import KVConnectorPromMetrics, KVConnectorStats
+from kvferry.engines.vllm.compat.contract import KVConnectorPromMetrics, KVConnectorStats
 from kvferry.observe.counted import Counted
 from kvferry.observe.metrics import METRICS, PREFIX, SECONDS, Kind, Metric
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvferry.cache.bids import Bid, Bidding
 from kvferry.cache.policies import Policy
-from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.compat.requests import own_hit
 from kvferry.engines.vllm.meta import Report
 from kvferry.engines.vllm.source import Load, Source
 from kvferry.observe.events import (
@@ -181,7 +181,7 @@ class Telling:
         """The coming step computes something of these."""
         for name in [name for name in self._unserved if name in requests]:
             request = self._unserved.pop(name)
-            own, last = compat.own_hit(request), self._asked.get(name)
+            own, last = own_hit(request), self._asked.get(name)
             if own is None:
                 own = 0 if last is None else last[1].have
             at_hand = request.num_computed_tokens

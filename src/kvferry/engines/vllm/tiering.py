@@ -14,8 +14,8 @@ from kvferry.cache.chunk_routes import check_storable
 from kvferry.cache.orders import ArenaCard, MovedByAll
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.cache.writing import Behind
-from kvferry.engines.vllm import compat
 from kvferry.engines.vllm.adapters import Adapters
+from kvferry.engines.vllm.compat.specs import has_rings, names_prompts_only, reach_of, snapshot_tokens
 from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.identity import namespace_of
 from kvferry.engines.vllm.meta import BlockIds, SchedulerMeta, WorkerMeta
@@ -107,7 +107,7 @@ class Tiering:
         behind = [one for one, _ in opened]
         self.weights = {HOST: tiers.host.load_weight, **{one.queue.name: weight for one, weight in opened}}
         self._cache = ChunkCache(host, self._arena.bytes_at, canonical.groups, behind)
-        prompts_only = compat.names_prompts_only(kv_cache_config)
+        prompts_only = names_prompts_only(kv_cache_config)
         self._prompts = Prompts(canonical, adapters, prompts_only=prompts_only)
         groups = ranks[0].groups
         self.source = TierSource(
@@ -203,8 +203,8 @@ def _canonical(
     Raises:
         ConfigError: none could ever be stored.
     """
-    blocks = [compat.snapshot_tokens(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
-    if compat.has_rings(kv_cache_config):
+    blocks = [snapshot_tokens(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+    if has_rings(kv_cache_config):
         raise ConfigError(
             "tiers: layers of this model keep a ring per request that is right at one position only, so no "
             "chunk of theirs can ever be stored; configure no tiers (transfers between engines work)"
@@ -217,7 +217,7 @@ def _canonical(
         )
     apart = snapshots_apart(*(block for block in blocks if block))
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    block = lcm(*(spec.block_size for spec in specs if compat.reach_of(spec)))
+    block = lcm(*(spec.block_size for spec in specs if reach_of(spec)))
     tokens = chunk_length(config.chunk_tokens, apart, block)
     check_windows(tokens, block)
     check_reach(tokens, apart, vllm_config.model_config.max_model_len)

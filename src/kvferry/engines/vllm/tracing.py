@@ -7,14 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import kvferry
-from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.compat.request_ids import external_id
+from kvferry.engines.vllm.compat.spans import REQUEST_ID, is_traced, trace_context
 from kvferry.observe.spans import Span, Spans
 from kvferry.observe.watch import Listener
 
 
 def tracing(vllm_config: Any) -> Listener | None:
     """A listener that makes spans, if the engine is traced; else None, and nothing is loaded."""
-    if not compat.is_traced(vllm_config):
+    if not is_traced(vllm_config):
         return None
     return Spans(_exported())
 
@@ -28,9 +29,9 @@ def _exported() -> Callable[[Span], None]:
         zero = time.time_ns() - time.monotonic_ns()
         made = tracer.start_span(
             span.name,
-            compat.trace_context(dict(span.parent)),
+            trace_context(dict(span.parent)),
             trace.SpanKind.INTERNAL,
-            {compat.REQUEST_ID: compat.external_id(span.request_id), **span.attributes},
+            {REQUEST_ID: external_id(span.request_id), **span.attributes},
             start_time=zero + round(span.begin * 1e9),
         )
         if span.failure:

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.cache.pins import Pins
-from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.compat.requests import finished_whole, waits_for_blocks
+from kvferry.engines.vllm.compat.specs import reach_of
 from kvferry.engines.vllm.meta import BlockIds
 from kvferry.engines.vllm.turn_names import TurnNames
 from kvferry.errors import TransferError
@@ -220,19 +221,19 @@ class TurnKeeper:
 
     def _wanted(self) -> int:
         """Blocks of the largest request that has none: it gets all of them at once, or goes on waiting."""
-        waiting = (one.num_tokens for one in self._requests.values() if compat.waits_for_blocks(one))
+        waiting = (one.num_tokens for one in self._requests.values() if waits_for_blocks(one))
         tokens = max(waiting, default=0)
         each = zip(self._kinds, self._specs, strict=True)
         return sum(self._blocks(kind, spec, tokens) for kind, spec in each) if tokens else 0
 
     def _blocks(self, kind: GroupKind, spec: Any, tokens: int) -> int:
         if not sees_all(kind):
-            tokens = min(tokens, compat.reach_of(spec) + self._ahead + spec.block_size)
+            tokens = min(tokens, reach_of(spec) + self._ahead + spec.block_size)
         return 1 + -(-tokens // int(spec.block_size))
 
     def _tokens(self, request: Any) -> int:
         """Tokens that blocks hold for certain, and a state exactly; 0 if that cannot be said."""
-        if not compat.finished_whole(request):
+        if not finished_whole(request):
             return 0
         computed, tokens = int(request.num_computed_tokens), int(request.num_tokens)
         if computed < tokens - 1:
@@ -254,5 +255,5 @@ class TurnKeeper:
             if gone and sees_all(kind):
                 return None
             if gone:
-                least = max(least, unseen_from(kind, compat.reach_of(spec), gone * spec.block_size))
+                least = max(least, unseen_from(kind, reach_of(spec), gone * spec.block_size))
         return least if least <= tokens else None

@@ -14,8 +14,10 @@ import numpy as np
 from kvferry.cache.loads import Joined, Loads
 from kvferry.cache.mover import ChunkMover
 from kvferry.cache.orders import LoadBegin, MovedByAll
-from kvferry.engines.vllm import compat, layout
+from kvferry.engines.vllm import layout
 from kvferry.engines.vllm.built import built_of
+from kvferry.engines.vllm.compat.contract import KVConnectorTransferResults
+from kvferry.engines.vllm.compat.process import after_forward, tensor_and_pipeline_rank
 from kvferry.engines.vllm.config import ConnectorConfig, read_settings
 from kvferry.engines.vllm.geometry import describe_cache
 from kvferry.engines.vllm.host_buffer import CopyBlocks, HostBuffer
@@ -83,7 +85,7 @@ class WorkerHalf:
             ConfigError: the cache cannot be moved, or NIXL cannot be used.
         """
         caches, settings = self._caches, read_settings(self._vllm_config)
-        tp_rank, pp_rank = compat.ranks()
+        tp_rank, pp_rank = tensor_and_pipeline_rank()
         self.layout = layout.read_back(kv_cache_config, caches)
         layout.check_forced(self._vllm_config, settings, self.layout)
         if (tp_rank, pp_rank) == (0, 0):
@@ -145,13 +147,13 @@ class WorkerHalf:
                 span = Span(0, tokens, tokens + 1)
                 self._host.save(self._described().groups, self._needed(span, tables))
         if self._mover is not None and meta.chunks.stores:
-            self._mover.store(meta.chunks, compat.after_forward())
+            self._mover.store(meta.chunks, after_forward())
 
-    def results(self) -> compat.KVConnectorTransferResults:
+    def results(self) -> KVConnectorTransferResults:
         """What has come to an end, for the engine; details go to the scheduler half with `take_meta`."""
         self._hear()
         if not (self._orders or self._sent):
-            return compat.KVConnectorTransferResults(set(), set(), set())
+            return KVConnectorTransferResults(set(), set(), set())
         settled = self._loads.settle()
         received, failed = set(), set()
         for key, failure in settled.reported.items():
@@ -170,7 +172,7 @@ class WorkerHalf:
             self._orders.pop(key, None)
             self._results.pop(key, None)
         sent, self._sent = self._sent, set()
-        return compat.KVConnectorTransferResults(sent, received, failed)
+        return KVConnectorTransferResults(sent, received, failed)
 
     def _hear(self) -> None:
         """What the threads have done."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.compat.specs import is_replicated
 from kvferry.engines.vllm.content import cells, probe
 from kvferry.engines.vllm.content.adapters import ADAPTERS, fields_of
 from kvferry.engines.vllm.content.strides import Shard, strides_of
@@ -84,7 +84,7 @@ def whole_page(
         "layer %s: content of %s pages is not known (%s): they move whole, between equal blocks and ranks",
         name, content, why,
     )  # fmt: skip
-    ranks = 1 if compat.is_replicated(spec) else shard.ranks
+    ranks = 1 if is_replicated(spec) else shard.ranks
     item = tensor.element_size()
     strides = ", ".join(str(stride * item) for stride in tensor.stride()[1:])
     run, loops = _runs(tensor, num_blocks)

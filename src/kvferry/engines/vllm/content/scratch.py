@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.compat.layers import is_indexer, write_index_keys
 from kvferry.engines.vllm.content.adapters import INDEX_GROUP
 from kvferry.engines.vllm.content.strides import Strides
 from kvferry.geometry import Field
@@ -34,9 +34,9 @@ def write(layer: Any, tensor: torch.Tensor, s: Strides, values: Inputs, fill: in
     memory = torch.full((reach * s.item,), fill, dtype=torch.uint8, device=tensor.device)
     cache = memory.view(tensor.dtype).as_strided(shape, tensor.stride())
     slots = torch.arange(s.block_tokens, 2 * s.block_tokens, dtype=torch.int64, device=tensor.device)
-    if compat.is_indexer(layer):
+    if is_indexer(layer):
         keys = values["k"][:, 0, : s.content * INDEX_GROUP // (INDEX_GROUP + 4)]
-        compat.write_index_keys(layer, keys.contiguous(), cache.squeeze(1), slots, INDEX_GROUP)
+        write_index_keys(layer, keys.contiguous(), cache.squeeze(1), slots, INDEX_GROUP)
         return memory
     impl = _fresh(layer.impl)
     if "v" in values:

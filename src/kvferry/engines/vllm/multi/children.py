@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.engines.vllm import compat
+from kvferry.engines.vllm.compat.connectors import (
+    connector_class,
+    supports_hybrid,
+    with_connector,
+    with_extra,
+)
 from kvferry.engines.vllm.config import check_failure_policy, read_settings
 from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.multi.settings import INHERITED, ChildSettings, MultiSettings, parse_multi
@@ -78,14 +83,14 @@ def _child(vllm_config: Any, settings: ChildSettings) -> Child:
     parent = vllm_config.kv_transfer_config
     inherited = {name: getattr(parent, name) for name in INHERITED}
     try:
-        config = compat.with_connector(vllm_config, {**inherited, **settings.transfer})
-        cls = compat.connector_class(config)
+        config = with_connector(vllm_config, {**inherited, **settings.transfer})
+        cls = connector_class(config)
     except (AttributeError, ImportError, TypeError, ValueError) as error:
         why = " ".join(str(error).split())
         raise ConfigError(f"connectors: {settings.name} cannot be had: {why}") from error
     if issubclass(cls, KVFerryConnector):
         # Its siblings are given the same blocks and cannot tell which of them hold only the end of a window.
-        config = compat.with_extra(config, {"whole_blocks": True, "name": settings.name})
+        config = with_extra(config, {"whole_blocks": True, "name": settings.name})
     return Child(settings.name, settings.load_weight, cls, config)
 
 
@@ -96,7 +101,7 @@ def check(children: Sequence[Child], vllm_config: Any) -> None:
         ConfigError: some cannot do with the hybrid KV cache manager, which is on; or several hand KV over.
     """
     if not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
-        without = [child.name for child in children if not compat.supports_hybrid(child.config)]
+        without = [child.name for child in children if not supports_hybrid(child.config)]
         if without:
             raise ConfigError(
                 f"{', '.join(without)} cannot do with the hybrid KV cache manager, which is on; start the "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from kvferry.engines.vllm.compat import KVConnectorTransferResults
+from kvferry.engines.vllm.compat.contract import KVConnectorTransferResults
 
 
 class Completions:

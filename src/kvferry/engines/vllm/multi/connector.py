@@ -16,8 +16,16 @@ from typing import Any
 
 from kvferry.cache.policies import Choice, Cost, First, Policy, Weight
 from kvferry.cache.speeds import Speeds
-from kvferry.engines.vllm import compat
-from kvferry.engines.vllm.compat import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from kvferry.engines.vllm.compat.connectors import as_current_config, class_of_transfer, register_connector
+from kvferry.engines.vllm.compat.contract import (
+    CacheHitSource,
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from kvferry.engines.vllm.compat.frees import defer_frees
+from kvferry.engines.vllm.compat.process import share_logging
 from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.headroom import Headroom
 from kvferry.engines.vllm.multi.children import (
@@ -57,13 +65,13 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
             ConfigError: a setting cannot be used, or children do not go together; says why and what to do.
         """
         super().__init__(vllm_config, role, kv_cache_config)
-        compat.share_logging()
+        share_logging()
         settings, of = read_multi(vllm_config), children_of(vllm_config)
         check(of, vllm_config)
         self._of, self._names = of, tuple(child.name for child in of)
         self._connectors = [child.cls(child.config, role, kv_cache_config) for child in of]
         if role is KVConnectorRole.SCHEDULER:
-            compat.defer_frees(vllm_config)
+            defer_frees(vllm_config)
         self._speeds = Speeds()
         self._steps = StepTimes(self._speeds)
         policies: dict[str, Callable[[], Policy]] = {
@@ -96,7 +104,7 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         return any(
-            compat.class_of(child.transfer).requires_piecewise_for_cudagraph(
+            class_of_transfer(child.transfer).requires_piecewise_for_cudagraph(
                 child.transfer.get("kv_connector_extra_config", {})
             )
             for child in parse_multi(extra_config).children
@@ -148,9 +156,9 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
-    ) -> dict[compat.CacheHitSource, int]:
+    ) -> dict[CacheHitSource, int]:
         place = self._choosing.chosen(request.request_id)
-        found: dict[compat.CacheHitSource, int] = {}
+        found: dict[CacheHitSource, int] = {}
         if place is not None:
             found = self._connectors[place].get_external_cache_hit_sources(request, num_external_tokens)
         return found
@@ -233,7 +241,7 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         for child, of in zip(self._connectors, self._of, strict=True):
-            with compat.config_of(of.config):
+            with as_current_config(of.config):
                 child.register_kv_caches(kv_caches)
 
     def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
@@ -288,7 +296,7 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
         results = self.get_transfer_results(finished_req_ids)
         return results.finished_sending or None, results.finished_recving or None
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> compat.KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self._completions.join(
             [child.get_transfer_results(finished_req_ids) for child in self._connectors]
         )
@@ -356,4 +364,4 @@ def _part(whole: Any, place: int) -> Any:
     return None if whole is None else whole.children[place]
 
 
-compat.register(FerryMultiConnector.__name__, __name__)
+register_connector(FerryMultiConnector.__name__, __name__)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.engines.vllm.compat import (
+from kvferry.engines.vllm.compat.contract import (
     KVConnectorHandshakeMetadata,
     KVConnectorKVEvents,
     KVConnectorMetadata,

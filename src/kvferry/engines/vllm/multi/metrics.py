@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client import REGISTRY
 from prometheus_client.metrics import MetricWrapperBase
 
-from kvferry.engines.vllm.compat import KVConnectorPromMetrics
+from kvferry.engines.vllm.compat.contract import KVConnectorPromMetrics
 from kvferry.engines.vllm.multi.children import Child
 from kvferry.engines.vllm.stats import made, unregister
 from kvferry.observe.exposed import CONNECTOR

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from kvferry.engines.vllm.compat import KVConnectorStats
+from kvferry.engines.vllm.compat.contract import KVConnectorStats
 from kvferry.engines.vllm.multi.choosing import Counts
 
 logger = logging.getLogger(__name__)

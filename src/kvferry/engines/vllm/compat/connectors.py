@@ -1,0 +1,78 @@
+"""Connectors by name, and the configurations that vLLM makes them from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from vllm.config import (
+    KVTransferConfig,
+    VllmConfig,
+    get_current_vllm_config_or_none,
+    set_current_vllm_config,
+)
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+
+def register_connector(name: str, module: str) -> None:
+    """Make a connector class known by name: vLLM's MultiConnector assigns stats to children by name alone."""
+    if name not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(name, module, name)
+
+
+def connector_class(vllm_config: VllmConfig) -> Any:
+    """The class of a configuration's connector.
+
+    Raises:
+        ValueError, ImportError, AttributeError: there is none of that name.
+    """
+    return KVConnectorFactory.get_connector_class(vllm_config.kv_transfer_config)
+
+
+def class_of_transfer(transfer: Mapping[str, Any]) -> Any:
+    """The class of a connector's settings.
+
+    Raises:
+        ValueError, ImportError, AttributeError: there is none of that name.
+    """
+    return KVConnectorFactory.get_connector_class(KVTransferConfig(**{"kv_role": "kv_both", **transfer}))
+
+
+def supports_hybrid(vllm_config: VllmConfig) -> bool:
+    """Whether a configuration's connector can do with the hybrid KV cache manager."""
+    return bool(KVConnectorFactory.supports_hma_config(vllm_config.kv_transfer_config))
+
+
+def with_connector(vllm_config: VllmConfig, transfer: Mapping[str, Any]) -> VllmConfig:
+    """The same configuration with another connector; what is not the connector's is shared.
+
+    Raises:
+        ValueError, TypeError: settings that vLLM refuses.
+    """
+    config = copy.copy(vllm_config)
+    config.kv_transfer_config = KVTransferConfig(**transfer)
+    return config
+
+
+def with_extra(vllm_config: VllmConfig, more: Mapping[str, Any]) -> VllmConfig:
+    """The same configuration with more settings of the connector's own."""
+    config = copy.copy(vllm_config)
+    config.kv_transfer_config = copy.copy(config.kv_transfer_config)
+    config.kv_transfer_config.kv_connector_extra_config = {
+        **config.kv_transfer_config.kv_connector_extra_config,
+        **more,
+    }
+    return config
+
+
+def current_config() -> Any:
+    """The configuration of the engine that is being set up, None outside of that."""
+    return get_current_vllm_config_or_none()
+
+
+def as_current_config(vllm_config: VllmConfig) -> AbstractContextManager[Any]:
+    """Make a configuration that of the engine being set up, while the context lasts."""
+    context: AbstractContextManager[Any] = set_current_vllm_config(vllm_config)
+    return context

@@ -1,0 +1,25 @@
+"""Element types of the cache as vLLM resolved them."""
+
+from __future__ import annotations
+
+from vllm.config import VllmConfig
+from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from kvferry.engines.vllm.compat.specs import is_recurrent, layer_specs
+
+
+def cache_dtype(vllm_config: VllmConfig) -> str:
+    """The element type of the KV cache as it was resolved."""
+    model = vllm_config.model_config
+    named: str = resolve_kv_cache_dtype_string(str(vllm_config.cache_config.cache_dtype), model)
+    resolved = {"auto": str(model.dtype).removeprefix("torch."), "fp8": "fp8_e4m3"}
+    return resolved.get(named, named)
+
+
+def state_dtypes(kv_cache_config: KVCacheConfig) -> str:
+    """Element types of recurrent state as they were resolved; empty without any."""
+    groups = kv_cache_config.kv_cache_groups
+    layers = [layer for group in groups for layer in layer_specs(group.kv_cache_spec).values()]
+    found = {tuple(layer.dtypes) for layer in layers if is_recurrent(layer)}
+    return " | ".join(sorted(", ".join(str(one).removeprefix("torch.") for one in each) for each in found))

@@ -1,0 +1,35 @@
+"""Images, video and audio: the processor's configuration and its output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.transformers_utils.processor import cached_processor_from_config
+
+_PROCESSOR_PARTS = ("image_processor", "video_processor", "feature_extractor", "audio_processor")
+
+
+def processor_settings(model: Any) -> dict[str, Any]:
+    """The multimodal processor's effective configuration, by its parts; empty for a model without one.
+
+    Overrides (`mm_processor_kwargs`) are in it. vLLM's scheduler has made the processor by now.
+
+    Raises:
+        Exception: whatever a processor raises that cannot be made.
+    """
+    if model.multimodal_config is None or not model.is_multimodal_model:
+        return {}
+    processor = cached_processor_from_config(model)
+    parts: dict[str, Any] = {name: getattr(processor, name, None) for name in _PROCESSOR_PARTS}
+    return {name: part.to_dict() for name, part in parts.items() if hasattr(part, "to_dict")}
+
+
+def item_data(feature: Any) -> Mapping[str, Any] | None:
+    """What the processor made of an image, a video or a piece of audio: the model's arguments by name.
+
+    None where the scheduler does not have it: it is in a worker's shared memory, or was not sent.
+    """
+    if feature.data is None or "address" in feature.data:
+        return None
+    return {name: element.data for name, element in feature.data.items()}

@@ -1,0 +1,77 @@
+"""A request in vLLM's scheduler: its state, the caches that it may read, the end of its prompt."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from vllm.v1.request import RequestStatus
+
+
+def finished_whole(request: Any) -> bool:
+    """The request ended by itself: everything it was to compute has been computed."""
+    return request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+def waits_for_blocks(request: Any) -> bool:
+    """The request has no blocks yet, or none any more."""
+    return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
+def own_hit(request: Any) -> int | None:
+    """Tokens that the engine's own prefix cache had of a request when it was admitted.
+
+    None of one that was preempted: it is said of first admissions only.
+    """
+    stats = None if request.num_preemptions else request.prefill_stats
+    return None if stats is None else int(stats.num_local_cached_tokens)
+
+
+def reads_no_cache(request: Any) -> str | None:
+    """Why vLLM lets a request read no cache, neither its own nor a connector's; None if it may."""
+    if not request.skip_reading_prefix_cache:
+        return None
+    if _scores_prompt(request.sampling_params):
+        return "logprobs of its prompt are asked for (prompt_logprobs, or echo with logprobs)"
+    return "it asks to read no cache (skip_reading_prefix_cache)"
+
+
+def trim_prompt(request: Any, hash_block_tokens: int | None, *, says_dropped: bool = False) -> bool:
+    """Drop the last prompt token of a request that computes a prompt for another engine; mutates `request`.
+
+    The consumer always computes the last token itself, to sample from it, and recurrent state that has
+    seen it already could not be used.
+
+    Returns:
+        False, and the request is as it was, if there is only one token, if the prompt is not made of token
+        ids, if logprobs of the prompt are wanted (the answer has them for every token), or if the request
+        reads no cache: its consumer would load nothing.
+
+    Args:
+        request: vLLM's.
+        hash_block_tokens: tokens of a block that is hashed, None or 0 without prefix caching.
+        says_dropped: have the engine sample the dropped token. A draft model combines what the model computes
+            of a token with the token after it; of the last one that is what was sampled.
+    """
+    if request.num_prompt_tokens < 2 or request.prompt_token_ids is None or request.prompt_embeds is not None:
+        return False
+    if _scores_prompt(request.sampling_params) or reads_no_cache(request) is not None:
+        return False
+    if says_dropped and request.sampling_params is not None and request.structured_output_request is None:
+        # A copy: requests made of one list of prompts share their parameters.
+        request.sampling_params = copy.copy(request.sampling_params)
+        request.sampling_params.allowed_token_ids = [request.prompt_token_ids[-1]]
+    # In an engine that shares its process with the API, samples of one prompt share this list.
+    request.prompt_token_ids = request.prompt_token_ids[:-1]
+    del request._all_token_ids[-1:]
+    request.num_prompt_tokens -= 1
+    request.max_tokens = 1
+    if hash_block_tokens:
+        del request.block_hashes[request.num_prompt_tokens // hash_block_tokens :]
+    return True
+
+
+def _scores_prompt(sampling: Any) -> bool:
+    return sampling is not None and (
+        sampling.prompt_logprobs is not None or sampling.prompt_logprob_token_ids is not None
+    )
