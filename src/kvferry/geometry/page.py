@@ -23,6 +23,9 @@ from kvferry.errors import GeometryError
 
 TOKEN = "token"
 
+MAX_ELEMENTS = 1 << 20
+"""Most elements of an axis on one rank. Planning takes memory for each, and a peer may claim any number."""
+
 _SHARD = "shard"
 """Axis of an opaque page: whose it is."""
 
@@ -52,6 +55,10 @@ class Axis:
     def __post_init__(self) -> None:
         if not self.loops or any(count < 1 for count, _ in self.loops):
             raise GeometryError(f"axis {self.name!r}: loops {self.loops} must have counts of at least 1")
+        if self.count > MAX_ELEMENTS:
+            raise GeometryError(
+                f"axis {self.name!r}: {self.count} elements, at most {MAX_ELEMENTS} are planned"
+            )
         if not self.total:
             object.__setattr__(self, "total", self.start + self.count)
         if self.start < 0 or self.start + self.count > self.total:

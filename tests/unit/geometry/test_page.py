@@ -20,6 +20,13 @@ def test_an_axis_that_cannot_be_is_refused(loops, start, total):
         Axis("head", loops, start, total)
 
 
+def test_an_axis_longer_than_any_engines_is_refused_before_memory_is_taken_for_it():
+    longest = Axis("token", ((1024, 1 << 14), (1024, 16)))
+    assert longest.count == 1 << 20
+    with pytest.raises(GeometryError, match="axis 'token': 4294967296 elements, at most 1048576 are planned"):
+        Axis("token", ((1 << 32, 2),))
+
+
 def test_a_field_is_sharded_along_one_axis_at_most():
     a, b = (Axis(name, ((2, 2),), 0, 4) for name in "ab")
     with pytest.raises(GeometryError, match=r"\['a', 'b'\] are sharded"):

@@ -83,6 +83,22 @@ def test_a_number_that_makes_no_sense_is_refused_in_words(path, value, says):
         decode_reply(msgspec.msgpack.encode(spoiled))
 
 
+def test_a_block_of_more_tokens_than_memory_could_plan_is_refused():
+    spoiled = msgspec.to_builtins(Ranks(list(cards())), builtin_types=(bytes,))
+    geometry = spoiled["ranks"][0]["geometry"]
+    tokens, geometry["num_blocks"], geometry["regions"][0]["length"] = 1 << 36, 1, 1 << 62
+    for group in geometry["groups"]:
+        group["block_tokens"] = tokens
+        for layer in group["layers"]:
+            layer["page"] |= {"block_tokens": tokens, "page_bytes": 1 << 60}
+            for field in layer["page"]["fields"]:
+                for axis in field["axes"]:
+                    if axis["name"] == "token":
+                        axis["loops"], axis["total"] = [[tokens, axis["loops"][-1][1]]], tokens
+    with pytest.raises(ProtocolError, match="68719476736 elements, at most 1048576"):
+        decode_reply(msgspec.msgpack.encode(spoiled))
+
+
 @pytest.mark.parametrize("kind", [Heartbeat, Release])
 def test_no_more_leases_than_the_bound_in_one_message(kind):
     assert decode_request(encode(kind([""] * MAX_LEASES)))
