@@ -257,7 +257,7 @@ def _cells(route: Route, src: Int64s, dst: Int64s, number: Int64s) -> Cells:
 
 
 def blocks_needed(kind: GroupKind, reach: int, block_tokens: int, span: Span, table: Int64s) -> Int64s:
-    """Ids of the blocks of `table` that `needed` tokens lie in; int64, ascending by position.
+    """Return ids of the blocks of `table` that `needed` tokens lie in; int64, ascending by position.
 
     Args:
         kind, reach, block_tokens: of the group.
@@ -273,7 +273,7 @@ def blocks_needed(kind: GroupKind, reach: int, block_tokens: int, span: Span, ta
 
 
 def blocks_begun(kind: GroupKind, reach: int, block_tokens: int, span: Span, table: Int64s) -> Int64s:
-    """Ids of the blocks of `table` that `needed` tokens lie in, and in which nothing is at hand before them.
+    """Return ids of the blocks that `needed` tokens lie in and that hold nothing of this prompt yet.
 
     >>> table = np.arange(10, 16)
     >>> blocks_begun(GroupKind.FULL, 0, 16, Span(have=24, total=64, prompt=64), table).tolist()
@@ -282,10 +282,10 @@ def blocks_begun(kind: GroupKind, reach: int, block_tokens: int, span: Span, tab
     Args:
         kind, reach, block_tokens, span, table: as of `blocks_needed`.
     """
-    low, high = needed(kind, reach, span)
-    first = low // block_tokens
-    first += first * block_tokens < span.have
-    ids = table[first : -(-high // block_tokens)] if low < high else table[:0]
+    ids = blocks_needed(kind, reach, block_tokens, span, table)
+    if kind is not GroupKind.STATE:  # its snapshot is written as a whole
+        first = needed(kind, reach, span)[0] // block_tokens
+        ids = ids[int(first * block_tokens < span.have) :]
     found: Int64s = ids[ids != NULL_BLOCK]
     return found
 

@@ -126,3 +126,8 @@ def test_clearing_touches_the_absent_layers_of_these_blocks_and_nothing_else(acr
 )
 def test_which_blocks_hold_nothing_yet(kind, reach, span, expected):
     assert blocks_begun(kind, reach, 16, span, np.arange(10, 15)).tolist() == expected
+
+
+@pytest.mark.parametrize("have", [0, 16, 40])
+def test_the_block_of_a_snapshot_holds_nothing_yet_whatever_prefix_is_here(have):
+    assert blocks_begun(GroupKind.STATE, 0, 16, Span(have, 64, 65), np.array([7])).tolist() == [7]
