@@ -136,6 +136,14 @@ def test_a_fact_that_only_one_side_states_refuses_nobody_and_a_setting_does():
     assert compare({"b": "text"}, {"b": {"c": "2"}}) == ["b: text there, 1 settings here"]
 
 
+def test_a_set_has_one_text_whatever_order_a_process_keeps_it_in():
+    from kvferry.engines.vllm.settings_text import settings_of
+
+    names = [f"layers.{number}" for number in range(9)]
+    assert settings_of({"skipped": set(names)}) == settings_of({"skipped": names})
+    assert settings_of({"deep": [frozenset(names)]}) == settings_of({"deep": [names]})
+
+
 def test_values_that_are_long_are_told_apart_by_a_digest():
     from kvferry.engines.vllm.settings_text import settings_of
 

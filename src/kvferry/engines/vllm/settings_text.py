@@ -81,6 +81,8 @@ def _plain(value: Any) -> Any:
         return int(value)
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
+    if isinstance(value, set | frozenset):  # each process keeps one in an order of its own
+        return sorted((_plain(each) for each in value), key=str)
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
     return value
