@@ -29,12 +29,13 @@ class Engines:
         self.close()
         self._count += 1
         config = speculation(method, str(tiny_checkpoint("llama", self._checkpoints)))
+        overlapped = {"async_scheduling": True} if method not in ("", "ngram") else {}
         self.engine = Tiered(
             "llama",
             self._checkpoints,
             self._folder / "chunks",
             self._folder / f"{self._count}.log",
-            {"speculative_config": config, "async_scheduling": True} if config else {},
+            {"speculative_config": config, **overlapped} if config else {},
         )
         return self.engine
 
@@ -56,13 +57,13 @@ def test_drafts_are_accepted_after_what_tiers_bring_and_only_that_draft_finds_it
     engine = engines.start("itself")
     engine.engine.call("drafts")
     first = engine.say(TEXT, ANSWER)
-    alone = engine.engine.call("drafts")
-    assert alone[1] > ANSWER // 2
+    _, alone = engine.engine.call("drafts")
+    assert alone > ANSWER // 2
     engine.forget()
     again = engine.say(TEXT, ANSWER)
     assert max(again["hit"]) >= len(TEXT) - 1
     assert again["tokens"] == first["tokens"]
-    assert engine.engine.call("drafts") == alone, "as many as if all had been computed here"
+    assert engine.engine.call("drafts")[1] == alone, "as many as if all had been computed here"
 
     for method in ("", "eagle"):
         other = engines.start(method)
@@ -74,7 +75,7 @@ def test_drafts_are_accepted_after_what_tiers_bring_and_only_that_draft_finds_it
     answer = engine.say(TEXT, ANSWER)
     assert max(answer["hit"]) >= len(TEXT) - 1
     assert answer["tokens"] == first["tokens"]
-    assert engine.engine.call("drafts") == alone
+    assert engine.engine.call("drafts")[1] == alone
 
 
 @pytest.mark.parametrize("method", ["ngram", "itself"])

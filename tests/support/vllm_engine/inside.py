@@ -368,8 +368,9 @@ def settle_tiers(engine: Any, seconds: float = 120.0, of: int = 0) -> None:
     """Step until the tiers have nothing left to do, as a server does."""
     ours = half(engine, of)
     until = time.monotonic() + seconds
-    cache = ours._tiering._cache
-    while ours.busy or cache.reading.incoming or any(len(writing) for writing in cache.writing):
+    cache, core = ours._tiering._cache, engine.llm_engine.engine_core.engine_core
+    # A step under way may be all that keeps the blocks of requests that have ended.
+    while ours.busy or core.batch_queue or cache.reading.incoming or any(len(one) for one in cache.writing):
         assert time.monotonic() < until, "the tiers are still busy"
         cache.poll()
         engine.llm_engine.step()

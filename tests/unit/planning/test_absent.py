@@ -121,7 +121,7 @@ def test_clearing_touches_the_absent_layers_of_these_blocks_and_nothing_else(acr
         (GroupKind.FULL, 0, Span(24, 40, 41), [12]),
         (GroupKind.FULL, 0, Span(0, 64, 65, (0, 32)), [10, 11]),
         (GroupKind.SLIDING, 20, Span(0, 64, 65), [12, 13]),
-        (GroupKind.SLIDING, 20, Span(0, 64, 65, (0, 32)), []),
+        (GroupKind.SLIDING, 20, Span(0, 64, 65, (0, 40)), []),
     ],
 )
 def test_which_blocks_hold_nothing_yet(kind, reach, span, expected):
@@ -131,3 +131,8 @@ def test_which_blocks_hold_nothing_yet(kind, reach, span, expected):
 @pytest.mark.parametrize("have", [0, 16, 40])
 def test_the_block_of_a_snapshot_holds_nothing_yet_whatever_prefix_is_here(have):
     assert blocks_begun(GroupKind.STATE, 0, 16, Span(have, 64, 65), np.array([7])).tolist() == [7]
+
+
+def test_a_null_block_is_never_cleared():
+    table = np.array([0, 0, 12])
+    assert blocks_begun(GroupKind.FULL, 0, 16, Span(0, 40, 41), table).tolist() == [12]
