@@ -185,6 +185,7 @@ def producer(engine, kinds, ahead=0) -> Producer:
             parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
             kv_transfer_config=SimpleNamespace(engine_id="e"),
             num_prefill_lookahead_tokens=ahead,
+            model_config=SimpleNamespace(get_vocab_size=lambda: 1000),
         ),
         engine.config,
         ConnectorConfig(),
@@ -264,14 +265,20 @@ def test_a_prefix_is_offered_up_to_where_all_modules_of_a_draft_have_seen_what_f
 def test_prompts_that_share_parameters_each_say_their_own_token():
     shared = SamplingParams(max_tokens=1)
     one, two = (Request(name, [1, 2, last], shared, None) for name, last in (("a", 7), ("b", 8)))
-    assert trim_prompt(one, None, says_dropped=True)
-    assert trim_prompt(two, None, says_dropped=True)
+    assert trim_prompt(one, None, sampled_below=9)
+    assert trim_prompt(two, None, sampled_below=9)
     assert [r.sampling_params.allowed_token_ids for r in (one, two)] == [[7], [8]]
     assert shared.allowed_token_ids is None
+
+
+def test_a_token_that_cannot_be_sampled_is_not_asked_for():
+    request = Request("a", [1, 2, 9], SamplingParams(max_tokens=1), None)
+    assert trim_prompt(request, None, sampled_below=9)
+    assert request.sampling_params.allowed_token_ids is None
 
 
 def test_a_grammar_decides_what_is_sampled():
     request = Request("a", [1, 2, 3], SamplingParams(max_tokens=1), None)
     request.structured_output_request = object()
-    assert trim_prompt(request, None, says_dropped=True)
+    assert trim_prompt(request, None, sampled_below=9)
     assert request.sampling_params.allowed_token_ids is None

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.compat.drafts import reads_ahead
+from kvferry.engines.vllm.compat.models import vocabulary_size
 from kvferry.engines.vllm.compat.requests import finished_whole, trim_prompt
 from kvferry.engines.vllm.compat.specs import state_position
 from kvferry.engines.vllm.config import ConnectorConfig
@@ -59,10 +60,11 @@ class Producer:
         self._groups = kv_cache_config.kv_cache_groups
         self._hash_block_tokens = kv_cache_config.hash_block_size
         self._kinds = kinds
-        self._reads_ahead = reads_ahead(vllm_config)
+        ahead = reads_ahead(vllm_config)
+        self._sampled_below = vocabulary_size(vllm_config) if ahead else 0
         # Drafts of several modules combine what was computed of a token with tokens that only the consumer
         # has. A prefix that ends earlier is whole, but recurrent state has no earlier one.
-        self._unsettled = 0 if GroupKind.STATE in kinds else max(self._reads_ahead - 1, 0)
+        self._unsettled = 0 if GroupKind.STATE in kinds else max(ahead - 1, 0)
         self._book = LeaseBook(incarnation, LEASE_SLOTS, config.lease_seconds, time.monotonic)
         self._host = config.advertise_host or config.host
         self._watch = watch
@@ -116,7 +118,7 @@ class Producer:
         if self._turns is not None:
             self._turns.came(request)
         if wants_prefill(request.kv_transfer_params) and trim_prompt(
-            request, self._hash_block_tokens, says_dropped=self._reads_ahead > 0
+            request, self._hash_block_tokens, self._sampled_below
         ):
             self._prompts[request.request_id] = request
             with suppress(Unnameable):

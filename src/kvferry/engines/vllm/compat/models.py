@@ -38,3 +38,8 @@ def built_model(vllm_config: VllmConfig) -> torch.nn.Module:
             "please report this with the version of vLLM"
         )
     return model
+
+
+def vocabulary_size(vllm_config: VllmConfig) -> int:
+    """How many token ids the engine can sample."""
+    return int(vllm_config.model_config.get_vocab_size())

@@ -36,7 +36,7 @@ def reads_no_cache(request: Any) -> str | None:
     return "it asks to read no cache (skip_reading_prefix_cache)"
 
 
-def trim_prompt(request: Any, hash_block_tokens: int | None, *, says_dropped: bool = False) -> bool:
+def trim_prompt(request: Any, hash_block_tokens: int | None, sampled_below: int = 0) -> bool:
     """Drop the last prompt token of a request that computes a prompt for another engine; mutates `request`.
 
     The consumer always computes the last token itself, to sample from it, and recurrent state that has
@@ -50,17 +50,20 @@ def trim_prompt(request: Any, hash_block_tokens: int | None, *, says_dropped: bo
     Args:
         request: vLLM's.
         hash_block_tokens: tokens of a block that is hashed, None or 0 without prefix caching.
-        says_dropped: have the engine sample the dropped token. A draft model combines what the model computes
-            of a token with the token after it; of the last one that is what was sampled.
+        sampled_below: have the engine sample the dropped token if its id is below this (an id beyond the
+            vocabulary would kill the engine). A draft model combines what the model computes of a token with
+            the token after it; of the last one that is what was sampled.
     """
     if request.num_prompt_tokens < 2 or request.prompt_token_ids is None or request.prompt_embeds is not None:
         return False
     if _scores_prompt(request.sampling_params) or reads_no_cache(request) is not None:
         return False
-    if says_dropped and request.sampling_params is not None and request.structured_output_request is None:
+    dropped = request.prompt_token_ids[-1]
+    # A grammar, if there is one, decides what is sampled.
+    if dropped < sampled_below and request.sampling_params and request.structured_output_request is None:
         # A copy: requests made of one list of prompts share their parameters.
         request.sampling_params = copy.copy(request.sampling_params)
-        request.sampling_params.allowed_token_ids = [request.prompt_token_ids[-1]]
+        request.sampling_params.allowed_token_ids = [dropped]
     # In an engine that shares its process with the API, samples of one prompt share this list.
     request.prompt_token_ids = request.prompt_token_ids[:-1]
     del request._all_token_ids[-1:]
