@@ -132,6 +132,15 @@ def test_hosts_of_every_kind_are_taken(host):
     assert read_offer({**write_offer(OFFER), "remote_host": host}).remote_host == host
 
 
+@pytest.mark.parametrize("key", ["remote_port", "remote_request_id", "remote_adapter"])
+def test_text_that_is_not_unicode_is_refused(key):
+    sent = json.loads(
+        json.dumps({**write_offer(OFFER), key: "half of a pair"}).replace("half of a pair", r"\ud800")
+    )
+    with pytest.raises(ProtocolError, match="kv_transfer_params: text that is not Unicode"):
+        read_offer(sent)
+
+
 @pytest.mark.parametrize("params", [[], "text", 5, True, [write_offer(OFFER)]])
 def test_what_is_no_object_is_refused(params):
     with pytest.raises(ProtocolError):

@@ -80,9 +80,14 @@ def read_offer(params: Any) -> Offer | None:
     if params is None or (isinstance(params, dict) and not params.get("do_remote_prefill")):
         return None
     try:
-        return msgspec.convert(params, Offer)
+        offer = msgspec.convert(params, Offer)
+        # JSON can name half of a surrogate pair, which no log line, message or digest can hold.
+        "".join(text for text in msgspec.structs.astuple(offer) if isinstance(text, str)).encode()
+    except UnicodeError as error:
+        raise ProtocolError("kv_transfer_params: text that is not Unicode") from error
     except msgspec.ValidationError as error:
         raise ProtocolError(f"kv_transfer_params: {error}") from error
+    return offer
 
 
 def not_of_prompt(offer: Offer, request: Any, adapters: Adapters) -> str | None:
