@@ -12,6 +12,7 @@ from kvferry.engines.vllm import built
 from kvferry.engines.vllm.built import Built, built_of
 from kvferry.engines.vllm.compat import models
 from kvferry.engines.vllm.compat.models import built_model
+from kvferry.engines.vllm.settings_text import settings_of
 from kvferry.errors import ConfigError
 from kvferry.transport.messages import MOST_NAMED, compare
 
@@ -137,19 +138,33 @@ def test_a_fact_that_only_one_side_states_refuses_nobody_and_a_setting_does():
 
 
 def test_a_set_has_one_text_whatever_order_a_process_keeps_it_in():
-    from kvferry.engines.vllm.settings_text import settings_of
-
     names = [f"layers.{number}" for number in range(9)]
     assert settings_of({"skipped": set(names)}) == settings_of({"skipped": names})
     assert settings_of({"deep": [frozenset(names)]}) == settings_of({"deep": [names]})
 
 
 def test_values_that_are_long_are_told_apart_by_a_digest():
-    from kvferry.engines.vllm.settings_text import settings_of
-
     lists = [settings_of({"layers": list(range(n))})["layers"] for n in (200, 201)]
     assert lists[0] != lists[1]
     assert max(map(len, lists)) < 120
     many = [settings_of({f"k{n}": n * m for n in range(5000)}) for m in (1, 2)]
     assert len(many[0]) == 4097
     assert many[0] != many[1]
+
+
+def test_objects_of_a_models_own_code_are_compared_by_what_they_hold():
+    class Block:
+        def __init__(self, heads):
+            self.heads, self.names, self.itself = heads, {"b", "a"}, self
+
+    class Closed:
+        __slots__ = ("heads",)
+
+    one, same, other = (
+        settings_of({"blocks": [Block(heads), Closed()], "first": Block(heads), "kind": torch.int8})
+        for heads in (2, 2, 4)
+    )
+    assert one == same
+    assert (one["first.heads"], one["first.names"], one["kind"]) == ("2", '["a", "b"]', "torch.int8")
+    assert "0x" not in str(one)
+    assert {key for key in one if one[key] != other[key]} >= {"blocks", "first.heads"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from enum import Enum
 from hashlib import blake2b
 from typing import Any
 
@@ -38,6 +39,8 @@ NOT_CONTENT = frozenset(
 MOST = 4096
 _LONGEST = 120
 _HEAD = 72
+_DEEPEST = 6
+"""Objects inside each other, of which one may hold itself."""
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, str]:
@@ -47,8 +50,15 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, str]:
 
     >>> settings_of({"rope": {"theta": 1e4, "factor": None}, "layers": [1, 2], "use_cache": True})
     {'layers': '[1, 2]', 'rope.theta': '10000'}
+
+    A model's own code may keep objects. They are read by their attributes: how Python prints one is another
+    text in every process.
+
+    >>> from types import SimpleNamespace
+    >>> settings_of({"blocks": [SimpleNamespace(heads={2, 10})], "first": SimpleNamespace(heads=2)})
+    {'blocks': '[{"heads": [10, 2]}]', 'first.heads': '2'}
     """
-    found = dict(sorted(_flat("", config)))
+    found = dict(sorted(_flat("", _plain(config))))
     if len(found) <= MOST:
         return found
     names = list(found)
@@ -61,7 +71,7 @@ def text_of(value: Any) -> str:
 
     Whole numbers have one spelling, with a point or without.
     """
-    text = value if isinstance(value, str) else json.dumps(_plain(value), sort_keys=True, default=str)
+    text = value if isinstance(value, str) else json.dumps(_plain(value), sort_keys=True)
     return text if len(text) <= _LONGEST else f"{text[:_HEAD]}... ({_digest(text)})"
 
 
@@ -76,16 +86,36 @@ def _flat(where: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield text_of(name), text_of(value)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, depth: int = 0) -> Any:
+    """Return a value as JSON has it, the same in every process."""
+    parts = _parts(value) if depth <= _DEEPEST else None
+    if isinstance(parts, Mapping):
+        return {str(key): _plain(each, depth + 1) for key, each in parts.items()}
+    if parts is not None:
+        return [_plain(each, depth + 1) for each in parts]
+    return _single(value)
+
+
+def _parts(value: Any) -> Mapping[Any, Any] | list[Any] | None:
+    """Return what a collection or an object holds; None for anything else."""
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, list | tuple):
+        return list(value)
+    if isinstance(value, set | frozenset):  # each process keeps one in an order of its own
+        return sorted(value, key=str)
+    named = isinstance(value, type | Enum) or callable(value)
+    return None if named else getattr(value, "__dict__", None)
+
+
+def _single(value: Any) -> bool | int | float | str | None:
     if isinstance(value, float) and value.is_integer() and abs(value) < 1 << 53:
         return int(value)
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if isinstance(value, set | frozenset):  # each process keeps one in an order of its own
-        return sorted((_plain(each) for each in value), key=str)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    return value
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if callable(value) or repr(value) == object.__repr__(value):  # printed by its address
+        return str(getattr(value, "__qualname__", type(value).__qualname__))
+    return str(value)
 
 
 def _digest(text: str) -> str:
