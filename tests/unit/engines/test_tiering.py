@@ -4,11 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import CircularBufferSpec, MambaSpec
+from vllm.v1.kv_cache_interface import CircularBufferSpec, FullAttentionSpec, MambaSpec
 
 from kvferry.engines.vllm.tier_config import FileSettings
 from kvferry.engines.vllm.tiering import _canonical, _default_directory, _open
 from kvferry.errors import ConfigError
+from kvferry.geometry import Group, GroupKind, Layer, RankGeometry, Region, opaque_page
 from kvferry.tiers.tags import TagTable
 
 
@@ -53,3 +54,21 @@ def test_an_engine_that_keeps_no_snapshots_is_told_why_and_what_to_do(spec, way_
     config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
     with pytest.raises(ConfigError, match=f"{way_out}.*configure no tiers"):
         _canonical(SimpleNamespace(), SimpleNamespace(), config, [])
+
+
+def test_pages_that_nobody_can_read_are_not_stored_and_what_would_help_is_said():
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    group = Group(GroupKind.FULL, 16, 0, (Layer("layers.0", 0, 64, opaque_page("NEW", 16, 64, 0, 1)),))
+    rank = RankGeometry(0, 1, 0, 1, 4, (group,), (Region(0, 256),))
+    with pytest.raises(ConfigError) as caught:
+        _canonical(
+            SimpleNamespace(chunk_tokens=64),
+            SimpleNamespace(model_config=SimpleNamespace(max_model_len=1024)),
+            SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)]),
+            [rank],
+        )
+    assert str(caught.value) == (
+        "tiers: layer 'layers.0': NEW has no canonical form, its bytes are opaque; it can be handed over to "
+        "an equal engine, but not be stored; configure no tiers, or choose an attention backend, layout and "
+        "KV cache dtype whose pages docs/backends.md lists by fields"
+    )

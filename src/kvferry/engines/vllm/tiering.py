@@ -225,7 +225,10 @@ def _canonical(
         canonical = canonical_of(ranks, tokens)
         check_storable(canonical, ranks)
     except (GeometryError, Incompatible) as error:
-        raise ConfigError(f"tiers: this engine's cache has no canonical form: {error}") from error
+        raise ConfigError(
+            f"tiers: {error}; configure no tiers, or choose an attention backend, layout and KV cache dtype "
+            "whose pages docs/backends.md lists by fields"
+        ) from error
     return canonical
 
 
