@@ -34,13 +34,17 @@ from kvferry.tiers.names import kind_of
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     """Moves KV cache between engines; one instance in the scheduler, one per worker.
 
-    vLLM keeps one worker instance per process, even if two engines live in it: the second engine's cache
-        is registered with
-    the first one's. So a worker instance holds a half per engine, and every step's metadata says whose it is.
+    vLLM keeps one worker instance per process, even if two engines live in it: the second engine's cache is
+    registered with the first one's. So a worker instance holds a half per engine, and every step's metadata
+    says whose it is.
     """
 
     _cache_configs: ClassVar[dict[str, Any]] = {}
-    """Engine id to the cache configuration that its scheduler instance in this process was made with."""
+    """Engine id to the cache configuration that its last instance in this process was made with.
+
+    A scheduler's names one layer's spec for all layers of a group, though they may differ in their heads. A
+    worker's has each layer's own, but a second engine of a process has no worker instance.
+    """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Validate the settings and make the half that `role` asks for.
@@ -57,6 +61,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._current: WorkerHalf | None = None
         self._arriving: WorkerHalf | None = None
         self._cache_configs[_engine_id(vllm_config)] = kv_cache_config
+        self._own_cache_config = kv_cache_config if role is KVConnectorRole.WORKER else None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, config)
             defer_frees(vllm_config)
@@ -153,9 +158,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> WorkerCard | None:
         """The engine's cache is registered, its scheduler made: start the half."""
         half, self._arriving = self._arriving, None
+        own, self._own_cache_config = self._own_cache_config, None
         assert half is not None
         self._current = self._halves[half.engine_id] = half
-        return half.start(self._cache_configs[half.engine_id])
+        return half.start(own or self._cache_configs[half.engine_id])
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)

@@ -1,0 +1,60 @@
+"""Which configuration of the cache a worker's half is started with."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.engines.vllm import connector
+from kvferry.engines.vllm.compat.contract import KVConnectorRole
+from kvferry.engines.vllm.connector import KVFerryConnector
+
+SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
+
+
+class Half:
+    """A worker's half that remembers what it is started with."""
+
+    def __init__(self, vllm_config: Any, caches: Any) -> None:
+        self.engine_id = vllm_config.kv_transfer_config.engine_id
+
+    def start(self, kv_cache_config: Any) -> Any:
+        return kv_cache_config
+
+
+@pytest.fixture(autouse=True)
+def halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connector, "WorkerHalf", Half)
+    monkeypatch.setattr(connector, "SchedulerHalf", lambda *of: None)
+    monkeypatch.setattr(connector, "read_settings", lambda of: None)
+
+
+def config_of(engine: str) -> Any:
+    transfer = SimpleNamespace(engine_id=engine, is_kv_consumer=True)
+    return SimpleNamespace(kv_transfer_config=transfer, device_config=SimpleNamespace(device_type="meta"))
+
+
+def registered(worker: KVFerryConnector, engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What the half is started with of the engine that is being set up."""
+    monkeypatch.setattr(connector, "current_config", lambda: engine)
+    worker.register_kv_caches({})
+    return worker.get_handshake_metadata()
+
+
+def test_a_worker_has_each_layers_own_spec_and_a_second_engine_the_schedulers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A scheduler's configuration names one layer's spec for all layers of a group."""
+    first, second = config_of("first"), config_of("second")
+    worker = KVFerryConnector(first, WORKER, "specs by layer")
+    KVFerryConnector(first, SCHEDULER, "one spec for all")
+    assert registered(worker, first, monkeypatch) == "specs by layer"
+    KVFerryConnector(second, SCHEDULER, "of the second")
+    assert registered(worker, second, monkeypatch) == "of the second"
+
+
+def test_a_worker_in_a_process_of_its_own_has_its_own_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = config_of("of ranks")
+    assert registered(KVFerryConnector(engine, WORKER, "its own"), engine, monkeypatch) == "its own"
