@@ -31,10 +31,12 @@ def test_attempts_are_capped_so_that_admission_ends():
     bidding = Bidding(attempts=3)
     taken = 0
     while bidding.open([bid(f"source {taken}", 16)], 100):
+        assert not bidding.spent
         bidding.take()
         taken += 1
         assert taken <= 3
     assert taken == 3
+    assert bidding.spent
 
 
 def test_asking_spends_nothing():
@@ -77,6 +79,7 @@ def test_what_two_sources_bring_is_a_bid_of_both():
     head, tail = bid("a", 16, "host"), bid("b", 24, "peer")
     both = Bid.composed(head, tail)
     assert (both.tokens, both.places, both.sources) == (40, {"host", "peer"}, ("a", "b"))
+    assert (tail.legs, both.legs) == ((tail.parts,), (head.parts, tail.parts))
     assert both.like(Bid.composed(bid("a", 1, "host"), bid("b", 1, "peer")))
     assert not both.like(Bid("b", both.parts))
     assert not both.looking

@@ -48,6 +48,7 @@ def test_late_blocks_are_counted_per_source_once_and_until_they_land():
     for key in ("a", "a", "b", "c"):
         pins.late(key)
     assert (pins.late_blocks("P"), pins.late_blocks("Q"), pins.late_blocks("R")) == (3, 1, 0)
+    assert pins.all_late_blocks == 4
     pins.landed("a")
     assert pins.late_blocks("P") == 1
     pins.landed("b")
@@ -60,11 +61,27 @@ def test_what_each_source_holds_is_counted_until_it_lands():
     pins.hold("a", "P", [1, 2])
     pins.hold("b", "Q", [3])
     pins.late("a")
-    assert pins.held == {"P": 2, "Q": 1}
+    pins.hold("c", "P", [4])
+    assert pins.held == {"P": 3, "Q": 1}
     pins.landed("a")
-    assert pins.held == {"Q": 1}
+    assert pins.held == {"P": 1, "Q": 1}
     pins.landed("b")
+    assert pins.held == {"P": 1}
+    pins.landed("c")
     assert pins.held == {}
+
+
+def test_a_source_holds_at_most_half_of_what_others_leave_of_the_blocks():
+    assert may_hold("P", 2, {"P": 2}, 8)
+    assert not may_hold("P", 3, {"P": 2}, 8)
+    assert may_hold("P", 1, {"P": 2, "Q": 2}, 8)
+    assert not may_hold("P", 2, {"P": 2, "Q": 2}, 8)
+
+
+@pytest.mark.parametrize("held", [{}, {"P": 0, "Q": 0}])
+def test_a_load_that_is_alone_may_be_larger_than_the_bound(held):
+    assert may_hold("P", 100, held, 8)
+    assert not may_hold("P", 100, {"Q": 1}, 8)
 
 
 @given(
@@ -145,6 +162,13 @@ class LifeOfPins(RuleBasedStateMachine):
         assert +self.references == held
         assert min(self.references.values(), default=0) >= 0
         assert len(self.pins) == len(self.waiting)
+
+    @invariant()
+    def held_counts_are_those_of_loads_in_flight(self):
+        held = Counter()
+        for key in self.waiting:
+            held[self.source[key]] += len(self.blocks[key])
+        assert +self.pins.held == +held
 
     @invariant()
     def late_counts_are_those_of_late_loads(self):
