@@ -93,7 +93,7 @@ def joined(parts: Iterable[Plane]) -> tuple[Plane, ...]:
     """Parts with equal offsets as one plane; parts without loops are left out.
 
     >>> k, v = (Plane((0, 8), (0,), (Nest(at, at, 4),)) for at in (0, 4))
-    >>> joined([k, v])
+    >>> joined([k, v, Plane((0, 3), (0,), ())])
     (Plane(src_at=(0, 8), dst_at=(0,), nests=(Nest(src=0, dst=0, run=8, loops=()),)),)
     """
     found = defaultdict[tuple[Offsets, Offsets], list[Nest]](list)

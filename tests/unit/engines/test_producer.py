@@ -170,6 +170,14 @@ def test_an_earlier_turn_is_kept_for_its_time_whoever_releases_it(clock) -> None
     assert not engine.producer.busy
 
 
+def test_an_earlier_turn_of_one_of_several_samples_ends_like_any_other(clock) -> None:
+    engine = Engine(turn_seconds=SECONDS)
+    engine.producer.start(7, TurnIndex(), Pool(), 1)
+    engine.producer.finished(request(SAMPLES[0], range(300), num_computed_tokens=299), (list(range(1, 20)),))
+    clock.now += SECONDS
+    assert engine.hear(turns=True).keys() == {SAMPLES[0]}
+
+
 def test_a_reset_gives_earlier_turns_back(clock) -> None:
     engine = Engine(turn_seconds=SECONDS)
     engine.producer.start(7, TurnIndex(), Pool(), 1)
