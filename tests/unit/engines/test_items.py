@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -43,6 +45,41 @@ def test_what_comes_with_the_pixels_counts():
     assert len({*grids, name_of(feature(1, CAT))}) == 3
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"grid": torch.ones(2)}, {"grids": torch.ones(2)}),
+        ({"grid": [torch.ones(1), torch.ones(2)]}, {"grid": [torch.ones(1), torch.zeros(2)]}),
+        ({"grid": [torch.ones(1), [torch.ones(1)]]}, {"grid": [[torch.ones(1)], torch.ones(1)]}),
+        ({"grid": {"t": 1}}, {"grid": {"t": 2}}),
+        ({"lengths": np.array([1, 2])}, {"lengths": np.array([1, 3])}),
+        ({"lengths": np.array([1, 2])}, {"lengths": np.array([[1, 2]])}),
+        ({"lengths": np.array([1, 2], "i8")}, {"lengths": np.array([1, 2], "u8")}),
+        ({"scale": 0.5}, {"scale": 0.25}),
+        ({"scale": 1}, {"scale": True}),
+        ({"scale": None}, {"scale": "None"}),
+    ],
+    ids=str,
+)
+def test_each_value_counts_with_its_key_its_type_and_its_place(one, other):
+    assert name_of(feature(1, CAT, **one)) != name_of(feature(1, CAT, **other))
+
+
+def test_the_order_of_keys_does_not_count():
+    a, b = torch.ones(1), torch.zeros(1)
+    assert name_of(feature(1, CAT, a=a, b=b)) == name_of(feature(1, CAT, b=b, a=a))
+
+
+def test_a_video_of_the_same_tensors_is_no_image():
+    assert name_of(replace(feature(1, CAT), modality="video")) != name_of(feature(1, CAT))
+
+
+def test_a_name_is_the_same_in_every_process_and_version():
+    """Chunks of tiers are kept under it."""
+    one = feature(1, CAT, grid=[np.array([1, 2], "<i4")], scale=0.5)
+    assert name_of(one) == "2236a17a79c8b50fc7b0b5bd23bd2e27"
+
+
 def test_bfloat16_and_lists_of_tensors_are_named():
     tall = feature(1, torch.ones(3, dtype=torch.bfloat16), grid=[torch.ones(1), torch.zeros(2)], scale=0.5)
     assert len(name_of(tall)) == 32
@@ -66,5 +103,7 @@ def test_the_address_of_an_item_in_shared_memory_is_no_name():
 
 
 def test_what_has_no_bytes_has_no_name():
-    with pytest.raises(Unnameable, match="is a object"):
+    with pytest.raises(Unnameable, match=r"item\.data\.more is a object"):
         name_of(feature(1, CAT, more=object()))
+    with pytest.raises(Unnameable, match=r"item\.data\.more is a ndarray"):
+        name_of(feature(1, CAT, more=np.array([object()])))

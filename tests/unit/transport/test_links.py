@@ -61,6 +61,46 @@ def test_a_success_ends_the_pauses(world):
         assert isinstance(world.links.get("P"), Peer), "the first failure after a success waits for nothing"
 
 
+def test_a_connection_that_is_up_is_kept_whoever_asks_for_it_again(world):
+    world.links.connect("P", ())
+    first = world.links.get("P")
+    world.links.connect("P", ())
+    assert world.links.get("P") is world.links.get("P") is first
+    assert (world.attempts, first.closed) == (1, False)
+
+
+def test_reads_that_fail_one_after_the_other_make_pauses_grow(world):
+    world.links.connect("P", ())
+    world.links.failed(world.links.get("P"), "the transport failed")
+    world.links.failed(world.links.get("P"), "the transport failed")
+    for _ in range(10):
+        assert world.links.get("P") == "the transport failed"
+        world.clock.now += 0.0999
+    world.clock.now += 0.001
+    assert isinstance(world.links.get("P"), Peer)
+
+
+def test_a_success_with_one_peer_says_nothing_of_another(world):
+    for name in "PQ":
+        world.links.connect(name, ())
+    world.links.failed(world.links.get("P"), "the transport failed")
+    broken = world.links.get("P")
+    world.links.served(world.links.get("Q"))
+    world.links.failed(broken, "the transport failed")
+    assert world.links.get("P") == "the transport failed", "its second failure in a row"
+
+
+def test_what_is_not_connected_can_be_disconnected(world, caplog):
+    world.links.disconnect("nobody")
+    world.faulty = True
+    world.links.connect("P", ())
+    world.links.disconnect("P")
+    world.links.let_go()
+    assert list(world.links) == []
+    assert world.links.get("P") == "peer P is not connected"
+    assert not caplog.records
+
+
 def test_no_second_connection_is_made_while_a_read_uses_the_first(world):
     world.links.connect("P", ())
     first = world.links.get("P")
