@@ -6,7 +6,18 @@ from hypothesis import assume, given, strategies as st
 
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
-from kvferry.planning.select import Span, needed, part_block, select_cells, uncovered
+from kvferry.planning.select import (
+    STATE_BLOCKS,
+    Span,
+    blocks_begun,
+    first_seen,
+    most_written,
+    needed,
+    part_block,
+    select_cells,
+    uncovered,
+    written,
+)
 from kvferry.planning.template import Route, build_templates
 from support.pages import kv_page, rank_of, state_page
 
@@ -216,3 +227,56 @@ def test_a_part_that_begins_or_ends_inside_a_block_is_an_error(part):
     with pytest.raises(TransferError, match="at token 24, inside a block of 16"):
         select_cells(route(8, 16), FULL, 0, Span(0, 56, 56, part), ids, ids)
     assert len(select_cells(route(8, 8), FULL, 0, Span(0, 56, 56, part), ids, ids))
+
+
+SPANS = st.builds(
+    lambda have, rest, beyond, part: Span(
+        have, have + rest, have + rest + beyond, (have, have + 16) if part else None
+    ),
+    st.integers(0, 60),
+    st.integers(17, 60),
+    st.integers(0, 3),
+    st.booleans(),
+)
+
+
+@given(
+    st.sampled_from((FULL, MLA, SLIDING, CHUNKED)), st.integers(1, 40), st.integers(1, 24), SPANS, st.data()
+)
+def test_blocks_begun_hold_something_that_is_needed_and_nothing_that_is_there(kind, reach, block, span, data):
+    count = -(-span.total // block)
+    ids = [at + 10 if data.draw(st.booleans()) else 0 for at in range(count)]
+    reach = reach if kind in (SLIDING, CHUNKED) else 0
+    low, high = needed(kind, reach, span)
+    tokens = [set(range(at * block, at * block + block)) for at in range(count)]
+    expected = [
+        ids[at]
+        for at in range(count)
+        if ids[at] and tokens[at] & set(range(low, high)) and not tokens[at] & set(range(span.have))
+    ]
+    assert blocks_begun(kind, reach, block, span, table(*ids)).tolist() == expected
+
+
+@pytest.mark.parametrize(("span", "begun"), [(Span(0, 64, 65), [7]), (Span(24, 64, 65), [7])])
+def test_the_block_of_a_snapshot_is_begun_wherever_the_prefix_here_ends(span, begun):
+    assert blocks_begun(STATE, 0, 16, span, table(7)).tolist() == begun
+    assert blocks_begun(STATE, 0, 16, replace(span, part=(span.have, 48)), table(7)).tolist() == []
+
+
+@given(st.sampled_from((FULL, MLA, SLIDING, CHUNKED)), st.integers(1, 40), st.integers(1, 24), SPANS)
+def test_a_load_writes_as_many_blocks_as_are_not_null_where_it_may_write(kind, reach, block, span):
+    reach = reach if kind in (SLIDING, CHUNKED) else 0
+    seen_from = first_seen(kind, reach, span.total)
+    expected = [
+        at
+        for at in range(-(-span.total // block))[written(kind, block, span)]
+        if at * block + block > seen_from
+    ]
+    assert most_written(kind, reach, block, span) == len(expected)
+
+
+def test_a_load_writes_two_blocks_of_recurrent_state_with_its_last_part():
+    span = Span(16, 64, 65)
+    assert most_written(STATE, 0, 16, span) == most_written(STATE, 0, 16, replace(span, part=(32, 64))) == 2
+    assert most_written(STATE, 0, 16, replace(span, part=(16, 32))) == 0
+    assert STATE_BLOCKS == 2, "vLLM takes a block for the snapshot, and another to go on with"
