@@ -1,17 +1,17 @@
-"""What sources offer a request, and which are not asked any more: strike out and bid again.
+"""Bids of sources for a request. A source that failed is struck out, and the others bid again.
 
-A source that failed a request is struck out for that request; the request is admitted anew and the best
-bid that is left is taken (`policies`), recompute at the latest.
+The engine admits a request anew after a failed load. It then takes the best bid that is left (`policies`),
+and computes the prompt if there is none.
 
     (new) ─take─▶ LOADING ─succeeded─▶ SERVED ─computed─▶ (─preempted─▶ take)
                      └─failed─▶ (source struck out) ─take─▶ … until no bid or no attempt is left: recompute
 
-Two rules make admission end, whatever sources offer and whatever the engine does with it:
+Two rules bound the admissions of a request, whatever sources offer:
 
-- The last token is always computed, to sample from it. So a load must bring a token before it. The engine
-  cuts a load of everything by the last token, and a request of which nothing else is left asks again.
-- Attempts are capped. A load that succeeded gives its attempt back only when the engine has computed
-  something after it.
+- The engine always computes the last token, to sample from it. So a load must bring an earlier token. Of a
+  load of everything the engine drops the last token, and asks again if only that one is left.
+- Attempts are capped. A load that succeeded returns its attempt only when the engine has computed tokens
+  after it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What of a bid comes from one place.
+    """The tokens of a bid that come from one place.
 
     Attributes:
         place: ``peer``, or the name of a tier.
-        tokens: how many.
+        tokens: number of tokens.
     """
 
     place: str
@@ -35,13 +35,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Bid:
-    """What a source offers a request.
+    """An offer of a source to load tokens of a request.
 
     Attributes:
         source: its name.
-        parts: where the tokens come from that it has beyond what is at hand locally.
-        looking: it cannot say yet; the parts are then the most it may come to.
-        head: what another source brings of it, the first of the parts; None if this one brings all.
+        parts: the tokens beyond those that the engine has, by place.
+        looking: the source does not know yet; `parts` are then an upper bound.
+        head: the bid of another source for the first of `parts`; None if this source brings all.
     """
 
     source: str
@@ -51,17 +51,17 @@ class Bid:
 
     @classmethod
     def composed(cls, head: Bid, tail: Bid) -> Bid:
-        """The beginning from one source, the rest from another."""
+        """Return the bid whose beginning is `head` and whose rest is `tail`."""
         return cls(tail.source, head.parts + tail.parts, head.looking or tail.looking, head)
 
     @property
     def tokens(self) -> int:
-        """Of all parts."""
+        """Tokens of all parts."""
         return sum(part.tokens for part in self.parts)
 
     @property
     def places(self) -> frozenset[str]:
-        """Of all parts."""
+        """Places of all parts."""
         return frozenset(part.place for part in self.parts)
 
     @property
@@ -75,15 +75,15 @@ class Bid:
         return (self.source,) if self.head is None else (*self.head.sources, self.source)
 
     def like(self, other: Bid | None) -> bool:
-        """Whether both come from the same places of the same sources, however much."""
+        """Return whether both bids come from the same places of the same sources."""
         return other is not None and (self.sources, self.places) == (other.sources, other.places)
 
 
 def leads_on(rest: int) -> bool:
-    """Whether a load could bring a request further.
+    """Return whether a load could bring a request further.
 
     Args:
-        rest: tokens of the request that are not at hand.
+        rest: tokens of the request that the engine does not have.
     """
     return rest > 1
 
@@ -97,11 +97,11 @@ class Bidding:
         self._brought = 0
 
     def open(self, bids: Iterable[Bid], rest: int) -> list[Bid]:
-        """Bids that may be taken.
+        """Return the bids that may be taken.
 
         Args:
-            bids: of all sources.
-            rest: tokens of the request that are not at hand, the last of which is always computed.
+            bids: those of all sources.
+            rest: tokens of the request that the engine does not have; it always computes the last one.
         """
         if self._left <= 0 or not leads_on(rest):
             return []
@@ -109,32 +109,32 @@ class Bidding:
 
     @property
     def spent(self) -> bool:
-        """No attempt is left."""
+        """Whether no attempt is left."""
         return self._left <= 0
 
     def take(self) -> int:
-        """An attempt is spent; returns its number, counting down from the cap."""
+        """Spend an attempt; return how many are left."""
         self._left -= 1
         return self._left
 
     def succeeded(self) -> None:
-        """The load of this attempt has brought what it was to bring."""
+        """Note that the load of this attempt succeeded."""
         self._brought += 1
 
     def computed(self) -> None:
-        """The engine computes tokens of the request: attempts that succeeded do not count any more.
+        """Return the attempts that succeeded, because the engine computes tokens of the request.
 
         So a request that is preempted may be served again.
         """
         self._left, self._brought = self._left + self._brought, 0
 
     def strike(self, source: str, reason: str) -> bool:
-        """Ask this source no more; True if that is new."""
+        """Strike a source out for this request; return whether it was not struck out before."""
         if source in self._struck:
             return False
         self._struck[source] = reason
         return True
 
     def why(self, source: str) -> str | None:
-        """Why a source was struck out, None if it was not."""
+        """Return why a source was struck out, None if it was not."""
         return self._struck.get(source)

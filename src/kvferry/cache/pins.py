@@ -1,9 +1,9 @@
-"""Who owns the destination of a load.
+"""Pins of the blocks that loads write.
 
-Every block that a load may write is pinned from before it is posted until every worker says that nothing
+Every block that a load may write is pinned before the load is posted, until every worker reports that nothing
 of it is in flight, whatever becomes of the request. A pin that outlives its request is *late*. Late pins are
-counted per source, and bounded: whatever is in flight may be late a moment later, so a load begins only if
-what is in flight and what is late stay below the bound together (`may_hold`).
+counted per source and bounded. Any load in flight may become late, so a load begins only if all loads in
+flight and late ones stay below the bound together (`may_hold`).
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ BlockT = TypeVar("BlockT")
 
 
 def may_hold(source: str, blocks: int, held: Mapping[str, int], most: int) -> bool:
-    """Whether another load may begin.
+    """Return whether another load may begin.
 
-    All sources together hold at most `most` blocks. One source holds at most half of what the others leave of
-    them, so that a source that hangs leaves room for the others, however many hang. A load that is alone may
-    be larger: else a long prompt could never be loaded.
+    All sources together hold at most `most` blocks. One source holds at most half of the blocks that the
+    others leave, so sources that hang always leave room for another. A load that is alone may be larger, or
+    a long prompt could never be loaded.
 
     >>> may_hold("a", 8, {}, 8), may_hold("a", 4, {"a": 1}, 8), may_hold("b", 2, {"a": 4}, 8)
     (True, False, True)
 
     Args:
-        source: whose load.
-        blocks: that the load may write.
-        held: by loads of each source, in flight and late.
-        most: blocks that all may hold.
+        source: the source of the load.
+        blocks: number of blocks that the load may write.
+        held: blocks that loads of each source hold, in flight and late.
+        most: blocks that all loads may hold.
     """
     others = sum(held.values()) - held.get(source, 0)
     alone = not any(held.values())
@@ -46,13 +46,13 @@ class _Pin(Generic[BlockT]):
 
 
 class Pins(Generic[BlockT]):
-    """All pins of an engine. Blocks are its own objects; it takes and gives the references itself."""
+    """All pins of an engine. The caller takes and returns the references to the engine's block objects."""
 
     def __init__(self, workers: int) -> None:
         """No pins yet.
 
         Args:
-            workers: how many must say that a load has landed.
+            workers: number of workers that must report a load as landed.
         """
         self._workers = workers
         self._pins: dict[str, _Pin[BlockT]] = {}
@@ -60,18 +60,18 @@ class Pins(Generic[BlockT]):
         self._held = Counter[str]()
 
     def __len__(self) -> int:
-        """Loads that hold blocks."""
+        """Number of loads that hold blocks."""
         return len(self._pins)
 
     def hold(self, key: str, source: str, blocks: Sequence[BlockT]) -> None:
-        """A load is about to be ordered; the caller has taken a reference to each block."""
+        """Pin the blocks of a load before it is ordered; the caller has taken a reference to each."""
         if key in self._pins:
             raise ValueError(f"load {key!r} is pinned already")
         self._pins[key] = _Pin(source, blocks, self._workers)
         self._held[source] += len(blocks)
 
     def late(self, key: str) -> None:
-        """The request goes on without this load, whose bytes may still land."""
+        """Mark a load as late: its request goes on without it, and its bytes may still land."""
         pin = self._pins.get(key)
         if pin is not None and not pin.late:
             pin.late = True
@@ -92,11 +92,10 @@ class Pins(Generic[BlockT]):
         return sum(self._late.values())
 
     def landed(self, key: str, workers: int = 1) -> Sequence[BlockT]:
-        """`workers` more workers have nothing of this load in flight.
+        """Note that `workers` more workers have nothing of a load in flight.
 
         Returns:
-            The blocks whose references the caller now gives back: all of them with the last worker, else
-                none.
+            The blocks whose references the caller returns now: all with the last worker, else none.
         """
         pin = self._pins.get(key)
         if pin is None:

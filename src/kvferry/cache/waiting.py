@@ -1,4 +1,4 @@
-"""How long a request has been kept waiting."""
+"""The time that a request has spent waiting for a source or for room."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Waiting:
-    """The time that a request was told to wait, in all; not the time that it waited for the engine itself.
+    """Adds up the times between telling a request to wait and its next admission.
+
+    Time that it waits for the engine itself does not count.
 
     Attributes:
-        seconds: until it was last asked for.
+        seconds: the sum so far.
     """
 
     seconds: float = 0.0
     _since: float | None = None
 
     def until(self, now: float) -> float:
-        """Return the seconds of waiting, with the last wait if one was begun; it has ended now."""
+        """End the wait that was begun, if any; return all seconds of waiting."""
         if self._since is not None:
             self.seconds += now - self._since
             self._since = None
         return self.seconds
 
     def begin(self, now: float) -> None:
-        """The request is told to wait until it is asked for again."""
+        """Begin a wait, which ends with the next `until`."""
         self._since = now

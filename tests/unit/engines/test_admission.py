@@ -1091,8 +1091,8 @@ def test_what_cannot_be_told_is_logged_once_and_changes_nothing(caplog, monkeypa
         engine.report(source.load, None)
         engine.admission.finished(name)
     assert [record.getMessage().partition(" ")[0] for record in caplog.records] == [
-        "Telling.asked",
-        "Telling.ended",
+        "AdmissionEvents.asked",
+        "AdmissionEvents.ended",
     ]
 
 
@@ -1129,7 +1129,7 @@ class Counting(RuleBasedStateMachine):
         self.engine.allocate(one, tokens)
         self.waiting.remove(one)
         if tokens:
-            loads = list(self.engine.admission._wishes[one.request_id].loads)
+            loads = list(self.engine.admission._known[one.request_id].loads)
             self.loading[one.request_id] = one, loads
         else:
             self.engine.compute(one)

@@ -1,7 +1,7 @@
-"""Names of LoRA adapters: digests of what their files hold, as long as the engine computes with just that.
+"""Names of LoRA adapters: digests of their files, while the files are those that the engine computes with.
 
-Files are read by a thread: an adapter of half a gigabyte would hold up the engine's steps. Until its digest
-is there an adapter has no name yet, and whoever needs one asks again.
+A thread reads the files, because an adapter of half a gigabyte would delay the engine's steps. Until its
+digest is known an adapter has no name, and the caller asks again later.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Seen: TypeAlias = tuple[tuple[str, int, int], ...]
 """Name, size and time of modification (ns) of the files of an adapter."""
 
 _GRACE_SECONDS = 0.005
-"""How long the first question waits: digests of files that were read before are remembered."""
+"""How long the first call waits: digests of files that were read before are remembered."""
 
 
 @dataclass(slots=True)
@@ -30,9 +30,9 @@ class _Adapter:
     """An adapter's files.
 
     Attributes:
-        seen: when it was first asked for.
-        done: it was read.
-        digest: of what was read; None if it could not be.
+        seen: its files when it was first asked for.
+        done: set when its files have been read.
+        digest: digest of the files; None if they could not be read.
     """
 
     seen: _Seen
@@ -41,27 +41,27 @@ class _Adapter:
 
 
 class Adapters:
-    """Adapters by their folder. The engine's thread calls it.
+    """Adapters by their folder. Only the engine's thread calls it.
 
-    The engine reads an adapter when it first needs it, and again when it has let it go. So files that are
-    others than at first may or may not be what it computes with, and name nothing any more.
+    The engine reads an adapter when it first needs it, and again after evicting it. If the files have changed
+    since the first time, nobody knows which version it computes with, so the adapter has no name any more.
     """
 
     def __init__(self, settings: str = "") -> None:
-        """Nothing was read yet.
+        """Begin without any adapter.
 
         Args:
-            settings: of the engine, by which an adapter's weights come to act; part of every name.
+            settings: the engine's LoRA settings that change what adapters compute; part of every name.
         """
         self._settings = settings
         self._known: dict[str, _Adapter] = {}
         self._reading = threading.Lock()
 
     def name(self, lora: Any) -> str:
-        """The name of an adapter.
+        """Return the name of an adapter, empty for none.
 
         Args:
-            lora: vLLM's LoRARequest; None for none, which an empty name says.
+            lora: vLLM's LoRARequest, or None.
 
         Raises:
             NotYetNamed: its files are being read.
@@ -82,7 +82,7 @@ class Adapters:
         return f"{known.digest} {self._settings}".rstrip()
 
     def _read(self, lora: Any, seen: _Seen) -> _Adapter:
-        """Let a thread read an adapter; one at a time."""
+        """Start a thread that reads an adapter; threads read one after the other."""
         adapter = self._known[lora.lora_path] = _Adapter(seen)
 
         def read() -> None:
@@ -106,7 +106,7 @@ def _files(folder: Path) -> _Seen:
 
 
 def _digest(name: str, folder: Path) -> str | None:
-    """Weights and configuration, which scales them; None if they are not on this machine's disk."""
+    """Digest weights and configuration, which scales them; None if they are not on this machine's disk."""
     try:
         weights = weights_of(folder)
         config = (folder / "adapter_config.json").read_bytes()

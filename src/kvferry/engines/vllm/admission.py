@@ -1,25 +1,25 @@
-"""Which source serves a request: bids are taken, loads seen to their end, and failures lead to the next bid.
+"""Admission: choose the source that serves a request, follow its loads, and try the next bid after a failure.
 
-One `_Wish` per request that some source might serve:
+The life of each request that some source might serve, in a `_RequestState`:
 
     OPEN ─admitted with blocks─▶ LOADING ─all workers ready─▶ SERVED
       │                             └─failed or late─▶ (struck out) FAILED ─lets others pass─▶ OPEN ─▶ …
       └─nothing to load─▶ SERVED ─preempted, admitted anew─▶ OPEN
 
-vLLM keeps a request whose load failed before those whose loads hold blocks, and its place for the failed load
-reserved: if it needed more blocks than are left, neither it nor they would ever go on. So it stands aside
-once, and an offer after a failure that finds no room at once is withdrawn: the prompt is computed, for which
-vLLM reserves nothing. Nor is a load begun that leaves too little `headroom` for others that wait, or for
-which its source has no room: others go on first, as long as there is patience; then the prompt is computed.
+vLLM queues a request whose load failed before requests whose loads hold blocks, and keeps blocks reserved for
+the failed load. If it needed more blocks than are left, neither it nor the others would ever go on. So it
+stands aside once. If the next offer finds no room at once, the prompt is computed, for which vLLM reserves
+nothing. A load also waits if it would leave too little `headroom` for requests that wait, or if its source
+has no room. When the request's patience is over, the prompt is computed.
 
-That every request ends is the rule of `cache.bids`: a load brings a request further, or is not begun.
+Every request ends because a load brings it further or is not begun (`cache.bids`).
 
-Where two sources bring a prefix together (`offers`), the request waits for two loads. When one of them has
-failed, on any worker, the other is given up, without blame: the request goes on, and what is in flight lands
-in blocks that it does not have any more.
+Two sources may bring a prefix together (`offers`). The request then waits for two loads. When one fails on
+any worker, the other is dropped and its source is not blamed. The request goes on, and bytes in flight land
+in blocks that it no longer has.
 
-Blocks being written are pinned in the engine's pool until every worker says that nothing is in flight,
-whatever became of the request meanwhile.
+Blocks that a load writes stay pinned in the engine's pool until every worker reports that nothing is in
+flight, whatever becomes of the request.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from kvferry.cache.bids import Bidding
 from kvferry.cache.pins import Pins
 from kvferry.cache.policies import Choice
 from kvferry.cache.waiting import Waiting
+from kvferry.engines.vllm.admission_events import OTHER_PART, AdmissionEvents
 from kvferry.engines.vllm.compat.specs import reach_of, state_position
 from kvferry.engines.vllm.headroom import Headroom
 from kvferry.engines.vllm.meta import BlockIds, Report, SchedulerMeta, WorkerMeta
@@ -42,13 +43,12 @@ from kvferry.engines.vllm.must_compute import must_compute
 from kvferry.engines.vllm.offers import Offer, grain_of, offers_of
 from kvferry.engines.vllm.part_blocks import PartBlocks
 from kvferry.engines.vllm.source import Load, Source
-from kvferry.engines.vllm.telling import OTHER_PART, Telling
 from kvferry.geometry import GroupKind
 from kvferry.observe.watch import Watch
 from kvferry.planning.select import Span, most_written, written
 
 
-class _State(Enum):
+class _Phase(Enum):
     OPEN = "open"
     LOADING = "loading"
     FAILED = "failed"
@@ -56,24 +56,24 @@ class _State(Enum):
 
 
 @dataclass(slots=True)
-class _Wish:
-    """A request, and where it stands.
+class _RequestState:
+    """One request.
 
     Attributes:
-        bidding: over its attempts.
-        sources: that might serve it.
-        state: see the module.
-        taken: the offer that the engine was last made, and how many tokens it had.
-        loads: under way.
-        broken: one of this attempt has failed.
-        failed: the last attempt did.
-        waiting: for bids of sources that were looking, and for room.
-        crowded: there was no room for what was taken.
+        bidding: its bids and attempts.
+        sources: those that might serve it.
+        phase: as drawn above.
+        taken: the offer last made to the engine, and the tokens that the engine had then.
+        loads: the loads under way.
+        broken: a load of this attempt has failed.
+        failed: the last attempt has failed.
+        waiting: time spent waiting for room, or for sources that were looking.
+        crowded: there was no room for `taken`.
     """
 
     bidding: Bidding
     sources: tuple[Source, ...]
-    state: _State = _State.OPEN
+    phase: _Phase = _Phase.OPEN
     taken: tuple[Offer, int] | None = None
     loads: list[Load] = field(default_factory=list)
     broken: bool = False
@@ -83,10 +83,10 @@ class _Wish:
 
 
 class Admission:
-    """See the module. The engine's thread calls it.
+    """Decides for every request which source loads it. Only the engine's thread calls it.
 
     Attributes:
-        pins: destinations of loads.
+        pins: blocks that loads may write.
     """
 
     def __init__(
@@ -107,118 +107,118 @@ class Admission:
 
         Args:
             kv_cache_config: vLLM's.
-            kinds: of its groups.
-            pins: shared with the sources, which look at what late loads hold.
+            kinds: the kind of each of its groups.
+            pins: shared with the sources, which count the blocks that late loads hold.
             parts: blocks that loads fill in part.
-            headroom: for what comes after loads.
+            headroom: blocks to leave for requests that wait.
             pool: the engine's block pool.
-            workers: how many report a load.
-            attempts: loads of a request.
-            sources: asked in this order; the first of equal bids is taken.
-            choice: between what they offer.
-            watch: told of what is decided.
+            workers: number of workers that report a load.
+            attempts: most loads of a request.
+            sources: in the order in which they are asked; the first of equal bids is taken.
+            choice: chooses between bids.
+            watch: receives an event for each decision.
         """
         self.pins = pins
         self._groups, self._kinds = kv_cache_config.kv_cache_groups, kinds
         self._parts, self._headroom, self._pool = parts, headroom, pool
         self._workers, self._attempts = workers, attempts
         self._sources, self._choice = tuple(sources), choice
-        self._telling = Telling(watch, choice.policy)
+        self._events = AdmissionEvents(watch, choice.policy)
         self._blocks = [
             (kind, reach_of(group.kv_cache_spec), int(group.kv_cache_spec.block_size))
             for kind, group in zip(kinds, self._groups, strict=True)
         ]
         self._grain = grain_of((kind, block) for kind, _, block in self._blocks)
-        self._wishes: dict[str, _Wish] = {}
+        self._known: dict[str, _RequestState] = {}
         self._loads: dict[str, tuple[Source, Load]] = {}
         self._given_up: dict[str, str] = {}
         self._brought: dict[str, Bidding] = {}
         self._count = 0
 
     def __len__(self) -> int:
-        """Requests that a source might serve, or has served."""
-        return len(self._wishes)
+        """Number of requests that a source might serve, or has served."""
+        return len(self._known)
 
     def on_new_request(self, request: Any) -> None:
         """Ask the sources which of them may serve a request."""
         bidding = Bidding(self._attempts)
         sources = tuple(source for source in self._sources if source.arrived(request, bidding))
-        self._telling.arrived(request, sources, [one for one in self._sources if one not in sources])
+        self._events.arrived(request, sources, [one for one in self._sources if one not in sources])
         if sources:
-            self._wishes[request.request_id] = _Wish(bidding, sources)
+            self._known[request.request_id] = _RequestState(bidding, sources)
 
     def matched(self, request: Any, have: int) -> int | None:
-        """Tokens that can be loaded beyond `have`; None while that is not known, and to let others pass."""
+        """Return the tokens that can be loaded beyond `have`; None to be asked again later."""
         if self._parts.evict():
             return None  # some of what the engine has just found for this request may be among them
-        wish = self._wishes.get(request.request_id)
-        if wish is None or wish.state is _State.LOADING:
+        known = self._known.get(request.request_id)
+        if known is None or known.phase is _Phase.LOADING:
             return 0
-        if wish.state is _State.FAILED:
-            wish.state, wish.failed = _State.OPEN, True
+        if known.phase is _Phase.FAILED:
+            known.phase, known.failed = _Phase.OPEN, True
             return None
-        if wish.failed and wish.taken is not None:
-            self._telling.no_room(request.request_id, have)
+        if known.failed and known.taken is not None:
+            self._events.no_room(request.request_id, have)
             return 0
-        wish.state = _State.OPEN
+        known.phase = _Phase.OPEN
         if (why := must_compute(request, have)) is not None:
-            wish.taken = None
-            self._telling.not_asked(request, wish.sources, have, *why)
+            known.taken = None
+            self._events.not_asked(request, known.sources, have, *why)
             return 0
-        return self._best(wish, request, have)
+        return self._best(known, request, have)
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
-        """The request has blocks; `external` tokens are to be loaded into them, or none."""
-        wish = self._wishes.get(request.request_id)
-        if wish is not None and wish.state is _State.SERVED:
+        """Begin the load of `external` tokens, 0 for none, into the blocks that the request now has."""
+        known = self._known.get(request.request_id)
+        if known is not None and known.phase is _Phase.SERVED:
             self._parts.goes_on(request.request_id)
-        if wish is None or wish.state is not _State.OPEN:
+        if known is None or known.phase is not _Phase.OPEN:
             return
         self._parts.forget(request.request_id)  # of an admission before this one
-        wish.failed = False
-        if external == 0 or wish.taken is None:
-            if wish.taken is not None and wish.crowded:
-                self._telling.no_room(request.request_id, wish.taken[1])
-            wish.taken = None
-            self._settle(request.request_id, wish)
-            self._telling.unserved(request)
+        known.failed = False
+        if external == 0 or known.taken is None:
+            if known.taken is not None and known.crowded:
+                self._events.no_room(request.request_id, known.taken[1])
+            known.taken = None
+            self._settle(request.request_id, known)
+            self._events.unserved(request)
             return
-        wish.state, wish.broken = _State.LOADING, False
-        wish.bidding.take()
-        self._headroom.loads(request.request_id, wish.taken[1] + external, request.num_tokens)
-        self._begin(wish, request, blocks, external)
-        wish.taken = None
+        known.phase, known.broken = _Phase.LOADING, False
+        known.bidding.take()
+        self._headroom.loads(request.request_id, known.taken[1] + external, request.num_tokens)
+        self._begin(known, request, blocks, external)
+        known.taken = None
 
     def origins(self, request_id: str) -> Counter[str]:
-        """Tokens that a request waits for, by where most of each load comes from: ``peer``, or a tier."""
+        """Count the tokens that a request waits for, by the place most of each load comes from."""
         found = Counter[str]()
-        for load in self._wishes[request_id].loads:
+        for load in self._known[request_id].loads:
             found[self._loads[load.key][0].origin(load)] += load.span.ends - load.span.begins
         return found
 
     def finished(self, request_id: str) -> None:
-        """The request has ended, whichever way: nothing more is wanted for it."""
+        """Forget a request that has ended. Its loads under way are late from now on."""
         self._headroom.forget(request_id)
         self._brought.pop(request_id, None)
-        wish = self._wishes.pop(request_id, None)
-        if wish is None:
-            self._telling.finished(request_id)
+        known = self._known.pop(request_id, None)
+        if known is None:
+            self._events.finished(request_id)
             return
-        for load in wish.loads:
+        for load in known.loads:
             self.pins.late(load.key)
             self._loads[load.key][0].dropped(load)
-        self._settle(request_id, wish)
-        for source in wish.sources:
+        self._settle(request_id, known)
+        for source in known.sources:
             source.finished(request_id)
-        self._telling.finished(request_id)
-        self._telling.late(self.pins.all_late_blocks)
+        self._events.finished(request_id)
+        self._events.late(self.pins.all_late_blocks)
 
     def scheduled(self, requests: Container[str]) -> None:
-        """The coming step computes something of these."""
+        """Note the requests that the coming step computes tokens of."""
         self._headroom.go_on(requests)
         for name in [name for name in self._brought if name in requests]:
             self._brought.pop(name).computed()
-        self._telling.scheduled(requests)
+        self._events.scheduled(requests)
 
     def hand_over(self, meta: SchedulerMeta) -> None:
         """Give the workers what has been decided since the last step."""
@@ -228,7 +228,7 @@ class Admission:
             source.hand_over(meta)
 
     def take_reports(self, meta: WorkerMeta) -> None:
-        """Hear how loads ended, and give back the blocks of which nothing is in flight."""
+        """Handle the workers' reports, and free blocks that nothing writes any more."""
         bad = [self._loads[key][1] for key, report in meta.reports.items() if report.failure is not None]
         for key, report in meta.reports.items():
             self._report(key, report, meta.reported.get(key, 1))
@@ -238,7 +238,7 @@ class Admission:
         for key, workers in meta.released.items():
             if blocks := self.pins.landed(key, workers):
                 self._pool.free_blocks(reversed(blocks))
-        self._telling.late(self.pins.all_late_blocks)
+        self._events.late(self.pins.all_late_blocks)
 
     def _report(self, key: str, report: Report, workers: int) -> None:
         if report.late:
@@ -247,84 +247,84 @@ class Admission:
         if load.hear(report, workers) < self._workers:
             return
         del self._loads[key]
-        wish, whole = self._wishes.get(load.request_id), load.whole()
-        wanted = wish is not None and load in wish.loads
+        known, whole = self._known.get(load.request_id), load.whole()
+        wanted = known is not None and load in known.loads
         in_vain = load.given_up and whole.failure is not None
-        self._telling.ended(source, load, whole, wanted=wanted and not in_vain)
-        if wish is None or not wanted:
+        self._events.ended(source, load, whole, wanted=wanted and not in_vain)
+        if known is None or not wanted:
             return
-        wish.loads.remove(load)
+        known.loads.remove(load)
         if whole.failure is not None:
-            wish.broken = True
+            known.broken = True
             self._parts.forget(load.request_id)
         if not in_vain:
             source.ended(load, whole)
-        # Late, it takes at least so long. Of a part, windows and states are most, whatever its tokens are.
+        # A late load takes at least so long. A part is not timed: its windows and states outweigh its tokens.
         if load.loads == 1 and (whole.failure is None or whole.late):
             self._choice.speeds.loaded(load.bid.parts, time.monotonic() - load.began)
-        if wish.loads:
+        if known.loads:
             return
-        if wish.broken:
-            wish.state = _State.FAILED
+        if known.broken:
+            known.phase = _Phase.FAILED
             self._headroom.forget(load.request_id)
             return
-        wish.bidding.succeeded()
-        self._brought[load.request_id] = wish.bidding
-        self._settle(load.request_id, wish)
-        self._telling.settled(load.request_id, load.span.total, load.span.prompt)
+        known.bidding.succeeded()
+        self._brought[load.request_id] = known.bidding
+        self._settle(load.request_id, known)
+        self._events.settled(load.request_id, load.span.total, load.span.prompt)
 
     def _give_up_beside(self, failed: Load) -> None:
-        """A load has failed: nothing is wanted any more of what comes beside it, which is not to blame."""
-        wish = self._wishes.get(failed.request_id)
-        for load in wish.loads if wish is not None else ():
+        """Drop the other loads of a failed attempt, without blame for their sources."""
+        known = self._known.get(failed.request_id)
+        for load in known.loads if known is not None else ():
             if load is not failed and load.attempt == failed.attempt and not load.given_up:
                 load.given_up |= all(report.failure is None for report in load.reports)
                 self._given_up[load.key] = OTHER_PART
                 self._loads[load.key][0].dropped(load)
 
-    def _best(self, wish: _Wish, request: Any, have: int) -> int | None:
-        """Tokens of the best bid, which is taken; None while it, or room, is waited for."""
-        wish.crowded = False
-        offers = self._offers(wish, request, have)
+    def _best(self, known: _RequestState, request: Any, have: int) -> int | None:
+        """Take the best bid and return its tokens; None while the request waits for it, or for room."""
+        known.crowded = False
+        offers = self._offers(known, request, have)
         now = time.monotonic()
-        waited = wish.waiting.until(now)
+        waited = known.waiting.until(now)
         best = self._choice.of(
-            wish.bidding.open((offer.bid for offer in offers), request.num_tokens - have),
+            known.bidding.open((offer.bid for offer in offers), request.num_tokens - have),
             request.num_tokens - have,
             waited=waited,
-            before=None if wish.taken is None else wish.taken[0].bid,
+            before=None if known.taken is None else known.taken[0].bid,
         )
         bids = [(offer.last, offer.bid) for offer in offers]
-        self._telling.asked(request, wish.sources, wish.bidding, have, bids, best)
+        self._events.asked(request, known.sources, known.bidding, have, bids, best)
         if best is None:
             return 0
         if not best.looking:
-            wish.taken = next(offer for offer in offers if offer.bid is best), have
-            wish.crowded = not self._has_room(wish.taken[0], request, have)
-            if not wish.crowded:
+            known.taken = next(offer for offer in offers if offer.bid is best), have
+            known.crowded = not self._has_room(known.taken[0], request, have)
+            if not known.crowded:
                 return best.tokens
             if waited >= self._choice.patience_seconds:
                 return 0
-        wish.waiting.begin(now)
+        known.waiting.begin(now)
         return None
 
-    def _offers(self, wish: _Wish, request: Any, have: int) -> list[Offer]:
-        """What may be taken of what sources have."""
-        found = offers_of(wish.sources, request, have, self._grain)
+    def _offers(self, known: _RequestState, request: Any, have: int) -> list[Offer]:
+        """Return the offers that may be taken."""
+        found = offers_of(known.sources, request, have, self._grain)
         return [offer for offer in found if not self._in_part(offer, request, have)]
 
     def _has_room(self, offer: Offer, request: Any, have: int) -> bool:
-        """Whether loads of an offer leave the blocks that others need, now and if they are late."""
+        """Return whether an offer's loads leave the blocks that others need, even if they are late."""
         tokens, total = request.num_tokens, have + offer.bid.tokens
         return self._headroom.fits(request.request_id, total, tokens) and all(
             source.room(bid, sum(most_written(*group, span) for group in self._blocks))
             for source, bid, span in offer.parts(have, offer.bid.tokens, tokens)
         )
 
-    def _begin(self, wish: _Wish, request: Any, blocks: Any, external: int) -> None:
-        """Begin the loads of what was taken, of which `external` tokens are not here."""
-        assert wish.taken is not None
-        offer, have = wish.taken
+    def _begin(self, known: _RequestState, request: Any, blocks: Any, external: int) -> None:
+        """Begin the loads of the offer that was taken; `external` tokens of it are not here."""
+        assert known.taken is not None
+        offer, have = known.taken
         parts = offer.parts(have, external, request.num_tokens)
         self._count += 1
         attempt = f"{request.request_id}#{self._count}"
@@ -339,23 +339,26 @@ class Admission:
                 self._tables(blocks.get_block_ids(), span),
                 time.monotonic(),
             )
-            wish.loads.append(load)
+            known.loads.append(load)
             self._loads[load.key] = source, load
             self._pin(load, blocks.blocks)
             source.begin(load, request)
-            self._telling.began(source, load)
+            self._events.began(source, load)
         self._parts.begin(request, load.tables, span, source.grains(load))
 
     def _in_part(self, offer: Offer, request: Any, have: int) -> bool:
-        """The offer would fill a block in part where that must not be; of what is looked for nobody knows."""
+        """Return whether an offer would fill a block in part where that is not allowed.
+
+        Not known, so False, of an offer that a source is still looking for.
+        """
         source, bid = offer.legs[-1]
         span = Span(have, have + offer.bid.tokens, request.num_tokens)
         load = Load("", request.request_id, "", 1, bid, span, (), 0.0)
         return not offer.bid.looking and self._parts.refuses(span, source.grains(load))
 
-    def _settle(self, request_id: str, wish: _Wish) -> None:
-        wish.state = _State.SERVED
-        for source in wish.sources:
+    def _settle(self, request_id: str, known: _RequestState) -> None:
+        known.phase = _Phase.SERVED
+        for source in known.sources:
             source.settled(request_id)
 
     def _pin(self, load: Load, blocks: Sequence[Sequence[Any]]) -> None:
@@ -370,7 +373,7 @@ class Admission:
         self.pins.hold(load.key, load.source, held)
 
     def _tables(self, block_ids: BlockIds, span: Span) -> BlockIds:
-        """Our block tables; a state group's only the block that will hold the snapshot."""
+        """Return this engine's block tables; of a state group only the block for the snapshot."""
         return tuple(
             [ids[state_position(group.kv_cache_spec, span.total)]] if kind is GroupKind.STATE else list(ids)
             for kind, group, ids in zip(self._kinds, self._groups, block_ids, strict=True)

@@ -1,9 +1,9 @@
-"""Names of images, videos and audio in prompts: digests of what the processor made of them.
+"""Names of images, videos and audio in prompts: digests of the processor's output.
 
-vLLM's own identifiers cannot serve. They may be a client's word, a counter that starts anew with the engine
-(without prefix caching and processor cache), or a digest of such a thing; and a digest of the media says
-nothing of the processor, but includes the path of the model. What the model is given decides what it
-computes: pixels as they were resized and normalised, grids, lengths.
+vLLM's own identifiers do not name content. They may be chosen by a client, or be a counter that restarts with
+the engine (without prefix caching and processor cache). vLLM's digest of the media leaves the processor out
+and includes the model's path. The KV depends on the model's input alone: resized and normalised pixels,
+grids, lengths.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _MEMORY = "kvferry_name"
 
 
 def name_of(feature: Any) -> str:
-    """The name of an item of a prompt; 32 hex digits.
+    """Return the name of an item of a prompt, 32 hex digits.
 
-    vLLM keeps what it has processed for further requests; it is digested once.
+    Remembers it in `feature.data`, which vLLM keeps for further requests.
 
     Args:
         feature: vLLM's MultiModalFeatureSpec.
 
     Raises:
-        Unnameable: the scheduler does not have what the model is given.
+        Unnameable: the scheduler does not have the processor's output.
     """
     remembered: str | None = getattr(feature.data, _MEMORY, None)
     if remembered is not None:
@@ -51,7 +51,7 @@ def name_of(feature: Any) -> str:
 
 
 def _parts(value: Any, where: str) -> Iterator[bytes | memoryview]:
-    """A value as pieces of bytes that are no other value's; each is digested with its length before it."""
+    """Yield the bytes of a value in pieces, differently for different values."""
     if isinstance(value, Mapping):
         yield b"mapping %d" % len(value)
         for key in sorted(value):

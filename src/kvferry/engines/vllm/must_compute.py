@@ -1,4 +1,4 @@
-"""Requests for which nothing may be loaded, whatever sources have: why, in a word and for people."""
+"""Requests that load nothing, whatever sources have, and the reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvferry.observe.events import Miss
 
 
 def must_compute(request: Any, have: int) -> tuple[Miss, str] | None:
-    """Return why the engine computes all that it does not have; None if sources may be asked.
+    """Return why a request loads nothing, as a word and a sentence; None if sources may be asked.
 
     Args:
         request: vLLM's.

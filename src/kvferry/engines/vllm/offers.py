@@ -1,7 +1,7 @@
-"""What sources have for a request: each by itself, and two together, one the beginning and one the rest.
+"""Offers for a request: of one source, or of two of which one brings the beginning and one the rest.
 
-Only layers that see everything need a beginning. All that others need is at the end of a prefix, so it comes
-with the last part, and parts meet where blocks of the first kind do.
+Only layers that see all tokens need a beginning. Windows and states are at the end of a prefix and come with
+its last part. The two parts meet where blocks of the layers that see all tokens end.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kvferry.planning.select import Span, sees_all
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What may be taken.
+    """An offer that admission may take.
 
     Attributes:
-        bid: all of it.
-        legs: who brings it, in the order of the prompt.
+        bid: the whole bid.
+        legs: each source with its part of the bid, in the order of the prompt.
     """
 
     bid: Bid
@@ -31,15 +31,15 @@ class Offer:
 
     @property
     def last(self) -> Source:
-        """Who brings the end."""
+        """The source of the last part."""
         return self.legs[-1][0]
 
     def parts(self, have: int, external: int, prompt: int) -> list[tuple[Source, Bid, Span]]:
-        """What each leg is to bring; a leg that is all here by now is left out.
+        """Return (source, bid, span) of every leg that the engine does not have by now.
 
         Args:
             have: tokens that the engine had when this was offered.
-            external: tokens of the prefix that it has not now.
+            external: tokens of the prefix that it lacks now.
             prompt: tokens of the prompt.
         """
         total, last, found = have + self.bid.tokens, have, list[tuple[Source, Bid, Span]]()
@@ -52,10 +52,10 @@ class Offer:
 
 
 def grain_of(blocks: Iterable[tuple[GroupKind, int]]) -> int:
-    """Tokens at multiples of which two parts may meet; 0 if no layer needs a beginning.
+    """Return the tokens at multiples of which two parts may meet; 0 if no layer needs a beginning.
 
     Args:
-        blocks: kind of every group of the engine, and tokens of its blocks.
+        blocks: kind and block size in tokens of every group of the engine.
 
     >>> grain_of([(GroupKind.FULL, 48), (GroupKind.MLA, 32), (GroupKind.SLIDING, 7)])
     96
@@ -65,13 +65,13 @@ def grain_of(blocks: Iterable[tuple[GroupKind, int]]) -> int:
 
 
 def offers_of(sources: Sequence[Source], request: Any, have: int, grain: int) -> list[Offer]:
-    """What each source has, then what two have together.
+    """Return the offers of each source, then those of two together.
 
     Args:
-        sources: that may serve the request.
+        sources: those that may serve the request.
         request: vLLM's.
         have: tokens that the engine has.
-        grain: tokens at multiples of which two parts may meet; 0 if no layer needs a beginning.
+        grain: see `grain_of`.
     """
     found = [Offer(bid, ((one, bid),)) for one in sources for bid in one.bids(request, have)]
     if len(sources) > 1 and grain:

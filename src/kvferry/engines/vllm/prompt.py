@@ -1,4 +1,4 @@
-"""What the KV of a vLLM request's prompt was computed from, as digests that travel with an offer."""
+"""Digests of everything that the KV of a prompt is computed from. They travel with an offer."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class PromptContent:
     """The content of the beginning of a prompt.
 
     Attributes:
-        tokens: digest of token ids.
-        items: digest of images and the like, and where they stand; empty without any.
-        adapter: name of the LoRA adapter by content; empty without one.
+        tokens: digest of the token ids.
+        items: digest of images, videos and audio with their positions; empty without any.
+        adapter: the LoRA adapter's name by content (`Adapters.name`); empty without one.
     """
 
     tokens: str
@@ -25,7 +25,7 @@ class PromptContent:
     adapter: str
 
     def difference(self, offered: PromptContent) -> str | None:
-        """Why blocks of `offered` are none of this prompt; None if they are."""
+        """Return why blocks of `offered` are not of this prompt; None if they are."""
         if offered.tokens != self.tokens:
             return (
                 "the offered blocks hold other tokens than this prompt (remote_digest differs); do both "
@@ -47,9 +47,9 @@ class PromptContent:
 
 
 def content_of(request: Any, tokens: int, adapters: Adapters) -> PromptContent:
-    """The content of the first `tokens` tokens.
+    """Return the content of the first `tokens` tokens.
 
-    The cache salt does not count: it separates tenants' caches, it does not change what is computed.
+    The cache salt is left out: it separates tenants' caches and does not change the KV.
 
     Raises:
         NotYetNamed: the adapter's files are being read.

@@ -19,15 +19,15 @@ logger = logging.getLogger(__name__)
 
 
 class Prompts:
-    """Requests by id. What cannot be named for certain has no chunks, and is neither stored nor looked up."""
+    """Chunks of requests, by request id. A prompt without a certain name is neither stored nor looked up."""
 
     def __init__(self, canonical: Canonical, adapters: Adapters, *, prompts_only: bool = False) -> None:
         """Begin.
 
         Args:
-            canonical: what chunks are.
-            adapters: the engine's.
-            prompts_only: generated tokens have other content than as part of a prompt: they have no names.
+            canonical: the form of chunks.
+            adapters: the engine's LoRA adapters.
+            prompts_only: name no generated tokens, whose KV differs from that of the same prompt.
         """
         self._canonical, self._adapters, self._prompts_only = canonical, adapters, prompts_only
         self._known: dict[str, PromptChunks] = {}
@@ -42,7 +42,7 @@ class Prompts:
         return kinds.index(max(kinds))
 
     def add(self, request: Any) -> PromptChunks | None:
-        """The chunks of a new request, None if they have no certain names, or none yet."""
+        """Return the chunks of a new request; None if they have no certain names, or none yet."""
         self._unnamed.pop(request.request_id, None)
         try:
             keys = self._keys(request)
@@ -54,7 +54,7 @@ class Prompts:
         return chunks
 
     def get(self, request: Any) -> PromptChunks | None:
-        """The chunks of a request with all tokens that are known by now; None if it has none."""
+        """Return the chunks of a request with all tokens known by now; None if they have no names."""
         if self._prompts_only and request.num_tokens > request.num_prompt_tokens:
             self.remove(request.request_id)
         if self.are_pending(request.request_id):
@@ -70,11 +70,11 @@ class Prompts:
         return chunks
 
     def are_pending(self, request_id: str) -> bool:
-        """The chunks of a request have no names yet, and may have later."""
+        """Return whether the chunks of a request have no names yet but may have later."""
         return isinstance(self._unnamed.get(request_id), NotYetNamed)
 
     def why_unnamed(self, request_id: str) -> str:
-        """Why the chunks of a request have no names."""
+        """Return why the chunks of a request have no names."""
         return str(self._unnamed.get(request_id, "the cache was reset since it came in"))
 
     def remove(self, request_id: str) -> None:
@@ -83,9 +83,9 @@ class Prompts:
         self._unnamed.pop(request_id, None)
 
     def start_anew(self) -> None:
-        """From now on nothing that was stored before is found, and what is stored is found by nobody else.
+        """Rename everything: what was stored before is not found, and nobody else finds what is stored now.
 
-        Running requests are neither stored nor looked up any more: their blocks mix both times.
+        Running requests are neither stored nor looked up any more, because their blocks mix old and new.
         """
         self._known.clear()
         self._unnamed.clear()
@@ -99,18 +99,18 @@ class Prompts:
 def keys_of(
     request: Any, tokens: Sequence[int], chunk_tokens: int, adapters: Adapters, epoch: str
 ) -> ChunkKeys:
-    """What names the content of blocks.
+    """Return the keys of a request's chunks.
 
     Args:
         request: vLLM's.
-        tokens: of it, from the first on.
+        tokens: its tokens from the first on.
         chunk_tokens: tokens of a chunk.
-        adapters: of the engine.
-        epoch: sets apart what may not be found by others, or from before; empty otherwise.
+        adapters: the engine's LoRA adapters.
+        epoch: random text that keeps these keys apart from all others; empty otherwise.
 
     Raises:
-        NotYetNamed: its LoRA adapter is being read.
-        Unnameable: there is no certain name.
+        NotYetNamed: the files of its LoRA adapter are being read.
+        Unnameable: its content has no certain name.
     """
     if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
         raise Unnameable("the prompt is not made of token ids")

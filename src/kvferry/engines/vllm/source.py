@@ -1,4 +1,4 @@
-"""What can give a request tokens that it need not compute: the seam between admission and its sources."""
+"""Sources of KV that a request need not compute: the interface between admission and its sources."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from kvferry.planning.select import Span
 
 @dataclass(slots=True)
 class Load:
-    """What one source brings of a prefix: all of it, or a part.
+    """A load of a prefix, or of a part of one, from one source.
 
     Attributes:
-        key: names it, among all of this engine.
+        key: unique name in this engine.
         request_id: vLLM's.
-        attempt, loads: what the request waits for, and of how many loads it consists.
-        bid: that was taken.
-        span: how much of the prompt.
+        attempt: name of the attempt that it belongs to.
+        loads: number of loads of that attempt.
+        bid: the bid that was taken.
+        span: the tokens of the prompt.
         tables: our block ids by position per group; of a state group the one block for the snapshot.
-        began: seconds of the monotonic clock.
-        given_up: another part of the prefix has failed, and nobody waits for this one.
-        reports, reported: what workers have said, and how many have.
+        began: monotonic seconds.
+        given_up: another load of the attempt has failed, so nobody waits for this one.
+        reports: the workers' reports.
+        reported: number of workers that have reported.
     """
 
     key: str
@@ -47,83 +49,83 @@ class Load:
         return self.bid.source
 
     def hear(self, report: Report, workers: int) -> int:
-        """So many more workers report the load, as one; how many have by now."""
+        """Add a report of `workers` workers; return how many have reported by now."""
         self.reports.append(report)
         self.reported += workers
         return self.reported
 
     def whole(self) -> Report:
-        """All workers' reports as one."""
+        """Return all workers' reports as one."""
         return reduce(Report.with_other, self.reports)
 
 
 class Source(Protocol):
-    """One way to prefixes. The engine's thread calls it; nothing may wait.
+    """A source of prefixes. The engine's thread calls it, so no method may block.
 
     Attributes:
-        name: what it is called in metrics.
+        name: its name in metrics.
     """
 
     name: str
 
     def arrived(self, request: Any, bidding: Bidding) -> bool:
-        """A request has come in: whether this source might serve it. `bidding` is the request's."""
+        """Return whether this source might serve a request that came in."""
 
     def declined(self, request: Any) -> Lack | None:
-        """Why a request that has `arrived` may not be served; None if it was not asked for."""
+        """Return why the request cannot be served; None if nobody asked for that."""
 
     def bids(self, request: Any, have: int) -> Sequence[Bid]:
-        """What it offers beyond the `have` tokens that are here, in one way or more. May be asked again."""
+        """Return bids for tokens beyond the `have` that the engine has. May be called again."""
 
     def lack(self, request: Any, have: int) -> Lack:
-        """Why it has just bid nothing."""
+        """Return why the last `bids` were none."""
 
     def head(self, request: Any, have: int, grain: int) -> Bid | None:
-        """The beginning of a prefix, whose end another source has: of layers that see everything.
+        """Return a bid for the beginning of a prefix whose rest another source has.
 
-        Asked after `bids`, of the same request with the same tokens here.
+        It brings only layers that see all tokens. Called after `bids`, with the same arguments.
 
         Args:
             request: vLLM's.
-            have: tokens that are here.
-            grain: it must end at a multiple of so many tokens.
+            have: tokens that the engine has.
+            grain: the beginning ends at a multiple of so many tokens.
         """
 
     def tail(self, request: Any, have: int, first: int) -> Bid | None:
-        """The end of a prefix, of which another source brings the tokens before `first`. Asked as `head`."""
+        """Return a bid for the rest of a prefix, from token `first` on. Called as `head`."""
 
     def room(self, bid: Bid, blocks: int) -> bool:
-        """Whether a load of a bid may begin now: its loads may be late, and hold `blocks` blocks for long."""
+        """Return whether a load that may hold `blocks` blocks past its deadline can begin now."""
 
     def begin(self, load: Load, request: Any) -> None:
-        """Its bid was taken: order the load."""
+        """Order the load of a bid that was taken."""
 
     def grains(self, load: Load) -> tuple[int, ...]:
-        """Tokens per group of the engine: content begins at a multiple of it, the last before a window."""
+        """Return tokens per group: loaded content begins at a multiple of them, at or before a window."""
 
     def origin(self, load: Load) -> str:
-        """Where most of it comes from: ``peer``, or a tier's name."""
+        """Return the place that most of a load comes from: ``peer``, or a tier's name."""
 
     def brought(self, load: Load, report: Report) -> tuple[Moved, ...]:
-        """What a load has brought that all workers have reported. Asked once, before `ended`."""
+        """Return the bytes that a load brought. Called once, before `ended`."""
 
     def blame(self, load: Load, report: Report) -> Miss:
-        """What kind of failure a load's was. Asked before `ended`."""
+        """Return the kind of a load's failure. Called before `ended`."""
 
     def ended(self, load: Load, report: Report) -> None:
-        """All workers have reported a load of this source; if it failed, strike out what is to blame."""
+        """Handle the end of a load that all workers have reported; strike out what made it fail."""
 
     def dropped(self, load: Load) -> None:
-        """Nobody waits for a load that is under way: its request has ended, or another part of it has failed.
+        """Drop a load under way: its request has ended, or another load of the attempt has failed.
 
         Workers still report it.
         """
 
     def settled(self, request_id: str) -> None:
-        """The request has been served, or is computed: nothing is wanted of an offer any more."""
+        """Release what is held for a request that has been served, or is computed."""
 
     def finished(self, request_id: str) -> None:
-        """The request has ended: forget it."""
+        """Forget a request that has ended."""
 
     def hand_over(self, meta: SchedulerMeta) -> None:
-        """Give the workers what has been decided since the last step."""
+        """Add this source's orders to the metadata for the workers."""

@@ -1,16 +1,16 @@
-"""Which child loads a request: all are asked, one is chosen, and one that failed it is not chosen again.
+"""Choice of the child that loads a request: ask all, choose one, never the same again after it failed.
 
-One `_Wish` per request, in the states that `admission` has for kvferry's own sources:
+The life of each request, in a `_RequestState`; `admission` has the same phases for kvferry's own sources:
 
     OPEN ─admitted with blocks─▶ LOADING ─its child reports it─▶ SERVED
       │                             └─as failed─▶ (struck out) FAILED ─lets others pass─▶ OPEN ─▶ …
       └─nothing to load─▶ SERVED ─preempted, admitted anew─▶ OPEN
 
-A child that was not chosen is told of the blocks with 0 tokens to load, as vLLM's MultiConnector does: it
-lets go of what it has for the request. Children whose loads are synchronous report nothing: the request is
-SERVED when it is admitted, and the child is struck out if the engine is told of blocks that did not load.
+A child that was not chosen gets the blocks with 0 tokens to load, as in vLLM's MultiConnector, and drops
+what it holds for the request. Children with synchronous loads report nothing. Their request is SERVED when
+it is admitted, and the child is struck out if it reports blocks that did not load.
 
-A load between steps that leaves too little `headroom` waits for others that wait, as for one that is looking.
+An asynchronous load waits if it would leave too little `headroom` for requests that wait.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Count = tuple[str, str, str]
 """(metric, child, outcome or nothing) of something that is counted."""
 
 
-class _State(Enum):
+class _Phase(Enum):
     OPEN = "open"
     LOADING = "loading"
     FAILED = "failed"
@@ -60,23 +60,23 @@ class _Load:
 
 
 @dataclass(slots=True)
-class _Wish:
-    """A request, and where it stands.
+class _RequestState:
+    """One request.
 
     Attributes:
-        bidding: over its attempts.
-        state: see the module.
-        answers: of the children, when they were asked last: tokens, None while one is looking.
-        had: tokens that were here when they were.
+        bidding: its bids and attempts.
+        phase: as drawn above.
+        answers: the children's last answers, in tokens; None of a child that is still looking.
+        had: tokens that the engine had at that time.
         taken: place of the child that is to load, and its bid.
-        waits: whether what was taken is loaded between steps.
-        load: under way; a synchronous one until the request ends or is admitted anew.
-        failed: the last load did.
-        waiting: for children that were looking, and for room.
+        waits: the load is asynchronous, between steps.
+        load: the load under way; a synchronous one until the request ends or is admitted anew.
+        failed: the last load has failed.
+        waiting: time spent waiting for room, or for children that were looking.
     """
 
     bidding: Bidding
-    state: _State = _State.OPEN
+    phase: _Phase = _Phase.OPEN
     answers: tuple[int | None, ...] = ()
     had: int = 0
     taken: tuple[int, Bid] | None = None
@@ -105,11 +105,11 @@ class Counts:
 
 
 class Choosing:
-    """See the module. The engine's thread calls it.
+    """Decides for every request which child loads it. Only the engine's thread calls it.
 
     Attributes:
-        counts: per child.
-        headroom: for what comes after loads; set once the engine has its blocks.
+        counts: counters per child.
+        headroom: blocks to leave for requests that wait; set once the engine has its blocks.
     """
 
     def __init__(
@@ -132,74 +132,76 @@ class Choosing:
         self.counts, self.headroom = Counts(), Headroom()
         self._names, self._children = tuple(names), tuple(children)
         self._choice, self._attempts, self._clock = choice, attempts, clock
-        self._wishes: dict[str, _Wish] = {}
+        self._known: dict[str, _RequestState] = {}
         self._loads: dict[str, _Load] = {}
         self._new: dict[str, int] = {}
         self._brought: dict[str, Bidding] = {}
 
     def __len__(self) -> int:
         """Requests that are known, and loads that are under way."""
-        return len(self._wishes) + len(self._loads)
+        return len(self._known) + len(self._loads)
 
     def matched(self, request: Any, have: int) -> tuple[int | None, bool]:
         """Tokens to load beyond `have`, and whether between steps; None to be asked again."""
-        wish = self._wishes.setdefault(request.request_id, _Wish(Bidding(self._attempts)))
+        known = self._known.setdefault(request.request_id, _RequestState(Bidding(self._attempts)))
         answers = [child.get_num_new_matched_tokens(request, have) for child in self._children]
-        wish.answers, wish.had = tuple(tokens for tokens, _ in answers), have
-        if wish.state is _State.LOADING:
+        known.answers, known.had = tuple(tokens for tokens, _ in answers), have
+        if known.phase is _Phase.LOADING:
             return 0, False
-        if wish.state is _State.FAILED:
-            wish.state, wish.failed = _State.OPEN, True
+        if known.phase is _Phase.FAILED:
+            known.phase, known.failed = _Phase.OPEN, True
             return None, False
-        if wish.failed and wish.taken is not None:
+        if known.failed and known.taken is not None:
             return 0, False  # it found no room: see `admission`
-        if wish.state is _State.SERVED:
-            self._settle(wish)
-            wish.state = _State.OPEN
-        return self._best(wish, request, have, [waits for _, waits in answers])
+        if known.phase is _Phase.SERVED:
+            self._settle(known)
+            known.phase = _Phase.OPEN
+        return self._best(known, request, have, [waits for _, waits in answers])
 
-    def _best(self, wish: _Wish, request: Any, have: int, waits: Sequence[bool]) -> tuple[int | None, bool]:
+    def _best(
+        self, known: _RequestState, request: Any, have: int, waits: Sequence[bool]
+    ) -> tuple[int | None, bool]:
         rest = request.num_tokens - have
         bids = [
             # One that is looking may come to all but the last token, which is always computed.
             Bid(name, (Part(name, rest - 1 if tokens is None else tokens),), looking=tokens is None)
-            for name, tokens in zip(self._names, wish.answers, strict=True)
+            for name, tokens in zip(self._names, known.answers, strict=True)
         ]
         now = self._clock()
-        waited = wish.waiting.until(now)
+        waited = known.waiting.until(now)
         best = self._choice.of(
-            wish.bidding.open(bids, rest),
+            known.bidding.open(bids, rest),
             rest,
             waited=waited,
-            before=None if wish.taken is None else wish.taken[1],
+            before=None if known.taken is None else known.taken[1],
         )
         if best is None:
-            wish.taken = None
+            known.taken = None
             return 0, False
         if not best.looking:
             place, total = self._names.index(best.source), have + best.tokens
-            wish.taken, wish.waits = (place, best), waits[place]
-            if not wish.waits or self.headroom.fits(request.request_id, total, request.num_tokens):
-                return best.tokens, wish.waits
+            known.taken, known.waits = (place, best), waits[place]
+            if not known.waits or self.headroom.fits(request.request_id, total, request.num_tokens):
+                return best.tokens, known.waits
             if waited >= self._choice.patience_seconds:
                 return 0, False
-        wish.waiting.begin(now)
+        known.waiting.begin(now)
         return None, False
 
     def scheduled(self, requests: Container[str]) -> None:
-        """The coming step computes something of these."""
+        """Note the requests that the coming step computes tokens of."""
         self.headroom.go_on(requests)
         for name in [name for name in self._brought if name in requests]:
             self._brought.pop(name).computed()
 
     def chosen(self, request_id: str) -> int | None:
         """Place of the child that is to load, or loads, the request."""
-        wish = self._wishes.get(request_id)
-        if wish is None:
+        known = self._known.get(request_id)
+        if known is None:
             return None
-        if wish.taken is not None:
-            return wish.taken[0]
-        return None if wish.load is None else wish.load.place
+        if known.taken is not None:
+            return known.taken[0]
+        return None if known.load is None else known.load.place
 
     def allocated(self, request: Any, blocks: Any, external: int) -> int | None:
         """The request has blocks; `external` tokens are to be loaded into them, or none.
@@ -207,32 +209,32 @@ class Choosing:
         Returns:
             Place of the child that loads them within the step that uses them, if one does.
         """
-        wish = self._wishes.get(request.request_id)
+        known = self._known.get(request.request_id)
         loader = None
-        if wish is not None and wish.state is _State.OPEN:
-            loader = self._admit(request, wish, blocks, external)
+        if known is not None and known.phase is _Phase.OPEN:
+            loader = self._admit(request, known, blocks, external)
         for place, child in enumerate(self._children):
             child.update_state_after_alloc(request, blocks, external if place == loader else 0)
-        return None if wish is None or wish.waits else loader
+        return None if known is None or known.waits else loader
 
-    def _admit(self, request: Any, wish: _Wish, blocks: Any, external: int) -> int | None:
+    def _admit(self, request: Any, known: _RequestState, blocks: Any, external: int) -> int | None:
         """Begin to load what was taken, if anything is to be loaded; the place of the child that does."""
-        taken, wish.taken, wish.failed = wish.taken, None, False
-        self._count(wish.answers, None if taken is None or not external else taken[0], external)
+        taken, known.taken, known.failed = known.taken, None, False
+        self._count(known.answers, None if taken is None or not external else taken[0], external)
         if taken is None or not external:
-            wish.state, wish.load = _State.SERVED, None
+            known.phase, known.load = _Phase.SERVED, None
             return None
         place, bid = taken
-        wish.load = _Load(place, bid, wish.waits, blocks, self._clock())
-        wish.bidding.take()
-        if wish.waits:
-            wish.state = _State.LOADING
-            self._loads[request.request_id] = wish.load
+        known.load = _Load(place, bid, known.waits, blocks, self._clock())
+        known.bidding.take()
+        if known.waits:
+            known.phase = _Phase.LOADING
+            self._loads[request.request_id] = known.load
             self._new[request.request_id] = place
-            self.headroom.loads(request.request_id, wish.had + external, request.num_tokens)
+            self.headroom.loads(request.request_id, known.had + external, request.num_tokens)
             self.counts.pending[self._names[place]] += 1
         else:
-            wish.state = _State.SERVED
+            known.phase = _Phase.SERVED
         return place
 
     def _count(self, answers: Sequence[int | None], loader: int | None, tokens: int) -> None:
@@ -265,43 +267,43 @@ class Choosing:
             self.counts.more["loads", name, "ready" if good else "failed"] += 1
             if good:
                 self._choice.speeds.loaded(load.bid.parts, self._clock() - load.began)
-            wish = self._wishes.get(request_id)
-            if wish is not None and wish.load is load:
-                self._end(request_id, wish, load, good=good)
+            known = self._known.get(request_id)
+            if known is not None and known.load is load:
+                self._end(request_id, known, load, good=good)
 
-    def _end(self, request_id: str, wish: _Wish, load: _Load, *, good: bool) -> None:
+    def _end(self, request_id: str, known: _RequestState, load: _Load, *, good: bool) -> None:
         if good:
-            wish.bidding.succeeded()
-            self._brought[request_id] = wish.bidding
-            wish.state, wish.load = _State.SERVED, None
+            known.bidding.succeeded()
+            self._brought[request_id] = known.bidding
+            known.phase, known.load = _Phase.SERVED, None
         else:
-            wish.bidding.strike(self._names[load.place], "its load failed")
-            wish.state = _State.FAILED
+            known.bidding.strike(self._names[load.place], "its load failed")
+            known.phase = _Phase.FAILED
             self.headroom.forget(request_id)
 
     def _look_for(self, spoilt: set[int]) -> None:
         """Strike out whoever was to load these blocks."""
-        for wish in self._wishes.values():
-            load = wish.load
+        for known in self._known.values():
+            load = known.load
             if load is None or not any(spoilt.intersection(ids) for ids in load.blocks.get_block_ids()):
                 continue
             load.spoilt = True
-            wish.bidding.strike(self._names[load.place], "blocks of its load failed")
+            known.bidding.strike(self._names[load.place], "blocks of its load failed")
 
     def finished(self, request_id: str) -> None:
         """The request has ended, whichever way; a load that is under way is still reported."""
         self.headroom.forget(request_id)
         self._brought.pop(request_id, None)
-        wish = self._wishes.pop(request_id, None)
-        if wish is not None:
-            self._settle(wish)
+        known = self._known.pop(request_id, None)
+        if known is not None:
+            self._settle(known)
 
-    def _settle(self, wish: _Wish) -> None:
+    def _settle(self, known: _RequestState) -> None:
         """A load that nobody reports is over."""
-        load, wish.load = wish.load, None
+        load, known.load = known.load, None
         if load is not None and not load.waits:
             outcome = "failed" if load.spoilt else "ready"
             self.counts.more["loads", self._names[load.place], outcome] += 1
             if not load.spoilt:
-                wish.bidding.succeeded()
-                wish.bidding.computed()  # in the step that loaded
+                known.bidding.succeeded()
+                known.bidding.computed()  # in the step that loaded

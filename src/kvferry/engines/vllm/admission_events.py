@@ -1,6 +1,6 @@
-"""What admission decides, told as events.
+"""Events for what admission decides.
 
-Whatever goes wrong in telling is logged, and changes nothing of what was decided.
+An error here is logged and changes no decision.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from kvferry.observe.events import (
 from kvferry.observe.watch import Watch, harmless
 
 OTHER_PART = "another part of the prefix has failed"
-"""Why a load is dropped though its request has not ended."""
+"""The reason for dropping a load whose request goes on."""
 _OUTCOMES = {"ready": Outcome.READY, "failed": Outcome.FAILED, "expired": Outcome.EXPIRED}
 
 
-class Telling:
-    """See the module. Nothing here decides anything."""
+class AdmissionEvents:
+    """Makes events of admission's decisions, and leaves out repetitions. Decides nothing."""
 
     def __init__(self, watch: Watch, policy: Policy) -> None:
         """Begin.
 
         Args:
-            watch: that is told.
-            policy: for the values of bids.
+            watch: receives the events.
+            policy: values bids.
         """
         self._watch, self._policy = watch, policy
         self._asked: dict[str, tuple[object, Asked]] = {}
@@ -53,7 +53,7 @@ class Telling:
 
     @harmless
     def arrived(self, request: Any, sources: Sequence[Source], others: Sequence[Source]) -> None:
-        """A request has come in, which the first may serve and the others may not."""
+        """Tell that a request came in; `sources` may serve it, `others` may not."""
         declined = tuple(lack for source in others if (lack := source.declined(request)) is not None)
         names = tuple(source.name for source in sources)
         now, tokens = time.monotonic(), int(request.num_tokens)
@@ -70,7 +70,7 @@ class Telling:
         offers: Sequence[tuple[Source, Bid]],
         best: Bid | None,
     ) -> None:
-        """Sources have bid; said if it is not what they bid last time."""
+        """Tell what sources bid, unless they bid the same last time."""
         now = (have, [bid for _, bid in offers], best, bidding.spent)
         last = self._asked.get(request.request_id)
         if last is not None and last[0] == now:
@@ -93,7 +93,7 @@ class Telling:
 
     @harmless
     def not_asked(self, request: Any, sources: Sequence[Source], have: int, miss: Miss, detail: str) -> None:
-        """Nothing may be loaded, whatever the sources have; said if that is not what was said last time."""
+        """Tell why nothing may be loaded whatever sources have, unless it was told last time."""
         last = self._asked.get(request.request_id)
         if last is not None and last[0] == (have, miss):
             return
@@ -112,7 +112,7 @@ class Telling:
 
     @harmless
     def no_room(self, request_id: str, have: int) -> None:
-        """After a failure there was no room for the load that was chosen: it is not waited for."""
+        """Tell that there was no room for the chosen load, and that the request does not wait for it."""
         _, last = self._asked[request_id]
         now = time.monotonic()
         event = replace(last, at=now, have=have, chosen=None, why=Why.NO_ROOM)
@@ -121,7 +121,7 @@ class Telling:
 
     @harmless
     def began(self, source: Source, load: Load) -> None:
-        """A load was ordered."""
+        """Tell that a load was ordered."""
         bid, span = load.bid, load.span
         self._unserved.pop(load.request_id, None)
         self._watch.tell(
@@ -140,7 +140,7 @@ class Telling:
 
     @harmless
     def ended(self, source: Source, load: Load, whole: Report, *, wanted: bool) -> None:
-        """All workers have reported a load, which its request still waits for, or does not."""
+        """Tell how a load ended that all workers have reported; `wanted` if its request still waits."""
         now, failed = time.monotonic(), whole.failure is not None
         blame = source.blame(load, whole) if failed and wanted else None
         moved = source.brought(load, whole)
@@ -165,20 +165,20 @@ class Telling:
 
     @harmless
     def settled(self, request_id: str, at_hand: int, tokens: int) -> None:
-        """The engine goes on with a request that was loaded."""
+        """Tell that the engine goes on with a request that was loaded."""
         self._watch.tell(Settled(request_id, time.monotonic(), at_hand, tokens))
 
     @harmless
     def unserved(self, request: Any) -> None:
-        """No source loads a request; what it goes on with is known when the engine does.
+        """Note a request that no source loads; `scheduled` tells what it goes on with.
 
-        Another connector may load it before that, and say so to nobody else.
+        Until then another connector may load it without telling anyone.
         """
         self._unserved[request.request_id] = request
 
     @harmless
     def scheduled(self, requests: Container[str]) -> None:
-        """The coming step computes something of these."""
+        """Tell that the engine goes on with those of these requests that no source has loaded."""
         for name in [name for name in self._unserved if name in requests]:
             request = self._unserved.pop(name)
             own, last = own_hit(request), self._asked.get(name)
@@ -191,14 +191,14 @@ class Telling:
 
     @harmless
     def finished(self, request_id: str) -> None:
-        """A request has ended."""
+        """Tell that a request has ended."""
         self._asked.pop(request_id, None)
         self._unserved.pop(request_id, None)
         self._watch.tell(Finished(request_id, time.monotonic()))
 
     @harmless
     def late(self, blocks: int) -> None:
-        """What loads hold that nobody waits for any more; said if it has changed."""
+        """Tell how many blocks late loads hold, if the number has changed."""
         if blocks != self._late:
             self._late = blocks
             self._watch.tell(LateBlocks(time.monotonic(), blocks))
@@ -209,7 +209,7 @@ class Telling:
 
 
 def _why(bids: Sequence[Valued], bidding: Bidding, best: Bid | None) -> Why:
-    """Why the best is, or why there is none."""
+    """Return why `best` was chosen, or why nothing was."""
     if best is not None:
         return Why.LOOKING if best.looking else Why.BEST
     if bids and bidding.spent:
