@@ -13,6 +13,7 @@ import pytest
 
 from support.vllm_engine.drafts import TOKENS
 from support.vllm_engine.inside import distance
+from support.vllm_engine.mtp import MODULES
 from support.vllm_engine.pair import Pair, Setup, prompt
 
 SHORT_STEPS = {"max_num_batched_tokens": 256}
@@ -29,6 +30,8 @@ ALL = (
     Setup("gptoss", "eagle-decode", SHORT_STEPS, drafts=("", "eagle")),
     Setup("qwen3", "ngram", SHORT_STEPS, drafts=("ngram", "ngram")),
     Setup("gemma3", "ngram-decode", SHORT_STEPS, drafts=("", "ngram")),
+    Setup("mimo", "mtp-decode", SHORT_STEPS, drafts=("", "mtp")),
+    Setup("mimo3", "mtp", SHORT_STEPS, drafts=("mtp", "mtp")),
 )
 pytestmark = [
     pytest.mark.engine,
@@ -58,12 +61,19 @@ def moves_drafts(pair: Pair) -> bool:
     return before == after and before not in ("", "ngram")
 
 
+def offered(pair: Pair, tokens: int) -> int:
+    """How many tokens of a prompt the prefill engine offers: those that all modules have seen enough for."""
+    several = pair.setup.drafts[0] == "mtp" and MODULES[pair.setup.family] > 1
+    return max(tokens - (TOKENS if several else 1), 0)
+
+
 def draft_layers(engine: Any) -> list[str]:
     return engine.call("draft_layers")
 
 
 def test_which_layers_are_the_drafts_is_known(pair: Pair) -> None:
     expected = {"": 0, "ngram": 0, "itself": 4, "eagle": 1, "other eagle": 1}
+    expected["mtp"] = MODULES.get(pair.setup.family, 0)
     for engine, method in zip((pair.prefill, pair.decode), pair.setup.drafts, strict=True):
         assert len(draft_layers(engine)) == expected[method]
 
@@ -72,7 +82,9 @@ def test_the_answer_is_a_single_engines(pair: Pair) -> None:
     texts = [prompt(n, n) for n in (2, 40, 129, 300)] + [REPEATED]
     for text in texts:
         answer = pair.through([text], LONG)[0]
-        assert answer["moved"], f"{len(text)} tokens: nothing was loaded"
+        tokens = answer["offer"].get("remote_num_tokens", 0)
+        assert tokens == offered(pair, len(text))
+        assert bool(answer["moved"]) == bool(tokens), f"{len(text)} tokens: nothing was loaded"
         drafts = set(draft_layers(pair.decode))
         if len(text) > 2:
             moved = {part for part in answer["moved"] if any(name in part for name in drafts)}
@@ -100,6 +112,20 @@ def test_drafts_are_accepted_as_if_the_prompt_had_been_computed_here(pair: Pair)
             "the model does not agree with itself, so nothing would be seen of its cache"
         )
         assert (moved[1] > LONG // 2) == moves_drafts(pair), (alone, moved)
+
+
+def test_the_same_is_drafted_as_if_the_prompt_had_been_computed_here(pair: Pair) -> None:
+    if pair.setup.asynchronous or not draft_layers(pair.decode):
+        pytest.skip("the scheduler does not see what is drafted, or no draft keeps a cache")
+    pair.decode.call("proposals")
+    pair.decode.call("generate", [REPEATED], tokens=LONG)
+    alone = pair.decode.call("proposals")
+    assert pair.decode.call("reset_prefix_cache")
+    pair.through([REPEATED], LONG)
+    moved = pair.decode.call("proposals")
+    pair.forget()
+    assert alone
+    assert (moved == alone) == moves_drafts(pair)
 
 
 def test_nothing_of_the_blocks_last_owner_is_left_in_a_drafts_layers(pair: Pair) -> None:

@@ -16,7 +16,8 @@ def speculation(method: str, model: str) -> dict[str, Any]:
 
     Args:
         method: ``ngram``, ``itself`` (the model drafts for itself: its drafts are accepted while what its
-            cache holds is right), ``eagle`` or ``other eagle`` (other weights).
+            cache holds is right), ``eagle`` or ``other eagle`` (other weights), ``mtp`` (the model's own
+            modules).
         model: folder of its checkpoint.
     """
     if not method:
@@ -24,6 +25,8 @@ def speculation(method: str, model: str) -> dict[str, Any]:
     config: dict[str, Any] = {"num_speculative_tokens": TOKENS}
     if method == "ngram":
         return {**config, "method": method, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
+    if method == "mtp":
+        return {**config, "method": method}
     if method == "itself":
         return {**config, "method": "draft_model", "model": model}
     return {**config, "method": "eagle", "model": _eagle(Path(model), 1 if method == "eagle" else 2)}

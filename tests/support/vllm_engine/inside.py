@@ -539,19 +539,32 @@ class Witness:
 
 def _count_drafts(engine: Any) -> None:
     """Count drafts and those of them that are accepted; vLLM does where statistics are logged."""
-    scheduler, engine.drafts = _scheduler(engine), [0, 0]
+    scheduler, engine.drafts, engine.proposals = _scheduler(engine), [0, 0], []
+    update = scheduler.update_draft_token_ids
 
     def count(stats: Any, num_draft_tokens: int, num_accepted_tokens: int, **_: Any) -> Any:
         engine.drafts = [engine.drafts[0] + num_draft_tokens, engine.drafts[1] + num_accepted_tokens]
         return stats
 
-    scheduler.make_spec_decoding_stats = count
+    def hear(found: Any) -> None:
+        for name, tokens in zip(found.req_ids, found.draft_token_ids, strict=True):
+            if name in scheduler.requests and not scheduler.requests[name].is_prefill_chunk:
+                engine.proposals.append([int(token) for token in tokens])
+        update(found)
+
+    scheduler.make_spec_decoding_stats, scheduler.update_draft_token_ids = count, hear
 
 
 def drafts(engine: Any) -> tuple[int, int]:
     """Tokens that were drafted since the last call, and those of them that were accepted."""
     found, engine.drafts = engine.drafts, [0, 0]
     return tuple(found)
+
+
+def proposals(engine: Any) -> list[list[int]]:
+    """Tokens that were drafted since the last call, per step; scheduled asynchronously, workers keep them."""
+    found, engine.proposals = engine.proposals, []
+    return found
 
 
 def layers(engine: Any) -> list[list[str]]:

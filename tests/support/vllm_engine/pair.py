@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
 from support.vllm_engine.drafts import speculation
 from support.vllm_engine.inside import distance
+from support.vllm_engine.mtp import checkpoint_of, family_of
 from support.vllm_engine.process import Engine
 
 VOCABULARY = 1000
@@ -46,7 +46,7 @@ class Setup:
     """A pair to be started.
 
     Attributes:
-        family: of `kvferry.serving.tiny`.
+        family: of `kvferry.serving.tiny`, or of `mtp`.
         label: tells setups of one family apart.
         options: of both engines, on top of the family's own.
         exact: the engine agrees with itself to the last bit, so must the pair.
@@ -84,7 +84,7 @@ class Setup:
             )
             yield {
                 "model": model,
-                **FAMILIES[self.family].engine_options(),
+                **family_of(self.family).engine_options(),
                 **self.options,
                 "any_layout": bool(self.layouts),
                 "async_scheduling": self.asynchronous,
@@ -102,7 +102,7 @@ class Pair:
 
     def __init__(self, setup: Setup, folder: Path, checkpoints: Path) -> None:
         self.setup = setup
-        model = str(tiny_checkpoint(setup.family, checkpoints))
+        model = str(checkpoint_of(setup.family, checkpoints))
         self.prefill, self.decode = (
             Engine(folder / f"{name}.log", {**setup.environment, **environment}, host, **options)
             for name, environment, host, options in zip(
