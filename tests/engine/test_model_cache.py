@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvferry.geometry import GroupKind
-from kvferry.geometry.layout import group_layers
 from kvferry.geometry.models import per_layer, read_model
-from kvferry.plan.side import group_size
+from kvferry.plan.side import Side, shape
 from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
 from support.vllm_engine.process import Engine
 
@@ -57,8 +56,8 @@ def test_an_engine_keeps_what_was_read(family: str, checkpoints: Path, tmp_path:
         for group in theirs
         for name, kind, reach, size in group
     }
-    groups = group_layers(reading.cache, group_size(reading.cache.layers))
-    assert Counter(map(len, groups)) == Counter(map(len, theirs))
+    groups = shape(reading, Side(), 1).groups
+    assert Counter(len(group.layers) for group in groups) == Counter(map(len, theirs))
 
 
 def _number(name: str, layers: int) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvferry.errors import ConfigError
 from kvferry.geometry import GroupKind
-from kvferry.geometry.layout import EngineShape, group_layers, lay_out
+from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.geometry.models import ModelReading, read_model
 from kvferry.geometry.store import LayerStore, ModelCache, Stored
 from kvferry.memory.owned import OwnedCache, allocate
@@ -123,8 +123,8 @@ def engine(
         GeometryError: the engine cannot keep the model; says why.
     """
     made = shape(reading, side, 1)
-    stores = [reading.cache.layers[n[0]] for n in group_layers(reading.cache, made.group_size)]
-    parts = [_positions(store, made.block_tokens, tokens) for store in stores]
+    layers = reading.cache.layers
+    parts = [_positions(layers[each.layers[0]], each.block_tokens, tokens) for each in made.groups]
     blocks = sum(last - first for first, last in parts)
     ids = block_ids(blocks, order, seed)
     tables = []

@@ -7,23 +7,28 @@ time: layer ``j`` of every group lies in slot ``j``. Pages of different size sha
     B outermost    block 0 [slot 0 | slot 1 | ...]  block 1 [slot 0 | slot 1 | ...]  ...
     L outermost    slot 0 [block 0 | block 1 | ...]  slot 1 [block 0 | block 1 | ...]  ...
 
+With B outermost and no recurrent state, a group's pages lie side by side instead, and a block is as large as
+the widest group needs: vLLM pads snapshots to the size of other pages, and nothing else.
+
 LHBNC and BHLNC have heads outside of blocks or layers: only where all pages have one shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from kvferry.errors import GeometryError
 from kvferry.geometry.interior import Interior, interior_of, round_up
-from kvferry.geometry.pagemap import LAYOUTS, PageMap, is_compact, page_map
+from kvferry.geometry.pagemap import LAYOUTS, PageMap, Room, is_compact, page_map
 from kvferry.geometry.rank import Group, Layer, RankGeometry, Region
 from kvferry.geometry.store import LayerStore, ModelCache
 
 __all__ = [
     "LAYOUTS",
     "EngineShape",
+    "GroupShape",
     "RankLayout",
     "even_stages",
     "group_layers",
@@ -34,17 +39,30 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
+class GroupShape:
+    """Layers under one block table.
+
+    Attributes:
+        layers: their numbers in the model.
+        block_tokens: tokens of a block.
+    """
+
+    layers: tuple[int, ...]
+    block_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineShape:
     """Everything in which engines of one model differ, as far as memory goes.
 
     Attributes:
         tp: tensor-parallel ranks.
         stages: layers that keep something, per pipeline rank.
-        block_tokens: tokens of a block, of every group for which the model does not decide.
+        block_tokens: tokens of a block, of every group that does not say otherwise.
         layout: one of `LAYOUTS`.
         num_blocks: blocks in each rank's pool, the null block included.
         kernel_tokens: tokens of a kernel block, where a block is made of several; 0: it is not.
-        group_size: layers of a group at most, as vLLM has it where layers differ; 0: any number.
+        groups: the layers of each group, which keep the same; empty: all that do are one group.
     """
 
     tp: int
@@ -53,7 +71,7 @@ class EngineShape:
     layout: str
     num_blocks: int
     kernel_tokens: int = 0
-    group_size: int = 0
+    groups: tuple[GroupShape, ...] = ()
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -62,8 +80,6 @@ class EngineShape:
             raise GeometryError(f"{self.tp} tensor-parallel ranks, layers {self.stages} per pipeline rank")
         if self.block_tokens < 1 or self.num_blocks < 1:
             raise GeometryError(f"a pool of {self.num_blocks} blocks of {self.block_tokens} tokens")
-        if self.group_size < 0:
-            raise GeometryError(f"groups of {self.group_size} layers")
         if self.kernel_tokens < 0 or (self.kernel_tokens and self.block_tokens % self.kernel_tokens):
             raise GeometryError(
                 f"a block of {self.block_tokens} tokens is not made of kernel blocks of {self.kernel_tokens}"
@@ -107,20 +123,22 @@ def even_stages(layers: int, pp: int) -> tuple[int, ...]:
     return tuple(stages)
 
 
-def group_layers(model: ModelCache, group_size: int = 0) -> tuple[tuple[int, ...], ...]:
+def group_layers(
+    model: ModelCache, counts: Mapping[LayerStore, int] | None = None
+) -> tuple[tuple[int, ...], ...]:
     """Numbers of the layers of each group: those that keep the same, groups by their first layer.
 
     Args:
         model: what is kept.
-        group_size: layers of a group at most; more are dealt out to as many groups as needed, in turns, so
-            that each has layers on every pipeline rank. 0: any number.
+        counts: groups that the layers of each kind are dealt out to, in turns, so that each has layers on
+            every pipeline rank; None: one group per kind.
     """
     alike: dict[LayerStore, list[int]] = {}
     for number, store in enumerate(model.layers):
         alike.setdefault(store, []).append(number)
     groups = []
-    for numbers in alike.values():
-        count = -(-len(numbers) // group_size) if group_size else 1
+    for store, numbers in alike.items():
+        count = counts[store] if counts else 1
         groups += [tuple(numbers[turn::count]) for turn in range(count)]
     return tuple(groups)
 
@@ -200,36 +218,78 @@ def place_rank(model: ModelCache, engine: EngineShape, rank: int, address: int) 
     stage, tp_rank = divmod(rank, engine.tp)
     first = sum(engine.stages[:stage])
     on_stage = range(first, first + engine.stages[stage])
-    numbered = group_layers(model, engine.group_size)
-    stores = [model.layers[numbers[0]] for numbers in numbered]
-    held = [[n for n in numbers if n in on_stage] for numbers in numbered]
-    insides = [_inside(store, engine, tp_rank) for store in stores]
-    slots = max(len(numbers) for numbers in held)
-    slot_bytes = _slot_bytes(engine, [i for i, numbers in zip(insides, held, strict=True) if numbers])
+    shapes = engine.groups or _by_kind(model, engine.block_tokens)
+    stores = [model.layers[shape.layers[0]] for shape in shapes]
+    held = [[n for n in shape.layers if n in on_stage] for shape in shapes]
+    insides = [
+        _inside(store, shape.block_tokens, engine, tp_rank)
+        for store, shape in zip(stores, shapes, strict=True)
+    ]
+    pool = _Pool.of(engine, [(i, len(numbers)) for i, numbers in zip(insides, held, strict=True) if numbers])
     maps, groups = [], []
-    for store, numbers, inside in zip(stores, held, insides, strict=True):
+    for store, shape, numbers, inside in zip(stores, shapes, held, insides, strict=True):
         blocks = engine.num_blocks * inside.kernels
         counts = (len(numbers), blocks, inside.heads, inside.tokens, inside.content)
-        slot = (slots, slot_bytes // inside.kernels)
-        where = page_map(engine.layout, address, counts, inside.kernels, slot)
+        where = page_map(engine.layout, address, counts, inside.kernels, pool.room(inside))
         page = inside.page(where)
         layers = tuple(
             Layer(layer_name(n), where.page(j, 0), where.block_stride, page) for j, n in enumerate(numbers)
         )
         maps.append(where)
-        groups.append(Group(store.kind, store.block_tokens or engine.block_tokens, store.reach, layers))
-    pool = Region(address, slots * engine.num_blocks * slot_bytes)
+        groups.append(Group(store.kind, shape.block_tokens, store.reach, layers))
+    region = Region(address, engine.num_blocks * pool.block_bytes)
     geometry = RankGeometry(
-        tp_rank, engine.tp, stage, len(engine.stages), engine.num_blocks, tuple(groups), (pool,)
+        tp_rank, engine.tp, stage, len(engine.stages), engine.num_blocks, tuple(groups), (region,)
     )
     return RankLayout(geometry, tuple(maps))
 
 
-def _inside(store: LayerStore, engine: EngineShape, tp_rank: int) -> Interior:
-    if store.block_tokens:
-        return interior_of(store, store.block_tokens, 1, tp_rank, engine.tp)
-    tokens = engine.kernel_tokens or engine.block_tokens
-    return interior_of(store, tokens, engine.kernels, tp_rank, engine.tp)
+def _by_kind(model: ModelCache, block_tokens: int) -> tuple[GroupShape, ...]:
+    found = group_layers(model)
+    return tuple(GroupShape(n, model.layers[n[0]].block_tokens or block_tokens) for n in found)
+
+
+def _inside(store: LayerStore, tokens: int, engine: EngineShape, tp_rank: int) -> Interior:
+    if tokens != engine.block_tokens:
+        return interior_of(store, tokens, 1, tp_rank, engine.tp)
+    return interior_of(store, engine.kernel_tokens or tokens, engine.kernels, tp_rank, engine.tp)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """Memory that the groups of a rank share.
+
+    Attributes:
+        slots: layers of the largest group.
+        slot_bytes: of one block in one slot; 0: pages lie side by side, without slots.
+        block_bytes: of one block in all slots.
+    """
+
+    slots: int
+    slot_bytes: int
+    block_bytes: int
+
+    @classmethod
+    def of(cls, engine: EngineShape, groups: Sequence[tuple[Interior, int]]) -> Self:
+        """The pool of groups, each with how many layers of it are on this rank.
+
+        Raises:
+            GeometryError: pages that the layout cannot overlay.
+        """
+        slots = max(layers for _, layers in groups)
+        insides = [inside for inside, _ in groups]
+        slot_bytes = _slot_bytes(engine, insides)
+        if engine.layout[0] != "B" or any(inside.snapshot for inside in insides):
+            return cls(slots, slot_bytes, slots * slot_bytes)
+        alignment = max(inside.alignment for inside in insides)
+        widest = max(layers * inside.page_bytes for inside, layers in groups)
+        return cls(slots, 0, round_up(widest, alignment))
+
+    def room(self, inside: Interior) -> Room:
+        """What the pages of a group have, in kernel blocks."""
+        if not self.slot_bytes:
+            return Room(self.slots, block_stride=self.block_bytes)
+        return Room(self.slots, self.slot_bytes // inside.kernels)
 
 
 def _slot_bytes(engine: EngineShape, insides: Sequence[Interior]) -> int:

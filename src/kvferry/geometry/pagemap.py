@@ -74,12 +74,27 @@ class PageMap:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a pool has for the pages of a group, where that is more than they need.
+
+    Attributes:
+        slots: of a block, where they are more than the group's layers.
+        slot_bytes: of a (kernel) block in a slot, where a page is one stretch.
+        block_stride: bytes from a block to the next, where blocks are outermost.
+    """
+
+    slots: int = 0
+    slot_bytes: int = 0
+    block_stride: int = 0
+
+
 def page_map(
     layout: str,
     address: int,
     counts: tuple[int, int, int, int, int],
     kernels: int = 1,
-    slots: tuple[int, int] = (0, 0),
+    room: Room = Room(),
 ) -> PageMap:
     """The strides of a layout.
 
@@ -88,20 +103,21 @@ def page_map(
         address: of the first byte of layer 0, block 0.
         counts: layers, (kernel) blocks, heads, tokens, content bytes.
         kernels: kernel blocks per block.
-        slots: room that the pool has: slots of a block, where they are more than layers, and bytes of a
-            (kernel) block in a slot, where they are more than its page and a page is one stretch.
+        room: of the pool.
 
     Raises:
         GeometryError: no such layout.
     """
     if layout not in LAYOUTS:
         raise GeometryError(f"layout {layout!r} is none of {', '.join(LAYOUTS)}")
-    sizes = dict(zip(AXES, (max(slots[0], counts[0]), *counts[1:]), strict=True))
+    sizes = dict(zip(AXES, (max(room.slots, counts[0]), *counts[1:]), strict=True))
     strides = {}
     stride = 1
     for depth in reversed(range(len(layout))):
         if depth == 1 and is_compact(layout):
-            stride = max(stride, slots[1])
+            stride = max(stride, room.slot_bytes)
+        if depth == 0 and layout[0] == "B" and room.block_stride:
+            stride = room.block_stride
         strides[layout[depth]] = stride
         stride *= sizes[layout[depth]]
     layer, block, head, token, content = (strides[axis] for axis in AXES)

@@ -22,7 +22,7 @@ class Row:
 
     Attributes:
         store: what each keeps, over all ranks.
-        layers, tables: how many, and under how many block tables.
+        layers, tables: how many, and under how many block tables at the destination.
         tokens: of the prompt that are moved; for state the one snapshot stands after them all.
         page_bytes, to_page_bytes: one block in one layer on one rank of the source, of the destination.
         moved: in all.
@@ -103,7 +103,7 @@ def forecast(
             group = dst.groups[route.dst_group]
             cells = setting.cells(route, group.kind, group.reach)
             full = setting.cells(route, _without_reach(group.kind), 0)
-            sums[setting.row_of[route.dst_group]].add(number, route, cells, full, pricing)
+            sums[setting.dst_rows[route.dst_group]].add(number, route, cells, full, pricing)
     counts = Counter(reading.cache.layers)
     full_bytes = _full_bytes(reading, setting.kinds, [each.full_bytes for each in sums], counts)
     rows = tuple(
@@ -118,10 +118,13 @@ def forecast(
 
 
 def _row(setting: Setting, number: int, layers: int, moved: Moved) -> Row:
-    store, of = setting.kinds[number], [n for n, row in enumerate(setting.row_of) if row == number]
+    store = setting.kinds[number]
     low, high = needed(store.kind, store.reach, setting.span)
-    here, there = (_page_bytes(ranks, of) for ranks in (setting.srcs, setting.dsts))
-    return Row(store, layers, len(of), high - low, here, there, moved)
+    here, there = (
+        [n for n, row in enumerate(rows) if row == number] for rows in (setting.src_rows, setting.dst_rows)
+    )
+    pages = _page_bytes(setting.srcs, here), _page_bytes(setting.dsts, there)
+    return Row(store, layers, len(there), high - low, *pages, moved)
 
 
 def _without_reach(kind: GroupKind) -> GroupKind:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.geometry import GroupKind
-from kvferry.geometry.layout import group_layers
 from kvferry.geometry.models import ModelReading
-from kvferry.plan.side import Side, block_tokens, group_size
+from kvferry.plan.side import Side, shape
 from kvferry.planning.pieces import Int64s
 from kvferry.planning.select import Span
 
@@ -38,11 +37,12 @@ class Tables:
 
 def tables(reading: ModelReading, side: Side, tokens: int) -> Tables:
     """Block tables of all groups of one side; no block in two of them, none of them the null block."""
-    size, _ = block_tokens(reading, side)
-    groups = group_layers(reading.cache, group_size(reading.cache.layers))
-    stores = [reading.cache.layers[numbers[0]] for numbers in groups]
+    layers = reading.cache.layers
     return scattered(
-        [1 if s.kind is GroupKind.STATE else -(-tokens // (s.block_tokens or size)) for s in stores]
+        [
+            1 if layers[group.layers[0]].kind is GroupKind.STATE else -(-tokens // group.block_tokens)
+            for group in shape(reading, side, 1).groups
+        ]
     )
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvferry.geometry import GroupKind, RankGeometry
-from kvferry.geometry.layout import group_layers, lay_out
+from kvferry.geometry.layout import lay_out
 from kvferry.geometry.models import ModelReading
 from kvferry.geometry.store import LayerStore
 from kvferry.plan.planes import apart
 from kvferry.plan.request import Tables, span_of, tables
-from kvferry.plan.side import Side, group_size, shape
+from kvferry.plan.side import Side, shape
 from kvferry.planning.select import Cells, Span, select_cells
 from kvferry.planning.template import Route, Template, build_templates
 
@@ -21,14 +21,15 @@ class Setting:
 
     Attributes:
         kinds: what layers keep, each kind once.
-        row_of: kind of each group, the same groups on both sides.
+        src_rows, dst_rows: kind of each group of source and destination.
         srcs, dsts: ranks of source and destination.
         here, there: block tables of both.
         span: how much moves.
     """
 
     kinds: tuple[LayerStore, ...]
-    row_of: tuple[int, ...]
+    src_rows: tuple[int, ...]
+    dst_rows: tuple[int, ...]
     srcs: tuple[RankGeometry, ...]
     dsts: tuple[RankGeometry, ...]
     here: Tables
@@ -65,11 +66,9 @@ def set_up(
     """
     laid, origin = apart(reading) if separate else (reading, {s: s for s in reading.cache.layers})
     kinds = tuple(dict.fromkeys(reading.cache.layers))
-    numbered = group_layers(laid.cache, group_size(laid.cache.layers))
-    row_of = tuple(kinds.index(origin[laid.cache.layers[numbers[0]]]) for numbers in numbered)
+    row_of = {number: kinds.index(origin[store]) for number, store in enumerate(laid.cache.layers)}
     here, there = (tables(laid, side, tokens) for side in sides)
-    srcs, dsts = (
-        lay_out(laid.cache, shape(laid, side, table.num_blocks))
-        for side, table in zip(sides, (here, there), strict=True)
-    )
-    return Setting(kinds, row_of, srcs, dsts, here, there, span_of(tokens))
+    shapes = [shape(laid, side, t.num_blocks) for side, t in zip(sides, (here, there), strict=True)]
+    rows = [tuple(row_of[group.layers[0]] for group in each.groups) for each in shapes]
+    srcs, dsts = (lay_out(laid.cache, each) for each in shapes)
+    return Setting(kinds, rows[0], rows[1], srcs, dsts, here, there, span_of(tokens))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 
 from kvferry.geometry import GroupKind
@@ -20,7 +21,7 @@ from kvferry.plan.units import amount, duration, size
 
 _ALL = "all"
 _NAMES = {
-    GroupKind.FULL: "full",
+    GroupKind.FULL: "full attention",
     GroupKind.SLIDING: "window",
     GroupKind.CHUNKED: "chunk",
     GroupKind.MLA: "latent",
@@ -34,6 +35,7 @@ def show(forecast: Forecast, console: Console) -> None:
         console.print(line, highlight=False)
     console.print()
     console.print(_table(forecast))
+    console.print("[dim]A piece is contiguous in both engines: one NIXL descriptor.[/]", highlight=False)
     if forecast.notes:
         console.print()
     for note in forecast.notes:
@@ -41,7 +43,7 @@ def show(forecast: Forecast, console: Console) -> None:
 
 
 def describe(store: LayerStore) -> str:
-    """What a layer keeps, in few words: ``window 1,024``, ``latent``."""
+    """What a layer keeps, in few words: ``full attention``, ``window 1,024``, ``latent``."""
     name = store.fields[0].name if store.kind is GroupKind.MLA else _NAMES[store.kind]
     return f"{name} {store.reach:,}" if store.reach else name
 
@@ -67,10 +69,10 @@ def _table(forecast: Forecast) -> Table:
     for title in (
         "layers",
         "per token\nor state",
-        "run",
-        "descriptors",
+        "piece\nsize",
+        "pieces",
         "moved",
-        "of full\nlayers",
+        "of full\nattention",
         "method",
         "time",
     ):
@@ -99,11 +101,11 @@ def _moved(moved: Moved) -> Iterator[str]:
 
 
 def show_table(console: Console) -> None:
-    """Print the built-in models, what each keeps, and where its configuration was read."""
+    """Print the built-in models, how many layers keep what, and where each configuration was read."""
     for entry in entries():
         reading = read_model(entry.config)
         kinds = Counter(reading.cache.layers)
         said = ", ".join(f"{count} {describe(store)}" for store, count in kinds.items())
         also = f" (also {', '.join(entry.also)})" if entry.also else ""
         console.print(f"[bold]{escape(entry.name)}[/]{escape(also)}: {said}")
-        console.print(f"  [dim]{escape(entry.source)}[/]")
+        console.print(Padding(f"[dim]{escape(entry.source)}[/]", (0, 0, 0, 2)))

@@ -25,7 +25,7 @@ def show_kept(kept: Kept, console: Console) -> None:
     console.print(f"[bold]Tiers[/]: chunks of {kept.chunk_tokens:,} tokens{_first(kept)}.", highlight=False)
     console.print(_groups(kept))
     console.print()
-    console.print(f"A prompt of {kept.prompt:,} tokens, by settings:", highlight=False)
+    console.print(f"What is kept of a prompt of {kept.prompt:,} tokens, by settings:", highlight=False)
     console.print(_choices(kept))
     if kept.why_not:
         console.print(f"[bold]Nothing of it can be loaded[/]: {escape(kept.why_not)}.", highlight=False)
@@ -33,7 +33,7 @@ def show_kept(kept: Kept, console: Console) -> None:
 
 def _first(kept: Kept) -> str:
     alone = kept.first_tokens == kept.chunk_tokens
-    return "" if alone else f", snapshots at multiples of {kept.first_tokens:,} at the closest"
+    return "" if alone else f", snapshots every {kept.first_tokens:,} tokens at the closest"
 
 
 def _table(titles: tuple[str, ...]) -> Table:
@@ -45,7 +45,7 @@ def _table(titles: tuple[str, ...]) -> Table:
 
 
 def _groups(kept: Kept) -> Table:
-    table = _table(("layers", "a chunk,\nsnapshot", "its file", f"{PER_TOKENS:,}\ntokens"))
+    table = _table(("layers", "chunk or\nsnapshot", "its file", f"files of\n{PER_TOKENS:,} tokens"))
     for group in kept.groups:
         table.add_row(*_group(group, kept.chunk_tokens))
     return table
@@ -64,9 +64,9 @@ def _choices(kept: Kept) -> Table:
     thinned = any(group.group.reach for group in kept.groups) or any(
         choice.snapshot_tokens != kept.chunk_tokens for choice in kept.choices
     )
-    titles = ("retention", "step", "snapshots") if state else ()
-    more = ("snapshot_\ntokens",) if thinned else ()
-    table = _table((*titles, *more, "kept", "at most\nanew"))
+    titles = ("retention", "tokens\nper step", "snapshots") if state else ()
+    more = ("tokens from one\nsnapshot to next",) if thinned else ()
+    table = _table((*titles, *more, "files", "recomputed\nat most"))
     for choice in kept.choices:
         table.add_row(*_choice(choice, state=state, thinned=thinned))
     return table

@@ -1,8 +1,9 @@
 """What vLLM keeps per layer: its own model classes, built without weights, asked for their cache specs.
 
 A process of its own, since it replaces what vLLM cannot do on this machine: it reads one JSON object per
-line, ``{"config": ..., "tp": ...}``, and answers each with a line: ``{"layers": [...]}`` or
-``{"error": ...}``.
+line, ``{"config": ..., "tp": ...}``, and answers each with a line: ``{"layers": [...], "groups": {...}}`` or
+``{"error": ...}``. Groups, with the tokens of their blocks, are those that vLLM forms of these specs, by
+`SETUPS`.
 Parameters are on PyTorch's meta device, which has shapes and no memory, so models are built in full size.
 
 Replaced, none of it decides what a layer keeps: tensor-parallel groups (only their sizes are asked for),
@@ -22,14 +23,19 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import redirect_stdout, suppress
+from contextlib import ExitStack, redirect_stdout, suppress
+from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 MAX_MODEL_LEN = 1024
+SETUPS = {"cuda L": ("cuda", "LBNHC"), "cuda B": ("cuda", "BLHNC"), "cpu": ("cpu", "LBHNC")}
+"""Whose rules for block sizes, and which layout. CUDA's attention kernels take multiples of 16 tokens, but
+those of sparse attention, which say themselves what they take."""
 _GROUPS = ("_TP", "_PP", "_DP", "_EP", "_EPLB", "_DCP", "_PCP", "_WORLD")
 _OVER_ALL = ("_TP", "_EP", "_WORLD")
 _SMALL = 512
@@ -61,7 +67,8 @@ def _main() -> None:
 
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
     try:
-        return {"layers": list(_layers(_built(question["config"], question["tp"])))}
+        engine = _built(question["config"], question["tp"])
+        return {"layers": list(_layers(engine)), "groups": _groups(engine)}
     except Exception as error:  # noqa: BLE001 - whatever vLLM says of this configuration is the answer
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return {"error": f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"}
@@ -205,6 +212,71 @@ def _kept(layer: Any, engine: Any) -> dict[str, Any]:
         "bytes": spec.num_heads * spec.state_content_size_bytes,
         "state_tokens": int(spec.tokens_per_state),
     }
+
+
+def _groups(engine: Any) -> dict[str, Any]:
+    """By name in `SETUPS`, the groups: of each, [spec, tokens of a block, layers] for what its layers keep.
+
+    Where vLLM refuses a set-up, its words.
+    """
+    found: dict[str, Any] = {}
+    for name, (platform, layout) in SETUPS.items():
+        try:
+            found[name] = _formed(engine, platform, layout)
+        except (NotImplementedError, ValueError) as refusal:
+            found[name] = str(refusal)
+    return found
+
+
+def _formed(engine: Any, platform: str, layout: str) -> list[list[tuple[str, int, int]]]:
+    from vllm.config import set_current_vllm_config
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.platforms.interface import Platform
+    from vllm.v1.attention.backend import MultipleOf
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+
+    own = copy(engine.cache_config.__dict__)
+    with ExitStack() as replaced:
+        replaced.callback(engine.cache_config.__dict__.update, own)
+        engine.cache_config.kv_cache_layout = layout
+        if engine.model_config.is_hybrid:
+            engine.cache_config.mamba_cache_mode = "align"
+        if platform == "cuda":
+            for backend in (CPUAttentionBackend, CPUMLABackend):
+                taken = {
+                    "get_supported_kernel_block_sizes": staticmethod(
+                        lambda kv_cache_spec=None: [MultipleOf(16)]
+                    ),
+                    "supports_block_size": classmethod(lambda _, n: n is None or n % 16 == 0),
+                }
+                for method, instead in taken.items():
+                    replaced.enter_context(mock.patch.object(backend, method, instead))
+        (CpuPlatform if platform == "cpu" else Platform).update_block_size_for_backend(engine)
+        with set_current_vllm_config(engine):
+            groups = get_kv_cache_groups(engine, dict(_specs(engine)))
+    return [_alike(group) for group in groups]
+
+
+def _specs(engine: Any) -> Iterator[tuple[str, Any]]:
+    """(name, spec) of every layer that keeps something of its own."""
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    for name, layer in engine.compilation_config.static_forward_context.items():
+        if isinstance(layer, AttentionLayerBase) and not getattr(layer, "kv_sharing_target_layer_name", None):
+            spec = layer.get_kv_cache_spec(engine)
+            if spec is not None:
+                yield name, spec
+
+
+def _alike(group: Any) -> list[tuple[str, int, int]]:
+    each = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+    counted = Counter(
+        (type(spec).__name__, spec.block_size, spec.page_size_bytes)
+        for spec in each.values() or [group.kv_cache_spec] * len(group.layer_names)
+    )
+    return [(name, tokens, layers) for (name, tokens, _), layers in counted.items()]
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ for weights, and each of its layers is asked for its cache spec.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,13 +38,25 @@ TABLE = {
     entry.name: {key: value for key, value in entry.config.items() if key != "quantization_config"}
     for entry in entries()
 }
-RANKS = (1, 8)
+MIXED = {
+    name: kinds
+    for name, config in TABLE.items()
+    if len(stores := set(read_model(config).cache.layers)) > 1 and (kinds := {store.kind for store in stores})
+}
+"""Kinds of layers of those models whose layers differ, so that vLLM derives blocks and groups."""
 NOT_BUILT = {
     "Llama-4-Maverick-17B-128E": "vLLM asks for the processor's files of Llama 4",
     "Llama-4-Scout-17B-16E": "vLLM asks for the processor's files of Llama 4",
     "MiMo-7B-Base": "its configuration class is remote code",
 }
 """Entries of the table that vLLM cannot build here, and why."""
+BUILT = [
+    (name, tp)
+    for name in TABLE
+    if name not in NOT_BUILT
+    for tp in ((1, 2, 4, 8) if name in MIXED else (1, 8))
+]
+"""Entries of the table, and on how many tensor-parallel ranks."""
 FAMILIES_NOT_BUILT = {
     "hy_v3": "its class writes other names of its experts' keys than vLLM reads",
     "kimi_linear": "its class names no layers; Kimi-K3 of the table is built",
@@ -80,9 +93,8 @@ def built() -> dict[tuple[str, int], dict[str, Any]]:
     """vLLM's answer for every family and every model of the table, by name and ranks."""
     asked = {
         (name, tp): for_vllm(config)
-        for tp in RANKS
-        for name, config in {**TABLE, **{each: default_config(each) for each in FAMILIES}}.items()
-        if name not in NOT_BUILT and (name in TABLE or tp == 1)
+        for name, tp in [*BUILT, *((each, 1) for each in FAMILIES)]
+        for config in [TABLE.get(name) or default_config(name)]
     }
     answers = ask((config, tp) for (_, tp), config in asked.items())
     return dict(zip(asked, answers, strict=True))
@@ -114,8 +126,7 @@ def ours(config: dict[str, Any], tp: int) -> tuple[Counter[Any], int]:
     return found, len(reading.kept)
 
 
-@pytest.mark.parametrize("tp", RANKS)
-@pytest.mark.parametrize("name", [name for name in TABLE if name not in NOT_BUILT])
+@pytest.mark.parametrize(("name", "tp"), BUILT)
 def test_a_model_of_the_table_keeps_what_vllm_builds(name, tp, built):
     answer = built[name, tp]
     if "must be divisible by tensor parallel size" in answer.get("error", ""):
@@ -125,6 +136,47 @@ def test_a_model_of_the_table_keeps_what_vllm_builds(name, tp, built):
     assert "error" not in answer
     found, layers = ours(TABLE[name], tp)
     assert found == theirs(answer["layers"], layers)
+
+
+SIDES = {
+    "cuda L": Side(layout="LBNHC"),
+    "cuda B": Side(layout="BLHNC"),
+    # Blocks on CPUs have 128 tokens, unless state makes them larger.
+    "cpu": Side(block_tokens=128),
+}
+"""What is planned, by vLLM's set-up."""
+ON_CPU = [name for name in MIXED if GroupKind.STATE in MIXED[name] and GroupKind.MLA not in MIXED[name]]
+"""Hybrids of which vLLM's kernels for CPUs take the blocks: those for latents take 16 tokens only."""
+
+
+@pytest.mark.parametrize(
+    ("name", "setup"),
+    [
+        (name, setup)
+        for name in MIXED
+        if name not in NOT_BUILT
+        for setup in SIDES
+        if setup != "cpu" or name in ON_CPU
+    ],
+)
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_blocks_and_groups_are_those_that_vllm_derives(name, tp, setup, built):
+    reading, side = read_model(TABLE[name]), replace(SIDES[setup], tp=tp)
+    if "error" in built[name, tp]:
+        assert "must be divisible by tensor parallel size" in built[name, tp]["error"]
+        return
+    theirs = built[name, tp]["groups"][setup]
+    if isinstance(theirs, str):
+        assert "page size is not divisible by the maximum page size" in theirs
+        with pytest.raises(GeometryError, match="use BLHNC"):
+            shape(reading, side, 1)
+        return
+    stores = reading.cache.layers
+    found = Counter(
+        (stores[group.layers[0]].kind, group.block_tokens, len(group.layers))
+        for group in shape(reading, side, 1).groups
+    )
+    assert found == Counter((KINDS[spec], *rest) for group in theirs for spec, *rest in group)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -7,7 +7,7 @@ import pytest
 from kvferry.errors import GeometryError
 from kvferry.geometry import Axis, Field, GroupKind, PageFormat, RankGeometry, opaque_page
 from kvferry.geometry.canonical import Canonical, canonical_of, chunk_pool
-from kvferry.geometry.layout import EngineShape, lay_out
+from kvferry.geometry.layout import EngineShape, GroupShape, lay_out
 from kvferry.geometry.store import LayerStore, ModelCache, Stored
 from kvferry.planning.request import as_addresses
 from kvferry.planning.select import Span, select_cells
@@ -178,7 +178,8 @@ def test_layers_that_need_the_same_are_one_chunk_however_the_engine_groups_them(
     windows = ModelCache(
         "gemma", (*[LayerStore(GroupKind.SLIDING, 64, fields)] * 5, LayerStore(GroupKind.FULL, 0, fields))
     )
-    apart = lay_out(windows, EngineShape(2, (6,), 16, "BLHNC", 5, group_size=1))
+    groups = tuple(GroupShape((number,), 16) for number in range(6))
+    apart = lay_out(windows, EngineShape(2, (6,), 16, "BLHNC", 5, groups=groups))
     together = lay_out(windows, EngineShape(1, (2, 4), 16, "LBHNC", 5))
     assert [len(ranks[0].groups) for ranks in (apart, together)] == [6, 2]
     canonical = canonical_of(apart, 32)

@@ -12,6 +12,7 @@ from kvferry.geometry import GroupKind, Layer
 from kvferry.geometry.layout import (
     LAYOUTS,
     EngineShape,
+    GroupShape,
     even_stages,
     group_layers,
     lay_out,
@@ -168,20 +169,38 @@ def test_layers_that_keep_the_same_are_a_group_in_order_of_appearance():
     assert group_layers(model(window, attention(), window, other, attention())) == ((0, 2), (1, 4), (3,))
 
 
+def test_without_state_pages_lie_side_by_side_in_blocks_as_large_as_the_widest_group():
+    window, full = attention(kind=GroupKind.SLIDING, reach=8), attention(heads=1)
+    (rank,) = lay_out(model(window, full, full, full, window), EngineShape(1, (5,), 4, "BLHNC", 7), (0,))
+    rank.check()
+    wide, narrow = rank.groups
+    assert [layer.address for layer in wide.layers] == [0, 192]
+    assert [layer.address for layer in narrow.layers] == [0, 48, 96]
+    assert {layer.block_stride for group in rank.groups for layer in group.layers} == {2 * 192}
+    assert rank.regions[0].length == 7 * 2 * 192
+
+
+def test_a_group_may_have_blocks_of_its_own():
+    window, full = attention(kind=GroupKind.SLIDING, reach=8), attention(heads=1)
+    groups = (GroupShape((0,), 4), GroupShape((1,), 16))
+    (rank,) = lay_out(model(window, full), EngineShape(1, (2,), 4, "LBNHC", 7, groups=groups), (0,))
+    assert [group.block_tokens for group in rank.groups] == [4, 16]
+    assert [group.layers[0].page.block_tokens for group in rank.groups] == [4, 16]
+    assert {group.layers[0].block_stride for group in rank.groups} == {192}
+
+
 def test_large_groups_are_dealt_out_so_that_each_has_layers_on_every_pipeline_rank():
     window = attention(kind=GroupKind.SLIDING, reach=8)
     parts = [window, window, attention(), window, window, attention()]
-    assert group_layers(model(*parts), 2) == ((0, 3), (1, 4), (2, 5))
-    assert group_layers(model(*parts), 3) == ((0, 3), (1, 4), (2, 5))
-    assert group_layers(model(*parts), 4) == ((0, 1, 3, 4), (2, 5))
-    engine = EngineShape(1, (3, 3), 4, "BLHNC", 3, group_size=2)
+    counts = {window: 2, attention(): 1}
+    assert group_layers(model(*parts), counts) == ((0, 3), (1, 4), (2, 5))
+    groups = tuple(GroupShape(layers, 4) for layers in group_layers(model(*parts), counts))
+    engine = EngineShape(1, (3, 3), 4, "BLHNC", 3, groups=groups)
     for rank in lay_out(model(*parts), engine):
         assert [len(group.layers) for group in rank.groups] == [1, 1, 1]
         # A block has as many slots as a group has layers.
         page = rank.groups[0].layers[0]
         assert page.block_stride == page.page.page_bytes
-    with pytest.raises(GeometryError, match="groups of -1 layers"):
-        EngineShape(1, (6,), 4, "BLHNC", 3, group_size=-1)
 
 
 @pytest.mark.parametrize(

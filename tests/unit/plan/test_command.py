@@ -72,7 +72,7 @@ def test_a_line_per_kind_of_layer(capsys, monkeypatch):
         "keeps 496 KiB per token",
     ]
     assert re.match(r"52 window 1,024 +416 KiB +128 KiB +3,328 416 MiB +25% direct ", lines[6])
-    assert re.match(r"10 full +80 KiB +128 KiB +2,560 320 MiB +100% direct ", lines[7])
+    assert re.match(r"10 full attention +80 KiB +128 KiB +2,560 320 MiB +100% direct ", lines[7])
     assert re.match(r"all +128 KiB +5,888 736 MiB +37% direct ", lines[8])
 
 
@@ -131,10 +131,8 @@ def test_json_has_what_the_tiers_keep(capsys):
 def test_the_tiers_are_a_table_of_settings(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     out = printed(capsys, "Qwen3-Next-80B-A3B", "--retention", "none", "--step-tokens", "1632")
-    assert "Tiers: chunks of 136 tokens, snapshots at multiples of 544 at the closest." in out
-    said = [
-        line.split() for line in out.partition("A prompt of 131,072 tokens, by settings:")[2].splitlines()
-    ]
+    assert "Tiers: chunks of 136 tokens, snapshots every 544 tokens at the closest." in out
+    said = [line.split() for line in out.partition("prompt of 131,072 tokens, by settings:")[2].splitlines()]
     assert said[-2:] == [
         ["None", "1,632", "80", "5.95", "GiB", "1,632"],
         ["None", "544", "240", "11.84", "GiB", "544"],
@@ -190,7 +188,7 @@ def test_a_folder_and_a_file_are_the_same_model(capsys, config):
 
 def test_the_table_is_listed_with_sources(capsys):
     out = " ".join(printed(capsys, "--list").split())
-    assert "gpt-oss-20b: 12 window 128, 12 full" in out
+    assert "gpt-oss-20b: 12 window 128, 12 full attention" in out
     assert "github.com/ai-dynamo/aiconfigurator" in out
 
 

@@ -8,9 +8,10 @@ import pytest
 
 from kvferry.errors import GeometryError
 from kvferry.geometry.models import read_model
+from kvferry.plan.blocks import group_counts
 from kvferry.plan.cost import Pricing, link
 from kvferry.plan.forecast import forecast
-from kvferry.plan.side import Side, block_tokens, group_size
+from kvferry.plan.side import Side, block_tokens
 from kvferry.planning.strategy import Costs, Strategy
 
 DIRECT = Pricing(Costs(), Strategy.DIRECT)
@@ -108,8 +109,10 @@ def test_groups_have_as_many_layers_as_the_rarest_kind():
 )
 def test_the_size_of_groups_is_vllms(counts, size):
     window, full = (next(iter(read_model(c).cache.layers)) for c in (WINDOWED, DENSE))
-    assert group_size([window] * counts[0] + [full] * counts[1]) == size
-    assert group_size([full] * 9) == 0
+    layers = [window] * counts[0] + [full] * counts[1]
+    found = group_counts(layers, 1, "LBNHC", dict.fromkeys(layers, 16))
+    assert found == {window: -(-counts[0] // size), full: -(-counts[1] // size)}
+    assert group_counts([full] * 9, 1, "LBNHC", {full: 16}) == {full: 1}
 
 
 STATE = 3 * (8 * 32 + 2 * 2 * 16) * 2 + 8 * 32 * 16 * 4
@@ -153,7 +156,9 @@ def test_a_page_of_attention_holds_a_snapshot_unless_asked_otherwise():
     assert block_tokens(reading, Side(4))[0] == 16 * -(
         -(3 * (2 * 32 + 2 * 16) * 2 + 2 * 32 * 16 * 4) // (16 * 64)
     )
-    assert block_tokens(reading, Side(block_tokens=32)) == (32, "")
+    # A block size that was asked for is multiplied, unless it is large enough.
+    assert block_tokens(reading, Side(block_tokens=32))[0] == 96
+    assert block_tokens(reading, Side(block_tokens=128)) == (128, "")
 
 
 def test_a_larger_block_on_one_side_cuts_runs_to_the_smaller_one():

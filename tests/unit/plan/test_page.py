@@ -89,7 +89,7 @@ def test_everything_that_is_drawn_says_what_it_is_and_stays_inside():
 
 def test_a_kind_of_layer_each_has_its_pictures():
     page = page_of("Nemotron-3-Nano-30B-A3B", Side(), Side(2))
-    assert re.findall(r"<h2>(.*?)</h2>", page) == ["23 state", "6 full"]
+    assert re.findall(r"<h2>(.*?)</h2>", page) == ["23 state", "6 full attention"]
     assert page.count("<svg") == 4
     assert "one of 4 block tables" in page
 

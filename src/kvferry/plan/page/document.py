@@ -83,7 +83,7 @@ def _legend() -> str:
 def _section(setting: Setting, number: int, row: Row) -> Iterator[str]:
     """Both pictures of a kind of layer."""
     yield f"<section><h2>{row.layers} {escape(describe(row.store))}</h2>"
-    group = setting.row_of.index(number)
+    group = setting.dst_rows.index(number)
     for one_layer in (False, True):
         found = scene(setting, group, one_layer=one_layer)
         if found is None:

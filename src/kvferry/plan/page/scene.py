@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvferry.geometry import RankGeometry
@@ -47,9 +47,11 @@ class Scene:
 def scene(setting: Setting, group: int, *, one_layer: bool) -> Scene | None:
     """What is drawn of a group; None if the ranks that are drawn have none of its layers.
 
+    Where the source groups layers otherwise, those that share a block table on both sides are drawn.
+
     Args:
         setting: engines and request.
-        group: number of the group.
+        group: number of the group at the destination.
         one_layer: its first layer, run by run, in place of all of them, strip by strip.
     """
     srcs, dsts = setting.srcs[:MAX_RANKS], setting.dsts[:MAX_RANKS]
@@ -62,13 +64,16 @@ def scene(setting: Setting, group: int, *, one_layer: bool) -> Scene | None:
     ]
     if not routes:
         return None
+    groups = (routes[0][2].src_group, group)
+    routes = [each for each in routes if each[2].src_group == groups[0]]
     blocks = _blocks(routes[0][2])
-    every = list(dict.fromkeys(layer.name for rank in dsts for layer in rank.groups[group].layers))
+    shared = {layer.name for rank in srcs for layer in rank.groups[groups[0]].layers}
+    every = [name for name in _names(dsts, group) if name in shared]
     names = every[:1] if one_layer else every
-    above, below = _sides(srcs, dsts, group, names, blocks)
+    above, below = _sides(srcs, dsts, groups, names, blocks)
     while len(names) > 1 and sum(len(lane.strips) for lane in (*above, *below)) > MAX_STRIPS:
         names = names[: len(names) // 2]
-        above, below = _sides(srcs, dsts, group, names, blocks)
+        above, below = _sides(srcs, dsts, groups, names, blocks)
     parts = [
         (src, dst, [list(cut(run, above[src].strips, below[dst].strips)) for run in runs_of(route, *blocks)])
         for src, dst, route in routes
@@ -113,16 +118,21 @@ def _blocks(route: Route) -> tuple[int, int]:
     return max(route.dst_cells // route.src_cells, 1), max(route.src_cells // route.dst_cells, 1)
 
 
+def _names(ranks: Sequence[RankGeometry], group: int) -> Iterator[str]:
+    """Names of a group's layers on these ranks, each once."""
+    yield from dict.fromkeys(layer.name for rank in ranks for layer in rank.groups[group].layers)
+
+
 def _sides(
     srcs: Sequence[RankGeometry],
     dsts: Sequence[RankGeometry],
-    group: int,
+    groups: tuple[int, int],
     names: Sequence[str],
     blocks: tuple[int, int],
 ) -> tuple[list[Lane], list[Lane]]:
     """Lanes of the layers called so."""
-    above = [_lane("source", rank, group, names, blocks[0]) for rank in srcs]
-    return above, [_lane("destination", rank, group, names, blocks[1]) for rank in dsts]
+    above = [_lane("source", rank, groups[0], names, blocks[0]) for rank in srcs]
+    return above, [_lane("destination", rank, groups[1], names, blocks[1]) for rank in dsts]
 
 
 def _lane(side: str, rank: RankGeometry, group: int, names: Sequence[str], blocks: int) -> Lane:

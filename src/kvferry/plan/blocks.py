@@ -1,0 +1,198 @@
+"""Tokens of a block and layers of a group, as vLLM 0.32 derives them for a CUDA machine.
+
+A block id belongs to one group at a time, so every group must fit into the same memory. Where layers keep
+different things, vLLM brings their pages to one size, in this order:
+
+1. a page of attention holds a snapshot of recurrent state (`base_tokens`);
+2. of layers with smaller pages a block has more tokens (`block_sizes`);
+3. groups get as many layers each (`group_counts`).
+
+Where blocks are outermost a page need not be as large as another, and 2 and 3 make way for packing: groups
+get as many layers as fit into the bytes that a block has anyway.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from kvferry.errors import GeometryError
+from kvferry.geometry import GroupKind
+from kvferry.geometry.interior import interior_of
+from kvferry.geometry.store import LayerStore
+
+BLOCK_TOKENS = 16
+_HYBRID_LATENT_ALIGNMENT = 128
+_INDEXED = {GroupKind.MLA: 64, GroupKind.FULL: 128}
+"""Tokens of a block with an indexer beside a latent (DeepSeek V3.2), beside K and V (MiniMax-M3)."""
+_SIMILAR = 1.5
+
+
+def base_tokens(stores: Iterable[LayerStore], tp: int, asked: int | None) -> tuple[int, str]:
+    """Tokens of a block, and why, in words; empty if it is what was asked for or vLLM's ordinary one.
+
+    vLLM's rule for models with recurrent state (`Platform._align_hybrid_block_size`): the least multiple of
+    16 (of 128 for latents, of a larger size that was asked for) whose attention page is at least a page of
+    state. Both shrink with tensor parallelism, not alike, so that the block size depends on it.
+
+    Args:
+        stores: what the layers keep.
+        tp: tensor-parallel ranks.
+        asked: tokens of a block, as the engine is told; None: it is not.
+
+    Raises:
+        GeometryError: heads do not go onto so many ranks.
+    """
+    stores = dict.fromkeys(stores)
+    if all(store.block_tokens for store in stores):
+        return max(store.block_tokens for store in stores), ""
+    state = [page_bytes(s, tp, 1) for s in stores if s.kind is GroupKind.STATE]
+    tokens = [page_bytes(s, tp, 1) for s in stores if s.kind is not GroupKind.STATE]
+    if not state or not tokens:
+        return _of_kernels(stores, asked)
+    latent = any(store.kind is GroupKind.MLA for store in stores)
+    step = max(asked or BLOCK_TOKENS, _HYBRID_LATENT_ALIGNMENT if latent else BLOCK_TOKENS)
+    found = step * -(-max(state) // (step * max(tokens)))
+    found = BLOCK_TOKENS * -(-found // BLOCK_TOKENS)
+    if found == asked:
+        return found, ""
+    return found, (
+        f"blocks of {found:,} tokens at TP{tp}: vLLM makes a page of attention "
+        f"({max(tokens):,} bytes per token) hold a snapshot of state ({max(state):,} bytes)"
+    )
+
+
+def _of_kernels(stores: Iterable[LayerStore], asked: int | None) -> tuple[int, str]:
+    """The size that attention kernels take, where the engine is told none."""
+    if asked is not None:
+        return asked, ""
+    stores = list(stores)
+    if not any(field.name == "indexer" for store in stores for field in store.fields):
+        return BLOCK_TOKENS, ""
+    main = next(store.kind for store in stores if store.fields[0].name != "indexer")
+    found = _INDEXED.get(main, BLOCK_TOKENS)
+    return found, f"blocks of {found} tokens: vLLM's kernels for sparse attention take no smaller ones"
+
+
+def block_sizes(
+    stores: Iterable[LayerStore], tp: int, layout: str, tokens: int
+) -> tuple[dict[LayerStore, int], str]:
+    """Tokens of a block of every kind of layer, and why some have more than others, in words.
+
+    vLLM's rule (`unify_kv_cache_spec_page_size`): where a page divides the largest, its block gets as many
+    times the tokens. Other pages are padded.
+
+    Args:
+        stores: what the layers keep.
+        tp: tensor-parallel ranks.
+        layout: order of the axes in memory.
+        tokens: of a block, as `base_tokens` has it.
+
+    Raises:
+        GeometryError: the layout is not for this model.
+    """
+    kinds = list(dict.fromkeys(stores))
+    sizes = {store: store.block_tokens or tokens for store in kinds}
+    if layout[0] == "B" or _one_table(kinds):
+        return sizes, ""
+    if any(store.block_tokens for store in kinds):
+        raise GeometryError(
+            f"{layout} has layers outside of blocks, but this model's layers have blocks of different sizes; "
+            "use BLHNC"
+        )
+    pages = {s: page_bytes(s, tp, size) for s, size in sizes.items() if s.kind is not GroupKind.STATE}
+    largest = max(pages.values(), default=0)
+    grown = {s: sizes[s] * (largest // page) for s, page in pages.items() if largest % page == 0}
+    sizes |= grown
+    more = sorted({size for size in grown.values() if size > tokens})
+    if not more:
+        return sizes, ""
+    return sizes, (
+        f"blocks of {' or '.join(map(str, more))} tokens at TP{tp} in layers that keep less per token: vLLM "
+        "makes all pages equally large"
+    )
+
+
+def group_counts(
+    layers: Iterable[LayerStore], tp: int, layout: str, sizes: Mapping[LayerStore, int]
+) -> dict[LayerStore, int]:
+    """Groups that the layers of every kind are dealt out to.
+
+    vLLM's rules: one block table for all layers that need the same tokens. Else groups of as many layers as
+    the rarest kind has, or the commonest one if that is not half as many again
+    (`_get_kv_cache_groups_uniform_page_size`). Where blocks are outermost and pages differ, windows are dealt
+    out so that a group fits into the block that the other layers need (`_get_packed_kv_cache_groups`).
+
+    Args:
+        layers: what every layer keeps.
+        tp: tensor-parallel ranks.
+        layout: order of the axes in memory.
+        sizes: tokens of a block by kind, as of `block_sizes`.
+    """
+    alike = Counter(layers)
+    if _one_table(alike):
+        return dict.fromkeys(alike, 1)
+    pages = {store: page_bytes(store, tp, sizes[store]) for store in alike}
+    if layout[0] == "B" and _differ(pages):
+        return _packed(alike, pages, sizes)
+    least, most = min(alike.values()), max(alike.values())
+    size = most if most < _SIMILAR * least else least
+    return {store: -(-count // size) for store, count in alike.items()}
+
+
+def _packed(
+    alike: Mapping[LayerStore, int], pages: Mapping[LayerStore, int], sizes: Mapping[LayerStore, int]
+) -> dict[LayerStore, int]:
+    """Groups by kind of layer where blocks are outermost and pages differ.
+
+    Layers that need the same tokens are a *bucket*. Buckets whose layers come in pairs of different pages
+    stay whole, and others are dealt out to groups of about as many layers. Without such a bucket only windows
+    are dealt out, to groups that fit into the block that the other buckets need.
+    """
+    buckets: dict[object, list[LayerStore]] = {}
+    for store in alike:
+        buckets.setdefault((*_needs(store), sizes[store]), []).append(store)
+    even = {need: alike[of[0]] for need, of in buckets.items() if len({alike[store] for store in of}) == 1}
+    pairs = [count for need, count in even.items() if len(buckets[need]) > 1]
+    if pairs:
+        repeats = _least_padding(list(even.values()), max(pairs))
+        return {
+            store: -(-even[need] // repeats) if need in even else 1
+            for need, of in buckets.items()
+            for store in of
+        }
+    block = max(
+        sum(pages[store] * (1 if store.kind is GroupKind.SLIDING else alike[store]) for store in of)
+        for of in buckets.values()
+    )
+    return {
+        store: -(-count // max(block // pages[store], 1)) if store.kind is GroupKind.SLIDING else 1
+        for store, count in alike.items()
+    }
+
+
+def _least_padding(counts: Sequence[int], least: int) -> int:
+    """The size of groups, `least` or more, that all counts fill best; of several the largest."""
+    return min(
+        range(least, max(counts) + 1), key=lambda size: (sum(-count % size for count in counts), -size)
+    )
+
+
+def _differ(pages: Mapping[LayerStore, int]) -> bool:
+    """Whether pages stay of different sizes; snapshots are padded to the size of the others."""
+    return len({page for store, page in pages.items() if store.kind is not GroupKind.STATE}) > 1
+
+
+def _one_table(stores: Iterable[LayerStore]) -> bool:
+    """Whether all layers need the same tokens, so that they share a block table, whatever their pages."""
+    return len({(*_needs(store), store.block_tokens) for store in stores}) == 1
+
+
+def _needs(store: LayerStore) -> tuple[GroupKind, int]:
+    """What decides which tokens a layer needs. Latents are full attention."""
+    return GroupKind.FULL if store.kind is GroupKind.MLA else store.kind, store.reach
+
+
+def page_bytes(store: LayerStore, tp: int, tokens: int) -> int:
+    """Bytes of a snapshot, or of a page of so many tokens, on one rank."""
+    return interior_of(store, tokens, 1, 0, tp).page_bytes
