@@ -11,7 +11,9 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from kvferry.cli.config_options import SETTINGS
 from kvferry.cli.main import app
+from kvferry.engines.vllm.config import ConnectorConfig
 
 KVFERRY = [sys.executable, "-c", "from kvferry.cli.main import main; main()"]
 
@@ -43,6 +45,10 @@ def test_config_prints_one_line_of_json():
     config = json.loads(done.stdout)
     assert config["kv_role"] == "kv_consumer"
     assert config["kv_connector_extra_config"] == {"port": 7000, "lease_seconds": 5.0}
+
+
+def test_config_has_options_for_settings_that_there_are():
+    assert {*SETTINGS} <= {*ConnectorConfig.__struct_fields__}
 
 
 def test_config_lets_a_secret_open_other_addresses(tmp_path):
