@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,14 +24,8 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.core.single_type_kv_cache_manager import get_manager_for_kv_cache_spec
 from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
     CircularBufferSpec,
-    CrossAttentionSpec,
-    EncoderOnlyAttentionSpec,
     FullAttentionSpec,
-    HiddenStateCacheSpec,
-    HiSparseHotSpec,
-    HiSparseResidentSpec,
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
@@ -45,7 +39,14 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from kvferry.engines.vllm.compat import specs
-from kvferry.engines.vllm.compat.specs import kind_of, reach_of, snapshot_tokens, state_position
+from kvferry.engines.vllm.compat.specs import (
+    KINDS,
+    REFUSED,
+    kind_of,
+    reach_of,
+    snapshot_tokens,
+    state_position,
+)
 from kvferry.errors import ConfigError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.store import LayerStore
@@ -53,42 +54,48 @@ from kvferry.planning.coverage import NOWHERE, Cut, coverage
 from kvferry.planning.select import Span, blocks_needed, first_seen
 
 BLOCK, BLOCKS, LONGEST = 16, 64, 400
-LIKE = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
-LATENT = MLAAttentionSpec(**LIKE)
-COMPRESSED = MLAAttentionSpec(**LIKE, tokens_per_state=4)
-RING = CircularBufferSpec(**{**LIKE, "block_size": 8}, head_size_v=0)
+VALUES = {
+    "block_size": BLOCK,
+    "num_kv_heads": 1,
+    "head_size": 8,
+    "dtype": torch.float32,
+    "sliding_window": 40,
+    "attention_chunk_size": 48,
+    "rswa_window": 32,
+    "shapes": ((2, 2),),
+    "dtypes": (torch.float32,),
+    "page_size": 64,
+    "blocks_per_request": 2,
+}
+"""A value of each field that a spec cannot do without."""
+
+
+def spec_of(of: type[KVCacheSpec], **more: Any) -> Any:
+    """A small spec of that class."""
+    needed = {field.name for field in fields(of) if field.default is field.default_factory is MISSING}
+    return of(**{name: VALUES[name] for name in needed} | more)
+
+
+LATENT = spec_of(MLAAttentionSpec)
+RING = spec_of(CircularBufferSpec, block_size=8, head_size_v=0)
 NEVER_A_LAYERS = {"KVCacheSpec", "AttentionSpec", "UniformTypeKVCacheSpecs"}
 """Classes that no layer has itself."""
-MOVED: list[tuple[Any, GroupKind, int]] = [
-    (FullAttentionSpec(**LIKE), GroupKind.FULL, 0),
-    (FullAttentionSpec(**LIKE, sliding_window=64), GroupKind.FULL, 0),
-    (FullAttentionSpec(**LIKE, tokens_per_state=Fraction(1, 4)), GroupKind.FULL, 0),
-    (RSWASpec(**LIKE, rswa_window=32), GroupKind.FULL, 0),
-    (LATENT, GroupKind.MLA, 0),
-    (MLAAttentionSpec(**LIKE, cache_role=SparseCacheRole.INDEXER), GroupKind.MLA, 0),
-    (COMPRESSED, GroupKind.MLA, 0),
-    (SlidingWindowSpec(**LIKE, sliding_window=40), GroupKind.SLIDING, 40),
-    (SlidingWindowSpec(**LIKE, sliding_window=40, extra_retained_tokens=3), GroupKind.SLIDING, 43),
-    (SlidingWindowMLASpec(**LIKE, sliding_window=40), GroupKind.SLIDING, 40),
-    (
-        SlidingWindowMLASpec(**{**LIKE, "block_size": 4}, sliding_window=8, alignment=512),
-        GroupKind.SLIDING,
-        8,
-    ),
-    (ChunkedLocalAttentionSpec(**LIKE, attention_chunk_size=48), GroupKind.CHUNKED, 48),
-    (MambaSpec(block_size=BLOCK, shapes=((2, 2),), dtypes=(torch.float32,)), GroupKind.STATE, 0),
-    (RING, GroupKind.STATE, 0),
+MOVED: list[Any] = [
+    *(spec_of(of) for of in KINDS),
+    spec_of(FullAttentionSpec, sliding_window=64),
+    spec_of(FullAttentionSpec, tokens_per_state=Fraction(1, 4)),
+    spec_of(MLAAttentionSpec, cache_role=SparseCacheRole.INDEXER),
+    spec_of(MLAAttentionSpec, tokens_per_state=4),
+    spec_of(SlidingWindowSpec, extra_retained_tokens=3),
+    spec_of(SlidingWindowMLASpec, block_size=4, sliding_window=8, alignment=512),
+    RING,
 ]
-REFUSED: list[tuple[Any, str]] = [
-    (SinkFullAttentionSpec(**LIKE, sink_len=BLOCK), "sinks.*without a KV connector"),
-    (CrossAttentionSpec(**LIKE), "encoder made of audio.*without a KV connector"),
-    (EncoderOnlyAttentionSpec(**LIKE), "an encoder keeps nothing.*without a KV connector"),
-    (HiddenStateCacheSpec(**LIKE), "hidden states.*extract_hidden_states"),
-    (HiSparseHotSpec(block_size=BLOCK, page_size=64, blocks_per_request=2), "HiSparse.*without HiSparse"),
-    (HiSparseResidentSpec(block_size=BLOCK, page_size=64), "HiSparse.*without HiSparse"),
-    (FullAttentionSpec(**LIKE, non_causal=True), "not causal.*without a KV connector"),
-    (SlidingWindowMLASpec(**LIKE, sliding_window=40, bounded_replay=True), "--no-swa-bounded-replay"),
+NOT_MOVED: list[tuple[Any, str]] = [
+    *((spec_of(of), "serve|leave out") for of in REFUSED),
+    (spec_of(FullAttentionSpec, non_causal=True), "not causal.*without a KV connector"),
+    (spec_of(SlidingWindowMLASpec, bounded_replay=True), "--no-swa-bounded-replay"),
 ]
+each_moved = pytest.mark.parametrize("spec", MOVED, ids=lambda one: type(one).__name__)
 
 
 def test_every_spec_of_the_installed_vllm_is_moved_or_refused() -> None:
@@ -104,33 +111,35 @@ def test_every_spec_of_the_installed_vllm_is_moved_or_refused() -> None:
     found = {KVCacheSpec.__name__}
     while more := {name for name, of in bases.items() if of & found} - found:
         found |= more
-    moved = {type(spec).__name__ for spec, _, _ in MOVED}
-    refused = {type(spec).__name__ for spec, _ in REFUSED}
-    assert found - NEVER_A_LAYERS == moved | refused
-    assert {of.__name__ for of in specs._KINDS} == moved
-    assert {of.__name__ for of in specs.REFUSED} == refused - moved
+    known = [of.__name__ for of in (*KINDS, *REFUSED)]
+    assert sorted(found - NEVER_A_LAYERS) == sorted(known)
 
 
-@pytest.mark.parametrize(("spec", "kind", "reach"), MOVED, ids=lambda one: type(one).__name__)
-def test_specs_are_what_they_are_taken_for(spec: Any, kind: GroupKind, reach: int) -> None:
-    assert (kind_of(spec), reach_of(spec)) == (kind, reach)
+@each_moved
+def test_a_group_of_one_spec_is_of_its_kind_however_it_is_wrapped(spec: Any) -> None:
+    kind, reach = kind_of(spec), reach_of(spec)
+    assert (kind in (GroupKind.SLIDING, GroupKind.CHUNKED)) == (reach > 0)
+    assert (kind is GroupKind.STATE) == (specs.is_recurrent(spec) or specs.is_ring(spec))
+    assert (kind is GroupKind.MLA) == (
+        kind is not GroupKind.STATE and not reach and specs.is_replicated(spec)
+    )
     wrapped = UniformTypeKVCacheSpecs(block_size=spec.block_size, kv_cache_specs={"a": spec, "b": spec})
     assert (kind_of(wrapped), reach_of(wrapped)) == (kind, reach)
 
 
-@pytest.mark.parametrize(("spec", "words"), REFUSED, ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize(("spec", "words"), NOT_MOVED, ids=lambda one: type(one).__name__)
 def test_what_does_not_move_is_refused_with_a_way_out(spec: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+    refusal = f"cannot move {type(spec).__name__}.*({words})"
+    with pytest.raises(ConfigError, match=refusal):
         kind_of(spec)
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=refusal):
         kind_of(UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"a": LATENT, "b": spec}))
 
 
-@pytest.mark.parametrize("base", sorted({type(spec) for spec, _, _ in MOVED}, key=lambda of: of.__name__))
-def test_an_unknown_subclass_is_not_taken_for_its_base(base: type) -> None:
-    spec = next(spec for spec, _, _ in MOVED if type(spec) is base)
+@pytest.mark.parametrize("base", KINDS, ids=lambda of: of.__name__)
+def test_an_unknown_subclass_is_not_taken_for_its_base(base: type[KVCacheSpec]) -> None:
     other = object.__new__(type("OfAPlugin", (base,), {}))
-    for name, value in vars(spec).items():
+    for name, value in vars(spec_of(base)).items():
         object.__setattr__(other, name, value)
     with pytest.raises(ConfigError, match="does not know the KV cache spec OfAPlugin"):
         kind_of(other)
@@ -140,16 +149,16 @@ def test_a_group_of_several_specs_is_one_kind_or_refused() -> None:
     def group(*of: Any) -> Any:
         return UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs=dict(zip("abc", of, strict=False)))
 
-    assert kind_of(group(LATENT, COMPRESSED)) is GroupKind.MLA
-    assert kind_of(group(LATENT, FullAttentionSpec(**LIKE))) is GroupKind.FULL
-    windows = [SlidingWindowSpec(**LIKE, sliding_window=reach) for reach in (40, 41)]
+    assert kind_of(group(LATENT, spec_of(MLAAttentionSpec, tokens_per_state=4))) is GroupKind.MLA
+    assert kind_of(group(LATENT, spec_of(FullAttentionSpec))) is GroupKind.FULL
+    windows = [spec_of(SlidingWindowSpec, sliding_window=reach) for reach in (40, 41)]
     with pytest.raises(ConfigError, match="continued differently"):
         kind_of(group(*windows))
 
 
 def test_where_a_snapshot_stands() -> None:
     for mode, places, apart in (("none", [0, 0, 0], 0), ("align", [0, 0, 1], BLOCK)):
-        spec = MambaSpec(block_size=16, shapes=((2,),), dtypes=(torch.float32,), mamba_cache_mode=mode)
+        spec = spec_of(MambaSpec, mamba_cache_mode=mode)
         assert [state_position(spec, tokens) for tokens in (1, 16, 17)] == places
         assert snapshot_tokens(spec) == apart
     assert [state_position(RING, tokens) for tokens in (1, 8, 900)] == [0, 0, 0]
@@ -158,7 +167,7 @@ def test_where_a_snapshot_stands() -> None:
 
 
 def test_generated_tokens_have_names_unless_they_see_less_than_a_prompts() -> None:
-    for spec, _, _ in MOVED:
+    for spec in MOVED:
         config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
         assert specs.names_prompts_only(config) == (type(spec) is RSWASpec)
 
@@ -196,12 +205,16 @@ class Managed:
         return [block.block_id for block in self.manager.req_to_blocks["r"]]
 
 
-POSITIONAL = [(spec, kind) for spec, kind, _ in MOVED if kind is not GroupKind.STATE]
+each_positional = pytest.mark.parametrize(
+    "spec",
+    [spec for spec in MOVED if kind_of(spec) is not GroupKind.STATE],
+    ids=lambda one: type(one).__name__,
+)
 
 
-@pytest.mark.parametrize(("spec", "kind"), POSITIONAL, ids=lambda one: type(one).__name__)
-def test_what_the_next_token_sees_is_held_by_vllm_and_selected(spec: Any, kind: GroupKind) -> None:
-    size, reach = spec.block_size, reach_of(spec)
+@each_positional
+def test_what_the_next_token_sees_is_held_by_vllm_and_selected(spec: Any) -> None:
+    size, kind, reach = spec.block_size, kind_of(spec), reach_of(spec)
     for tokens in range(1, 200, 7):
         table = Managed(spec).table(tokens)
         held = {at for at, block in enumerate(table) if block}
@@ -213,12 +226,10 @@ def test_what_the_next_token_sees_is_held_by_vllm_and_selected(spec: Any, kind: 
             assert {table.index(block) for block in selected} == held
 
 
-@pytest.mark.parametrize(("spec", "kind"), POSITIONAL, ids=lambda one: type(one).__name__)
+@each_positional
 @settings(max_examples=60)
 @given(cached=st.sets(st.integers(0, 11)), more=st.integers(1, 40))
-def test_a_prefix_that_is_covered_is_one_that_vllm_would_take(
-    spec: Any, kind: GroupKind, cached: set[int], more: int
-) -> None:
+def test_a_prefix_that_is_covered_is_one_that_vllm_would_take(spec: Any, cached: set[int], more: int) -> None:
     managed, size, count = Managed(spec), spec.block_size, 12
     init_none_hash(sha256)
     hasher = get_request_block_hasher(size, sha256)
@@ -240,7 +251,7 @@ def test_a_prefix_that_is_covered_is_one_that_vllm_would_take(
     )
     places = np.array([[0 if at in cached else NOWHERE for at in range(count)]], np.int64)
     cut = Cut(count * size, size, request.num_tokens)
-    found, _ = coverage([LayerStore(kind, reach_of(spec), ())], cut, places).longest()
+    found, _ = coverage([LayerStore(kind_of(spec), reach_of(spec), ())], cut, places).longest()
     assert found == hit
 
 
@@ -256,11 +267,11 @@ def test_a_ring_is_one_block_however_long_the_prompt() -> None:
 def test_vllm_reserves_no_blocks_for_sinks() -> None:
     """Were it to, they could be moved: of requests' tables they are no part."""
     with pytest.raises(TypeError, match="needs_kv_cache_zeroing"):
-        Managed(SinkFullAttentionSpec(**LIKE, sink_len=BLOCK))
+        Managed(spec_of(SinkFullAttentionSpec, sink_len=BLOCK))
 
 
 def test_blocks_between_prompt_and_window_are_freed_of_rswa_alone() -> None:
-    for spec, freed in ((RSWASpec(**LIKE, rswa_window=32), True), (FullAttentionSpec(**LIKE), False)):
+    for spec, freed in ((spec_of(RSWASpec), True), (spec_of(FullAttentionSpec), False)):
         managed = Managed(spec)
         managed.manager.allocate_new_blocks("r", 200, 200)
         managed.manager.remove_skipped_blocks("r", 200, 40)

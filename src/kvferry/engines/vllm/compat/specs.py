@@ -1,7 +1,7 @@
 """What a continuation needs of a KV cache group, by the class of vLLM's spec.
 
 Looked up by exact class: a subclass keeps something else, or keeps it elsewhere, and is refused until
-somebody has read it. A contract test lists the specs of the installed vLLM.
+somebody has read it. A test compares `KINDS` and `REFUSED` with the specs of the installed vLLM.
 
 - `FullAttentionSpec`, `MLAAttentionSpec`: every token. With ``tokens_per_state`` above 1 (DeepSeek V4) a
   state stands for several tokens: a block of `block_size` tokens holds so many fewer states, and the block
@@ -42,7 +42,7 @@ from vllm.v1.kv_cache_interface import (
 from kvferry.errors import ConfigError
 from kvferry.geometry import GroupKind
 
-_KINDS: dict[type[KVCacheSpec], GroupKind] = {
+KINDS: dict[type[KVCacheSpec], GroupKind] = {
     FullAttentionSpec: GroupKind.FULL,
     RSWASpec: GroupKind.FULL,
     MLAAttentionSpec: GroupKind.MLA,
@@ -52,6 +52,7 @@ _KINDS: dict[type[KVCacheSpec], GroupKind] = {
     MambaSpec: GroupKind.STATE,
     CircularBufferSpec: GroupKind.STATE,
 }
+"""Specs that move, and the kind of a group of each."""
 
 _HISPARSE = (
     "HiSparse keeps the cache in a pool of its own in host memory, which kvferry cannot read; serve without "
@@ -107,7 +108,7 @@ def _kind_of_layer(spec: KVCacheSpec) -> GroupKind:
     name = type(spec).__name__
     if (why := REFUSED.get(type(spec))) is not None:
         raise ConfigError(f"kvferry cannot move {name}: {why}")
-    if (kind := _KINDS.get(type(spec))) is None:
+    if (kind := KINDS.get(type(spec))) is None:
         raise ConfigError(f"kvferry does not know the KV cache spec {name}; {_WITHOUT}")
     if getattr(spec, "non_causal", False):
         raise ConfigError(
