@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import anyio.lowlevel
 import httpx
 from starlette.types import Send
 
@@ -43,6 +44,8 @@ async def relay_events(response: httpx.Response, send: Send, extra: Headers) -> 
                 begun = True
             done = done or _DONE in ready
             await send({"type": "http.response.body", "body": ready, "more_body": True})
+            # Events that came together are relayed without waiting: see whether the caller has left.
+            await anyio.lowlevel.checkpoint()
         if not done:
             fault = "the stream ended without its last event"
     except httpx.TransportError as error:
