@@ -78,6 +78,7 @@ def request(name: str, tokens: Sequence[int], prompt: int | None = None, **more:
             "kv_transfer_params": None,
             "trace_headers": None,
             "skip_reading_prefix_cache": False,
+            "abort_immediately": False,
             "sampling_params": None,
             **more,
         }

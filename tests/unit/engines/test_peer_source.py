@@ -308,6 +308,21 @@ def test_samples_that_share_a_prompt_release_it_once_with_the_last():
     assert engine.client.released == ["theirs"]
 
 
+def test_of_a_request_that_was_rejected_only_the_lease_is_released():
+    """vLLM names its offer with a request of one made-up token."""
+    engine = Engine()
+    samples = [engine.arrive(offered("a"))]
+    for name, of in (("b", "theirs"), ("c", "another")):
+        one = request(name, [0], abort_immediately=True)
+        one.kv_transfer_params = offered(of=of).kv_transfer_params
+        engine.arrive(one)
+        engine.source.finished(name)
+    assert engine.refused() == [], "nothing is wrong with its offer"
+    assert engine.client.released == ["another"], "what a sample still waits for is kept"
+    engine.source.settled(samples[0].request_id)
+    assert engine.client.released == ["another", "theirs"]
+
+
 @pytest.mark.parametrize(
     ("params", "refused"),
     [(None, 0), ({"do_remote_decode": True}, 0), ({"do_remote_prefill": True}, 1)],

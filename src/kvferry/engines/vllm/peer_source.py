@@ -17,6 +17,7 @@ from typing import Any
 from kvferry.cache.bids import Bid, Bidding, Part
 from kvferry.cache.pins import Pins, may_hold
 from kvferry.engines.vllm.adapters import Adapters
+from kvferry.engines.vllm.compat.requests import was_rejected
 from kvferry.engines.vllm.meta import LoadOrder, Report, SchedulerMeta
 from kvferry.engines.vllm.offer import Offer, not_of_peer, not_of_prompt, read_offer
 from kvferry.engines.vllm.refusals import Refusals
@@ -153,6 +154,8 @@ class PeerSource:
                 self._asking[request.request_id] = bidding
             return request.request_id in self._asking
         self._take(request.request_id, offer, bidding)
+        if was_rejected(request):
+            self.settled(request.request_id)  # only its lease is real
         self._check(request)
         return True
 

@@ -18,6 +18,15 @@ def waits_for_blocks(request: Any) -> bool:
     return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
+def was_rejected(request: Any) -> bool:
+    """The API server refused this request, or its client left before the engine had it.
+
+    vLLM then sends a request of one made-up token, which ends at once, so that a connector can let go of what
+    another engine keeps for it.
+    """
+    return bool(request.abort_immediately)
+
+
 def own_hit(request: Any) -> int | None:
     """Tokens that the engine's own prefix cache had of a request when it was admitted.
 
