@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -38,17 +38,23 @@ from kvferry.cache.bids import Bid, Part
 from kvferry.cache.pins import Pins, may_hold
 from kvferry.cache.policies import Choice, Weight
 from kvferry.cache.speeds import Speeds
+from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.admission import Admission
 from kvferry.engines.vllm.compat.frees import defer_frees
 from kvferry.engines.vllm.compat.specs import kind_of, reach_of
+from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.headroom import Headroom
 from kvferry.engines.vllm.meta import Report, SchedulerMeta, WorkerMeta
 from kvferry.engines.vllm.part_blocks import PartBlocks
+from kvferry.engines.vllm.producer import Producer
 from kvferry.engines.vllm.source import Load
+from kvferry.engines.vllm.turn_names import TurnNames
 from kvferry.geometry import Group
 from kvferry.observe.events import Lack, Miss
 from kvferry.observe.watch import Watch
 from kvferry.serving.tiny import tiny_checkpoint
+from kvferry.transport.messages import Heartbeat, Release
+from kvferry.transport.turns import TurnIndex
 
 BLOCK, STEP, LONGEST = 16, 64, 400
 ATTEMPTS, PATIENCE = 2, 10.0
@@ -212,7 +218,7 @@ class PlayedConnector(KVConnectorBase_V1, SupportsHMA):
         if output.kv_connector_worker_meta is not None:
             self.admission.take_reports(output.kv_connector_worker_meta)
 
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         self.admission.finished(request.request_id)
         self.parts.forget(request.request_id)
         return False, None
@@ -226,6 +232,51 @@ class PlayedConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(self, *_: Any, **__: Any) -> None: ...
 
     def wait_for_save(self) -> None: ...
+
+
+class OfferingConnector(PlayedConnector):
+    """The same in an engine that also computes prompts for others, and keeps them under leases.
+
+    Attributes:
+        producer: kvferry's.
+        heard: what consumers have said, which the coming step hears.
+    """
+
+    def bind_gpu_block_pool(self, pool: Any) -> None:
+        super().bind_gpu_block_pool(pool)
+        config, adapters = self._kv_cache_config, Adapters()
+        self.producer = Producer(
+            self._vllm_config,
+            config,
+            ConnectorConfig(),
+            tuple(kind_of(group.kv_cache_spec) for group in config.kv_cache_groups),
+            1,
+            Watch(),
+            TurnNames(adapters),
+            adapters,
+        )
+        self.producer.start(0, TurnIndex(), pool, 1)
+        self.heard: deque[Heartbeat | Release] = deque()
+        self.ended: set[str] = set()
+
+    def on_new_request(self, request: Any) -> None:
+        self.producer.on_new_request(request)
+        super().on_new_request(request)
+
+    def build_connector_meta(self, output: Any) -> SchedulerMeta:
+        meta = super().build_connector_meta(output)
+        self.producer.take_events(self.heard, meta)
+        self.ended |= meta.ended.keys()
+        return meta
+
+    def update_connector_output(self, output: Any) -> None:
+        super().update_connector_output(output)
+        if output.finished_sending:
+            self.producer.sent(output.finished_sending)
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        super().request_finished_all_groups(request, block_ids)
+        return self.producer.finished(request, block_ids)
 
 
 class Engine:
@@ -366,13 +417,23 @@ class Engine:
         while self._late:
             self._report(WorkerMeta(released={self._late.pop().key: 1}), set(), set())
 
-    def _report(self, meta: WorkerMeta, done: set[str], failed: set[str]) -> None:
+    def raise_words(self) -> None:
+        """The workers of an `OfferingConnector` raise the words of leases that end."""
+        ended, self.connector.ended = self.connector.ended, set()
+        self._report(WorkerMeta(), set(), set(), ended)
+
+    def _report(
+        self, meta: WorkerMeta, done: set[str], failed: set[str], sent: AbstractSet[str] = frozenset()
+    ) -> None:
         from vllm.v1.core.sched.output import SchedulerOutput
 
         empty = SchedulerOutput.make_empty()
         known = {name for name in done if name in self.scheduler.requests}
         heard = KVConnectorOutput(
-            finished_recving=known, failed_recving=failed & known, kv_connector_worker_meta=meta
+            finished_sending=set(sent),
+            finished_recving=known,
+            failed_recving=failed & known,
+            kv_connector_worker_meta=meta,
         )
         self.scheduler.update_from_output(empty, ModelRunnerOutput([], {}, kv_connector_output=heard))
 

@@ -146,13 +146,14 @@ class _Teller:
     def _lease_ended(self, event: events.LeaseEnded) -> Iterator[str]:
         heard = self._trace.heard
         if self._turn:
-            yield f"They are given back{f'; readers gave {heard} signs of life' if heard else ''}."
+            yield f"They are given back{f'; readers gave {_signs(heard)}' if heard else ''}."
         elif event.withdrawn:
             yield "The lease is withdrawn: the cache was reset, or another sample of the request was aborted."
         elif not event.expired:
-            yield f"The lease is released by its consumer{f', after {heard} signs of life' if heard else ''}."
+            # The first one came with the request.
+            yield f"The lease is released by its consumer{f', after {_signs(heard)}' if heard > 1 else ''}."
         elif heard:
-            yield f"The lease has expired: its consumer gave {heard} signs of life, and then no more."
+            yield f"The lease has expired: its consumer gave {_signs(heard)}, and then no more."
         else:
             yield "The lease has expired: its consumer gave no sign of life."
 
@@ -194,3 +195,7 @@ def _words(miss: events.Miss) -> str:
 
 def _tokens(count: int) -> str:
     return f"{amount(count)} token{'' if count == 1 else 's'}"
+
+
+def _signs(count: int) -> str:
+    return f"{amount(count)} sign{'' if count == 1 else 's'} of life"

@@ -95,7 +95,7 @@ class ControlClient:
         self._handshakes.forget(address)
 
     def hold(self, address: Address, lease: str) -> None:
-        """Keep a lease alive until it is released."""
+        """Claim a lease, and keep it alive until it is released."""
         self._questions.named(address)
         self._command("hold", address, lease)
 
@@ -199,6 +199,7 @@ class ControlClient:
             self._send(peer, self._handshakes.open(address))
         elif verb == "hold":
             peer.leases.add(what)
+            self._send(peer, Heartbeat([what]))  # the producer knows from now on that it is claimed
         else:
             peer.leases.discard(what)
             self._send(peer, Release([what]))

@@ -8,6 +8,9 @@ back. A consumer reads the word in a second READ posted after its data is there:
 ticket's, no block had been given back when the data was read.
 
     FREE ─grant→ HELD ─release or expiry→ ENDING ─all workers have raised the word→ FREE
+
+A lease is *claimed* by the first sign of life of its consumer. Nobody may ever claim it: its request can be
+refused, or its client can leave, before a consumer hears of it.
 """
 
 from __future__ import annotations
@@ -81,7 +84,9 @@ class LeaseWords:
 @dataclass(slots=True)
 class _Held:
     slot: int
+    granted: float
     expires: float
+    claimed: bool = False
 
 
 class LeaseBook:
@@ -120,8 +125,8 @@ class LeaseBook:
                 f"all {len(self._generations)} lease slots are in use; consumers release too slowly, or "
                 f"lease_seconds ({self.seconds:g}) is too long"
             )
-        slot = self._free.pop()
-        self._held[name] = _Held(slot, self._clock() + (self.seconds if seconds is None else seconds))
+        slot, now = self._free.pop(), self._clock()
+        self._held[name] = _Held(slot, now, now + (self.seconds if seconds is None else seconds))
         return Ticket(slot, self._generations[slot], self._incarnation)
 
     def extend(self, names: Iterable[str]) -> list[str]:
@@ -132,8 +137,14 @@ class LeaseBook:
         """
         known = [name for name in names if name in self._held]
         for name in known:
-            self._held[name].expires = max(self._held[name].expires, self._clock() + self.seconds)
+            held = self._held[name]
+            held.expires, held.claimed = max(held.expires, self._clock() + self.seconds), True
         return known
+
+    def unclaimed(self, seconds: float) -> list[str]:
+        """Return the leases that nobody has claimed for so many seconds, the oldest first."""
+        latest = self._clock() - seconds
+        return [name for name, held in self._held.items() if not held.claimed and held.granted <= latest]
 
     def end(self, names: Iterable[str]) -> dict[str, int]:
         """End leases that are held: released by their consumer.

@@ -6,6 +6,7 @@ from collections import deque
 from types import SimpleNamespace
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from kvferry.engines.vllm import producer, turn_keeper
 from kvferry.engines.vllm.adapters import Adapters
@@ -42,8 +43,10 @@ class Pool(BlockPool):
         super().__init__(100)
         self.allocate(99)
 
+        self.free_blocks_said = 1000
+
     def get_num_free_blocks(self) -> int:
-        return 1000
+        return self.free_blocks_said
 
 
 class Engine:
@@ -72,15 +75,15 @@ class Engine:
             Adapters(),
         )
 
-    def end(self, name: str) -> tuple:
+    def end(self, name: str, blocks: int = 1) -> tuple:
         """A request comes in for another engine, and ends; what is said of it."""
         one = request(name, range(8))
         one.kv_transfer_params = {"do_remote_decode": True}
         self.producer.on_new_request(one)
-        return self.producer.finished(one, ([1],))
+        return self.producer.finished(one, ([0, *range(1, 1 + blocks)],))
 
-    def offer(self, name: str) -> None:
-        assert self.end(name)[0]
+    def offer(self, name: str, blocks: int = 1) -> None:
+        assert self.end(name, blocks)[0]
 
     def hear(self, *events: Heartbeat | Release, turns: bool = False) -> dict[str, int]:
         meta = SchedulerMeta("e")
@@ -107,6 +110,43 @@ def test_a_lease_is_told_from_its_grant_to_its_end(clock) -> None:
         "leases_granted": 2, "leases_ended expired": 1, "leases_ended released": 1,
     }  # fmt: skip
     assert counted.gauges == {("leases", ()): 0}
+
+
+def waits_for(tokens: int) -> object:
+    """A request that has no blocks yet."""
+    return request(f"of {tokens}", range(tokens), status=RequestStatus.WAITING)
+
+
+def test_a_lease_that_nobody_claims_gives_way_to_a_request_that_waits_for_blocks(clock) -> None:
+    """Its client has left, or the decode engine refuses the request: nobody will ever read it."""
+    engine, pool = Engine(), Pool()
+    engine.producer.start(7, TurnIndex(), pool, 1)
+    for name in "abcd":
+        engine.offer(name, blocks=4)
+    engine.hear(Heartbeat(["b"]))
+    pool.free_blocks_said = 5
+    engine.producer.on_new_request(waits := waits_for(8 * 16))  # nine blocks, four more than there are
+    clock.now += SECONDS / 4 - 0.01
+    assert engine.hear() == {}, "they may still be on their way"
+    clock.now += 0.01
+    assert engine.hear().keys() == {"a"}, "the oldest, and no more than needed"
+    assert engine.told[-1] == LeaseEnded("a", clock.now, expired=True)
+    assert engine.hear() == {}, "its blocks are coming"
+    engine.producer.sent({"a"})
+    assert engine.hear().keys() == {"c"}, "they came to nothing: other requests hold them too"
+    engine.producer.sent({"c"})
+    pool.free_blocks_said = 9
+    assert engine.hear() == {}
+    pool.free_blocks_said = 0
+    waits.status = RequestStatus.RUNNING
+    assert engine.hear() == {}, "nobody waits"
+    waits.status = RequestStatus.PREEMPTED
+    assert engine.hear().keys() == {"d"}, "and never the one that was claimed"
+    engine.producer.sent({"d"})
+    engine.producer.finished(waits, ([],))
+    assert engine.hear() == {}
+    assert not engine.producer._unclaimed._blocks.keys() - {"b"}
+    assert not engine.producer._unclaimed._leaving
 
 
 SAMPLES = [f"{number}_cmpl-1-0-12ab34cd" for number in range(3)]

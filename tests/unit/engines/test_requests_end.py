@@ -12,10 +12,11 @@ from vllm import SamplingParams
 from vllm.v1.request import Request
 
 from kvferry.cache import bids
-from kvferry.engines.vllm import admission
+from kvferry.engines.vllm import admission, producer
 from kvferry.engines.vllm.compat.requests import trim_prompt
 from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.multi.connector import FerryMultiConnector
+from kvferry.transport.messages import Heartbeat
 from support.clock import Clock
 from support.vllm_scheduler import ATTEMPTS, BLOCK, PATIENCE, Engine, PlayedConnector
 
@@ -38,6 +39,7 @@ def clock(tmp_path_factory: pytest.TempPathFactory) -> None:
     FOLDER = tmp_path_factory.mktemp("checkpoints")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(admission, "time", SimpleNamespace(monotonic=CLOCK))
+        patch.setattr(producer, "time", SimpleNamespace(monotonic=CLOCK))
         yield
 
 
@@ -217,6 +219,41 @@ def test_a_source_that_hangs_holds_no_more_than_it_may_and_others_go_on() -> Non
         CLOCK.now += PATIENCE / 20
         engine.step()
     assert [load.request_id for load in engine.loading] == [other.request_id]
+
+
+OFFERED = {"extra_args": {"kv_transfer_params": {"do_remote_decode": True}}}
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("kinds", KINDS, ids=" ".join)
+def test_a_prompt_waits_a_quarter_of_their_time_for_leases_that_nobody_claims(kinds, overlaps) -> None:
+    """Clients have left between both engines, and their prompts hold the prefill engine's blocks."""
+    engine = Engine(FOLDER, kinds, 40, overlaps=overlaps, connector="OfferingConnector")
+    leases = engine.connector.producer._book
+    free = left = engine.pool.get_num_free_blocks()
+    taken = 0
+    while left >= 2 * taken:
+        one = engine.ask(range(100 * engine.count, 100 * engine.count + 65), 1, sampling=OFFERED)
+        for _ in range(4):
+            engine.step()
+        assert one.request_id in engine.answered
+        taken, left = left - engine.pool.get_num_free_blocks(), engine.pool.get_num_free_blocks()
+    claimed = leases.held[0]
+    engine.connector.heard.append(Heartbeat([claimed]))
+    waits = engine.ask(range(9000, 9000 + 8 * BLOCK), 1)
+    begun = CLOCK.now
+    while waits.request_id not in engine.answered:
+        assert CLOCK.now <= begun + leases.seconds / 4 + 1, "it waits until the leases expire"
+        CLOCK.now += 0.1
+        engine.step()
+        engine.raise_words()
+    assert CLOCK.now >= begun + leases.seconds / 4, "consumers have had time to claim them"
+    assert leases.held[0] == claimed
+    CLOCK.now += leases.seconds
+    for _ in range(3):
+        engine.step()
+        engine.raise_words()
+    assert (len(leases), engine.pool.get_num_free_blocks()) == (0, free)
 
 
 def aborted_while_a_step_writes(role: str) -> Engine:

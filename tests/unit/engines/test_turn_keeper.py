@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.engines.vllm import turn_keeper
+from kvferry.engines.vllm import room, turn_keeper
 from kvferry.engines.vllm.adapters import Adapters
+from kvferry.engines.vllm.room import BlocksWanted
 from kvferry.engines.vllm.turn_keeper import TurnKeeper
 from kvferry.engines.vllm.turn_names import CHUNK_TOKENS, TurnNames
 from kvferry.geometry import GroupKind
@@ -45,17 +46,21 @@ class Engine:
         self.clock, self.names, self.told = Clock(), TurnNames(Adapters()), []
         self.book = LeaseBook(1, 8, 30.0, self.clock)
         groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK)) for _ in kinds]
+        vllm_config = SimpleNamespace(
+            kv_transfer_config=SimpleNamespace(engine_id="D"),
+            max_concurrent_batches=batches,
+            max_in_flight_tokens=256,
+            speculative_config=drafts,
+        )
+        cache_config = SimpleNamespace(kv_cache_groups=groups, num_blocks=blocks)
+        self.wanted = BlocksWanted(vllm_config, cache_config, kinds)
         self.keeper = TurnKeeper(
-            SimpleNamespace(
-                kv_transfer_config=SimpleNamespace(engine_id="D"),
-                max_concurrent_batches=batches,
-                max_in_flight_tokens=256,
-                speculative_config=drafts,
-            ),
-            SimpleNamespace(kv_cache_groups=groups, num_blocks=blocks),
+            vllm_config,
+            cache_config,
             kinds,
             self.book,
             self.names,
+            self.wanted,
             Watch(self.told.append),
             seconds=SECONDS,
             share=share,
@@ -95,8 +100,9 @@ class Engine:
 @pytest.fixture(autouse=True)
 def whole(monkeypatch):
     monkeypatch.setattr(turn_keeper, "finished_whole", lambda one: not getattr(one, "aborted", False))
-    monkeypatch.setattr(turn_keeper, "reach_of", lambda _: WINDOW)
-    monkeypatch.setattr(turn_keeper, "waits_for_blocks", lambda one: getattr(one, "waits", False))
+    for module in (turn_keeper, room):
+        monkeypatch.setattr(module, "reach_of", lambda _: WINDOW)
+    monkeypatch.setattr(room, "waits_for_blocks", lambda one: getattr(one, "waits", False))
     monkeypatch.setattr(turn_keeper.time, "monotonic", lambda: 5.0)
 
 
@@ -211,7 +217,7 @@ def test_they_give_way_to_a_request_that_waits_for_more_room_than_there_is(kinds
     for name in ("a", "b"):
         engine.finish(turn(name, cache_salt=name))
     large = request("large", list(range(tokens)), waits=True)
-    engine.keeper.came(large)
+    engine.wanted.came(large)
     engine.pool.free_blocks_said = wants
     assert engine.step() == []
     engine.pool.free_blocks_said = wants - 1
@@ -221,7 +227,7 @@ def test_they_give_way_to_a_request_that_waits_for_more_room_than_there_is(kinds
     engine.pool.free_blocks_said = 62
     assert engine.step() == []
     large.waits = True
-    engine.keeper.gone(large)
+    engine.wanted.gone(large)
     assert engine.step() == []
 
 

@@ -169,8 +169,10 @@ def test_what_only_one_source_may_serve_and_who_cannot_is_told() -> None:
     ("expired", "heard", "said"),
     [
         (False, 3, "The lease is released by its consumer, after 3 signs of life."),
+        (False, 1, "The lease is released by its consumer."),
         (False, 0, "The lease is released by its consumer."),
         (True, 0, "The lease has expired: its consumer gave no sign of life."),
+        (True, 1, "The lease has expired: its consumer gave 1 sign of life, and then no more."),
         (True, 2, "The lease has expired: its consumer gave 2 signs of life, and then no more."),
     ],
 )

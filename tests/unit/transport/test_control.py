@@ -379,6 +379,14 @@ def test_heartbeats_come_while_a_lease_is_held_and_stop_with_its_release(ends):
     assert not server.events
 
 
+def test_a_lease_is_claimed_at_once_and_not_with_the_next_heartbeat(ends):
+    server = ends.server()
+    client = ends.client(heartbeat_seconds=600.0)
+    client.hold((HOST, server.port), "a")
+    client.hold((HOST, server.port), "b")
+    until(lambda: list(server.events) == [Heartbeat(["a"]), Heartbeat(["b"])])
+
+
 def test_a_release_right_before_the_end_still_goes_out(ends):
     server = ends.server()
     client = ControlClient(facts("D"), lambda ranks: None)

@@ -73,6 +73,19 @@ def test_a_heartbeat_makes_a_lease_run_from_now_again(book, clock):
     assert book.end_expired().keys() == {"a"}
 
 
+def test_a_lease_is_unclaimed_until_its_consumers_first_sign_of_life(book, clock):
+    book.grant("a")
+    clock.now += 5
+    book.grant("b")
+    clock.now += 5
+    assert book.unclaimed(5) == ["a", "b"]
+    assert book.unclaimed(5.001) == ["a"]
+    book.extend(["a"])
+    assert book.unclaimed(0) == ["b"]
+    book.end(["b"])
+    assert book.unclaimed(0) == []
+
+
 def test_releasing_twice_or_what_is_not_held_ends_nothing(book):
     book.grant("a")
     assert book.end(["a", "b"]).keys() == {"a"}

@@ -33,7 +33,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         secret_file: file with a secret that both engines share; encrypts and authenticates the control
             channel.
         allow_insecure: listen beyond loopback without a secret.
-        lease_seconds: how long blocks are kept for a consumer that no longer gives a sign of life.
+        lease_seconds: how long blocks are kept for a consumer that no longer gives a sign of life; a quarter
+            of it if there never was one and other requests wait for blocks.
         load_timeout_seconds: when a load that has not delivered is given up.
         handshake_seconds: when a peer that does not answer is given up.
         attempts: loads tried for one request before it is computed here.

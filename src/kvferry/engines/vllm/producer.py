@@ -1,8 +1,9 @@
 """The scheduler half of an engine that computes prompts for others.
 
 A finished prompt's blocks stay where they are, under a lease, until the consumer releases it or stays
-silent for too long. Ending a lease goes through the workers: each raises the lease word, then says that
-the request is sent, and only then does the engine give the blocks back.
+silent for too long. A lease that no consumer has claimed gives way to requests that wait for blocks
+(`unclaimed`). Ending a lease goes through the workers: each raises the lease word, then says that the request
+is sent, and only then does the engine give the blocks back.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.meta import BlockIds, SchedulerMeta
 from kvferry.engines.vllm.offer import Lease, Offer, wants_prefill, write_nothing, write_offer
 from kvferry.engines.vllm.prompt import content_of
+from kvferry.engines.vllm.room import BlocksWanted
 from kvferry.engines.vllm.siblings import Siblings
 from kvferry.engines.vllm.turn_keeper import TurnKeeper
 from kvferry.engines.vllm.turn_names import TurnNames
+from kvferry.engines.vllm.unclaimed import Unclaimed
 from kvferry.errors import TransferError, Unnameable
 from kvferry.geometry import GroupKind
 from kvferry.observe.events import LeaseEnded, LeaseExtended, LeaseGranted
@@ -71,6 +74,8 @@ class Producer:
         self._prompts: dict[str, Any] = {}
         self._withdrawn: list[str] = []
         self._siblings = Siblings()
+        self._wanted = BlocksWanted(vllm_config, kv_cache_config, kinds)
+        self._unclaimed = Unclaimed(self._book, self._wanted)
         self._turns: TurnKeeper | None = None
         if config.turn_seconds:
             self._turns = TurnKeeper(
@@ -79,6 +84,7 @@ class Producer:
                 kinds,
                 self._book,
                 names,
+                self._wanted,
                 watch,
                 seconds=config.turn_seconds,
                 share=config.turn_share,
@@ -95,6 +101,7 @@ class Producer:
             workers: how many have lease words.
         """
         self.port = port
+        self._unclaimed.start(pool)
         if self._turns is not None:
             self._turns.start(turns, pool, workers)
 
@@ -115,8 +122,7 @@ class Producer:
 
     def on_new_request(self, request: Any) -> None:
         """Stop short of the last prompt token, which the consumer computes; mutates `request`."""
-        if self._turns is not None:
-            self._turns.came(request)
+        self._wanted.came(request)
         if wants_prefill(request.kv_transfer_params) and trim_prompt(
             request, self._hash_block_tokens, self._sampled_below
         ):
@@ -144,8 +150,7 @@ class Producer:
             request: vLLM's.
             block_ids: by position per group, up to what was computed.
         """
-        if self._turns is not None:
-            self._turns.gone(request)
+        self._wanted.gone(request)
         if not wants_prefill(request.kv_transfer_params):
             if self._turns is not None:
                 self._turns.finished(request, block_ids, self.tables)
@@ -183,6 +188,7 @@ class Producer:
         )
         params = write_offer(offer)
         self._siblings.offered(request.request_id, params)
+        self._unclaimed.granted(request.request_id, block_ids)
         return True, params
 
     def tables(self, block_ids: BlockIds, tokens: int) -> list[list[int]]:
@@ -204,6 +210,7 @@ class Producer:
                 meta.ended.update(self._ended(self._book.end(released), expired=False))
         withdrawn, self._withdrawn = self._withdrawn, []
         meta.ended.update(self._ended(self._book.end(withdrawn), expired=False, withdrawn=True))
+        self._end_unclaimed(meta)
         over = self._book.end_expired()
         if self._turns is not None:
             turns = {name: over.pop(name) for name in list(over) if name in self._turns}
@@ -217,8 +224,20 @@ class Producer:
             )  # fmt: skip
         meta.ended.update(expired)
 
+    def _end_unclaimed(self, meta: SchedulerMeta) -> None:
+        """End leases that nobody has claimed, as far as requests wait for their blocks."""
+        leases = self._ended(self._book.end(self._unclaimed.in_the_way()), expired=True)
+        for name in leases:
+            logger.warning(
+                "request %s: no consumer has claimed its blocks in %g s, and other requests wait for blocks, "
+                "so they are given back",
+                name, self._unclaimed.seconds,
+            )  # fmt: skip
+        meta.ended.update(leases)
+
     def _ended(self, leases: dict[str, int], *, expired: bool, withdrawn: bool = False) -> dict[str, int]:
         self._siblings.ended(leases)
+        self._unclaimed.ended(leases)
         for name in leases:
             if self._turns is not None:
                 self._turns.ended(name)
@@ -235,6 +254,7 @@ class Producer:
         """All workers have raised the words of these."""
         for name in request_ids:
             self._book.ended(name)
+            self._unclaimed.raised(name)
 
     def raised(self, turns: Mapping[str, int]) -> None:
         """So many workers have raised the words of these turns that were kept."""

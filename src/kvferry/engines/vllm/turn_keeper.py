@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.cache.pins import Pins
-from kvferry.engines.vllm.compat.requests import finished_whole, waits_for_blocks
+from kvferry.engines.vllm.compat.requests import finished_whole
 from kvferry.engines.vllm.compat.specs import reach_of
 from kvferry.engines.vllm.meta import BlockIds
+from kvferry.engines.vllm.room import BlocksWanted, first_to_go
 from kvferry.engines.vllm.turn_names import TurnNames
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
@@ -63,6 +64,7 @@ class TurnKeeper:
         kinds: Sequence[GroupKind],
         book: LeaseBook,
         names: TurnNames,
+        wanted: BlocksWanted,
         watch: Watch,
         *,
         seconds: float,
@@ -75,6 +77,7 @@ class TurnKeeper:
             kinds: of its groups.
             book: that grants leases.
             names: what blocks hold.
+            wanted: by requests that wait for blocks.
             watch: told of leases.
             seconds: how long blocks are kept.
             share: of the pool, that they may be at most.
@@ -85,12 +88,11 @@ class TurnKeeper:
         self._drafts = vllm_config.speculative_config is not None
         self._specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self._kinds, self._book, self._names, self._watch = tuple(kinds), book, names, watch
-        self._ahead = int(vllm_config.max_in_flight_tokens)
+        self._wanted = wanted
         self._seconds, self._most = seconds, int(share * kv_cache_config.num_blocks)
         self._least_free = int(_FREE * kv_cache_config.num_blocks)
         self._turns: dict[str, _Turn] = {}
         self._leaving: dict[str, int] = {}  # leases that have ended, and blocks that are not free yet
-        self._requests: dict[str, Any] = {}
         self._over: list[str] = []
         self._index, self._pins, self._pool = TurnIndex(), Pins[Any](0), None
 
@@ -117,14 +119,6 @@ class TurnKeeper:
     def holds_blocks(self) -> bool:
         """Blocks will come free soon."""
         return bool(self._leaving)
-
-    def came(self, request: Any) -> None:
-        """A request has come in, and will need room."""
-        self._requests[request.request_id] = request
-
-    def gone(self, request: Any) -> None:
-        """It has ended."""
-        self._requests.pop(request.request_id, None)
 
     def finished(
         self, request: Any, block_ids: BlockIds, tables: Callable[[BlockIds, int], list[list[int]]]
@@ -210,26 +204,8 @@ class TurnKeeper:
             self._turns[name].blocks for name in over if name in self._turns
         )
         free = self._pool.get_num_free_blocks() + coming
-        room = min(self._most - sum(held.values()), free - max(self._least_free, self._wanted()))
-        found = []
-        for name, blocks in held.items():
-            if room >= 0:
-                break
-            found.append(name)
-            room += blocks
-        return found
-
-    def _wanted(self) -> int:
-        """Blocks of the largest request that has none: it gets all of them at once, or goes on waiting."""
-        waiting = (one.num_tokens for one in self._requests.values() if waits_for_blocks(one))
-        tokens = max(waiting, default=0)
-        each = zip(self._kinds, self._specs, strict=True)
-        return sum(self._blocks(kind, spec, tokens) for kind, spec in each) if tokens else 0
-
-    def _blocks(self, kind: GroupKind, spec: Any, tokens: int) -> int:
-        if not sees_all(kind):
-            tokens = min(tokens, reach_of(spec) + self._ahead + spec.block_size)
-        return 1 + -(-tokens // int(spec.block_size))
+        room = min(self._most - sum(held.values()), free - max(self._least_free, self._wanted.blocks()))
+        return first_to_go(held, -room)
 
     def _tokens(self, request: Any) -> int:
         """Tokens that blocks hold for certain, and a state exactly; 0 if that cannot be said."""

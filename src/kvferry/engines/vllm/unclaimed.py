@@ -1,0 +1,62 @@
+"""Leases that nobody has claimed give way to requests that wait for blocks.
+
+A consumer claims the lease of an offer as soon as its request has come in. Some offers are never claimed: the
+decode engine refuses the request, or the client leaves between both engines. Their leases would keep blocks
+until they expire, and a prefill engine that has only these to give would let every prompt wait for that.
+A consumer that claims its lease too late finds the lease word raised, and computes the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from kvferry.engines.vllm.meta import BlockIds
+from kvferry.engines.vllm.room import BlocksWanted, first_to_go
+from kvferry.planning.select import NULL_BLOCK
+from kvferry.transport.lease import LeaseBook
+
+
+class Unclaimed:
+    """See the module. The engine's thread calls it.
+
+    Attributes:
+        seconds: that a lease waits for its consumer's claim before it gives way.
+    """
+
+    def __init__(self, book: LeaseBook, wanted: BlocksWanted) -> None:
+        """No lease yet.
+
+        Args:
+            book: that grants leases.
+            wanted: by requests that wait for blocks.
+        """
+        self.seconds = book.seconds / 4
+        self._book, self._wanted, self._pool = book, wanted, None
+        self._blocks: dict[str, int] = {}
+        self._leaving: dict[str, int] = {}
+
+    def start(self, pool: Any) -> None:
+        """The engine has its block pool."""
+        self._pool = pool
+
+    def granted(self, lease: str, block_ids: BlockIds) -> None:
+        """A lease holds these blocks."""
+        self._blocks[lease] = len({block for ids in block_ids for block in ids} - {NULL_BLOCK})
+
+    def ended(self, leases: Collection[str]) -> None:
+        """These leases end; their blocks will be free when every worker has raised its word."""
+        self._leaving.update({name: self._blocks.pop(name) for name in leases if name in self._blocks})
+
+    def raised(self, lease: str) -> None:
+        """The blocks of a lease are free."""
+        self._leaving.pop(lease, None)
+
+    def in_the_way(self) -> list[str]:
+        """Return the oldest leases that nobody claims, as many as must end for requests that wait."""
+        unclaimed = self._book.unclaimed(self.seconds)
+        held = {name: self._blocks[name] for name in unclaimed if name in self._blocks}
+        if not held or self._pool is None:
+            return []
+        free = int(self._pool.get_num_free_blocks()) + sum(self._leaving.values())
+        return first_to_go(held, self._wanted.blocks() - free)
