@@ -60,12 +60,12 @@ class _Plane:
     copies: tuple[_Copy, ...]
 
     def places(self, blocks: Int64s, number: Int64s) -> list[int]:
-        """Where cells lie in the engine's blocks."""
+        """Return the places of cells in the engine's blocks."""
         found: list[int] = (blocks * self.block + self.cells[number % len(self.cells)]).reshape(-1).tolist()
         return found
 
     def offsets(self, chunks: Int64s | int, number: Int64s) -> list[int]:
-        """Where cells lie in the arena, in bytes; `chunks` is where their chunks begin."""
+        """Return byte offsets of cells in the arena; `chunks` are the offsets of their chunks."""
         found: list[int] = (chunks + self.chunk_cells[number % len(self.chunk_cells)]).tolist()
         return found
 
@@ -181,7 +181,7 @@ class ChunkCopies:
         )
 
     def _wait(self) -> None:
-        """What others do next comes after this, though the engine uses other streams."""
+        """Wait until the copies are done: the engine uses other streams."""
         for plane in self._planes[:1]:
             for copy in plane.copies[:1]:
                 if not isinstance(copy.blocks, np.ndarray):
@@ -189,5 +189,5 @@ class ChunkCopies:
 
 
 def offsets_of(offsets: Sequence[int]) -> Int64s:
-    """Offsets of chunks as `store` and `load` take them; number 0 is the null chunk."""
+    """Return offsets of chunks as `store` and `load` take them; index 0 is the null chunk."""
     return np.array((0, *offsets), np.int64)

@@ -52,7 +52,7 @@ class _Part:
     views: tuple[tuple[Nest, int, torch.Tensor], ...]
 
     def index(self, blocks: Int64s, cells: Int64s) -> Int64s:
-        """Where cells lie in the views."""
+        """Return the places of cells in the views."""
         return blocks * self.block + self.cells[cells % len(self.cells)]
 
 
@@ -98,7 +98,7 @@ class Loops:
         self._wait()
 
     def scatter(self, blocks: Int64s, cells: Int64s, slots: Slots, first: int) -> None:
-        """Copy from images to cells of blocks; arguments as of `gather`."""
+        """Copy cells from images to blocks; arguments as of `gather`."""
         for part, images, pool in self._pairs(slots, first, len(blocks)):
             index = part.index(blocks, cells)
             if pool.is_cuda:
@@ -131,7 +131,7 @@ class Loops:
         return _Part(stride // unit, np.array(part.at, np.int64) // unit, tuple(views))
 
     def _wait(self) -> None:
-        """What the transport or the engine does next comes after this, though it uses other streams."""
+        """Wait until the copies are done: the transport and the engine use other streams."""
         for part in self._parts[:1]:
             for _, _, pool in part.views[:1]:
                 if pool.is_cuda:
@@ -140,7 +140,7 @@ class Loops:
     def _pairs(
         self, slots: Slots, first: int, count: int
     ) -> Iterator[tuple[_Part, torch.Tensor, torch.Tensor]]:
-        """Of every nest, the images and the whole pool; of one shape but for the first axis."""
+        """Yield views of the images and of the whole pool for every nest, alike but for the first axis."""
         address = slots.address + first * slots.stride
         for part in self._parts:
             for nest, word, pool in part.views:

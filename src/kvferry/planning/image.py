@@ -1,7 +1,7 @@
-"""Images: what a cell moves, packed.
+"""Images: packed cells, for routes whose runs are too short to move one by one.
 
-Where runs are short, they are not moved one by one. They are packed into an *image* on the way: contiguous
-memory that travels in few large descriptors. There are two ways to pack, and they mirror each other.
+An *image* is contiguous memory that travels in few large descriptors. There are two ways to pack, and they
+mirror each other.
 
 - *Gathered* (`gathered`): the image has the order of the destination, without what others supply. The
   source's copy operation makes it (nests from source to image); what is contiguous on the destination's side
@@ -33,18 +33,18 @@ ALIGNMENT = 64
 """Images start at multiples of this, so that copies work on whole words."""
 
 MAX_STRETCHES = 1 << 16
-"""Of one cell; more would not be worth packing."""
+"""Most stretches of a cell's image; with more, packing gains nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """How the cells of a route are packed.
+    """The packing of a route's cells.
 
     Attributes:
         stride: bytes from one cell's image to the next, a multiple of `ALIGNMENT`.
-        nests: the loops between engine memory (absolute, block 0) and the image.
-        stretches: what is read: between image and destination if gathered, between source and image if
-            fetched; in the image's order.
+        nests: loops between engine memory (absolute addresses of block 0) and the image.
+        stretches: contiguous pieces to read, in the image's order: from image to destination if gathered,
+            from source to image if fetched.
     """
 
     stride: int
@@ -63,7 +63,7 @@ class Image:
 
 
 def gathered(planes: Iterable[Plane]) -> Image | None:
-    """Cells in the destination's order, made by the source; None if that is not worth it.
+    """Pack cells in the destination's order, at the source; None if that gains nothing.
 
     Heads are outside of layers in the destination, layers come one by one from the source:
 
@@ -80,18 +80,18 @@ def gathered(planes: Iterable[Plane]) -> Image | None:
 
 
 def fetched(planes: Iterable[Plane], gap_bytes: int, cuts: Sequence[int] = ()) -> Image | None:
-    """Cells in the source's order, cut out by the destination; None if that is not worth it.
+    """Pack cells in the source's order, to be cut at the destination; None if that gains nothing.
 
     Args:
-        planes: what a cell moves.
-        gap_bytes: bytes that nobody asked for that are read along if they lie between two runs.
-        cuts: addresses that nothing is read across: where registered regions of the source begin.
+        planes: the loops of a cell.
+        gap_bytes: longest gap between two runs that is read rather than skipped.
+        cuts: addresses at which registered regions of the source begin; no stretch crosses one.
     """
     return _image(planes, "src", gap_bytes, cuts)
 
 
 def _image(planes: Iterable[Plane], side: Side, gap_bytes: int, cuts: Sequence[int]) -> Image | None:
-    """Pack one side: what lies alike there in every cell becomes stretches, one after the other."""
+    """Pack one side: bytes that lie alike there in every cell become consecutive stretches."""
     alike = defaultdict[Offsets, list[tuple[Offsets, tuple[Nest, ...]]]](list)
     for plane in planes:
         at, other = (plane.src_at, plane.dst_at) if side == "src" else (plane.dst_at, plane.src_at)
@@ -148,7 +148,7 @@ def _distance(loop: Loop, side: Side) -> int:
 
 
 def _shadow(nest: Nest, side: Side) -> tuple[int, list[tuple[int, int]]]:
-    """What a nest covers on one side: bytes of a contiguous stretch, and (count, distance) of the others."""
+    """Return a nest's extent on one side: bytes of a contiguous stretch, (count, distance) of other loops."""
     length, outer = nest.run, list[tuple[int, int]]()
     for loop in sorted(nest.loops, key=lambda loop: abs(_distance(loop, side))):
         if not outer and _distance(loop, side) == length:
@@ -166,7 +166,7 @@ def _starts(first: int, outer: Sequence[tuple[int, int]]) -> Int64s:
 
 
 def _united(start: Int64s, length: Int64s, gap_bytes: int, cuts: Sequence[int]) -> tuple[Int64s, Int64s]:
-    """Stretches in ascending order, those that touch, overlap or are at most a gap apart made one."""
+    """Sort stretches, and merge those that touch, overlap or are at most a gap apart."""
     order = np.argsort(start, kind="stable")
     start, stop = start[order], np.maximum.accumulate((start + length)[order])
     region = np.searchsorted(np.array(sorted(cuts), np.int64), start, "right")
@@ -176,7 +176,7 @@ def _united(start: Int64s, length: Int64s, gap_bytes: int, cuts: Sequence[int]) 
 
 
 def _placed(nest: Nest, side: Side, at: Int64s, inside: Int64s) -> list[Nest]:
-    """A nest with one side in the image; several where the image does not keep its loops' distances."""
+    """Move one side of a nest into the image; several nests if the image breaks its loops' distances."""
     _, outer = _shadow(nest, side)
     starts = _starts(_address(nest, side), outer)
     stretch = np.searchsorted(at, starts, "right") - 1
@@ -195,7 +195,7 @@ def _placed(nest: Nest, side: Side, at: Int64s, inside: Int64s) -> list[Nest]:
 def _in_order(
     nest: Nest, side: Side, outer: Sequence[tuple[int, int]], offsets: Int64s
 ) -> tuple[int, ...] | None:
-    """Distances in the image of every loop of a nest, None if there are none such."""
+    """Return the distance in the image of every loop of a nest; None if a loop has no single one."""
     steps = []
     expected = np.full(offsets.shape, offsets.flat[0], np.int64)
     for axis, (count, _) in enumerate(outer):

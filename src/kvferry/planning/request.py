@@ -36,7 +36,7 @@ class Indices:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What a request moves over one route.
+    """Totals of what a request moves over one route.
 
     Attributes:
         bytes: useful bytes.
@@ -54,10 +54,10 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Where the rows of one way are in the prepared list of one side.
+    """The place of one way's rows in the prepared list of one side.
 
     Attributes:
-        base: where its entries begin.
+        base: index of its first entry.
         blocks: blocks of the pool, or images that there is room for.
         cells: cells of a block; 1 for images.
     """
@@ -67,7 +67,7 @@ class Entries:
     cells: int = 1
 
     def of(self, rows: int, ids: Int64s | Int32s, number: Int64s) -> Int32s:
-        """Entries of so many rows, for each of some cells.
+        """Return the entries of some cells, for each of their rows.
 
         Row-major: consecutive blocks of one row are neighbours, as pages of a layer are in memory.
 
@@ -77,7 +77,7 @@ class Entries:
         Args:
             rows: rows of a cell.
             ids: block or image of every cell, of shape (n,).
-            number: of every cell in its sequence, of shape (n,).
+            number: index of every cell in the sequence, of shape (n,).
         """
         each = ids if self.cells == 1 else number % self.cells * self.blocks + ids
         each = each.astype(np.int32, copy=False)
@@ -90,7 +90,7 @@ class Entries:
 
 
 def as_addresses(route: Route, cells: Cells) -> Pieces:
-    """The descriptors of a request, row-major, as absolute addresses and lengths."""
+    """Return the descriptors of a request, row-major, as absolute addresses and lengths."""
     found = []
     for plane in route.planes:
         src, dst = _positions(route, plane, cells)
@@ -101,7 +101,7 @@ def as_addresses(route: Route, cells: Cells) -> Pieces:
 
 
 def tally(route: Route, cells: Cells) -> Tally:
-    """Count what a request moves over `route`, without spelling the descriptors out."""
+    """Count what a request moves over `route`, without expanding its descriptors."""
     total = pages = descriptors = largest = 0
     n = len(cells)
     for plane in route.planes if n else ():
@@ -117,7 +117,7 @@ def tally(route: Route, cells: Cells) -> Tally:
 
 
 def _positions(route: Route, plane: Plane, cells: Cells) -> tuple[Int64s, Int64s]:
-    """Bytes from the first cell of block 0 to each of some cells, on both sides."""
+    """Return the bytes from the first cell of block 0 to each of some cells, on both sides."""
     src, dst = cells.src_block * route.src_stride, cells.dst_block * route.dst_stride
     if route.src_cells > 1:
         src += plane.src_offsets[cells.number % route.src_cells]
@@ -127,13 +127,13 @@ def _positions(route: Route, plane: Plane, cells: Cells) -> tuple[Int64s, Int64s
 
 
 def _may_touch(route: Route, plane: Plane, length: int) -> bool:
-    """Whether runs of a length in neighbouring cells may be one, for some block tables."""
+    """Return whether runs of this length in neighbouring cells can touch, for some block tables."""
     src_next, dst_next = route.src_stride + plane.src_at[0], route.dst_stride + plane.dst_at[0]
     src = length in plane.src_steps or length == src_next - plane.src_at[-1]
     return src and (length in plane.dst_steps or length == dst_next - plane.dst_at[-1])
 
 
 def _touching(src: Int64s, dst: Int64s, length: int) -> tuple[int, int]:
-    """Cells in the longest sequence of runs that touch on both sides, and how often a sequence ends."""
+    """Return the cells in the longest sequence of runs that touch on both sides, and the number of breaks."""
     breaks = np.flatnonzero((np.diff(src) != length) | (np.diff(dst) != length)) + 1
     return int(np.diff(np.concatenate([[0], breaks, [len(src)]])).max()), len(breaks)

@@ -1,10 +1,11 @@
-"""Two page formats to the loops that move one into the other.
+"""Retiling: the loops that move pages of one format into pages of another.
 
-Intersect what each field holds, cut tokens at the common divisor of the two block sizes (a *cell*), and
-give the loops of a cell over what both sides hold. This is resharding, changing layout and changing
+`retile` intersects the ranges that both sides hold of each field, cuts tokens at the common divisor of the
+two block sizes (a *cell*), and returns the loops of a cell. That reshards, changes the layout and changes the
 block size at once; none of them has code of its own.
 
-The result is small (it is per page, not per block) and is computed once per pair of formats at handshake.
+The result is small, because it describes a page and not every block. It is computed once per pair of formats,
+at handshake.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kvferry.planning.plane import ONE_CELL, Plane, joined, split_tokens
 
 @dataclass(frozen=True, slots=True)
 class Retiled:
-    """How pages of one format become pages of another.
+    """The loops from pages of one format to pages of another.
 
     Cell ``c`` of a sequence (tokens ``[c·cell_tokens, (c+1)·cell_tokens)``) is cell ``c % src_cells`` of
     source block ``c // src_cells``, and cell ``c % dst_cells`` of destination block ``c // dst_cells``. A
@@ -31,7 +32,7 @@ class Retiled:
     Attributes:
         cell_tokens: tokens of a cell, 0 for a snapshot.
         src_cells, dst_cells: cells per block on each side.
-        planes: what a cell moves; offsets from the start of the page on each side.
+        planes: the loops of a cell, with offsets from the start of the page on each side.
     """
 
     cell_tokens: int
@@ -41,9 +42,9 @@ class Retiled:
 
 
 def differences(src: PageFormat, dst: PageFormat) -> list[str]:
-    """Why pages of `src` cannot become pages of `dst`, a sentence each; empty if they can.
+    """Return why pages of `src` cannot become pages of `dst`, a sentence each; empty if they can.
 
-    Ranges do not count: that one rank holds only a part is what resharding is for.
+    Ranges may differ: resharding bridges them.
     """
     if bool(src.block_tokens) != bool(dst.block_tokens):
         return [f"{src.content} holds tokens on one side and a snapshot on the other ({dst.content})"]
@@ -75,7 +76,7 @@ def differences(src: PageFormat, dst: PageFormat) -> list[str]:
 
 
 def retile(src: PageFormat, dst: PageFormat, fields: frozenset[str] | None = None) -> Retiled:
-    """The loops over what a page of `dst` can take from a page of `src`, for any cell.
+    """Return the loops that fill a page of `dst` from a page of `src`, for any cell.
 
     Blocks of 4 tokens to blocks of 6, an element of 2 bytes per token: cells of 2 tokens.
 
@@ -91,8 +92,7 @@ def retile(src: PageFormat, dst: PageFormat, fields: frozenset[str] | None = Non
     Args:
         src: format of the pages read.
         dst: format of the pages written.
-        fields: names of the fields to move; None moves all. Fields whose held ranges do not meet give
-            nothing.
+        fields: names of the fields to move; None for all. A field whose ranges do not overlap has no loops.
 
     Raises:
         Incompatible: the formats do not hold the same fields.
@@ -110,7 +110,7 @@ def retile(src: PageFormat, dst: PageFormat, fields: frozenset[str] | None = Non
 
 
 def _planes(src: Field, dst: Field, cell_tokens: int) -> Iterator[Plane]:
-    """Everything that both sides hold of a field, of the tokens of one cell."""
+    """Yield planes over all that both sides hold of a field."""
     others = [(_axis(src, axis.name), axis) for axis in dst.axes if axis.name != TOKEN]
     axes = [_common(*pair) for pair in others]
     here = dst.axis(TOKEN)
@@ -127,7 +127,7 @@ def _axis(field: Field, name: str) -> Axis:
 
 
 def _common(src: Axis, dst: Axis) -> tuple[Int64s, Int64s]:
-    """Offsets on both sides of the indices that both hold, in the same order."""
+    """Return the offsets, on both sides, of the indices that both hold."""
     low, high = max(src.start, dst.start), min(src.stop, dst.stop)
     high = max(low, high)
     return src.offsets()[low - src.start : high - src.start], dst.offsets()[

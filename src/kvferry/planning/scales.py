@@ -6,7 +6,7 @@ from kvferry.geometry import Layer
 
 
 def same_scales(a: Layer, b: Layer) -> bool:
-    """Whether what two ranks both hold of a layer is multiplied by the same numbers.
+    """Return whether two ranks scale alike what both of them hold of a layer.
 
     >>> from kvferry.geometry import Axis, Field, PageFormat, Scale
     >>> def layer(first, *scales):

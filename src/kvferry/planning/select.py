@@ -1,4 +1,4 @@
-"""Which tokens a request needs of a group, hence which cells of which blocks.
+"""Selection of the tokens that a request needs of a group, and so of cells and blocks.
 
 Block tables are lists of block ids by position: entry ``i`` holds tokens ``[i·block, (i+1)·block)``. Id 0
 is the null block: the engine keeps nothing there. The table of a state group is the one block that holds
@@ -25,16 +25,16 @@ STATE_BLOCKS = 2
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """How much of a prompt is moved.
+    """The tokens of a prompt that a load moves.
 
-    A prefix may come in parts, from several sources. Of layers that see everything, each part brings its
-    tokens; what other layers need is all at the end of the prefix, and comes with the part that ends there.
+    A prefix may come in parts, from several sources. Each part brings its tokens of layers that see all
+    tokens. Other layers need only the end of the prefix, which comes with the last part.
 
     Attributes:
-        have: tokens whose content the destination already has, from the start.
-        total: tokens that the destination has then; content is at hand for ``[0, total)``.
+        have: tokens that the destination has before the load, from the start of the prompt.
+        total: tokens that it has after the load.
         prompt: tokens of the whole prompt.
-        part: ``(first, last)``, the tokens that this part brings; None for all.
+        part: tokens ``[first, last)`` of this part; None for all.
     """
 
     have: int
@@ -46,19 +46,19 @@ class Span:
     def next_token(self) -> int:
         """Position of the first token the destination will compute.
 
-        The engine always computes the last prompt token itself, to sample from it, even when the cache
-        holds it; so its window, not that of the token after it, decides what is needed.
+        The engine always computes the last prompt token, to sample from it, even if the cache holds it. So
+        the window of that token decides what is needed, not the window of the token after it.
         """
         return min(self.total, self.prompt - 1)
 
     @property
     def begins(self) -> int:
-        """The first token that is moved, of layers that see everything."""
+        """First token that moves, in layers that see all tokens."""
         return self.have if self.part is None else max(self.have, self.part[0])
 
     @property
     def ends(self) -> int:
-        """Where it ends, of layers that see everything."""
+        """End of the tokens that move, in layers that see all tokens."""
         return self.total if self.part is None else self.part[1]
 
 
@@ -66,14 +66,14 @@ Position = TypeVar("Position", int, Int64s)
 
 
 def sees_all(kind: GroupKind) -> bool:
-    """Whether every token is looked at when a later one is computed."""
+    """Return whether a layer of this kind sees every earlier token."""
     return kind in (GroupKind.FULL, GroupKind.MLA)
 
 
 def first_seen(kind: GroupKind, reach: int, next_token: Position) -> Position:
-    """Position of the first token that is looked at when `next_token` is computed; below 0 means all.
+    """Return the first token that `next_token` sees; all tokens if it is below 0.
 
-    The rule of each kind, in one place: for one position, or for an array of them.
+    Takes one position or an array of them.
 
     >>> first_seen(GroupKind.SLIDING, 24, 63), first_seen(GroupKind.CHUNKED, 32, 63)
     (40, 32)
@@ -86,7 +86,7 @@ def first_seen(kind: GroupKind, reach: int, next_token: Position) -> Position:
 
 
 def needed(kind: GroupKind, reach: int, span: Span) -> tuple[int, int]:
-    """Tokens ``[low, high)`` whose content a continuation needs and the destination lacks.
+    """Return the tokens ``[low, high)`` that a continuation needs and the destination lacks.
 
     >>> needed(GroupKind.SLIDING, 24, Span(have=0, total=64, prompt=64))   # next: 63, sees 40..63
     (40, 64)
@@ -96,7 +96,7 @@ def needed(kind: GroupKind, reach: int, span: Span) -> tuple[int, int]:
     >>> needed(GroupKind.FULL, 0, head), needed(GroupKind.SLIDING, 24, head)
     ((16, 48), (48, 48))
 
-    For a state group, ``high`` is where the snapshot stands; it is needed whenever anything is.
+    The snapshot of a state group is the state after ``high`` tokens; it is needed whenever anything is.
     """
     if sees_all(kind):
         low = span.begins
@@ -108,7 +108,7 @@ def needed(kind: GroupKind, reach: int, span: Span) -> tuple[int, int]:
 
 
 def unseen_from(kind: GroupKind, reach: int, end: int) -> int:
-    """Position of the first token that sees nothing before `end`, of a window or of chunked attention.
+    """Return the first token that sees nothing before `end`, in a window or in chunked attention.
 
     >>> unseen_from(GroupKind.SLIDING, 24, 64), unseen_from(GroupKind.CHUNKED, 32, 48)
     (87, 64)
@@ -119,9 +119,9 @@ def unseen_from(kind: GroupKind, reach: int, end: int) -> int:
 
 
 def part_block(kind: GroupKind, reach: int, block_tokens: int, span: Span, grain: int) -> int | None:
-    """Position of the destination block of which the beginning is not loaded; None if there is none.
+    """Return the position of the destination block whose beginning is not loaded; None if there is none.
 
-    Only a window's first: its source has no reason to keep what is before it.
+    Only the first block of a window can be one: the source need not keep tokens before the window.
 
     >>> part_block(GroupKind.SLIDING, 100, 128, Span(0, 300, 300), 64)   # next: 299, sees 200..299: 192..
     1
@@ -146,8 +146,8 @@ class Cells:
 
     Attributes:
         src_block, dst_block: block ids, int64 of shape (n,).
-        number: of the cell in its sequence, which says where in its block it lies on either side; int64 of
-            shape (n,).
+        number: index of each cell in the sequence, which gives its place in its block on either side; int64
+            of shape (n,).
     """
 
     src_block: Int64s
@@ -164,9 +164,9 @@ class Cells:
 def select_cells(
     route: Route, kind: GroupKind, reach: int, span: Span, src_table: Int64s, dst_table: Int64s
 ) -> Cells:
-    """The cells of `route` that a request moves.
+    """Return the cells of `route` that a request moves.
 
-    Whole cells move, so the last one carries tokens past `span.total` that nobody looks at.
+    Cells move whole, so the last one carries tokens past `span.total`, which nothing reads.
 
     Args:
         route: which layers, retiled how.
@@ -206,10 +206,10 @@ def select_cells(
 
 
 def uncovered(route: Route, kind: GroupKind, reach: int, span: Span, dst_table: Int64s) -> Int64s:
-    """Destination blocks that `select_cells` gives some cells of, but not all, and that hold nothing yet.
+    """Return destination blocks that a load fills in part and that hold nothing of this prompt yet.
 
-    What is left in them is not loaded and not computed before it is attended to with weight 0, where a NaN of
-    whoever had the block before would still count.
+    Attention reads the rest of such a block with weight 0, where a NaN that its last owner left would still
+    spread.
 
     Returns:
         Ids, int64, at most two: blocks at both ends.
@@ -228,10 +228,10 @@ def uncovered(route: Route, kind: GroupKind, reach: int, span: Span, dst_table: 
 
 
 def check_part(route: Route, kind: GroupKind, span: Span) -> None:
-    """See that each block of the destination is written by one part of a prefix only.
+    """Check that only one part of a prefix writes each block of the destination.
 
     Raises:
-        TransferError: a part begins or ends inside a block: what it clears of it, the other part may fill.
+        TransferError: a part begins or ends inside a block. It would clear what the other part fills.
     """
     if span.part is None or not sees_all(kind):
         return
@@ -245,7 +245,7 @@ def check_part(route: Route, kind: GroupKind, span: Span) -> None:
 
 
 def _cells(route: Route, src: Int64s, dst: Int64s, number: Int64s) -> Cells:
-    """Cells of blocks that exist. An id past the pool would index another row: silently, other bytes."""
+    """Make cells of blocks that exist. An id past the pool would silently index the bytes of another row."""
     for ids, blocks, side in ((src, route.src_blocks, "source"), (dst, route.dst_blocks, "destination")):
         if (ids == NULL_BLOCK).any():
             raise TransferError(f"the {side} no longer holds a block that the request needs (null block)")
@@ -260,8 +260,8 @@ def blocks_needed(kind: GroupKind, reach: int, block_tokens: int, span: Span, ta
     """Return ids of the blocks of `table` that `needed` tokens lie in; int64, ascending by position.
 
     Args:
-        kind, reach, block_tokens: of the group.
-        span: how much.
+        kind, reach, block_tokens: properties of the group.
+        span: the tokens that move.
         table: block ids by position; of a state group, the one block with the snapshot.
     """
     low, high = needed(kind, reach, span)
@@ -291,7 +291,7 @@ def blocks_begun(kind: GroupKind, reach: int, block_tokens: int, span: Span, tab
 
 
 def written(kind: GroupKind, block_tokens: int, span: Span) -> slice:
-    """Positions of a group's blocks that a load may write.
+    """Return the positions of a group's blocks that a load may write.
 
     >>> head = Span(have=16, total=64, prompt=64, part=(16, 48))
     >>> written(GroupKind.FULL, 16, head), written(GroupKind.SLIDING, 16, head)
@@ -306,7 +306,7 @@ def written(kind: GroupKind, block_tokens: int, span: Span) -> slice:
 
 
 def most_written(kind: GroupKind, reach: int, block_tokens: int, span: Span) -> int:
-    """Blocks of a group that a load may write, at most: those of `written` that are not null.
+    """Return an upper bound of the blocks of a group that a load may write: those of `written` not null.
 
     >>> span = Span(have=16, total=64, prompt=65)
     >>> most_written(GroupKind.FULL, 0, 16, span), most_written(GroupKind.SLIDING, 20, 16, span)

@@ -1,4 +1,4 @@
-"""Which way a route's bytes go: direct, over-read or staged, by what each would cost.
+"""Choice of the way that a route's bytes go, direct, over-read or staged, by its cost.
 
 - *direct*: every run is a descriptor.
 - *over-read*: the destination reads stretches of the source's memory whole, gaps included, and cuts out what
@@ -25,20 +25,19 @@ from kvferry.planning.plane import PoolNests
 from kvferry.planning.template import Route
 
 MAX_ROWS = 1 << 17
-"""Runs of a cell, above which it is never moved one descriptor each."""
+"""Most runs of a cell that goes direct."""
 
 CHUNKS = 4
-"""Gathered images are moved in about so many chunks: one is gathered while the one before it is read."""
+"""Number of chunks in which gathered images move: one is gathered while the previous one is read."""
 
 SMALLEST_CHUNK_BYTES, LARGEST_CHUNK_BYTES = 2 << 20, 16 << 20
-"""Of a gathered chunk: each costs a round trip, and all hold staging memory."""
+"""Limits of a gathered chunk: each costs a round trip, and all hold staging memory."""
 
 FETCHED_CHUNK_BYTES = 4 << 20
-"""Of a chunk that is fetched without asking: what was read is scattered while the cache still has it."""
-
+"""Size of a chunk that is read without asking, small enough to be scattered from the CPU's cache."""
 
 LANE_BYTES = 2 << 20
-"""Of a route, that one lane gets at least: less is not shared out."""
+"""Least bytes of a route that one lane gets."""
 
 
 class Strategy(StrEnum):
@@ -51,18 +50,18 @@ class Strategy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What work costs on a machine; measured by ``kvferry bench calibrate``.
+    """Costs of work on a machine, measured by ``kvferry bench calibrate``.
 
     Attributes:
-        read_descriptor_seconds, read_byte_seconds: a READ is a number of descriptors and of bytes.
-        copy_call_seconds, copy_run_seconds, copy_byte_seconds: so is a gather or scatter, of calls of the
-            copy operation (one per nest and cell), of contiguous runs, and of bytes.
-        ask_seconds: asking the source to gather a chunk, and hearing that it has.
-        overlap: how much of the shorter is hidden where a chunk is gathered while another is read: 1 between
-            two machines, as little as 0 where both share one that is busy.
-        lanes_work_gain, lanes_byte_gain: how many times as fast a worker's lanes together are as one, where
-            they read and scatter what is shared out among them: with descriptors, calls and runs, which keep
-            a core busy, and with bytes, which keep memory busy. The other costs are those of one lane.
+        read_descriptor_seconds, read_byte_seconds: of a READ, per descriptor and per byte.
+        copy_call_seconds, copy_run_seconds, copy_byte_seconds: of a gather or scatter, per call of the copy
+            operation (one per nest and cell), per contiguous run and per byte.
+        ask_seconds: round trip of a request to the source to gather a chunk.
+        overlap: share of the shorter operation that is hidden when one chunk is gathered while another is
+            read: 1 between two machines, down to 0 on one busy machine.
+        lanes_work_gain, lanes_byte_gain: speed of all lanes of a worker as a multiple of one lane's: for
+            descriptors, calls and runs, which a core limits, and for bytes, which memory limits. The other
+            costs are those of one lane.
     """
 
     read_descriptor_seconds: float = 2.0e-6
@@ -83,7 +82,7 @@ class Costs:
                 raise ConfigError(f"{name} is {value}, it must be at least {low} and at most {high}")
 
     def of_lanes(self) -> Costs:
-        """What the same work costs on all lanes together."""
+        """Return the costs of work that all lanes share."""
         return replace(
             self,
             read_descriptor_seconds=self.read_descriptor_seconds / self.lanes_work_gain,
@@ -95,18 +94,18 @@ class Costs:
 
     @property
     def gap_bytes(self) -> int:
-        """Bytes that may as well be read as skipped with another descriptor."""
+        """Bytes that take as long to read as another descriptor."""
         return int(self.read_descriptor_seconds / max(self.read_byte_seconds, 1e-15))
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What moving one cell takes.
+    """Work to move one cell.
 
     Attributes:
-        descriptors, read_bytes: of the READ.
-        gather_calls, gather_runs: of the source's copy operation.
-        scatter_calls, scatter_runs: of the destination's.
+        descriptors, read_bytes: size of the READ.
+        gather_calls, gather_runs: calls and runs of the source's copy operation.
+        scatter_calls, scatter_runs: the same at the destination.
         bytes: useful bytes, which every copy moves.
     """
 
@@ -119,7 +118,7 @@ class Work:
     bytes: float = 0
 
     def seconds(self, cells: int, costs: Costs) -> float:
-        """Expected time for so many cells."""
+        """Return the expected seconds for so many cells."""
         c = costs
         shared = cells * self.bytes >= 2 * LANE_BYTES
         here = c.of_lanes() if shared else c
@@ -145,14 +144,14 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way of moving the cells of a route.
+    """One way to move the cells of a route.
 
     Attributes:
-        strategy: its name.
-        work: per cell.
-        image: how cells are packed, None for direct.
-        landing: the loops from a gathered image to its place, if it is read whole; None if it is read
-            straight into place.
+        strategy: its strategy.
+        work: work per cell.
+        image: the packing of cells; None for direct.
+        landing: loops from a gathered image to its place, if the image is read whole; None if it is read
+            into place.
     """
 
     strategy: Strategy
@@ -169,7 +168,7 @@ class Way:
 
 
 def chunk_bytes(total: float) -> int:
-    """Bytes of one chunk that is gathered, of images of so many bytes in all.
+    """Return the bytes of one gathered chunk, for images of `total` bytes.
 
     >>> chunk_bytes(64 << 20) >> 20, chunk_bytes(1 << 30) >> 20
     (16, 16)
@@ -178,13 +177,16 @@ def chunk_bytes(total: float) -> int:
 
 
 def ways(route: Route, costs: Costs, max_image_bytes: int, cuts: Sequence[int] = ()) -> tuple[Way, ...]:
-    """All ways of moving a route's cells.
+    """Return all ways to move a route's cells.
 
     Args:
-        route: what moves.
-        costs: how long a gap may be that is read along.
+        route: the route.
+        costs: decide the longest gap that is read rather than skipped.
         max_image_bytes: room for one image; a route with larger cells only goes direct.
-        cuts: where the source's registered regions begin.
+        cuts: addresses at which the source's registered regions begin.
+
+    Raises:
+        ConfigError: cells of too many runs for direct, and too large for an image.
     """
     found = []
     size = route.cell_bytes
@@ -210,13 +212,13 @@ def ways(route: Route, costs: Costs, max_image_bytes: int, cuts: Sequence[int] =
 
 
 def choose(found: Sequence[Way], cells: int, costs: Costs, pinned: Strategy | None = None) -> int:
-    """Which of these ways should take least time for so many cells; of the pinned strategy, if any is."""
+    """Return the index of the fastest way for so many cells; of the pinned strategy, if any way has it."""
     allowed = [i for i, way in enumerate(found) if way.strategy is pinned] or range(len(found))
     return min(allowed, key=lambda i: found[i].work.seconds(cells, costs))
 
 
 def _fetched(route: Route, gap_bytes: int, cuts: Sequence[int]) -> Image | None:
-    """Stretches no longer than a block: reading along what lies in other blocks would never pay."""
+    """Fetch in stretches no longer than a block: reading other blocks as gaps never pays."""
     image = fetched(route.planes, gap_bytes, cuts)
     while image and gap_bytes and image.longest > route.src_stride:
         gap_bytes //= 4
@@ -225,12 +227,12 @@ def _fetched(route: Route, gap_bytes: int, cuts: Sequence[int]) -> Image | None:
 
 
 def _stretches(image: Image) -> int:
-    """Stretches per cell."""
+    """Count the stretches of a cell."""
     return sum(len(each.pieces) for each in image.stretches)
 
 
 def _copies(parts: Sequence[PoolNests]) -> tuple[int, int]:
-    """Calls of the copy operation and runs, per cell."""
+    """Count calls of the copy operation, and runs, per cell."""
     nests = [nest for part in parts for nest in part.nests]
     return len(nests), sum(nest.rows for nest in nests)
 

@@ -1,8 +1,8 @@
-"""One rank's geometry against all ranks of a peer: what it reads from each, computed once at handshake.
+"""Templates: what one rank reads from each rank of a peer, computed once at handshake.
 
-A `Route` is a set of layers that share a source group, a destination group and the way their pages are
-retiled. A `Template` is all routes from one source rank. Which source rank supplies a field is decided here:
-every part of it is taken exactly once, however many ranks hold a copy, and copies are spread over readers.
+A `Route` is a set of layers that share a source group, a destination group and a way to retile their pages.
+A `Template` holds all routes from one source rank. This module chooses the source rank of every field: each
+part is taken exactly once, however many ranks hold a copy, and readers are spread over the copies.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Route:
     """Layers whose pages move alike from one source rank.
 
     Attributes:
-        src_group, dst_group: index of the group on each side, whose block tables apply.
+        src_group, dst_group: index of the group on each side; its block table applies.
         layers: names of the layers.
         cell_tokens: tokens of a cell, 0 for a snapshot.
         src_cells, dst_cells: cells per block.
         src_stride, dst_stride: bytes between blocks.
         src_blocks, dst_blocks: blocks in each pool.
-        planes: what a cell moves; absolute addresses for block 0, block ``b`` is ``b * stride`` further on.
+        planes: the loops of a cell, at absolute addresses of block 0; add ``b * stride`` for block ``b``.
             Layers at regular distances are a loop, so a cross-layer cache that stores a block's layers side
             by side has one nest, often of one run.
     """
@@ -52,7 +52,7 @@ class Route:
 
     @property
     def cell_bytes(self) -> int:
-        """Bytes of a cell; every cell of a route has as many."""
+        """Bytes of a cell, the same for every cell of a route."""
         return sum(nest.bytes for nest in self.nests)
 
     @property
@@ -62,12 +62,12 @@ class Route:
 
     @property
     def row_count(self) -> int:
-        """Upper bound of the number of `rows`, without spelling them out."""
+        """Upper bound of the number of `rows`, without expanding them."""
         return sum(nest.rows for nest in self.nests)
 
     @cached_property
     def rows(self) -> Pieces:
-        """The runs of a cell, spelled out, plane after plane; those that touch on both sides are one."""
+        """The runs of a cell, expanded plane by plane; runs that touch on both sides are merged."""
         return concatenate([plane.pieces for plane in self.planes])
 
 
@@ -77,7 +77,7 @@ class Template:
 
     Attributes:
         src_rank: (pp_rank, tp_rank) of the peer's rank.
-        routes: may be empty: nothing is read from that rank.
+        routes: empty if nothing is read from that rank.
     """
 
     src_rank: tuple[int, int]
@@ -86,7 +86,7 @@ class Template:
 
 @dataclass(frozen=True, slots=True)
 class _RouteKey:
-    """What layers must share to be one route. Pages may differ: their nests are one list anyway."""
+    """The properties that layers of one route share. Their pages may differ: nests are one list."""
 
     src_group: int
     dst_group: int
@@ -104,7 +104,7 @@ _OTHER_SCALES = (
 
 
 def build_templates(srcs: Sequence[RankGeometry], dst: RankGeometry) -> tuple[Template, ...]:
-    """What `dst` reads from every rank of a peer.
+    """Return the templates of `dst` for every rank of a peer.
 
     Args:
         srcs: all ranks of the peer.
@@ -114,8 +114,8 @@ def build_templates(srcs: Sequence[RankGeometry], dst: RankGeometry) -> tuple[Te
         One template per source rank, in the order of `srcs`.
 
     Raises:
-        Incompatible: some layer or part of a field cannot be had from the peer; all differences named.
-            A draft model's layer that cannot be had is left out instead.
+        Incompatible: the peer cannot supply some layer or part of a field; names all differences. A draft
+            model's layer that it cannot supply is left out instead.
     """
     found: dict[str, list[str]] = defaultdict(list)
     pages = _Pages()
@@ -162,7 +162,7 @@ def absent_layers(templates: Sequence[Template], dst: RankGeometry) -> RankGeome
     """Return our rank with nothing but the layers of a draft model that no rank of a peer supplies.
 
     A draft only proposes tokens, which the model itself accepts or not: a load without them is still right.
-    The blocks hold what their last owner left there, though, which may be NaN, so they are to be cleared.
+    But its blocks hold what their last owner left, which may be NaN, so the caller clears them.
 
     Args:
         templates: what `build_templates` found for `dst`.
@@ -191,9 +191,9 @@ def names_absent(srcs: Sequence[RankGeometry], dsts: Sequence[RankGeometry]) -> 
 
 
 class _Pages:
-    """Numbers of page formats: equal formats have one, which is quicker to compare.
+    """Numbers for page formats. Equal formats share a number, which is quicker to compare.
 
-    The formats must outlive it: one that was seen before is known by its identity.
+    The formats must outlive this object, which recognises them by identity.
     """
 
     def __init__(self) -> None:
@@ -211,7 +211,7 @@ class _Pages:
 
 @dataclass(frozen=True, slots=True)
 class _Holder:
-    """A layer as one source rank has it; `alike` is equal where the same would be chosen."""
+    """A layer as one source rank has it; holders with equal `alike` lead to the same choice."""
 
     index: int
     group: int
@@ -225,11 +225,11 @@ _Alike: TypeAlias = tuple[GroupKind, int, tuple[tuple[int, GroupKind, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """Who supplies a layer.
+    """The source ranks that supply a layer.
 
     Attributes:
-        takes: place among the holders, and names of the fields that it supplies.
-        differences: why nobody can, a sentence each.
+        takes: index among the holders, and names of the fields that it supplies.
+        differences: why no rank can, a sentence each.
     """
 
     takes: tuple[tuple[int, frozenset[str]], ...] = ()
@@ -237,7 +237,7 @@ class _Choice:
 
 
 def _holders(srcs: Sequence[RankGeometry], pages: _Pages) -> dict[str, list[_Holder]]:
-    """Identity of a layer to the source ranks that hold it; an empty list for one that none does."""
+    """Map each layer's identity to the source ranks that hold it; an empty list if none does."""
     found: dict[str, list[_Holder]] = defaultdict(list)
     for index, src in enumerate(srcs):
         for number, group in enumerate(src.groups):
@@ -248,7 +248,7 @@ def _holders(srcs: Sequence[RankGeometry], pages: _Pages) -> dict[str, list[_Hol
 
 
 def _choose(holders: Sequence[_Holder], kind: GroupKind, layer: Layer, reader: int) -> _Choice:
-    """Which holder supplies which fields, so that every part of every field comes from exactly one."""
+    """Choose the holders that supply the fields, so that each part of a field comes from exactly one."""
     if not holders:
         return _Choice(differences=("not in the peer's cache",))
     # A snapshot and a token cache cannot stand for each other; other kinds only clip differently.
@@ -269,7 +269,7 @@ def _choose(holders: Sequence[_Holder], kind: GroupKind, layer: Layer, reader: i
 
 
 def _cover(holders: Sequence[_Holder], field: Field, reader: int) -> list[int]:
-    """Source ranks whose held ranges meet `field`'s, each part once; copies are spread by `reader`."""
+    """Return source ranks whose ranges cover `field`'s, each part once; `reader` selects among copies."""
     others = {h.index: next(f for f in h.layer.page.fields if f.name == field.name) for h in holders}
     sharded = {name for f in (field, *others.values()) for name, _, _ in f.held}
     if len(sharded) > 1:
@@ -297,7 +297,7 @@ def _cover(holders: Sequence[_Holder], field: Field, reader: int) -> list[int]:
 
 
 def _range(field: Field, along: str) -> tuple[int, int]:
-    """What a field holds of an axis; everything, if it is not the one that is sharded."""
+    """Return the range of an axis that a field holds; (0, 1) for a field that is not sharded."""
     axis = field.axis(along)
     return (axis.start, axis.stop) if axis else (0, 1)
 
@@ -332,7 +332,7 @@ def _route(
 
 
 def _placed(found: Sequence[tuple[Retiled, Sequence[tuple[int, int]]]]) -> Iterator[Plane]:
-    """The planes of every layer at absolute addresses; pairs of those are given with each way to retile."""
+    """Yield the planes of every layer at absolute addresses."""
     for retiled, addresses in found:
         for plane in retiled.planes:
             nests = tuple(nest.at(src, dst) for src, dst in addresses for nest in plane.nests)
@@ -340,9 +340,9 @@ def _placed(found: Sequence[tuple[Retiled, Sequence[tuple[int, int]]]]) -> Itera
 
 
 def kept_too_little(srcs: Sequence[RankGeometry], dst: RankGeometry) -> list[str]:
-    """Layers of which the peer keeps less than we need once a prompt is longer than its window, in words.
+    """Name the layers of which the peer keeps less than we need once a prompt is longer than its window.
 
-    Happens when the hybrid cache manager is on there and off here: a windowed layer is full attention to us.
+    This happens if the hybrid cache manager is on there and off here: our windowed layers are full attention.
     """
     theirs = {layer.identity: group for src in srcs for group in src.groups for layer in group.layers}
     found: dict[str, list[str]] = defaultdict(list)

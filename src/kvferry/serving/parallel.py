@@ -1,4 +1,4 @@
-"""How many ranks an engine has: one per tensor, pipeline, context and local data-parallel index."""
+"""Ranks of an engine: one per tensor, pipeline, context and local data-parallel index."""
 
 from __future__ import annotations
 
@@ -37,16 +37,20 @@ class Parallel:
         return self.tensor * self.pipeline * self.context * self.data
 
     def __str__(self) -> str:
-        """The sizes that are not 1, as in ``tensor 2 x data 2``."""
+        """Name the sizes above 1, as in ``tensor 2 x data 2``."""
         sizes = {"tensor": self.tensor, "pipeline": self.pipeline, "context": self.context, "data": self.data}
         return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank"
 
 
 def parallel_of(tensor: int, arguments: Sequence[str]) -> Parallel:
-    """The sizes of an engine of so many tensor-parallel ranks with these arguments of vLLM's API server.
+    """Read the parallel sizes of an engine.
+
+    Args:
+        tensor: its tensor-parallel ranks.
+        arguments: arguments of vLLM's API server.
 
     Raises:
-        ConfigError: a size that is no whole number of at least 1.
+        ConfigError: a size is not a whole number of at least 1.
     """
     data = _size(arguments, _DATA)
     return Parallel(
@@ -58,7 +62,7 @@ def parallel_of(tensor: int, arguments: Sequence[str]) -> Parallel:
 
 
 def _size(arguments: Sequence[str], names: tuple[str, str]) -> int | None:
-    """The value of a flag, the last where it is given twice, as vLLM reads it; None if it is not given."""
+    """Return the last value of a flag, the one that vLLM takes; None if it is not given."""
     found = None
     for index, argument in enumerate(arguments):
         flag, equals, value = argument.partition("=")

@@ -1,4 +1,4 @@
-"""How long to leave a peer alone that has failed."""
+"""Back-off from a peer that has failed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _LONGEST_SECONDS = 60.0
 
 
 def pause_seconds(failures: int) -> float:
-    """The pause after so many failures in a row: none, then 1, 2, 4, ... seconds, at most a minute.
+    """Return the pause after so many failures in a row: 0, then 1, 2, 4, ... seconds, at most a minute.
 
     >>> [pause_seconds(failures) for failures in (1, 2, 3, 4, 100)]
     [0.0, 1.0, 2.0, 4.0, 60.0]

@@ -1,4 +1,4 @@
-"""What a reading worker says to the worker it reads from: gather these cells for me.
+"""Messages of a reading worker to the worker that it reads from: requests to gather cells.
 
     reader                                producer's worker
     Introduce(routes)           ─────▶    prepares the loops
@@ -42,7 +42,7 @@ class GatherRoute(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         src_stride, src_blocks: of the pool.
         image_stride: bytes from one image to the next.
-        parts: addresses of block 0 to offsets in an image, by where the cells of a block lie.
+        parts: loops from addresses of block 0 to offsets in an image, with the offsets of a block's cells.
     """
 
     src_stride: _Stride

@@ -1,16 +1,16 @@
-"""A lane: one thread with one agent, which reads.
+"""A lane: one thread with one agent that reads from peers.
 
-Whoever hands it orders and takes its results never waits for it. A post may take as long as its READ,
-planning a long prompt takes milliseconds, preparing a peer takes more: all of it happens here.
+The engine's thread gives it orders and takes results, and never waits for it. A post may take as long as its
+READ, planning a long prompt takes milliseconds, and preparing a peer takes more. All of that happens here.
 
     ordered ─plan, post─▶ DATA ─all done─▶ WORDS ─equal─▶ ready
                  │          └─error─┐        └─changed─┐
                  └──────────────────┴───────────────────┴─▶ failed
 
-What goes direct is one READ per rank of the peer; what goes packed is moved on chunk by chunk (`packed`).
+Direct entries are one READ per rank of the peer. Packed cells move chunk by chunk (`packed`).
 
-Every order gets exactly one result, and gets it when nothing of it is in flight any more: until then the
-memory belongs to the transfer.
+Every order gets exactly one result, when nothing of it is in flight any more. Until then its memory belongs
+to the transfer.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from kvferry.transport.settings import TransferSettings
 logger = logging.getLogger(__name__)
 
 MAX_CHUNKS = 4096
-"""Chunks of all reads whose words are being read."""
+"""Most chunks, over all reads, whose words are being read."""
 
 _SHORTEST_NAP, _LONGEST_NAP = 20e-6, 2e-4
-"""Between looks while something is in flight; without looks, some transports do not go on."""
+"""Seconds between polls while something is in flight; some transports make progress only when polled."""
 
 _LONGEST_WAIT = 1e-3
-"""Until the next order is looked for while a source gathers."""
+"""Seconds until the next poll for orders while a source gathers."""
 
 
 class MakeAgent(Protocol):
@@ -59,15 +59,15 @@ class MakeAgent(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """How one order ended; nothing of it is in flight.
+    """The end of an order; nothing of it is in flight.
 
     Attributes:
-        key: the order's.
-        failure: None if the bytes are there and can be trusted, else why not.
-        plan: what was read, None if it did not come to that.
+        key: the order's key.
+        failure: None if the bytes have arrived and can be trusted, else why not.
+        plan: the plan of the read; None if there was none.
         transfer_seconds: from the first post to the last byte.
-        check_seconds: what reading the lease words took.
-        peer_lost: the failure says that the peer has gone, or is another by now; not one of this order alone.
+        check_seconds: time to read the lease words.
+        peer_lost: the peer is gone or has been restarted, so other orders will fail too.
     """
 
     key: str
@@ -80,7 +80,7 @@ class ReadResult:
 
 @dataclass(frozen=True, slots=True)
 class _Connect:
-    """A peer to be prepared, or to be forgotten if there are no cards."""
+    """An order to prepare a peer, or to forget it if `cards` is None."""
 
     peer: str
     cards: tuple[RankCard, ...] | None
@@ -88,7 +88,7 @@ class _Connect:
 
 @dataclass(slots=True)
 class _Read:
-    """An order being carried out."""
+    """An order under way."""
 
     order: ReadOrder
     peer: Peer
@@ -104,7 +104,7 @@ class _Read:
 
 
 class Lane:
-    """See the module."""
+    """A thread that carries out read orders. The methods up to `join` are for the engine's thread."""
 
     def __init__(
         self,
@@ -154,12 +154,12 @@ class Lane:
     # -- the engine's thread ------------------------------------------------------------------------------
 
     def connect(self, peer: str, cards: Sequence[RankCard]) -> None:
-        """Prepare a peer; orders for it may follow at once."""
+        """Have a peer prepared; orders for it may follow at once."""
         self._asked.append(_Connect(peer, tuple(cards)))
         self._wake.set()
 
     def disconnect(self, peer: str) -> None:
-        """Forget a peer, once nothing of it is in flight; later orders for it fail."""
+        """Have a peer forgotten once nothing of it is in flight; later orders for it fail."""
         self._asked.append(_Connect(peer, None))
         self._wake.set()
 
@@ -181,7 +181,7 @@ class Lane:
         self._wake.set()
 
     def join(self, patience_seconds: float) -> bool:
-        """Whether the thread has ended by then."""
+        """Wait for the thread to end; return whether it has."""
         self._thread.join(patience_seconds)
         return not self._thread.is_alive()
 
@@ -220,7 +220,7 @@ class Lane:
         self._shut(agent)
 
     def _take_asked(self, agent: Agent) -> bool:
-        """Do what was asked for, in that order; False if nothing was."""
+        """Carry out what was asked for, in that order; return False if nothing was."""
         busy = False
         while self._asked and (self._free_landings or isinstance(self._asked[0], _Connect)):
             busy = True
@@ -253,7 +253,7 @@ class Lane:
         try:
             plan.clear()
         except Exception as error:
-            logger.exception("lane")
+            logger.exception("lane: blocks cannot be cleared")
             self._results.append(ReadResult(order.key, f"blocks cannot be cleared: {error}", None, 0.0, 0.0))
             return
         read = _Read(order, peer, self._free_landings.pop(), plan, started=time.perf_counter())
@@ -297,7 +297,7 @@ class Lane:
             time.sleep(nap)
 
     def _progress(self, agent: Agent) -> bool:
-        """Move every read on; True if any moved."""
+        """Advance every read; return whether any advanced."""
         moved = False
         for read in list(self._reads):
             for packed in read.packed:
@@ -323,7 +323,7 @@ class Lane:
         return moved
 
     def _read_words(self, agent: Agent, read: _Read) -> None:
-        """Ask every rank that was read from for its lease word, now that the data is there."""
+        """Read the lease word of every rank that was read from, now that the data has arrived."""
         read.words, read.data_done = True, time.perf_counter()
         there = np.array([read.order.ticket.slot], np.int32)
         for number, rank in enumerate(read.plan.ranks):

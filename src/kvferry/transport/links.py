@@ -1,10 +1,10 @@
-"""A lane's connections to peers.
+"""Connections of a lane to its peers.
 
-    UP ─the transport fails─▶ DOWN ─asked for after a pause─▶ UP, or DOWN for a longer pause
+    UP ─the transport fails─▶ DOWN ─an order after a pause─▶ UP, or DOWN for a longer pause
     (a connection that cannot be made is DOWN from the beginning)
 
-A connection that a read still uses is closed when the read is over. Until then no other is made to that peer,
-because the transport knows a peer by one name.
+A connection that a read still uses is closed when the read is over. Until then the lane makes no other
+connection to that peer, because the transport knows each peer by one name.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class _Link:
     """One peer.
 
     Attributes:
-        cards: of its ranks.
-        peer: None while DOWN.
+        cards: the cards of its ranks.
+        peer: the connection; None while DOWN.
         reason: why it is DOWN.
-        failures: in a row.
-        retry_at: by the clock; not connected again before that.
+        failures: number of failures in a row.
+        retry_at: seconds of the clock before which it is not connected again.
     """
 
     cards: tuple[RankCard, ...]
@@ -44,10 +44,7 @@ class _Link:
 
 
 class Links:
-    """See the module. The lane's thread calls it.
-
-    `make` prepares a peer of these ranks, or raises; `in_use` has the connections that reads use.
-    """
+    """Connects peers and backs off from those that fail. Only the lane's thread calls it."""
 
     def __init__(
         self,
@@ -55,12 +52,19 @@ class Links:
         in_use: Callable[[], Collection[Peer]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Begin without connections.
+
+        Args:
+            make: prepares a peer with these ranks, or raises.
+            in_use: returns the connections that reads use.
+            clock: seconds.
+        """
         self._make, self._in_use, self._clock = make, in_use, clock
         self._links: dict[str, _Link] = {}
         self._leaving: list[tuple[str, Peer]] = []
 
     def connect(self, name: str, cards: tuple[RankCard, ...]) -> None:
-        """Connect a peer, unless it is."""
+        """Connect a peer unless it is connected."""
         link = self._links.get(name)
         if link is None or link.peer is None:
             link = self._links[name] = _Link(cards)
@@ -73,7 +77,7 @@ class Links:
             self._leaving.append((name, link.peer))
 
     def get(self, name: str) -> Peer | str:
-        """A peer to be read from, connected again if it is time; or why there is none."""
+        """Return the peer, connected again if its pause is over; or the reason why it is DOWN."""
         link = self._links.get(name)
         if link is None:
             return f"peer {name} is not connected"
@@ -82,7 +86,7 @@ class Links:
         return link.reason if link.peer is None else link.peer
 
     def failed(self, peer: Peer, reason: str) -> None:
-        """The transport failed while it read from this peer: the connection is not used again."""
+        """Take a connection down whose transport failed; it is not used again."""
         for name, link in self._links.items():
             if link.peer is peer:
                 link.peer = None
@@ -90,23 +94,23 @@ class Links:
                 self._down(link, reason)
 
     def served(self, peer: Peer) -> None:
-        """A read has succeeded."""
+        """Note a read that succeeded."""
         for link in self._links.values():
             if link.peer is peer:
                 link.failures = 0
 
     def let_go(self) -> None:
-        """Close the connections that are not to be used again and that no read uses."""
+        """Close connections that were taken down and that no read uses any more."""
         in_use = self._in_use()
         for entry in [entry for entry in self._leaving if entry[1] not in in_use]:
             self._leaving.remove(entry)
             try:
                 entry[1].close()
             except Exception:
-                logger.exception("lane: while forgetting a peer")
+                logger.exception("lane: an error while closing the connection to %s", entry[0])
 
     def __iter__(self) -> Iterator[Peer]:
-        """All connections."""
+        """Yield all connections."""
         yield from (peer for _, peer in self._leaving)
         yield from (link.peer for link in self._links.values() if link.peer is not None)
 
@@ -127,6 +131,6 @@ class Links:
 
 
 def log_unexpected(error: Exception) -> None:
-    """Log an error that kvferry did not raise on purpose, with its trace."""
+    """Log an error that kvferry did not raise on purpose, with its traceback."""
     if not isinstance(error, KVFerryError):
-        logger.error("lane", exc_info=error)
+        logger.error("lane: unexpected error, please report it: %s", error, exc_info=error)

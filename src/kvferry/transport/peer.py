@@ -1,7 +1,7 @@
-"""What is prepared for one peer, and the descriptors of one read from it.
+"""A connected peer: its prepared lists, and the plans of reads from it.
 
-At connect, every rank of the peer that supplies anything gets a pair of prepared lists, ours and its own,
-that pair entry by entry; a read is then two index arrays per rank. Its lease words are one more such pair.
+At connect, every rank of the peer that supplies anything gets two prepared lists, ours and its own, whose
+entries correspond. A read is then two index arrays per rank. The lease words have two more lists.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Peer:
             self._made = made.pop_all()
 
     def plan(self, order: ReadOrder) -> ReadPlan:
-        """What is read for an order, and how.
+        """Plan the read for an order.
 
         Raises:
             TransferError: the tables do not fit, or name blocks that do not exist.
@@ -137,7 +137,7 @@ class Peer:
         self._made.close()
 
     def _clears_of_absent(self, order: ReadOrder) -> list[tuple[Loops, Int64s]]:
-        """What is zeroed of a draft's layers that the peer does not have; by one lane for all."""
+        """Return (loops, blocks) to clear in draft layers that the peer lacks; the first lane clears them."""
         if order.share.number:
             return []
         found = []
@@ -161,7 +161,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class _Preparing:
-    """What preparing a rank of a peer needs besides its card and template; `made` undoes it."""
+    """Shared arguments for preparing the ranks of a peer; `made` collects what undoes it."""
 
     agent: Agent
     ours: RankGeometry

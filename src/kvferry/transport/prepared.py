@@ -1,6 +1,6 @@
-"""The ways of a peer's routes, prepared: entries in lists of both sides, and the loops that unpack images.
+"""Prepared ways of a peer's routes: entries in the lists of both sides, and loops that unpack images.
 
-All of it is made at connect; what a request adds is which blocks, and where in the staging areas.
+They are made at connect. A request adds only its blocks, and places in the staging areas.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ MAX_DESCRIPTORS = 1 << 26
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """Rows of one side, of which each has an entry per cell of a block and per block, or per image.
+    """Rows of one side. Each row has an entry per cell and block, or per image.
 
     Attributes:
-        parts: address and length of rows, int64 of shape (n,), and where the cells of a block lie.
-        stride, count: between blocks or images, and how many there are.
+        parts: addresses and lengths of rows, int64 of shape (n,), with the offsets of a block's cells.
+        stride: bytes between blocks or images.
+        count: number of blocks or images.
     """
 
     parts: tuple[tuple[Int64s, Int64s, Offsets], ...]
@@ -61,14 +62,14 @@ _Prepared: TypeAlias = tuple[Way, _Rows, _Rows]
 
 
 class List:
-    """Entries of one side, row after row; becomes a prepared list."""
+    """Entries of one side, row by row, for a prepared list."""
 
     def __init__(self) -> None:
         self._tables = [np.empty((0, 4), np.int64)]
         self.entries = 0
 
     def add(self, rows: _Rows) -> int:
-        """Add rows; returns where their entries begin.
+        """Add rows; return the index of their first entry.
 
         Raises:
             TransferError: the list would be too long.
@@ -87,19 +88,19 @@ class List:
         return base
 
     def table(self) -> Int64s:
-        """(address, length, stride, count) per row, int64 of shape (n, 4)."""
+        """Return (address, length, stride, count) of every row, int64 of shape (n, 4)."""
         return np.concatenate(self._tables)
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedWay:
-    """One way, ready to be used.
+    """One way, prepared.
 
     Attributes:
-        way: which.
+        way: the way.
         rows: rows of a cell.
         src, dst: its entries in each list.
-        gather: number of the route among those introduced to the source, -1 if nothing is gathered.
+        gather: number of the route among those introduced to the source; -1 if nothing is gathered.
         scatter: loops from images to blocks; None if nothing is scattered.
     """
 
@@ -116,7 +117,7 @@ class PreparedWay:
         return self.way.image.stride if self.way.image else 0
 
     def chunk_cells(self, cells: int) -> int:
-        """Of so many cells, how many travel at a time: several chunks must find room in either area."""
+        """Return how many cells make a chunk: several chunks must fit in either staging area."""
         areas = [self.src.blocks] if self.gather >= 0 else []
         areas += [self.dst.blocks] if self.scatter is not None else []
         size = chunk_bytes(cells * self.stride) if self.gather >= 0 else FETCHED_CHUNK_BYTES
@@ -124,7 +125,7 @@ class PreparedWay:
         return max(1, min(wanted, *(room // 4 for room in areas)))
 
     def indices(self, cells: Cells, outgoing: int, landing: int) -> Indices:
-        """Entries for a chunk of cells, whose images begin at these positions of the areas."""
+        """Return the entries of a chunk of cells whose images begin at these positions of the areas."""
         count = len(cells)
         src: Int64s | Int32s = cells.src_block
         dst: Int64s | Int32s = cells.dst_block
@@ -137,12 +138,12 @@ class PreparedWay:
 
 @dataclass(frozen=True, slots=True)
 class PreparedRoute:
-    """A route and the ways it can go.
+    """A route and the ways that it can go.
 
     Attributes:
-        route: which layers, retiled how.
-        ways: the first is direct, if that is possible.
-        clearing: loops over everything the route writes in a block.
+        route: the route.
+        ways: its ways; the first is direct if that is possible.
+        clearing: loops over all bytes that the route writes in a block.
     """
 
     route: Route
@@ -151,24 +152,24 @@ class PreparedRoute:
 
     @property
     def direct(self) -> PreparedWay | None:
-        """The direct way."""
+        """The direct way; None if there is none."""
         return next((p for p in self.ways if p.way.strategy is Strategy.DIRECT), None)
 
     def direct_indices(self, cells: Cells) -> Indices:
-        """Entries of the direct way."""
+        """Return the entries of the direct way."""
         assert self.direct is not None  # noqa: S101 - callers have chosen it
         return self.direct.indices(cells, 0, 0)
 
     def src_cell(self, cells: Cells) -> int:
-        """Place of the first of some cells in its source block."""
+        """Return the place of the first of some cells in its source block."""
         return int(cells.number[0]) % self.route.src_cells
 
     def chosen(self, cells: int, costs: Costs, pinned: Strategy | None) -> PreparedWay:
-        """The way that should take least time for so many cells."""
+        """Return the fastest way for so many cells."""
         return self.ways[choose([prepared.way for prepared in self.ways], cells, costs, pinned)]
 
     def tally(self, cells: Cells, chosen: PreparedWay) -> Tally:
-        """What is counted of cells that go that way."""
+        """Count what cells move on this way."""
         if chosen.way.image is None:
             return tally(self.route, cells)
         count, longest = len(cells), chosen.way.image.longest
@@ -183,7 +184,7 @@ class Preparation:
 
     Attributes:
         src, dst: the lists.
-        gathers: what to introduce to the rank.
+        gathers: routes to introduce to the rank.
         routes: in the template's order.
     """
 
@@ -219,7 +220,7 @@ class Preparation:
         return self._card.outgoing is not None and way.image.stride <= room and few
 
     def _fitting(self, found: list[_Prepared]) -> list[_Prepared]:
-        """Without those of most entries, where the lists have no room for all."""
+        """Leave out the ways with most entries until the lists have room for the rest."""
         while len(found) > 1 and any(
             so_far.entries + sum(rows[side].entries for _, *rows in found) > MAX_DESCRIPTORS
             for side, so_far in enumerate((self.src, self.dst))
@@ -229,7 +230,7 @@ class Preparation:
         return found
 
     def _rows(self, route: Route, way: Way) -> tuple[_Rows, _Rows]:
-        """What a way takes in either list."""
+        """Return the rows of a way in either list."""
         image = way.image
         pools = (route.src_stride, route.src_blocks), (route.dst_stride, route.dst_blocks)
         if image is None:
@@ -275,7 +276,7 @@ class Preparation:
 
 
 def _clearing(route: Route, space: Space) -> Loops:
-    """Loops over everything that a route writes in a block."""
+    """Return loops over all bytes that a route writes in a block."""
     written = [
         PoolNests(plane.dst_at, tuple(nest.at(-nest.src, 0) for nest in plane.nests))
         for plane in route.planes
@@ -284,7 +285,7 @@ def _clearing(route: Route, space: Space) -> Loops:
 
 
 def clearings(rank: RankGeometry) -> tuple[tuple[int, Loops], ...]:
-    """(group, loops) over everything that the layers of a rank hold in a block."""
+    """Return (group, loops) over all bytes that the layers of a rank hold in a block."""
     space = Space(rank.regions)
     (itself,) = build_templates([rank], rank)
     return tuple((route.dst_group, _clearing(route, space)) for route in itself.routes)

@@ -1,4 +1,4 @@
-"""Values: what is to be read for one request, what share of it a lane reads, and what that comes to."""
+"""Values of a read: the order, a lane's share of it, and the plan."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from kvferry.transport.prepared import PreparedRoute, PreparedWay
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which part of an order a lane reads: its `number` among `lanes`, none of less than `least_bytes`.
+    """The part of an order that lane `number` of `lanes` reads; none is smaller than `least_bytes`.
 
-    Every cell is in exactly one share, and all cells of a destination block are in one: what is cleared in a
-    block is cleared by whoever reads into it.
+    Every cell is in exactly one share, and all cells of a destination block are in the same one. So the lane
+    that reads into a block also clears it.
     """
 
     number: int = 0
@@ -29,12 +29,12 @@ class Share:
     least_bytes: int = 1
 
     def of(self, cells: Cells, cell_bytes: int, route: int) -> Cells:
-        """Its part of the cells of a route.
+        """Return the lane's part of a route's cells.
 
         Args:
-            cells: all of them.
-            cell_bytes: of one.
-            route: number of the route: large cells of several routes go to lanes in turn.
+            cells: all cells of the route.
+            cell_bytes: bytes of one cell.
+            route: number of the route, so that few large cells of several routes go to lanes in turn.
         """
         size = len(cells) * cell_bytes
         parts = min(self.lanes, size // self.least_bytes)
@@ -47,7 +47,7 @@ class Share:
 
 
 def _cut(blocks: Int64s, part: int, parts: int) -> int:
-    """Where a part begins: at the cells of another block."""
+    """Return where a part begins, at a block boundary."""
     at = len(blocks) * part // parts
     while 0 < at < len(blocks) and blocks[at] == blocks[at - 1]:
         at += 1
@@ -59,16 +59,16 @@ ALL = Share()
 
 @dataclass(frozen=True, slots=True)
 class ReadOrder:
-    """One request's blocks, to be read.
+    """An order to read one request's blocks.
 
     Attributes:
-        key: names this attempt; no other attempt has it.
+        key: unique name of this attempt.
         peer: name under which the peer was connected.
-        span: how much of the prompt.
+        span: the tokens of the prompt to read.
         src_tables, dst_tables: block ids by position per group of each side, int64 arrays.
-        ticket: the producer's promise.
-        strategy: pinned for this one; None: as the settings say.
-        share: the part of it that this reader reads.
+        ticket: the ticket of the producer's lease.
+        strategy: the only strategy to use; None for that of the settings.
+        share: the part that this lane reads.
     """
 
     key: str
@@ -92,12 +92,12 @@ class PackedCells:
 
 @dataclass(frozen=True, slots=True)
 class RankRead:
-    """What one read takes from one rank of the peer.
+    """The part of a read that one rank of the peer supplies.
 
     Attributes:
-        source: which rank.
-        direct: entries that are read as they are, None if there are none.
-        packed: everything else.
+        source: the rank.
+        direct: entries that go direct; None if there are none.
+        packed: all other cells.
     """
 
     source: SourceRank
@@ -107,16 +107,15 @@ class RankRead:
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """All of one read.
+    """The plan of a read.
 
     Attributes:
-        ranks: per rank of the peer that supplies anything.
-        clears: (loops, blocks): what the loops cover of these blocks is zeroed before, since it is read in
-            part or not at all.
+        ranks: one entry per rank of the peer that supplies anything.
+        clears: (loops, blocks) to zero before the read, because it fills them in part or not at all.
         bytes_by_group: useful bytes per group of ours.
-        strategy_by_group: how they travel; empty for a group of which nothing does.
+        strategy_by_group: strategies per group of ours, joined by "+"; empty if nothing moves.
         tally: totals.
-        seconds: what planning took.
+        seconds: duration of planning.
     """
 
     ranks: tuple[RankRead, ...]
@@ -127,7 +126,7 @@ class ReadPlan:
     seconds: float
 
     def clear(self) -> None:
-        """Zero what the blocks' last owner left where nothing is read."""
+        """Zero the bytes that the blocks' last owner left where nothing is read."""
         for loops, blocks in self.clears:
             loops.clear(blocks)
 
@@ -138,9 +137,9 @@ class SourceRank:
 
     Attributes:
         agent: the transport's name for it.
-        routes: what we read from it, in every way.
+        routes: the routes from it, with all their ways.
         lists: the prepared lists.
-        client: asks it to gather; None if nothing is ever gathered.
+        client: asks it to gather; None if no way gathers.
         leases: number of its lease words.
     """
 
@@ -157,7 +156,7 @@ class SourceRank:
 
 
 def joined(plans: Sequence[ReadPlan]) -> ReadPlan:
-    """What several lanes read, as one; it took as long as the longest to plan."""
+    """Join the plans of several lanes; `seconds` is the longest."""
     return ReadPlan(
         tuple(rank for plan in plans for rank in plan.ranks),
         tuple(clear for plan in plans for clear in plan.clears),
@@ -172,7 +171,7 @@ def joined(plans: Sequence[ReadPlan]) -> ReadPlan:
 
 
 def summed(tallies: Sequence[Tally]) -> Tally:
-    """All of them together."""
+    """Return the sum of some tallies."""
     return Tally(
         sum(t.bytes for t in tallies),
         sum(t.pages for t in tallies),

@@ -1,11 +1,11 @@
-"""Room for what comes after loads: for the next step of every request that holds blocks and waits.
+"""Free blocks to leave for requests that hold blocks and wait, enough for the next step of any of them.
 
-vLLM begins an asynchronous load when there are blocks for it, and for what requests whose loads came before
-still need. Of windows it counts too few of the latter: from a request's most blocks it takes those in its
-table, and these are null up to its window (`get_num_blocks_to_allocate`, where the cap applies). Whoever
-waits with blocks goes on in turn, so when the first of them needs more than are free and nothing runs, none
-ever does. Hence a load is begun only if it leaves as many blocks free as any of them needs. One that waits
-alone goes on once what runs has ended, however few are free now.
+vLLM begins an asynchronous load if there are blocks for it and for the requests whose loads came before. For
+windows it reserves too few: it subtracts the entries of a request's table from the most blocks that it may
+hold, but entries before the window are null (`get_num_blocks_to_allocate`, where the cap applies). Requests
+that wait with blocks go on in order. If the first needs more blocks than are free and nothing runs, none ever
+goes on. So a load begins only if it leaves as many free blocks as any of them needs. A request that waits
+alone goes on when the running ones have ended.
 
 Models without windows are left to vLLM's own count, which is exact there.
 """
@@ -23,11 +23,11 @@ from kvferry.planning.select import STATE_BLOCKS, first_seen, sees_all
 
 @dataclass(slots=True)
 class Headroom:
-    """See the module. The engine's thread calls it.
+    """Decides whether a load leaves enough free blocks. Only the engine's thread calls it.
 
     Attributes:
-        groups: kind, reach and block size of each whose blocks are counted; none if there is no window.
-        step_tokens: most of a request that one step computes.
+        groups: kind, reach and block size of every group; empty if none has a window.
+        step_tokens: most tokens of a request that one step computes.
         pool: the engine's block pool.
     """
 
@@ -38,7 +38,7 @@ class Headroom:
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any, pool: Any) -> Headroom:
-        """What there is in an engine."""
+        """Make one for an engine."""
         groups = []
         for group in kv_cache_config.kv_cache_groups:
             spec = group.kv_cache_spec
@@ -50,16 +50,16 @@ class Headroom:
         return cls(groups, int(step_tokens), pool)
 
     def __len__(self) -> int:
-        """Requests that hold blocks and wait."""
+        """Number of requests that hold blocks and wait."""
         return len(self._needs)
 
     def fits(self, request_id: str, total: int, tokens: int) -> bool:
-        """Whether a load can be begun.
+        """Return whether a load can begin.
 
         Args:
-            request_id: whose.
-            total: tokens that are at hand after it.
-            tokens: of the request.
+            request_id: the request of the load.
+            total: tokens that the engine has after the load.
+            tokens: tokens of the request.
         """
         others = [need for name, need in self._needs.items() if name != request_id]
         if not others:
@@ -68,21 +68,21 @@ class Headroom:
         return int(self.pool.get_num_free_blocks()) - self._takes(total) >= most
 
     def loads(self, request_id: str, total: int, tokens: int) -> None:
-        """A load begins; see `fits`."""
+        """Note that a load begins; arguments as of `fits`."""
         if self.groups:
             self._needs[request_id] = self._need(total, tokens)
 
     def go_on(self, requests: Container[str]) -> None:
-        """The coming step computes something of these."""
+        """Note the requests that the coming step computes tokens of."""
         for name in [name for name in self._needs if name in requests]:
             del self._needs[name]
 
     def forget(self, request_id: str) -> None:
-        """It has ended, or its load has failed: it holds nothing."""
+        """Forget a request that has ended or whose load has failed: it holds no blocks."""
         self._needs.pop(request_id, None)
 
     def _takes(self, total: int) -> int:
-        """Blocks of a request up to so many tokens, as if none of them were at hand."""
+        """Return the blocks that a request with `total` tokens holds if it has none yet."""
         seen_from = [max(first_seen(kind, reach, total), 0) for kind, reach, _ in self.groups]
         return sum(
             _between(group, first // group[2] * group[2], total)
@@ -90,12 +90,12 @@ class Headroom:
         )
 
     def _need(self, total: int, tokens: int) -> int:
-        """Blocks that its next step takes; of what sees everything, those of all steps to come."""
+        """Return the blocks that its next step takes, or all later steps in groups that see all tokens."""
         step = min(tokens, min(total, tokens - 1) + self.step_tokens)
         return sum(_between(group, total, tokens if sees_all(group[0]) else step) for group in self.groups)
 
 
 def _between(group: tuple[GroupKind, int, int], have: int, tokens: int) -> int:
-    """Blocks that a group takes to go from so many tokens to more."""
+    """Return the blocks that a group adds between two numbers of tokens."""
     kind, _, block = group
     return STATE_BLOCKS if kind is GroupKind.STATE else max(-(-tokens // block) - -(-have // block), 0)

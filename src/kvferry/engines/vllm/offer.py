@@ -1,10 +1,10 @@
-"""What travels with a request: ``kv_transfer_params``.
+"""Offers of KV that travel with a request as its ``kv_transfer_params``.
 
-The keys that vLLM's NixlConnector uses mean the same here, so routers made for it work unchanged. More are
-added for what is offered: ``remote_num_tokens`` (how much), ``remote_lease`` (the ticket), ``remote_digest``
-(of which tokens), ``remote_items`` (of which images), ``remote_adapter`` (with which LoRA adapter). A router
-copies the object as it is; what comes back may be anything, so it is read against a schema, and held against
-the prompt it came with and the peer that it names.
+The keys of vLLM's NixlConnector mean the same here, so routers made for it work unchanged. kvferry adds
+``remote_num_tokens`` (how many tokens), ``remote_lease`` (the ticket), and digests of what the KV was
+computed from: ``remote_digest`` (tokens), ``remote_items`` (images), ``remote_adapter`` (LoRA adapter). A
+router copies the object. Since anything may come back, an offer is checked against a schema, the prompt that
+it came with and the peer that it names.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Lease(msgspec.Struct, frozen=True):
     incarnation: _Word
 
     def ticket(self) -> Ticket:
-        """As the transport wants it."""
+        """Return it in the form of the transport."""
         return Ticket(self.slot, self.generation, self.incarnation)
 
 
@@ -41,15 +41,15 @@ class Offer(msgspec.Struct, frozen=True):
     """Blocks of one prompt that a producer keeps for a consumer.
 
     Attributes:
-        remote_engine_id, remote_request_id: who keeps them, under which name.
-        remote_host, remote_port: its control channel.
+        remote_engine_id, remote_request_id: the engine that keeps them, and their name there.
+        remote_host, remote_port: address of its control channel.
         remote_block_ids: block ids by position per group; 0 where it no longer holds any; for a state
             group the one block with the snapshot.
         remote_num_tokens: tokens offered, from the start of the prompt.
-        remote_lease: the promise.
+        remote_lease: the ticket of the lease.
         remote_digest: `keys.prompt_digest` of these tokens.
-        tp_size, pp_size: of the producer, for routers.
-        remote_items, remote_adapter: see `engines.vllm.prompt.PromptContent`.
+        tp_size, pp_size: the producer's parallel sizes, for routers.
+        remote_items, remote_adapter: as in `engines.vllm.prompt.PromptContent`.
     """
 
     remote_engine_id: str
@@ -67,15 +67,15 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 def wants_prefill(params: Any) -> bool:
-    """The request asks this engine to compute a prompt for another."""
+    """Return whether a request asks this engine to compute a prompt for another."""
     return isinstance(params, dict) and params.get("do_remote_decode") is True
 
 
 def read_offer(params: Any) -> Offer | None:
-    """The offer that came with a request; None if none did.
+    """Return the offer that came with a request; None if none did.
 
     Raises:
-        ProtocolError: it says there is one, and it cannot be used.
+        ProtocolError: there is one and it cannot be used.
     """
     if params is None or (isinstance(params, dict) and not params.get("do_remote_prefill")):
         return None
@@ -91,10 +91,10 @@ def read_offer(params: Any) -> Offer | None:
 
 
 def not_of_prompt(offer: Offer, request: Any, adapters: Adapters) -> str | None:
-    """Why an offer cannot belong to the request it came with.
+    """Return why an offer cannot belong to the request it came with; None if it does.
 
     Raises:
-        NotYetNamed: that cannot be told yet: the request's LoRA adapter is being read.
+        NotYetNamed: the request's LoRA adapter is being read; ask again.
     """
     if not 0 < offer.remote_num_tokens <= request.num_prompt_tokens:
         return f"{offer.remote_num_tokens} tokens are offered for a prompt of {request.num_prompt_tokens}"
@@ -110,7 +110,7 @@ def not_of_prompt(offer: Offer, request: Any, adapters: Adapters) -> str | None:
 
 
 def not_of_peer(offer: Offer, peer: Known) -> str | None:
-    """Why an offer cannot be that of the peer at its address."""
+    """Return why an offer cannot be of the peer at its address; None if it is."""
     if peer.facts.engine_id != offer.remote_engine_id:
         return f"engine {peer.facts.engine_id} answers at the address of {offer.remote_engine_id}"
     if peer.facts.incarnation != offer.remote_lease.incarnation:
@@ -122,11 +122,11 @@ def not_of_peer(offer: Offer, peer: Known) -> str | None:
 
 
 def write_offer(offer: Offer) -> dict[str, Any]:
-    """An offer as ``kv_transfer_params`` of the response."""
+    """Return an offer as ``kv_transfer_params`` of the response."""
     params: dict[str, Any] = msgspec.to_builtins(offer)
     return {"do_remote_prefill": True, "do_remote_decode": False, **params}
 
 
 def write_nothing() -> dict[str, Any]:
-    """What to answer when there is nothing to hand over: the decode engine computes by itself."""
+    """Return ``kv_transfer_params`` without an offer: the decode engine computes the prompt itself."""
     return {"do_remote_prefill": False, "do_remote_decode": False, "remote_num_tokens": 0}

@@ -1,12 +1,12 @@
-"""The source that is our own tiers: chunks that were computed before, here or elsewhere.
+"""The source of chunks that this engine's tiers keep.
 
-A load is a fetch into host memory and, as chunks arrive there, parts for the ranks to copy to their blocks:
+A load fetches chunks into host memory and, as they arrive, orders parts that ranks copy to their blocks:
 
     begin ─▶ part, part, ... ─▶ end      to every rank, in this order
              each part done by all ranks ─▶ its slots are closed
 
-The fetch is given up when the load has failed or is no longer wanted; ranks then hear the end at once, and
-report the load when nothing of it is in flight.
+The fetch is cancelled when the load fails or nobody waits for it. Ranks then get the end at once, and report
+the load when nothing of it is in flight.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from kvferry.tiers.outcome import Get
 logger = logging.getLogger(__name__)
 
 COPIED = "copied"
-"""How what tiers bring travels, as `planning.strategy` names the ways of what peers bring."""
+"""Name of the way that chunks travel, beside the strategies of loads from peers."""
 
 _MISSES = {Get.ABSENT: Miss.EVICTED, Get.CORRUPT: Miss.CHECKSUM, Get.OTHER_SHAPE: Miss.CHECKSUM}
 MOST_LOADS = 32
-"""At once; beyond, prompts are computed: they would wait longer for what is before them."""
+"""Most loads at once. Beyond them prompts are computed, because they would wait for the loads before them."""
 
 
 @dataclass(slots=True)
@@ -56,10 +56,10 @@ class _Asked:
     """A request that may be served.
 
     Attributes:
-        bidding: of the request.
-        without: tiers that are not asked for it.
-        looked: what the last look-up came to, bid or not; None if there was none.
-        declined: nothing was bid since too many loads were under way.
+        bidding: its bids and attempts.
+        without: names of tiers that are not asked for it.
+        looked: result of the last look-up; None if there was none.
+        declined: nothing was bid because too many loads were under way.
     """
 
     bidding: Bidding
@@ -80,11 +80,11 @@ class _Loading:
 
 @dataclass(slots=True)
 class _Brought:
-    """What all ranks have copied of a load.
+    """The bytes that all ranks have copied of a load.
 
     Attributes:
         sizes: bytes per canonical group.
-        miss: what kind of failure ended it, if one did.
+        miss: the kind of failure that ended it, if one did.
     """
 
     sizes: Counter[int] = field(default_factory=Counter)
@@ -92,10 +92,10 @@ class _Brought:
 
 
 class TierSource:
-    """See the module.
+    """Bids chunks of this engine's tiers, and orders their loads. Only the engine's thread calls it.
 
     Attributes:
-        copy_seconds: of parts of loads that ranks have copied, the slowest rank's; whoever looks takes them.
+        copy_seconds: seconds that the slowest rank took for each part of a load; the reader empties the list.
     """
 
     name = TIERS
@@ -114,13 +114,13 @@ class TierSource:
         """Begin.
 
         Args:
-            cache: of this engine.
-            prompts: where requests are named.
-            groups: the engine's, as a rank has them.
-            canonical: what chunks are.
-            refusals: where what is not served is said.
-            timeout_seconds: of a load.
-            apart: offer what fewer of the slow tiers have as well.
+            cache: the engine's chunks.
+            prompts: names of requests' chunks.
+            groups: the engine's groups, as a rank has them.
+            canonical: the form of chunks.
+            refusals: logs requests that are not served.
+            timeout_seconds: deadline of a load.
+            apart: also bid the shorter prefixes that do without the slowest tiers.
         """
         self.copy_seconds: list[float] = []
         chunk_tokens = canonical.chunk_tokens
@@ -139,22 +139,22 @@ class TierSource:
 
     @property
     def busy(self) -> bool:
-        """Something is under way."""
+        """Whether a load is under way."""
         return bool(self._loading or self._slots or self._begins or self._ends)
 
     def arrived(self, request: Any, bidding: Bidding) -> bool:
-        """Every request whose chunks have certain names may be served, or soon will have."""
+        """Take a request whose chunks have certain names, or soon will have."""
         if self._prompts.add(request) is None and not self._prompts.are_pending(request.request_id):
             return False
         self._asked[request.request_id] = _Asked(bidding)
         return True
 
     def declined(self, request: Any) -> Lack | None:
-        """Its chunks have no certain names."""
+        """Say why its chunks have no certain names."""
         return Lack(TIERS, Miss.UNNAMED, detail=self._prompts.why_unnamed(request.request_id))
 
     def bids(self, request: Any, have: int) -> Sequence[Bid]:
-        """The longest prefix that all groups can continue from; if set so, also that of fewer slow tiers."""
+        """Bid the longest prefix that all groups can continue from, and shorter ones with `apart`."""
         chunks = self._prompts.get(request)
         asked = self._asked[request.request_id]
         asked.declined, asked.looked = False, None
@@ -178,7 +178,7 @@ class TierSource:
         return bids
 
     def _naming(self, request: Any, have: int) -> Sequence[Bid]:
-        """A bid while the request's LoRA adapter is being read; what it may come to is not known."""
+        """Bid as still looking while the request's LoRA adapter is being read."""
         most = request.num_tokens - 1 - have
         if most <= 0 or not self._prompts.are_pending(request.request_id):
             return ()
@@ -195,7 +195,7 @@ class TierSource:
         return None if found is None else self._part_of(found, first, found.after(first))
 
     def lack(self, request: Any, have: int) -> Lack:
-        """Which chunks are not at hand, and why not, as far as that is remembered."""
+        """Name the chunks that are missing, and why, as far as that is remembered."""
         asked, chunks = self._asked[request.request_id], self._prompts.get(request)
         if asked.declined:
             return Lack(TIERS, Miss.BUSY, detail=f"{len(self._loading)} loads are under way")
@@ -204,11 +204,11 @@ class TierSource:
         return lack_of(chunks, asked.looked, self._labels, self._cache)
 
     def room(self, bid: Bid, blocks: int) -> bool:
-        """Always: what is late comes to host memory, and ranks copy no more of it."""
+        """Return True: late chunks land in host memory, and ranks copy no more of them."""
         return True
 
     def begin(self, load: Load, request: Any) -> None:
-        """Fetch what the load takes; parts follow as it arrives."""
+        """Start to fetch the chunks of a load; `hand_over` orders parts as they arrive."""
         chunks, asked = self._prompts.get(request), self._asked[load.request_id]
         if chunks is None or asked.looked is None:
             fetch = self._cache.reading.fetch(())
@@ -221,26 +221,26 @@ class TierSource:
         self._begins.append(LoadBegin(load.key, load.request_id, self._timeout, load.attempt, load.loads))
 
     def grains(self, load: Load) -> tuple[int, ...]:
-        """Of chunks, whoever wrote them."""
+        """Return the tokens at which content of chunks begins, the same for every writer."""
         return self._grains
 
     def origin(self, load: Load) -> str:
-        """The tier that has the chunk which the load waits for longest: the slowest of them."""
+        """Return the slowest tier that the load waits for."""
         return self._cache.reading.origin(self._loading[load.key].fetch)
 
     def brought(self, load: Load, report: Report) -> tuple[Moved, ...]:
-        """Of the canonical groups: ranks say of every part what they have copied."""
+        """Return the bytes that ranks have copied, per canonical group."""
         sizes = self._brought.pop(load.key).sizes
         return tuple(
             Moved(self._labels[number], COPIED, size) for number, size in sorted(sizes.items()) if size
         )
 
     def blame(self, load: Load, report: Report) -> Miss:
-        """Its deadline, or what was the matter with a chunk."""
+        """Return DEADLINE, or the fault of the chunk that failed."""
         return Miss.DEADLINE if report.late else self._brought[load.key].miss
 
     def ended(self, load: Load, report: Report) -> None:
-        """A tier that is too late with a chunk is not asked again for this request."""
+        """Log a failed load; do not ask tiers again that were late with a chunk of it."""
         if report.failure is None:
             return
         self._refusals.say(load.request_id, TIERS, report.failure)
@@ -249,19 +249,19 @@ class TierSource:
             self._end(loading, report.failure)
 
     def dropped(self, load: Load) -> None:
-        """Nobody waits for it any more."""
+        """Cancel a load that nobody waits for."""
         if (loading := self._loading.get(load.key)) is not None:
             self._end(loading, "nobody waits for it any more")
 
     def settled(self, request_id: str) -> None:
-        """Nothing: nobody keeps anything for it."""
+        """Do nothing: tiers hold nothing for a request."""
 
     def finished(self, request_id: str) -> None:
-        """The request has ended."""
+        """Forget a request that has ended."""
         del self._asked[request_id]
 
     def hand_over(self, meta: SchedulerMeta) -> None:
-        """Loads begun, what has arrived for each, and loads that are complete."""
+        """Order loads that begin, parts that have arrived, and ends of loads that are complete."""
         orders = meta.chunks
         orders.begins, self._begins = self._begins, []
         for loading in list(self._loading.values()):
@@ -276,7 +276,7 @@ class TierSource:
         orders.ends, self._ends = self._ends, []
 
     def moved(self, moved: MovedByAll) -> bool:
-        """All ranks have done an order; whether it was a part of a load."""
+        """Handle an order that all ranks have carried out; return whether it was a part of a load."""
         load, slots = self._slots.pop(moved.key, ("", None))
         if slots is None:
             return False
@@ -288,7 +288,7 @@ class TierSource:
         return True
 
     def start_anew(self) -> None:
-        """What loads under way bring was kept before, and is not to be used any more."""
+        """Cancel all loads under way: they bring chunks from before the reset."""
         for loading in list(self._loading.values()):
             self._end(loading, "the cache was reset")
 
@@ -298,9 +298,9 @@ class TierSource:
         return Bid(TIERS, self._parts(found, first, last))
 
     def _parts(self, found: Coverage, first: int, last: int) -> tuple[Part, ...]:
-        """Where tokens ``[first, last)`` come from, by the chunks of the group that needs most of them.
+        """Split tokens ``[first, last)`` by place, following the group that needs most chunks.
 
-        One that is nowhere is not needed: it costs as little as one of host memory.
+        A chunk that is nowhere is not needed, and counts as one in host memory.
         """
         size = found.cut.chunk_tokens
         low, high = first // size, -(-last // size)
@@ -312,9 +312,9 @@ class TierSource:
         return tuple(Part(names[at], int(sums[at])) for at in np.flatnonzero(sums))
 
     def _keeps_windows(self, tokens: int) -> bool:
-        """Whether the engine, given all tokens of a prompt, still has what its last token sees.
+        """Return whether a load of all tokens of a prompt leaves the engine what its last token sees.
 
-        It computes the last token again, but lets go of blocks that only a token after it would not see.
+        The engine computes the last token again, but has freed blocks that the token after it does not see.
         """
         return all(
             first_seen(one.kind, one.reach, tokens - 1) // one.block_tokens

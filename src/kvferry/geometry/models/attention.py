@@ -1,4 +1,4 @@
-"""What an attention layer keeps: K and V per head, or one latent for all heads; an indexer beside either."""
+"""The KV that an attention layer keeps: K and V per head or one latent, and the keys of an indexer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class AttentionReader:
     """Reads attention layers from a model's file.
 
     Attributes:
-        config, family: the model's.
+        config, family: those of the model.
         cache_dtype, model_dtype: as in `dtypes`.
     """
 
@@ -46,14 +46,14 @@ class AttentionReader:
     model_dtype: str
 
     def stores(self, mixer: Mixer, layer: int) -> tuple[LayerStore, ...]:
-        """What one attention layer keeps; more than one where it has a second cache.
+        """Return the store of one attention layer, or several if it has more than one cache.
 
         Args:
             mixer: FULL, SLIDING or CHUNKED.
             layer: its number in the model.
 
         Raises:
-            ConfigError: a size is missing or makes no sense, or the element type is not for this attention.
+            ConfigError: a size is missing or makes no sense, or the element type does not fit this attention.
         """
         if self.config.get("compress_ratios") is not None:
             return compressed_stores(self.config, layer, self.cache_dtype)
@@ -79,7 +79,7 @@ class AttentionReader:
         return self.config.number("attention_chunk_size") if mixer is Mixer.CHUNKED else 0
 
     def _heads(self, mixer: Mixer, layer: int) -> tuple[int, int, int]:
-        """KV heads, and elements of K and of V per head. Some families say them by kind of layer."""
+        """Return KV heads, and elements of K and V per head; they may depend on the kind of layer."""
         if self.family.expanded:
             self.config.cover("kv_lora_rank", "head_dim", "v_head_dim", *_KV_HEADS)
             width = self.config.number("qk_nope_head_dim") + self.config.number("qk_rope_head_dim")
@@ -96,7 +96,7 @@ class AttentionReader:
             return _of_step(self.config, heads, k_width, v_width)
         if (wide := self.config.maybe("global_head_dim")) is not None:
             self.config.cover("num_global_key_value_heads", "attention_k_eq_v")
-            # Gemma 4: heads of layers without a window are wider, and fewer where K serves as V.
+            # Gemma 4: layers without a window have wider heads, and fewer of them where K serves as V.
             fewer = self.config.maybe("num_global_key_value_heads")
             if fewer is not None and self.config.get("attention_k_eq_v") is True:
                 heads = fewer
@@ -104,11 +104,11 @@ class AttentionReader:
         return heads, k_width, v_width
 
     def _layer_heads(self, layer: int) -> int:
-        """KV heads of one layer."""
+        """Return the KV heads of one layer."""
         config = self.config
         blocks = config.listed("block_configs", config.layers)
         if blocks is not None:
-            # Nemotron-NAS: query heads of the model, and how many share a KV head in this layer.
+            # Nemotron-NAS names query heads of the model, and how many of them share a KV head in a layer.
             config.cover(*_KV_HEADS)
             shared = whole("n_heads_in_group", _inside(blocks[layer], "attention").get("n_heads_in_group"), 1)
             return config.number(*_QUERY_HEADS) // shared
@@ -118,12 +118,12 @@ class AttentionReader:
         return config.maybe(*_KV_HEADS) or config.number(*_QUERY_HEADS)
 
     def _latent(self) -> LayerStore:
-        """One latent for all heads, which every rank keeps whole."""
+        """Return the store of one latent for all heads, which every rank keeps whole."""
         if self.cache_dtype in SCALED:
             raise ConfigError(
                 f"{self.cache_dtype} is for K and V; this model keeps latents (MLA), choose fp8"
             )
-        # What a head is made of from the latent is not kept.
+        # Heads are computed from the latent and not kept.
         self.config.cover(*_KV_HEADS, "head_dim", "v_head_dim")
         width = self.config.number("kv_lora_rank") + self.config.number("qk_rope_head_dim")
         latent = Stored("latent", element_bytes(self.cache_dtype, self.model_dtype), 0, (("content", width),))
@@ -133,12 +133,12 @@ class AttentionReader:
 
 
 def query_heads(config: Config) -> int:
-    """Heads of queries, of which every tensor-parallel rank has as many; 0 if the file does not say."""
+    """Return the query heads, which tensor-parallel ranks share evenly; 0 if the file does not say."""
     return config.maybe(*_QUERY_HEADS) or 0
 
 
 def without_attention(config: Config) -> set[int]:
-    """Numbers of layers that skip attention (Nemotron-NAS)."""
+    """Return the numbers of layers that skip attention (Nemotron-NAS)."""
     blocks = config.listed("block_configs", config.layers) or ()
     skipped = set()
     for number, block in enumerate(blocks):
@@ -161,7 +161,7 @@ def _inside(block: Any, name: str) -> Mapping[str, Any]:
 
 
 def _of_step(config: Config, heads: int, k_width: int, v_width: int) -> tuple[int, int, int]:
-    """Step 3.5: layers with a window may have other heads."""
+    """Return heads and widths of a layer with a window, which may differ in Step 3.5."""
     other = config.nested("attention_other_setting")
     if not other.values or other.get("attention_type") != "sliding_attention":
         return heads, k_width, v_width

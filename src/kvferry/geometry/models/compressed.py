@@ -1,8 +1,8 @@
-"""What a layer of DeepSeek V4 keeps: a window of latents, and beside it one state per 4 or 128 tokens.
+"""The KV that a layer of DeepSeek V4 keeps: a window of latents, and one state per 4 or 128 tokens.
 
 Sizes and blocks are those of vLLM's ``deepseek_v4`` in its packed format: 448 bytes of fp8, 64 bfloat16 for
 positions and 8 bytes of scales per latent; keys of the indexer in fp8 with their scales. A compressor keeps
-the float32 values of the tokens that have not become a state yet.
+float32 values of the tokens that are not in a state yet.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ _LATENT_WIDTH = 512
 _WINDOW_BLOCK, _STATE_BLOCK = 64, 256
 _COMPRESSOR_BLOCK = {4: 4, 128: 8}
 _OVERLAPPING = 4
-"""The ratio at which a state is made of two groups of tokens, so that a compressor keeps twice as many."""
+"""The ratio at which a state covers two groups of tokens, so its compressor keeps twice as many."""
 
 
 def compressed_stores(config: Config, layer: int, cache_dtype: str) -> tuple[LayerStore, ...]:
-    """What one layer keeps.
+    """Return the stores of one layer.
 
     Args:
-        config: the model's.
-        layer: its number.
-        cache_dtype: auto, fp8 or the packed format, which are one here.
+        config: the model's configuration.
+        layer: number of the layer.
+        cache_dtype: auto, fp8 or the packed format, which all mean the packed format here.
 
     Raises:
-        ConfigError: a size or an element type that vLLM does not have.
+        ConfigError: a size or an element type that vLLM does not support.
     """
     if cache_dtype not in ("auto", "fp8", PACKED_LATENT):
-        raise ConfigError(f"{cache_dtype} is not known for compressed latents; choose fp8")
+        raise ConfigError(f"element type {cache_dtype} is not known for compressed latents; choose fp8")
     ratios = config.get("compress_ratios")
     if not isinstance(ratios, list) or len(ratios) < config.layers:
         raise ConfigError(f"config.json: compress_ratios is {ratios!r}, one number per layer is expected")
     width = config.number("head_dim")
     if width != _LATENT_WIDTH:
         raise ConfigError(
-            f"config.json: head_dim is {width}; compressed latents are known of {_LATENT_WIDTH}"
+            f"config.json: head_dim is {width}; kvferry knows compressed latents of {_LATENT_WIDTH} only"
         )
     index_width = config.number("index_head_dim")
     config.cover("num_key_value_heads", "qk_rope_head_dim", "kv_lora_rank")
@@ -67,7 +67,7 @@ def _states(name: str, size: int, ratio: int) -> LayerStore:
 
 
 def _compressor(name: str, width: int, ratio: int) -> LayerStore:
-    """Sums and weights, in float32, of the tokens of the group that is open."""
+    """Return the store of a compressor: float32 sums and weights of the tokens of the open group."""
     groups = 2 if ratio == _OVERLAPPING else 1
     return _latents(GroupKind.SLIDING, name, groups * 2 * width * 4, _COMPRESSOR_BLOCK[ratio], groups * ratio)
 

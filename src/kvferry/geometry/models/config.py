@@ -19,8 +19,8 @@ PER_LAYER = ("layers_block_type", "layer_types", "hybrid_override_pattern")
 class Config:
     """The part of a ``config.json`` that describes the language model.
 
-    A file may leave out what its family has as a default; a key that is null has no value. Every key that
-    is asked for is remembered, so that a key that no rule understands can be named (`strict`).
+    A file may leave out its family's defaults; null counts as absent. The object remembers every key that was
+    read, so `strict` can name keys that no rule understands.
 
     Attributes:
         values: the keys.
@@ -51,9 +51,9 @@ class Config:
         return self.number(*_LAYER_COUNTS)
 
     def get(self, *names: str) -> Any:
-        """The first of these keys that there is, else the family's default, else None.
+        """Return the value of the first of these keys that is present, else the default, else None.
 
-        Other names of the same thing count as read only if they say the same.
+        The other keys count as read only if they have the same value.
         """
         for known in (self.values, self.defaults):
             said = next((known[name] for name in names if known.get(name) is not None), None)
@@ -65,11 +65,11 @@ class Config:
         return None
 
     def cover(self, *names: str) -> None:
-        """Count these keys as read: what another key said makes them moot."""
+        """Count these keys as read, because another key makes them irrelevant."""
         self.asked.update(names)
 
     def nested(self, name: str, defaults: Mapping[str, Any] | None = None) -> Config:
-        """The keys of an object inside the file; empty if there is none.
+        """Return the keys of an object inside the file; empty if there is none.
 
         Raises:
             ConfigError: it is no object.
@@ -82,7 +82,7 @@ class Config:
         return Config(said, defaults or {})
 
     def number(self, *names: str, least: int = 1) -> int:
-        """The first of these keys that there is, a whole number.
+        """Return the first of these keys that is present, a whole number.
 
         Raises:
             ConfigError: none of them is there, or it is no whole number of at least `least`.
@@ -96,12 +96,12 @@ class Config:
         return whole(names[0], value, least)
 
     def maybe(self, *names: str) -> int | None:
-        """As `number`, but None if there is none of these keys, or it is 0 or false."""
+        """As `number`, but return None if none of these keys is present, or it is 0 or false."""
         value = self.get(*names)
         return whole(names[0], value, 1) if value else None
 
     def listed(self, name: str, count: int) -> Sequence[Any] | None:
-        """A list with one entry per layer; None if there is none.
+        """Return a list with one entry per layer; None if there is none.
 
         Raises:
             ConfigError: it has another length.
@@ -118,10 +118,10 @@ class Config:
 
 
 def whole(name: str, value: Any, least: int) -> int:
-    """A whole number of at least `least`.
+    """Return `value` if it is a whole number of at least `least`.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"config.json: {name} is {value!r}, a whole number of at least {least} is expected")
@@ -129,9 +129,9 @@ def whole(name: str, value: Any, least: int) -> int:
 
 
 def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The keys of the language model inside those of a model that also sees or hears.
+    """Return the keys of the language model inside a multimodal model.
 
-    The family, the element type and the quantization stay known where only the outer part names them.
+    Keeps the family, the element type and the quantization where only the outer part names them.
     """
     outer = config
     known = ("model_type", *DTYPES, "quantization_config")

@@ -1,4 +1,4 @@
-"""Models whose KV is not handed over, and why."""
+"""Models whose KV kvferry cannot move: encoders and encoder-decoders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What families of models leave unsaid in their ``config.json``.
+"""Properties of model families that their ``config.json`` leaves out.
 
 Defaults are those of the configuration classes in transformers; they matter where a published file leaves a
 key out. What a family's recurrent layers are is vLLM's choice of implementation.
@@ -37,12 +37,12 @@ class Family:
     """What the reader of a ``config.json`` must know beforehand.
 
     Attributes:
-        recurrent: what layers that are not attention are, if there are such.
-        everywhere: every layer has the recurrence, alone or, with `beside_attention`, next to attention.
-        beside_attention: as said.
-        window_offset: tokens that a window has more than ``sliding_window`` says.
-        attentions: caches of attention that a layer has.
-        expanded: K and V are kept per head, though they are made from a latent.
+        recurrent: the mixer of layers that are not attention, if there are any.
+        everywhere: every layer has the recurrence.
+        beside_attention: with `everywhere`, every layer has attention too.
+        window_offset: tokens of a window beyond ``sliding_window``.
+        attentions: number of attention caches per layer.
+        expanded: keeps K and V per head although they are computed from a latent.
         ssm_dtype: element type of the recurrent state; None: as computed.
         defaults: of keys that may be left out.
     """

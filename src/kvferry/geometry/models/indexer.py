@@ -1,4 +1,4 @@
-"""What sparse attention keeps to find the tokens that matter: one key per token, in a cache of its own."""
+"""Indexers of sparse attention: one key per token, in a cache of its own."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _SHARING = ("index_topk_freq", "index_topk_pattern", "index_skip_topk_offset", "
 
 
 def scaled_bytes(width: int) -> int:
-    """Bytes of a key of so many fp8 elements, with a float32 scale per 128 of them."""
+    """Return the bytes of a key of `width` fp8 elements, with a float32 scale per 128 of them."""
     return width + whole("index_head_dim", width, _SCALE_TOKENS) // _SCALE_TOKENS * 4
 
 
 def token_indexer(config: Config, layer: int) -> tuple[LayerStore, ...]:
-    """The indexer of DeepSeek V3.2 and GLM-5; none in a layer that uses an earlier layer's choice.
+    """Return the indexer's store of DeepSeek V3.2 and GLM-5; none in a layer that reuses an earlier choice.
 
-    The rule is that of vLLM's ``deepseek_v32/attention.py``; `indexer_types` repeats it in words.
+    Follows vLLM's ``deepseek_v32/attention.py``. The key `indexer_types` repeats the rule in words.
     """
     width = config.maybe("index_head_dim")
     if width is None:
@@ -48,7 +48,7 @@ def token_indexer(config: Config, layer: int) -> tuple[LayerStore, ...]:
 
 
 def block_indexer(config: Config, layer: int, model_dtype: str) -> tuple[LayerStore, ...]:
-    """The indexer of MiniMax-M3, in layers that are sparse: one key for all heads."""
+    """Return the indexer's store of MiniMax-M3, in sparse layers: one key for all heads."""
     sparse = config.nested("sparse_attention_config")
     if not sparse.values or sparse.get("use_sparse_attention") is False:
         return ()

@@ -1,7 +1,7 @@
-"""Which layer of a model mixes tokens how.
+"""The mixers of every layer of a model, read from its ``config.json``.
 
-Families say it in many ways: a list of words per layer, a string of letters, a period, a list of numbers that
-count from one. Each way is a rule; the first that finds its key answers.
+Families name them in many ways: a list of words per layer, a string of letters, a period, a list of numbers
+that count from one. Each way is a rule, and the first rule that finds its key decides.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvferry.geometry.models.families import Family, Mixer
 from kvferry.geometry.models.strict import check_nested
 
 Mixers: TypeAlias = tuple[Mixer, ...]
-"""Of one layer: none for a layer without a cache, two where attention and recurrence run side by side."""
+"""Mixers of one layer: none without a cache, two where attention and recurrence run side by side."""
 
 Rule: TypeAlias = Callable[[Config, Family], list[Mixers] | None]
 
@@ -43,12 +43,12 @@ _PATTERN = (
     "prefix_dense_sliding_window_pattern", "layer_switch", "no_rope_layers_interval",
     "sliding_window_layers", "attention_pattern", "hybrid_layer_pattern",
 )  # fmt: skip
-"""Ways to say which layer mixes tokens how: once one has answered, the others repeat it."""
+"""Keys that name mixers: once one has decided, the others repeat it."""
 _WINDOW = (
     "sliding_window", "sliding_window_size", "swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim",
     "attention_other_setting",
 )  # fmt: skip
-"""What windows are like, moot where no layer has one."""
+"""Keys that describe windows, irrelevant if no layer has one."""
 _LETTERS: Mapping[str, Mixers] = {"*": _FULL, "-": (), "E": ()}
 
 _KIMI_KEYS = (
@@ -58,10 +58,10 @@ _KIMI_KEYS = (
 
 
 def mixers(config: Config, family: Family) -> list[Mixers]:
-    """How every layer mixes tokens.
+    """Return the mixers of every layer.
 
     Raises:
-        ConfigError: the file contradicts itself, or names a kind of layer that is not known.
+        ConfigError: the file contradicts itself, or names an unknown kind of layer.
     """
     for rule in _RULES:
         if (found := rule(config, family)) is not None:
@@ -77,7 +77,7 @@ def mixers(config: Config, family: Family) -> list[Mixers]:
 
 
 def _repeated(layers: list[Mixers], family: Family) -> list[Mixers]:
-    """LongCat: layers that have attention twice."""
+    """Repeat mixers for layers with attention twice (LongCat)."""
     return [layer * family.attentions for layer in layers]
 
 
@@ -96,7 +96,7 @@ _RECURRENT_TYPES = (
 
 
 def _compressed(config: Config, _family: Family) -> list[Mixers] | None:
-    """DeepSeek V4: what a layer keeps follows from its compression ratio."""
+    """DeepSeek V4: a layer's compression ratio decides what it keeps."""
     return None if config.get("compress_ratios") is None else [_FULL] * config.layers
 
 
@@ -149,7 +149,7 @@ def _translated(name: str, said: Sequence[Any], known: Mapping[Any, Mixers]) -> 
 
 
 def _attention_period(config: Config, family: Family) -> list[Mixers] | None:
-    """Jamba: every so many layers is attention, from an offset on."""
+    """Jamba: one layer of each period is attention, at an offset."""
     period = config.maybe("attn_layer_period")
     if period is None:
         return None
@@ -180,7 +180,7 @@ def _attention_flags(config: Config, family: Family) -> list[Mixers] | None:
 
 
 def _last_of_each(config: Config, family: Family) -> list[Mixers] | None:
-    """Qwen3-Next and Bailing: the last of every so many layers is attention."""
+    """Qwen3-Next and Bailing: the last layer of each period is attention."""
     name = next((n for n in ("full_attention_interval", "layer_group_size") if config.maybe(n)), None)
     if name is None or family.recurrent is None:
         return None
@@ -224,7 +224,7 @@ def _window_flags(config: Config, _family: Family) -> list[Mixers] | None:
 
 
 def _chunks(config: Config, _family: Family) -> list[Mixers] | None:
-    """Llama 4: layers without rotary positions see everything, the others their chunk."""
+    """Llama 4: layers without rotary positions see all tokens, the others their chunk."""
     if config.maybe("attention_chunk_size") is None or not config.maybe("no_rope_layer_interval"):
         return None
     period = config.number("no_rope_layer_interval")
@@ -234,7 +234,7 @@ def _chunks(config: Config, _family: Family) -> list[Mixers] | None:
 
 
 def _window_pattern(config: Config, _family: Family) -> list[Mixers] | None:
-    """Gemma 3, Cohere 2: the last of every so many layers has no window. EXAONE 4: ``L`` has one."""
+    """Gemma 3, Cohere 2: the last layer of each period has no window. EXAONE 4: ``L`` has one."""
     pattern = config.get("sliding_window_pattern", "_sliding_window_pattern")
     if not pattern or config.maybe("sliding_window", "sliding_window_size") is None:
         return None

@@ -12,13 +12,13 @@ _KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
 
 
 def quantized_cache(config: Config, dtype: str) -> tuple[str, list[str]]:
-    """The element type, and what was decided, in a sentence.
+    """Return the element type of the KV cache, and notes.
 
-    vLLM's rule (`resolve_kv_cache_dtype_string`): with ``--kv-cache-dtype auto`` the checkpoint decides.
+    Follows vLLM's `resolve_kv_cache_dtype_string`: with ``--kv-cache-dtype auto`` the checkpoint decides.
 
     Args:
-        config: the model's.
-        dtype: what was asked for; anything but auto wins.
+        config: the model's configuration.
+        dtype: the element type asked for; any but auto is returned as it is.
 
     Raises:
         ConfigError: the checkpoint asks for a type that kvferry cannot plan.

@@ -1,4 +1,4 @@
-"""What every layer of a model keeps, from its ``config.json``."""
+"""Reads what every layer of a model keeps from its ``config.json``."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from kvferry.geometry.store import LayerStore, ModelCache
 
 @dataclass(frozen=True, slots=True)
 class ModelReading:
-    """What a ``config.json`` says about KV cache.
+    """The KV cache that a ``config.json`` describes.
 
     Attributes:
-        cache: what is kept. A layer of the model that keeps two things is two layers of it.
+        cache: the stores of all layers. A layer of the model with two caches is two layers of it.
         kept: layers of `cache` per layer of the model; 0 for one that keeps nothing.
-        notes: what was assumed, a sentence each.
+        notes: assumptions, a sentence each.
     """
 
     cache: ModelCache
@@ -35,7 +35,7 @@ class ModelReading:
 
 
 def per_layer(reading: ModelReading) -> Iterator[tuple[LayerStore, ...]]:
-    """What each layer of the model keeps, one after the other."""
+    """Yield the stores of each layer of the model."""
     first = 0
     for count in reading.kept:
         yield reading.cache.layers[first : first + count]
@@ -43,14 +43,14 @@ def per_layer(reading: ModelReading) -> Iterator[tuple[LayerStore, ...]]:
 
 
 def model_cache(config: Mapping[str, Any], dtype: str = "auto") -> ModelCache:
-    """What a model keeps; see `read_model`."""
+    """Return what a model keeps; see `read_model`."""
     return read_model(config, dtype).cache
 
 
 def read_model(
     config: Mapping[str, Any], dtype: str = "auto", *, name: str = "", draft: bool = False
 ) -> ModelReading:
-    """What a model keeps.
+    """Return what a model keeps.
 
     >>> dense = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
     ...          "num_key_value_heads": 2, "torch_dtype": "bfloat16"}
@@ -103,7 +103,7 @@ _STATE_KEYS = (
 
 
 def _cover_absent(config: Config, used: set[Mixer]) -> None:
-    """Count sizes as read that no layer of a hybrid needs: some are all attention, some all recurrence."""
+    """Count sizes as read that no layer needs, since the model is all attention or all recurrence."""
     if used <= RECURRENT:
         config.cover(*_ATTENTION_KEYS)
     if not used & RECURRENT:
@@ -113,7 +113,7 @@ def _cover_absent(config: Config, used: set[Mixer]) -> None:
 def _stores(
     config: Config, family: Family, layers: list[Mixers], dtypes: tuple[str, str]
 ) -> list[tuple[LayerStore, ...]]:
-    """What each layer keeps; `dtypes` of the KV cache and of the model."""
+    """Return the stores of each layer; `dtypes` are those of the KV cache and of the model."""
     attention = AttentionReader(config, family, *dtypes)
     ssm_dtype = _ssm_dtype(config, family, dtypes[1])
     recurrent = {
@@ -132,7 +132,7 @@ def _stores(
 
 
 def _model_dtype(config: Config, dtype: str) -> tuple[str, list[str]]:
-    """What the model is computed in, and what was assumed."""
+    """Return the element type that the model computes in, and notes."""
     if dtype in FLOATS:
         return dtype, []
     value = config.get(*DTYPES)
@@ -145,7 +145,7 @@ def _model_dtype(config: Config, dtype: str) -> tuple[str, list[str]]:
 
 
 def _ssm_dtype(config: Config, family: Family, model_dtype: str) -> str:
-    """Element type of recurrent state, as vLLM chooses it: the file's wish, the family's, the model's."""
+    """Return the element type of recurrent state as vLLM does: the file's, the family's or the model's."""
     said = config.get("mamba_ssm_cache_dtype", "mamba_ssm_dtype")
     if said is not None and said != "auto":
         return float_name("mamba_ssm_cache_dtype", said)
@@ -153,10 +153,10 @@ def _ssm_dtype(config: Config, family: Family, model_dtype: str) -> str:
 
 
 def _unknown(config: Config) -> str:
-    """What is assumed of a family that is not known.
+    """Return a note on how an unknown family is read.
 
     Raises:
-        ConfigError: it keeps something else than every layer's K and V, or latents.
+        ConfigError: it keeps more than K and V, or latents, in every layer.
     """
     name = config.model_type or "unknown"
     for key in ("index_head_dim", "compress_ratios", "sparse_attention_config", "block_configs"):
@@ -170,7 +170,7 @@ def _unknown(config: Config) -> str:
 
 
 def _without_shared(config: Config, layers: list[Mixers]) -> list[Mixers]:
-    """Layers that use an earlier layer's K and V (Gemma 3n and 4) keep nothing."""
+    """Drop the mixers of layers that share an earlier layer's K and V (Gemma 3n and 4)."""
     shared = config.maybe("num_kv_shared_layers")
     if not shared:
         return layers
@@ -180,7 +180,7 @@ def _without_shared(config: Config, layers: list[Mixers]) -> list[Mixers]:
 
 
 def _draft_layers(config: Config, layers: list[Mixers]) -> list[Mixers]:
-    """Layers of the multi-token prediction module, like the last attention layer.
+    """Return the layers of the multi-token prediction module, which are like the last attention layer.
 
     Raises:
         ConfigError: the model has none.

@@ -1,8 +1,7 @@
-"""Keys of a ``config.json`` that no rule has read.
+"""Checks for keys of a ``config.json`` that no rule has read.
 
-A key whose name says that it decides what is kept is an error that names it: a size that is guessed without
-it would be wrong without a word. Keys that are known to decide something else are left alone. Any other key
-is named in a note.
+A key whose name suggests that it decides what is kept is an error, because without it a size might be wrong
+unnoticed. Keys known to decide something else are ignored. Any other key is named in a note.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ _HARMLESS = frozenset((
     # Other names of what was read.
     "kda_use_full_rank_gate", "num_attention_heads", "n_head", "n_heads",
 ))  # fmt: skip
-"""Keys whose names look as if they decided what is kept, and that do not."""
+"""Keys whose names match `_DECIDES` although they do not decide what is kept."""
 
 _DECIDES = re.compile(
     r"kv|key_value|quant|head|window|swa|slid|layer_?types?|layers?_block|^layer|latent|lora_rank|ssm|mamba|rwkv|retention"
@@ -95,10 +94,10 @@ _ELSEWHERE = re.compile(
 
 
 def check_unread(config: Config) -> list[str]:
-    """Sentences about keys that no rule read and that are not known to be harmless.
+    """Return notes on keys that no rule read and that are not known to be harmless.
 
     Raises:
-        ConfigError: one of them decides, by its name, what is kept.
+        ConfigError: the name of one suggests that it decides what is kept.
     """
     unread = [name for name, value in config.values.items() if value is not None and name not in config.asked]
     unread = [name for name in unread if name not in _HARMLESS and not _CLEARLY_ELSEWHERE.match(name)]
@@ -113,10 +112,10 @@ def check_unread(config: Config) -> list[str]:
 
 
 def check_nested(config: Config, name: str, harmless: Iterable[str]) -> None:
-    """The same for an object inside the file, where every key must be known.
+    """Check an object inside the file, of which every key must be known.
 
     Raises:
-        ConfigError: one is not.
+        ConfigError: a key is unknown.
     """
     unknown = [key for key in config.values if key not in config.asked and key not in harmless]
     if unknown:

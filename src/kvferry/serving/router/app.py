@@ -50,12 +50,12 @@ class RouterApp(Starlette):
         )
 
     def end_answers(self) -> None:
-        """Cut short what is under way: callers get an error, engines are no longer asked."""
+        """End all answers under way: callers get an error, engines abort."""
         self._ongoing.end()
 
 
 def router_app(settings: RouterSettings) -> RouterApp:
-    """The router over these engines."""
+    """Return the router application."""
     return RouterApp(settings)
 
 
@@ -71,7 +71,7 @@ class _Router:
 
     @asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        """Holds the client and looks after engines that are down."""
+        """Hold the HTTP client, and probe engines that are down."""
         backends = (*self._prefill.backends, *self._decode.backends)
         async with open_client(self._settings) as self._client, anyio.create_task_group() as group:
             self._flow = Flow(self._settings, self._prefill, self._decode, self._client)
@@ -80,7 +80,7 @@ class _Router:
             group.cancel_scope.cancel()
 
     async def complete(self, call: Call, send: Send) -> None:
-        """A completion, over both kinds of engines."""
+        """Serve a completion, with a prefill and a decode engine."""
         try:
             body = parse_body(call.body)
         except MalformedBody as error:
@@ -90,7 +90,7 @@ class _Router:
         await self._flow.complete(completion, send)
 
     async def pass_through(self, call: Call, send: Send) -> None:
-        """A request that any decode engine can answer."""
+        """Relay a request that any decode engine can answer."""
         failures, tried = Failures(), list[Backend]()
         while not failures.exhausted and (backend := self._decode.next(tried, even_down=True)):
             tried.append(backend)
@@ -113,7 +113,7 @@ class _Router:
         await reply.send(send, call.echoed)
 
     async def health(self, _: Request) -> Response:
-        """Which engines are up, asked now; 503 if requests cannot be served."""
+        """Probe all engines and report their state; 503 if no decode engine is up."""
         pools = {"prefill": self._prefill.backends, "decode": self._decode.backends}
         await probe_all(self._client, [backend for backends in pools.values() for backend in backends])
         up = {role: any(backend.up for backend in backends) for role, backends in pools.items()}

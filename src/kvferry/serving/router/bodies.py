@@ -1,4 +1,4 @@
-"""What the prefill engine is sent for a request, and what the decode engine is."""
+"""Bodies and headers for the prefill and the decode engine, made from the caller's request."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _ANSWER_ONLY = (
     "stream_options",
     "top_logprobs",
 )
-"""Fields that only the answer depends on; several of them are refused without another one of these.
+"""Fields that change only the answer. The prefill engine gets none of them; some are invalid without others.
 
-Everything else stays: it may change the tokens of the prompt, or whether the engine takes the request. A test
-holds every field of vLLM's requests against this list.
+All other fields stay, because they may change the prompt's tokens or whether the engine takes the request. A
+test checks that every field of vLLM's requests is either here or known to stay.
 """
 
 ASK_FOR_KV = {
@@ -51,14 +51,14 @@ ASK_FOR_KV = {
 
 
 class MalformedBody(KVFerryError):
-    """A request that cannot be read; the message is for the caller."""
+    """A request body that cannot be parsed; the message is for the caller."""
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
-    """The JSON object of a request.
+    """Parse the JSON object of a request.
 
     Raises:
-        MalformedBody: it is no JSON, or no object.
+        MalformedBody: it is not JSON, or not an object.
     """
     try:
         body = json.loads(raw)
@@ -70,9 +70,9 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 
 
 def prefill_body(body: dict[str, Any]) -> bytes:
-    """The body for a prefill engine: the same prompt, one token, its KV kept for another engine.
+    """Return the body for a prefill engine: the same prompt, one token, KV kept for another engine.
 
-    ``ignore_eos`` because an engine hands over nothing for a request that its first token ended.
+    Sets ``ignore_eos``, because vLLM's NixlConnector offers nothing if the first token ends the request.
     """
     kept = {key: value for key, value in body.items() if key not in _ANSWER_ONLY}
     kept |= {"max_tokens": 1, "stream": False, "ignore_eos": True, "kv_transfer_params": ASK_FOR_KV}
@@ -82,17 +82,17 @@ def prefill_body(body: dict[str, Any]) -> bytes:
 
 
 def prefill_headers(headers: Headers) -> Headers:
-    """The headers for a prefill engine: the data-parallel rank that a caller names is the decode engine's."""
+    """Return the headers for a prefill engine, without the data-parallel rank, which is for decode."""
     return tuple((name, value) for name, value in headers if name != _DATA_PARALLEL_RANK)
 
 
 def decode_body(body: dict[str, Any], params: dict[str, Any]) -> bytes:
-    """The caller's body with what the prefill engine handed over."""
+    """Return the caller's body with the prefill engine's ``kv_transfer_params``."""
     return json.dumps({**body, "kv_transfer_params": params}).encode()
 
 
 def handed_over(answer: bytes) -> dict[str, Any] | None:
-    """``kv_transfer_params`` of a prefill engine's answer; None if there is nothing to use."""
+    """Return ``kv_transfer_params`` of a prefill engine's answer; None if it has none."""
     try:
         params = json.loads(answer).get("kv_transfer_params")
     except (ValueError, AttributeError, RecursionError):
@@ -101,12 +101,12 @@ def handed_over(answer: bytes) -> dict[str, Any] | None:
 
 
 def wants_stream(body: dict[str, Any]) -> bool:
-    """Whether the answer comes as events."""
+    """Return whether the caller wants a stream of events."""
     return bool(body.get("stream"))
 
 
 def decodes_alone(path: str, body: dict[str, Any]) -> bool:
-    """Whether the decode engine computes the prompt itself, because KV of another engine cannot be used.
+    """Return whether to skip prefill because the request cannot use another engine's KV.
 
     - The caller brings its own ``kv_transfer_params``.
     - Several prompts: an answer has room for the KV of one, and the decode engine would use it for all.

@@ -1,4 +1,4 @@
-"""Engines that failed while working on one request: it may be the cause, so it is retried only once."""
+"""Failures of engines while they worked on one request, which may be the cause and is retried once."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _MAX_CHARS = 300
 
 
 class Failures:
-    """The engines that failed with this request in flight, over prefill and decode together.
+    """The engines, of both roles, that failed with this request in flight.
 
-    An engine that cannot be connected or is busy does not count: it never had the request.
+    An engine that cannot be connected or is busy does not count, because it never had the request.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Failures:
         return len(self._seen) >= _MAX_FAILURES
 
     def add(self, backend: Backend, reason: str) -> None:
-        """Count an engine that closed the connection, stayed silent or answered with an error of its own."""
+        """Count an engine that closed the connection, timed out or answered with an error of its own."""
         self._seen.append(f"{backend.role} engine {backend.url}: {reason}")
 
     def reply(self, echoed: Headers) -> Reply:
@@ -55,17 +55,17 @@ class Failures:
 
 
 def is_busy(status: int) -> bool:
-    """The engine did not take the request; another one may."""
+    """Return whether the engine did not take the request, so another one may."""
     return status in _BUSY
 
 
 def is_failure(status: int) -> bool:
-    """The engine took the request and failed, as vLLM answers when its core dies: 500."""
+    """Return whether the engine took the request and failed, such as vLLM's 500 when its core dies."""
     return status >= 500 and not is_busy(status)
 
 
 def failure_of(reply: Reply) -> str:
-    """The status and the engine's own message, shortened."""
+    """Return the status and the engine's own message, shortened."""
     try:
         message = str(json.loads(reply.body)["error"]["message"])[:_MAX_CHARS]
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -1,13 +1,13 @@
-"""The life of one completion: prefill on one engine, decode on another, and what follows when one fails.
+"""The life of one completion: prefill on one engine, decode on another, and retries after failures.
 
     prefill engine ── kv_transfer_params ──→ decode engine ──→ client
-         │ dead, busy, too slow, hands over nothing
-         └→ the next prefill engine, or none: the decode engine computes the prompt itself
+         │ dead, busy, or hands over nothing
+         └→ the next prefill engine; without one, or after a timeout, the decode engine computes the prompt
 
-An engine that fails while it works on a request may have failed because of it, so the request goes to one
-further engine and no more (`failures`).
+A request may be the cause of an engine's failure, so after a failure it goes to one further engine and no
+more (`failures`).
 
-Cancelling the task that runs `complete` closes the connection to the engine at work, which makes it abort.
+Cancelling the task that runs `complete` closes the connection to the engine, which then aborts the request.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Completion:
     """One request of a caller.
 
     Attributes:
-        path: of the endpoint, as ``/v1/completions``.
-        raw: its body as it came.
-        body: the same, parsed.
-        headers: for the engines, with x-request-id.
-        echoed: headers that the answer gets on top of the engine's.
+        path: path of the endpoint, such as ``/v1/completions``.
+        raw: the body as it came.
+        body: the parsed body.
+        headers: headers for the engines, with x-request-id.
+        echoed: headers to add to the engine's answer.
     """
 
     path: str
@@ -56,7 +56,7 @@ class Completion:
 
 
 class Flow:
-    """Serves completions from these engines."""
+    """Serves completions from a pool of prefill engines and one of decode engines."""
 
     def __init__(
         self, settings: RouterSettings, prefill: Pool, decode: Pool, client: httpx.AsyncClient
@@ -67,7 +67,7 @@ class Flow:
         self._client = client
 
     async def complete(self, completion: Completion, send: Send) -> None:
-        """Answer the caller, in whatever way is left."""
+        """Answer the caller."""
         failures = Failures()
         params = None
         if not decodes_alone(completion.path, completion.body):
@@ -80,7 +80,7 @@ class Flow:
     async def _kv_of_prompt(
         self, completion: Completion, failures: Failures
     ) -> dict[str, Any] | Reply | None:
-        """Where the prompt's KV is; or the caller's answer; None if a decode engine is to compute it."""
+        """Return the offer of the prompt's KV, or an answer for the caller; None for decode alone."""
         headers = prefill_headers(completion.headers)
         sent = replace(completion, raw=prefill_body(completion.body), headers=headers)
         tried: list[Backend] = []
@@ -103,10 +103,12 @@ class Flow:
         return None
 
     async def _prefilled(self, backend: Backend, sent: Completion, failures: Failures) -> Reply | None:
-        """This engine's answer; None if it cannot be reached, is busy, or fails, which is counted.
+        """Return an engine's answer; None if it cannot be reached, is busy, or fails.
+
+        Counts failures in `failures`.
 
         Raises:
-            TimeoutError: it takes too long, which is counted too.
+            TimeoutError: it takes too long, which counts as a failure.
         """
         url = backend.url + sent.path
         try:
@@ -131,14 +133,14 @@ class Flow:
         return reply
 
     async def _failed(self, backend: Backend, reply: Reply, failures: Failures) -> None:
-        """Count an engine's own error, and see whether the engine is still well."""
+        """Count an engine's own error, and probe whether the engine is still up."""
         failures.add(backend, failure_of(reply))
         await probe(self._client, backend)
 
     async def _answer(
         self, completion: Completion, params: dict[str, Any] | None, failures: Failures, send: Send
     ) -> None:
-        """Have a decode engine answer; the next one if it fails before the caller got anything."""
+        """Relay a decode engine's answer; try the next engine if one fails before the caller got anything."""
         tried: list[Backend] = []
         last: Reply | None = unavailable("no decode engine can be reached")
         while backend := self._decode.next(tried, even_down=True):

@@ -1,8 +1,8 @@
-"""Where backends keep K, V, latents and the scales of quantised ones, each adapter a few lines.
+"""Content adapters: where each backend keeps K, V, latents and the scales of quantised ones.
 
-An adapter says where the fields of a page lie and what the cache-write operation leaves in them, so `probe`
-can hold it against the operation. It returns nothing for pages whose shape it does not fit. A backend may
-have several; the first that is proved is right.
+An adapter names the fields of a page, their place, and the values that the cache-write operation leaves in
+them. `probe` compares it with the operation. It returns nothing for pages of another shape. A backend may
+have several adapters; the first that is proved is used.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Written:
 
     Attributes:
         field: where its elements lie.
-        source: the operation's input it is made of, ``k`` (also of a latent) or ``v``.
+        source: the input that it is made of, ``k`` (also for a latent) or ``v``.
         first: the first element of that input.
-        code: how its bytes are read.
-        scale: the field by which its elements are multiplied; every scale belongs to an equal share of them.
-        scaled: whether the layer's own scale multiplies its elements as well, where the cache is quantised.
+        code: how to read its bytes.
+        scale: the field of factors of its elements; each factor belongs to an equal share of them.
+        scaled: the layer's own scale multiplies its elements too, if the cache is quantised.
     """
 
     field: Field
@@ -53,7 +53,7 @@ Adapter = Callable[[Strides, Shard], tuple[Written, ...]]
 
 
 def fields_of(written: tuple[Written, ...]) -> tuple[Field, ...]:
-    """All fields of a page, scales behind what they belong to."""
+    """Return all fields of a page, each followed by its scales."""
     return tuple(field for one in written for field in (one.field, one.scale) if field is not None)
 
 
@@ -240,7 +240,7 @@ def _field(
     )
 
 
-# -- who has which -----------------------------------------------------------------------------------------
+# -- adapters by backend -----------------------------------------------------------------------------------
 
 _NVFP4 = tuple(nvfp4(*swizzled) for swizzled in ((False, True), (False, False), (True, True)))
 _MLA = (latent, latent_with_scales)
@@ -280,5 +280,5 @@ ADAPTERS: dict[str, tuple[Adapter, ...]] = {
 
 
 def is_known(backend: str) -> bool:
-    """Whether a backend's pages are expected to be proved by an adapter."""
+    """Return whether a backend has an adapter, so that its pages should move by fields."""
     return backend in ADAPTERS

@@ -1,4 +1,4 @@
-"""What a page of an attention layer holds, as far as it can be proved."""
+"""Description of a page of an attention layer: proved fields, or opaque bytes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def page_of_attention(
 
     Args:
         layer: the engine's attention layer: its backend and its cache-write operation.
-        name: for messages.
+        name: the layer's name, for messages.
         spec: the layer's KV cache spec.
         tensor: the layer's cache, (kernel blocks, head slots, tokens, content).
-        num_blocks: manager blocks in it.
-        shard: which heads this rank holds.
+        num_blocks: number of manager blocks in it.
+        shard: the heads of this rank.
     """
     fields: tuple[Field, ...] = ()
     if not shard.total:
@@ -45,7 +45,7 @@ def page_of_attention(
 
 
 def content_id(layer: Any, spec: Any, tensor: torch.Tensor) -> str:
-    """What decides the meaning of a layer's bytes."""
+    """Return the id of what decides the meaning of a layer's bytes."""
     return ":".join(
         [_backend(layer), str(getattr(layer, "isa", "")), str(tensor.dtype), _kv_dtype(layer, spec)]
     )
@@ -70,14 +70,15 @@ def whole_page(
     block_tokens: int,
     why: str,
 ) -> PageFormat:
-    """A page that moves as it is, between equal blocks, and ranks unless all of them hold the same.
+    """Describe a page of unknown content. It moves whole, between equal blocks and equal ranks.
 
-    Bytes of unknown meaning only mean the same where they lie alike, so its strides are part of what it is.
+    The ranks may differ if all of them hold the same. Bytes of unknown meaning mean the same only where they
+    lie alike, so strides are part of the content id.
 
     Args:
         layer, name, spec, tensor, num_blocks, shard: as of `page_of_attention`.
         block_tokens: tokens of a block, 0 for a snapshot.
-        why: its content is not known.
+        why: the reason why its content is not known, for the log.
     """
     content = content_id(layer, spec, tensor)
     logger.warning(
