@@ -28,7 +28,6 @@ import time
 from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 from kvferry.cache.bids import Bidding
@@ -42,17 +41,11 @@ from kvferry.engines.vllm.meta import BlockIds, Report, SchedulerMeta, WorkerMet
 from kvferry.engines.vllm.must_compute import must_compute
 from kvferry.engines.vllm.offers import Offer, grain_of, offers_of
 from kvferry.engines.vllm.part_blocks import PartBlocks
+from kvferry.engines.vllm.request_phase import RequestPhase
 from kvferry.engines.vllm.source import Load, Source
 from kvferry.geometry import GroupKind
 from kvferry.observe.watch import Watch
 from kvferry.planning.select import Span, most_written, written
-
-
-class _Phase(Enum):
-    OPEN = "open"
-    LOADING = "loading"
-    FAILED = "failed"
-    SERVED = "served"
 
 
 @dataclass(slots=True)
@@ -73,7 +66,7 @@ class _RequestState:
 
     bidding: Bidding
     sources: tuple[Source, ...]
-    phase: _Phase = _Phase.OPEN
+    phase: RequestPhase = RequestPhase.OPEN
     taken: tuple[Offer, int] | None = None
     loads: list[Load] = field(default_factory=list)
     broken: bool = False
@@ -152,15 +145,15 @@ class Admission:
         if self._parts.evict():
             return None  # some of what the engine has just found for this request may be among them
         known = self._known.get(request.request_id)
-        if known is None or known.phase is _Phase.LOADING:
+        if known is None or known.phase is RequestPhase.LOADING:
             return 0
-        if known.phase is _Phase.FAILED:
-            known.phase, known.failed = _Phase.OPEN, True
+        if known.phase is RequestPhase.FAILED:
+            known.phase, known.failed = RequestPhase.OPEN, True
             return None
         if known.failed and known.taken is not None:
             self._events.no_room(request.request_id, have)
             return 0
-        known.phase = _Phase.OPEN
+        known.phase = RequestPhase.OPEN
         if (why := must_compute(request, have)) is not None:
             known.taken = None
             self._events.not_asked(request, known.sources, have, *why)
@@ -170,9 +163,9 @@ class Admission:
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """Begin the load of `external` tokens, 0 for none, into the blocks that the request now has."""
         known = self._known.get(request.request_id)
-        if known is not None and known.phase is _Phase.SERVED:
+        if known is not None and known.phase is RequestPhase.SERVED:
             self._parts.goes_on(request.request_id)
-        if known is None or known.phase is not _Phase.OPEN:
+        if known is None or known.phase is not RequestPhase.OPEN:
             return
         self._parts.forget(request.request_id)  # of an admission before this one
         known.failed = False
@@ -183,7 +176,7 @@ class Admission:
             self._settle(request.request_id, known)
             self._events.unserved(request)
             return
-        known.phase, known.broken = _Phase.LOADING, False
+        known.phase, known.broken = RequestPhase.LOADING, False
         known.bidding.take()
         self._headroom.loads(request.request_id, known.taken[1] + external, request.num_tokens)
         self._begin(known, request, blocks, external)
@@ -265,7 +258,7 @@ class Admission:
         if known.loads:
             return
         if known.broken:
-            known.phase = _Phase.FAILED
+            known.phase = RequestPhase.FAILED
             self._headroom.forget(load.request_id)
             return
         known.bidding.succeeded()
@@ -357,7 +350,7 @@ class Admission:
         return not offer.bid.looking and self._parts.refuses(span, source.grains(load))
 
     def _settle(self, request_id: str, known: _RequestState) -> None:
-        known.phase = _Phase.SERVED
+        known.phase = RequestPhase.SERVED
         for source in known.sources:
             source.settled(request_id)
 

@@ -19,23 +19,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 from kvferry.cache.bids import Bid, Bidding, Part
 from kvferry.cache.policies import Choice
 from kvferry.cache.waiting import Waiting
 from kvferry.engines.vllm.headroom import Headroom
+from kvferry.engines.vllm.request_phase import RequestPhase
 
 Count = tuple[str, str, str]
 """(metric, child, outcome or nothing) of something that is counted."""
-
-
-class _Phase(Enum):
-    OPEN = "open"
-    LOADING = "loading"
-    FAILED = "failed"
-    SERVED = "served"
 
 
 @dataclass(slots=True)
@@ -76,7 +69,7 @@ class _RequestState:
     """
 
     bidding: Bidding
-    phase: _Phase = _Phase.OPEN
+    phase: RequestPhase = RequestPhase.OPEN
     answers: tuple[int | None, ...] = ()
     had: int = 0
     taken: tuple[int, Bid] | None = None
@@ -146,16 +139,16 @@ class Choosing:
         known = self._known.setdefault(request.request_id, _RequestState(Bidding(self._attempts)))
         answers = [child.get_num_new_matched_tokens(request, have) for child in self._children]
         known.answers, known.had = tuple(tokens for tokens, _ in answers), have
-        if known.phase is _Phase.LOADING:
+        if known.phase is RequestPhase.LOADING:
             return 0, False
-        if known.phase is _Phase.FAILED:
-            known.phase, known.failed = _Phase.OPEN, True
+        if known.phase is RequestPhase.FAILED:
+            known.phase, known.failed = RequestPhase.OPEN, True
             return None, False
         if known.failed and known.taken is not None:
             return 0, False  # it found no room: see `admission`
-        if known.phase is _Phase.SERVED:
+        if known.phase is RequestPhase.SERVED:
             self._settle(known)
-            known.phase = _Phase.OPEN
+            known.phase = RequestPhase.OPEN
         return self._best(known, request, have, [waits for _, waits in answers])
 
     def _best(
@@ -211,7 +204,7 @@ class Choosing:
         """
         known = self._known.get(request.request_id)
         loader = None
-        if known is not None and known.phase is _Phase.OPEN:
+        if known is not None and known.phase is RequestPhase.OPEN:
             loader = self._admit(request, known, blocks, external)
         for place, child in enumerate(self._children):
             child.update_state_after_alloc(request, blocks, external if place == loader else 0)
@@ -222,19 +215,19 @@ class Choosing:
         taken, known.taken, known.failed = known.taken, None, False
         self._count(known.answers, None if taken is None or not external else taken[0], external)
         if taken is None or not external:
-            known.phase, known.load = _Phase.SERVED, None
+            known.phase, known.load = RequestPhase.SERVED, None
             return None
         place, bid = taken
         known.load = _Load(place, bid, known.waits, blocks, self._clock())
         known.bidding.take()
         if known.waits:
-            known.phase = _Phase.LOADING
+            known.phase = RequestPhase.LOADING
             self._loads[request.request_id] = known.load
             self._new[request.request_id] = place
             self.headroom.loads(request.request_id, known.had + external, request.num_tokens)
             self.counts.pending[self._names[place]] += 1
         else:
-            known.phase = _Phase.SERVED
+            known.phase = RequestPhase.SERVED
         return place
 
     def _count(self, answers: Sequence[int | None], loader: int | None, tokens: int) -> None:
@@ -275,10 +268,10 @@ class Choosing:
         if good:
             known.bidding.succeeded()
             self._brought[request_id] = known.bidding
-            known.phase, known.load = _Phase.SERVED, None
+            known.phase, known.load = RequestPhase.SERVED, None
         else:
             known.bidding.strike(self._names[load.place], "its load failed")
-            known.phase = _Phase.FAILED
+            known.phase = RequestPhase.FAILED
             self.headroom.forget(request_id)
 
     def _look_for(self, spoilt: set[int]) -> None:
