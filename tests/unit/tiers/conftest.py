@@ -6,6 +6,7 @@ from itertools import count
 import pytest
 
 from kvferry.bench.object_server import BUCKET
+from kvferry.tiers.objects.client import Bucket
 from support.object_server import Server, s3
 from support.stores import Clock, open_store
 
@@ -40,3 +41,10 @@ def place(request, tmp_path, s3_url):
     if request.param == "file":
         return f"file://{tmp_path}", None
     return s3_url, request.getfixturevalue("s3_server")
+
+
+@pytest.fixture
+def bucket(place):
+    """The client of that place."""
+    url, server = place
+    return Bucket(url, server.options if server else {}, 4.0)

@@ -42,12 +42,6 @@ def kvferry(place, monkeypatch, capsys):
 
 
 @pytest.fixture
-def bucket(place):
-    url, server = place
-    return Bucket(url, server.options if server else {}, 4.0)
-
-
-@pytest.fixture
 def store(place):
     """Three chunks of one model, which it has, and one of another."""
     store = open_objects(*place)

@@ -23,12 +23,6 @@ from support.stores import FILE_BYTES, GROUP, NAMESPACE, OTHER, body
 
 
 @pytest.fixture
-def bucket(place):
-    url, server = place
-    return Bucket(url, server.options if server else {}, 4.0)
-
-
-@pytest.fixture
 def store(place):
     return open_objects(*place)
 
