@@ -10,6 +10,7 @@ import pytest
 from kvferry.serving.router.bodies import ASK_FOR_KV
 from support.vllm_engine.inside import distance
 from support.vllm_engine.lengths import every_length, limit_admissions, through
+from support.vllm_engine.marks import engines
 from support.vllm_engine.pair import SOON, TEXTS, TOGETHER, Pair, Setup, prompt
 
 NO_CACHE = {"enable_prefix_caching": False}
@@ -39,15 +40,7 @@ ALL = (
     Setup("lfm2", options=SHORT_STEPS),
     Setup("lfm2", "uncached", {**NO_CACHE, **SHORT_STEPS}, asynchronous=True),
 )
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.parametrize(
-        "pair",
-        [pytest.param(s, id=str(s)) for s in REPRESENTATIVE]
-        + [pytest.param(s, id=str(s), marks=pytest.mark.family) for s in ALL],
-        indirect=True,
-    ),
-]
+pytestmark = engines("pair", REPRESENTATIVE, ALL)
 
 
 def test_what_pages_hold_is_proved_or_not_claimed(pair: Pair) -> None:
@@ -189,10 +182,6 @@ def test_a_spoiled_block_of_any_group_changes_the_answer(pair: Pair) -> None:
     pair.forget()
     assert distance(again, sound) == 0.0, "the pair does not repeat itself, so a change would show nothing"
     for group in range(len(pair.about["groups"])):
-        pair.decode.call("spoil", group)
-        try:
-            spoiled = pair.through([text])[0]
-        finally:
-            pair.decode.call("spoil", None)
-        pair.forget()
-        assert distance(spoiled, sound) > 1e-4, f"group {group}: the answer does not depend on what was moved"
+        assert distance(pair.spoiled(text, group), sound) > 1e-4, (
+            f"group {group}: the answer does not depend on what was moved"
+        )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from support.vllm_engine.inside import distance
+from support.vllm_engine.marks import engines
 from support.vllm_engine.pair import Pair, Setup, prompt
 
 STEPS = {"max_num_batched_tokens": 256}
@@ -49,15 +48,7 @@ ALL = (
     Setup(**DELTA, label="160-to-256", layouts=("LBHNC", "BLHNC"), prefill_options={"block_size": 16}),
     Setup(**DELTA, label="256-to-160", layouts=("BLHNC", "LBHNC"), decode_options={"block_size": 16}),
 )
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.parametrize(
-        "pair",
-        [pytest.param(s, id=str(s)) for s in REPRESENTATIVE]
-        + [pytest.param(s, id=str(s), marks=pytest.mark.family) for s in ALL],
-        indirect=True,
-    ),
-]
+pytestmark = engines("pair", REPRESENTATIVE, ALL)
 CHOSEN = {"auto": {"qwen3": "BHLNC", "dsv3": "LBNHC"}, "engine": {}}
 """What settings that name no layout come to; BLHNC and LBHNC for other families."""
 
@@ -100,10 +91,6 @@ def test_a_spoiled_block_of_any_group_changes_the_answer(pair: Pair) -> None:
     sound = pair.through([text])[0]
     pair.forget()
     for group in range(len(pair.about_decode["groups"])):
-        pair.decode.call("spoil", group)
-        try:
-            spoiled = pair.through([text])[0]
-        finally:
-            pair.decode.call("spoil", None)
-        pair.forget()
-        assert distance(spoiled, sound) > 1e-4, f"group {group}: the answer does not depend on what was moved"
+        assert distance(pair.spoiled(text, group), sound) > 1e-4, (
+            f"group {group}: the answer does not depend on what was moved"
+        )

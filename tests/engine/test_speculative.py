@@ -13,6 +13,7 @@ import pytest
 
 from support.vllm_engine.drafts import TOKENS
 from support.vllm_engine.inside import distance
+from support.vllm_engine.marks import engines
 from support.vllm_engine.mtp import MODULES
 from support.vllm_engine.pair import Pair, Setup, prompt
 
@@ -33,15 +34,7 @@ ALL = (
     Setup("mimo", "mtp-decode", SHORT_STEPS, drafts=("", "mtp")),
     Setup("mimo3", "mtp", SHORT_STEPS, drafts=("mtp", "mtp")),
 )
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.parametrize(
-        "pair",
-        [pytest.param(s, id=str(s)) for s in REPRESENTATIVE]
-        + [pytest.param(s, id=str(s), marks=pytest.mark.family) for s in ALL],
-        indirect=True,
-    ),
-]
+pytestmark = engines("pair", REPRESENTATIVE, ALL)
 REPEATED = prompt(45, 20) * 5
 """What follows is drafted from what went before."""
 LONG = 24
@@ -165,13 +158,7 @@ def test_a_spoiled_block_of_any_group_of_the_model_changes_the_answer(pair: Pair
     for group, names in enumerate(pair.decode.call("layers")):
         if set(names) <= drafts:
             continue
-        pair.decode.call("spoil", group)
-        try:
-            spoiled = pair.through([text])[0]
-        finally:
-            pair.decode.call("spoil", None)
-        pair.forget()
-        assert distance(spoiled, sound) > 10 * CLOSE, f"group {group}"
+        assert distance(pair.spoiled(text, group), sound) > 10 * CLOSE, f"group {group}"
 
 
 def test_a_prompt_that_ends_before_all_drafts_are_scheduled(pair: Pair) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from support.vllm_engine.inside import distance
 from support.vllm_engine.lengths import every_length, limit_admissions
+from support.vllm_engine.marks import engines
 from support.vllm_engine.pair import prompt
 from support.vllm_engine.tiered import Tiered, chunk_files, spoil
 
@@ -71,15 +72,7 @@ AT_HAND = [len(TEXT)], [len(TEXT) + 1]
 """Of the text and one token more: without it at first, with it once it has been a prompt, without states."""
 LONG = prompt(700, 22)
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.parametrize(
-        "family",
-        [pytest.param(f, id=str(f)) for f in REPRESENTATIVE]
-        + [pytest.param(f, id=str(f), marks=pytest.mark.family) for f in ALL],
-        indirect=True,
-    ),
-]
+pytestmark = engines("family", REPRESENTATIVE, ALL)
 
 
 class Life:

@@ -190,6 +190,16 @@ class Pair:
         apart = distance(answer, reference)
         assert apart <= self.tolerance(), f"{apart} apart, the engine's own gap is {self.gap}"
 
+    def spoiled(self, text: list[int], group: int) -> dict[str, Any]:
+        """The answer through both engines if what is loaded of that KV cache group is spoiled."""
+        self.decode.call("spoil", group)
+        try:
+            answer = self.through([text])[0]
+        finally:
+            self.decode.call("spoil", None)
+        self.forget()
+        return answer
+
     def forget(self) -> None:
         """Both engines forget all prefixes."""
         self.prefill.call("step", SOON)
