@@ -78,6 +78,53 @@ def test_a_table_that_differs_alone_is_seen(monkeypatch):
     assert said.startswith("built model, Rotary.table of 8: ")
 
 
+@pytest.mark.parametrize("row", [1, 2, 63])
+def test_a_table_that_differs_at_one_of_the_sampled_positions_is_seen(monkeypatch, row):
+    other = model()
+    other.layers[0].rotary.table[row] *= 1.1
+    assert len(compare(facts(model(), monkeypatch).facts(), facts(other, monkeypatch).facts())) == 1
+
+
+@pytest.mark.parametrize("rows", [1, 63])
+def test_a_table_that_is_too_short_to_be_sampled_is_no_fact(monkeypatch, rows):
+    assert compare(facts(model(), monkeypatch).facts(), facts(model(rows=rows), monkeypatch).facts()) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["training", "cache_max_position_num", "use_flashinfer", "use_aiter", "enable_fp32_compute", "_own"],
+)
+def test_kernels_and_lengths_that_rotary_embeddings_keep_are_no_facts(monkeypatch, name):
+    one, other = model(), model()
+    for each, value in ((one, True), (other, False)):
+        setattr(each.layers[0].rotary, name, value)
+    assert facts(one, monkeypatch).facts() == facts(other, monkeypatch).facts()
+
+
+def test_buffers_of_a_module_itself_and_whole_numbers_are_no_facts(monkeypatch):
+    other = model()
+    other.register_buffer("_own", torch.tensor(0.5))
+    other.register_buffer("steps", torch.tensor(5))
+    other.register_buffer("unmade", torch.empty((), device="meta"))
+    other.size = 5
+    assert facts(other, monkeypatch).facts() == facts(model(), monkeypatch).facts()
+
+
+@pytest.mark.parametrize("number", [54321.678, -54321.678])
+def test_digits_of_a_large_number_that_devices_round_differently_do_not_count(monkeypatch, number):
+    one, near, other = (
+        facts(model(normalizer=each), monkeypatch).facts() for each in (number, number + 0.01, number + 5)
+    )
+    assert one == near
+    assert one != other
+
+
+def test_values_that_layers_do_not_share_are_said_in_one_order():
+    """The order of a set is another one in every process."""
+    values = frozenset(f"{number}" for number in range(9))
+    assert Built({}, {"scale": values}).facts() == {"built model, scale": " | ".join(sorted(values))}
+
+
 def test_last_bits_of_a_table_do_not_count(monkeypatch):
     other = model()
     other.layers[0].rotary.table *= 1 + 1e-7
@@ -141,6 +188,30 @@ def test_a_set_has_one_text_whatever_order_a_process_keeps_it_in():
     names = [f"layers.{number}" for number in range(9)]
     assert settings_of({"skipped": set(names)}) == settings_of({"skipped": names})
     assert settings_of({"deep": [frozenset(names)]}) == settings_of({"deep": [names]})
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "_name_or_path",
+        "transformers_version",
+        "torch_dtype",
+        "max_model_len",
+        "eos_token_id",
+        "temperature",
+        "initializer_range",
+        "num_lookahead_tokens",
+    ],
+)
+def test_what_decides_no_content_is_no_setting_wherever_it_stands(key):
+    assert settings_of({key: 1, "text_config": {key: 2, "layers": 3}}) == {"text_config.layers": "3"}
+
+
+def test_a_setting_has_one_text_however_it_was_written():
+    a = settings_of({"b": [1.0, {"c": 2.0, "d": (3,)}], "e": "text", "f": 0.5, "g": {"h": None}})
+    assert a == settings_of({"f": 0.5, "e": "text", "b": (1, {"d": [3.0], "c": 2})})
+    assert a == {"b": '[1, {"c": 2, "d": [3]}]', "e": "text", "f": "0.5"}
+    assert settings_of({"a": 1e300, "b": True}) == {"a": "1e+300", "b": "true"}
 
 
 def test_values_that_are_long_are_told_apart_by_a_digest():

@@ -36,7 +36,6 @@ _NOT_CONTENT = frozenset(
         "use_flashinfer",  # kernels
         "use_aiter",
         "enable_fp32_compute",
-        "has_own_lm_head",
     }
 )
 _ROTARY = re.compile("rotary|rope", re.IGNORECASE)
