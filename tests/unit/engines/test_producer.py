@@ -12,8 +12,9 @@ from kvferry.engines.vllm import producer, turn_keeper
 from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.meta import SchedulerMeta
-from kvferry.engines.vllm.offer import write_nothing
+from kvferry.engines.vllm.offer import read_offer, write_nothing
 from kvferry.engines.vllm.producer import Producer
+from kvferry.engines.vllm.prompt import content_of
 from kvferry.engines.vllm.turn_names import TurnNames
 from kvferry.geometry import GroupKind
 from kvferry.observe.events import LeaseEnded, LeaseExtended, LeaseGranted
@@ -23,6 +24,8 @@ from kvferry.transport.messages import Heartbeat, Release
 from kvferry.transport.turns import TurnIndex
 from support.block_pool import BlockPool, request
 from support.clock import Clock
+from support.lora import adapter, settled
+from support.mm import feature
 
 SECONDS = 30.0
 
@@ -75,9 +78,9 @@ class Engine:
             Adapters(),
         )
 
-    def end(self, name: str, blocks: int = 1) -> tuple:
+    def end(self, name: str, blocks: int = 1, tokens: int = 8, **more) -> tuple:
         """A request comes in for another engine, and ends; what is said of it."""
-        one = request(name, range(8))
+        one = request(name, range(tokens), **more)
         one.kv_transfer_params = {"do_remote_decode": True}
         self.producer.on_new_request(one)
         return self.producer.finished(one, ([0, *range(1, 1 + blocks)],))
@@ -147,6 +150,31 @@ def test_a_lease_that_nobody_claims_gives_way_to_a_request_that_waits_for_blocks
     assert engine.hear() == {}
     assert not engine.producer._unclaimed._blocks.keys() - {"b"}
     assert not engine.producer._unclaimed._leaving
+
+
+def test_a_prompt_of_which_one_token_is_left_is_offered(clock) -> None:
+    assert Engine().end("a", tokens=1)[1]["remote_num_tokens"] == 1
+
+
+def test_an_offer_names_everything_that_the_blocks_were_computed_from(clock, tmp_path) -> None:
+    engine, lora = Engine(), adapter(tmp_path)
+    engine.producer.port = 7
+    name = settled(lambda: engine.producer._adapters.name(lora))
+    one = {"mm_features": [feature(1, [1.0, 2.0])], "lora_request": lora}
+    offer, plain = (read_offer(engine.end(name, **more)[1]) for name, more in (("a", one), ("b", {})))
+    content = content_of(request("a", range(8), **one), 8, engine.producer._adapters)
+    assert (offer.remote_digest, offer.remote_items) == (content.tokens, content.items)
+    assert offer.remote_adapter == name
+    assert offer.remote_items
+    assert (plain.remote_items, plain.remote_adapter) == ("", "")
+
+
+def test_what_no_lease_is_left_for_is_not_offered(clock, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(producer, "LEASE_SLOTS", 1)
+    engine = Engine()
+    engine.offer("a")
+    assert engine.end("b") == (False, write_nothing())
+    assert "request b: not offered" in caplog.text
 
 
 SAMPLES = [f"{number}_cmpl-1-0-12ab34cd" for number in range(3)]

@@ -12,7 +12,7 @@ from kvferry.errors import Incompatible
 from kvferry.geometry import GroupKind, Layer, RankGeometry, Region
 from kvferry.geometry.canonical import canonical_of
 from kvferry.planning.select import Span, blocks_begun
-from kvferry.planning.template import absent_layers, build_templates, kept_too_little
+from kvferry.planning.template import absent_layers, build_templates, kept_too_little, names_absent
 from kvferry.transport.prepared import clearings
 from support.pages import ADDRESS, cross_layer, kv_page, rank_of
 
@@ -50,6 +50,14 @@ def test_a_draft_that_both_have_moves():
 
 def test_of_a_draft_that_only_the_reader_has_the_models_layers_move():
     assert moved(without_last(ALL), with_draft(ALL)) == ([*MOVED], ["layers.2"])
+
+
+def test_layers_that_several_ranks_do_without_are_named_once_in_order():
+    many = rank_of(*[kv_page()] * 9)
+    group = replace(many.groups[0], layers=tuple(replace(one, draft="3fa9") for one in many.groups[0].layers))
+    ours = replace(many, groups=(group,))
+    assert names_absent([rank_of(kv_page())], [ours, ours]) == [f"layers.{number}" for number in range(9)]
+    assert names_absent([ours], [ours, ours]) == []
 
 
 def test_a_draft_that_only_the_peer_has_stays_there():

@@ -74,6 +74,21 @@ def test_other_scales_are_refused_in_words(there, here):
     assert all(one.startswith("layer 'layers.0': its quantised cache has other scales there") for one in said)
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_one_rank_of_the_peer_with_other_scales_is_enough_to_refuse(number):
+    other = {0: (Scale("k", (0.5, 0.25, 2.0, 1.5) if number else (0.75, 0.25, 2.0, 1.0)),)}
+    ranks = engine(2, PER_HEAD)
+    ranks[number] = engine(2, other)[number]
+    with pytest.raises(Incompatible, match="other scales there"):
+        build_templates(ranks, engine(1, PER_HEAD)[0])
+
+
+def test_a_scale_of_one_is_as_if_it_were_not_there():
+    for there, here in ((1.0, None), (None, 1.0), (1.0, 1.0)):
+        sides = [{} if each is None else {0: (Scale("k", (each,)),)} for each in (there, here)]
+        assert build_templates(engine(1, sides[0]), engine(2, sides[1])[1])
+
+
 def test_scales_are_part_of_what_chunks_are():
     plain, scaled = (canonical_of(engine(2, scales), 32) for scales in ({}, ONE))
     assert plain.content != scaled.content
