@@ -16,7 +16,7 @@ from kvferry.engines.vllm import admission, producer
 from kvferry.engines.vllm.compat.requests import trim_prompt
 from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.multi.connector import FerryMultiConnector
-from kvferry.transport.messages import Heartbeat
+from kvferry.transport.messages import Heartbeat, Release
 from support.clock import Clock
 from support.vllm_scheduler import ATTEMPTS, BLOCK, PATIENCE, Engine, PlayedConnector
 
@@ -43,8 +43,12 @@ def clock(tmp_path_factory: pytest.TempPathFactory) -> None:
         yield
 
 
+OFFERED = {"extra_args": {"kv_transfer_params": {"do_remote_decode": True}}}
+"""Of a request whose prompt is kept for another engine."""
+
+
 class Serving(RuleBasedStateMachine):
-    """Requests come, load, fail, are preempted and go away, as they like."""
+    """Requests come, load, fail, are preempted and go away, as they like; so do consumers of prompts."""
 
     @initialize(
         kinds=st.sampled_from(KINDS),
@@ -56,7 +60,9 @@ class Serving(RuleBasedStateMachine):
         seed=st.integers(0, 99),
     )
     def start(self, kinds, blocks, overlaps, role, strikes, most_held, seed):
-        self.engine = Engine(FOLDER, kinds, blocks, overlaps=overlaps, role=role, seed=seed)
+        self.engine = Engine(
+            FOLDER, kinds, blocks, overlaps=overlaps, role=role, seed=seed, connector="OfferingConnector"
+        )
         self.free = self.engine.pool.get_num_free_blocks()
         for source in self.engine.connector.sources:
             source.strikes, source.most_held = strikes, most_held
@@ -67,12 +73,15 @@ class Serving(RuleBasedStateMachine):
         tokens=st.one_of(st.sampled_from(ENDS), st.integers(1, 300)),
         text=st.integers(0, 1),
         answer=st.integers(1, 20),
+        offers=st.booleans(),
         data=st.data(),
     )
-    def ask(self, tokens, text, answer, data):
+    def ask(self, tokens, text, answer, offers, data):
         offered = st.one_of(st.sampled_from([0, tokens - 1, tokens]), st.integers(0, tokens))
         totals = {source.name: data.draw(offered) for source in self.engine.connector.sources}
-        self.asked.append(self.engine.ask(range(1000 * text, 1000 * text + tokens), answer, **totals))
+        sampling = OFFERED if offers else None
+        asked = self.engine.ask(range(1000 * text, 1000 * text + tokens), answer, sampling, **totals)
+        self.asked.append(asked)
 
     @rule(count=st.integers(1, 6))
     def step(self, count):
@@ -89,6 +98,17 @@ class Serving(RuleBasedStateMachine):
     @rule()
     def land(self):
         self.engine.land()
+
+    @precondition(lambda self: self.engine.connector.producer._book.held)
+    @rule(data=st.data(), says=st.sampled_from([Heartbeat, Release]))
+    def hear(self, data, says):
+        event(f"a consumer's {says.__name__}")
+        lease = data.draw(st.sampled_from(self.engine.connector.producer._book.held))
+        self.engine.connector.heard.append(says([lease]))
+
+    @rule()
+    def raise_words(self):
+        self.engine.raise_words()
 
     @precondition(lambda self: self.asked)
     @rule(data=st.data())
@@ -136,11 +156,14 @@ class Serving(RuleBasedStateMachine):
             for load in list(self.engine.loading):
                 self.engine.end(load)
             self.engine.land()
+            self.engine.raise_words()
             self.each_load_brings_a_request_further()
         assert expected <= self.engine.answered | self.aborted, "a request never ends"
         for _ in range(3):
             self.step(1)
         assert len(self.engine.connector.pins) == len(self.engine.connector.admission) == 0
+        prefill = self.engine.connector.producer
+        assert (len(prefill._book), prefill._unclaimed._blocks, prefill._unclaimed._leaving) == (0, {}, {})
         assert self.engine.pool.get_num_free_blocks() == self.free
 
 
@@ -219,9 +242,6 @@ def test_a_source_that_hangs_holds_no_more_than_it_may_and_others_go_on() -> Non
         CLOCK.now += PATIENCE / 20
         engine.step()
     assert [load.request_id for load in engine.loading] == [other.request_id]
-
-
-OFFERED = {"extra_args": {"kv_transfer_params": {"do_remote_decode": True}}}
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
