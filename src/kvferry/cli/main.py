@@ -45,7 +45,7 @@ def _print_versions(asked: bool) -> None:
 def _options(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_versions, is_eager=True, help="Print versions, and end."),
+        typer.Option("--version", callback=_print_versions, is_eager=True, help="Print versions and exit."),
     ] = False,
 ) -> None:
     """Moves the KV cache of hybrid language models between engines."""

@@ -48,7 +48,7 @@ def examine(job: Job, progress: Callable[[str], None]) -> list[Section]:
     """
     keys = security.read_keys(job.secret_file)
     if not (job.machine or job.config or job.targets):
-        raise ConfigError("there is nothing to look at; give an address or --config, or drop --no-machine")
+        raise ConfigError("there is nothing to check; give an address or --config, or drop --no-machine")
     given = settings.read_file(job.config) if job.config else settings.Given((), ())
     sections: list[Section] = []
     timed: Reads | None = None

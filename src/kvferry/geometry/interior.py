@@ -1,4 +1,4 @@
-"""The inside of one rank's page: which heads it has, and which byte of it belongs to which field.
+"""The inside of one rank's page: its heads, and the field of every byte.
 
 A page is a box of (heads, tokens, content bytes). A token page packs all fields of a head and token side by
 side in its content; a snapshot has no tokens and keeps its fields one after the other, each
@@ -23,9 +23,9 @@ STATE = "state"
 
 
 def shard_heads(heads: int, rank: int, ranks: int) -> tuple[int, int]:
-    """First head and number of heads that a tensor-parallel rank holds.
+    """Return the first head and the number of heads of a tensor-parallel rank.
 
-    With fewer heads than ranks neighbours hold copies of one.
+    With fewer heads than ranks, neighbouring ranks hold copies of one head.
 
     >>> [shard_heads(8, rank, 4) for rank in range(4)]
     [(0, 2), (2, 2), (4, 2), (6, 2)]
@@ -61,7 +61,7 @@ class Part:
     offset: int
 
     def field(self, head_stride: int, tokens: tuple[tuple[int, int], ...]) -> Field:
-        """The field as a page describes it.
+        """Describe the field in a page.
 
         Args:
             head_stride: bytes from one head to the next.
@@ -78,7 +78,7 @@ class Part:
         return Field(self.stored.name, self.stored.item_bytes, self.offset, (*axes, *inner))
 
     def entries(self, count: int, stride: int) -> Field:
-        """The field as a page describes it whose entries stand for several tokens each."""
+        """Describe the field in a page whose entries stand for several tokens each."""
         inner: list[Axis] = []
         step = self.stored.item_bytes
         for name, size in reversed(self.stored.inner):
@@ -93,8 +93,8 @@ class Interior:
     """The inside of one rank's page.
 
     Attributes:
-        snapshot: whether it is the page of a state group.
-        state_tokens: tokens that an entry stands for; 1: every token has its own.
+        snapshot: the page belongs to a state group.
+        state_tokens: tokens per entry; 1 if every token has its own.
         kernels: kernel blocks of a page, each a box; 1 for a snapshot.
         heads, tokens, content: a box; content in bytes. (1, 1, bytes) for a snapshot. Where entries stand for
             several tokens, entries in place of tokens.
@@ -117,7 +117,7 @@ class Interior:
         return self.kernels * self.heads * self.tokens * self.content
 
     def page(self, where: PageMap) -> PageFormat:
-        """What the page holds, when heads and tokens lie where `where` puts them."""
+        """Describe a page whose heads and tokens lie as `where` maps them."""
         _, kernel, head, token, _ = where.strides
         if self.snapshot:
             fields = tuple(part.field(part.stored.head_bytes, ()) for part in self.parts)
@@ -132,12 +132,12 @@ class Interior:
 
 
 def interior_of(store: LayerStore, tokens: int, kernels: int, tp_rank: int, tp: int) -> Interior:
-    """What one rank's page of a layer has inside.
+    """Compute the inside of one rank's page of a layer.
 
     Args:
-        store: what the layer keeps.
+        store: the layer's store.
         tokens, kernels: tokens of a kernel block, and kernel blocks of a page that holds tokens.
-        tp_rank, tp: which rank of how many.
+        tp_rank, tp: tensor-parallel rank, and number of ranks.
 
     Raises:
         GeometryError: heads that the ranks can neither share out nor copy evenly, or a token page whose
@@ -171,10 +171,10 @@ def interior_of(store: LayerStore, tokens: int, kernels: int, tp_rank: int, tp: 
 
 
 def round_up(size: int, multiple: int) -> int:
-    """The least multiple that is not smaller."""
+    """Return the smallest multiple that is at least `size`."""
     return -(-size // multiple) * multiple
 
 
 def _alignment(stored: Stored) -> int:
-    """Elements of 1, 2, 4, 8 or 16 bytes lie at multiples of their size, others as far as it is even."""
+    """Return the alignment of elements: the largest power of two, at most 16, that divides their size."""
     return gcd(stored.item_bytes, 16)

@@ -1,4 +1,4 @@
-"""What the bytes of one page mean.
+"""The meaning of the bytes of one page.
 
 A *page* is the bytes of one block in one layer. A `PageFormat` names its *fields* (`k`, `v`, `latent`,
 `ssm`, ...); a `Field` is a logical tensor with named axes, and an `Axis` says where its elements lie
@@ -111,7 +111,7 @@ class Field:
             raise GeometryError(f"field {self.name!r}: axes {sharded} are sharded, at most one can be")
 
     def axis(self, name: str) -> Axis | None:
-        """The axis of that name, or None."""
+        """Return the axis of that name, or None."""
         return next((axis for axis in self.axes if axis.name == name), None)
 
     @property
@@ -121,11 +121,11 @@ class Field:
 
     @property
     def held(self) -> tuple[tuple[str, int, int], ...]:
-        """(axis, start, stop) of every sharded axis: which part of the whole field this rank has."""
+        """(axis, start, stop) of every sharded axis: the part of the field that this rank holds."""
         return tuple((a.name, a.start, a.stop) for a in self.axes if a.count != a.total)
 
     def extent(self) -> tuple[int, int]:
-        """First and one-past-last byte touched, from the start of the page."""
+        """Return the first byte of the field and the byte after its last, from the start of the page."""
         low = high = self.offset
         for axis in self.axes:
             for count, stride in axis.loops:
@@ -136,11 +136,11 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class PageFormat:
-    """What one page holds.
+    """The format of one page.
 
     Attributes:
-        content: id of the content adapter that says so (backend, instruction set, KV dtype). Fields of the
-            same name in pages of different content ids mean the same; opaque pages only match themselves.
+        content: id of its content adapter (backend, instruction set, KV dtype). Fields of the same name in
+            pages of different content ids mean the same; an opaque page only matches its own id.
         block_tokens: tokens of a block of this page, 0 for a page that is a snapshot (recurrent state).
         page_bytes: bytes of a page that carry content; the stride between blocks may be larger.
         fields: the logical tensors in it.
@@ -175,7 +175,7 @@ class PageFormat:
 
     @property
     def opaque(self) -> bool:
-        """Whether some of its bytes are of unknown meaning (`opaque_page`)."""
+        """Whether the meaning of some bytes is unknown (`opaque_page`)."""
         return any(field.axis(_SHARD) for field in self.fields)
 
 
@@ -187,17 +187,17 @@ def opaque_page(
     ranks: int,
     loops: tuple[tuple[int, int], ...] = (),
 ) -> PageFormat:
-    """A page whose interior is not known: it moves whole, and only to the same rank of as many.
+    """Describe a page of unknown interior. It moves whole, to the same rank of as many ranks.
 
-    The interior is one element, or several of them where a layout scatters the page, and *whose* it is is a
-    sharded axis of length `ranks`. It has no token axis, so it cannot be cut to another block size.
+    The interior is one element, or several if a layout scatters the page. A sharded axis of length `ranks`
+    tells whose it is. Without a token axis it cannot be cut to another block size.
 
     Args:
-        content: what both sides must agree on for the bytes to mean the same.
+        content: id of the bytes' meaning; both sides must have the same.
         block_tokens: tokens of a block, 0 for a snapshot.
         run_bytes: bytes of an element: of the page, if it lies in one stretch.
-        rank: which shard this is.
-        ranks: number of shards, 1 when all ranks hold the same bytes.
+        rank: number of this shard.
+        ranks: number of shards; 1 if all ranks hold the same bytes.
         loops: (count, stride) over the elements of a scattered page, outermost first.
     """
     axes = [Axis(_SHARD, ((1, 0),), rank, ranks)]

@@ -74,7 +74,7 @@ def test_an_address_where_nobody_answers_is_bad_and_ends_in_time(run):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "there is nothing to look at"),
+        ([], "there is nothing to check"),
         (["x"], "'x' is no address of an engine"),
         (["--config", "/nowhere"], "--config /nowhere: No such file"),
         (["--secret-file", "/nowhere"], "secret_file /nowhere: No such file"),

@@ -27,49 +27,48 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         host: address that the control channel and the workers' gather channels listen on; ``node`` for the
-            address of the machine that each rank runs on, in an engine that spans several.
-        port: its port, plus the data-parallel index of the engine; 0 for any free one.
-        advertise_host: address that peers are told; `host` if not set.
+            address of each rank's own machine, in an engine that spans several.
+        port: port of the control channel, plus the data-parallel index of the engine; 0 for any free one.
+        advertise_host: address to advertise to peers; `host` if not set.
         secret_file: file with a secret that both engines share; encrypts and authenticates the control
             channel.
         allow_insecure: listen beyond loopback without a secret.
-        lease_seconds: how long blocks are kept for a consumer that no longer gives a sign of life; a quarter
-            of it if there never was one and other requests wait for blocks.
-        load_timeout_seconds: when a load that has not delivered is given up.
-        handshake_seconds: when a peer that does not answer is given up.
-        attempts: loads tried for one request before it is computed here.
-        late_blocks: share of the block pool that loads from peers may hold at most, in flight and past their
-            deadline, unless one alone takes more; of a single peer, half of what the others leave of it.
+        lease_seconds: seconds that blocks are kept for a silent consumer; a quarter of that if it has never
+            given a sign of life and other requests wait for blocks.
+        load_timeout_seconds: deadline of a load.
+        handshake_seconds: seconds after which a silent peer is given up.
+        attempts: most loads of one request before it is computed here.
+        late_blocks: largest share of the block pool that loads from peers hold, in flight and late, unless a
+            single load takes more; one peer holds at most half of what the others leave.
         transfer_log: file that gets one JSON line per finished load.
-        layout: memory layout to ask the engine for: ``auto`` for one with blocks outermost, where the
-            attention backend declares it; ``engine`` to leave it to vLLM; or one of `Layout`, which the
-            engine then must have.
-        strategy: how bytes travel: ``auto`` for what should take least time, or one of ``direct``,
-            ``over-read``, ``staged`` wherever it is possible.
-        staging_mib: memory for packing what lies in short runs, MiB per direction and worker; 0 to move
-            without.
-        lanes: threads per worker that read; large requests are shared out among them.
-        costs: file that ``kvferry bench calibrate`` wrote; by default the user's on this machine, or costs
-            measured elsewhere if there is none.
+        layout: memory layout to ask the engine for: ``auto`` for one with blocks outermost, if the attention
+            backend declares it; ``engine`` to leave it to vLLM; or one of `Layout`, which the engine must
+            then have.
+        strategy: how bytes travel: ``auto`` for the fastest way, or ``direct``, ``over-read`` or ``staged``
+            wherever that is possible.
+        staging_mib: memory for packing short runs, MiB per direction and worker; 0 for none.
+        lanes: reading threads per worker; they share large requests.
+        costs: file that ``kvferry bench calibrate`` wrote; by default the user's on this machine, else costs
+            measured elsewhere.
         host_buffer: move through host memory with the engine's copy operation; by default only where the
             engine was told to (``kv_buffer_device``).
         tiers: where chunks are kept, see `tier_config`: a list, or ``default`` for host memory and a
             directory in the user's cache directory; none if not set.
-        transfer: exchange KV with other engines; by default where there are no tiers, or where vLLM's
-            ``kv_role`` is that of one side of an exchange (``kv_producer``, ``kv_consumer``).
+        transfer: exchange KV with other engines; by default without tiers, or if vLLM's ``kv_role`` is one
+            side of an exchange (``kv_producer``, ``kv_consumer``).
         chunk_tokens: tokens of a chunk; by default 256, or less so that snapshots of recurrent state end one.
         snapshot_tokens: distance of positions at which windows and snapshots of recurrent state are kept, a
             multiple of `chunk_tokens`; by default wherever a chunk ends.
-        policy: which of several sources serves a request, see `cache.policies`.
-        load_weight: of what peers offer, for ``policy`` ``weight``; those of tiers are in `tiers`.
-        turn_seconds: how long blocks of a finished request are kept for whoever computes the next turn of its
-            conversation; 0: not at all.
-        turn_share: share of the block pool that they may be at most.
-        patience_seconds: how long a request waits for a source that cannot say yet what it has.
-        whole_blocks: take no load that would fill a block in part: beside another connector that stores,
-            which could not tell.
-        name: what ``kvferry explain`` calls it, where an engine has several connectors.
-        explain_requests: how many of the last requests are remembered for ``kvferry explain``; 0 for none.
+        policy: how to choose between sources, see `cache.policies`.
+        load_weight: weight of tokens that peers offer, for policy ``weight``; tiers have theirs in `tiers`.
+        turn_seconds: seconds that a finished request's blocks are kept for the next turn of its conversation;
+            0 for none.
+        turn_share: largest share of the block pool that they take.
+        patience_seconds: seconds that a request waits for a source that is still looking.
+        whole_blocks: take no load that fills a block in part, since another connector beside this one could
+            not tell and would store it.
+        name: name of this connector in ``kvferry explain``, if an engine has several.
+        explain_requests: requests to remember for ``kvferry explain``; 0 for none.
     """
 
     host: str = "127.0.0.1"
@@ -104,7 +103,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def anywhere(self) -> ConnectorConfig:
-        """The same on all machines of an engine: without the address of this one."""
+        """These settings without the address of this machine, so equal on all machines of an engine."""
         return msgspec.structs.replace(self, host="")
 
     @property
@@ -114,7 +113,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse_config(extra: Mapping[str, Any], kv_role: str | None = None) -> ConnectorConfig:
-    """Settings from what the engine was given.
+    """Parse the settings that the engine was given.
 
     Args:
         extra: ``kv_connector_extra_config``.
@@ -190,7 +189,7 @@ def _check_turns(config: ConnectorConfig) -> None:
 
 
 def read_settings(vllm_config: Any) -> ConnectorConfig:
-    """The connector's settings from vLLM's; `host_buffer` is decided here.
+    """Read the connector's settings from vLLM's, and decide `host_buffer`.
 
     Raises:
         ConfigError: see `parse_config`; or vLLM's own settings cannot be used.
@@ -221,10 +220,10 @@ def read_settings(vllm_config: Any) -> ConnectorConfig:
 
 
 def check_failure_policy(transfer: Any) -> None:
-    """See that vLLM goes on with a request whose load fails.
+    """Check that vLLM goes on with a request whose load fails.
 
     Raises:
-        ConfigError: it would not.
+        ConfigError: it does not.
     """
     if transfer.kv_load_failure_policy != "recompute":
         raise ConfigError(

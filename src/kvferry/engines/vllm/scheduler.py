@@ -1,4 +1,4 @@
-"""The scheduler half: what is decided in the engine's scheduler process."""
+"""The connector's half in the engine's scheduler process: it makes all decisions."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class SchedulerHalf:
     """Producer, admission and tiers of one engine, and its two ends of the control channel.
 
     Attributes:
-        watch: told of what happens to requests.
+        watch: receives events about requests.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
@@ -97,15 +97,15 @@ class SchedulerHalf:
         self._admission: Admission | None = None
 
     def bind_pool(self, pool: Any) -> None:
-        """The engine's block pool."""
+        """Set the engine's block pool."""
         self._pool = pool
 
     def start(self, cards: tuple[WorkerCard, ...]) -> None:
-        """All workers are up: listen, and be ready to ask; open the tiers.
+        """Start the control channel and open the tiers; called when all workers are up.
 
         Raises:
-            ConfigError: the control channel cannot listen where it should, or the tiers could keep nothing;
-                or the workers are another connector's.
+            ConfigError: the control channel cannot listen at its address, the tiers could keep nothing, or
+                the workers belong to another connector.
         """
         if any(card.settings != self._config.anywhere for card in cards):
             raise ConfigError(f"the workers' handshake is that of another KVFerryConnector: {ONE_HANDSHAKE}")
@@ -149,7 +149,7 @@ class SchedulerHalf:
         self._explaining.start()
 
     def _policy(self) -> Policy:
-        """How sources are chosen."""
+        """Make the policy that chooses between sources."""
         if self._config.policy == "first":
             return First()
         if self._config.policy == "cost":
@@ -160,7 +160,7 @@ class SchedulerHalf:
     def _meet_peers(
         self, ranks: tuple[RankCard, ...], agree: Mapping[str, Fact], pins: Pins[Any]
     ) -> PeerSource:
-        """Both ends of the control channel, and what comes over it."""
+        """Start both ends of the control channel; return the source of peers' KV."""
         config = self._config
         facts = facts_of(self._vllm_config, agree, self._incarnation)
         index = int(self._vllm_config.parallel_config.data_parallel_index)
@@ -194,28 +194,28 @@ class SchedulerHalf:
 
     @property
     def admission(self) -> Admission:
-        """Set once the workers are up, which is before the first request."""
+        """Chooses sources for requests; set when the workers are up, before the first request."""
         assert self._admission is not None
         return self._admission
 
     @property
     def parts(self) -> PartBlocks:
-        """Set with `admission`."""
+        """Blocks that loads fill in part; set with `admission`."""
         assert self._parts is not None
         return self._parts
 
     @property
     def busy(self) -> bool:
-        """The engine must go on stepping, requests or not."""
+        """Whether the engine must keep stepping even without requests."""
         return self._producer.busy or (self._tiering is not None and self._tiering.busy)
 
     @property
     def holds_blocks(self) -> bool:
-        """Blocks will come free without a request being preempted."""
+        """Whether blocks will become free without preempting a request."""
         return self._producer.holds_blocks or (self._tiering is not None and self._tiering.holds_blocks)
 
     def on_new_request(self, request: Any) -> None:
-        """A request has come in."""
+        """Handle a new request."""
         if self._config.transfers:
             self._producer.on_new_request(request)
         self.admission.on_new_request(request)
@@ -223,7 +223,7 @@ class SchedulerHalf:
             self._tiering.on_new_request(request)
 
     def finished(self, request: Any, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended; see `Producer.finished`."""
+        """Handle the end of a request; see `Producer.finished`."""
         self.admission.finished(request.request_id)
         whole = self.parts.without(request.request_id, block_ids)
         self.parts.forget(request.request_id)
@@ -232,7 +232,7 @@ class SchedulerHalf:
         return self._producer.finished(request, whole) if self._config.transfers else (False, None)
 
     def build_meta(self, scheduler_output: Any) -> SchedulerMeta:
-        """What the workers are to do in the coming step."""
+        """Return the workers' orders for the coming step."""
         self._steps.scheduled(scheduler_output)
         meta = SchedulerMeta(self._engine_id)
         if self._admission is None:
@@ -248,7 +248,7 @@ class SchedulerHalf:
         return meta
 
     def take_output(self, output: Any) -> None:
-        """What the workers did in the last step."""
+        """Handle the workers' reports of the last step."""
         if isinstance(output.kv_connector_worker_meta, WorkerMeta):
             if self._tiering is not None:
                 self._tiering.take_reports(output.kv_connector_worker_meta)
@@ -258,7 +258,7 @@ class SchedulerHalf:
             self._producer.sent(output.finished_sending)
 
     def reset(self) -> None:
-        """Nothing that was kept so far is to be used again."""
+        """Make everything that was kept so far unusable."""
         self._turn_names.start_anew()
         self._producer.reset()
         if self._peers is not None:
@@ -267,7 +267,7 @@ class SchedulerHalf:
             self._tiering.start_anew()
 
     def take_stats(self) -> FerryStats | None:
-        """What was counted since the last call; vLLM asks once per step, when it has taken its output."""
+        """Return what was counted since the last call; vLLM calls it once per step, after its output."""
         self._steps.done()
         if self._tiering is not None:
             self._tiering.teller.tell()
@@ -286,7 +286,7 @@ class SchedulerHalf:
         self._client = self._server = self._tiering = None
 
     def _save_completed(self, scheduler_output: Any, meta: SchedulerMeta) -> None:
-        """Prompts that the coming step completes go to the host buffer in it, before they are offered."""
+        """Order copies of prompts that the coming step completes to the host buffer, before their offer."""
         state = scheduler_output.kv_connector_block_state
         for request in self._producer.completed_by(scheduler_output.num_scheduled_tokens):
             tokens, name = request.num_prompt_tokens, request.request_id
@@ -296,10 +296,10 @@ class SchedulerHalf:
 
 
 def sorted_cards(metadata: dict[tuple[int, int], Any]) -> tuple[WorkerCard, ...]:
-    """Workers' cards by (pp_rank, tp_rank).
+    """Return the workers' cards, sorted by (pp_rank, tp_rank).
 
     Raises:
-        ConfigError: they are another connector's.
+        ConfigError: they belong to another connector.
     """
     cards = [metadata[place] for place in sorted(metadata)]
     for card in cards:
@@ -325,7 +325,7 @@ def _check_all(theirs: tuple[RankCard, ...], ours: tuple[RankCard, ...]) -> None
 
 
 def full_attention_block(ranks: list[RankGeometry]) -> tuple[int, float]:
-    """(tokens, bytes) of a block of all layers, if all were of the widest attention that the model has."""
+    """Return (tokens, bytes) of a block if all layers had the widest attention of the model."""
     per_layer = [
         (layer.page.content_bytes / layer.page.block_tokens, layer.page.block_tokens)
         for rank in ranks
