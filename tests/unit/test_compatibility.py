@@ -12,7 +12,13 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "compatibility.md"
 DATA = tomllib.loads((ROOT / "docs" / "compatibility.toml").read_text())
 COLUMNS = ("transfer", "other TP", "other block size", "tiers", "speculative")
-SAID = {"engine": "CPU engine", "plan": "planned", "": "not yet", "refused": "refused"}
+SAID = {
+    "engine": "CPU engine",
+    "plan": "planned",
+    "manager": "cache manager",
+    "": "not yet",
+    "refused": "refused",
+}
 HEAD = """# What works with which models
 
 How each pair of a model family and a feature was proved. A footnote names the test.
@@ -21,6 +27,8 @@ How each pair of a model family and a feature was proved. A footnote names the t
   and load it. Bytes, state or answer are those of one engine alone, as the test says.
 - *planned*: vLLM's own classes of the family, in full size, agree with kvferry's geometry, or the planner
   gives every rank what it needs at TP 1 to 16. No test here runs an engine of the family for this cell.
+- *cache manager*: vLLM's own cache manager places blocks of the family's kinds of state, and kvferry offers
+  and loads the right ones. A played worker stands for the model.
 - *refused*: kvferry refuses it in a sentence that says why.
 - *not yet*: nothing here proves it. It may work.
 
@@ -63,7 +71,7 @@ def test_every_cell_is_said_and_proved_by_the_kind_of_test_that_it_claims(family
     for said in cells:
         how, _, proof = said.partition(":")
         assert how in SAID
-        assert bool(proof) is (how in ("engine", "plan"))
+        assert bool(proof) is (how in ("engine", "plan", "manager"))
         if proof:
             assert DATA["proofs"][proof].startswith("tests/engine/") is (how == "engine")
 
