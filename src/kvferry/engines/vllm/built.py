@@ -1,17 +1,17 @@
-"""Facts of the model as a worker has built it: what decides KV content and is no weight.
+"""Facts of the model as a worker has built it: everything but the weights that decides KV content.
 
-A setting may act only while the model is built: `max_model_len` chooses the factors of LongRoPE, and writes
-into the configuration of Llama 4. So facts are read from what was built, on every rank:
+Some settings act only while the model is built: `max_model_len` chooses the factors of LongRoPE, and changes
+the configuration of Llama 4. So every rank reads the facts from the built model:
 
 - the configuration as the model left it, by key;
 - plain attributes of rotary embeddings (base, factors, which table is in use);
 - numbers with a fraction that modules of the model's own code keep (scalings, epsilons);
 - buffers without an axis (normalisers), and the first positions of rotary tables.
 
-None of them depends on the parallel size, the block size or `max_model_len` by itself. Sizes and switches
-of other modules do (heads of a rank, choices of kernels), so they are left out: the configuration and the
-geometry of the cache have what matters of them. Tables are sampled at few positions and rounded: devices
-compute them with other last bits, and the attributes beside them are exact.
+None of them depends on the parallel size, the block size or `max_model_len` alone. Sizes and switches of
+other modules do (heads of a rank, choices of kernels), so they are left out; the configuration and the
+geometry of the cache cover what matters of them. Tables are sampled at few positions and rounded, because
+devices differ in the last bits. The attributes that tables are computed from are exact.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class Built:
     modules: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def with_other(self, other: Built) -> Built:
-        """The same of two ranks: layers of another stage have other values, or are of another kind."""
+        """Return the facts of two ranks together; layers of another stage may have other values."""
         return Built(_joined(self.config, other.config), _joined(self.modules, other.modules))
 
     def facts(self) -> dict[str, str | dict[str, str]]:
-        """As two engines compare them."""
+        """Return the facts in the form that two engines compare."""
         config = {"model configuration": _said(self.config)} if self.config else {}
         return {**config, **{f"built model, {name}": text for name, text in _said(self.modules).items()}}
 
@@ -82,7 +82,7 @@ def built_of(vllm_config: Any) -> Built:
 
 
 def _kept(model: Any) -> Iterator[tuple[str, str]]:
-    """(name, value) of everything that modules of a model keep and that is a fact."""
+    """Yield (name, value) of every fact in the modules of a model."""
     seen = set[int]()
     for module in model.modules():
         if id(module) in seen:
@@ -111,7 +111,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _buffer(name: str, buffer: Any, *, rotary: bool) -> Iterator[tuple[str, str]]:
-    """A number by itself; of a rotary table what it says of some positions."""
+    """Yield a buffer that is one number, or the sampled rows of a rotary table."""
     if not buffer.is_floating_point() or buffer.is_meta:
         return
     if buffer.ndim == 0 and not name.rpartition(".")[2].startswith("_"):
@@ -125,7 +125,7 @@ def _buffer(name: str, buffer: Any, *, rotary: bool) -> Iterator[tuple[str, str]
 
 
 def _rounded(value: float) -> str:
-    """Three decimals, or five digits of what is large."""
+    """Write a number with three decimals, a large one with five digits."""
     text = f"{value:.3f}" if abs(value) < 10 else f"{value:.5g}"
     return "0.000" if text == "-0.000" else text
 

@@ -1,4 +1,4 @@
-"""The weights of an engine's models: a digest of the checkpoint, or words where none vouches for them."""
+"""The weights of an engine's models: a digest of the checkpoint, or words if there is no digest."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvferry.cache.weights import weights_of
 logger = logging.getLogger(__name__)
 
 _UNVERIFIED, _DUMMY = _UNCERTAIN = ("unverified", "dummy")
-"""First words of what is said of weights that no digest vouches for."""
+"""First words for weights without a digest."""
 
 
 def weights(vllm_config: Any, model: Any, load_config: Any) -> str:
-    """The weights of a model, as engines compare them.
+    """Return a model's weights as engines compare them.
 
     Args:
         vllm_config: of the engine.
@@ -39,12 +39,12 @@ def weights(vllm_config: Any, model: Any, load_config: Any) -> str:
 
 
 def uncertain(found: str) -> bool:
-    """Whether `weights` found no digest: equal words may then stand for other weights."""
+    """Return whether `weights` found no digest, so equal words may stand for different weights."""
     return found.startswith(_UNCERTAIN)
 
 
 def _checkpoint(name: str, revision: str | None) -> Path | None:
-    """A model's directory on this machine's disk, None if it has none there."""
+    """Return a model's directory on this machine's disk, None if it has none there."""
     if Path(name).exists():
         return Path(name)
     try:

@@ -19,13 +19,13 @@ _THE_MODELS_OWN = "the model's own"
 
 
 def draft_layers(vllm_config: Any) -> dict[str, str]:
-    """Name of each layer that a draft model keeps in the cache, with the draft's digest; for workers."""
+    """Map each layer that a draft model keeps in the cache to the draft's digest. Call it in a worker."""
     names = draft_layer_names(vllm_config)
     return dict.fromkeys(names, _digest(vllm_config)) if names else {}
 
 
 def draft_weights(vllm_config: Any) -> str:
-    """The weights of the draft model, as engines compare them; empty if no draft keeps layers in the cache.
+    """Return the draft model's weights as engines compare them; empty if no draft keeps layers in the cache.
 
     Layers of multi-token prediction are part of the model's checkpoint, which is compared anyway.
     """

@@ -1,4 +1,4 @@
-"""Which KV heads of a layer a tensor-parallel rank holds.
+"""The KV heads of a layer that a tensor-parallel rank holds.
 
 Layers of one model may differ in their number of KV heads: Gemma 4 has fewer in layers that see everything.
 So the model's own number says nothing of a layer. With fewer heads than ranks, vLLM gives several ranks
@@ -21,7 +21,7 @@ _COPIES = "num_kv_head_replicas"
 
 
 def projections(layers: Iterable[Any]) -> dict[int, Any]:
-    """The QKV projection beside each attention layer, by the layer's `id`; none for a layer without one.
+    """Find the QKV projection beside each attention layer, by the layer's `id`; none if there is none.
 
     An engine hands over layers without the modules around them, so these are looked for among all objects.
     """
@@ -39,7 +39,7 @@ def projections(layers: Iterable[Any]) -> dict[int, Any]:
 
 
 def shard_of(held: int, rank: int, ranks: int, projection: Any, of_model: int) -> Shard:
-    """Which heads a rank holds; with no total if that is not certain.
+    """Return the heads that a rank holds, with a total of 0 if that is not certain.
 
     >>> shard_of(2, 1, 4, None, 8), shard_of(1, 3, 4, None, 2)
     (Shard(rank=1, ranks=4, start=2, total=8), Shard(rank=3, ranks=4, start=1, total=2))
@@ -64,7 +64,7 @@ def shard_of(held: int, rank: int, ranks: int, projection: Any, of_model: int) -
 
 
 def shards(vllm_config: Any, layers: Mapping[str, tuple[Any, Any]], rank: int) -> dict[str, Shard]:
-    """Which heads this rank holds of each layer, by name.
+    """Return the heads of each layer that this rank holds, by the layer's name.
 
     Args:
         vllm_config: vLLM's.

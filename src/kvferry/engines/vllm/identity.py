@@ -1,4 +1,4 @@
-"""What two engines, and an engine and a stored chunk, must agree on: facts by name.
+"""Facts on which two engines, and an engine and a stored chunk, must agree.
 
 The weights count by content (`kvferry.cache.weights`): a model's name says nothing about them. What else
 decides KV content is taken from what was built: the model of every worker (`built`), the processor, and
@@ -32,7 +32,7 @@ _UNKNOWN = "of unknown version"
 
 
 def facts_of(vllm_config: Any, must_agree: Mapping[str, Fact], incarnation: int) -> Facts:
-    """What this engine says of itself.
+    """Return the facts that this engine sends to peers.
 
     Args:
         vllm_config: its configuration.
@@ -48,7 +48,7 @@ def facts_of(vllm_config: Any, must_agree: Mapping[str, Fact], incarnation: int)
 
 
 def must_agree(vllm_config: Any, kv_cache_config: Any, built: Built) -> dict[str, Fact]:
-    """Everything that makes the bytes of another engine wrong.
+    """Return all facts that another engine must share for its bytes to be right here.
 
     Args:
         vllm_config, kv_cache_config: vLLM's.
@@ -70,12 +70,12 @@ def must_agree(vllm_config: Any, kv_cache_config: Any, built: Built) -> dict[str
 
 
 def built_by_all(workers: Any) -> Built:
-    """The facts of all workers' models together."""
+    """Join the facts of all workers' models."""
     return reduce(Built.with_other, workers, Built())
 
 
 def engine_settings(vllm_config: Any) -> dict[str, str]:
-    """Settings of vLLM that decide content, and that nothing which was built shows."""
+    """Return vLLM's settings that decide content and leave no trace in the built model."""
     model = vllm_config.model_config
     return settings_of(
         {
@@ -98,14 +98,14 @@ _MULTIMODAL = (
 
 
 def _plain(value: Any) -> Any:
-    """A configuration of vLLM's as plain data; of a platform's own object, the digest that it has."""
+    """Return a configuration of vLLM's as plain data, or the digest of a platform's own object."""
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     return value.compute_hash() if hasattr(value, "compute_hash") else value
 
 
 def lora_settings(vllm_config: Any) -> str:
-    """How an adapter's weights act in this engine: a part of every adapter's name."""
+    """Describe the settings that change what adapters compute; part of every adapter's name."""
     lora = vllm_config.lora_config
     if lora is None:
         return ""
@@ -116,7 +116,7 @@ def lora_settings(vllm_config: Any) -> str:
 
 
 def namespace_of(vllm_config: Any, must_agree: Mapping[str, Fact], canonical: Canonical) -> Namespace:
-    """What chunks of this engine live in, in storage that others share.
+    """Return the namespace of this engine's chunks in shared storage.
 
     Raises:
         ConfigError: it is not certain whose bytes they are; says why.
@@ -147,7 +147,7 @@ def namespace_of(vllm_config: Any, must_agree: Mapping[str, Fact], canonical: Ca
 
 
 def _processor(model: Any) -> dict[str, str] | None:
-    """The effective configuration of the processor of images and the like; None if there is none.
+    """Return the effective configuration of the multimodal processor; None if there is none.
 
     Items are named by what the processor made of them (`items`). This says in words why they would differ, so
     a processor that cannot be looked at costs the words only.

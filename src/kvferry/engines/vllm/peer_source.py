@@ -1,4 +1,4 @@
-"""The source that is another engine: prompts it has computed and keeps for us under a lease.
+"""The source of KV in other engines, which have computed prompts and keep them under leases.
 
 One `_Pull` per request that came with an offer. Its lease is kept alive from arrival on, and released once:
 when the request has been served, is computed after all, or this peer is struck out. A request that came
@@ -35,19 +35,19 @@ _LOOKING = Bid("peers that keep earlier turns", (), looking=True)
 """While they have not said what they keep."""
 
 UNUSED_SECONDS = 600.0
-"""When workers forget a peer that nothing is read from: it may be gone. Meeting it again is cheap."""
+"""Seconds after which workers forget an unused peer, which may be gone. Connecting it again is cheap."""
 
 
 @dataclass(slots=True)
 class _Pull:
-    """One request's offer on its way into this engine.
+    """The offer that one request came with.
 
     Attributes:
-        offer: of the producer.
-        bidding: of the request.
+        offer: the producer's offer.
+        bidding: the request's bids and attempts.
         settled: the offer is no longer needed.
-        checked: it has been held against the prompt.
-        bid: what was bid when it was last asked.
+        checked: the offer has been compared with the prompt.
+        bid: the last bid.
     """
 
     offer: Offer
@@ -58,17 +58,17 @@ class _Pull:
 
     @property
     def address(self) -> Address:
-        """Of the producer's control channel."""
+        """Address of the producer's control channel."""
         return self.offer.remote_host, self.offer.remote_port
 
     @property
     def lease(self) -> tuple[Address, str]:
-        """Whose lease, and its name there."""
+        """The producer's address, and the name of the lease there."""
         return self.address, self.offer.remote_request_id
 
     @property
     def incarnation(self) -> int:
-        """Which run of the producer made the offer."""
+        """The run of the producer that made the offer."""
         return self.offer.remote_lease.incarnation
 
     @property
@@ -79,9 +79,9 @@ class _Pull:
 
 
 def _blocks_of(ranks: Iterable[RankGeometry]) -> list[tuple[int, set[str]]]:
-    """Of every group of an engine, tokens of a block and names of its layers on all ranks.
+    """Return, for every group of an engine, tokens of a block and identities of its layers on all ranks.
 
-    Groups are told by their layers: another engine may keep a window's as full attention.
+    Layers identify a group, because another engine may keep a windowed layer as full attention.
     """
     found: list[tuple[int, set[str]]] = []
     for rank in ranks:
@@ -93,12 +93,12 @@ def _blocks_of(ranks: Iterable[RankGeometry]) -> list[tuple[int, set[str]]]:
 
 
 def _shorter(bid: Bid | None, tokens: int) -> Bid | None:
-    """So many tokens of what was bid."""
+    """Return the bid cut to so many tokens."""
     return Bid(bid.source, (Part(PEER, tokens),), bid.looking) if bid is not None and tokens > 0 else None
 
 
 class PeerSource:
-    """See the module."""
+    """Bids what peers offer, and orders reads from them. Only the engine's thread calls it."""
 
     name = PEER
 
@@ -117,14 +117,14 @@ class PeerSource:
         """Begin.
 
         Args:
-            client: to the producers.
-            ranks: this engine's.
-            pins: what loads past their deadline hold.
-            log: of transfers.
-            refusals: where what is not served is said.
-            timeout_seconds: of a load.
+            client: control channel to the producers.
+            ranks: this engine's ranks.
+            pins: blocks that loads hold.
+            log: log of transfers.
+            refusals: logs requests that are not served.
+            timeout_seconds: deadline of a load.
             most_held: blocks that loads from all peers may hold, in flight and late (`cache.pins.may_hold`).
-            turns: asks for earlier turns.
+            turns: asks peers for earlier turns.
             adapters: the engine's LoRA adapters.
         """
         self._adapters = adapters
@@ -139,7 +139,7 @@ class PeerSource:
         self._connected: dict[str, float] = {}  # peers that workers know, and when each was last used
 
     def __len__(self) -> int:
-        """Requests that have an offer and have not ended."""
+        """Number of requests that have an offer and have not ended."""
         return len(self._pulls)
 
     def arrived(self, request: Any, bidding: Bidding) -> bool:
@@ -199,7 +199,7 @@ class PeerSource:
         return Lack(PEER, Miss.LOCAL, detail=f"{offered} tokens are offered, {have} are here")
 
     def room(self, bid: Bid, blocks: int) -> bool:
-        """Whether loads from peers hold few enough blocks for another one."""
+        """Return whether loads from peers leave enough blocks for another one."""
         return may_hold(bid.source, blocks, self._held(), self._most_held)
 
     def begin(self, load: Load, request: Any) -> None:
@@ -226,7 +226,7 @@ class PeerSource:
         )
 
     def grains(self, load: Load) -> tuple[int, ...]:
-        """What is moved at once: what blocks of both sides have in common."""
+        """Return tokens per group: the common divisor of both sides' blocks."""
         pull = self._pulls[load.request_id]
         answer = self._client.look_up(pull.address, pull.incarnation)
         if not isinstance(answer, Known):
@@ -264,7 +264,7 @@ class PeerSource:
         """Nothing: what is in flight lands, and is reported."""
 
     def settled(self, request_id: str) -> None:
-        """Release the producer, once nobody here needs the offer: parallel samples of a prompt share one."""
+        """Release the lease once nobody here needs the offer, which samples of a prompt share."""
         self._turns.drop(request_id)
         pull = self._pulls.get(request_id)
         if pull is None or pull.settled:
@@ -282,7 +282,7 @@ class PeerSource:
         self._pulls.pop(request_id, None)
 
     def start_anew(self) -> None:
-        """What peers have offered so far was computed before, and is not to be used any more."""
+        """Strike out everything that peers have offered so far: it was computed before the reset."""
         for name in self._asking:
             self._turns.drop(name)
         for name in [name for name, pull in self._pulls.items() if not pull.settled]:
@@ -305,7 +305,7 @@ class PeerSource:
         self._client.hold(*pull.lease)
 
     def _ask(self, request: Any, have: int) -> Bid | None:
-        """See whether peers have said what they keep; a bid while they have not."""
+        """Take what peers have found; return a bid as still looking while they have not answered."""
         name, most = request.request_id, request.num_tokens - 1 - have
         if name not in self._turns or most <= 0:
             return None
@@ -318,7 +318,7 @@ class PeerSource:
         return None
 
     def _last_bid(self, request: Any) -> tuple[Bid | None, int]:
-        """What was bid when it was last asked, and up to which token."""
+        """Return the last bid, and the token at which it ends."""
         pull = self._pulls.get(request.request_id)
         if pull is not None:
             return pull.bid, pull.offer.remote_num_tokens
@@ -336,7 +336,7 @@ class PeerSource:
         return Bid(pull.peer, (Part(PEER, tokens),), looking)
 
     def _check(self, request: Any) -> None:
-        """Hold an offer against its prompt; later, while the prompt's LoRA adapter is being read."""
+        """Compare an offer with its prompt, or later if the prompt's LoRA adapter is being read."""
         pull = self._pulls[request.request_id]
         if pull.checked or pull.settled:
             return
@@ -349,7 +349,7 @@ class PeerSource:
             self._strike(request.request_id, mismatch)
 
     def _refusal(self, pull: _Pull, answer: Known | NotUsable) -> str | None:
-        """Why a peer cannot be used."""
+        """Return why a peer cannot be used, None if it can."""
         if isinstance(answer, NotUsable):
             return answer.reason
         if reason := not_of_peer(pull.offer, answer):
@@ -363,7 +363,7 @@ class PeerSource:
         return None
 
     def _held(self) -> dict[str, int]:
-        """Blocks that loads from each peer hold."""
+        """Return the blocks that loads from each peer hold."""
         return {source: blocks for source, blocks in self._pins.held.items() if source != TIERS}
 
     def _strike(self, request_id: str, reason: str) -> None:

@@ -92,13 +92,13 @@ class Producer:
         self.port = 0
 
     def start(self, port: int, turns: TurnIndex, pool: Any, workers: int) -> None:
-        """Whoever asks finds what is kept.
+        """Begin to grant leases and to publish turns.
 
         Args:
-            port: of the control channel.
-            turns: where it answers from.
+            port: port of the control channel.
+            turns: the index that the control channel answers from.
             pool: the engine's block pool.
-            workers: how many have lease words.
+            workers: number of workers, which all have lease words.
         """
         self.port = port
         self._unclaimed.start(pool)
@@ -107,17 +107,17 @@ class Producer:
 
     @property
     def busy(self) -> bool:
-        """The engine must go on stepping, requests or not."""
+        """Whether the engine must keep stepping even without requests."""
         return self._turns is not None and self._turns.busy
 
     @property
     def holds_blocks(self) -> bool:
-        """Blocks will come free without a request being preempted."""
+        """Whether blocks will become free without preempting a request."""
         return self._turns is not None and self._turns.holds_blocks
 
     @property
     def keeps_turns(self) -> Address | None:
-        """Where peers can ask for earlier turns, if any are kept."""
+        """Address at which peers ask for earlier turns; None if none are kept."""
         return None if self._turns is None else (self._host, self.port)
 
     def on_new_request(self, request: Any) -> None:
@@ -131,7 +131,7 @@ class Producer:
                 self._adapters.name(request.lora_request)  # it is read by the time the prompt is computed
 
     def completed_by(self, scheduled: Mapping[str, int]) -> list[Any]:
-        """Requests to be offered whose prompt the coming step completes.
+        """Return requests to be offered whose prompt the coming step completes.
 
         Args:
             scheduled: tokens per request in that step.
@@ -144,7 +144,7 @@ class Producer:
         ]
 
     def finished(self, request: Any, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended: whether its blocks are kept, and what to tell the consumer.
+        """Handle the end of a request; return whether its blocks are kept, and its ``kv_transfer_params``.
 
         Args:
             request: vLLM's.
@@ -192,14 +192,14 @@ class Producer:
         return True, params
 
     def tables(self, block_ids: BlockIds, tokens: int) -> list[list[int]]:
-        """Block tables as they are offered: by position; of a state group, the snapshot's block."""
+        """Return block tables to offer: block ids by position; of a state group, the snapshot's block."""
         return [
             [ids[state_position(group.kv_cache_spec, tokens)]] if kind is GroupKind.STATE else list(ids)
             for kind, group, ids in zip(self._kinds, self._groups, block_ids, strict=True)
         ]
 
     def take_events(self, events: deque[Heartbeat | Release], meta: SchedulerMeta) -> None:
-        """Hear what consumers said; what ends now goes to the workers with `meta`."""
+        """Handle consumers' messages; add the leases that end now to `meta`, for the workers."""
         while events:
             event = events.popleft()
             if isinstance(event, Heartbeat):
@@ -245,19 +245,19 @@ class Producer:
         return leases
 
     def reset(self) -> None:
-        """What was computed so far is not to be used again: offers and earlier turns are kept no longer."""
+        """Withdraw all offers and earlier turns: what was computed so far must not be used again."""
         self._withdrawn = [name for name in self._book.held if self._turns is None or name not in self._turns]
         if self._turns is not None:
             self._turns.give_up()
 
     def sent(self, request_ids: set[str]) -> None:
-        """All workers have raised the words of these."""
+        """Note requests whose lease words all workers have raised."""
         for name in request_ids:
             self._book.ended(name)
             self._unclaimed.raised(name)
 
     def raised(self, turns: Mapping[str, int]) -> None:
-        """So many workers have raised the words of these turns that were kept."""
+        """Note the number of workers that have raised the words of each of these turns."""
         for name, workers in turns.items():
             if self._turns is not None and self._turns.raised(name, workers):
                 self._book.ended(name)

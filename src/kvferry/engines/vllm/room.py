@@ -1,4 +1,4 @@
-"""How many blocks requests wait for, and which leases give way to them."""
+"""The blocks that requests wait for, and the leases that give way to them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvferry.planning.select import sees_all
 
 
 class BlocksWanted:
-    """Counts the blocks that the requests of an engine wait for. The engine's thread calls it."""
+    """Counts the blocks that requests of an engine wait for. Only the engine's thread calls it."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, kinds: Sequence[GroupKind]) -> None:
         """No request has come in yet.
 
         Args:
             vllm_config, kv_cache_config: vLLM's.
-            kinds: of its groups.
+            kinds: the kind of each of its groups.
         """
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self._groups = list(zip(kinds, specs, strict=True))
@@ -27,11 +27,11 @@ class BlocksWanted:
         self._requests: dict[str, Any] = {}
 
     def came(self, request: Any) -> None:
-        """A request has come in, and will need blocks."""
+        """Note a request that came in and will need blocks."""
         self._requests[request.request_id] = request
 
     def gone(self, request: Any) -> None:
-        """It has ended."""
+        """Forget a request that has ended."""
         self._requests.pop(request.request_id, None)
 
     def blocks(self) -> int:

@@ -18,18 +18,18 @@ from kvferry.transport.lease import LeaseBook
 
 
 class Unclaimed:
-    """See the module. The engine's thread calls it.
+    """Chooses the unclaimed leases to end. Only the engine's thread calls it.
 
     Attributes:
-        seconds: that a lease waits for its consumer's claim before it gives way.
+        seconds: time that a lease waits for its consumer's claim before it gives way.
     """
 
     def __init__(self, book: LeaseBook, wanted: BlocksWanted) -> None:
         """No lease yet.
 
         Args:
-            book: that grants leases.
-            wanted: by requests that wait for blocks.
+            book: grants leases.
+            wanted: counts the blocks that requests wait for.
         """
         self.seconds = book.seconds / 4
         self._book, self._wanted, self._pool = book, wanted, None
@@ -37,19 +37,19 @@ class Unclaimed:
         self._leaving: dict[str, int] = {}
 
     def start(self, pool: Any) -> None:
-        """The engine has its block pool."""
+        """Set the engine's block pool."""
         self._pool = pool
 
     def granted(self, lease: str, block_ids: BlockIds) -> None:
-        """A lease holds these blocks."""
+        """Note a lease and the blocks that it holds."""
         self._blocks[lease] = len({block for ids in block_ids for block in ids} - {NULL_BLOCK})
 
     def ended(self, leases: Collection[str]) -> None:
-        """These leases end; their blocks will be free when every worker has raised its word."""
+        """Note leases that end; their blocks become free when every worker has raised its word."""
         self._leaving.update({name: self._blocks.pop(name) for name in leases if name in self._blocks})
 
     def raised(self, lease: str) -> None:
-        """The blocks of a lease are free."""
+        """Note that the blocks of a lease are free."""
         self._leaving.pop(lease, None)
 
     def in_the_way(self) -> list[str]:
