@@ -6,6 +6,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from kvferry.serving.router.failures import failure_of
+from kvferry.serving.router.replies import Reply
+
 STREAM = {"model": "m", "prompt": "x", "stream": True}
 
 
@@ -25,6 +28,15 @@ def test_a_prefill_engine_that_refuses_is_routed_around(stage, fake, kv, status)
     scene = stage([fake(status=status), fake(hands_over=kv)], [fake()])
     assert scene.complete().status_code == 200
     assert scene.decode[0].bodies[0]["kv_transfer_params"] == kv
+
+
+@pytest.mark.parametrize("status", [503, 429])
+def test_engines_that_are_busy_never_had_the_request_however_many(stage, fake, kv, status):
+    busy = [fake(status=status) for _ in range(3)]
+    scene = stage([*busy, fake(hands_over=kv)], [*(fake(status=status) for _ in range(3)), fake()])
+    for _ in range(4):
+        assert scene.complete().status_code == 200
+    assert scene.decode[0].bodies[0]["kv_transfer_params"] == kv, "of the prefill engine that was not busy"
 
 
 def test_without_any_prefill_engine_decode_gets_the_callers_own_bytes(stage, fake, nobody):
@@ -164,3 +176,18 @@ def test_a_caller_who_leaves_in_the_middle_of_a_stream_aborts_it(stage, fake, kv
     eventually(lambda: scene.decode[0].aborted == 1)
     health = scene.client.get("/health").json()
     assert health["decode"][0]["up"], "a caller who left is no fault of the engine"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (json.dumps({"error": {"message": "x" * 1000}}), "status 500: " + "x" * 300),
+        ("Internal Server Error", "status 500"),
+        ("{}", "status 500"),
+        ('{"error": "text"}', "status 500"),
+        ("[" * 100_000, "status 500"),
+    ],
+    ids=["long", "text", "no error", "no message", "deep"],
+)
+def test_an_engines_own_message_is_repeated_if_it_has_one_and_not_at_any_length(body, said):
+    assert failure_of(Reply(500, (), body.encode())) == said
