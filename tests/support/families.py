@@ -42,6 +42,13 @@ ARCHITECTURES: Mapping[str, str] = {
     "qwen3_vl_text": "Qwen3ForCausalLM", "seed_oss": "SeedOssForCausalLM", "smollm3": "SmolLM3ForCausalLM",
     "stablelm": "StableLmForCausalLM", "starcoder2": "Starcoder2ForCausalLM", "step3p5": "Step3p5ForCausalLM",
     "zamba2": "Zamba2ForCausalLM",
+    "arcee": "ArceeForCausalLM", "cwm": "CwmForCausalLM", "diffusion_gemma_text": "Gemma4ForCausalLM",
+    "flex_olmo": "FlexOlmoForCausalLM", "gemma4_unified_text": "Gemma4ForCausalLM", "glm": "GlmForCausalLM",
+    "gpt_bigcode": "GPTBigCodeForCausalLM", "gpt_neox": "GPTNeoXForCausalLM",
+    "hrm_text": "HrmTextForCausalLM", "jais2": "Jais2ForCausalLM",
+    "muse_glimmer_text": "MuseGlimmerForCausalLM", "olmo": "OlmoForCausalLM",
+    "phi": "PhiForCausalLM", "phimoe": "PhiMoEForCausalLM", "qwen2_5_omni_text": "Qwen2ForCausalLM",
+    "vaultgemma": "VaultGemmaForCausalLM",
 }  # fmt: skip
 """vLLM's class for each family, by model type; what is not here could not be built on a CPU."""
 

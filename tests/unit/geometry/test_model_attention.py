@@ -145,9 +145,40 @@ def test_settings_per_layer_go_by_the_number_of_the_layer_padded_or_not():
         assert kept(config) == [*windows, (FULL, 0, 2 * 2 * 512 * 2)]
 
 
-def test_settings_per_layer_of_no_layer_are_refused():
-    with pytest.raises(ConfigError, match="per_layer_config has all where the number of a layer is expected"):
-        read_model(dense("gemma4_text", 2, per_layer_config={"all": {"head_dim": 512}}))
+@pytest.mark.parametrize(
+    ("own", "says"),
+    [
+        ({"all": {"head_dim": 512}}, "has all where the number of a layer, below 2, is"),
+        ({"1": {}, "02": {"head_dim": 512}}, "has 02 where the number of a layer, below 2, is"),
+        ([{"head_dim": 512}], r"is \[{'head_dim': 512}\], an object is"),
+        ({"1": {"hidden_size": 4}}, "has hidden_size, which may decide"),
+    ],
+)
+@pytest.mark.parametrize(
+    "more", [{"model_type": "gemma4_text"}, {"model_type": "llama"}, {"kv_lora_rank": 512}]
+)
+def test_settings_per_layer_that_cannot_be_read_are_refused(own, says, more):
+    config = {**dense("deepseek_v3", 2, qk_rope_head_dim=64), **more, "per_layer_config": own}
+    with pytest.raises(ConfigError, match=f"per_layer_config {says}"):
+        read_model(config)
+
+
+def test_query_heads_per_layer_decide_nothing_where_the_kv_heads_and_their_width_are_said():
+    own = {"1": {"num_attention_heads": 96}}
+    plain = dense("step3p5", 2, head_dim=128, num_key_value_heads=8)
+    assert kept({**plain, "per_layer_config": own}) == kept(plain)
+    for name in ("num_key_value_heads", "head_dim"):
+        unsaid = {key: value for key, value in plain.items() if key != name} | {"model_type": "llama"}
+        with pytest.raises(ConfigError, match="per_layer_config has num_attention_heads, which may decide"):
+            read_model({**unsaid, "per_layer_config": own})
+
+
+def test_settings_of_a_recurrent_layer_are_refused():
+    config = dense("lfm2", 2, layer_types=["conv", "full_attention"], conv_L_cache=3)
+    half = {"1": {"num_key_value_heads": 2}}
+    assert [size for _, _, size in kept({**config, "per_layer_config": half})][1] * 2 == kept(config)[1][2]
+    with pytest.raises(ConfigError, match="head_dim of layer 0, which is recurrent"):
+        read_model({**config, "per_layer_config": {"0": {"head_dim": 4}}})
 
 
 def test_layers_that_share_an_earlier_cache_keep_nothing():

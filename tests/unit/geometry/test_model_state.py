@@ -84,6 +84,9 @@ def test_zamba2_shares_one_attention_among_hybrid_layers():
         "mamba_expand": 2, "attention_head_dim": 16,
     }  # fmt: skip
     assert pattern(zamba) == "S SF S"
+    # What published files say besides decides nothing, although it sounds so.
+    more = {"kv_channels": 8, "attention_hidden_size": 128, "use_shared_attention_adapter": False}
+    assert model_cache({**zamba, **more}) == model_cache(zamba)
 
 
 def test_bamba_numbers_its_attention_layers():

@@ -12,6 +12,7 @@ from kvferry.geometry.models.config import Config, whole
 from kvferry.geometry.models.dtypes import PACKED_LATENT, SCALED, element_bytes
 from kvferry.geometry.models.families import Family, Mixer
 from kvferry.geometry.models.indexer import block_indexer, token_indexer
+from kvferry.geometry.models.own import own_settings
 from kvferry.geometry.rank import GroupKind
 from kvferry.geometry.store import LayerStore, Stored
 
@@ -86,9 +87,13 @@ class AttentionReader:
             return self.config.number(*_QUERY_HEADS), width, width
         heads, k_width = self._layer_heads(layer), _head_width(self.config)
         v_width = self.config.maybe("v_head_dim") or k_width
-        if isinstance(own := self.config.get("per_layer_config"), Mapping):
+        if self.config.get("per_layer_config") is not None:
             self.config.cover("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v")
-            return _own_heads(own, layer, heads, k_width)
+            own = own_settings(self.config).get(layer, {})
+            heads = whole("num_key_value_heads", own.get("num_key_value_heads", heads), 1)
+            if "head_dim" in own:
+                k_width = v_width = whole("head_dim", own["head_dim"], 1)
+            return heads, k_width, v_width
         if mixer is Mixer.SLIDING:
             heads = self.config.maybe("swa_num_key_value_heads") or heads
             k_width = self.config.maybe("swa_head_dim") or k_width
@@ -171,6 +176,8 @@ def _of_step(config: Config, heads: int, k_width: int, v_width: int) -> tuple[in
 
 def _head_width(config: Config) -> int:
     if said := config.maybe("head_dim", "attention_head_dim", "kv_channels"):
+        if config.maybe("attention_head_dim"):
+            config.cover("kv_channels")  # Zamba2: its heads are as wide as attention_head_dim says
         return said
     hidden, heads = config.number("hidden_size", "n_embd", "d_model"), config.number(*_QUERY_HEADS)
     if hidden % heads:
@@ -178,29 +185,3 @@ def _head_width(config: Config) -> int:
             f"config.json: hidden_size {hidden} is no multiple of num_attention_heads {heads}; add head_dim"
         )
     return hidden // heads
-
-
-def _own_heads(per_layer: Mapping[str, Any], layer: int, heads: int, width: int) -> tuple[int, int, int]:
-    """Return KV heads, and elements of K and of V per head, of a layer that may have settings of its own.
-
-    Transformers 5.19 writes Gemma 4's so: ``per_layer_config``, by the number of the layer, padded with zeros
-    to one width ("05", "11").
-
-    Raises:
-        ConfigError: a key is no number of a layer, or the layer has a setting that is not known.
-    """
-    if unnumbered := [key for key in per_layer if not key.isdecimal()]:
-        raise ConfigError(
-            f"config.json: per_layer_config has {', '.join(sorted(unnumbered))} where the number of a layer "
-            "is expected; its KV cache cannot be planned"
-        )
-    own = {int(key): settings for key, settings in per_layer.items()}.get(layer, {})
-    if not isinstance(own, Mapping):
-        raise ConfigError(f"config.json: per_layer_config.{layer} is {own!r}, an object is expected")
-    if unknown := own.keys() - {"head_dim", "num_key_value_heads"}:
-        raise ConfigError(
-            f"config.json: per_layer_config has {', '.join(sorted(unknown))}, which may decide what is kept "
-            "per token, and kvferry does not know how; its KV cache cannot be planned yet"
-        )
-    wide = whole("head_dim", own.get("head_dim", width), 1)
-    return whole("num_key_value_heads", own.get("num_key_value_heads", heads), 1), wide, wide

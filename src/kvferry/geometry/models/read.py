@@ -12,6 +12,7 @@ from kvferry.geometry.models.config import DTYPES, Config, language_model
 from kvferry.geometry.models.dtypes import FLOATS, float_name
 from kvferry.geometry.models.encoders import check_decoder
 from kvferry.geometry.models.families import FAMILIES, RECURRENT, Family, Mixer
+from kvferry.geometry.models.own import check_own
 from kvferry.geometry.models.pattern import Mixers, mixers
 from kvferry.geometry.models.quantized import quantized_cache
 from kvferry.geometry.models.recurrent import recurrent_store
@@ -78,6 +79,7 @@ def read_model(
     if model_type not in FAMILIES:
         notes.append(_unknown(read))
     layers = _without_shared(read, mixers(read, family))
+    check_own(read, layers)
     if draft:
         layers += _draft_layers(read, layers)
     try:

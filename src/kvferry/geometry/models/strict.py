@@ -20,11 +20,11 @@ _HARMLESS = frozenset((
     "qk_nope_head_dim", "qk_head_dim", "q_lora_rank", "o_lora_rank", "o_groups", "query_pre_attn_scalar",
     "num_attention_heads_per_layer", "swa_num_attention_heads", "share_q_dim", "v_channels", "q_lora_norm",
     "index_topk", "index_n_heads", "index_share_for_mtp_iteration", "indexer_rope_interleave",
-    "num_hash_layers",
+    "num_hash_layers", "num_sliding_attention_heads",
     # What attention does with what it reads.
     "attention_bias", "attention_dropout", "attention_multiplier", "attention_out_bias", "attention_in_bias",
     "attn_logit_softcapping", "attn_output_gate", "attention_output_gate", "attn_temperature_tuning",
-    "attn_scale",
+    "attn_scale", "use_attn_output_gate",
     "attn_pdrop", "attn_dropout", "attn_implementation", "_attn_implementation",
     "_attn_implementation_internal",
     "attention_qkv_bias", "add_swa_attention_sink_bias", "add_full_attention_sink_bias",
@@ -43,6 +43,7 @@ _HARMLESS = frozenset((
     "attention_method", "layer_norm_epsilon", "layer_norm_eps", "qkv_bias", "linear_bias", "head_bias",
     "attention_gate", "gated_attn", "mm_prefix_clamp_sliding_window", "attention_chunked", "add_qkv_bias",
     "interleaved_qkv", "parallel_attn",
+    "attention_hidden_size", "use_shared_attention_adapter",
     "use_qkv_bias", "multi_query_attention", "qkv_proj_bias", "attention_layernorm",
     # How a recurrence computes.
     "chunk_size", "mamba_chunk_size", "mamba_proj_bias", "mamba_conv_bias", "mamba_dt_rank",

@@ -1,0 +1,60 @@
+"""Settings of single layers: ``per_layer_config``, as transformers 5.19 writes them (Gemma 4, Step 3.7).
+
+By the number of the layer, padded with zeros to one width ("05", "11").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvferry.errors import ConfigError
+from kvferry.geometry.models.config import Config
+from kvferry.geometry.models.families import RECURRENT, Mixer
+
+_KEY = "per_layer_config"
+_KNOWN = frozenset({"head_dim", "num_key_value_heads", "num_attention_heads"})
+
+
+def own_settings(config: Config) -> Mapping[int, Mapping[str, Any]]:
+    """The settings that layers have of their own, by number.
+
+    Raises:
+        ConfigError: a layer does not exist, or has a setting that may decide what is kept and is not known.
+    """
+    said = config.get(_KEY)
+    if said is None:
+        return {}
+    config.cover(_KEY)
+    if not isinstance(said, Mapping):
+        raise ConfigError(f"config.json: {_KEY} is {said!r}, an object is expected")
+    if unnumbered := [key for key in said if not key.isdecimal() or int(key) >= config.layers]:
+        raise ConfigError(
+            f"config.json: {_KEY} has {', '.join(sorted(unnumbered))} where the number of a layer, below "
+            f"{config.layers}, is expected; its KV cache cannot be planned"
+        )
+    own = {int(key): settings for key, settings in said.items()}
+    for layer, settings in own.items():
+        if not isinstance(settings, Mapping):
+            raise ConfigError(f"config.json: {_KEY}.{layer} is {settings!r}, an object is expected")
+    unknown = {name for settings in own.values() for name in settings} - _KNOWN
+    # Query heads decide nothing, unless the file derives what is kept from them.
+    if not (config.get("num_key_value_heads", "num_attention_groups") and config.get("head_dim")):
+        unknown |= {"num_attention_heads" for settings in own.values() if "num_attention_heads" in settings}
+    if unknown:
+        raise ConfigError(
+            f"config.json: {_KEY} has {', '.join(sorted(unknown))}, which may decide what is kept per token, "
+            "and kvferry does not know how; its KV cache cannot be planned yet"
+        )
+    return own
+
+
+def check_own(config: Config, layers: Sequence[Sequence[Mixer]]) -> None:
+    """Raise ConfigError if settings of single layers cannot be read, or are of a recurrent layer."""
+    for number, settings in own_settings(config).items():
+        if settings and not RECURRENT.isdisjoint(layers[number]):
+            named = ", ".join(sorted(settings))
+            raise ConfigError(
+                f"config.json: {_KEY} has {named} of layer {number}, which is recurrent; its KV cache cannot "
+                "be planned yet"
+            )
