@@ -51,12 +51,10 @@ NOT_BUILT = {
 }
 """Entries of the table that vLLM cannot build here, and why."""
 BUILT = [
-    (name, tp)
-    for name in TABLE
-    if name not in NOT_BUILT
-    for tp in ((1, 2, 4, 8) if name in MIXED else (1, 8))
+    (name, tp) for name in TABLE if name not in NOT_BUILT for tp in ((1, 2, 4, 8) if name in MIXED else (1,))
 ]
-"""Entries of the table, and on how many tensor-parallel ranks."""
+"""Entries of the table, and on how many tensor-parallel ranks: where layers are alike, only heads are shared
+out."""
 FAMILIES_NOT_BUILT = {
     "hy_v3": "its class writes other names of its experts' keys than vLLM reads",
     "kimi_linear": "its class names no layers; Kimi-K3 of the table is built",
