@@ -184,6 +184,7 @@ def producer(engine, kinds, ahead=0) -> Producer:
         SimpleNamespace(
             parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
             kv_transfer_config=SimpleNamespace(engine_id="e"),
+            max_in_flight_tokens=2 * STEP,
             num_prefill_lookahead_tokens=ahead,
             model_config=SimpleNamespace(get_vocab_size=lambda: 1000),
         ),
