@@ -36,12 +36,12 @@ def table(rows: Sequence[Row], width: int) -> Table:
     """The rows as a table that fits 80 columns; from 120 on with every group by itself and more times."""
     wide = width >= _WIDE
     shown = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-    columns = ["prompt\ntokens", "KV moved\nby group", "if all\nfull", "pieces", "piece\nsize"]
-    columns += ["planning", "transfer", "load\nin all"] if wide else ["transfer"]
+    columns = ["prompt\ntokens", "KV moved\nby group", "if all\nfull", "\npieces", "piece\nsize"]
+    columns += ["\nplanning", "\ntransfer", "load\nin all"] if wide else ["\ntransfer"]
     columns += ["first\ntoken", "same\ntokens"]
     for name in columns:
         left = name.startswith(("KV", "same"))
-        shown.add_column(name, justify="left" if left else "right", no_wrap=True, vertical="bottom")
+        shown.add_column(name, justify="left" if left else "right", no_wrap=True)
     for row in rows:
         shown.add_row(*_cells(row, wide=wide), end_section=True)
     return shown
