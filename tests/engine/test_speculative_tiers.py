@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.serving.tiny import tiny_checkpoint
 from support.vllm_engine.drafts import speculation
 from support.vllm_engine.inside import distance
+from support.vllm_engine.mtp import checkpoint_of
 from support.vllm_engine.pair import prompt
 from support.vllm_engine.tiered import Tiered
 
@@ -19,23 +19,24 @@ ANSWER = 24
 
 
 class Engines:
-    """Engines of one model that speculate in different ways, one after the other, on one directory."""
+    """Engines that speculate in different ways, one after the other, on one directory."""
 
     def __init__(self, checkpoints: Path, folder: Path) -> None:
         self._checkpoints, self._folder, self._count = checkpoints, folder, 0
         self.engine: Tiered | None = None
 
-    def start(self, method: str) -> Tiered:
+    def start(self, family: str, method: str) -> Tiered:
         self.close()
         self._count += 1
-        config = speculation(method, str(tiny_checkpoint("llama", self._checkpoints)))
-        overlapped = {"async_scheduling": True} if method not in ("", "ngram") else {}
+        model = checkpoint_of(family, self._checkpoints)
+        config = speculation(method, str(model))
         self.engine = Tiered(
-            "llama",
+            family,
             self._checkpoints,
             self._folder / "chunks",
             self._folder / f"{self._count}.log",
-            {"speculative_config": config, **overlapped} if config else {},
+            {"speculative_config": config, "async_scheduling": method == "itself"} if config else {},
+            model=model,
         )
         return self.engine
 
@@ -51,36 +52,45 @@ def engines(checkpoints: Path, tmp_path: Path) -> Iterator[Engines]:
     found.close()
 
 
-def test_drafts_are_accepted_after_what_tiers_bring_and_only_that_draft_finds_it(
-    engines: Engines,
-) -> None:
-    engine = engines.start("itself")
+def ask(engine: Tiered) -> tuple[int, list[int], tuple[int, list[list[int]]]]:
+    """Tokens that came from the tiers, the answer, and its drafts: how many were accepted, and which."""
     engine.engine.call("drafts")
-    first = engine.say(TEXT, ANSWER)
-    _, alone = engine.engine.call("drafts")
-    assert alone > ANSWER // 2
-    engine.forget()
-    again = engine.say(TEXT, ANSWER)
-    assert max(again["hit"]) >= len(TEXT) - 1
-    assert again["tokens"] == first["tokens"]
-    assert engine.engine.call("drafts")[1] == alone, "as many as if all had been computed here"
-
-    for method in ("", "eagle"):
-        other = engines.start(method)
-        answer = other.say(TEXT, ANSWER)
-        assert max(answer["hit"]) == 0, "chunks that hold another draft's layers"
-        assert answer["tokens"] == first["tokens"]
-
-    engine = engines.start("itself")
+    engine.engine.call("proposals")
     answer = engine.say(TEXT, ANSWER)
-    assert max(answer["hit"]) >= len(TEXT) - 1
-    assert answer["tokens"] == first["tokens"]
-    assert engine.engine.call("drafts")[1] == alone
+    _, accepted = engine.engine.call("drafts")
+    return max(answer["hit"]), answer["tokens"], (accepted, engine.engine.call("proposals"))
+
+
+@pytest.mark.parametrize(
+    ("family", "methods"),
+    [("llama", ("itself", "")), ("gemma3", ("eagle", "other eagle")), ("mimo", ("mtp", ""))],
+)
+def test_what_a_draft_keeps_is_stored_and_only_engines_with_that_draft_find_it(
+    engines: Engines, family: str, methods: tuple[str, ...]
+) -> None:
+    answers, found = [], {}
+    for method in methods:
+        engine = engines.start(family, method)
+        hit, answer, found[method] = ask(engine)
+        assert hit == 0, f"{method or 'no draft'}: chunks of an engine with another draft"
+        engine.forget()
+        hit, again, drafts = ask(engine)
+        assert hit >= len(TEXT) - 1
+        assert drafts == found[method], f"{method}: as if all had been computed here"
+        answers += [answer, again]
+    engine = engines.start(family, methods[0])
+    hit, answer, drafts = ask(engine)
+    assert hit >= len(TEXT) - 1
+    assert drafts == found[methods[0]], "after a restart"
+    assert all(one == answer for one in answers)
+    for method in methods:
+        accepted, proposals = found[method]
+        assert accepted > ANSWER // 2 if method == "itself" else bool(proposals) == bool(method), method
 
 
 @pytest.mark.parametrize("method", ["ngram", "itself"])
 def test_only_what_was_accepted_is_stored_of_an_answer(engines: Engines, method: str) -> None:
-    engine = engines.start(method)
+    engine = engines.start("llama", method)
     first = engine.say(TEXT, 200)
     engine.forget()
     longer = TEXT + first["tokens"][:-1]

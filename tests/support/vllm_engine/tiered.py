@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
 from kvferry.tiers.decode import decode_header
 from kvferry.tiers.format import encode_header
 from kvferry.tiers.image import header_of
+from support.vllm_engine.mtp import checkpoint_of, family_of
 from support.vllm_engine.pair import connector
 from support.vllm_engine.process import Engine
 
@@ -35,7 +35,7 @@ class Tiered:
         """Start it, and wait until it is up.
 
         Args:
-            family: of `kvferry.serving.tiny`.
+            family: of `kvferry.serving.tiny`, or of `mtp`.
             checkpoints: folder of checkpoints.
             directory: of the file tier.
             log: file for what the engine prints.
@@ -51,11 +51,11 @@ class Tiered:
             {"type": "host", "capacity": "64MiB"},
             {"type": "file", "path": str(directory), "capacity": "1GiB"},
         ]
-        own = {**FAMILIES[family].engine_options(), **STEP, **(options or {})}
+        own = {**family_of(family).engine_options(), **STEP, **(options or {})}
         self.engine = Engine(
             log,
             {"VLLM_LOGGING_LEVEL": "INFO"},
-            model=str(model or tiny_checkpoint(family, checkpoints)),
+            model=str(model or checkpoint_of(family, checkpoints)),
             fresh=fresh,
             kv_transfer_config=connector(tiers=tiers, **(settings or {})),
             **own,
