@@ -62,22 +62,27 @@ def test_blocks_of_other_weights_are_refused_and_the_prompt_computed_here(
         both.close()
 
 
+MEAN = {"runner": "pooling", "pooler_config": {"seq_pooling_type": "MEAN"}}
+
+
 @pytest.mark.parametrize(
-    ("config", "sentence"),
+    ("config", "more", "sentence"),
     [
-        (connector(leese_seconds=3), "no key 'leese_seconds'; did you mean 'lease_seconds'"),
-        ({**connector(), "kv_load_failure_policy": "fail"}, "it must be 'recompute'"),
-        (connector(host="10.0.0.1"), "no secret_file is set"),
-        (connector(layout="BLHNC"), "layout is 'BLHNC', but the engine's cache has LBHNC"),
+        (connector(leese_seconds=3), {}, "no key 'leese_seconds'; did you mean 'lease_seconds'"),
+        ({**connector(), "kv_load_failure_policy": "fail"}, {}, "it must be 'recompute'"),
+        (connector(host="10.0.0.1"), {}, "no secret_file is set"),
+        (connector(layout="BLHNC"), {}, "layout is 'BLHNC', but the engine's cache has LBHNC"),
+        (connector(), MEAN, "this model pools over every token of a prompt"),
     ],
 )
 @pytest.mark.family
 def test_a_setting_that_cannot_be_used_is_said_at_start(
-    running: object, checkpoints: Path, tmp_path: Path, config: dict, sentence: str
+    running: object, checkpoints: Path, tmp_path: Path, config: dict, more: dict, sentence: str
 ) -> None:
     running.close()
     model = tiny_checkpoint("qwen3", checkpoints)
-    engine = Engine(tmp_path / "engine.log", **{**options(model), "kv_transfer_config": config})
+    settings = {**options(model), **more, "kv_transfer_config": config}
+    engine = Engine(tmp_path / "engine.log", **settings)
     try:
         with pytest.raises(EngineError, match=sentence.split(";", maxsplit=1)[0]):
             engine.ready()

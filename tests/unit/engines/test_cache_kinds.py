@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm.config import CacheConfig, VllmConfig, set_current_vllm_config
+from vllm.config import CacheConfig, ModelConfig, PoolerConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
 from vllm.models.deepseek_v4.attention import DeepseekV4IndexerCache
 from vllm.models.deepseek_v4.compressor import CompressorStateCache
@@ -218,3 +218,23 @@ def test_a_layer_that_is_refused_is_named() -> None:
     held = KVCacheConfig(1, [], [KVCacheGroupSpec(["decoder.0"], spec)])
     with pytest.raises(ConfigError, match=r"^layer decoder\.0: kvferry cannot move CrossAttentionSpec"):
         describe_cache(config_of(), held, {}, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "said"),
+    [
+        ("MEAN", r"pools over every token of a prompt \(MEAN\).*without a KV connector"),
+        ("CLS", r"pools over every token of a prompt \(CLS\)"),
+        ("LAST", "cannot move CrossAttentionSpec"),
+    ],
+)
+def test_a_model_that_pools_over_every_token_is_refused_and_no_other(pooling: str, said: str) -> None:
+    config, spec = (
+        config_of(),
+        CrossAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32),
+    )
+    model = SimpleNamespace(attn_type="decoder", pooler_config=PoolerConfig(seq_pooling_type=pooling))
+    model.is_prefix_caching_supported = ModelConfig.is_prefix_caching_supported.fget(model)
+    config.model_config = model
+    with pytest.raises(ConfigError, match=said):
+        describe_cache(config, KVCacheConfig(1, [], [KVCacheGroupSpec(["decoder.0"], spec)]), {}, 0, 0)

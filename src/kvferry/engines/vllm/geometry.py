@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvferry.engines.vllm.compat.layers import attention_layer, conv_channels_first
+from kvferry.engines.vllm.compat.models import pools_every_token
 from kvferry.engines.vllm.compat.specs import is_recurrent, is_ring, kind_of, reach_of, spec_of_layer
 from kvferry.engines.vllm.content import page_of_attention, scales_of, whole_page
 from kvferry.engines.vllm.drafts import draft_layers
@@ -41,6 +42,11 @@ def describe_cache(
         raise ConfigError(
             "this model keeps no KV cache (an encoder, for instance): there is nothing to move or to store; "
             "serve it without a KV connector"
+        )
+    if pooling := pools_every_token(vllm_config):
+        raise ConfigError(
+            f"this model pools over every token of a prompt ({pooling}), and tokens that are loaded are not "
+            "computed; serve it without a KV connector"
         )
     drafts = draft_layers(vllm_config)
     kinds = [kind_of_group(group) for group in kv_cache_config.kv_cache_groups]

@@ -43,3 +43,15 @@ def built_model(vllm_config: VllmConfig) -> torch.nn.Module:
 def vocabulary_size(vllm_config: VllmConfig) -> int:
     """How many token ids the engine can sample."""
     return int(vllm_config.model_config.get_vocab_size())
+
+
+def pools_every_token(vllm_config: VllmConfig) -> str:
+    """The pooling of a model whose answers need every token of a prompt computed; empty for other models.
+
+    vLLM caches no prefixes of such a model, but still asks a connector for them.
+    """
+    model = vllm_config.model_config
+    pooler = getattr(model, "pooler_config", None)
+    if pooler is None or model.is_prefix_caching_supported:
+        return ""
+    return ", ".join(str(each) for each in (pooler.seq_pooling_type, pooler.tok_pooling_type) if each)
