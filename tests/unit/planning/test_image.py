@@ -59,6 +59,12 @@ def test_an_order_that_loops_cannot_follow_is_taken_apart():
     assert image.stretches[0].pieces.length.tolist() == [12, 8, 8]
 
 
+def test_the_longest_stretch_is_that_of_any_plane():
+    short = Plane((0, 8), ONE_CELL, (Nest(0, 0, 4),))
+    long = Plane((0, 16), ONE_CELL, (Nest(100, 100, 12),))
+    assert [fetched(planes, 0).longest for planes in ([short, long], [long, short])] == [12, 12]
+
+
 def test_more_stretches_than_are_worth_packing_are_no_image():
     scattered = Nest(0, 0, 1, (Loop(1 << 9, 3, 1 << 10), Loop(1 << 9, 3 << 9, 2)))
     assert gathered(plane(scattered)) is None

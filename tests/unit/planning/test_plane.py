@@ -7,8 +7,11 @@ from hypothesis import given, strategies as st
 from kvferry.geometry import Axis, Field, GroupKind, PageFormat
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.geometry.store import LayerStore, ModelCache, Stored
+from kvferry.planning.nest import Nest
 from kvferry.planning.plane import Plane, split_tokens
+from kvferry.planning.request import Tally, tally
 from kvferry.planning.retile import retile
+from kvferry.planning.select import Cells
 from kvferry.planning.strategy import Costs, ways
 from kvferry.planning.template import Route, build_templates
 
@@ -110,3 +113,12 @@ def test_a_plane_knows_its_runs_by_length():
     plane = routes(784, 400).planes[0]
     assert isinstance(plane, Plane)
     assert sum(length * count for length, count in plane.lengths) == plane.pieces.total_bytes
+
+
+def test_the_last_cell_of_a_block_may_touch_the_first_of_the_next():
+    """Cells of a block lie apart, at its ends: the last of block 1 and the first of block 2 are one run."""
+    plane = Plane((0, 48), (0, 48), (Nest(0, 0, 16),))
+    route = Route(0, 0, ("a",), 16, 2, 2, 64, 64, 9, 9, (plane,))
+    ids, number = np.array([1, 1, 2, 2]), np.arange(4)
+    assert tally(route, Cells(ids, ids, number)) == Tally(64, 4, 3, 32)
+    assert tally(route, Cells(ids, np.array([1, 1, 3, 3]), number)) == Tally(64, 4, 4, 16)

@@ -39,6 +39,25 @@ def test_little_goes_direct_where_asking_costs_more():
     assert found[choose(found, 1, costs)].strategy is not Strategy.STAGED
 
 
+def test_copies_of_either_side_are_part_of_the_work():
+    """One layer of half the heads: one loop, a run per token."""
+    found = {
+        (way.strategy, way.landing is None): way for way in ways(route("LBNHC", "LBNHC", 1, 2), COSTS, ROOM)
+    }
+    copies = {
+        of: (way.work.gather_calls, way.work.gather_runs, way.work.scatter_calls, way.work.scatter_runs)
+        for of, way in found.items()
+    }
+    runs = 4 * 16
+    assert copies[Strategy.DIRECT, True] == (0, 0, 0, 0)
+    assert copies[Strategy.OVER_READ, True][:2] == (0, 0)
+    assert copies[Strategy.OVER_READ, True][2:] == copies[Strategy.STAGED, True][:2]
+    assert copies[Strategy.STAGED, True][2:] == (0, 0)
+    assert copies[Strategy.STAGED, True][1] == runs
+    assert copies[Strategy.STAGED, False][:2] == copies[Strategy.STAGED, True][:2]
+    assert all(0 < copies[Strategy.STAGED, False][at] <= runs for at in (2, 3))
+
+
 def test_half_the_heads_read_whole_is_twice_the_bytes():
     found = {way.strategy: way for way in ways(route("LBNHC", "LBNHC", 1, 2), COSTS, ROOM)}
     direct, over = found[Strategy.DIRECT].work, found[Strategy.OVER_READ].work
