@@ -46,6 +46,22 @@ def test_without_kv_heads_every_head_keeps_its_own():
     assert kept(dense(num_key_value_heads=None, layers=1)) == [(FULL, 0, 2 * 8 * 16 * 2)]
 
 
+@pytest.mark.parametrize(
+    "name", ["num_kv_heads", "n_head_kv", "multi_query_group_num", "num_attention_groups"]
+)
+def test_kv_heads_are_read_under_the_names_that_families_give_them(name):
+    config = dense(num_key_value_heads=None, layers=1, **{name: 2})
+    assert kept(config) == [(FULL, 0, 2 * 2 * 16 * 2)]
+
+
+@pytest.mark.parametrize("name", ["window_length", "num_sink_tokens", "sparsify"])
+def test_what_a_block_configuration_says_of_attention_and_nobody_has_read_is_refused(name):
+    blocks = [{"attention": {name: 4}}, {"attention": {"no_op": True}}]
+    config = dense("nemotron-nas", 2, block_configs=blocks)
+    with pytest.raises(ConfigError, match=f"block_configs says {name} of layer 0"):
+        model_cache(config)
+
+
 def test_multi_query_keeps_one_head():
     assert kept(dense("falcon", 1, multi_query=True, num_key_value_heads=None)) == [(FULL, 0, 2 * 1 * 16 * 2)]
     assert kept(dense("llama", 1, num_key_value_heads=1)) == [(FULL, 0, 2 * 1 * 16 * 2)]

@@ -94,6 +94,7 @@ def test_what_is_not_connected_can_be_disconnected(world, caplog):
     world.links.disconnect("nobody")
     world.faulty = True
     world.links.connect("P", ())
+    assert list(world.links) == []
     world.links.disconnect("P")
     world.links.let_go()
     assert list(world.links) == []
