@@ -86,6 +86,16 @@ def test_requests_say_what_leaves_their_content_without_a_certain_name() -> None
             named(**how)
 
 
+def test_workers_say_which_models_they_have() -> None:
+    from vllm.v1.worker.cpu_worker import CPUWorker
+    from vllm.v1.worker.gpu_worker import Worker
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    for worker in (CPUWorker, Worker):
+        assert issubclass(worker, WorkerBase)
+        assert parameters(worker.get_model) == parameters(worker.get_draft_model) == ["self"]
+
+
 def test_requests_have_what_trimming_a_prompt_touches() -> None:
     from vllm import SamplingParams
     from vllm.v1.request import Request

@@ -14,6 +14,7 @@ import torch
 from kvferry.engines.vllm.content import Shard
 from kvferry.engines.vllm.heads import projections, shards
 from kvferry.serving.tiny import tiny_checkpoint
+from support.played_worker import PlayedWorker
 
 pytestmark = pytest.mark.engine
 
@@ -66,7 +67,9 @@ def test_each_layer_has_its_own_number_of_heads_as_its_weights_are_loaded(
         with rank_of(monkeypatch, rank, ranks, model) as config:
             made = attention_of(config)
             layers = {name: (module.attn, spec) for name, (module, spec) in made.items()}
+            worker = PlayedWorker(config, torch.nn.ModuleList(module for module, _ in made.values()))
             found = shards(config, layers, rank)
+            del worker
             for (name, (module, spec)), total in zip(made.items(), (2, 1), strict=True):
                 shard = found[name]
                 assert (shard.rank, shard.ranks, shard.total) == (rank, ranks, total)
@@ -81,10 +84,14 @@ def test_a_layer_that_has_no_projection_is_said_to_be_uncertain_rather_than_wron
             self.attn = torch.nn.Identity()
 
     parts = Parts()
-    assert projections([parts.attn]) == {}
+    assert projections(parts.modules(), [parts.attn]) == {}
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=2),
         model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 8),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+        speculative_config=None,
     )
+    worker = PlayedWorker(config, parts)
     found = shards(config, {"attn": (parts.attn, SimpleNamespace(num_kv_heads=1, max_tp_shards=None))}, 1)
     assert found == {"attn": Shard(1, 2, 0, 0)}
+    del worker

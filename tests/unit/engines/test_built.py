@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +11,11 @@ import torch
 
 from kvferry.engines.vllm import built
 from kvferry.engines.vllm.built import Built, built_of
-from kvferry.engines.vllm.compat import models
-from kvferry.engines.vllm.compat.models import built_model
+from kvferry.engines.vllm.compat.models import Models, built_models, draft_layer_names
 from kvferry.engines.vllm.settings_text import settings_of
 from kvferry.errors import ConfigError
 from kvferry.transport.messages import MOST_NAMED, compare
+from support.played_worker import PlayedWorker
 
 
 class Rotary(torch.nn.Module):
@@ -45,7 +46,7 @@ class Model(torch.nn.Module):
 
 def facts(model: torch.nn.Module, monkeypatch: Any, **config: Any) -> Built:
     hf = SimpleNamespace(to_dict=lambda: config)
-    monkeypatch.setattr(built, "built_model", lambda _: model)
+    monkeypatch.setattr(built, "built_models", lambda _: Models(model, None))
     return built_of(SimpleNamespace(model_config=SimpleNamespace(hf_config=hf)))
 
 
@@ -143,31 +144,54 @@ def test_what_a_model_writes_into_its_configuration_is_a_fact_of_every_rank(monk
     assert ranks[0].with_other(ranks[1]).facts()["model configuration"] == {"tuning": "true"}
 
 
-def engine_of(**layers: torch.nn.Module | torch.nn.Parameter) -> SimpleNamespace:
-    """As much of an engine's configuration as its model is found by."""
+def engine_of(draft: bool = False, **layers: Any) -> SimpleNamespace:
+    """As much of an engine's configuration as its models are found by."""
     return SimpleNamespace(
-        compilation_config=SimpleNamespace(static_forward_context=layers), speculative_config=None
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+        speculative_config=SimpleNamespace(uses_draft_kv_cache=lambda: draft),
     )
 
 
-def test_the_model_of_an_engine_is_the_one_with_its_layers():
-    layer, others = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
-    mine, theirs = torch.nn.Sequential(torch.nn.Sequential(layer)), torch.nn.Sequential(others)
-    found = built_model(engine_of(a=layer))
-    assert found is mine
-    assert found is not theirs
+def test_the_models_of_an_engine_are_those_of_the_worker_with_its_layers():
+    mine, draft, theirs = (torch.nn.Linear(1, 1) for _ in range(3))
+    one, other, speculating = engine_of(a=mine), engine_of(a=mine), engine_of(draft=True, a=mine)
+    workers = [
+        PlayedWorker(one, mine),
+        PlayedWorker(other, theirs, draft),
+        PlayedWorker(speculating, mine, draft),
+    ]
+    assert built_models(one) == Models(mine, None)
+    assert built_models(other) == Models(theirs, None), "a draft that keeps nothing is of no interest"
+    assert built_models(speculating) == Models(mine, draft)
+    del workers
     with pytest.raises(ConfigError, match="was not found in this process"):
-        built_model(engine_of(a=torch.nn.Parameter(torch.ones(1))))
+        built_models(engine_of(a=mine))
 
 
-def test_the_model_of_an_engine_is_not_its_draft_model_however_large_that_is(monkeypatch):
-    layer, large = torch.nn.Linear(1, 1), [torch.nn.Linear(64, 64) for _ in range(3)]
-    mine, draft = torch.nn.Sequential(layer), torch.nn.Sequential(*large)
-    config = engine_of(a=layer, **{f"draft.{number}": one for number, one in enumerate(large)})
-    monkeypatch.setattr(models, "draft_layer_names", lambda _: {"draft.0", "draft.1", "draft.2"})
-    assert built_model(config) is mine
-    monkeypatch.setattr(models, "draft_layer_names", lambda _: {"a"})
-    assert built_model(config) is draft, "the names tell them apart, not the sizes"
+def test_models_are_found_again_when_vllm_has_hidden_all_objects():
+    model = torch.nn.Linear(1, 1)
+    config, other = engine_of(a=model), engine_of(a=model)
+    workers = PlayedWorker(config, model), PlayedWorker(other, model)
+    assert built_models(config) == Models(model, None)
+    gc.freeze()
+    try:
+        assert built_models(config) == Models(model, None)
+        with pytest.raises(ConfigError, match="was not found"):
+            built_models(other)
+    finally:
+        gc.unfreeze()
+    del workers
+
+
+def test_layers_of_a_draft_are_those_that_it_does_not_share_with_the_target():
+    own, shared, extra, drafts = (torch.nn.Linear(1, 1) for _ in range(4))
+    config = engine_of(draft=True, own=own, shared=shared, extra=extra, draft0=drafts)
+    target, draft = torch.nn.Sequential(own, shared), torch.nn.Sequential(shared, torch.nn.Sequential(drafts))
+    worker = PlayedWorker(config, target, draft)
+    assert draft_layer_names(config) == {"draft0"}
+    config.speculative_config = None
+    assert draft_layer_names(config) == set()
+    del worker
 
 
 def test_of_many_settings_that_differ_some_are_named_and_the_others_counted():

@@ -34,6 +34,7 @@ from kvferry.geometry.canonical import canonical_of
 from kvferry.planning.select import Span, select_cells
 from kvferry.planning.template import build_templates
 from support.backends import emulated
+from support.played_worker import PlayedWorker
 
 BLOCKS = 5
 Make = Callable[[VllmConfig], Any]
@@ -64,12 +65,13 @@ def described(make: Make, *, tp: int = 1, rank: int = 0, block: int = 64) -> Ran
     (view,) = create_kv_cache_views(memory, spec, BLOCKS, KVCacheLayout.LBNHC, placed)
     config.compilation_config.static_forward_context["layer.0"] = layer
     held = KVCacheConfig(BLOCKS, [placed], [KVCacheGroupSpec(["layer.0"], spec)])
+    _KEPT.append(PlayedWorker(config, layer))
     geometry = describe_cache(config, held, {"layer.0": view}, rank, 0)
     _KEPT.append(memory)
     return geometry
 
 
-_KEPT: list[torch.Tensor] = []
+_KEPT: list[Any] = []
 
 
 def indexer(config: Any) -> Any:

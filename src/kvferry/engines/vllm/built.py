@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from kvferry.engines.vllm.compat.models import SHARED_LAYERS, built_model
+from kvferry.engines.vllm.compat.models import SHARED_LAYERS, built_models
 from kvferry.engines.vllm.settings_text import settings_of, text_of
 
 _POSITIONS = (1, 2, 63)
@@ -70,7 +70,7 @@ def built_of(vllm_config: Any) -> Built:
     Raises:
         ConfigError: the model is not in this process.
     """
-    model = built_model(vllm_config)
+    model = built_models(vllm_config).target
     settings = settings_of(vllm_config.model_config.hf_config.to_dict())
     modules: dict[str, set[str]] = {"class": {type(model).__name__}}
     for name, text in _kept(model):

@@ -12,7 +12,8 @@ import json
 from typing import Any
 
 from kvferry.engines.vllm.checkpoints import weights
-from kvferry.engines.vllm.compat.drafts import draft_layer_names, keeps_draft_layers
+from kvferry.engines.vllm.compat.drafts import keeps_draft_layers
+from kvferry.engines.vllm.compat.models import draft_layer_names
 from kvferry.engines.vllm.settings_text import settings_of
 
 _THE_MODELS_OWN = "the model's own"

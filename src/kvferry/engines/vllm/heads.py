@@ -8,29 +8,27 @@ its weight loader takes the rows of head ``rank // copies``.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
-
+from kvferry.engines.vllm.compat.models import built_models
 from kvferry.engines.vllm.compat.specs import is_replicated
 from kvferry.engines.vllm.content import Shard
 
 _COPIES = "num_kv_head_replicas"
 
 
-def projections(layers: Iterable[Any]) -> dict[int, Any]:
+def projections(modules: Iterable[Any], layers: Iterable[Any]) -> dict[int, Any]:
     """Find the QKV projection beside each attention layer, by the layer's `id`; none if there is none.
 
-    An engine hands over layers without the modules around them, so these are looked for among all objects.
+    Args:
+        modules: all modules of the models that have the layers.
+        layers: attention layers.
     """
     wanted = {id(layer) for layer in layers}
     found = {}
-    for module in gc.get_objects():
-        if not issubclass(type(module), torch.nn.Module):
-            continue
-        children = vars(module).get("_modules", {}).values()
+    for module in modules:
+        children = list(module.children())
         # An adapter (LoRA) wraps the projection.
         beside = [one for child in children if hasattr(one := getattr(child, "base_layer", child), _COPIES)]
         if len(beside) == 1:
@@ -73,10 +71,17 @@ def shards(vllm_config: Any, layers: Mapping[str, tuple[Any, Any]], rank: int) -
     """
     ranks = int(vllm_config.parallel_config.tensor_parallel_size)
     of_model = int(vllm_config.model_config.get_total_num_kv_heads())
-    found = projections(layer for layer, _ in layers.values()) if ranks > 1 else {}
+    found = projections(_modules(vllm_config), (layer for layer, _ in layers.values())) if ranks > 1 else {}
     return {
         name: Shard(rank, ranks, 0, 1)  # a latent, the same on every rank
         if is_replicated(spec)
         else shard_of(int(spec.num_kv_heads), rank, ranks, found.get(id(layer)), of_model)
         for name, (layer, spec) in layers.items()
     }
+
+
+def _modules(vllm_config: Any) -> Iterator[Any]:
+    models = built_models(vllm_config)
+    for model in (models.target, models.draft):
+        if model is not None:
+            yield from model.modules()

@@ -10,8 +10,8 @@ connector's other modules from importing vLLM. Callers import from the module th
 - `dtypes`: element types of the cache
 - `layouts`: memory layouts, and the attention backends that take them
 - `layers`: the engine's layer objects
-- `models`: the model that a worker has built
-- `drafts`: draft models of speculative decoding
+- `models`: the models that a worker has built
+- `drafts`: the settings of speculative decoding with a draft model
 - `multimodal`: images, video and audio, and their processor
 - `requests`, `request_ids`: a request in the scheduler, and its id
 - `frees`: when vLLM gives blocks back

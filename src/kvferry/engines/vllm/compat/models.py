@@ -1,43 +1,75 @@
-"""The model that a worker has built; vLLM hands a connector no reference to it."""
+"""The models that a worker has built; vLLM hands a connector no reference to them."""
 
 from __future__ import annotations
 
 import gc
+from dataclasses import dataclass
+from itertools import chain
+from weakref import WeakSet
 
 import torch
 from vllm.config import VllmConfig
+from vllm.v1.worker.worker_base import WorkerBase
 
-from kvferry.engines.vllm.compat.drafts import draft_layer_names
+from kvferry.engines.vllm.compat.drafts import keeps_draft_layers
 from kvferry.errors import ConfigError
 
 SHARED_LAYERS = ("vllm.model_executor.layers.", "vllm.v1.", "vllm.attention.", "torch.")
 """Modules that all models are made of; what others keep is a model's own."""
 
 
-def built_model(vllm_config: VllmConfig) -> torch.nn.Module:
-    """The model that this worker has built, not the draft model; vLLM hands a connector no reference to it.
+_FOUND = WeakSet[WorkerBase]()
 
-    It is in no other module, and has the layers of this engine that are not a draft's. Call it before vLLM
-    warms up: it then hides all objects from the garbage collector.
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The models of one worker.
+
+    Attributes:
+        target: the model that answers requests.
+        draft: the model that speculates, if it keeps layers of its own in the cache; else None.
+    """
+
+    target: torch.nn.Module
+    draft: torch.nn.Module | None
+
+
+def built_models(vllm_config: VllmConfig) -> Models:
+    """The models of the worker in this process that serves this configuration.
+
+    The worker is found among all objects: it has the same table of layers. Call this once before vLLM warms
+    up, which hides all objects from the garbage collector on a GPU; from then on the worker is remembered.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such worker.
     """
-    drafts = draft_layer_names(vllm_config)
     context = vllm_config.compilation_config.static_forward_context
-    layers = {id(layer) for name, layer in context.items() if name not in drafts}
-    modules = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]
-    inner = {id(child) for one in modules for child in one.children()}
-    counts = [
-        (sum(id(part) in layers for part in one.modules()), one) for one in modules if id(one) not in inner
-    ]
-    most, model = max(counts, key=lambda each: each[0], default=(0, None))
-    if model is None or not most:
-        raise ConfigError(
-            "the engine's model was not found in this process, so nothing can say what its KV cache holds; "
-            "please report this with the version of vLLM"
-        )
-    return model
+    for one in chain(_FOUND, gc.get_objects()):
+        if issubclass(type(one), WorkerBase) and one.compilation_config.static_forward_context is context:
+            _FOUND.add(one)
+            return Models(one.get_model(), one.get_draft_model() if keeps_draft_layers(vllm_config) else None)
+    raise ConfigError(
+        "the engine's model was not found in this process, so nothing can say what its KV cache holds; "
+        "please report this with the version of vLLM"
+    )
+
+
+def draft_layer_names(vllm_config: VllmConfig) -> frozenset[str]:
+    """Names of the layers that only the draft model has; call it in a worker.
+
+    Names and places in a list of layers say nothing certain, and KV cache groups mix them with the target's.
+
+    Raises:
+        ConfigError: the models are not in this process.
+    """
+    if not keeps_draft_layers(vllm_config):
+        return frozenset()
+    models = built_models(vllm_config)
+    if models.draft is None:
+        return frozenset()
+    own = {id(part) for part in models.draft.modules()} - {id(part) for part in models.target.modules()}
+    layers = vllm_config.compilation_config.static_forward_context
+    return frozenset(name for name, layer in layers.items() if id(layer) in own)
 
 
 def vocabulary_size(vllm_config: VllmConfig) -> int:
