@@ -97,6 +97,7 @@ def _shape(of: ModelCache) -> EngineShape:
 def _request(name: str, tokens: Sequence[int]) -> Any:
     """As vLLM has one."""
     return SimpleNamespace(
+        abort_immediately=False,
         request_id=name,
         prompt_token_ids=tokens,
         prompt_embeds=None,
