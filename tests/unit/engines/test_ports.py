@@ -27,6 +27,7 @@ def configured(engine_id: str, index: int = 0) -> SimpleNamespace:
         model_config=SimpleNamespace(model="tiny"),
         observability_config=SimpleNamespace(otlp_traces_endpoint=None),
         lora_config=None,
+        max_in_flight_tokens=256,
         num_prefill_lookahead_tokens=0,
     )
 
