@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
 from kvferry.transport.messages import compare
 from support.vllm_engine.inside import distance
-from support.vllm_engine.odd_models import LLAMA4, PHI3, checkpoint
+from support.vllm_engine.odd_models import PHI3, checkpoint
 from support.vllm_engine.pair import connector, prompt
 from support.vllm_engine.process import Engine
 
@@ -40,7 +40,7 @@ class Engines:
     def model(self, name: str) -> Path:
         if name in FAMILIES:
             return tiny_checkpoint(name, self._checkpoints)
-        return checkpoint({"phi3": PHI3, "llama4": LLAMA4}[name], self._checkpoints)
+        return checkpoint(PHI3, self._checkpoints)
 
     def options(self, name: str, **options: Any) -> Options:
         family = FAMILIES[name].engine_options() if name in FAMILIES else {"dtype": "float32"}

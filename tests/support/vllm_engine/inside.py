@@ -642,10 +642,12 @@ def _scheduler(engine: Any) -> Any:
 
 
 def contents(engine: Any) -> list[tuple[str, str, list[str]]]:
-    """(kind, content id, field names) of every group's first layer."""
+    """(kind, content id, field names) of every layer, group by group."""
     groups = worker_half(engine)._geometry.groups
     return [
-        (str(g.kind), g.layers[0].page.content, [f.name for f in g.layers[0].page.fields]) for g in groups
+        (str(group.kind), layer.page.content, [field.name for field in layer.page.fields])
+        for group in groups
+        for layer in group.layers
     ]
 
 

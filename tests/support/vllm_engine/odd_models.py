@@ -1,4 +1,4 @@
-"""Tiny checkpoints of models that derive something from `max_model_len`."""
+"""A tiny checkpoint of a model that derives something from `max_model_len`."""
 
 from __future__ import annotations
 
@@ -28,22 +28,6 @@ PHI3 = Family(
     embedding_scale=0.02,
 )
 """LongRoPE: factors for long prompts where `max_model_len` is beyond 512."""
-
-LLAMA4 = Family(
-    name="llama4",
-    groups="chunked local attention, full attention",
-    config="Llama4TextConfig",
-    settings={
-        **_ATTENTION,
-        "intermediate_size_mlp": 256,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-        "max_position_embeddings": 65_536,
-        "attention_chunk_size": 256,
-        "tie_word_embeddings": False,
-    },
-)
-"""Temperature tuning where `max_model_len` is beyond 32,768."""
 
 
 def checkpoint(family: Family, folder: Path) -> Path:

@@ -117,6 +117,20 @@ _ALL = (
         },
     ),
     Family(
+        name="llama4",
+        groups="3 chunked local attention, 1 full attention",
+        config="Llama4TextConfig",
+        settings={
+            **_ATTENTION,
+            "intermediate_size_mlp": 256,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "attention_chunk_size": 128,
+            # vLLM tunes temperatures where prompts may have more than 32,768 tokens.
+            "max_position_embeddings": 65_536,
+        },
+    ),
+    Family(
         name="dsv2",
         groups="MLA",
         config="DeepseekV2Config",
