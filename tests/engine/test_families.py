@@ -23,6 +23,7 @@ ALL = (
     Setup("qwen3", options=SHORT_STEPS, exact=True),
     Setup("qwen3", "uncached", {**NO_CACHE, **SHORT_STEPS}, exact=True, asynchronous=True),
     Setup("gemma3", options=SHORT_STEPS, exact=True),
+    Setup("gemma3", "uncached", {**NO_CACHE, **SHORT_STEPS}, exact=True),
     Setup("gemma3", "one-group", {**SHORT_STEPS, "disable_hybrid_kv_cache_manager": True}, exact=True),
     Setup("gptoss", options=SHORT_STEPS, asynchronous=True),
     Setup("llama4", options=SHORT_STEPS, asynchronous=True),

@@ -18,6 +18,7 @@ from support.vllm_engine.process import Engine
 KINDS = {
     "full_attention": GroupKind.FULL,
     "sliding_window": GroupKind.SLIDING,
+    "chunked_local_attention": GroupKind.CHUNKED,
     "mla_attention": GroupKind.MLA,
     "mamba": GroupKind.STATE,
 }

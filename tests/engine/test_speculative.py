@@ -41,8 +41,11 @@ ALL = (
     speculating("gptoss", "eagle", "eagle"),
     speculating("gptoss", "", "eagle"),
     speculating("qwen3", "ngram", "ngram"),
+    speculating("qwen3", "ngram", ""),
     speculating("gemma3", "", "ngram"),
+    speculating("gemma3", "ngram", "ngram"),
     speculating("mimo", "", "mtp"),
+    speculating("mimo", "mtp", ""),
     speculating("mimo3", "mtp", "mtp"),
 )
 pytestmark = engines("pair", REPRESENTATIVE, ALL)

@@ -54,6 +54,7 @@ REPRESENTATIVE = (
 ALL = (
     Family("gemma4", 700, other=SMALL),
     Family("gptoss", 700, ASYNC, other=SMALL, exact=False),
+    Family("llama4", 700, other=SMALL),
     Family("dsv3", 700, exact=False),
     Family(
         "qwen3next",

@@ -125,7 +125,7 @@ _ALL = (
             "intermediate_size_mlp": 256,
             "num_local_experts": 2,
             "num_experts_per_tok": 1,
-            "attention_chunk_size": 128,
+            "attention_chunk_size": 384,
             # vLLM tunes temperatures where prompts may have more than 32,768 tokens.
             "max_position_embeddings": 65_536,
         },
