@@ -230,9 +230,14 @@ def served(
 def test_every_rank_gets_its_heads_and_the_answer_is_a_single_engines(served: Served) -> None:
     ask_ranks(served.decode, "witness_loads", None)
     for length in (301, 40, 700):
-        text = prompt(length, length)
-        answer, transfer = served.through(text)
-        assert transfer is not None, "nothing was loaded"
+        for again in range(3):
+            text = prompt(length, length + again)
+            answer, transfer = served.through(text)
+            assert transfer is not None, "nothing was loaded"
+            # Three ranks on two cores: Linux 6.18 may not let an engine run until the other's lease is over.
+            if transfer.outcome != "expired":
+                break
+            ask_ranks(served.decode, "witnessed_loads")
         assert transfer.outcome == "ready", transfer.reason
         if length == 301:
             assert transfer.bytes == served.ranks.moved * LAYER_TOKEN
