@@ -21,7 +21,7 @@ from kvferry.geometry import RankGeometry
 from kvferry.planning.select import Span
 from kvferry.transport.agent import Agent, ReadState
 from kvferry.transport.lane import ReadResult
-from kvferry.transport.lease import LeaseWords, Ticket
+from kvferry.transport.lease import LeaseWord, LeaseWords
 from kvferry.transport.messages import RankCard
 from kvferry.transport.read_plan import ReadOrder
 from kvferry.transport.settings import TransferSettings
@@ -31,7 +31,7 @@ from transport.producer import Produce
 
 TESTS = Path(__file__).parents[1]
 INCARNATION = 100
-FIRST = Ticket(slot=0, generation=0, incarnation=1)
+FIRST = LeaseWord(slot=0, generation=0, incarnation=1)
 _PROGRAM = """
 import sys
 from multiprocessing.connection import Connection
@@ -184,9 +184,9 @@ class Reader:
         span: Span,
         src: Sequence[np.ndarray],
         dst: Sequence[np.ndarray],
-        ticket: Ticket = FIRST,
+        lease: LeaseWord = FIRST,
     ) -> None:
-        self.thread.submit(ReadOrder(key, peer, span, tuple(src), tuple(dst), ticket))
+        self.thread.submit(ReadOrder(key, peer, span, tuple(src), tuple(dst), lease))
 
     def result(self, key: str, seconds: float = 30.0) -> ReadResult | None:
         """How an order ended; None if it has not, after so many seconds."""

@@ -79,16 +79,16 @@ def test_what_is_read_in_the_wrong_order_is_noticed(reader: Reader) -> None:
 
 def test_every_lease_is_acknowledged(reader: Reader) -> None:
     ferry = Ferry("", reader, SOURCE)
-    tickets = []
+    leases = []
     for _ in range(2):
         ferry.move()
         wanted = reader.wanted(SOURCE.span, SOURCE.tables, reader.engine.tables)
-        tickets.append(wanted.ticket)
+        leases.append(wanted.lease)
         reader.acknowledge(wanted.key)
         reader.producer.wait_ended()
     # One slot serves all: it is free again each time, one generation on.
-    assert {ticket.slot for ticket in tickets} == {tickets[0].slot}
-    assert tickets[1].generation == tickets[0].generation + 2
+    assert {lease.slot for lease in leases} == {leases[0].slot}
+    assert leases[1].generation == leases[0].generation + 2
 
 
 def test_a_producer_that_dies_is_one_sentence(reader: Reader) -> None:

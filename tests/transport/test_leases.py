@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.transport.lease import Ticket
+from kvferry.transport.lease import LeaseWord
 from transport import large
 from transport.pair import INCARNATION
 from transport.producer import SLOTS
@@ -26,9 +26,11 @@ def reader(world, producer):
 
 def test_a_word_that_was_raised_before_the_read_is_a_failure_and_only_for_its_slot(reader, producer):
     producer.tell("end", [3])
-    reader.submit("late", "P", large.span(2), large.FORWARD, large.FORWARD, Ticket(3, 0, 1))
-    reader.submit("other slot", "P", large.span(2), large.FORWARD, large.FORWARD, Ticket(4, 0, 1))
-    reader.submit("same slot, next lease", "P", large.span(2), large.FORWARD, large.FORWARD, Ticket(3, 1, 1))
+    reader.submit("late", "P", large.span(2), large.FORWARD, large.FORWARD, LeaseWord(3, 0, 1))
+    reader.submit("other slot", "P", large.span(2), large.FORWARD, large.FORWARD, LeaseWord(4, 0, 1))
+    reader.submit(
+        "same slot, next lease", "P", large.span(2), large.FORWARD, large.FORWARD, LeaseWord(3, 1, 1)
+    )
     late = reader.result("late")
     assert GONE in late.failure
     assert not late.peer_lost, "another lease may hold"
@@ -55,7 +57,7 @@ def test_blocks_reused_while_they_are_read_are_never_taken_for_good(over_tcp, wo
     wanted = large.pages(7)[1:]
     for attempt in range(3):
         key = f"load {attempt}"
-        reader.submit(key, "P", large.SPAN, large.FORWARD, large.FORWARD, Ticket(0, attempt, 1))
+        reader.submit(key, "P", large.SPAN, large.FORWARD, large.FORWARD, LeaseWord(0, attempt, 1))
         producer.tell("end", [0])
         if attempt == 1:
             producer.tell("zero")
@@ -79,7 +81,7 @@ def test_a_word_of_another_run_of_the_worker_is_a_failure(world, producer):
 
 @pytest.mark.parametrize("slot", [SLOTS, 2**40])
 def test_a_slot_that_does_not_exist_is_a_failure_and_nothing_is_read(reader, slot):
-    reader.submit("load", "P", large.span(1), large.FORWARD, large.FORWARD, Ticket(slot, 0, 1))
+    reader.submit("load", "P", large.span(1), large.FORWARD, large.FORWARD, LeaseWord(slot, 0, 1))
     assert f"lease slot {slot} does not exist, the peer has {SLOTS}" in reader.result("load").failure
     assert reader.agent.posted == 0
 
@@ -98,5 +100,5 @@ def test_what_an_earlier_read_left_in_a_landing_place_is_not_taken_for_an_answer
         reader.submit(key, "P", large.span(1), large.FORWARD, large.FORWARD)
         assert reader.result(key).failure is None
     _, before_first_word, left_by_first, before_second_word = seen
-    assert left_by_first == Ticket(0, 0, 1).word(INCARNATION)
+    assert left_by_first == LeaseWord(0, 0, 1).word(INCARNATION)
     assert left_by_first not in (before_first_word, before_second_word)

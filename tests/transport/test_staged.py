@@ -15,7 +15,7 @@ from kvferry.planning.strategy import Strategy
 from kvferry.transport import packed
 from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.gather_messages import Gathered
-from kvferry.transport.lease import Ticket
+from kvferry.transport.lease import LeaseWord
 from kvferry.transport.settings import TransferSettings
 from support.engines import EngineSpec, Family, GroupSpec, Interior, Stored, ranks
 from support.oracle import expect
@@ -256,7 +256,7 @@ def test_a_peer_that_copies_anothers_metadata_and_fails_does_not_take_the_other_
 def test_closing_frees_everything(world, make_producer, strategy):
     reader = world.reader(RANK, settings=settings(strategy))
     reader.thread.connect("P", make_producer().cards)
-    reader.submit("load", "P", SPAN, FROM, INTO, Ticket(0, 0, 1))
+    reader.submit("load", "P", SPAN, FROM, INTO, LeaseWord(0, 0, 1))
     assert reader.result("load").failure is None
     reader.thread.close()
     assert reader.agent.held == {"peers": 0, "lists": 0, "reads": 0, "regions": 0}

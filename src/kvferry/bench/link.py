@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 from kvferry.bench.engines import Engine
 from kvferry.bench.producer import AskEnded, AskTicket, Ended, Listening, Trouble, produce
 from kvferry.errors import TransferError
-from kvferry.transport.lease import Ticket
+from kvferry.transport.lease import LeaseWord
 
 START_SECONDS = 120.0
 ANSWER_SECONDS = 30.0
@@ -77,10 +77,10 @@ class Producer:
         """Where an engine's control channel listens."""
         return self.listening.addresses[engine]
 
-    def grant(self, engine: int, lease: str) -> Ticket:
+    def grant(self, engine: int, lease: str) -> LeaseWord:
         """Have an engine promise its blocks under that name."""
         self._say(AskTicket(engine, lease))
-        return self._answer(Ticket, ANSWER_SECONDS)
+        return self._answer(LeaseWord, ANSWER_SECONDS)
 
     def wait_ended(self) -> None:
         """Return when it has heard every acknowledgement: no lease is held."""

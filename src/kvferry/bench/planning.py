@@ -32,7 +32,7 @@ from kvferry.planning.strategy import LANE_BYTES
 from kvferry.transport.agent import Agent
 from kvferry.transport.area import Area
 from kvferry.transport.costs import costs_of
-from kvferry.transport.lease import Ticket
+from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import Outgoing, RankCard
 from kvferry.transport.packed import chunks_of
 from kvferry.transport.peer import Peer
@@ -40,7 +40,7 @@ from kvferry.transport.read_plan import ReadOrder, Share
 from kvferry.transport.settings import TransferSettings
 
 _WORDS = Region(1 << 30, 4096)
-_TICKET = Ticket(0, 0, 1)
+_TICKET = LeaseWord(0, 0, 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The process that is read from: what prefill engines have, without the engines.
 
 Every rank of every engine has its cache with the request's content and transfers that registered it;
-every engine has a control server and a lease book. The reader asks for tickets through a pipe, as a request's
+every engine has a control server and a lease book. The reader asks for leases through a pipe, as a request's
 parameters would carry them; everything else goes over the control channels.
 """
 
@@ -18,7 +18,7 @@ from kvferry.bench.content import fill
 from kvferry.bench.engines import Engine
 from kvferry.errors import KVFerryError
 from kvferry.transport.control_server import Card, ControlServer
-from kvferry.transport.lease import LeaseBook, LeaseWords, Ticket, new_incarnation
+from kvferry.transport.lease import LeaseBook, LeaseWord, LeaseWords, new_incarnation
 from kvferry.transport.messages import Facts, Heartbeat
 from kvferry.transport.transfers import Transfers
 
@@ -43,7 +43,7 @@ class Listening:
 
 @dataclass(frozen=True, slots=True)
 class AskTicket:
-    """Asks an engine for a lease of that name; answered with a Ticket."""
+    """Asks an engine for a lease of that name; answered with a LeaseWord."""
 
     engine: int
     lease: str
@@ -139,7 +139,7 @@ class _Producer:
         for thread in self._threads:
             thread.close()
 
-    def grant(self, lease: str) -> Ticket | Trouble:
+    def grant(self, lease: str) -> LeaseWord | Trouble:
         """Take a lease."""
         try:
             return self._book.grant(lease)

@@ -106,10 +106,10 @@ class Reader:
         """A load for which the producer has granted a lease."""
         self._leases += 1
         key = f"{self.engine.name}-{self._leases}"
-        ticket = self.producer.grant(peer, key)
+        lease = self.producer.grant(peer, key)
         self._client.hold(self.producer.address(peer), key)
         tables = [table.tolist() for table in src_tables], [table.tolist() for table in dst_tables]
-        return Wanted(key, _name(peer), span, *tables, ticket, strategy)
+        return Wanted(key, _name(peer), span, *tables, lease, strategy)
 
     def acknowledge(self, key: str, peer: int = 0) -> None:
         """Tell the producer that its blocks are no longer needed."""

@@ -17,7 +17,7 @@ from kvferry.planning.pieces import Int64s
 from kvferry.planning.select import Span
 from kvferry.planning.strategy import Strategy
 from kvferry.transport.lane import ReadResult
-from kvferry.transport.lease import Ticket
+from kvferry.transport.lease import LeaseWord
 from kvferry.transport.read_plan import ReadOrder
 from kvferry.transport.transfers import Transfers
 
@@ -33,7 +33,7 @@ class Wanted:
         peer: name under which the peer was connected.
         span: how much of the prompt.
         src_tables, dst_tables: block ids by position and group.
-        ticket: the producer's promise.
+        lease: the word of the producer's lease.
         strategy: pinned, None for the cheapest.
     """
 
@@ -42,7 +42,7 @@ class Wanted:
     span: Span
     src_tables: Sequence[list[int]]
     dst_tables: Sequence[list[int]]
-    ticket: Ticket
+    lease: LeaseWord
     strategy: Strategy | None = None
 
 
@@ -76,7 +76,7 @@ class Steps:
             self._loads.begin(load.key, LOAD_SECONDS)
             tables = as_arrays(load.src_tables), as_arrays(load.dst_tables)
             self._transfers.submit(
-                ReadOrder(load.key, load.peer, load.span, *tables, load.ticket, load.strategy)
+                ReadOrder(load.key, load.peer, load.span, *tables, load.lease, load.strategy)
             )
         stepped = Stepped()
         for result in self._transfers.results():

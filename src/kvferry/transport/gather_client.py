@@ -27,7 +27,7 @@ from kvferry.transport.gather_messages import (
     decode_reply,
     encode,
 )
-from kvferry.transport.lease import Ticket
+from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import PROTOCOL
 
 _QUEUED = 10_000
@@ -81,19 +81,19 @@ class GatherClient:
         self._receive()
         return now < self.silent_until
 
-    def ask(self, route: int, ticket: Ticket, blocks: Int64s, cell: int) -> int:
+    def ask(self, route: int, lease: LeaseWord, blocks: Int64s, cell: int) -> int:
         """Ask for the images of some cells; returns the number of the chunk.
 
         Args:
             route: of those introduced.
-            ticket: the lease.
+            lease: the word of the producer's lease.
             blocks: source block of every cell, int64 of shape (n,).
             cell: place of the first cell in its block.
         """
         chunk = next(self._numbers) % (1 << 31)
         self._wanted[chunk] = self._introductions
         ids = blocks.astype(np.int32).tobytes()
-        if not self._send(Gather(chunk, route, ticket.slot, ticket.generation, ids, cell)):
+        if not self._send(Gather(chunk, route, lease.slot, lease.generation, ids, cell)):
             self._answers[chunk] = NotGathered(chunk, "the producer's worker does not take requests")
         return chunk
 

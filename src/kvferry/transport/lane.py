@@ -262,7 +262,7 @@ class Lane:
             lists = rank.source.lists
             read.packed += [
                 PackedRead(
-                    self._bench, lists, rank.source.client, part.route, part.way, part.cells, order.ticket
+                    self._bench, lists, rank.source.client, part.route, part.way, part.cells, order.lease
                 )
                 for part in rank.packed
             ]
@@ -325,10 +325,10 @@ class Lane:
     def _read_words(self, agent: Agent, read: _Read) -> None:
         """Read the lease word of every rank that was read from, now that the data has arrived."""
         read.words, read.data_done = True, time.perf_counter()
-        there = np.array([read.order.ticket.slot], np.int32)
+        there = np.array([read.order.lease.slot], np.int32)
         for number, rank in enumerate(read.plan.ranks):
             here = np.array([read.landing + number], np.int32)
-            self._landing[here] = ~np.uint64(read.order.ticket.word(rank.source.incarnation))
+            self._landing[here] = ~np.uint64(read.order.lease.word(rank.source.incarnation))
             self._post(
                 agent, read, rank.source.lists.local_words, here, rank.source.lists.remote_words, there
             )
@@ -350,7 +350,7 @@ class Lane:
         )
 
     def _check_words(self, read: _Read) -> None:
-        expected = [read.order.ticket.word(rank.source.incarnation) for rank in read.plan.ranks]
+        expected = [read.order.lease.word(rank.source.incarnation) for rank in read.plan.ranks]
         words = self._landing[read.landing : read.landing + len(expected)].tolist()
         if any(word >> 32 != one >> 32 for word, one in zip(words, expected, strict=True)):
             read.failure, read.peer_lost = "another run of the producer has the memory that was read", True

@@ -1,11 +1,11 @@
 """A producer's promise to keep blocks, and the word that changes before it is broken.
 
 A lease has a slot. Every worker of the producer keeps one 8-byte word per slot in registered memory: the
-worker's incarnation in the high half, the slot's generation in the low half. A *ticket* names the slot and
-the generation that it has now. Taking a lease writes nothing, so a ticket is good from the moment it is
-granted; ending it makes every worker raise the generation *before* it says that the blocks may be given
-back. A consumer reads the word in a second READ posted after its data is there: if it is still the
-ticket's, no block had been given back when the data was read.
+worker's incarnation in the high half, the slot's generation in the low half. A `LeaseWord` names the slot and
+the generation that it has now. Taking a lease writes nothing, so it is good from the moment it is granted;
+ending it makes every worker raise the generation *before* it says that the blocks may be given back. A
+consumer reads the word in a second READ posted after its data is there: if it is still the lease's, no block
+had been given back when the data was read.
 
     FREE ─grant→ HELD ─release or expiry→ ENDING ─all workers have raised the word→ FREE
 
@@ -28,8 +28,8 @@ _GENERATIONS = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
-    """What a consumer needs to use and to check a lease.
+class LeaseWord:
+    """The word that a lease has on every worker: what a consumer needs to check it.
 
     Attributes:
         slot: index of the lease word on every worker.
@@ -75,7 +75,7 @@ class LeaseWords:
         return first
 
     def end(self, slots: Iterable[int]) -> None:
-        """Raise the words of these slots: from here on no READ under their tickets is good."""
+        """Raise the words of these slots: from here on no READ under their old words is good."""
         for slot in slots:
             word = int(self.array[slot])
             self.array[slot] = (word & ~(_GENERATIONS - 1)) | ((word + 1) % _GENERATIONS)
@@ -114,7 +114,7 @@ class LeaseBook:
         """Names of the leases that have not ended."""
         return list(self._held)
 
-    def grant(self, name: str, seconds: float | None = None) -> Ticket:
+    def grant(self, name: str, seconds: float | None = None) -> LeaseWord:
         """Take a lease for the blocks of request `name`; for this book's `seconds` unless said otherwise.
 
         Raises:
@@ -127,7 +127,7 @@ class LeaseBook:
             )
         slot, now = self._free.pop(), self._clock()
         self._held[name] = _Held(slot, now, now + (self.seconds if seconds is None else seconds))
-        return Ticket(slot, self._generations[slot], self._incarnation)
+        return LeaseWord(slot, self._generations[slot], self._incarnation)
 
     def extend(self, names: Iterable[str]) -> list[str]:
         """A consumer is still there: these leases have their full time again. Unknown names are ignored.

@@ -177,7 +177,7 @@ class KeptTurn(msgspec.Struct, frozen=True):
     Attributes:
         engine_id: whose.
         lease: its name there.
-        slot, generation, incarnation: the ticket.
+        slot, generation, incarnation: the word of its lease.
         tokens: that the blocks hold.
         least: the shortest prefix that can be continued from: windows reach no farther back, and recurrent
             state is that after all tokens.

@@ -25,7 +25,7 @@ from kvferry.transport.agent import Agent, ReadState
 from kvferry.transport.area import Area, Lot
 from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.gather_messages import Gathered
-from kvferry.transport.lease import Ticket
+from kvferry.transport.lease import LeaseWord
 from kvferry.transport.prepared import PreparedRoute, PreparedWay
 
 AHEAD = 4
@@ -120,13 +120,13 @@ class PackedRead:
         route: PreparedRoute,
         way: PreparedWay,
         cells: Cells,
-        ticket: Ticket,
+        lease: LeaseWord,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.failure: str | None = None
         self.peer_lost = False
         self._bench, self._lists, self._client = bench, lists, client
-        self._route, self._way, self._ticket, self._clock = route, way, ticket, clock
+        self._route, self._way, self._lease, self._clock = route, way, lease, clock
         self._rest = chunks_of(way, cells)[::-1]
         self._chunks: list[_Chunk] = []
 
@@ -187,7 +187,7 @@ class PackedRead:
         else:
             cells = chunk.cells
             chunk.number = self._source.ask(
-                self._way.gather, self._ticket, cells.src_block, self._route.src_cell(cells)
+                self._way.gather, self._lease, cells.src_block, self._route.src_cell(cells)
             )
             chunk.state = _State.ASKED
         return True

@@ -155,8 +155,8 @@ class Peer:
                 f"the engines have {self.src_groups} and {len(self._ours.groups)}"
             )
         fewest = min(source.leases for source in self.sources)
-        if not 0 <= order.ticket.slot < fewest:
-            raise TransferError(f"lease slot {order.ticket.slot} does not exist, the peer has {fewest}")
+        if not 0 <= order.lease.slot < fewest:
+            raise TransferError(f"lease slot {order.lease.slot} does not exist, the peer has {fewest}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from kvferry.planning.request import Indices, Tally
 from kvferry.planning.select import Cells, Span
 from kvferry.planning.strategy import Strategy
 from kvferry.transport.gather_client import GatherClient
-from kvferry.transport.lease import Ticket
+from kvferry.transport.lease import LeaseWord
 from kvferry.transport.packed import Lists
 from kvferry.transport.prepared import PreparedRoute, PreparedWay
 
@@ -66,7 +66,7 @@ class ReadOrder:
         peer: name under which the peer was connected.
         span: the tokens of the prompt to read.
         src_tables, dst_tables: block ids by position per group of each side, int64 arrays.
-        ticket: the ticket of the producer's lease.
+        lease: the word of the producer's lease.
         strategy: the only strategy to use; None for that of the settings.
         share: the part that this lane reads.
     """
@@ -76,7 +76,7 @@ class ReadOrder:
     span: Span
     src_tables: tuple[Int64s, ...]
     dst_tables: tuple[Int64s, ...]
-    ticket: Ticket
+    lease: LeaseWord
     strategy: Strategy | None = None
     share: Share = ALL
 

@@ -21,7 +21,7 @@ from kvferry.engines.vllm.offer import (
 from kvferry.engines.vllm.prompt import content_of
 from kvferry.errors import ProtocolError
 from kvferry.transport.handshake import Known
-from kvferry.transport.lease import Ticket
+from kvferry.transport.lease import LeaseWord
 from support.lora import adapter, settled
 from support.mm import feature
 from transport.cards import cards, facts
@@ -41,7 +41,7 @@ def test_what_is_written_is_read_even_after_json():
 
 
 def test_an_offer_holds_the_ticket():
-    assert OFFER.remote_lease.ticket() == Ticket(3, 7, 11)
+    assert OFFER.remote_lease.ticket() == LeaseWord(3, 7, 11)
 
 
 def test_keys_mean_what_they_mean_to_routers_made_for_vllm():

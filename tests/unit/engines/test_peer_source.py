@@ -166,7 +166,7 @@ def test_a_load_is_ordered_with_the_peer_met_before():
     (order,) = meta.orders
     assert (order.key, order.request_id, order.peer, order.span) == ("a#1", "a", PEER, Span(8, 40, 41))
     assert (order.src_tables, order.dst_tables, order.timeout_seconds) == (([1, 2, 3],), ([4, 5, 6],), 30.0)
-    assert (order.ticket.slot, order.ticket.generation, order.ticket.incarnation) == (3, 7, 11)
+    assert (order.lease.slot, order.lease.generation, order.lease.incarnation) == (3, 7, 11)
     assert engine.source.origin(load) == "peer"
     engine.begin(engine.arrive(offered("b")))
     assert engine.step().connects == {}, "workers know it"

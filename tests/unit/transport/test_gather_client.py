@@ -19,11 +19,11 @@ from kvferry.transport.gather_messages import (
     decode_request,
     encode,
 )
-from kvferry.transport.lease import Ticket
+from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import PROTOCOL
 
 ROUTES = [GatherRoute(4096, 8, 64, (PoolNests((0, 8), (Nest(0, 0, 8),)),))]
-TICKET = Ticket(3, 9, 1)
+TICKET = LeaseWord(3, 9, 1)
 BLOCKS = np.array([5, 2], np.int64)
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from kvferry.errors import TransferError
-from kvferry.transport.lease import LeaseBook, LeaseWords, Ticket, new_incarnation
+from kvferry.transport.lease import LeaseBook, LeaseWord, LeaseWords, new_incarnation
 from support.clock import Clock
 
 
@@ -32,32 +32,32 @@ def test_no_slot_left_is_an_error_that_names_what_to_change(book):
 
 
 def test_a_lease_that_ends_keeps_its_slot_until_all_workers_have_raised_the_word(book):
-    ticket = book.grant("a")
+    lease = book.grant("a")
     book.grant("b")
-    assert book.end(["a"]) == {"a": ticket.slot}
+    assert book.end(["a"]) == {"a": lease.slot}
     with pytest.raises(TransferError):
         book.grant("c")
     book.ended("a")
-    assert book.grant("c").slot == ticket.slot
+    assert book.grant("c").slot == lease.slot
 
 
 def test_a_slot_that_is_used_again_has_another_generation(book):
     book.grant("keeps the other slot")
-    tickets = []
+    leases = []
     for name in ("a", "b", "c"):
-        tickets.append(book.grant(name))
+        leases.append(book.grant(name))
         book.end([name])
         book.ended(name)
-    assert len({ticket.slot for ticket in tickets}) == 1
-    assert len({ticket.word(1) for ticket in tickets}) == 3
+    assert len({lease.slot for lease in leases}) == 1
+    assert len({lease.word(1) for lease in leases}) == 3
 
 
 def test_a_lease_runs_out_when_its_time_is_up_and_not_before(book, clock):
-    ticket = book.grant("a")
+    lease = book.grant("a")
     clock.now += 29.999
     assert book.end_expired() == {}
     clock.now += 0.001
-    assert book.end_expired() == {"a": ticket.slot}
+    assert book.end_expired() == {"a": lease.slot}
     assert book.expired == 1
     assert book.end_expired() == {}, "a lease ends once"
 
@@ -106,18 +106,18 @@ def test_a_heartbeat_does_not_bring_an_ending_lease_back(book, clock):
 
 def test_a_word_is_the_tickets_until_it_is_raised():
     words, book = LeaseWords(9, 4), LeaseBook(7, 4, 30.0, Clock())
-    ticket, other = book.grant("a"), book.grant("b")
-    assert int(words.array[ticket.slot]) == ticket.word(9)
-    words.end([ticket.slot])
-    assert int(words.array[ticket.slot]) != ticket.word(9)
+    lease, other = book.grant("a"), book.grant("b")
+    assert int(words.array[lease.slot]) == lease.word(9)
+    words.end([lease.slot])
+    assert int(words.array[lease.slot]) != lease.word(9)
     assert int(words.array[other.slot]) == other.word(9)
 
 
 def test_words_and_book_keep_in_step_over_many_leases():
     words, book = LeaseWords(9, 1), LeaseBook(7, 1, 30.0, Clock())
     for _ in range(5):
-        ticket = book.grant("a")
-        assert int(words.array[0]) == ticket.word(9)
+        lease = book.grant("a")
+        assert int(words.array[0]) == lease.word(9)
         words.end(book.end(["a"]).values())
         book.ended("a")
 
@@ -130,8 +130,8 @@ def test_a_generation_wraps_without_touching_the_incarnation():
 
 
 def test_the_word_of_another_run_of_the_worker_is_another_word():
-    ticket = Ticket(slot=0, generation=3, incarnation=1)
-    assert ticket.word(1) != ticket.word(2)
+    lease = LeaseWord(slot=0, generation=3, incarnation=1)
+    assert lease.word(1) != lease.word(2)
 
 
 def test_the_address_of_the_words_is_that_of_slot_0():

@@ -13,7 +13,7 @@ from kvferry.transport import packed
 from kvferry.transport.agent import ReadState
 from kvferry.transport.area import UNIT_BYTES, Area
 from kvferry.transport.gather_messages import Gathered, NotGathered
-from kvferry.transport.lease import Ticket
+from kvferry.transport.lease import LeaseWord
 from kvferry.transport.packed import (
     AHEAD,
     ASK_SECONDS,
@@ -84,7 +84,7 @@ class Source:
     def is_silent(self, now):
         return now < self.silent_until
 
-    def ask(self, route, ticket, blocks, cell):
+    def ask(self, route, lease, blocks, cell):
         if self.fails:
             raise RuntimeError("no such socket")
         self.asked.append((route, blocks.tolist(), cell))
@@ -122,7 +122,7 @@ class Table:
         ids = np.arange(1, cells + 1)
         self.read = PackedRead(
             self.bench, LISTS, self.source if gathers else None, route, self.way,
-            Cells(ids, ids + 20, ids + 1), Ticket(0, 0, 1), lambda: self.now,
+            Cells(ids, ids + 20, ids + 1), LeaseWord(0, 0, 1), lambda: self.now,
         )  # fmt: skip
 
     def _scatter(self, blocks, cells, slots, first):

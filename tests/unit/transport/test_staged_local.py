@@ -18,7 +18,7 @@ from kvferry.transport import prepared
 from kvferry.transport.agent import ReadState
 from kvferry.transport.area import UNIT_BYTES, Area
 from kvferry.transport.gather_client import GatherClient
-from kvferry.transport.lease import LeaseWords, Ticket
+from kvferry.transport.lease import LeaseWord, LeaseWords
 from kvferry.transport.messages import Outgoing, RankCard
 from kvferry.transport.prepared import Preparation
 from kvferry.transport.read_plan import ReadOrder
@@ -149,7 +149,7 @@ def moved(world, src, dst, families, total, have=0, **settings):
     for number, thread in enumerate(reader.threads):
         before = reader.memories[number].bytes.copy()
         thread.connect("P", producer.cards)
-        thread.submit(ReadOrder(f"{number}", "P", span, src_tables, dst_tables, Ticket(0, 0, 1)))
+        thread.submit(ReadOrder(f"{number}", "P", span, src_tables, dst_tables, LeaseWord(0, 0, 1)))
         result = reader.result(f"{number}", number)
         assert result is not None, "no result"
         assert result.failure is None, result.failure
@@ -257,7 +257,7 @@ def test_layers_in_descending_order_of_addresses_are_gathered_and_cut_out(world,
         reader = world.engine([backwards], 1000, strategy=strategy, staging_bytes=4 << 20)
         before = reader.memories[0].bytes.copy()
         reader.threads[0].connect("P", producer.cards)
-        reader.threads[0].submit(ReadOrder("a", "P", Span(0, 200, 200), tables, tables, Ticket(0, 0, 1)))
+        reader.threads[0].submit(ReadOrder("a", "P", Span(0, 200, 200), tables, tables, LeaseWord(0, 0, 1)))
         assert reader.result("a").failure is None
         expect(reader.ranks[0], ranks(src, DENSE), [Span(0, 200, 200)], tables, before, cleared=True).check(
             reader.memories[0].bytes
@@ -277,7 +277,7 @@ def test_many_reads_share_a_small_area(world, strategy):
     for number in range(8):
         part = (ids[number * 20 : number * 20 + 20],)
         reader.threads[0].submit(
-            ReadOrder(f"{number}", "P", Span(0, 320, 320), tables, part, Ticket(0, 0, 1))
+            ReadOrder(f"{number}", "P", Span(0, 320, 320), tables, part, LeaseWord(0, 0, 1))
         )
     before = reader.memories[0].bytes.copy()
     for number in range(8):
@@ -304,7 +304,7 @@ def test_a_lot_that_was_given_to_another_while_it_was_read_is_a_failure(world):
 
     reader.agents[0].before_post = reclaimed
     reader.threads[0].connect("P", producer.cards)
-    reader.threads[0].submit(ReadOrder("a", "P", Span(0, 100, 100), tables, tables, Ticket(0, 0, 1)))
+    reader.threads[0].submit(ReadOrder("a", "P", Span(0, 100, 100), tables, tables, LeaseWord(0, 0, 1)))
     assert "used its staging area for others" in reader.result("a").failure
 
 
@@ -322,7 +322,7 @@ def test_a_lease_that_ends_between_chunks_is_a_failure(world):
 
     reader.agents[0].before_post = ended
     reader.threads[0].connect("P", producer.cards)
-    reader.threads[0].submit(ReadOrder("a", "P", Span(0, 1600, 1600), tables, tables, Ticket(0, 0, 1)))
+    reader.threads[0].submit(ReadOrder("a", "P", Span(0, 1600, 1600), tables, tables, LeaseWord(0, 0, 1)))
     result = reader.result("a")
     assert "gave the blocks back before they were read" in result.failure
     assert not result.peer_lost
@@ -345,7 +345,9 @@ def test_a_read_that_hangs_and_holds_all_room_does_not_hold_up_others_for_long(w
     agent.state = state
     for name, producer in (("stuck", stuck), ("well", well)):
         reader.threads[0].connect(name, producer.cards)
-        reader.threads[0].submit(ReadOrder(name, name, Span(0, 1600, 1600), tables, tables, Ticket(0, 0, 1)))
+        reader.threads[0].submit(
+            ReadOrder(name, name, Span(0, 1600, 1600), tables, tables, LeaseWord(0, 0, 1))
+        )
     assert reader.result("well").failure is None
     assert reader.result("stuck", seconds=0) is None
     hangs.clear()
@@ -358,7 +360,7 @@ def test_a_peer_that_cannot_be_prepared_to_the_end_leaves_nothing_behind(world):
     first, second = producer.cards
     thread, agent = reader.threads[0], reader.agents[0]
     tables = scattered_tables(dense(), 16, 1)
-    order = ReadOrder("a", "P", Span(0, 16, 16), tables, tables, Ticket(0, 0, 1))
+    order = ReadOrder("a", "P", Span(0, 16, 16), tables, tables, LeaseWord(0, 0, 1))
     for number, spoiled in enumerate(
         [
             msgspec.structs.replace(second, agent=b"nobody"),
@@ -381,7 +383,7 @@ def test_a_peer_that_is_disconnected_is_let_go_of_when_nothing_is_in_flight(worl
     reader = world.engine(ranks(dense(), DENSE), 1000)
     (thread,), (agent,) = reader.threads, reader.agents
     tables = scattered_tables(dense(), 16, 1)
-    order = ReadOrder("a", "P", Span(0, 16, 16), tables, tables, Ticket(0, 0, 1))
+    order = ReadOrder("a", "P", Span(0, 16, 16), tables, tables, LeaseWord(0, 0, 1))
     thread.connect("P", producer.cards)
     agent.gate.clear()
     thread.submit(order)
@@ -433,7 +435,7 @@ def test_blocks_that_cannot_be_cleared_fail_that_read_only(world, monkeypatch):
     reader = world.engine(ranks(dense(block=32), DENSE), 1000)
     reader.threads[0].connect("P", producer.cards)
     tables = scattered_tables(dense(), 16, 1)
-    order = ReadOrder("a", "P", Span(0, 16, 16), tables, tables, Ticket(0, 0, 1))
+    order = ReadOrder("a", "P", Span(0, 16, 16), tables, tables, LeaseWord(0, 0, 1))
 
     def failing(self, blocks):
         raise RuntimeError("no such device")

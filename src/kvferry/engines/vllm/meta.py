@@ -18,7 +18,7 @@ from kvferry.engines.vllm.compat.contract import (
 from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.geometry import RankGeometry
 from kvferry.planning.select import Span
-from kvferry.transport.lease import Ticket
+from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import RankCard
 
 BlockIds = tuple[list[int], ...]
@@ -51,7 +51,7 @@ class LoadOrder:
         peer: name of the peer, connected before.
         span: how much of the prompt.
         src_tables, dst_tables: block ids by position per group of each side.
-        ticket: the producer's promise.
+        lease: the word of the producer's lease.
         timeout_seconds: when to give up, counted from when the worker takes the order.
         attempt, loads: what the request waits for, and of how many loads it consists.
     """
@@ -62,7 +62,7 @@ class LoadOrder:
     span: Span
     src_tables: BlockIds
     dst_tables: BlockIds
-    ticket: Ticket
+    lease: LeaseWord
     timeout_seconds: float
     attempt: str
     loads: int

@@ -17,7 +17,7 @@ from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.prompt import PromptContent, content_of
 from kvferry.errors import NotYetNamed, ProtocolError, Unnameable
 from kvferry.transport.handshake import Known
-from kvferry.transport.lease import Ticket
+from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import Host, Port
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -26,15 +26,15 @@ _BlockId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """A `Ticket` as JSON."""
+    """A `LeaseWord` as JSON."""
 
     slot: _Count
     generation: _Word
     incarnation: _Word
 
-    def ticket(self) -> Ticket:
+    def ticket(self) -> LeaseWord:
         """Return it in the form of the transport."""
-        return Ticket(self.slot, self.generation, self.incarnation)
+        return LeaseWord(self.slot, self.generation, self.incarnation)
 
 
 class Offer(msgspec.Struct, frozen=True):

@@ -140,7 +140,7 @@ class TurnKeeper:
         if least is None or len(blocks) > self._most:
             return
         try:
-            ticket = self._book.grant(request.request_id, self._seconds)
+            lease = self._book.grant(request.request_id, self._seconds)
         except TransferError:
             return
         self._pool.touch(blocks)
@@ -148,9 +148,9 @@ class TurnKeeper:
         kept = KeptTurn(
             self._engine_id,
             request.request_id,
-            ticket.slot,
-            ticket.generation,
-            ticket.incarnation,
+            lease.slot,
+            lease.generation,
+            lease.incarnation,
             tokens,
             least,
             0,

@@ -136,7 +136,7 @@ class WorkerHalf:
                     order.span,
                     _arrays(order.src_tables),
                     _arrays(order.dst_tables),
-                    order.ticket,
+                    order.lease,
                 )
             )
 
