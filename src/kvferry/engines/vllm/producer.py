@@ -166,7 +166,7 @@ class Producer:
             return False, write_nothing()
         try:
             content = content_of(request, tokens, self._adapters)
-            lease = self._book.grant(request.request_id)
+            word = self._book.grant(request.request_id)
         except (TransferError, Unnameable) as error:
             logger.warning("request %s: not offered: %s", request.request_id, error)
             return False, write_nothing()
@@ -179,7 +179,7 @@ class Producer:
             remote_port=self.port,
             remote_block_ids=self.tables(block_ids, tokens),
             remote_num_tokens=tokens,
-            remote_lease=Lease(lease.slot, lease.generation, lease.incarnation),
+            remote_lease=Lease(word.slot, word.generation, word.incarnation),
             remote_digest=content.tokens,
             remote_items=content.items,
             remote_adapter=content.adapter,
