@@ -1,4 +1,4 @@
-"""Text that is fit for a terminal: without what it would act on, and no wider than it is."""
+"""Text of others, fit for a terminal or a log line: harmless, and no wider or longer than it is."""
 
 from __future__ import annotations
 
@@ -15,6 +15,22 @@ def printable(text: str, instead: str = "?") -> str:
     'cmpl-?[31m5f?'
     """
     return "".join(each if each.isprintable() else instead for each in text)
+
+
+def shown(text: str, most: int = 100) -> str:
+    r"""Text of others for a log line or a message: control characters escaped, its middle left out if long.
+
+    The end stays, because ids differ there.
+
+    >>> shown("cmpl-\x1b[31m5f\n")
+    'cmpl-\\x1b[31m5f\\n'
+    >>> shown("x" * 1_048_576 + "-1b2c3d4e", 24)
+    'xxxxxxxxxxxx...(1048585 characters)...xxx-1b2c3d4e'
+    """
+    if len(text) > most:
+        head = most // 2
+        text = f"{text[:head]}...({len(text)} characters)...{text[head - most :]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def wrapped(text: str, indent: int = 0, hanging: int = 0) -> list[str]:

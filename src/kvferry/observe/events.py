@@ -16,11 +16,15 @@ end after the request has. Times are seconds of the monotonic clock.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeAlias
 
 from kvferry.cache.bids import Bid, Part
+from kvferry.terminal import shown
+
+LONGEST_ID = 256
+"""Characters of a request's id in an event; of a longer one the middle is left out."""
 
 
 class Miss(StrEnum):
@@ -380,3 +384,10 @@ OfRequest: TypeAlias = (
     | LeaseEnded
 )
 Event: TypeAlias = OfRequest | TierTold | LateBlocks
+
+
+def brief(event: Event) -> Event:
+    """Return the event with the request's id cut to a bounded length: clients choose ids of any length."""
+    if isinstance(event, TierTold | LateBlocks) or len(event.request_id) <= LONGEST_ID:
+        return event
+    return replace(event, request_id=shown(event.request_id, LONGEST_ID))

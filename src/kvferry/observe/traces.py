@@ -21,7 +21,7 @@ EVENTS = 16
 FIRST, LAST = 32, 32
 """Events of one request at most, from either end."""
 LONGEST = 500
-"""Characters of a text; a request with a longer name is not remembered."""
+"""Characters of a text."""
 
 _OF_REQUEST = get_args(OfRequest)
 
@@ -114,8 +114,6 @@ class Traces:
 
     def _begin(self, event: events.Arrived) -> None:
         self._forget(event.request_id)
-        if len(event.request_id) > LONGEST:
-            return
         self._kept[event.request_id] = _Kept(event.request_id, [_cut(event)])
         self._events += 1
         while len(self._kept) > self._most or self._events > self._most * EVENTS:

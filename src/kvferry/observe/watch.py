@@ -1,7 +1,8 @@
 """The stream of events: whoever decides tells it, readers listen.
 
 Telling is a call of every listener, in the thread that decides. A listener that raises is dropped, and that
-is logged: nothing that is seen of a request changes what becomes of it.
+is logged: nothing that is seen of a request changes what becomes of it. Listeners never see a long id: it is
+cut here, once.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeAlias
 
-from kvferry.observe.events import Event
+from kvferry.observe.events import Event, brief
+from kvferry.terminal import shown
 
 logger = logging.getLogger(__name__)
+_SHOWN = 1000
 
 _P = ParamSpec("_P")
 
@@ -49,13 +52,14 @@ class Watch:
 
     def tell(self, event: Event) -> None:
         """Something has happened."""
+        event = brief(event)
         for listener in tuple(self._listeners):
             try:
                 listener(event)
             except Exception:
                 self._listeners.remove(listener)
                 logger.exception(
-                    "%r failed at %r and hears nothing more: what it shows stands still, requests are served "
+                    "%r failed at %s and hears nothing more: what it shows stands still, requests are served "
                     "as before; tell kvferry's authors",
-                    listener, event,
+                    listener, shown(repr(event), _SHOWN),
                 )  # fmt: skip

@@ -17,7 +17,8 @@ from kvferry.engines.vllm.prompt import content_of
 from kvferry.engines.vllm.refusals import Refusals
 from kvferry.engines.vllm.source import Load
 from kvferry.geometry import GroupKind
-from kvferry.observe.events import Lack, Miss
+from kvferry.observe.events import Lack, Miss, Refused
+from kvferry.observe.watch import Watch
 from kvferry.planning.select import Span
 from kvferry.planning.template import build_templates, kept_too_little
 from kvferry.tiers.names import TIERS
@@ -104,9 +105,10 @@ def offered(name="a", of="theirs", **changes):
 
 class Engine:
     def __init__(self, answer=KNOWN, ranks=RANKS, turns=None, most_held=2):
-        self.client, self.pins, self.refusals = Client(answer), Pins(1), Refusals()
+        self.client, self.pins, self.told = Client(answer), Pins(1), list[Refused]()
         self.turns, self.adapters = Turns(turns), Adapters()
-        told = self.client, ranks, self.pins, Log(), self.refusals, 30.0, most_held, self.turns, self.adapters
+        refusals = Refusals(Watch(self.told.append))
+        told = self.client, ranks, self.pins, Log(), refusals, 30.0, most_held, self.turns, self.adapters
         self.source = PeerSource(*told)
         self.bidding = Bidding(2)
 
@@ -128,7 +130,7 @@ class Engine:
         return meta
 
     def refused(self):
-        return [reason for _, reason in self.refusals.counts]
+        return [event.reason for event in self.told]
 
 
 def test_a_beginning_ends_where_it_may_and_an_end_goes_on_from_there():
@@ -441,12 +443,12 @@ def test_an_offer_is_looked_at_again_while_the_adapter_is_being_read(tmp_path):
         engine.arrive(one)
         (bid,) = engine.source.bids(one, 0)
         assert bid.looking
-        assert not engine.refusals.counts
+        assert not engine.told
         go_on.set()
         settled(lambda: engine.adapters.name(one.lora_request))
     assert engine.source.bids(one, 0) == ()
-    ((_, why),) = engine.refusals.counts
-    assert "were computed with LoRA none, this prompt has " in why
+    (refused,) = engine.told
+    assert "were computed with LoRA none, this prompt has " in refused.reason
 
 
 def test_an_offer_with_the_same_adapter_is_taken_once_it_was_read(tmp_path):

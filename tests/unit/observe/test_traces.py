@@ -110,8 +110,6 @@ def test_long_texts_of_others_are_cut() -> None:
     found = Traces(1)
     lack = Lack("tiers", Miss.FAILED, detail=text)
     bid = Valued("peer", Bid("peer", (Part("peer", 1),)), 0.0, text)
-    found(arrived(text))
-    assert len(found) == 0
     found(Arrived("a", 0.0, 10, (), (lack,), (("tracestate", text),)))
     found(Asked("a", 0.0, 0, (bid,), 0.0, (lack,), None, Why.NOTHING))
     found(Refused("a", 0.0, "peer", text))

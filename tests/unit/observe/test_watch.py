@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from kvferry.observe.events import Finished
+from kvferry.observe.events import LONGEST_ID, Finished
 from kvferry.observe.watch import Watch
 
 FIRST, SECOND = Finished("a", 1.0), Finished("b", 2.0)
@@ -33,3 +33,15 @@ def test_a_listener_that_raises_is_dropped_and_said_once_and_others_hear_on(capl
         watch.tell(SECOND)
     assert (heard, after) == ([FIRST], [FIRST, SECOND])
     assert len(caplog.records) == 1
+
+
+def test_an_id_of_a_megabyte_is_cut_before_any_listener_sees_it_and_its_end_stays() -> None:
+    heard: list[Finished] = []
+    watch = Watch(heard.append)
+    for end in ("-1b2c3d4e", "-5f6a7b8c"):
+        watch.tell(Finished("\n" * (1 << 20) + end, 1.0))
+    first, second = (event.request_id for event in heard)
+    assert len(first) < 3 * LONGEST_ID
+    assert first.endswith("-1b2c3d4e")
+    assert first != second
+    assert first.isprintable()

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 from kvferry.cache.weights import weights_of
 from kvferry.errors import ConfigError, NotYetNamed, Unnameable
+from kvferry.terminal import shown
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,6 @@ def _digest(name: str, folder: Path) -> str | None:
         weights = weights_of(folder)
         config = (folder / "adapter_config.json").read_bytes()
     except (ConfigError, OSError) as error:
-        logger.warning("LoRA %s: %s; its requests are not cached", name, error)
+        logger.warning("LoRA %s: %s; its requests are not cached", shown(name), shown(str(error), 300))
         return None
     return weights and f"{weights} {blake2b(config, digest_size=16).hexdigest()}"

@@ -46,6 +46,7 @@ from kvferry.engines.vllm.source import Load, Source
 from kvferry.geometry import GroupKind
 from kvferry.observe.watch import Watch
 from kvferry.planning.select import Span, most_written, written
+from kvferry.terminal import shown
 
 
 @dataclass(slots=True)
@@ -320,7 +321,7 @@ class Admission:
         offer, have = known.taken
         parts = offer.parts(have, external, request.num_tokens)
         self._count += 1
-        attempt = f"{request.request_id}#{self._count}"
+        attempt = f"{shown(request.request_id)}#{self._count}"
         for number, (source, bid, span) in enumerate(parts):
             load = Load(
                 f"{attempt}.{number}",

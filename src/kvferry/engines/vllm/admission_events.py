@@ -33,6 +33,8 @@ from kvferry.observe.watch import Watch, harmless
 
 OTHER_PART = "another part of the prefix has failed"
 """The reason for dropping a load whose request goes on."""
+_LONGEST_HEADER = 512
+"""Characters of a trace header that are kept."""
 _OUTCOMES = {"ready": Outcome.READY, "failed": Outcome.FAILED, "expired": Outcome.EXPIRED}
 
 
@@ -57,7 +59,12 @@ class AdmissionEvents:
         declined = tuple(lack for source in others if (lack := source.declined(request)) is not None)
         names = tuple(source.name for source in sources)
         now, tokens = time.monotonic(), int(request.num_tokens)
-        headers = tuple((request.trace_headers or {}).items())
+        # W3C: a tracestate of 512 characters must be passed on, a longer one need not.
+        headers = tuple(
+            (name, value)
+            for name, value in (request.trace_headers or {}).items()
+            if len(value) <= _LONGEST_HEADER
+        )
         self._watch.tell(Arrived(request.request_id, now, tokens, names, declined, headers))
 
     @harmless

@@ -31,8 +31,10 @@ from kvferry.engines.vllm.turn_names import TurnNames
 from kvferry.engines.vllm.unclaimed import Unclaimed
 from kvferry.errors import TransferError, Unnameable
 from kvferry.geometry import GroupKind
+from kvferry.limited_log import LimitedLog
 from kvferry.observe.events import LeaseEnded, LeaseExtended, LeaseGranted
 from kvferry.observe.watch import Watch
+from kvferry.terminal import shown
 from kvferry.transport.handshake import Address
 from kvferry.transport.lease import LeaseBook
 from kvferry.transport.messages import Heartbeat, Release
@@ -73,6 +75,7 @@ class Producer:
         self._watch = watch
         self._prompts: dict[str, Any] = {}
         self._withdrawn: list[str] = []
+        self._log = LimitedLog(logger)
         self._siblings = Siblings()
         self._wanted = BlocksWanted(vllm_config, kv_cache_config, kinds)
         self._unclaimed = Unclaimed(self._book, self._wanted)
@@ -168,7 +171,7 @@ class Producer:
             content = content_of(request, tokens, self._adapters)
             word = self._book.grant(request.request_id)
         except (TransferError, Unnameable) as error:
-            logger.warning("request %s: not offered: %s", request.request_id, error)
+            self._log.say(str(error), f"request {shown(request.request_id)}: not offered: {error}")
             return False, write_nothing()
         now = time.monotonic()
         self._watch.tell(LeaseGranted(request.request_id, now, tokens, self._book.seconds))
@@ -218,21 +221,22 @@ class Producer:
             meta.turns_ended = self._ended(turns, expired=False)
         expired = self._ended(over, expired=True)
         for name in expired:
-            logger.warning(
-                "request %s: its consumer was silent for %g s (lease_seconds), its blocks are given back",
-                name, self._book.seconds,
-            )  # fmt: skip
+            self._log.say(
+                "silent",
+                f"request {shown(name)}: its consumer was silent for {self._book.seconds:g} s "
+                "(lease_seconds), its blocks are given back",
+            )
         meta.ended.update(expired)
 
     def _end_unclaimed(self, meta: SchedulerMeta) -> None:
         """End leases that nobody has claimed, as far as requests wait for their blocks."""
         leases = self._ended(self._book.end(self._unclaimed.in_the_way()), expired=True)
         for name in leases:
-            logger.warning(
-                "request %s: no consumer has claimed its blocks in %g s, and other requests wait for blocks, "
-                "so they are given back",
-                name, self._unclaimed.seconds,
-            )  # fmt: skip
+            self._log.say(
+                "unclaimed",
+                f"request {shown(name)}: no consumer has claimed its blocks in "
+                f"{self._unclaimed.seconds:g} s, and other requests wait for blocks, so they are given back",
+            )
         meta.ended.update(leases)
 
     def _ended(self, leases: dict[str, int], *, expired: bool, withdrawn: bool = False) -> dict[str, int]:

@@ -14,6 +14,7 @@ from kvferry.errors import NotYetNamed, Unnameable
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import Canonical
 from kvferry.keys.chunk import ChunkKeys, Item
+from kvferry.terminal import shown
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class Prompts:
         try:
             keys = self._keys(request)
         except Unnameable as error:
-            logger.debug("request %s: not cached: %s", request.request_id, error)
+            logger.debug("request %s: not cached: %s", shown(request.request_id), error)
             self._unnamed[request.request_id] = error
             return None
         chunks = self._known[request.request_id] = PromptChunks(self._canonical.groups, keys)

@@ -1,29 +1,30 @@
-"""Requests that a source was to serve and does not: counted, and said without a flood."""
+"""Requests that a source was to serve and does not: every one is an event, few are log lines."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 
+from kvferry.limited_log import LimitedLog
 from kvferry.observe.events import Refused
 from kvferry.observe.watch import Watch
+from kvferry.terminal import shown
 
 logger = logging.getLogger(__name__)
 
+_REASON_CHARACTERS = 500
+
 
 class Refusals:
-    """Counts by source and reason, and tells each; the 1st, 10th, 100th, … of a kind is logged."""
+    """Tells each; logs each source and reason once a minute, and 20 lines a minute at most."""
 
     def __init__(self, watch: Watch | None = None) -> None:
         self._watch = watch or Watch()
-        self.counts: Counter[tuple[str, str]] = Counter()
+        self._log = LimitedLog(logger)
 
     def say(self, request_id: str, source: str, reason: str) -> None:
         """`source` does not serve a request."""
-        self.counts[source, reason] += 1
+        source, reason = shown(source), shown(reason, _REASON_CHARACTERS)
         self._watch.tell(Refused(request_id, time.monotonic(), source, reason))
-        count = self.counts[source, reason]
-        if str(count).strip("0") == "1":
-            often = f" ({count} requests by now)" if count > 1 else ""
-            logger.warning("request %s is not served by %s: %s%s", request_id, source, reason, often)
+        text = f"request {shown(request_id)} is not served by {source}: {reason}"
+        self._log.say(f"{source}: {reason}", text)

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from kvferry.engines.vllm.meta import Report
 from kvferry.errors import ConfigError
+from kvferry.observe.events import LONGEST_ID
 from kvferry.planning.select import Span
+from kvferry.terminal import shown
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +54,7 @@ class TransferLog:
         if self._file is None:
             return
         line = {
-            "request_id": request_id,
+            "request_id": shown(request_id, LONGEST_ID),
             "outcome": report.outcome,
             "reason": report.failure,
             "peer": peer,
