@@ -28,6 +28,13 @@ def router(
         float, typer.Option(min=0.1, help="Seconds after which a silent decode engine is given up.")
     ] = 600.0,
     max_body_mib: Annotated[int, typer.Option(min=1, help="Largest request body, in MiB.")] = 64,
+    trust_kv_transfer_params: Annotated[
+        bool,
+        typer.Option(
+            "--trust-kv-transfer-params",
+            help="Keep kv_transfer_params that callers send. Only for a router that no user can reach.",
+        ),
+    ] = False,
 ) -> None:
     """Serve one OpenAI endpoint over prefill and decode engines."""
     from kvferry.serving.ports import listen, url_of
@@ -41,6 +48,7 @@ def router(
         prefill_seconds=prefill_timeout_seconds,
         decode_idle_seconds=decode_idle_seconds,
         max_body_bytes=max_body_mib * _MIB,
+        trust_kv_params=trust_kv_transfer_params,
     )
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     with StopSignals() as signals, listen(host, port) as sock:

@@ -16,6 +16,8 @@ _TICK_SECONDS = 0.2
 _DRAIN_SECONDS = 2
 _CUT_SECONDS = 2
 
+_MAX_HEADER_BYTES = 64 << 10
+
 
 class _Server(uvicorn.Server):
     """Leaves signals to whoever runs it."""
@@ -36,6 +38,8 @@ def run_app(app: RouterApp, sock: socket.socket, keep_on: Callable[[], bool]) ->
     config = uvicorn.Config(
         app,
         log_level="warning",
+        http="h11",  # httptools, where it is installed, takes headers of any length
+        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
         use_colors=False,  # else it asks standard output, which may be closed
         timeout_graceful_shutdown=_DRAIN_SECONDS + _CUT_SECONDS,
     )

@@ -7,7 +7,15 @@ import pytest
 chat = pytest.importorskip("vllm.entrypoints.openai.chat_completion.protocol")
 completion = pytest.importorskip("vllm.entrypoints.openai.completion.protocol")
 
-from kvferry.serving.router.bodies import CHAT, COMPLETIONS, decodes_alone, prefill_body  # noqa: E402
+from vllm.exceptions import VLLMValidationError  # noqa: E402
+
+from kvferry.serving.router.bodies import (  # noqa: E402
+    CHAT,
+    COMPLETIONS,
+    decodes_alone,
+    prefill_body,
+    without_kv_params,
+)
 
 REQUESTS = {CHAT: chat.ChatCompletionRequest, COMPLETIONS: completion.CompletionRequest}
 PROMPTS = {CHAT: {"messages": [{"role": "user", "content": "x"}]}, COMPLETIONS: {"prompt": "x"}}
@@ -179,3 +187,23 @@ def test_requests_that_cannot_use_kv_of_another_engine(path, body):
 @pytest.mark.parametrize("body", [{"echo": True}, {"logprobs": 0}, {"max_tokens": None}, {"prompt": [1, 2]}])
 def test_completions_beside_these_use_it(body):
     assert not decodes_alone(COMPLETIONS, {"model": "m", **PROMPTS[COMPLETIONS], **body})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("path", "request_of"), REQUESTS.items())
+def test_no_field_of_vllms_requests_brings_in_kv_transfer_params_but_those_that_the_router_cleans(
+    path, request_of
+):
+    hidden = {"kv_transfer_params": "of a client"}
+    reached = set()
+    for name in (*request_of.model_fields, "extra_body", "extra_args", "sampling_params"):
+        body = {"model": "m", **PROMPTS[path], name: hidden}
+        try:
+            params = request_of.model_validate(dict(body)).to_sampling_params(5, {})
+        except (ValueError, TypeError, VLLMValidationError):
+            continue  # vLLM refuses an object here
+        if (params.extra_args or {}).get("kv_transfer_params"):
+            reached.add(name)
+            cleaned = request_of.model_validate(without_kv_params(body)).to_sampling_params(5, {})
+            assert "kv_transfer_params" not in (cleaned.extra_args or {}), name
+    assert reached == {"kv_transfer_params", "vllm_xargs"}

@@ -39,12 +39,11 @@ def test_engines_that_are_busy_never_had_the_request_however_many(stage, fake, k
     assert scene.decode[0].bodies[0]["kv_transfer_params"] == kv, "of the prefill engine that was not busy"
 
 
-def test_without_any_prefill_engine_decode_gets_the_callers_own_bytes(stage, fake, nobody):
+def test_without_any_prefill_engine_decode_gets_the_callers_own_body(stage, fake, nobody):
     scene = stage([nobody], [fake()])
-    raw = json.dumps(STREAM, indent=1).encode()
-    answer = scene.client.post("/v1/completions", content=raw)
+    answer = scene.client.post("/v1/completions", json=STREAM)
     assert events(answer)[-1] == b"data: [DONE]"
-    assert scene.decode[0].raw == [raw]
+    assert scene.decode[0].bodies == [STREAM]
 
 
 def test_a_prefill_engine_that_hands_over_nothing_is_not_the_end(stage, fake, kv):

@@ -15,7 +15,14 @@ from starlette.routing import Route
 from starlette.types import Send
 
 from kvferry.serving.router.backends import Backend, Pool
-from kvferry.serving.router.bodies import CHAT, COMPLETIONS, MalformedBody, parse_body
+from kvferry.serving.router.bodies import (
+    CHAT,
+    COMPLETIONS,
+    MalformedBody,
+    encoded,
+    parse_body,
+    without_kv_params,
+)
 from kvferry.serving.router.endpoint import Call, Endpoint, Ongoing
 from kvferry.serving.router.failures import Failures
 from kvferry.serving.router.flow import Completion, Flow
@@ -82,12 +89,14 @@ class _Router:
     async def complete(self, call: Call, send: Send) -> None:
         """Serve a completion, with a prefill and a decode engine."""
         try:
-            body = parse_body(call.body)
+            body, raw = parse_body(call.body), call.body
+            if not self._settings.trust_kv_params:
+                body = without_kv_params(body)
+                raw = encoded(body)  # so the engine cannot read other fields than were checked here
+            completion = Completion(call.path, raw, body, call.headers, call.echoed)
+            await self._flow.complete(completion, send)
         except MalformedBody as error:
             await bad_request(str(error), "invalid_json").send(send, call.echoed)
-            return
-        completion = Completion(call.path, call.body, body, call.headers, call.echoed)
-        await self._flow.complete(completion, send)
 
     async def pass_through(self, call: Call, send: Send) -> None:
         """Relay a request that any decode engine can answer."""

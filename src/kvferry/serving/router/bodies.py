@@ -50,6 +50,12 @@ ASK_FOR_KV = {
 """``kv_transfer_params`` of a request whose KV another engine will ask for."""
 
 
+KV_PARAMS = "kv_transfer_params"
+
+_EXTRA_ARGUMENTS = "vllm_xargs"
+"""vLLM merges this field, and no other, into the dictionary that ``kv_transfer_params`` goes to."""
+
+
 class MalformedBody(KVFerryError):
     """A request body that cannot be parsed; the message is for the caller."""
 
@@ -69,16 +75,41 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     return body
 
 
+def without_kv_params(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the body without ``kv_transfer_params``, which only an engine or a trusted front may send.
+
+    >>> without_kv_params({"prompt": "x", "vllm_xargs": {"kv_transfer_params": "a", "b": 1}})
+    {'prompt': 'x', 'vllm_xargs': {'b': 1}}
+    """
+    kept = {key: value for key, value in body.items() if key != KV_PARAMS}
+    extra = kept.get(_EXTRA_ARGUMENTS)
+    if isinstance(extra, dict) and KV_PARAMS in extra:
+        kept[_EXTRA_ARGUMENTS] = {key: value for key, value in extra.items() if key != KV_PARAMS}
+    return kept
+
+
+def encoded(body: dict[str, Any]) -> bytes:
+    """Return a body as JSON.
+
+    Raises:
+        MalformedBody: its objects are nested too deeply.
+    """
+    try:
+        return json.dumps(body).encode()
+    except RecursionError as error:
+        raise MalformedBody("the request body is nested too deeply") from error
+
+
 def prefill_body(body: dict[str, Any]) -> bytes:
     """Return the body for a prefill engine: the same prompt, one token, KV kept for another engine.
 
     Sets ``ignore_eos``, because vLLM's NixlConnector offers nothing if the first token ends the request.
     """
     kept = {key: value for key, value in body.items() if key not in _ANSWER_ONLY}
-    kept |= {"max_tokens": 1, "stream": False, "ignore_eos": True, "kv_transfer_params": ASK_FOR_KV}
+    kept |= {"max_tokens": 1, "stream": False, "ignore_eos": True, KV_PARAMS: ASK_FOR_KV}
     if "max_completion_tokens" in body:
         kept["max_completion_tokens"] = 1
-    return json.dumps(kept).encode()
+    return encoded(kept)
 
 
 def prefill_headers(headers: Headers) -> Headers:
@@ -88,13 +119,13 @@ def prefill_headers(headers: Headers) -> Headers:
 
 def decode_body(body: dict[str, Any], params: dict[str, Any]) -> bytes:
     """Return the caller's body with the prefill engine's ``kv_transfer_params``."""
-    return json.dumps({**body, "kv_transfer_params": params}).encode()
+    return encoded({**body, KV_PARAMS: params})
 
 
 def handed_over(answer: bytes) -> dict[str, Any] | None:
     """Return ``kv_transfer_params`` of a prefill engine's answer; None if it has none."""
     try:
-        params = json.loads(answer).get("kv_transfer_params")
+        params = json.loads(answer).get(KV_PARAMS)
     except (ValueError, AttributeError, RecursionError):
         return None
     return params if isinstance(params, dict) and params else None
@@ -108,7 +139,7 @@ def wants_stream(body: dict[str, Any]) -> bool:
 def decodes_alone(path: str, body: dict[str, Any]) -> bool:
     """Return whether to skip prefill because the request cannot use another engine's KV.
 
-    - The caller brings its own ``kv_transfer_params``.
+    - The caller, a trusted front, brings its own ``kv_transfer_params``.
     - Several prompts: an answer has room for the KV of one, and the decode engine would use it for all.
     - Logprobs of the prompt: the engine computes the whole prompt for them. ``echo`` asks for them in a chat,
       and with ``logprobs`` (0 too) in a completion.
@@ -117,7 +148,7 @@ def decodes_alone(path: str, body: dict[str, Any]) -> bool:
     """
     prompt = body.get("prompt")
     return bool(
-        body.get("kv_transfer_params")
+        body.get(KV_PARAMS)
         or (isinstance(prompt, list) and len(prompt) != 1 and not _is_tokens(prompt))
         or body.get("prompt_logprobs") is not None
         or (body.get("echo") and (path == CHAT or body.get("logprobs") is not None))

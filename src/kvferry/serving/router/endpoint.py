@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from kvferry.serving.router.replies import Headers, bad_request, error_event, un
 from kvferry.serving.router.upstream import relayed
 
 _REQUEST_ID = b"x-request-id"
+_PLAIN_ID = re.compile(rb"[A-Za-z0-9._:/@=~+-]{1,128}")
+"""Ids end up in logs, metrics and answers of every engine."""
 _ENDING = "the router is being stopped"
 
 
@@ -73,8 +76,7 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        given = dict(scope["headers"]).get(_REQUEST_ID) or uuid.uuid4().hex.encode()
-        echoed = ((_REQUEST_ID, given),)
+        echoed = ((_REQUEST_ID, _request_id(scope)),)
         try:
             body = await _read_body(receive, self._max_body_bytes)
         except _TooLarge as error:
@@ -94,6 +96,12 @@ class Endpoint:
             group.cancel_scope.cancel()
         if self._ongoing.ending:
             await answer.cut_short(echoed)
+
+
+def _request_id(scope: Scope) -> bytes:
+    """Return the caller's request id, or a new one where it is missing, long or has odd characters."""
+    given = dict(scope["headers"]).get(_REQUEST_ID, b"")
+    return given if _PLAIN_ID.fullmatch(given) else uuid.uuid4().hex.encode()
 
 
 class _Answer:

@@ -42,7 +42,7 @@ class Completion:
 
     Attributes:
         path: path of the endpoint, such as ``/v1/completions``.
-        raw: the body as it came.
+        raw: the body for an engine that works alone.
         body: the parsed body.
         headers: headers for the engines, with x-request-id.
         echoed: headers to add to the engine's answer.
@@ -170,6 +170,8 @@ class Flow:
                 last = reply
                 if is_failure(reply.status):
                     await self._failed(backend, reply, failures)
+                else:
+                    continue  # it never had the request, so the prefill engine keeps the KV for the next one
             # It may have fetched the KV, and the prefill engine then no longer keeps it.
             params = None
             if failures.exhausted:

@@ -20,6 +20,7 @@ class RouterSettings:
         decode_idle_seconds: when a decode engine that sends nothing is given up.
         probe_seconds: between two looks at an engine that is down.
         max_body_bytes: of a request.
+        trust_kv_params: keep ``kv_transfer_params`` that callers send; they are dropped otherwise.
     """
 
     prefill: tuple[str, ...]
@@ -29,6 +30,7 @@ class RouterSettings:
     decode_idle_seconds: float = 600.0
     probe_seconds: float = 1.0
     max_body_bytes: int = 64 << 20
+    trust_kv_params: bool = False
 
     def __post_init__(self) -> None:
         """Check what a router cannot work with.
