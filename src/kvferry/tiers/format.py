@@ -28,7 +28,7 @@ from kvferry.tiers.checksum import (
 )
 
 MAGIC = b"KVFCHUNK"
-VERSION = 1
+VERSION = 2
 ALIGNMENT = 4096
 NAMESPACE_BYTES = 32
 KEY_BYTES = range(16, 33)

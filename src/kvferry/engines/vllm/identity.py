@@ -24,6 +24,7 @@ from kvferry.engines.vllm.version import installed, vllm_version
 from kvferry.errors import ConfigError
 from kvferry.geometry.canonical import Canonical
 from kvferry.keys.namespace import Namespace
+from kvferry.tiers.format import VERSION
 from kvferry.transport.messages import Fact, Facts
 
 logger = logging.getLogger(__name__)
@@ -141,7 +142,7 @@ def namespace_of(vllm_config: Any, must_agree: Mapping[str, Fact], canonical: Ca
         dtype=dtype,
         kv_dtype=kv_dtype,
         scales={},
-        form=tuple(canonical.describe()),
+        form=(f"chunk file, version {VERSION}", *canonical.describe()),
         name=str(model.served_model_name or model.model),
     )
 
