@@ -28,7 +28,7 @@ from kvferry.transport.endpoint import endpoint
 from kvferry.transport.handshake import Address
 from kvferry.transport.lease import new_incarnation
 from kvferry.transport.messages import (
-    MAX_MESSAGE_BYTES,
+    MAX_REPLY_BYTES,
     PROTOCOL,
     Accepted,
     AskRanks,
@@ -126,7 +126,7 @@ def _connected(address: Address, keys: security.Keys | None) -> Iterator[zmq.Soc
     context: zmq.Context[Any] = zmq.Context()
     channel: zmq.Socket[Any] = context.socket(zmq.DEALER)
     channel.linger = 0
-    channel.maxmsgsize = MAX_MESSAGE_BYTES
+    channel.maxmsgsize = MAX_REPLY_BYTES
     try:
         security.as_client(channel, keys)
         channel.connect(endpoint(channel, *address))

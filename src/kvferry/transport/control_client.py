@@ -22,9 +22,10 @@ import zmq
 
 from kvferry.transport import security
 from kvferry.transport.endpoint import endpoint
-from kvferry.transport.handshake import Address, Answer, Handshakes
+from kvferry.transport.handshake import Address, Answer, Handshakes, Looking
 from kvferry.transport.messages import (
-    MAX_MESSAGE_BYTES,
+    MAX_LEASES,
+    MAX_REPLY_BYTES,
     AskTurn,
     Facts,
     Heartbeat,
@@ -86,6 +87,8 @@ class ControlClient:
         """What is known of the peer at `address`, see `Handshakes.known`; asks it if nothing is."""
         answer = self._handshakes.known(address, incarnation)
         if answer is None:
+            if self._handshakes.crowded:
+                return Looking()
             answer = self._handshakes.start(address)
             self._command("hello", address, "")
         return answer
@@ -154,6 +157,8 @@ class ControlClient:
                 beat = now + self._heartbeat_seconds
                 self._beat(poller)
             self._handshakes.give_up_on_silent()
+            for address in self._handshakes.take_refused():
+                self._close_if_idle(poller, address)
             if self._stop:
                 break
         for peer in self._peers.values():
@@ -167,10 +172,13 @@ class ControlClient:
 
     def _beat(self, poller: zmq.Poller) -> None:
         """Keep leases alive, and let go of peers that are of no use: anyone can make addresses up."""
+        self._handshakes.forget_refusals()
         for address, peer in list(self._peers.items()):
             if peer.leases:
-                self._send(peer, Heartbeat(sorted(peer.leases)))
-            elif self._handshakes.is_unknown(address):
+                leases = sorted(peer.leases)
+                for first in range(0, len(leases), MAX_LEASES):
+                    self._send(peer, Heartbeat(leases[first : first + MAX_LEASES]))
+            elif self._handshakes.is_unknown(address) or self._handshakes.is_refused(address):
                 self._close(poller, address)
 
     def _obey(self, poller: zmq.Poller, verb: str, address: Address, what: str | AskTurn) -> None:
@@ -213,9 +221,15 @@ class ControlClient:
         peer.socket.close(linger=500)
         return peer.leases
 
+    def _close_if_idle(self, poller: zmq.Poller, address: Address) -> None:
+        """Close the socket to a peer that cannot be used, unless leases are held there."""
+        peer = self._peers.get(address)
+        if peer is not None and not peer.leases:
+            self._close(poller, address)
+
     def _connect(self, address: Address) -> zmq.Socket[Any]:
         socket: zmq.Socket[Any] = self._context.socket(zmq.DEALER)
-        socket.maxmsgsize = MAX_MESSAGE_BYTES
+        socket.maxmsgsize = MAX_REPLY_BYTES
         socket.linger = 0
         security.as_client(socket, self._keys)
         try:

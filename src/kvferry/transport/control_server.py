@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from dataclasses import dataclass
 
 from kvferry.errors import ProtocolError
+from kvferry.limited_log import LimitedLog
 from kvferry.transport import security
 from kvferry.transport.handshake import Address
+from kvferry.transport.inbox import Inbox
 from kvferry.transport.listener import Listener
 from kvferry.transport.messages import (
-    MAX_MESSAGE_BYTES,
+    MAX_REQUEST_BYTES,
     PROTOCOL,
     Accepted,
     AskRanks,
@@ -34,6 +35,7 @@ from kvferry.transport.messages import (
     compare,
     decode_request,
     encode,
+    refused,
 )
 from kvferry.transport.punctual import Punctual
 from kvferry.transport.turns import TurnIndex
@@ -58,7 +60,7 @@ class Card:
             return Refused([f"protocol {PROTOCOL} there, {message.protocol} here; use the same kvferry"])
         # Sentences are for the consumer to print: "there" is the producer, who speaks.
         if found := compare(self.facts.must_agree, message.facts.must_agree):
-            return Refused(found)
+            return refused(found)
         return Accepted(self.facts) if isinstance(message, Hello) else Ranks(list(self.ranks))
 
 
@@ -68,7 +70,7 @@ class ControlServer:
     Attributes:
         port: port listened on.
         events: heartbeats and releases not yet taken, oldest first; appended by the thread, taken by the
-            engine.
+            engine. One sender cannot crowd out another.
         rejected: messages that could not be understood.
         turns: what is answered from when earlier turns are asked for.
     """
@@ -84,12 +86,13 @@ class ControlServer:
         Raises:
             ConfigError: the address cannot be bound.
         """
-        self.events: deque[Heartbeat | Release] = deque()
+        self.events: Inbox[Heartbeat | Release] = Inbox()
         self.rejected = 0
         self.turns = TurnIndex()
         self._keepers: dict[Address, int] = {}
+        self._log = LimitedLog(logger)
         self._card = card
-        self._listener = Listener("control channel", host, port, keys, MAX_MESSAGE_BYTES)
+        self._listener = Listener("control channel", host, port, keys, MAX_REQUEST_BYTES)
         self.port = self._listener.port
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-control-server", daemon=True)
@@ -123,11 +126,10 @@ class ControlServer:
             message = decode_request(data)
         except ProtocolError as error:
             self.rejected += 1
-            level = logging.WARNING if self.rejected == 1 else logging.DEBUG
-            logger.log(level, "control channel: dropped a message: %s", error)
+            self._log.say("dropped", f"control channel: dropped a message: {error}")
             return
         if isinstance(message, Heartbeat | Release):
-            self.events.append(message)
+            self.events.put(sender, message)
         elif isinstance(message, AskTurn):
             self._listener.send(sender, encode(self.turns.find(message)))
         elif reply := self._card.answer(message):

@@ -20,6 +20,7 @@ import numpy as np
 
 from kvferry.errors import KVFerryError
 from kvferry.geometry import RankGeometry
+from kvferry.limited_log import LimitedLog
 from kvferry.memory.copy import Loops
 from kvferry.memory.space import Space
 from kvferry.planning.pieces import Int64s
@@ -115,6 +116,7 @@ class GatherServer:
         self._swept = clock()
         self._listener = Listener("gather channel", host, 0, keys, MAX_MESSAGE_BYTES)
         self.port = self._listener.port
+        self._log = LimitedLog(logger)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-gather", daemon=True)
         self._thread.start()
@@ -147,9 +149,9 @@ class GatherServer:
             else:
                 self._ask(sender, message)
         except KVFerryError as error:
-            logger.debug("gather channel: dropped a message: %s", error)
-        except Exception:
-            logger.exception("gather channel")
+            self._log.say("dropped", f"gather channel: dropped a message: {error}")
+        except Exception as error:  # noqa: BLE001 - said in full
+            self._log.say(type(error).__name__, "gather channel: an unexpected error", error)
 
     def _introduce(self, sender: bytes, message: Introduce) -> None:
         routes = [
@@ -203,8 +205,8 @@ class GatherServer:
         try:
             blocks = message.ids()
             loops.gather(blocks, message.cell + np.arange(len(blocks)), slots, lot.position)
-        except Exception as error:
-            logger.exception("gather channel: a copy failed")
+        except Exception as error:  # noqa: BLE001 - said in full
+            self._log.say("copy", "gather channel: a copy failed", error)
             return f"the copy failed: {error}"
         return None
 

@@ -3,6 +3,9 @@
     (unknown) ─start→ LOOKING ─ranks arrive→ KNOWN
                          └─refused, silent or malformed→ REFUSED ─after a while→ (unknown)
 
+Addresses come with requests, so anyone can make them up. Few are asked at a time, and while many are, silent
+ones are given up early: one that answers is met all the same. What is remembered is bounded too.
+
 The engine's thread uses `known`, `start` and `forget`; the thread that has the sockets uses the rest.
 """
 
@@ -15,6 +18,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvferry.errors import Incompatible, KVFerryError, ProtocolError
+from kvferry.limited_log import LimitedLog
+from kvferry.terminal import shown
 from kvferry.transport.messages import (
     PROTOCOL,
     Accepted,
@@ -33,6 +38,23 @@ logger = logging.getLogger(__name__)
 
 REFUSAL_SECONDS = 10.0
 """How long a refusal stands before the peer is asked again."""
+
+ASK_ANEW_SECONDS = 2.0
+"""How long a peer is not asked again because of tickets of another run. An engine restarts no faster."""
+
+MOST_UNDER_WAY = 64
+"""Handshakes at a time."""
+
+MANY_UNDER_WAY = 32
+"""Handshakes at a time from which on silent peers are given up early."""
+
+HURRIED_SECONDS = 0.5
+"""How long a silent peer is waited for then."""
+
+MOST_REMEMBERED = 1024
+"""Refusals that are remembered, and peers that are known; the oldest are forgotten."""
+
+_REASON_CHARACTERS = 2000
 
 Address: TypeAlias = tuple[str, int]
 
@@ -62,7 +84,7 @@ Answer: TypeAlias = Looking | Known | NotUsable
 
 @dataclass(slots=True)
 class _UnderWay:
-    deadline: float
+    began: float
     facts: Facts | None = None  # the peer's, once it has accepted us
 
 
@@ -87,7 +109,11 @@ class Handshakes:
         self._facts, self._check, self._patience_seconds, self._clock = facts, check, patience_seconds, clock
         self._answers: dict[Address, Answer] = {}
         self._refused_at: dict[Address, float] = {}
-        self._other_runs: set[tuple[Address, int, int]] = set()
+        self._asked_anew: dict[Address, float] = {}
+        self._looking: dict[Address, None] = {}
+        self._known_since: dict[Address, float] = {}
+        self._closable: list[Address] = []
+        self._log = LimitedLog(logger, clock=clock)
         self._under_way: dict[Address, _UnderWay] = {}
 
     # -- the engine's thread ------------------------------------------------------------------------------
@@ -95,26 +121,34 @@ class Handshakes:
     def known(self, address: Address, incarnation: int) -> Answer | None:
         """What is known of the peer at `address`, whose tickets say `incarnation`; None if it must be asked.
 
-        A peer known by another incarnation may have been restarted: it is asked anew, once. If the answer
-        is the same, it is the ticket that is of another run, and the caller sees that from the facts.
+        A peer known by another incarnation may have been restarted: it is asked anew, unless that was done
+        just now. If the answer is the same, it is the ticket that is of another run, and the caller sees that
+        from the facts.
         """
         answer = self._answers.get(address)
         if isinstance(answer, NotUsable) and self._refusal_is_over(address):
             return None
         if isinstance(answer, Known) and answer.facts.incarnation != incarnation:
-            mismatch = (address, answer.facts.incarnation, incarnation)
-            if mismatch not in self._other_runs:
-                self._other_runs.add(mismatch)
+            now = self._clock()
+            if now - self._asked_anew.get(address, -ASK_ANEW_SECONDS) >= ASK_ANEW_SECONDS:
+                _put(self._asked_anew, address, now)
                 return None
         return answer
 
+    @property
+    def crowded(self) -> bool:
+        """Whether too many handshakes are under way to begin another."""
+        return len(self._looking) >= MOST_UNDER_WAY
+
     def start(self, address: Address) -> Looking:
         """The peer is about to be asked."""
+        self._looking[address] = None
         answer = self._answers[address] = Looking()
         return answer
 
     def forget(self, address: Address) -> None:
         """Ask this peer anew next time."""
+        self._looking.pop(address, None)
         self._answers.pop(address, None)
 
     # -- the thread that has the sockets ------------------------------------------------------------------
@@ -122,11 +156,11 @@ class Handshakes:
     @property
     def deadlines(self) -> list[float]:
         """Of the handshakes under way, by the clock."""
-        return [handshake.deadline for handshake in self._under_way.values()]
+        return [one.began + self._patience(one) for one in list(self._under_way.values())]
 
     def open(self, address: Address) -> Hello:
         """What to say first; the peer's time begins."""
-        self._under_way[address] = _UnderWay(self._clock() + self._patience_seconds)
+        self._under_way[address] = _UnderWay(self._clock())
         return Hello(PROTOCOL, self._facts)
 
     def hear(self, address: Address, answer: bytes) -> AskRanks | None:
@@ -138,32 +172,58 @@ class Handshakes:
             return self._take(address, handshake, decode_reply(answer))
         except KVFerryError as error:
             self.refuse(address, str(error))
-        except Exception as error:  # a bad peer costs that peer, nothing else
-            logger.exception("control channel")
+        except Exception as error:  # noqa: BLE001 - said in full; a bad peer costs that peer, nothing else
+            self._log.say(type(error).__name__, "control channel: an unexpected error", error)
             self.refuse(address, f"its answer cannot be used: {error}")
         return None
 
     def refuse(self, address: Address, reason: str) -> None:
         """This peer is of no use for a while."""
-        logger.warning("peer at %s:%d cannot be used: %s", *address, reason)
+        reason = shown(reason, _REASON_CHARACTERS)
+        host, port = address
+        self._log.say(f"{address}", f"peer at {shown(host)}:{port} cannot be used: {reason}")
         self._under_way.pop(address, None)
-        self._refused_at[address] = self._clock()
+        self._looking.pop(address, None)
         self._answers[address] = NotUsable(reason)
+        if (oldest := _put(self._refused_at, address, self._clock())) is not None and isinstance(
+            self._answers.get(oldest), NotUsable
+        ):
+            self._answers.pop(oldest, None)
+        self._closable.append(address)
+
+    def take_refused(self) -> list[Address]:
+        """Return the peers that were refused since the last call."""
+        refused, self._closable = self._closable, []
+        return refused
 
     def give_up_on_silent(self) -> None:
         """Refuse peers whose time is over."""
         now = self._clock()
-        for address in [a for a, handshake in self._under_way.items() if now >= handshake.deadline]:
-            self.refuse(address, f"no answer within {self._patience_seconds:g} s; is it up, and reachable?")
+        for address, handshake in list(self._under_way.items()):
+            patience = self._patience(handshake)
+            if now >= handshake.began + patience:
+                self.refuse(address, f"no answer within {patience:g} s; is it up, and reachable?")
+
+    def is_refused(self, address: Address) -> bool:
+        """Whether a peer was asked and cannot be used."""
+        return isinstance(self._answers.get(address), NotUsable)
+
+    def _patience(self, handshake: _UnderWay) -> float:
+        """Return how long an answer is waited for; less while many are, if the peer has said nothing yet."""
+        if handshake.facts is None and len(self._under_way) > MANY_UNDER_WAY:
+            return min(HURRIED_SECONDS, self._patience_seconds)
+        return self._patience_seconds
 
     def is_unknown(self, address: Address) -> bool:
-        """Whether nothing is known of a peer, nor asked; forgets a refusal that no longer stands."""
-        answer = self._answers.get(address)
-        if isinstance(answer, NotUsable) and self._refusal_is_over(address):
-            self._answers.pop(address, None)
-            self._refused_at.pop(address, None)
-            return True
-        return answer is None and address not in self._under_way
+        """Whether nothing is known of a peer, nor asked."""
+        return self._answers.get(address) is None and address not in self._under_way
+
+    def forget_refusals(self) -> None:
+        """Forget refusals that no longer stand."""
+        for address in [one for one in self._refused_at if self._refusal_is_over(one)]:
+            del self._refused_at[address]
+            if self.is_refused(address):
+                self._answers.pop(address, None)
 
     def _take(self, address: Address, handshake: _UnderWay, reply: Reply) -> AskRanks | None:
         if isinstance(reply, Refused):
@@ -182,10 +242,30 @@ class Handshakes:
             raise ProtocolError("ranks came before the peer was accepted, or there are none")
         self._check(ranks)
         del self._under_way[address]
+        self._looking.pop(address, None)
         self._answers[address] = Known(facts, ranks)
+        if (oldest := _put(self._known_since, address, self._clock())) is not None and isinstance(
+            self._answers.get(oldest), Known
+        ):
+            self._answers.pop(oldest, None)
         logger.info(
-            "peer %s (%s) at %s:%d: %d rank(s) known", facts.engine_id, facts.software, *address, len(ranks)
+            "peer %s (%s) at %s:%d: %d rank(s) known",
+            shown(facts.engine_id),
+            shown(facts.software),
+            *address,
+            len(ranks),
         )
 
     def _refusal_is_over(self, address: Address) -> bool:
         return self._clock() - self._refused_at.get(address, -REFUSAL_SECONDS) > REFUSAL_SECONDS
+
+
+def _put(times: dict[Address, float], address: Address, now: float) -> Address | None:
+    """Note the time at an address; forget the oldest of too many, and return its address."""
+    times.pop(address, None)
+    times[address] = now
+    if len(times) <= MOST_REMEMBERED:
+        return None
+    oldest = next(iter(times))
+    del times[oldest]
+    return oldest

@@ -17,18 +17,27 @@ fact may be a group of settings by name: there, a setting that only one side has
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, TypeAlias
 
 import msgspec
 
 from kvferry.errors import ProtocolError
 from kvferry.geometry import RankGeometry
+from kvferry.terminal import shown
+from kvferry.transport.check_ranks import check_ranks
 from kvferry.transport.wire import reading
 
 PROTOCOL = 4
-MAX_MESSAGE_BYTES = 64 << 20
-MAX_LEASES = 65_536
+MAX_REQUEST_BYTES = 4 << 20
+"""Of what a producer hears. Its listener takes no more of anybody, before authentication neither."""
+MAX_REPLY_BYTES = 64 << 20
+MAX_LEASES = 8192
+"""Of a message: as many as a producer has slots."""
+MAX_RANKS = 256
+MAX_AGENT_BYTES = 16 << 20
+MAX_DIFFERENCES = 64
+MAX_SENTENCE = 1024
 MAX_WORDS = 1 << 20
 MAX_KEYS = 65_536
 MOST_TURNS = 4
@@ -45,6 +54,10 @@ _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 _Text = Annotated[str, msgspec.Meta(max_length=4096)]
+_Sentence = Annotated[str, msgspec.Meta(max_length=16 * MAX_SENTENCE)]
+_Protocol = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+EngineId: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
 
 Fact: TypeAlias = _Text | Annotated[dict[_Text, _Text], msgspec.Meta(max_length=MAX_FACTS)]
 """What an engine says of one thing: a text, or settings by name."""
@@ -66,9 +79,9 @@ class Facts(msgspec.Struct, frozen=True):
         keeps_turns: where it can be asked for earlier turns; None if it keeps none.
     """
 
-    engine_id: str
-    incarnation: int
-    software: str
+    engine_id: EngineId
+    incarnation: _Word
+    software: Annotated[str, msgspec.Meta(max_length=1024)]
     must_agree: Annotated[dict[_Text, Fact], msgspec.Meta(max_length=MAX_FACTS)]
     keeps_turns: tuple[Host, Port] | None = None
 
@@ -76,7 +89,7 @@ class Facts(msgspec.Struct, frozen=True):
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """Opens a handshake."""
 
-    protocol: int
+    protocol: _Protocol
     facts: Facts
 
 
@@ -89,13 +102,13 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """It cannot; why, a sentence each."""
 
-    differences: list[str]
+    differences: Annotated[list[_Sentence], msgspec.Meta(max_length=MAX_DIFFERENCES)]
 
 
 class AskRanks(msgspec.Struct, frozen=True, tag="ask-ranks"):
     """Asks for what is needed to read; states the facts again: the producer keeps no account of peers."""
 
-    protocol: int
+    protocol: _Protocol
     facts: Facts
 
 
@@ -108,7 +121,7 @@ class Outgoing(msgspec.Struct, frozen=True):
         words: how many of the worker's words, the last ones, belong to the area.
     """
 
-    host: str
+    host: Host
     port: Port
     address: _Address
     bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
@@ -127,7 +140,7 @@ class RankCard(msgspec.Struct, frozen=True):
     """
 
     geometry: RankGeometry
-    agent: bytes
+    agent: Annotated[bytes, msgspec.Meta(max_length=MAX_AGENT_BYTES)]
     words_address: _Address
     words: _Words
     incarnation: _HalfWord
@@ -142,7 +155,7 @@ class RankCard(msgspec.Struct, frozen=True):
 class Ranks(msgspec.Struct, frozen=True, tag="ranks"):
     """All workers of the producer."""
 
-    ranks: list[RankCard]
+    ranks: Annotated[list[RankCard], msgspec.Meta(max_length=MAX_RANKS)]
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
@@ -237,16 +250,15 @@ def decode_request(data: bytes) -> Request:
 
 
 def decode_reply(data: bytes) -> Reply:
-    """A producer's answer; the geometry in it has been checked.
+    """A producer's answer; what it says of ranks has been checked.
 
     Raises:
-        ProtocolError: it is none, or its geometry contradicts itself.
+        ProtocolError: it is none, or its ranks are out of bounds, or contradict themselves or each other.
     """
     with reading(f"an answer of protocol {PROTOCOL}"):
         message: Reply = _replies.decode(data)
         if isinstance(message, Ranks):
-            for card in message.ranks:
-                card.geometry.check()
+            check_ranks(message.ranks)
     return message
 
 
@@ -273,6 +285,14 @@ def compare(theirs: Mapping[str, Fact], ours: Mapping[str, Fact]) -> list[str]:
             else:
                 found.append(f"{name}: {_said(a)} there, {_said(b)} here")
     return found
+
+
+def refused(differences: Sequence[str]) -> Refused:
+    """Return a refusal that names these differences; of very many, or very long ones, a part."""
+    said = [shown(text, MAX_SENTENCE) for text in differences[: MAX_DIFFERENCES - 1]]
+    if more := len(differences) - len(said):
+        said.append(f"{more} more differences")
+    return Refused(said)
 
 
 def _settings(name: str, theirs: dict[str, str], ours: dict[str, str]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import msgspec
 
 from kvferry.errors import GeometryError, ProtocolError
+from kvferry.terminal import shown
 
 # Text that is not UTF-8 is a plain ValueError.
 _UNREADABLE = (msgspec.DecodeError, GeometryError, ValueError, OverflowError, RecursionError)
@@ -19,4 +20,4 @@ def reading(what: str) -> Iterator[None]:
     try:
         yield
     except _UNREADABLE as error:
-        raise ProtocolError(f"not {what}: {error}") from error
+        raise ProtocolError(f"not {what}: {shown(str(error), 500)}") from error

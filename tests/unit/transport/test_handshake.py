@@ -3,7 +3,18 @@
 import pytest
 
 from kvferry.errors import Incompatible
-from kvferry.transport.handshake import REFUSAL_SECONDS, Handshakes, Known, Looking, NotUsable
+from kvferry.transport.handshake import (
+    ASK_ANEW_SECONDS,
+    HURRIED_SECONDS,
+    MANY_UNDER_WAY,
+    MOST_REMEMBERED,
+    MOST_UNDER_WAY,
+    REFUSAL_SECONDS,
+    Handshakes,
+    Known,
+    Looking,
+    NotUsable,
+)
 from kvferry.transport.messages import PROTOCOL, Accepted, AskRanks, Hello, Ranks, Refused, encode
 from support.clock import Clock
 from transport.cards import cards, facts
@@ -72,6 +83,7 @@ def test_a_refusal_stands_for_its_time_and_is_then_forgotten(handshakes, clock):
     assert not handshakes.is_unknown(PEER)
     clock.now += 0.1
     assert handshakes.known(PEER, 1) is None
+    handshakes.forget_refusals()
     assert handshakes.is_unknown(PEER)
     assert not handshakes._answers
     assert not handshakes._refused_at
@@ -81,6 +93,7 @@ def test_a_peer_that_is_asked_again_is_not_forgotten_with_its_old_refusal(handsh
     begun(handshakes).hear(PEER, encode(Refused([])))
     clock.now += REFUSAL_SECONDS + 1
     handshakes.start(PEER)
+    handshakes.forget_refusals()
     assert not handshakes.is_unknown(PEER)
     assert handshakes.known(PEER, 1) == Looking()
 
@@ -105,3 +118,81 @@ def test_ranks_that_do_not_fit_are_refused_with_every_difference(clock):
     handshakes.hear(PEER, ACCEPTED)
     handshakes.hear(PEER, RANKS)
     assert handshakes.known(PEER, 1) == NotUsable("first; second")
+
+
+def sizes(handshakes: Handshakes) -> list[int]:
+    return [len(one) for one in vars(handshakes).values() if isinstance(one, dict | set | list)]
+
+
+def test_no_number_of_made_up_addresses_makes_anything_grow(handshakes, clock, caplog):
+    for number in range(5000):
+        address = f"10.1.{number // 250}.{number % 250}", 7000
+        if handshakes.known(address, 1) is None and not handshakes.crowded:
+            handshakes.start(address)
+            handshakes.open(address)
+        clock.now += 0.01
+        handshakes.give_up_on_silent()
+        handshakes.take_refused()
+    assert max(sizes(handshakes)) <= MOST_REMEMBERED + MOST_UNDER_WAY
+    assert 0 < len(caplog.records) <= 21
+    clock.now += REFUSAL_SECONDS + 5
+    handshakes.give_up_on_silent()
+    handshakes.take_refused()
+    clock.now += REFUSAL_SECONDS + 5
+    handshakes.forget_refusals()
+    assert sizes(handshakes) == [0] * len(sizes(handshakes))
+
+
+def test_made_up_runs_of_a_known_peer_are_asked_for_once_in_a_while_and_not_remembered(handshakes, clock):
+    begun(handshakes).hear(PEER, ACCEPTED)
+    handshakes.hear(PEER, RANKS)
+    asked = 0
+    for run in range(1000):
+        if handshakes.known(PEER, 1000 + run) is None:
+            asked += 1
+        clock.now += 0.01
+    assert asked == pytest.approx(10 / ASK_ANEW_SECONDS, abs=1)
+    assert max(sizes(handshakes)) == 1
+
+
+def test_a_peer_that_was_restarted_is_asked_at_once_though_made_up_runs_were_asked_for(handshakes, clock):
+    begun(handshakes).hear(PEER, ACCEPTED)
+    handshakes.hear(PEER, RANKS)
+    assert handshakes.known(PEER, 99) is None, "asked, and still run 1"
+    clock.now += ASK_ANEW_SECONDS
+    assert handshakes.known(PEER, 2) is None
+
+
+def test_silent_peers_are_given_up_early_while_many_are_asked_and_one_that_has_answered_is_not(
+    handshakes, clock
+):
+    begun(handshakes).hear(PEER, ACCEPTED)
+    for number in range(MOST_UNDER_WAY - 1):
+        assert not handshakes.crowded
+        handshakes.start(("10.2.0.1", number))
+        handshakes.open(("10.2.0.1", number))
+    assert handshakes.crowded
+    clock.now += HURRIED_SECONDS
+    handshakes.give_up_on_silent()
+    assert not handshakes.crowded
+    assert len(handshakes._under_way) == MANY_UNDER_WAY
+    assert handshakes.known(PEER, 1) == Looking()
+    assert handshakes.hear(PEER, RANKS) is None
+    assert isinstance(handshakes.known(PEER, 1), Known)
+
+
+def test_the_peers_that_are_known_are_bounded(handshakes):
+    for number in range(MOST_REMEMBERED + 10):
+        address = f"10.3.{number // 250}.{number % 250}", 7000
+        handshakes.start(address)
+        handshakes.open(address)
+        handshakes.hear(address, ACCEPTED)
+        handshakes.hear(address, RANKS)
+    assert len(handshakes._answers) == MOST_REMEMBERED
+    assert isinstance(handshakes.known(address, 1), Known)
+
+
+def test_a_reason_of_megabytes_is_cut(handshakes, caplog):
+    begun(handshakes).hear(PEER, encode(Refused(["x" * 10_000] * 60)))
+    assert len(handshakes.known(PEER, 1).reason) < 2100
+    assert len(caplog.text) < 3000

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -36,6 +35,7 @@ from kvferry.observe.events import LeaseEnded, LeaseExtended, LeaseGranted
 from kvferry.observe.watch import Watch
 from kvferry.terminal import shown
 from kvferry.transport.handshake import Address
+from kvferry.transport.inbox import Inbox
 from kvferry.transport.lease import LeaseBook
 from kvferry.transport.messages import Heartbeat, Release
 from kvferry.transport.turns import TurnIndex
@@ -201,7 +201,7 @@ class Producer:
             for kind, group, ids in zip(self._kinds, self._groups, block_ids, strict=True)
         ]
 
-    def take_events(self, events: deque[Heartbeat | Release], meta: SchedulerMeta) -> None:
+    def take_events(self, events: Inbox[Heartbeat | Release], meta: SchedulerMeta) -> None:
         """Handle consumers' messages; add the leases that end now to `meta`, for the workers."""
         while events:
             event = events.popleft()

@@ -1,0 +1,117 @@
+"""The limits of what a peer may say of its ranks, and whether its ranks agree with each other.
+
+A peer with the right key may still lie. Planning takes memory and time for everything that a geometry names,
+in the thread that keeps leases alive, so sizes are checked before anything is planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from kvferry.errors import ProtocolError
+from kvferry.geometry import Layer, RankGeometry, Region
+from kvferry.terminal import shown
+
+if TYPE_CHECKING:
+    from kvferry.transport.messages import RankCard
+
+MAX_NAME = 1024
+MAX_GROUPS = 256
+MAX_LAYERS = 4096
+MAX_REGIONS = 4096
+MAX_FIELDS = 64
+MAX_AXES = 16
+MAX_LOOPS = 16
+MAX_FACTORS = 65_536
+MAX_COMPARED = 1 << 22
+"""Layers times regions, over all ranks: every layer is looked for among its rank's regions."""
+
+_ADDRESSES = 1 << 63
+_MEMORIES = ("DRAM", "VRAM")
+
+
+def check_ranks(cards: Sequence[RankCard]) -> None:
+    """Check what a peer says of its ranks.
+
+    Raises:
+        ProtocolError: something is out of bounds, or its ranks contradict each other.
+        GeometryError: a rank contradicts itself.
+    """
+    for card in cards:
+        for what, count, most in _sizes(card.geometry):
+            if count > most:
+                raise ProtocolError(f"{count} {what}, at most {most}")
+    pairs = sum(_layers(card.geometry) * len(card.geometry.regions) for card in cards)
+    if pairs > MAX_COMPARED:
+        raise ProtocolError(f"{pairs} pairs of layer and region, at most {MAX_COMPARED}")
+    for card in cards:
+        _check_words(card)
+        for region in card.geometry.regions:
+            _check_region(region)
+        card.geometry.check()
+    _check_agreement([card.geometry for card in cards])
+
+
+def _layers(rank: RankGeometry) -> int:
+    return sum(len(group.layers) for group in rank.groups)
+
+
+def _sizes(rank: RankGeometry) -> Iterator[tuple[str, int, int]]:
+    """Yield what is counted of a rank, how many there are, and how many there may be."""
+    yield "groups of a rank", len(rank.groups), MAX_GROUPS
+    yield "layers of a rank", _layers(rank), MAX_LAYERS
+    yield "regions of a rank", len(rank.regions), MAX_REGIONS
+    for group in rank.groups:
+        for layer in group.layers:
+            yield from _sizes_of_layer(layer)
+
+
+def _sizes_of_layer(layer: Layer) -> Iterator[tuple[str, int, int]]:
+    names = (layer.name, layer.draft, layer.page.content)
+    yield "characters of a name", max(map(len, names)), MAX_NAME
+    yield "scales of a layer", len(layer.scales), MAX_FIELDS
+    for scale in layer.scales:
+        yield "characters of a scale's source", len(scale.source), MAX_NAME
+        yield "factors of a scale", len(scale.factors), MAX_FACTORS
+    yield "fields of a page", len(layer.page.fields), MAX_FIELDS
+    for field in layer.page.fields:
+        yield "characters of a field's name", len(field.name), MAX_NAME
+        yield "axes of a field", len(field.axes), MAX_AXES
+        for axis in field.axes:
+            yield "characters of an axis' name", len(axis.name), MAX_NAME
+            yield "loops of an axis", len(axis.loops), MAX_LOOPS
+
+
+def _check_region(region: Region) -> None:
+    if region.memory not in _MEMORIES:
+        raise ProtocolError(f"memory of kind {shown(region.memory)}, expected {' or '.join(_MEMORIES)}")
+    if region.address < 0 or region.length < 1 or region.address + region.length > _ADDRESSES:
+        raise ProtocolError(f"a region of {region.length} bytes at address {region.address}")
+    if not 0 <= region.device < 1 << 16:
+        raise ProtocolError(f"a region on device {region.device}")
+
+
+def _check_words(card: RankCard) -> None:
+    if card.leases < 1:
+        raise ProtocolError(f"{card.words} words, none of them a lease's")
+    if card.words_address + 8 * card.words > _ADDRESSES:
+        raise ProtocolError(f"{card.words} words at address {card.words_address}")
+
+
+def _check_agreement(ranks: Sequence[RankGeometry]) -> None:
+    """Raise ProtocolError unless these are all ranks of one engine, with the same groups."""
+    if not ranks:
+        return
+    first = ranks[0]
+    sizes = {(rank.pp_size, rank.tp_size) for rank in ranks}
+    places = {(rank.pp_rank, rank.tp_rank) for rank in ranks}
+    expected = first.pp_size * first.tp_size
+    if len(sizes) > 1 or len(places) < len(ranks) or len(ranks) != expected:
+        raise ProtocolError(
+            f"{len(ranks)} ranks at {len(places)} places, parallel sizes (pp, tp) {sorted(sizes)[:4]}; "
+            f"expected {expected} ranks of one size, each at its own place"
+        )
+    groups = {tuple((one.kind, one.block_tokens, one.reach) for one in rank.groups) for rank in ranks}
+    if len(groups) > 1:
+        raise ProtocolError("the peer's ranks have different KV cache groups; all must have the same")

@@ -1,0 +1,149 @@
+"""Peers that have the key and lie about their ranks: refused in words, before anything is planned."""
+
+import time
+from dataclasses import replace
+
+import pytest
+from msgspec import structs
+
+from kvferry.errors import ProtocolError
+from kvferry.geometry import Region
+from kvferry.transport.check_ranks import MAX_COMPARED, MAX_LAYERS, MAX_NAME, MAX_REGIONS
+from kvferry.transport.messages import (
+    MAX_AGENT_BYTES,
+    MAX_DIFFERENCES,
+    MAX_RANKS,
+    Accepted,
+    Outgoing,
+    RankCard,
+    Ranks,
+    Refused,
+    decode_reply,
+    encode,
+    refused,
+)
+from transport.cards import cards, facts
+
+
+def told(*ranks: RankCard) -> None:
+    """Send these ranks, and read what was sent."""
+    decode_reply(encode(Ranks(list(ranks))))
+
+
+def changed(card: RankCard, **of_geometry) -> RankCard:
+    return structs.replace(card, geometry=replace(card.geometry, **of_geometry))
+
+
+def with_layers(card: RankCard, change) -> RankCard:
+    group, *rest = card.geometry.groups
+    return changed(card, groups=(replace(group, layers=tuple(change(group.layers))), *rest))
+
+
+def test_ranks_of_an_engine_are_taken():
+    told(*cards())
+    told(*cards(2))
+
+
+def test_ranks_that_contradict_each_other_are_refused():
+    first, second = cards(2)
+    for ranks in [
+        (first,),
+        (first, first),
+        (first, changed(second, tp_size=4)),
+        (first, second, second),
+        (first, changed(second, tp_rank=0)),
+    ]:
+        with pytest.raises(ProtocolError, match="ranks of one size, each at its own place"):
+            told(*ranks)
+
+
+def test_ranks_with_other_groups_are_refused():
+    first, second = cards(2)
+    group = second.geometry.groups[0]
+    for groups in [(), (group, replace(group, layers=()))]:
+        with pytest.raises(ProtocolError, match="different KV cache groups"):
+            told(first, changed(second, groups=groups))
+
+
+@pytest.mark.parametrize(
+    "region",
+    [
+        Region(-1, 10),
+        Region(1 << 62, 1 << 63),
+        Region(0, 0),
+        Region(4096, 10, device=-1),
+        Region(4096, 10, memory="TAPE\x1b[2J"),
+    ],
+)
+def test_regions_that_cannot_be_are_refused(region):
+    (card,) = cards()
+    with pytest.raises(ProtocolError, match=r"region|memory") as refusal:
+        told(changed(card, regions=(*card.geometry.regions, region)))
+    assert str(refusal.value).isprintable()
+
+
+def test_words_that_cannot_be_are_refused():
+    (card,) = cards()
+    out = Outgoing("127.0.0.1", 5, 0, 1, card.words)
+    for spoiled, says in [
+        (structs.replace(card, words_address=(1 << 63) - 8), "words at address"),
+        (structs.replace(card, outgoing=out), "none of them a lease's"),
+        (structs.replace(card, outgoing=structs.replace(out, host="a b")), "outgoing.host"),
+        (structs.replace(card, agent=bytes(MAX_AGENT_BYTES + 1)), "agent"),
+    ]:
+        with pytest.raises(ProtocolError, match=says):
+            told(spoiled)
+
+
+def test_more_than_anyone_has_is_refused_quickly():
+    (card,) = cards()
+    region, layer = card.geometry.regions[0], card.geometry.groups[0].layers[0]
+    many = [replace(layer, name=str(number)) for number in range(MAX_LAYERS)]
+    few = [Region(4096 * (number + 1), 10) for number in range(MAX_REGIONS)]
+    cases = [
+        ([card] * (MAX_RANKS + 1), "length <= 256"),
+        ([changed(card, regions=(region, *few))], f"regions of a rank, at most {MAX_REGIONS}"),
+        ([with_layers(card, lambda of: [*of, *many])], f"layers of a rank, at most {MAX_LAYERS}"),
+        (
+            [changed(with_layers(card, lambda _: many), regions=(*few[1:], region))],
+            f"pairs of layer and region, at most {MAX_COMPARED}",
+        ),
+        ([with_layers(card, lambda of: [replace(of[0], name="x" * (MAX_NAME + 1))])], "of a name, at most"),
+        ([changed(card, groups=card.geometry.groups * 300)], "groups of a rank, at most"),
+    ]
+    for ranks, says in cases:
+        data = encode(Ranks(list(ranks)))
+        began = time.thread_time()
+        with pytest.raises(ProtocolError, match=says):
+            decode_reply(data)
+        assert time.thread_time() - began < 1.0, says
+
+
+def test_the_most_that_is_allowed_is_compared_in_a_moment():
+    (card,) = cards()
+    layer, region = card.geometry.groups[0].layers[0], card.geometry.regions[0]
+    layers = [replace(layer, name=str(number)) for number in range(MAX_COMPARED // MAX_REGIONS)]
+    regions = [Region(4096 * (number + 1), 10) for number in range(MAX_REGIONS - 1)]
+    data = encode(Ranks([changed(with_layers(card, lambda _: layers), regions=(*regions, region))]))
+    began = time.thread_time()
+    decode_reply(data)
+    assert time.thread_time() - began < 2.0
+
+
+def test_ids_and_sentences_have_a_limit():
+    for spoiled in [
+        Accepted(facts("x" * 257)),
+        Accepted(structs.replace(facts(), software="x" * 1025)),
+        Accepted(structs.replace(facts(), incarnation=1 << 40)),
+        Refused(["x"] * (MAX_DIFFERENCES + 1)),
+        Refused(["x" * 20_000]),
+    ]:
+        with pytest.raises(ProtocolError, match=r"length <=|<= 4294967295"):
+            decode_reply(encode(spoiled))
+
+
+def test_a_refusal_of_very_many_differences_can_be_read_and_says_how_many_more():
+    said = decode_reply(encode(refused([f"{number} {'x' * 20_000}" for number in range(1000)])))
+    assert isinstance(said, Refused)
+    assert len(said.differences) == MAX_DIFFERENCES
+    assert said.differences[-1] == "937 more differences"

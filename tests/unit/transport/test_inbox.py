@@ -1,0 +1,37 @@
+"""What waits for the engine: bounded, and nobody's messages push out another's."""
+
+import pytest
+
+from kvferry.transport.inbox import Inbox
+
+
+def test_messages_are_taken_in_their_order():
+    inbox = Inbox[str]()
+    for sender, message in [(b"a", "1"), (b"b", "2"), (b"a", "3")]:
+        assert inbox.put(sender, message)
+    assert list(inbox) == ["1", "2", "3"]
+    assert [inbox.popleft() for _ in range(3)] == ["1", "2", "3"]
+    assert not inbox
+    with pytest.raises(IndexError):
+        inbox.popleft()
+
+
+def test_a_sender_that_floods_loses_its_own_messages_and_no_others():
+    inbox = Inbox[int](most_of_sender=4, most=100)
+    for number in range(1000):
+        inbox.put(b"flood", number)
+    assert inbox.put(b"honest", -1)
+    assert list(inbox) == [0, 1, 2, 3, -1]
+    assert inbox.dropped == 996
+    inbox.popleft()
+    assert inbox.put(b"flood", 1000)
+
+
+def test_made_up_senders_do_not_make_it_grow():
+    inbox = Inbox[int](most_of_sender=4, most=10)
+    for number in range(1000):
+        inbox.put(str(number).encode(), number)
+    assert len(inbox) == 10
+    assert len(inbox._of) == 10
+    inbox.clear()
+    assert not inbox._of
