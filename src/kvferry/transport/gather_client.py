@@ -17,7 +17,7 @@ from kvferry.planning.pieces import Int64s
 from kvferry.transport import security
 from kvferry.transport.endpoint import endpoint
 from kvferry.transport.gather_messages import (
-    MAX_MESSAGE_BYTES,
+    MAX_REPLY_BYTES,
     Done,
     Gather,
     Gathered,
@@ -53,7 +53,7 @@ class GatherClient:
         self.silent_until = 0.0
         self._socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
         self._socket.linger = 0
-        self._socket.maxmsgsize = MAX_MESSAGE_BYTES
+        self._socket.maxmsgsize = MAX_REPLY_BYTES
         self._socket.sndhwm = _QUEUED
         security.as_client(self._socket, keys)
         self._socket.connect(endpoint(self._socket, host, port))

@@ -25,7 +25,8 @@ from kvferry.planning.plane import PoolNests
 from kvferry.transport.messages import PROTOCOL
 from kvferry.transport.wire import reading
 
-MAX_MESSAGE_BYTES = 32 << 20
+MAX_REQUEST_BYTES = 16 << 20
+MAX_REPLY_BYTES = 64 << 10
 MAX_NESTS = 1 << 14
 MAX_LOOPS = 32
 MAX_CELLS = 1 << 20
@@ -59,8 +60,8 @@ class GatherRoute(msgspec.Struct, frozen=True, array_like=True):
 class Introduce(msgspec.Struct, frozen=True, tag="introduce"):
     """What will be asked for."""
 
-    protocol: int
-    routes: list[GatherRoute]
+    protocol: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    routes: Annotated[list[GatherRoute], msgspec.Meta(max_length=MAX_NESTS)]
 
 
 class Gather(msgspec.Struct, frozen=True, tag="gather"):
@@ -78,7 +79,7 @@ class Gather(msgspec.Struct, frozen=True, tag="gather"):
     route: _Count
     slot: _Count
     generation: _HalfWord
-    blocks: bytes
+    blocks: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_CELLS)]
     cell: _Count
 
     def ids(self) -> Int64s:
@@ -101,7 +102,7 @@ class Gathered(msgspec.Struct, frozen=True, tag="gathered"):
         word, generation: what must still be true when it has been read.
     """
 
-    chunk: int
+    chunk: _Count
     position: _Count
     word: _Count
     generation: _HalfWord
@@ -116,8 +117,8 @@ class NotGathered(msgspec.Struct, frozen=True, tag="not-gathered"):
         unknown: whether it is because the reader has to introduce itself again.
     """
 
-    chunk: int
-    reason: str
+    chunk: _Count
+    reason: Annotated[str, msgspec.Meta(max_length=4096)]
     unknown: bool = False
 
 

@@ -24,10 +24,11 @@ from kvferry.limited_log import LimitedLog
 from kvferry.memory.copy import Loops
 from kvferry.memory.space import Space
 from kvferry.planning.pieces import Int64s
+from kvferry.terminal import shown
 from kvferry.transport import security
 from kvferry.transport.area import UNIT_BYTES, Area, Lot
 from kvferry.transport.gather_messages import (
-    MAX_MESSAGE_BYTES,
+    MAX_REQUEST_BYTES,
     Done,
     Gather,
     Gathered,
@@ -114,7 +115,7 @@ class GatherServer:
         self._readers: OrderedDict[bytes, _Reader] = OrderedDict()
         self._waiting: deque[_Waiting] = deque()
         self._swept = clock()
-        self._listener = Listener("gather channel", host, 0, keys, MAX_MESSAGE_BYTES)
+        self._listener = Listener("gather channel", host, 0, keys, MAX_REQUEST_BYTES)
         self.port = self._listener.port
         self._log = LimitedLog(logger)
         self._stop = threading.Event()
@@ -207,7 +208,7 @@ class GatherServer:
             loops.gather(blocks, message.cell + np.arange(len(blocks)), slots, lot.position)
         except Exception as error:  # noqa: BLE001 - said in full
             self._log.say("copy", "gather channel: a copy failed", error)
-            return f"the copy failed: {error}"
+            return f"the copy failed: {shown(str(error), 500)}"
         return None
 
     def _refusal(self, reader: _Reader, route: GatherRoute, message: Gather, blocks: Int64s) -> str | None:

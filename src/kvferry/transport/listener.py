@@ -9,7 +9,11 @@ import zmq
 
 from kvferry.errors import ConfigError, ProtocolError
 from kvferry.transport import security
+from kvferry.transport.connections import Connections
 from kvferry.transport.endpoint import endpoint
+
+_QUEUED = 64
+"""Messages of a peer that wait to be heard (more are held back), and answers to it (more are dropped)."""
 
 
 class Listener:
@@ -20,7 +24,13 @@ class Listener:
     """
 
     def __init__(
-        self, channel: str, host: str, port: int, keys: security.Keys | None, max_message_bytes: int
+        self,
+        channel: str,
+        host: str,
+        port: int,
+        keys: security.Keys | None,
+        max_message_bytes: int,
+        most_connections: int | None = None,
     ) -> None:
         """Bind.
 
@@ -30,6 +40,7 @@ class Listener:
             port: 0 for any free one.
             keys: CURVE keys; None for a plain channel.
             max_message_bytes: a peer that sends more is disconnected.
+            most_connections: see `Connections`.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -39,7 +50,9 @@ class Listener:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.maxmsgsize = max_message_bytes
+        self._socket.rcvhwm = self._socket.sndhwm = _QUEUED
         security.as_server(self._socket, keys)
+        self._connections = Connections(self._socket, most_connections)
         try:
             self._socket.bind(endpoint(self._socket, host, port or "*"))
         except zmq.ZMQError as error:
@@ -48,11 +61,17 @@ class Listener:
                 f"{channel}: cannot listen on {host}{f' port {port}' if port else ''}: "
                 f"{zmq.strerror(error.errno or 0)}; set {_remedy(error)}"
             ) from error
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._connections.events, zmq.POLLIN)
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
     def wait(self, seconds: float) -> bool:
         """Whether there is something to `receive`, at the latest after so long."""
-        return bool(self._socket.poll(int(seconds * 1000)))
+        heard = dict(self._poller.poll(int(seconds * 1000)))
+        if self._connections.events in heard:
+            self._connections.count()
+        return self._socket in heard
 
     def receive(self) -> tuple[bytes, bytes]:
         """A sender and what it says.
@@ -73,6 +92,7 @@ class Listener:
         """Listen no more; what has not been sent is dropped."""
         if self._guard:
             self._guard.stop()
+        self._connections.close()
         self._socket.close()
         self._context.term()
 

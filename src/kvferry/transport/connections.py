@@ -1,0 +1,110 @@
+"""How many connections a listener accepts: anyone who reaches its port can open them, before authentication.
+
+Every connection costs a descriptor of the engine's process, which must not run out of them. At the limit the
+kernel is told to drop what arrives at the listening socket, until a quarter of the connections have ended.
+Peers that are connected notice nothing. A peer that connects meanwhile is tried again by its own kernel.
+
+ZeroMQ can neither refuse a connection nor stop listening without closing those it has, hence the filter on
+the socket: SO_ATTACH_FILTER, see socket(7), with one instruction that takes no byte of any packet.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import resource
+import socket
+import struct
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kvferry.limited_log import LimitedLog
+
+logger = logging.getLogger(__name__)
+
+MOST_CONNECTIONS = 2048
+HANDSHAKE_SECONDS = 2.0
+"""How long a stranger may take to prove who it is; a peer does it in milliseconds."""
+
+BACKLOG = 256
+_SHARE_OF_DESCRIPTORS = 4
+_ATTACH_FILTER, _DETACH_FILTER = 26, 27  # SO_ATTACH_FILTER, SO_DETACH_FILTER of asm-generic/socket.h
+_DROP = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF_RET | BPF_K, 0
+_PROGRAM = struct.pack("HL", 1, ctypes.addressof(_DROP))  # struct sock_fprog
+
+
+class Connections:
+    """Counts the connections of one socket, and stops and resumes accepting more; one thread uses it.
+
+    Attributes:
+        open: connections that were accepted and have not ended.
+        paused: nothing is accepted now.
+        events: to be polled; readable if `count` has something to do.
+    """
+
+    def __init__(self, listener: zmq.Socket[Any], most: int | None = None) -> None:
+        """Watch a socket, and set its limits.
+
+        Args:
+            listener: not bound yet.
+            most: connections at a time; a share of the process' descriptors by default.
+        """
+        self.open, self.paused = 0, False
+        self._listener, self._most = listener, most or _limit()
+        self._log = LimitedLog(logger)
+        self._accepting: socket.socket | None = None
+        listener.handshake_ivl = int(HANDSHAKE_SECONDS * 1000)
+        listener.backlog = BACKLOG
+        self.events = listener.get_monitor_socket(
+            zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+        )
+
+    def count(self) -> None:
+        """Take what has happened to connections; stop or resume accepting."""
+        while self.events.poll(0):
+            said = recv_monitor_message(self.events)
+            if said["event"] == zmq.EVENT_LISTENING:
+                self._accepting = socket.socket(fileno=os.dup(said["value"]))
+            else:
+                self.open += 1 if said["event"] == zmq.EVENT_ACCEPTED else -1
+        if not self.paused and self.open >= self._most:
+            self._pause()
+        elif self.paused and self.open <= self._most * 3 // 4:
+            self._resume()
+
+    def close(self) -> None:
+        """Watch no more; before the socket is closed."""
+        self._listener.disable_monitor()
+        self.events.close(linger=0)
+        if self._accepting is not None:
+            self._accepting.close()
+
+    def _pause(self) -> None:
+        self._log.say(
+            "crowded",
+            f"{self.open} connections to one port of this engine, at most {self._most}: no more are accepted "
+            "until some have ended; let only engines reach it (firewall, NetworkPolicy)",
+        )
+        self._filter(_ATTACH_FILTER, _PROGRAM)
+        self.paused = True
+
+    def _resume(self) -> None:
+        self._filter(_DETACH_FILTER, 0)
+        self.paused = False
+
+    def _filter(self, option: int, value: bytes | int) -> None:
+        if self._accepting is None:
+            return
+        try:
+            self._accepting.setsockopt(socket.SOL_SOCKET, option, value)
+        except OSError as error:  # a sandbox without socket filters
+            self._log.say("filter", f"connections cannot be held back: {os.strerror(error.errno or 0)}")
+
+
+def _limit() -> int:
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    share = MOST_CONNECTIONS if most == resource.RLIM_INFINITY else most // _SHARE_OF_DESCRIPTORS
+    return max(1, min(MOST_CONNECTIONS, share))
