@@ -61,7 +61,7 @@ class Introduce(msgspec.Struct, frozen=True, tag="introduce"):
     """What will be asked for."""
 
     protocol: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-    routes: Annotated[list[GatherRoute], msgspec.Meta(max_length=MAX_NESTS)]
+    routes: list[GatherRoute]
 
 
 class Gather(msgspec.Struct, frozen=True, tag="gather"):
