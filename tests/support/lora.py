@@ -24,7 +24,9 @@ def adapter(folder: Path, rank: int = 8, weight: float = 1.0, name: str = "a") -
     folder.mkdir(exist_ok=True)
     save_file({"a": np.full(4, weight, np.float32)}, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps({"r": rank}))
-    return SimpleNamespace(lora_name=name, lora_path=str(folder), load_inplace=False)
+    return SimpleNamespace(
+        lora_name=name, lora_int_id=ord(name[-1]), lora_path=str(folder), load_inplace=False
+    )
 
 
 def settled(ask: Callable[[], Any], seconds: float = 10.0) -> Any:

@@ -80,16 +80,14 @@ class Arena:
         """Take `size` bytes of host memory, rounded up to whole pages; this process is the owner.
 
         Raises:
-            ConfigError: the machine has not so much.
+            ConfigError: the machine has not so much, or makes no sealed memory files.
         """
         size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         if size > (available := available_bytes()):
             raise ConfigError(_too_large(size, f"{available / 2**30:.1f} GiB are available"))
         token = secrets.token_hex(16)
-        fd = os.memfd_create(_file_name(token), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = _sealed_file(_file_name(token), size)
         try:
-            os.ftruncate(fd, size)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             arena = cls(fd, ArenaName(os.getpid(), fd, token, size))
         except OSError as error:
             os.close(fd)
@@ -163,6 +161,37 @@ class Arena:
                 return
             self.close()
             raise ConfigError(_too_large(size, str(error))) from error
+
+
+def _sealed_file(name: str, size: int) -> int:
+    """Make a memory file that no process can shrink or grow any more; return its descriptor.
+
+    Raises:
+        ConfigError: the kernel, or the container's seccomp filter, does not let it be made.
+    """
+    try:
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise _no_seals("memfd_create", error) from error
+    try:
+        os.ftruncate(fd, size)
+    except OSError as error:
+        os.close(fd)
+        raise ConfigError(_too_large(size, str(error))) from error
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except OSError as error:
+        os.close(fd)
+        raise _no_seals("fcntl with F_ADD_SEALS", error) from error
+    return fd
+
+
+def _no_seals(call: str, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"host tier: {call} fails here ({os.strerror(error.errno or 0)}), so there is no memory that ranks "
+        "can share safely; allow memfd_create and F_ADD_SEALS in the container's seccomp profile, or "
+        "configure no tiers"
+    )
 
 
 def _file_name(token: str) -> str:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+from vllm.lora.request import LoRARequest
+from vllm.v1.executor import Executor
 
-from kvferry.engines.vllm.adapters import Adapters
-from kvferry.errors import NotYetNamed, Unnameable
+from kvferry.engines.vllm import adapters as module
+from kvferry.engines.vllm.adapters import AGAIN_SECONDS, Adapters
+from kvferry.engines.vllm.compat.loras import tell_of_loads
+from kvferry.errors import ConfigError, NotYetNamed, Unnameable
+from support.clock import Clock
 from support.lora import adapter, settled, slow_files
+
+LORA = {"lora_name": "a", "lora_int_id": ord("a"), "load_inplace": False}
 
 
 def name(one, adapters=None):
@@ -53,3 +62,91 @@ def test_what_can_never_be_named_is_told_apart_from_what_is_not_named_yet(tmp_pa
     with pytest.raises(Unnameable, match="not on this machine's disk") as raised:
         name(one)
     assert not isinstance(raised.value, NotYetNamed)
+
+
+def test_an_adapter_that_cannot_be_read_is_read_again_after_a_while(tmp_path):
+    one, clock = adapter(tmp_path), Clock()
+    adapters, config = Adapters(clock=clock), tmp_path / "adapter_config.json"
+    with (
+        mock.patch.object(module, "weights_of", side_effect=ConfigError("weights cannot be read: I/O error")),
+        pytest.raises(Unnameable, match="or unreadable"),
+    ):
+        name(one, adapters)
+    with pytest.raises(Unnameable, match="or unreadable"):
+        name(one, adapters)
+    clock.now += AGAIN_SECONDS
+    assert name(one, adapters) == name(one)
+    config.write_text("{}")
+    with pytest.raises(Unnameable, match="have changed since"):
+        name(one, adapters)
+
+
+def test_files_that_changed_after_a_read_that_failed_have_no_name(tmp_path):
+    """The engine may have read what was there before."""
+    one, clock = adapter(tmp_path), Clock()
+    adapters = Adapters(clock=clock)
+    with (
+        mock.patch.object(module, "weights_of", side_effect=ConfigError("weights cannot be read: I/O error")),
+        pytest.raises(Unnameable),
+    ):
+        name(one, adapters)
+    adapter(tmp_path, weight=2.0)
+    clock.now += AGAIN_SECONDS
+    with pytest.raises(Unnameable):
+        name(one, adapters)
+
+
+def test_an_adapter_that_was_not_there_yet_is_named_once_it_is(tmp_path):
+    clock = Clock()
+    one, adapters = SimpleNamespace(**LORA, lora_path=str(tmp_path / "later")), Adapters(clock=clock)
+    with pytest.raises(Unnameable, match="not on this machine's disk"):
+        name(one, adapters)
+    there = adapter(tmp_path / "later")
+    clock.now += AGAIN_SECONDS
+    assert name(one, adapters) == name(there)
+
+
+def test_what_the_engine_loaded_before_its_files_changed_has_no_name(tmp_path):
+    """It loads an adapter when it is told to, which may be long before the first request."""
+    one, adapters = adapter(tmp_path), Adapters()
+    adapters.on_load(one)
+    adapter(tmp_path, weight=2.0)
+    with pytest.raises(Unnameable, match="have changed since"):
+        name(one, adapters)
+
+
+def test_an_adapter_that_was_replaced_in_place_has_no_name_any_more(tmp_path):
+    one, other, adapters = adapter(tmp_path / "1"), adapter(tmp_path / "2", name="b"), Adapters()
+    assert name(one, adapters)
+    assert adapters.is_current(one)
+    assert adapters.is_current(None)
+    adapters.on_load(SimpleNamespace(**LORA | {"load_inplace": True}, lora_path=str(tmp_path / "3")))
+    with pytest.raises(Unnameable, match="loaded in place"):
+        name(one, adapters)
+    assert not adapters.is_current(one)
+    assert name(other, adapters)
+    again = SimpleNamespace(**LORA | {"lora_int_id": 7}, lora_path=str(tmp_path / "1"))
+    assert name(again, adapters), "it was unloaded, and loaded under another number"
+
+
+def test_vllm_tells_of_an_adapter_before_the_workers_load_it(tmp_path):
+    told = []
+
+    class Workers:
+        def collective_rpc(self, method, args):
+            assert told == [args[0]]
+            return [method == "add_lora"]
+
+    class Listener:
+        def on_load(self, lora):
+            told.append(lora)
+
+    listener = Listener()
+    tell_of_loads(listener)
+    tell_of_loads(listener)
+    asked = LoRARequest("a", 1, str(tmp_path))
+    assert Executor.add_lora(Workers(), asked)
+    assert told == [asked]
+    del listener
+    assert Executor.add_lora(Workers(), asked)
+    assert told == [asked], "a listener that is gone hears nothing"

@@ -1,5 +1,6 @@
 """The connector's settings: what is wrong is said in one sentence."""
 
+import json
 import math
 from types import SimpleNamespace
 
@@ -86,6 +87,30 @@ def test_a_value_that_cannot_be_used_is_refused_by_name(extra, says):
         parse_config(extra)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+HALF = json.loads('"a\\ud800"')
+"""As a file of settings may have it."""
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({"layout": HALF}, "layout is 'a\\ud800', expected text: it has half of a surrogate pair at 1"),
+        ({"host": HALF}, "host is 'a\\ud800', expected text"),
+        ({"tiers": [{"type": "host", "policy": HALF}]}, "tiers[0]: policy is 'a\\ud800', expected text"),
+        (
+            {"tiers": [{"type": "object", "url": "s3://a", "options": {HALF: 1}}]},
+            "a key of tiers[0]: options is",
+        ),
+    ],
+    ids=ascii,
+)
+def test_half_a_surrogate_pair_is_refused_by_name(extra, says):
+    with pytest.raises(ConfigError) as caught:
+        parse_config(extra)
+    assert says in str(caught.value)
+    str(caught.value).encode()
 
 
 def test_listening_everywhere_is_fine_once_peers_are_told_where():

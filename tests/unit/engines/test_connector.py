@@ -9,7 +9,10 @@ import pytest
 
 from kvferry.engines.vllm import connector
 from kvferry.engines.vllm.compat.contract import KVConnectorRole
+from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.connector import KVFerryConnector
+from kvferry.engines.vllm.multi.connector import FerryMultiConnector
+from kvferry.errors import ConfigError
 
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
 
@@ -28,12 +31,13 @@ class Half:
 def halves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connector, "WorkerHalf", Half)
     monkeypatch.setattr(connector, "SchedulerHalf", lambda *of: None)
-    monkeypatch.setattr(connector, "read_settings", lambda of: None)
+    monkeypatch.setattr(connector, "read_settings", lambda of: ConnectorConfig())
 
 
 def config_of(engine: str) -> Any:
     transfer = SimpleNamespace(engine_id=engine, is_kv_consumer=True)
-    return SimpleNamespace(kv_transfer_config=transfer, device_config=SimpleNamespace(device_type="meta"))
+    device, model = SimpleNamespace(device_type="meta"), SimpleNamespace(enable_sleep_mode=False)
+    return SimpleNamespace(kv_transfer_config=transfer, device_config=device, model_config=model)
 
 
 def registered(worker: KVFerryConnector, engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -58,3 +62,12 @@ def test_a_worker_has_each_layers_own_spec_and_a_second_engine_the_schedulers(
 def test_a_worker_in_a_process_of_its_own_has_its_own_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = config_of("of ranks")
     assert registered(KVFerryConnector(engine, WORKER, "its own"), engine, monkeypatch) == "its own"
+
+
+@pytest.mark.parametrize("role", [SCHEDULER, WORKER])
+def test_an_engine_that_may_sleep_gets_no_connector(role: KVConnectorRole) -> None:
+    engine = config_of("sleeps")
+    engine.model_config.enable_sleep_mode = True
+    with pytest.raises(ConfigError, match="leave --enable-sleep-mode out"):
+        KVFerryConnector(engine, role, "its own")
+    assert KVFerryConnector.supports_sleep_mode is FerryMultiConnector.supports_sleep_mode is False

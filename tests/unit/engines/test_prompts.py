@@ -124,7 +124,7 @@ def test_an_adapter_is_named_by_its_weights_and_what_scales_them(tmp_path):
 
 def test_an_adapter_that_is_not_on_this_disk_has_no_chunks_which_is_said_once(tmp_path, caplog):
     prompts = Prompts(CANONICAL, Adapters())
-    away = SimpleNamespace(lora_name="away", lora_path="some/hub-name", load_inplace=False)
+    away = SimpleNamespace(lora_name="away", lora_int_id=1, lora_path="some/hub-name", load_inplace=False)
     assert key(tokens(lora_request=away), prompts) is None
     assert key(tokens(lora_request=away), prompts) is None
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -145,6 +145,15 @@ def test_an_adapter_that_is_loaded_in_place_has_no_chunks(tmp_path):
     assert key(tokens(lora_request=one)) is not None
     one.load_inplace = True
     assert key(tokens(lora_request=one)) is None
+
+
+def test_a_request_whose_adapter_is_replaced_in_place_has_no_chunks_from_then_on(tmp_path):
+    adapters = Adapters()
+    prompts, one = Prompts(CANONICAL, adapters), tokens(lora_request=adapter(tmp_path))
+    assert key(one, prompts)
+    adapters.on_load(SimpleNamespace(**vars(one.lora_request) | {"load_inplace": True}))
+    assert prompts.get(one) is None
+    assert prompts.why_unnamed("a") == "its LoRA was replaced in place since it came in"
 
 
 def test_chunks_have_names_as_soon_as_the_adapter_was_read(tmp_path):

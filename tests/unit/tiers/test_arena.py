@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from contextlib import contextmanager
 from dataclasses import replace
@@ -217,3 +220,30 @@ def test_closing_does_not_wait_for_all_of_the_copy(monkeypatch):
     with arena_of(1 << 30):
         pass
     assert len(steps) < (1 << 30) // pages._STEP_BYTES
+
+
+@pytest.mark.parametrize(("module", "call"), [(os, "memfd_create"), (fcntl, "fcntl")])
+def test_a_container_without_sealed_memory_is_told_what_to_allow(monkeypatch, module, call):
+    def denied(*arguments):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    before = open_files()
+    monkeypatch.setattr(module, call, denied)
+    with pytest.raises(
+        ConfigError, match=f"host tier: {call}.* fails here .Operation not permitted.*seccomp"
+    ):
+        Arena.create(SIZE)
+    assert open_files() == before
+
+
+def test_a_filter_that_denies_memory_files_is_told_as_such():
+    """As Docker's seccomp profiles do it, in a process of its own."""
+    lines = (
+        "from support.seccomp import deny; from kvferry.tiers.arena import Arena; deny('memfd_create'); "
+        "Arena.create(1)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(
+        [sys.executable, "-c", lines], capture_output=True, text=True, check=False, env=environment
+    )
+    assert "ConfigError: host tier: memfd_create fails here (Operation not permitted)" in run.stderr

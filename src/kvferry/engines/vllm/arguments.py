@@ -50,6 +50,9 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
         "decode_context_parallel_size", "prefill_context_parallel_size", "dcp_kv_cache_interleave_size",
         "cp_kv_cache_interleave_size", "dcp_comm_backend", "dcp_q_replicate",
     ),
+    "the connector refuses to start: a sleeping engine gives up the memory of its cache": (
+        "enable_sleep_mode",
+    ),
 }  # fmt: skip
 """Arguments with which an engine has no connector, by the reason."""
 
@@ -74,7 +77,7 @@ DOES_NOT: Mapping[str, tuple[str, ...]] = {
         "engram_config", "allow_deprecated_quantization",
     ),
     "weights that change at run time: kvferry forgets everything when the engine resets its cache": (
-        "weight_transfer_config", "enable_sleep_mode", "sleep_mode_offload_cudagraph",
+        "weight_transfer_config", "sleep_mode_offload_cudagraph",
         "sleep_preserve_parameter_names", "enable_cumem_allocator", "enable_nccl_comm_suspend",
     ),
     "how work is shared out: any parallel size holds the same values": (

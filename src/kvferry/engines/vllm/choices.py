@@ -1,9 +1,9 @@
-"""What is said of a setting that has one of a few values, and was given another."""
+"""What is said of a setting that was given a value that it cannot have."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import msgspec
@@ -26,6 +26,33 @@ def unusable(where: str, error: msgspec.ValidationError, settings: type[msgspec.
     value, key = found.groups()
     known = [_choices(field.type) for field in msgspec.structs.fields(settings) if field.name == key]
     return ConfigError(f"{where}: {key} is {value}; it must be one of {', '.join(*known)}")
+
+
+def check_text(where: str, given: Any) -> None:
+    r"""Check that all texts of a setting can be written as UTF-8; a lone surrogate (``"\\ud800"``) cannot.
+
+    Args:
+        where: names the setting.
+        given: its value, as JSON has it.
+
+    Raises:
+        ConfigError: one cannot.
+    """
+    if isinstance(given, str):
+        try:
+            given.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"{where} is {given!r}, expected text: it has half of a surrogate pair at {error.start}; "
+                "write the whole character"
+            ) from error
+    elif isinstance(given, Mapping):
+        for key, value in given.items():
+            check_text(f"a key of {where}", key)
+            check_text(f"{where}.{key}", value)
+    elif isinstance(given, Sequence):
+        for number, value in enumerate(given):
+            check_text(f"{where}[{number}]", value)
 
 
 def _choices(of: Any) -> Iterator[str]:

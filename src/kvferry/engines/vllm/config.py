@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvferry.engines.vllm.choices import unusable
+from kvferry.engines.vllm.choices import check_text, unusable
 from kvferry.engines.vllm.tier_config import check_weight, read_tiers
 from kvferry.errors import ConfigError
 
@@ -130,6 +130,8 @@ def parse_config(extra: Mapping[str, Any], kv_role: str | None = None) -> Connec
             near = difflib.get_close_matches(key, known, 1, 0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
             raise ConfigError(f"kv_connector_extra_config has no key {key!r}; {hint}")
+        if key != "tiers":  # directories may have names that are no text
+            check_text(key, extra[key])
     try:
         config = msgspec.convert(dict(extra), ConnectorConfig)
     except msgspec.ValidationError as error:

@@ -60,6 +60,9 @@ class Prompts:
             self.remove(request.request_id)
         if self.are_pending(request.request_id):
             self.add(request)
+        if request.request_id in self._known and not self._adapters.is_current(request.lora_request):
+            self.remove(request.request_id)
+            self._unnamed[request.request_id] = Unnameable("its LoRA was replaced in place since it came in")
         chunks = self._known.get(request.request_id)
         if chunks is not None and len(chunks.keys) < request.num_tokens:
             try:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from kvferry.engines.vllm.choices import unusable
+from kvferry.engines.vllm.choices import check_text, unusable
 from kvferry.errors import ConfigError
 from kvferry.tiers.names import FILE, HOST, OBJECT
 from kvferry.tiers.sizes import parse_size
@@ -123,6 +123,8 @@ def _read(number: int, given: Any) -> TierSettings:
             near = difflib.get_close_matches(key, known, 1, 0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
             raise ConfigError(f"{where} ({given['type']}) has no key {key!r}; {hint}")
+        if key != "path":  # a directory may have a name that is no text
+            check_text(f"{where}: {key}", given[key])
     try:
         read: TierSettings = msgspec.convert(dict(given), HostSettings | FileSettings | ObjectSettings)
     except msgspec.ValidationError as error:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 from kvferry.cache.policies import Choice, Cost, First, Policy, Weight
 from kvferry.cache.speeds import Speeds
@@ -57,6 +57,9 @@ NOT_FORWARDED = {
 
 class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
     """See the module. One instance in the scheduler, one per worker, as of any connector."""
+
+    supports_sleep_mode: ClassVar[bool] = False
+    """As of `KVFerryConnector`, which is one of the children."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Make the children.

@@ -1,0 +1,32 @@
+"""How vLLM and torch may change the memory behind the addresses of a KV cache."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""torch takes the first of them that is set."""
+
+
+def sleeps(vllm_config: Any) -> bool:
+    """Return whether the engine may give up its device memory and take it again (``enable_sleep_mode``)."""
+    return bool(getattr(vllm_config.model_config, "enable_sleep_mode", False))
+
+
+def expandable_segments(vllm_config: Any, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the variable by which torch keeps the KV cache in expandable segments; None if it does not.
+
+    vLLM's cumem allocator turns them off for the KV cache. Memory of a CPU has none.
+    """
+    if vllm_config.device_config.device_type == "cpu":
+        return None
+    if getattr(vllm_config.model_config, "enable_cumem_allocator", False):
+        return None
+    name = next((name for name in _VARIABLES if environment.get(name)), "")
+    for option in environment.get(name, "").split(","):
+        key, _, value = option.partition(":")
+        if key.strip() == "expandable_segments" and value.strip().lower() in ("true", "1"):
+            return name
+    return None

@@ -1,0 +1,33 @@
+"""What an engine with a connector cannot do: give up or move the memory of its KV cache."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from kvferry.engines.vllm.compat.memory import expandable_segments, sleeps
+from kvferry.errors import ConfigError
+
+
+def check_stays(vllm_config: Any, *, transfers: bool, environment: Mapping[str, str] = os.environ) -> None:
+    """Check that the KV cache stays in the memory that it is given at start.
+
+    Args:
+        vllm_config: of the engine.
+        transfers: the cache is registered with NIXL, for peers that read it.
+        environment: of the process.
+
+    Raises:
+        ConfigError: the engine may sleep, or torch may put other memory behind the same addresses.
+    """
+    if sleeps(vllm_config):
+        raise ConfigError(
+            "enable_sleep_mode is set, and a sleeping engine gives up the memory of its KV cache, which "
+            "kvferry and its peers go on using; leave --enable-sleep-mode out"
+        )
+    if transfers and (name := expandable_segments(vllm_config, environment)) is not None:
+        raise ConfigError(
+            f"{name} has expandable_segments:True, with which the memory of the KV cache cannot be "
+            "registered for peers reliably; take expandable_segments out of it"
+        )
