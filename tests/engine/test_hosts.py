@@ -23,6 +23,7 @@ def pair(
 ) -> Iterator[Pair]:
     secret = tmp_path_factory.mktemp("hosts") / "secret"
     secret.write_text("what both hosts know and no one else")
+    secret.chmod(0o600)
     options, environments = [], []
     for host in hosts:
         settings = {"host": "0.0.0.0", "advertise_host": host.address, "secret_file": str(secret)}

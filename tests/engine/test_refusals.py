@@ -70,7 +70,6 @@ MEAN = {"runner": "pooling", "pooler_config": {"seq_pooling_type": "MEAN"}}
     [
         (connector(leese_seconds=3), {}, "no key 'leese_seconds'; did you mean 'lease_seconds'"),
         ({**connector(), "kv_load_failure_policy": "fail"}, {}, "it must be 'recompute'"),
-        (connector(host="10.0.0.1"), {}, "no secret_file is set"),
         (connector(layout="BLHNC"), {}, "layout is 'BLHNC', but the engine's cache has LBHNC"),
         (connector(), MEAN, "this model pools over every token of a prompt"),
     ],

@@ -81,6 +81,7 @@ def served(
     model, log = str(tiny_checkpoint("gemma3", checkpoints)), folder / "transfers.jsonl"
     secret = folder / "secret"
     secret.write_text("what both hosts know and no one else")
+    secret.chmod(0o600)
     # Every rank tells peers the address of the host that it runs on.
     settings = {"host": "node", "secret_file": str(secret)}
     specs = fleet_specs(

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from kvferry.transport.messages import RankCard
 from kvferry.transport.read_plan import ReadOrder
 from kvferry.transport.settings import TransferSettings
 from kvferry.transport.transfers import Transfers
+from support.keys import KEYS
 from transport.memory import place
 from transport.producer import Produce
 
@@ -161,7 +163,7 @@ class Reader:
         self.rank, self.memory = place(made_up, 1000)
         self.before = self.memory.bytes.copy()
         self.agents: list[Watched] = []
-        settings = settings or TransferSettings(lanes=1)
+        settings = replace(settings or TransferSettings(lanes=1), keys=KEYS)
         self.thread = Transfers(name, self.rank, LeaseWords(1, 1), settings, self._make_agent, in_flight)
         self._results: dict[str, ReadResult] = {}
 

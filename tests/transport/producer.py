@@ -6,7 +6,7 @@ its ranks' cards; in between it does what the methods of `Engine` do. It ends wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,6 +16,7 @@ from kvferry.transport.lease import LeaseWords
 from kvferry.transport.settings import TransferSettings
 from kvferry.transport.transfers import Transfers
 from support.engines import EngineSpec, Family, ranks
+from support.keys import KEYS
 from support.oracle import fill
 from transport.memory import place
 
@@ -49,7 +50,8 @@ class Engine:
             if order.tables is not None:
                 fill(rank, order.tables, memory)
             words = LeaseWords(order.incarnation + number, SLOTS)
-            thread = Transfers(f"{order.name}/{number}", rank, words, order.settings)
+            settings = replace(order.settings or TransferSettings(), keys=KEYS)
+            thread = Transfers(f"{order.name}/{number}", rank, words, settings)
             self._memories.append(memory)
             self._threads.append(thread)
             self.cards.append(thread.card)

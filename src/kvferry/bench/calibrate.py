@@ -218,7 +218,9 @@ class _Asking:
             GatherRoute(_SMALL_RUN, 2, runs * _LARGE_RUN, (PoolNests(ONE_CELL, (large,)),)),
         ]
         self._context: zmq.Context[Any] = zmq.Context()
-        self._client = GatherClient(self._context, card.outgoing.host, card.outgoing.port, routes, None)
+        self._client = GatherClient(
+            self._context, card.outgoing.host, card.outgoing.port, routes, reader.producer.keys
+        )
         self._ticket = reader.producer.grant(0, "asking")
 
     def small(self) -> float:

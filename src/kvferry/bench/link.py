@@ -12,6 +12,7 @@ from kvferry.bench.engines import Engine
 from kvferry.bench.producer import AskEnded, AskTicket, Ended, Listening, Trouble, produce
 from kvferry.errors import TransferError
 from kvferry.transport.lease import LeaseWord
+from kvferry.transport.security import random_keys
 
 START_SECONDS = 120.0
 ANSWER_SECONDS = 30.0
@@ -32,6 +33,7 @@ class Producer:
 
     Attributes:
         listening: where it listens.
+        keys: CURVE keys of its channels.
     """
 
     def __init__(self, engines: Sequence[Engine], settings: Mapping[str, str]) -> None:
@@ -46,9 +48,10 @@ class Producer:
         """
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
+        self.keys = random_keys()
         self._process = context.Process(
             target=produce,
-            args=(theirs, tuple(engines), dict(settings)),
+            args=(theirs, tuple(engines), dict(settings), self.keys),
             name="bench-producer",
             daemon=True,
         )

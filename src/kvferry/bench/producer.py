@@ -20,6 +20,8 @@ from kvferry.errors import KVFerryError
 from kvferry.transport.control_server import Card, ControlServer
 from kvferry.transport.lease import LeaseBook, LeaseWord, LeaseWords, new_incarnation
 from kvferry.transport.messages import Facts, Heartbeat
+from kvferry.transport.security import Keys
+from kvferry.transport.settings import TransferSettings
 from kvferry.transport.transfers import Transfers
 
 LEASE_SLOTS = 1024
@@ -66,13 +68,14 @@ class Trouble:
     reason: str
 
 
-def produce(pipe: Connection, engines: Sequence[Engine], settings: dict[str, str]) -> None:
+def produce(pipe: Connection, engines: Sequence[Engine], settings: dict[str, str], keys: Keys) -> None:
     """Serve until the other end of `pipe` closes; the main function of the process.
 
     Args:
         pipe: to the reader.
         engines: what to hold.
         settings: environment variables for the transport.
+        keys: CURVE keys of all channels.
     """
     # Ctrl-C reaches the whole process group; the reader ends this process by closing the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -81,7 +84,7 @@ def produce(pipe: Connection, engines: Sequence[Engine], settings: dict[str, str
     try:
         incarnation = new_incarnation()
         # One by one: those that are up are closed when the next cannot be.
-        producers.extend(_Producer(engine, incarnation) for engine in engines)
+        producers.extend(_Producer(engine, incarnation, keys) for engine in engines)
         _serve(pipe, producers, incarnation)
     except KVFerryError as error:
         pipe.send(Trouble(str(error)))
@@ -115,17 +118,18 @@ class _Producer:
         address: of its control channel.
     """
 
-    def __init__(self, engine: Engine, incarnation: int) -> None:
+    def __init__(self, engine: Engine, incarnation: int, keys: Keys) -> None:
         self._caches = [engine.allocated(rank) for rank in range(engine.shape.ranks)]
         self._threads: list[Transfers] = []
         for number, cache in enumerate(self._caches):
             fill(cache, engine)
-            words = LeaseWords(new_incarnation(), LEASE_SLOTS)
+            words, settings = LeaseWords(new_incarnation(), LEASE_SLOTS), TransferSettings(keys=keys)
             name = f"bench-producer/{engine.name}/{number}/{words.incarnation:x}"
-            self._threads.append(Transfers(name, cache.geometry, words))
+            self._threads.append(Transfers(name, cache.geometry, words, settings))
         self._book = LeaseBook(incarnation, LEASE_SLOTS, LEASE_SECONDS, time.monotonic)
         facts = Facts(f"bench-producer/{engine.name}", incarnation, "kvferry bench", {})
-        self._server = ControlServer(_HOST, 0, Card(facts, tuple(thread.card for thread in self._threads)))
+        cards = tuple(thread.card for thread in self._threads)
+        self._server = ControlServer(_HOST, 0, Card(facts, cards), keys)
         self.address = (_HOST, self._server.port)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -71,11 +72,13 @@ class Reader:
             fill(self._expected, engine)
             words = LeaseWords(new_incarnation(), _LEASE_SLOTS)
             name = f"bench-reader/{engine.name}/{words.incarnation:x}"
-            transfers = Transfers(name, self.cache.geometry, words, settings)
+            transfers = Transfers(
+                name, self.cache.geometry, words, replace(settings or TransferSettings(), keys=producer.keys)
+            )
             stack.callback(transfers.close)
             self.steps = Steps(transfers)
             facts = Facts("bench-reader", new_incarnation(), "kvferry bench", {})
-            self._client = ControlClient(facts, self._fits)
+            self._client = ControlClient(facts, self._fits, producer.keys)
             stack.callback(self._client.close)
             self.cards: Mapping[int, tuple[RankCard, ...]] = {peer: self._known(peer) for peer in peers}
             for peer, cards in self.cards.items():

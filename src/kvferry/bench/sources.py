@@ -58,6 +58,7 @@ from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import Card, ControlServer
 from kvferry.transport.handshake import Known
 from kvferry.transport.messages import Facts, RankCard
+from kvferry.transport.security import random_keys
 
 SLOW = (FILE, numbered(FILE, 1), OBJECT)
 """Names of the tiers behind host memory, the fastest first."""
@@ -196,8 +197,9 @@ class Asker:
         )
         card = RankCard(ranks[0], b"", 4096, 64, _INCARNATION)
         theirs, ours = (Facts(name, _INCARNATION, "kvferry bench", {}) for name in ("peer", "engine"))
-        server = stack.enter_context(closing(ControlServer(_HOST, 0, Card(theirs, (card,)))))
-        client = stack.enter_context(closing(ControlClient(ours, lambda _: None)))
+        keys = random_keys()
+        server = stack.enter_context(closing(ControlServer(_HOST, 0, Card(theirs, (card,)), keys)))
+        client = stack.enter_context(closing(ControlClient(ours, lambda _: None, keys)))
         self._address, self._groups = (_HOST, server.port), ranks[0].groups
         log = TransferLog(None, [group.label for group in canonical.groups], _BLOCK_TOKENS, 1.0)
         turns = TurnFinder(client, dict, TurnNames(adapters))  # nobody keeps any

@@ -16,9 +16,9 @@ SETTINGS: Mapping[str, Any] = {
     "advertise_host": Annotated[
         str | None, typer.Option(help="Address to advertise to peers; by default --host.")
     ],
-    "secret_file": Annotated[str | None, typer.Option(help="File with the secret that both engines share.")],
-    "allow_insecure": Annotated[
-        bool | None, typer.Option("--allow-insecure", help="Listen beyond loopback without a secret.")
+    "secret_file": Annotated[
+        str | None,
+        typer.Option(help="File with the secret that engines share; by default this machine's key."),
     ],
     "lease_seconds": Annotated[
         float | None, typer.Option(help="Seconds that blocks are kept for a silent consumer.")

@@ -7,7 +7,20 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli import bench, cache, config, dashboard, demo, doctor, explain, plan, router, serve, top
+from kvferry.cli import (
+    bench,
+    cache,
+    config,
+    dashboard,
+    demo,
+    doctor,
+    explain,
+    keygen,
+    plan,
+    router,
+    serve,
+    top,
+)
 from kvferry.cli.printed import complain, whole_output
 from kvferry.errors import ConfigError, KVFerryError
 
@@ -23,7 +36,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _module in (serve, router, config, doctor, demo, plan, cache, explain, top, dashboard, bench):
+for _module in (serve, router, config, keygen, doctor, demo, plan, cache, explain, top, dashboard, bench):
     _module.register(app)
 
 

@@ -18,9 +18,10 @@ from kvferry.geometry import RankGeometry
 from kvferry.observe.fetch import http_address
 from kvferry.plan.units import duration
 from kvferry.serving.role import Role
+from kvferry.transport.address import is_loopback
 from kvferry.transport.handshake import Address
 from kvferry.transport.messages import compare
-from kvferry.transport.security import Keys, is_loopback
+from kvferry.transport.security import Keys
 
 _SCHEME = "kvferry"
 _CONTROL_SECONDS = 5.0
@@ -170,14 +171,14 @@ def _meet(control: Address, keys: Keys | None, offered: Offered | None) -> Met:
         CannotMeet: nobody, or somebody else.
     """
     met = meet(control, keys, _CONTROL_SECONDS)
-    if offered is None:
+    if offered is None or keys is None:
         return met
     if offered.engine_id != met.facts.engine_id:
         raise CannotMeet(
             f"engine {met.facts.engine_id} answers there, not {offered.engine_id}, which tells peers so",
             "set the connector's host to an address that is its machine's wherever peers are",
         )
-    release(control, keys if met.encrypted else None, offered.lease)
+    release(control, keys, offered.lease)
     return met
 
 
@@ -236,7 +237,7 @@ def _told(url: str, control: Address) -> list[Finding]:
         note(
             "control channel",
             f"it tells peers {control[0]} but serves on {host}: engines of its machine alone can exchange KV",
-            "set the connector's host to an address that others reach, and a secret_file",
+            "set the connector's host to an address that others reach, and one secret_file for all",
         )
     ]
 
@@ -248,9 +249,11 @@ def _who(met: Met) -> list[Finding]:
     groups = ", ".join(f"{count} x {label}" for label, count in alike.items())
     agree = met.facts.must_agree
     dtypes = f"{agree.get('model dtype', '?')}, KV cache {agree.get('KV cache dtype', '?')}"
-    how = "encrypted" if met.encrypted else "not encrypted"
     return [
-        ok("control channel", f"{_shown(met.address)}, {how}, answers in {duration(met.round_trip_seconds)}"),
+        ok(
+            "control channel",
+            f"{_shown(met.address)}, encrypted, answers in {duration(met.round_trip_seconds)}",
+        ),
         ok("who", f"{met.facts.engine_id}, {met.facts.software}"),
         ok("ranks", f"TP{first.tp_size} PP{first.pp_size}, {first.num_blocks:,} blocks; groups: {groups}"),
         ok("content", f"weights {agree.get('weights', '?')}; {dtypes}"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,8 +17,9 @@ from kvferry.engines.vllm.tier_config import read_tiers
 from kvferry.engines.vllm.version import nixl_version
 from kvferry.errors import ConfigError
 from kvferry.planning.strategy import Costs
-from kvferry.transport import security
 from kvferry.transport.costs import costs_of
+from kvferry.transport.key_file import existing_keys
+from kvferry.transport.security import Keys
 
 _QUICK_SECONDS = 20.0
 _LONG_SECONDS = 240.0
@@ -30,7 +32,7 @@ class Job:
     Attributes:
         targets: engines, routers.
         config: path of a configuration.
-        secret_file: of the engines; by default the one of the configuration.
+        secret_file: of the engines; by default the one of the configuration, or this machine's key.
         machine: whether this machine is.
     """
 
@@ -46,7 +48,7 @@ def examine(job: Job, progress: Callable[[str], None]) -> list[Section]:
     Raises:
         ConfigError: what the operator gave cannot be used.
     """
-    keys = security.read_keys(job.secret_file)
+    keys = existing_keys(job.secret_file) if job.secret_file else None
     if not (job.machine or job.config or job.targets):
         raise ConfigError("there is nothing to check; give an address or --config, or drop --no-machine")
     given = settings.read_file(job.config) if job.config else settings.Given((), ())
@@ -109,14 +111,12 @@ def _named(configs: tuple[ConnectorConfig, ...], timed: Reads | None) -> list[Fi
     return found
 
 
-def _keys_of(configs: tuple[ConnectorConfig, ...]) -> security.Keys | None:
-    """The secret of a configuration; what is wrong with one was said before."""
-    for config in configs:
-        try:
-            if keys := security.read_keys(config.secret_file):
+def _keys_of(configs: tuple[ConnectorConfig, ...]) -> Keys | None:
+    """Return the first key that configurations name, else this machine's; errors were reported before."""
+    for path in (*(config.secret_file for config in configs if config.secret_file), None):
+        with suppress(ConfigError):
+            if keys := existing_keys(path):
                 return keys
-        except ConfigError:
-            continue
     return None
 
 

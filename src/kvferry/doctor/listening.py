@@ -1,4 +1,4 @@
-"""Where an engine of a configuration would listen, who could reach it, and its secret."""
+"""Where an engine of a configuration would listen, who could reach it, and its key."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import os
 import socket
 import stat
 from collections.abc import Mapping
-from pathlib import Path
-
-import zmq
 
 from kvferry.doctor.finding import Finding, bad, note, ok, refused
 from kvferry.engines.vllm.config import NODE, ConnectorConfig
 from kvferry.errors import ConfigError
-from kvferry.transport import security
+from kvferry.transport.address import is_loopback
+from kvferry.transport.key_file import existing_keys, key_place
 
 _TEST_ROUTE = "192.0.2.1", 9  # TEST-NET-1, RFC 5737: nothing is sent to it
 
@@ -36,43 +34,22 @@ def check(config: ConnectorConfig) -> list[Finding]:
     if not config.transfers:
         return [ok("listening", "no KV is exchanged, so nothing listens")]
     host = node_address() if config.host == NODE else config.host
-    return [*secret(config.secret_file), who_may(config, host), *address(host, config.port)]
+    return [key(config.secret_file), who_may(config, host), *address(host, config.port)]
 
 
-def secret(path: str | None) -> list[Finding]:
-    """Whether the secret can be used, and is one."""
-    subject = "secret_file"
-    if path is None:
-        return []
+def key(secret_file: str | None) -> Finding:
+    """Whether an engine of this user would have a key, and which."""
+    subject = "key"
     try:
-        security.read_keys(path)
-        about = Path(path).stat()
+        place, keys = key_place(secret_file), existing_keys(secret_file)
     except ConfigError as error:
-        return [refused(subject, error, "create it: head -c 32 /dev/urandom | base64 > FILE; chmod 600 FILE")]
-    except zmq.ZMQError:
-        return [_no_curve()]
-    found = [] if zmq.has("curve") else [_no_curve()]
-    if about.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        mode = f"{about.st_mode & 0o777:o}"
-        found.append(
-            bad(subject, f"{path} can be used by others than its owner (mode {mode})", f"chmod 600 {path}")
-        )
-    if about.st_uid not in (os.geteuid(), 0):
-        found.append(
-            bad(
-                subject,
-                f"{path} belongs to user {about.st_uid}, not to the one that runs this",
-                f"chown it to {os.geteuid()}",
-            )
-        )
-    return found or [ok(subject, f"{path}: only its owner can read it; the channel is encrypted (CURVE)")]
-
-
-def _no_curve() -> Finding:
-    return bad(
-        "CURVE",
-        "this pyzmq's libzmq cannot encrypt, so an engine with a secret_file does not start",
-        "install pyzmq from its wheel, whose libzmq can",
+        return refused(subject, error)
+    if keys is None:
+        return ok(subject, f"{place}: made by the first engine that needs it")
+    mode = f"{stat.S_IMODE(place.path.stat().st_mode):o}"
+    return ok(
+        subject,
+        f"{place} (mode {mode}), fingerprint {keys.fingerprint}: engines with the same one can exchange KV",
     )
 
 
@@ -80,20 +57,14 @@ def who_may(config: ConnectorConfig, host: str) -> Finding:
     """Who could read the engine's memory."""
     subject = "host"
     told = config.advertise_host or host
-    try:
-        security.check_host(
-            host, None, allow_insecure=config.secret_file is not None or config.allow_insecure
-        )
-    except ConfigError as error:
-        return refused(subject, error)
-    if security.is_loopback(told):
+    if is_loopback(host):
         return ok(subject, f"{told}: engines of this machine alone can exchange KV")
     if config.secret_file is not None:
-        return ok(subject, f"{told}: whoever has the secret can exchange KV")
+        return ok(subject, f"{told}: whoever has the key can exchange KV")
     return note(
         subject,
-        f"{told}, without a secret (allow_insecure): whoever reaches it can read this engine's memory",
-        "set secret_file on all engines, unless the network is trusted",
+        f"{told}, and no secret_file: only this user's engines on this machine have the key",
+        "for engines on other machines, run kvferry keygen FILE, copy the file to all, and set secret_file",
     )
 
 

@@ -46,6 +46,9 @@ from kvferry.transport.messages import (
 
 _ROUNDS = 7
 _GREETING_BYTES = 64
+_GIVE_KEY = (
+    "give --secret-file, or a --config that names it; on the engine's machine, run this as the engine's user"
+)
 _MECHANISM = slice(12, 32)
 _GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00"
 """Of ZMTP 3.0 (rfc.zeromq.org/spec/23), signature and version: the other side then says its mechanism. With a
@@ -72,14 +75,12 @@ class Met:
         address: of its control channel.
         facts: who it is.
         ranks: its workers.
-        encrypted: whether the channel is.
         round_trip_seconds: of a question and its answer, the median.
     """
 
     address: Address
     facts: Facts
     ranks: tuple[RankCard, ...]
-    encrypted: bool
     round_trip_seconds: float
 
 
@@ -88,21 +89,22 @@ def meet(address: Address, keys: security.Keys | None, seconds: float) -> Met:
 
     Args:
         address: host and port.
-        keys: CURVE keys; None without a secret.
+        keys: CURVE keys; None if this machine has none.
         seconds: until it is given up.
 
     Raises:
-        CannotMeet: it is not there, is none, or wants another secret.
+        CannotMeet: it is not there, is none, or has another key.
     """
     until = time.monotonic() + seconds
-    encrypted = _mechanism(address, seconds) == "CURVE"
-    if encrypted and keys is None:
+    if (mechanism := _mechanism(address, seconds)) != "CURVE":
         raise CannotMeet(
-            "it asks for a secret (CURVE)",
-            "give --secret-file, or a --config that names the engines' secret_file",
+            f"it speaks without encryption ({mechanism}), which no engine does",
+            "use the same kvferry here and there",
         )
+    if keys is None:
+        raise CannotMeet("it asks for a key, and this user has none on this machine", _GIVE_KEY)
     facts = Facts("kvferry-doctor", new_incarnation(), f"kvferry {kvferry.__version__}", {})
-    with _connected(address, keys if encrypted else None) as channel:
+    with _connected(address, keys) as channel:
         took, accepted = [], None
         for _ in range(_ROUNDS):
             asked = time.perf_counter()
@@ -111,10 +113,10 @@ def meet(address: Address, keys: security.Keys | None, seconds: float) -> Met:
         ranks = _ask(channel, AskRanks(PROTOCOL, facts), Ranks, until)
     if accepted is None or not ranks.ranks:
         raise CannotMeet("it names no ranks", "use the same kvferry here and there")
-    return Met(address, accepted.facts, tuple(ranks.ranks), encrypted, median(took))
+    return Met(address, accepted.facts, tuple(ranks.ranks), median(took))
 
 
-def release(address: Address, keys: security.Keys | None, lease: str) -> None:
+def release(address: Address, keys: security.Keys, lease: str) -> None:
     """Let an engine have the blocks back that it keeps for us."""
     with _connected(address, keys) as channel:
         channel.linger = 1000
@@ -122,7 +124,7 @@ def release(address: Address, keys: security.Keys | None, lease: str) -> None:
 
 
 @contextmanager
-def _connected(address: Address, keys: security.Keys | None) -> Iterator[zmq.Socket[Any]]:
+def _connected(address: Address, keys: security.Keys) -> Iterator[zmq.Socket[Any]]:
     context: zmq.Context[Any] = zmq.Context()
     channel: zmq.Socket[Any] = context.socket(zmq.DEALER)
     channel.linger = 0
@@ -142,7 +144,7 @@ def _ask(channel: zmq.Socket[Any], message: Request, kind: type[Any], until: flo
     channel.send(encode(message))
     if not channel.poll(max(0, int((until - time.monotonic()) * 1000))):
         raise CannotMeet(
-            "it does not answer", "see that its secret is the one given here, and that it is no other program"
+            "it does not answer: it has another key, or its peers setting leaves this machine out", _GIVE_KEY
         )
     try:
         reply: Reply = decode_reply(channel.recv_multipart()[-1])

@@ -17,8 +17,8 @@ from kvferry.plan.units import duration, size
 from kvferry.planning.strategy import Costs, choose, ways
 from kvferry.planning.template import Template, build_templates, kept_too_little, names_absent
 from kvferry.serving.role import Role
+from kvferry.transport.address import is_loopback
 from kvferry.transport.messages import compare
-from kvferry.transport.security import is_loopback
 
 _PAIR_SECONDS = 60.0
 _CELLS = 64
@@ -92,15 +92,6 @@ def _either_way(findings: Sequence[Finding]) -> set[tuple[str, State, str]]:
 def _pair(there: Met, here: Met, costs: Costs, local: str) -> list[Finding]:
     different = differences(there, here)
     found = [bad("difference", text, _ADVICE.get(_fact_of(text), _OTHERWISE)) for text in different]
-    if there.encrypted != here.encrypted:
-        which = "first" if there.encrypted else "second"
-        found.append(
-            bad(
-                "secret",
-                f"only the {which} has a secret, so they never meet",
-                "give both the same secret_file",
-            )
-        )
     if is_loopback(there.address[0]) and not is_loopback(here.address[0]):
         found.append(
             bad(

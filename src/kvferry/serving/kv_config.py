@@ -10,8 +10,8 @@ from kvferry.engines.vllm.config import parse_config
 from kvferry.engines.vllm.multi.settings import parse_multi
 from kvferry.errors import ConfigError
 from kvferry.serving.role import Role
-from kvferry.transport import security
 from kvferry.transport.costs import costs_of
+from kvferry.transport.key_file import existing_keys
 
 _VLLM_ROLE = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}
 
@@ -28,14 +28,15 @@ def kv_transfer_config(
             written out where tiers would say otherwise.
 
     Raises:
-        ConfigError: an unknown key, a wrong type or a value out of range; a host that would let anyone in; or
-            a file of secrets or costs that cannot be used.
+        ConfigError: an unknown key, a wrong type or a value out of range; or a file of secrets or costs that
+            cannot be used.
     """
     extra = {key: value for key, value in (settings or {}).items() if value is not None}
     config = parse_config(extra, _VLLM_ROLE[role] if alone else None)
     if config.transfer and config.tiers:
         extra["transfer"] = True
-    security.check_host(config.host, security.read_keys(config.secret_file), config.allow_insecure)
+    if config.transfers:
+        existing_keys(config.secret_file)
     costs_of(config.costs)
     return {
         "kv_connector": "KVFerryConnector",

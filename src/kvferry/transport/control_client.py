@@ -57,7 +57,7 @@ class ControlClient:
         self,
         facts: Facts,
         check: Callable[[tuple[RankCard, ...]], None],
-        keys: security.Keys | None = None,
+        keys: security.Keys,
         handshake_seconds: float = 5.0,
         heartbeat_seconds: float = 5.0,
     ) -> None:
@@ -66,7 +66,7 @@ class ControlClient:
         Args:
             facts: who we are.
             check: raises Incompatible for ranks from which we cannot read; called in the thread.
-            keys: CURVE keys; None for a plain channel.
+            keys: CURVE keys.
             handshake_seconds: when a silent peer is given up.
             heartbeat_seconds: time between heartbeats.
         """

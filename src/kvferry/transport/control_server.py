@@ -75,13 +75,13 @@ class ControlServer:
         turns: what is answered from when earlier turns are asked for.
     """
 
-    def __init__(self, host: str, port: int, card: Card, keys: security.Keys | None = None) -> None:
+    def __init__(self, host: str, port: int, card: Card, keys: security.Keys) -> None:
         """Bind and start.
 
         Args:
             host: address to bind, port 0 for any free one.
             card: what to answer with.
-            keys: CURVE keys; None for a plain channel.
+            keys: CURVE keys.
 
         Raises:
             ConfigError: the address cannot be bound.

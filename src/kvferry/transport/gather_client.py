@@ -47,7 +47,7 @@ class GatherClient:
         host: str,
         port: int,
         routes: Sequence[GatherRoute],
-        keys: security.Keys | None,
+        keys: security.Keys,
     ) -> None:
         """Connect, and say what will be asked for."""
         self.silent_until = 0.0

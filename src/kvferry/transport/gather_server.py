@@ -91,7 +91,7 @@ class GatherServer:
         area: Area,
         words: LeaseWords,
         first_word: int,
-        keys: security.Keys | None = None,
+        keys: security.Keys,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Bind and start.
@@ -102,7 +102,7 @@ class GatherServer:
             area: outgoing images.
             words: the worker's lease words; those from `first_word` on belong to the area, one per unit.
             first_word: see `words`.
-            keys: CURVE keys; None for a plain channel.
+            keys: CURVE keys.
             clock: seconds.
 
         Raises:

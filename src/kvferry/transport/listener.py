@@ -10,6 +10,7 @@ import zmq
 from kvferry.errors import ConfigError, ProtocolError
 from kvferry.transport import security
 from kvferry.transport.connections import Connections
+from kvferry.transport.door import Door
 from kvferry.transport.endpoint import endpoint
 
 _QUEUED = 64
@@ -28,7 +29,7 @@ class Listener:
         channel: str,
         host: str,
         port: int,
-        keys: security.Keys | None,
+        keys: security.Keys,
         max_message_bytes: int,
         most_connections: int | None = None,
     ) -> None:
@@ -38,7 +39,7 @@ class Listener:
             channel: what it is for, in messages.
             host: address to bind.
             port: 0 for any free one.
-            keys: CURVE keys; None for a plain channel.
+            keys: CURVE keys; a client without them is refused.
             max_message_bytes: a peer that sends more is disconnected.
             most_connections: see `Connections`.
 
@@ -46,7 +47,7 @@ class Listener:
             ConfigError: the address cannot be bound.
         """
         self._context: zmq.Context[Any] = zmq.Context()
-        self._guard = security.guard(self._context, keys) if keys else None
+        self._door = Door(self._context, keys)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.maxmsgsize = max_message_bytes
@@ -90,10 +91,9 @@ class Listener:
 
     def close(self) -> None:
         """Listen no more; what has not been sent is dropped."""
-        if self._guard:
-            self._guard.stop()
         self._connections.close()
         self._socket.close()
+        self._door.close()
         self._context.term()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvferry.planning.strategy import LANE_BYTES, Costs, Strategy
-from kvferry.transport.security import Keys
+from kvferry.transport.security import Keys, random_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class TransferSettings:
         staging_bytes: room for images, in each direction; 0 to move without.
         host: address that the gather channel listens on.
         advertise_host: address that readers are told.
-        keys: CURVE keys; None for a plain channel.
+        keys: CURVE keys of the gather channel; by default such as no other engine has.
         lanes: threads that read, at least 1.
         lane_bytes: a route of fewer is not shared out among lanes.
     """
@@ -28,6 +28,6 @@ class TransferSettings:
     staging_bytes: int = 64 << 20
     host: str = "127.0.0.1"
     advertise_host: str = "127.0.0.1"
-    keys: Keys | None = None
+    keys: Keys = field(default_factory=random_keys)
     lanes: int = 2
     lane_bytes: int = LANE_BYTES

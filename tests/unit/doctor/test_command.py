@@ -14,7 +14,7 @@ from kvferry.cli.main import main
 from kvferry.serving.kv_config import kv_transfer_config
 from kvferry.serving.role import Role
 from kvferry.transport.control_server import Card, ControlServer
-from kvferry.transport.security import read_keys
+from kvferry.transport.key_file import read_keys
 from transport.cards import cards, facts
 
 
@@ -135,7 +135,7 @@ def secured(tmp_path):
 def test_an_engine_with_a_secret_is_met_with_the_option_or_the_configuration(run, secured, tmp_path):
     address, secret = secured
     done = run("doctor", "--no-machine", address)
-    assert (done.returncode, "asks for a secret" in done.stdout) == (1, True)
+    assert (done.returncode, "asks for a key" in done.stdout) == (1, True)
     done = run("doctor", "--no-machine", "--secret-file", str(secret), address)
     assert (done.returncode, "encrypted, answers in" in done.stdout) == (0, True)
     config = tmp_path / "kv.json"

@@ -15,6 +15,7 @@ from kvferry.errors import ConfigError
 from kvferry.serving.role import Role
 from kvferry.transport.control_server import Card, ControlServer
 from kvferry.transport.messages import Release
+from support.keys import KEYS
 from transport.cards import cards, facts
 
 HOST = "127.0.0.1"
@@ -61,7 +62,7 @@ def http(answers: dict[str, object], asked: list | None = None):
 
 @pytest.fixture
 def control():
-    server = ControlServer(HOST, 0, Card(facts(), cards()))
+    server = ControlServer(HOST, 0, Card(facts(), cards()), KEYS)
     yield server
     server.close()
 
@@ -92,7 +93,7 @@ def said(section):
 
 def test_an_engine_is_met_through_its_http_address_and_has_its_blocks_back(control):
     with http(engine(control.port), asked := []) as url:
-        (section,), (seen,) = look_at([target(url)], None)
+        (section,), (seen,) = look_at([target(url)], KEYS)
     assert {one.state for one in section.findings} == {State.OK}
     assert seen.met is not None
     assert seen.met.facts == facts()
@@ -104,7 +105,7 @@ def test_an_engine_is_met_through_its_http_address_and_has_its_blocks_back(contr
 @contextmanager
 def ranks(*engines: tuple[str, dict], header: bool = True):
     """A data-parallel engine: (id, what its facts say otherwise) of each rank, and a control server each."""
-    servers = [ControlServer(HOST, 0, Card(facts(name, **more), cards())) for name, more in engines]
+    servers = [ControlServer(HOST, 0, Card(facts(name, **more), cards()), KEYS) for name, more in engines]
     metrics = "".join(
         f'vllm:num_requests_running{{engine="{n}",model_name="m"}} 0\n' for n, _ in enumerate(engines)
     )
@@ -126,7 +127,7 @@ def ranks(*engines: tuple[str, dict], header: bool = True):
 
 def test_all_ranks_of_a_data_parallel_engine_are_met_and_have_their_blocks_back():
     with ranks(("P_dp0", {}), ("P_dp1", {}), ("P_dp2", {})) as (url, servers):
-        (section,), (seen,) = look_at([target(url)], None)
+        (section,), (seen,) = look_at([target(url)], KEYS)
         until = time.monotonic() + 10
         while not all(server.events for server in servers):
             assert time.monotonic() < until, "a rank has not been given its blocks back"
@@ -140,7 +141,7 @@ def test_all_ranks_of_a_data_parallel_engine_are_met_and_have_their_blocks_back(
 def test_a_rank_that_is_another_or_cannot_be_met_is_named():
     with ranks(("P_dp0", {}), ("P_dp1", {"weights": "others"}), ("P_dp2", {})) as (url, servers):
         servers[2].close()
-        (section,), _ = look_at([target(url)], None)
+        (section,), _ = look_at([target(url)], KEYS)
     found = said(section)
     assert found["data-parallel rank 1"].state is State.BAD
     assert "weights" in found["data-parallel rank 1"].found
@@ -150,16 +151,16 @@ def test_a_rank_that_is_another_or_cannot_be_met_is_named():
 
 def test_ranks_that_cannot_be_chosen_are_said_not_to_have_been_looked_at():
     with ranks(("P_dp0", {}), ("P_dp1", {}), header=False) as (url, _):
-        (section,), _ = look_at([target(url)], None)
+        (section,), _ = look_at([target(url)], KEYS)
     one = said(section)["data-parallel rank 1"]
     assert (one.state, "was not checked" in one.found) == (State.NOTE, True)
 
 
 def test_another_engine_at_the_address_that_peers_are_told_is_not_taken_for_it():
-    server = ControlServer(HOST, 0, Card(facts("somebody"), cards()))
+    server = ControlServer(HOST, 0, Card(facts("somebody"), cards()), KEYS)
     try:
         with http(engine(server.port)) as url:
-            (section,), (seen,) = look_at([target(url)], None)
+            (section,), (seen,) = look_at([target(url)], KEYS)
         assert not server.events
     finally:
         server.close()
@@ -183,7 +184,7 @@ def test_credentials_are_used_and_not_shown():
 )
 def test_a_strange_router_is_a_finding_and_ends_nothing(health):
     with http({"/health": health}) as router:
-        sections, seen = look_at([target(router)], None)
+        sections, seen = look_at([target(router)], KEYS)
     assert not [each for each in seen if each.name != router]
     assert State.BAD in {one.state for section in sections for one in section.findings}
 
@@ -196,7 +197,7 @@ def test_a_router_leads_to_its_engines(control):
             "decode": [{"url": other, "up": False, "reason": "it is tired"}],
         }
         with http({"/health": health}) as router:
-            sections, seen = look_at([target(f"{router}/v1")], None)
+            sections, seen = look_at([target(f"{router}/v1")], KEYS)
     assert [section.title for section in sections] == [
         f"engine {router}/v1",
         f"prefill engine {one}",
@@ -228,7 +229,7 @@ def test_a_router_leads_to_its_engines(control):
 )
 def test_what_is_wrong_with_an_engine_is_said(changes, subject, state, words):
     with http(engine(None, **changes)) as url:
-        (section,), _ = look_at([target(url)], None)
+        (section,), _ = look_at([target(url)], KEYS)
     found = said(section)[subject]
     assert found.state is state
     assert words in found.found
@@ -243,7 +244,7 @@ def test_a_key_is_sent_where_vllms_variable_is_set():
 def test_an_engine_that_does_not_answer_costs_only_itself(control, monkeypatch):
     monkeypatch.setattr("kvferry.doctor.engines._HTTP_SECONDS", 0.3)
     gone = "http://127.0.0.1:1"
-    (first, second), seen = look_at([target(gone), target(f"kvferry://{HOST}:{control.port}")], None)
+    (first, second), seen = look_at([target(gone), target(f"kvferry://{HOST}:{control.port}")], KEYS)
     assert said(first)["HTTP"].state is State.BAD
     assert "who" in said(second)
     assert [each.met is None for each in seen] == [True, False]

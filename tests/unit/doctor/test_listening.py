@@ -1,4 +1,3 @@
-import os
 import socket
 from pathlib import Path
 
@@ -7,6 +6,7 @@ import pytest
 from kvferry.doctor import listening
 from kvferry.doctor.finding import State
 from kvferry.engines.vllm.config import parse_config
+from kvferry.transport.key_file import read_keys
 
 SECRET = b"0123456789abcdef0123456789abcdef"
 
@@ -23,44 +23,38 @@ def states(found) -> list[State]:
     return [one.state for one in found]
 
 
-def test_a_secret_that_only_its_owner_can_read(secret):
-    assert listening.secret(None) == []
-    assert states(listening.secret(str(secret))) == [State.OK]
+def test_a_secret_that_others_cannot_read_is_named_with_its_fingerprint(secret):
+    found = listening.key(str(secret))
+    assert (found.state, "(mode 600), fingerprint" in found.found) == (State.OK, True)
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o666])
-def test_a_secret_that_others_can_read_is_bad(secret, mode):
-    secret.chmod(mode)
-    (found,) = listening.secret(str(secret))
-    assert (found.state, found.advice) == (State.BAD, f"chmod 600 {secret}")
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")
-def test_a_secret_of_somebody_else_is_bad(secret, monkeypatch):
-    monkeypatch.setattr(listening.os, "geteuid", lambda: 4242)
-    os.chown(secret, 4141, -1)
-    (found,) = listening.secret(str(secret))
-    assert "belongs to user 4141" in found.found
+def test_a_secret_that_everybody_can_read_is_bad(secret):
+    secret.chmod(0o604)
+    found = listening.key(str(secret))
+    assert (found.state, f"chmod 600 {secret}" in f"{found.found} {found.advice}") == (State.BAD, True)
 
 
 def test_a_secret_that_cannot_be_used(secret):
     secret.write_bytes(b"short")
-    assert "holds 5 bytes" in listening.secret(str(secret))[0].found
-    assert "No such file" in listening.secret("/nowhere/secret")[0].found
+    assert "holds 5 bytes" in listening.key(str(secret)).found
+    assert "No such file" in listening.key("/nowhere/secret").found
 
 
-def test_without_curve_a_secret_is_of_no_use(secret, monkeypatch):
-    monkeypatch.setattr(listening.zmq, "has", lambda what: False)
-    assert [one.subject for one in listening.secret(str(secret)) if one.state is State.BAD] == ["CURVE"]
+def test_the_machines_key_is_looked_at_and_not_made(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    found = listening.key(None)
+    assert (found.state, "made by the first engine" in found.found) == (State.OK, True)
+    assert list(tmp_path.iterdir()) == []
+    keys = read_keys(None)
+    assert keys.fingerprint in listening.key(None).found
 
 
 @pytest.mark.parametrize(
     ("extra", "state", "said"),
     [
         ({}, State.OK, "engines of this machine alone"),
-        ({"host": "10.0.0.7"}, State.BAD, "is not loopback and no secret_file is set"),
-        ({"host": "10.0.0.7", "allow_insecure": True}, State.NOTE, "without a secret"),
-        ({"host": "10.0.0.7", "secret_file": "x"}, State.OK, "whoever has the secret"),
+        ({"host": "10.0.0.7"}, State.NOTE, "no secret_file: only this user's engines on this machine"),
+        ({"host": "10.0.0.7", "secret_file": "x"}, State.OK, "whoever has the key"),
         ({"host": "0.0.0.0", "advertise_host": "kv1", "secret_file": "x"}, State.OK, "kv1: whoever"),
     ],
 )
@@ -97,5 +91,5 @@ def test_the_address_of_a_node():
 
 def test_nothing_listens_where_no_kv_is_exchanged():
     assert states(listening.check(parse_config({"tiers": "default"}))) == [State.OK]
-    assert len(listening.check(parse_config({}))) == 2
+    assert [one.subject for one in listening.check(parse_config({}))] == ["key", "host", "port"]
     assert listening.check(parse_config({"host": "node"}))[0].state is not State.NOTE

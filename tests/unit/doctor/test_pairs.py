@@ -18,8 +18,8 @@ from transport.cards import ATTENTION, cards, facts
 NEAR = "127.0.0.1", 5600
 
 
-def met(engine: str = "P", of=None, address=NEAR, encrypted=False, **agree) -> Met:
-    return Met(address, facts(engine, ord(engine), **agree), of or cards(), encrypted, 1e-3)
+def met(engine: str = "P", of=None, address=NEAR, **agree) -> Met:
+    return Met(address, facts(engine, ord(engine), **agree), of or cards(), 1e-3)
 
 
 def windowed(tokens: int = 16):
@@ -119,11 +119,6 @@ def test_larger_blocks_of_windows_are_noted():
     sections = {section.title: section for section in checked(small, large)}
     assert "blocks of 8 tokens there, 16 here" in found(sections["A (there) -> B (here)"], "windows")[0]
     assert not found(sections["B (there) -> A (here)"], "windows")
-
-
-def test_a_secret_on_one_side_alone_is_bad():
-    (section,) = checked(met(encrypted=True), met("D"), (Role.PREFILL, Role.DECODE))
-    assert found(section, "secret") == ["only the first has a secret, so they never meet"]
 
 
 def test_loopback_is_of_no_use_to_another_machine():

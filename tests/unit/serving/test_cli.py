@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from kvferry.cli.config_options import SETTINGS
 from kvferry.cli.main import app
 from kvferry.engines.vllm.config import ConnectorConfig
+from kvferry.transport.key_file import read_keys
 
 KVFERRY = [sys.executable, "-c", "from kvferry.cli.main import main; main()"]
 
@@ -51,12 +52,30 @@ def test_config_has_options_for_settings_that_there_are():
     assert {*SETTINGS} <= {*ConnectorConfig.__struct_fields__}
 
 
-def test_config_lets_a_secret_open_other_addresses(tmp_path):
+def test_config_takes_a_secret(tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("0123456789abcdef")
+    secret.chmod(0o600)
     done = run("config", "--host", "10.0.0.7", "--secret-file", str(secret))
     extra = json.loads(done.stdout)["kv_connector_extra_config"]
     assert extra == {"host": "10.0.0.7", "secret_file": str(secret)}
+
+
+def test_config_makes_no_key_of_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    assert run("config", "--host", "10.0.0.7").returncode == 0
+    assert not (tmp_path / "state").exists()
+
+
+def test_keygen_makes_a_secret_that_engines_take_and_overwrites_none(tmp_path):
+    secret = tmp_path / "secret"
+    done = run("keygen", str(secret))
+    assert (done.returncode, done.stdout) == (
+        0, f"{secret}: fingerprint {read_keys(str(secret)).fingerprint}\n"
+    )  # fmt: skip
+    again = run("keygen", str(secret))
+    assert (again.returncode, "exists and is not overwritten" in again.stderr) == (2, True)
+    assert len(run("keygen", "-").stdout) == len(secret.read_text())
 
 
 def test_config_takes_the_default_tiers():
@@ -87,10 +106,9 @@ def test_config_takes_tiers_as_json_and_transfer_beside_them():
     ("arguments", "said"),
     [
         (["config", "--lease-seconds", "-1"], "lease_seconds is -1.0"),
-        (["config", "--host", "10.0.0.7"], "host 10.0.0.7 is not loopback and no secret_file is set"),
         (["config", "--attempts", "99"], "attempts is 99, it must be 1 to 16"),
         (["config", "--secret-file", "/nowhere"], "secret_file /nowhere: No such file"),
-        (["config", "--secret-file", "/dev/null"], "secret_file /dev/null holds 0 bytes"),
+        (["config", "--secret-file", "/dev/null"], "secret_file /dev/null is no regular file"),
         (["config", "--costs", "/nowhere"], "costs: cannot read /nowhere: No such file"),
         (
             ["config", "--strategy", "fast"],

@@ -9,6 +9,8 @@ import zmq
 
 from kvferry.transport import connections
 from kvferry.transport.listener import Listener
+from kvferry.transport.security import as_client
+from support.keys import KEYS
 
 HOST = "127.0.0.1"
 MOST = 8
@@ -23,7 +25,7 @@ def stack(monkeypatch):
 
 @pytest.fixture
 def listener(stack):
-    listener = Listener("channel", HOST, 0, None, 1 << 20, MOST)
+    listener = Listener("channel", HOST, 0, KEYS, 1 << 20, MOST)
     stack.callback(listener.close)
     return listener
 
@@ -32,6 +34,7 @@ def peer(stack, listener) -> "zmq.Socket[bytes]":
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.linger = 0
+    as_client(dealer, KEYS)
     dealer.connect(f"tcp://{HOST}:{listener.port}")
     stack.callback(context.term)
     stack.callback(dealer.close)

@@ -29,6 +29,7 @@ from kvferry.transport.messages import (
     encode,
 )
 from kvferry.transport.turns import Content
+from support.keys import KEYS, OTHER_KEYS
 from transport.cards import cards, facts
 
 HOST = "127.0.0.1"
@@ -45,12 +46,12 @@ class Ends:
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
 
-    def server(self, of=None, port=0, keys=None) -> ControlServer:
+    def server(self, of=None, port=0, keys=KEYS) -> ControlServer:
         server = ControlServer(HOST, port, Card(of or facts(), cards()), keys)
         self._stack.callback(server.close)
         return server
 
-    def client(self, of=None, check=lambda ranks: None, keys=None, **seconds) -> ControlClient:
+    def client(self, of=None, check=lambda ranks: None, keys=KEYS, **seconds) -> ControlClient:
         client = ControlClient(of or facts("D", 9), check, keys, **({"handshake_seconds": 5.0} | seconds))
         self._stack.callback(client.close)
         return client
@@ -60,6 +61,7 @@ class Ends:
         context = zmq.Context()
         router = context.socket(zmq.ROUTER)
         router.linger = 0
+        security.as_server(router, KEYS)
         port = router.bind_to_random_port(f"tcp://{HOST}")
         stop = threading.Event()
 
@@ -83,6 +85,7 @@ class Ends:
         context = zmq.Context()
         dealer = context.socket(zmq.DEALER)
         dealer.linger = 1000
+        security.as_client(dealer, KEYS)
         dealer.connect(f"tcp://{HOST}:{port}")
         self._stack.callback(context.term)
         self._stack.callback(dealer.close)
@@ -389,7 +392,7 @@ def test_a_lease_is_claimed_at_once_and_not_with_the_next_heartbeat(ends):
 
 def test_a_release_right_before_the_end_still_goes_out(ends):
     server = ends.server()
-    client = ControlClient(facts("D"), lambda ranks: None)
+    client = ControlClient(facts("D"), lambda ranks: None, KEYS)
     client.hold((HOST, server.port), "a")
     client.release((HOST, server.port), "a")
     client.close()
@@ -403,12 +406,12 @@ def test_a_port_in_use_is_a_setting_to_change(ends):
             ConfigError,
             match=rf"cannot listen on {HOST} port {port}: Address already in use; set another port, or 0",
         ):
-            ControlServer(HOST, port, Card(facts(), cards()))
+            ControlServer(HOST, port, Card(facts(), cards()), KEYS)
 
 
 def test_an_address_of_another_machine_is_a_host_to_change():
     with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.1 port 7: .*; set host to an"):
-        ControlServer("203.0.113.1", 7, Card(facts(), cards()))
+        ControlServer("203.0.113.1", 7, Card(facts(), cards()), KEYS)
 
 
 def test_addresses_that_were_refused_are_forgotten_and_their_sockets_closed(ends, monkeypatch):
@@ -438,7 +441,7 @@ def test_ipv6_loopback_works_too(ends):
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("no IPv6 here")
-    server = ControlServer("::1", 0, Card(facts(), cards()))
+    server = ControlServer("::1", 0, Card(facts(), cards()), KEYS)
     client = ends.client()
     answer = settled(client, server.port, host="::1")
     server.close()
@@ -451,52 +454,51 @@ def test_a_port_is_free_again_after_the_server_was_closed(ends):
     ends.server(port=server.port)
 
 
-@pytest.fixture
-def keys(tmp_path):
-    def of(secret: str) -> security.Keys:
-        path = tmp_path / secret
-        path.write_text(secret)
-        return security.read_keys(str(path))
-
-    return of
-
-
-def test_who_has_the_secret_may_speak(ends, keys):
-    server = ends.server(keys=keys("the right secret"))
-    client = ends.client(keys=keys("the right secret"), heartbeat_seconds=0.05)
+def test_who_has_the_key_may_speak(ends):
+    server = ends.server()
+    client = ends.client(heartbeat_seconds=0.05)
     assert isinstance(settled(client, server.port), Known)
     client.hold((HOST, server.port), "a")
     until(lambda: server.events)
 
 
-@pytest.mark.parametrize("secret", ["a wrong secret indeed", None])
-def test_who_has_another_secret_or_none_gets_nothing(ends, keys, secret):
-    server = ends.server(keys=keys("the right secret"))
-    client = ends.client(keys=secret and keys(secret), heartbeat_seconds=0.05, handshake_seconds=0.5)
+def test_who_has_another_key_gets_nothing(ends):
+    server = ends.server()
+    client = ends.client(keys=OTHER_KEYS, heartbeat_seconds=0.05, handshake_seconds=0.5)
     client.hold((HOST, server.port), "a")
     assert isinstance(settled(client, server.port), NotUsable)
     assert not server.events
     assert server.rejected == 0, "it did not get as far as a message"
 
 
-def test_who_only_knows_the_public_key_gets_nothing(ends, keys):
-    right = keys("the right secret")
-    server = ends.server(keys=right)
+def stranger(port: int, public: bytes = b"") -> "zmq.Socket[bytes]":
+    """Somebody without the key, who may know the public part of it."""
     raw = zmq.Context.instance().socket(zmq.DEALER)
     raw.linger = 0
-    raw.curve_publickey, raw.curve_secretkey = zmq.curve_keypair()
-    raw.curve_serverkey = right.public
-    raw.connect(f"tcp://{HOST}:{server.port}")
+    if public:
+        raw.curve_publickey, raw.curve_secretkey = zmq.curve_keypair()
+        raw.curve_serverkey = public
+    raw.connect(f"tcp://{HOST}:{port}")
     raw.send(encode(Hello(PROTOCOL, facts())))
+    return raw
+
+
+@pytest.mark.parametrize("public", [b"", KEYS.public])
+def test_who_has_no_key_or_knows_only_its_public_part_gets_nothing(ends, public):
+    server = ends.server()
+    raw = stranger(server.port, public)
     assert not raw.poll(500)
     raw.close()
     assert server.rejected == 0, "it did not get as far as a message"
+    assert isinstance(settled(ends.client(), server.port), Known)
 
 
-def test_who_has_the_secret_does_not_speak_to_a_server_without(ends, keys):
-    server = ends.server()
-    client = ends.client(keys=keys("the right secret"), handshake_seconds=0.5)
-    assert isinstance(settled(client, server.port), NotUsable)
+def test_who_has_a_key_does_not_speak_to_who_has_none(ends):
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as plain:
+        plain.linger = 0
+        port = plain.bind_to_random_port(f"tcp://{HOST}")
+        assert isinstance(settled(ends.client(handshake_seconds=0.5), port), NotUsable)
+        assert not plain.poll(0), "not even a greeting gets through"
 
 
 def content(tokens: int) -> Content:

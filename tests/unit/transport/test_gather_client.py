@@ -21,6 +21,8 @@ from kvferry.transport.gather_messages import (
 )
 from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import PROTOCOL
+from kvferry.transport.security import as_server
+from support.keys import KEYS
 
 ROUTES = [GatherRoute(4096, 8, 64, (PoolNests((0, 8), (Nest(0, 0, 8),)),))]
 TICKET = LeaseWord(3, 9, 1)
@@ -50,8 +52,9 @@ def ends():
         context = zmq.Context()
         stack.callback(context.destroy, linger=0)
         router = context.socket(zmq.ROUTER)
+        as_server(router, KEYS)
         client = GatherClient(
-            context, "127.0.0.1", router.bind_to_random_port("tcp://127.0.0.1"), ROUTES, None
+            context, "127.0.0.1", router.bind_to_random_port("tcp://127.0.0.1"), ROUTES, KEYS
         )
         rank = Rank(router)
         assert rank.hear() == Introduce(PROTOCOL, ROUTES)
@@ -156,7 +159,7 @@ def test_silence_ends_by_itself(ends):
 def test_a_rank_that_takes_no_more_requests_refuses_at_once(monkeypatch):
     monkeypatch.setattr("kvferry.transport.gather_client._QUEUED", 1)
     context = zmq.Context()
-    client = GatherClient(context, "127.0.0.1", 1, ROUTES, None)
+    client = GatherClient(context, "127.0.0.1", 1, ROUTES, KEYS)
     chunks = [client.ask(0, TICKET, BLOCKS, 0) for _ in range(3)]
     assert client.answer(chunks[-1]).reason == "the producer's worker does not take requests"
     client.done(chunks[-1])

@@ -27,6 +27,7 @@ from kvferry.transport.gather_messages import (
 from kvferry.transport.gather_server import LOT_SECONDS, WAIT_SECONDS, GatherServer
 from kvferry.transport.lease import LeaseWords
 from kvferry.transport.messages import PROTOCOL
+from support.keys import KEYS, OTHER_KEYS
 
 # The last block of memory is none of the engine's.
 BLOCKS, STRIDE, LEASES, UNITS, INCARNATION = 8, 4096, 4, 3, 77
@@ -38,7 +39,7 @@ WIDE = UNIT_BYTES // 2
 class World:
     """A pool of noise, a gatherer, and whoever speaks to it."""
 
-    def __init__(self, stack: ExitStack, units: int = UNITS, keys: security.Keys | None = None) -> None:
+    def __init__(self, stack: ExitStack, units: int = UNITS, keys: security.Keys = KEYS) -> None:
         self.stack, self.now = stack, 1000.0
         self.pool = np.random.default_rng(1).integers(0, 256, BLOCKS * STRIDE, np.uint8)
         self.address = int(self.pool.ctypes.data)
@@ -50,7 +51,7 @@ class World:
         self.server = GatherServer(HOST, geometry, self.area, self.words, first, keys, lambda: self.now)
         stack.callback(self.server.close)
 
-    def reader(self, *routes: GatherRoute, keys: security.Keys | None = None) -> "Reader":
+    def reader(self, *routes: GatherRoute, keys: security.Keys | None = KEYS) -> "Reader":
         reader = Reader(self, keys)
         if routes:
             reader.say(Introduce(PROTOCOL, list(routes)))
@@ -79,7 +80,8 @@ class Reader:
         context = zmq.Context()
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
-        security.as_client(self._socket, keys)
+        if keys is not None:
+            security.as_client(self._socket, keys)
         self._socket.connect(f"tcp://{HOST}:{world.server.port}")
         world.stack.callback(context.term)
         world.stack.callback(self._socket.close)
@@ -403,15 +405,11 @@ def test_garbage_is_dropped_and_others_are_served(world):
     assert reader.hear().chunk == 1
 
 
-def test_keys_let_in_whoever_has_them_and_nobody_else(stack, tmp_path):
-    secrets = tmp_path / "one", tmp_path / "two"
-    for number, secret in enumerate(secrets):
-        secret.write_bytes(b"0123456789abcdef%d" % number)
-    right, wrong = (security.read_keys(str(secret)) for secret in secrets)
-    world = World(stack, keys=right)
+def test_keys_let_in_whoever_has_them_and_nobody_else(stack):
+    world = World(stack)
     route = world.route(Nest(0, 0, 8))
-    others = [world.reader(route, keys=wrong), world.reader(route)]
-    friend = world.reader(route, keys=right)
+    others = [world.reader(route, keys=OTHER_KEYS), world.reader(route, keys=None)]
+    friend = world.reader(route)
     for reader in (*others, friend):
         reader.say(ask(1))
     assert isinstance(friend.hear(), Gathered)
@@ -421,7 +419,9 @@ def test_keys_let_in_whoever_has_them_and_nobody_else(stack, tmp_path):
 def test_an_address_of_another_machine_is_refused_in_words(stack):
     world = World(stack)
     with pytest.raises(ConfigError, match=r"gather channel: cannot listen on 203\.0\.113\.1: .*; set host"):
-        GatherServer("203.0.113.1", RankGeometry(0, 1, 0, 1, 1, (), ()), world.area, world.words, LEASES)
+        GatherServer(
+            "203.0.113.1", RankGeometry(0, 1, 0, 1, 1, (), ()), world.area, world.words, LEASES, KEYS
+        )
 
 
 def test_closing_ends_the_thread_with_messages_still_to_come(world):

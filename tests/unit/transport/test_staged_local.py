@@ -25,6 +25,7 @@ from kvferry.transport.read_plan import ReadOrder
 from kvferry.transport.settings import TransferSettings
 from kvferry.transport.transfers import Transfers
 from support.engines import EngineSpec, Family, GroupSpec, Interior, Stored, ranks
+from support.keys import KEYS
 from support.local_agent import LocalAgent
 from support.oracle import expect, fill
 from transport.memory import place, scattered_tables
@@ -101,7 +102,7 @@ class World:
         self._stack = stack
 
     def engine(self, made_up, seed=0, in_flight=8, **settings) -> Engine:
-        engine = Engine(made_up, seed, TransferSettings(**{"lanes": 1, **settings}), in_flight)
+        engine = Engine(made_up, seed, TransferSettings(**{"lanes": 1, "keys": KEYS, **settings}), in_flight)
         for thread in engine.threads:
             self._stack.callback(thread.close, 10.0)
         return engine

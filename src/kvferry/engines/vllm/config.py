@@ -30,9 +30,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             address of each rank's own machine, in an engine that spans several.
         port: port of the control channel, plus the data-parallel index of the engine; 0 for any free one.
         advertise_host: address to advertise to peers; `host` if not set.
-        secret_file: file with a secret that both engines share; encrypts and authenticates the control
-            channel.
-        allow_insecure: listen beyond loopback without a secret.
+        secret_file: file with the secret that engines share, from which the keys of their channels derive; by
+            default the key that this user's engines share on this machine, which is made on first use.
         lease_seconds: seconds that blocks are kept for a silent consumer; a quarter of that if it has never
             given a sign of life and other requests wait for blocks.
         load_timeout_seconds: deadline of a load.
@@ -75,7 +74,6 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: int = 0
     advertise_host: str | None = None
     secret_file: str | None = None
-    allow_insecure: bool = False
     lease_seconds: float = 30.0
     load_timeout_seconds: float = 30.0
     handshake_seconds: float = 10.0

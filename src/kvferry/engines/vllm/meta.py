@@ -33,12 +33,14 @@ class WorkerCard(KVConnectorHandshakeMetadata):
         card: what peers will need to read from it; None if there are none.
         settings: of its connector, as on any machine, which tell it from another of the engine.
         built: facts of its models.
+        key: fingerprint of its key; None if it exchanges no KV.
     """
 
     geometry: RankGeometry
     card: RankCard | None
     settings: ConnectorConfig
     built: Built = field(default_factory=Built)
+    key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

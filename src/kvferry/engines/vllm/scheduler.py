@@ -11,6 +11,7 @@ from msgspec import structs
 from kvferry.cache.pins import Pins
 from kvferry.cache.policies import Choice, Cost, First, Policy, Weight
 from kvferry.cache.speeds import Speeds
+from kvferry.engines.vllm.access import check_ranks, scheduler_keys
 from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.admission import Admission
 from kvferry.engines.vllm.compat.loras import tell_of_loads
@@ -40,11 +41,11 @@ from kvferry.observe.fold import Fold
 from kvferry.observe.watch import Watch
 from kvferry.planning.template import kept_too_little, names_absent
 from kvferry.tiers.names import PEER
-from kvferry.transport import security
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import Card, ControlServer
 from kvferry.transport.lease import new_incarnation
 from kvferry.transport.messages import Fact, RankCard
+from kvferry.transport.security import Keys
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +64,7 @@ class SchedulerHalf:
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
         self._config, self._tiers = config, read_tiers(config.tiers)
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
-        self._keys = security.read_keys(config.secret_file)
-        security.check_host(config.host, self._keys, config.allow_insecure)
+        self._keys = scheduler_keys(config)
         self._kinds = tuple(kind_of_group(group) for group in kv_cache_config.kv_cache_groups)
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._incarnation = new_incarnation()
@@ -106,8 +106,8 @@ class SchedulerHalf:
         """Start the control channel and open the tiers; called when all workers are up.
 
         Raises:
-            ConfigError: the control channel cannot listen at its address, the tiers could keep nothing, or
-                the workers belong to another connector.
+            ConfigError: the control channel cannot listen at its address, the tiers could keep nothing, a
+                worker has another key, or the workers belong to another connector.
         """
         if any(card.settings != self._config.anywhere for card in cards):
             raise ConfigError(f"the workers' handshake is that of another KVFerryConnector: {ONE_HANDSHAKE}")
@@ -118,8 +118,9 @@ class SchedulerHalf:
         self._parts = PartBlocks(cards[0].geometry.groups, self._pool, self._config.whole_blocks)
         sources: list[Source] = []
         ranks = [card.card for card in cards if card.card is not None]
-        if ranks:
-            sources.append(self._meet_peers(tuple(ranks), agree, pins))
+        if ranks and self._keys is not None:
+            check_ranks(self._keys, cards)
+            sources.append(self._meet_peers(tuple(ranks), agree, pins, self._keys))
         if self._tiers is not None:
             self._tiering = Tiering(
                 self._tiers,
@@ -160,20 +161,20 @@ class SchedulerHalf:
         return Weight({PEER: self._config.load_weight, **tiers})
 
     def _meet_peers(
-        self, ranks: tuple[RankCard, ...], agree: Mapping[str, Fact], pins: Pins[Any]
+        self, ranks: tuple[RankCard, ...], agree: Mapping[str, Fact], pins: Pins[Any], keys: Keys
     ) -> PeerSource:
         """Start both ends of the control channel; return the source of peers' KV."""
         config = self._config
         facts = facts_of(self._vllm_config, agree, self._incarnation)
         index = int(self._vllm_config.parallel_config.data_parallel_index)
         port = config.port + index if config.port else 0
-        self._server = ControlServer(config.host, port, Card(facts, ranks), self._keys)
+        self._server = ControlServer(config.host, port, Card(facts, ranks), keys)
         self._producer.start(self._server.port, self._server.turns, self._pool, len(ranks))
         server = self._server
         self._client = ControlClient(
             structs.replace(facts, keeps_turns=self._producer.keeps_turns),
             lambda theirs: _check_all(theirs, ranks),
-            self._keys,
+            keys,
             config.handshake_seconds,
             config.lease_seconds / 4,
         )

@@ -27,8 +27,8 @@ from kvferry.geometry import RankGeometry
 from kvferry.planning.pieces import Int64s
 from kvferry.planning.select import Span, blocks_needed
 from kvferry.planning.strategy import Strategy
-from kvferry.transport import security
 from kvferry.transport.costs import costs_of
+from kvferry.transport.key_file import read_keys
 from kvferry.transport.lane import ReadResult
 from kvferry.transport.lease import LeaseWords, new_incarnation
 from kvferry.transport.read_plan import ReadOrder
@@ -100,8 +100,10 @@ class WorkerHalf:
             return WorkerCard(self._geometry, None, settings.anywhere, self._built)
         words = LeaseWords(new_incarnation(), LEASE_SLOTS)
         name = f"{self.engine_id}/{pp_rank}.{tp_rank}/{words.incarnation:x}"
-        self._transfers = Transfers(name, self._geometry, words, _transfer_settings(settings))
-        return WorkerCard(self._geometry, self._transfers.card, settings.anywhere, self._built)
+        ours = _transfer_settings(settings)
+        self._transfers = Transfers(name, self._geometry, words, ours)
+        fingerprint = ours.keys.fingerprint
+        return WorkerCard(self._geometry, self._transfers.card, settings.anywhere, self._built, fingerprint)
 
     def begin(self, meta: SchedulerMeta) -> None:
         """Take this step's orders, but for what is to be stored."""
@@ -220,7 +222,7 @@ def _transfer_settings(config: ConnectorConfig) -> TransferSettings:
         config.staging_mib << 20,
         config.host,
         config.advertise_host or config.host,
-        security.read_keys(config.secret_file),
+        read_keys(config.secret_file),
         config.lanes,
     )
 

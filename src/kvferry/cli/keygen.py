@@ -1,0 +1,34 @@
+"""`kvferry keygen`: a secret for engines on several machines."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("keygen")(keygen)
+
+
+def keygen(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="File to make; - for standard output.")],
+) -> None:
+    """Make a secret for the engines' secret_file.
+
+    The same file on all machines lets their engines exchange KV, and nobody else. A file that exists is never
+    overwritten.
+    """
+    from pathlib import Path
+
+    from kvferry.transport.key_file import existing_keys
+    from kvferry.transport.key_making import new_secret, write_secret
+
+    if file == "-":
+        print(new_secret(), end="")
+        return
+    write_secret(Path(file))
+    keys = existing_keys(file)
+    assert keys is not None  # noqa: S101 - it was written
+    print(f"{file}: fingerprint {keys.fingerprint}")

@@ -1,0 +1,51 @@
+"""Who may exchange KV with this engine: whoever has its key."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from kvferry.engines.vllm.config import ConnectorConfig
+from kvferry.engines.vllm.meta import WorkerCard
+from kvferry.errors import ConfigError
+from kvferry.transport.address import is_loopback
+from kvferry.transport.key_file import key_place, read_keys
+from kvferry.transport.security import Keys
+
+logger = logging.getLogger(__name__)
+
+
+def scheduler_keys(config: ConnectorConfig) -> Keys | None:
+    """Return the keys of the engine, None if it exchanges no KV; log once which key others need.
+
+    Raises:
+        ConfigError: there is no key, and none can be made.
+    """
+    if not config.transfers:
+        return None
+    keys, place = read_keys(config.secret_file), key_place(config.secret_file)
+    logger.info("channels between engines use %s (fingerprint %s)", place, keys.fingerprint)
+    if not place.given and not is_loopback(config.host):
+        logger.warning(
+            "host is %s and secret_file is not set, so only this user's engines on this machine have "
+            "the key: others are refused until they have it too; copy %s to their machines, or make a file "
+            "with kvferry keygen FILE, and set secret_file everywhere",
+            config.host, place.path,
+        )  # fmt: skip
+    return keys
+
+
+def check_ranks(keys: Keys, cards: Iterable[WorkerCard]) -> None:
+    """Check that all ranks of the engine have its key, wherever they run.
+
+    Raises:
+        ConfigError: a rank has another.
+    """
+    for card in cards:
+        if card.key not in (None, keys.fingerprint):
+            geometry = card.geometry
+            raise ConfigError(
+                f"rank TP{geometry.tp_rank} PP{geometry.pp_rank} has a key with fingerprint {card.key}, the "
+                f"engine's scheduler one with {keys.fingerprint}: its machine has a key of its own; set "
+                "secret_file to the same secret on all machines of the engine (kvferry keygen FILE makes one)"
+            )

@@ -1,0 +1,67 @@
+"""The door of a listener: a ZAP handler (rfc.zeromq.org/spec/27), which ZeroMQ asks about every client.
+
+ZeroMQ lets in any CURVE client unless a handler listens in the listener's context, so the handler is bound
+before the listener is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+
+from kvferry.transport.security import Keys
+
+logger = logging.getLogger(__name__)
+
+_VERSION = b"1.0"
+_FRAMES = 7
+"""Version, request, domain, address, routing id, mechanism, and the key of a CURVE client."""
+
+
+class Door:
+    """Lets in clients that hold the listener's own key pair, until closed."""
+
+    def __init__(self, context: zmq.Context[Any], keys: Keys) -> None:
+        """Bind and start; `context` gets no other listener's socket."""
+        self._public = z85.decode(keys.public)
+        self._socket: zmq.Socket[Any] = context.socket(zmq.REP)
+        self._socket.linger = 0
+        self._socket.bind("inproc://zeromq.zap.01")
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="kvferry-door", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread. The listener is closed before: nobody answers for it any more."""
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        os.close(self._wake)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake, zmq.POLLIN)
+        poller.register(self._socket, zmq.POLLIN)
+        while self._wake not in dict(poller.poll()):
+            frames = self._socket.recv_multipart()
+            try:
+                code, why = self._verdict(frames)
+            except Exception:
+                logger.exception("control channel: a client is refused")
+                code, why = b"500", b"error"
+            request = frames[1] if len(frames) > 1 else b""
+            self._socket.send_multipart([_VERSION, request, code, why, b"", b""])
+        self._socket.close()
+
+    def _verdict(self, frames: list[bytes]) -> tuple[bytes, bytes]:
+        """Return ZAP's status code and text."""
+        if len(frames) != _FRAMES or frames[0] != _VERSION:
+            return b"400", b"not a CURVE client"
+        *_, mechanism, key = frames
+        if mechanism != b"CURVE" or key != self._public:
+            return b"400", b"not this key"
+        return b"200", b"OK"

@@ -1,0 +1,170 @@
+"""The file with the secret that engines share.
+
+``secret_file`` names it. Without that setting, a user's engines on a machine share the machine's key: a file
+in the user's state directory, made by the first engine that needs it.
+
+Nothing that another user could have planted is used as the machine's key: the directory and the file must
+belong to this user, be closed to others, and be no symbolic links.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvferry.errors import ConfigError
+from kvferry.transport.key_making import NAME, REMEDY, make_key, own_directory
+from kvferry.transport.security import Keys, derive
+
+MIN_SECRET_BYTES = 16
+MAX_SECRET_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPlace:
+    """Where an engine's secret is.
+
+    Attributes:
+        path: of the file.
+        given: it is the ``secret_file`` of the configuration; else the machine's key.
+    """
+
+    path: Path
+    given: bool
+
+    def __str__(self) -> str:
+        """Name it as error messages do."""
+        return f"secret_file {self.path}" if self.given else f"this machine's key {self.path}"
+
+
+def key_place(secret_file: str | None, environment: Mapping[str, str] = os.environ) -> KeyPlace:
+    """Return where the secret is; the file may not exist yet.
+
+    Raises:
+        ConfigError: no secret_file is set, and this user has no state directory.
+    """
+    if secret_file is not None:
+        return KeyPlace(Path(secret_file), given=True)
+    for name, below in (("XDG_STATE_HOME", ""), ("HOME", ".local/state")):
+        if os.path.isabs(environment.get(name, "")):  # noqa: PTH117 - an empty text is no path
+            return KeyPlace(Path(environment[name], below, "kvferry", NAME), given=False)
+    try:
+        home = pwd.getpwuid(os.geteuid()).pw_dir
+    except KeyError:
+        home = ""
+    if not home:
+        raise ConfigError(
+            "no secret_file is set, and there is no place for a key of this machine: HOME and XDG_STATE_HOME "
+            f"are not set, and user {os.geteuid()} has no home directory; {REMEDY}"
+        )
+    return KeyPlace(Path(home, ".local/state/kvferry", NAME), given=False)
+
+
+def read_keys(secret_file: str | None) -> Keys:
+    """Return the key pair of `secret_file`, or of the machine's key, which is made if there is none.
+
+    Raises:
+        ConfigError: the file cannot be read or made, others can read it, or it holds no secret.
+    """
+    place = key_place(secret_file)
+    if place.given:
+        return derive(_given_secret(place))
+    with own_directory(place.path.parent, make=True) as directory:
+        if not _exists(directory):
+            make_key(place.path.parent, directory)
+        return derive(_machine_secret(place, directory))
+
+
+def existing_keys(secret_file: str | None) -> Keys | None:
+    """Return what `read_keys` does, but make nothing: None if the machine has no key yet.
+
+    Raises:
+        ConfigError: see `read_keys`.
+    """
+    place = key_place(secret_file)
+    if place.given:
+        return derive(_given_secret(place))
+    try:
+        with own_directory(place.path.parent, make=False) as directory:
+            return derive(_machine_secret(place, directory)) if _exists(directory) else None
+    except FileNotFoundError:
+        return None
+
+
+def _given_secret(place: KeyPlace) -> bytes:
+    """Read a ``secret_file``: a symbolic link is fine, and its group may read it, as Kubernetes mounts it."""
+    try:
+        descriptor = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise ConfigError(f"{place}: {_why(error)}; name the file with the engines' secret") from error
+    return _secret_in(descriptor, place, closed_to=stat.S_IRWXO, owners=(os.geteuid(), 0))
+
+
+def _machine_secret(place: KeyPlace, directory: int) -> bytes:
+    try:
+        descriptor = os.open(
+            NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory
+        )
+    except OSError as error:
+        what = "it is a symbolic link" if _is_link(directory) else _why(error)
+        raise ConfigError(f"{place}: {what}; remove it, or {REMEDY}") from error
+    return _secret_in(descriptor, place, closed_to=stat.S_IRWXG | stat.S_IRWXO, owners=(os.geteuid(),))
+
+
+def _secret_in(descriptor: int, place: KeyPlace, closed_to: int, owners: tuple[int, ...]) -> bytes:
+    """Return the secret in an open file, which is closed.
+
+    Args:
+        descriptor: the open file.
+        place: names it in errors.
+        closed_to: permission bits that it must not have.
+        owners: users that it may belong to.
+    """
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise ConfigError(f"{place} is no regular file; name the file with the engines' secret")
+        if found.st_uid not in owners:
+            raise ConfigError(
+                f"{place} belongs to user {found.st_uid}, expected {os.geteuid()}; "
+                f"chown it to {os.geteuid()}, or {REMEDY}"
+            )
+        if found.st_mode & closed_to:
+            raise ConfigError(
+                f"{place} can be used by others than its owner (mode {stat.S_IMODE(found.st_mode):o}), who "
+                f"would be peers of this engine; chmod 600 {place.path} (a Kubernetes Secret: defaultMode "
+                "0400), and if others have had it, make a new one"
+            )
+        text = os.read(descriptor, MAX_SECRET_BYTES + 1).strip()
+    except OSError as error:
+        raise ConfigError(f"{place}: {_why(error)}; name the file with the engines' secret") from error
+    finally:
+        os.close(descriptor)
+    if not MIN_SECRET_BYTES <= len(text) <= MAX_SECRET_BYTES:
+        size = f"more than {MAX_SECRET_BYTES}" if len(text) > MAX_SECRET_BYTES else f"{len(text)}"
+        raise ConfigError(
+            f"{place} holds {size} bytes, a secret has {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES}; "
+            "kvferry keygen FILE makes one"
+        )
+    return text
+
+
+def _exists(directory: int) -> bool:
+    """Whether anything has the name of the machine's key; a dangling symbolic link does."""
+    try:
+        os.stat(NAME, dir_fd=directory, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _is_link(directory: int) -> bool:
+    return stat.S_ISLNK(os.stat(NAME, dir_fd=directory, follow_symlinks=False).st_mode)
+
+
+def _why(error: OSError) -> str:
+    return os.strerror(error.errno or 0)

@@ -1,0 +1,63 @@
+"""Who may exchange KV with an engine: its key."""
+
+import logging
+
+import pytest
+
+from kvferry.engines.vllm.access import check_ranks, scheduler_keys
+from kvferry.engines.vllm.config import ConnectorConfig, parse_config
+from kvferry.engines.vllm.meta import WorkerCard
+from kvferry.errors import ConfigError
+from kvferry.geometry import RankGeometry
+from kvferry.transport.key_file import read_keys
+from kvferry.transport.key_making import write_secret
+from support.keys import KEYS, OTHER_KEYS
+
+FAR = {"host": "10.0.0.7"}
+
+
+@pytest.fixture
+def state(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+def warnings(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_an_engine_on_loopback_makes_the_machines_key_and_says_no_more(state, caplog):
+    assert scheduler_keys(parse_config({})) == read_keys(None)
+    assert warnings(caplog) == []
+
+
+def test_an_engine_that_others_reach_says_once_that_they_need_the_key(state, caplog):
+    scheduler_keys(parse_config(FAR))
+    (said,) = warnings(caplog)
+    assert f"copy {state}/kvferry/key to their machines, or make a file with kvferry keygen FILE" in said
+
+
+def test_with_a_secret_file_nothing_is_said_and_no_key_is_made(state, caplog, tmp_path):
+    write_secret(tmp_path / "secret")
+    config = parse_config({**FAR, "secret_file": str(tmp_path / "secret")})
+    assert scheduler_keys(config) == read_keys(config.secret_file)
+    assert (warnings(caplog), state.exists()) == ([], False)
+
+
+def test_an_engine_of_tiers_alone_needs_no_key(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file" / "state"))
+    assert scheduler_keys(parse_config({"tiers": "default"})) is None
+    with pytest.raises(ConfigError, match="set secret_file"):
+        scheduler_keys(parse_config({"tiers": "default", "transfer": True}))
+
+
+def card(rank: int, key: str | None) -> WorkerCard:
+    geometry = RankGeometry(rank, 2, 0, 1, 1, (), ())
+    return WorkerCard(geometry, None, ConnectorConfig().anywhere, key=key)
+
+
+def test_all_ranks_must_have_the_engines_key():
+    check_ranks(KEYS, [card(0, KEYS.fingerprint), card(1, KEYS.fingerprint)])
+    with pytest.raises(ConfigError, match=r"rank TP1 PP0 has a key with fingerprint .* set secret_file"):
+        check_ranks(KEYS, [card(0, KEYS.fingerprint), card(1, OTHER_KEYS.fingerprint)])
