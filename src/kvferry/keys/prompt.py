@@ -28,6 +28,6 @@ def prompt_digest(tokens: Sequence[int], extras: Sequence[str] = ()) -> str:
     # Lengths come first, so that no tokens read like an extra, nor two extras like one.
     digest.update(len(tokens).to_bytes(8, "little") + np.asarray(tokens, dtype="<i8").tobytes())
     for extra in extras:
-        data = extra.encode()
+        data = extra.encode("utf-8", "surrogatepass")  # JSON can carry half a pair into a cache salt
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()

@@ -70,3 +70,8 @@ def test_what_looks_alike_is_told_apart(one, other):
 
 def test_order_of_extras_counts():
     assert prompt_digest([], ["a", "b"]) != prompt_digest([], ["b", "a"])
+
+
+def test_half_a_surrogate_pair_has_a_digest_of_its_own():
+    halves = ["\ud800", "\udfff", "\ufffd", "?", ""]
+    assert len({prompt_digest([], [half]) for half in halves}) == len(halves)

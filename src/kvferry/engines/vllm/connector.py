@@ -11,6 +11,7 @@ from collections import Counter
 from typing import Any, ClassVar
 
 from kvferry.engines.vllm import layout
+from kvferry.engines.vllm.compat.arrivals import guard_arrivals
 from kvferry.engines.vllm.compat.connectors import current_config, register_connector
 from kvferry.engines.vllm.compat.contract import (
     HITS,
@@ -70,6 +71,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, config)
             defer_frees(vllm_config)
+            guard_arrivals()
 
     @property
     def requires_kv_delivery(self) -> bool:

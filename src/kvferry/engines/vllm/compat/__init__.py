@@ -15,5 +15,6 @@ connector's other modules from importing vLLM. Callers import from the module th
 - `multimodal`: images, video and audio, and their processor
 - `requests`, `request_ids`: a request in the scheduler, and its id
 - `frees`: when vLLM gives blocks back
+- `arrivals`: requests as they come into the scheduler
 - `spans`: vLLM's own tracing
 """

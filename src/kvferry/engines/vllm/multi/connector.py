@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 from kvferry.cache.policies import Choice, Cost, First, Policy, Weight
 from kvferry.cache.speeds import Speeds
+from kvferry.engines.vllm.compat.arrivals import guard_arrivals
 from kvferry.engines.vllm.compat.connectors import as_current_config, class_of_transfer, register_connector
 from kvferry.engines.vllm.compat.contract import (
     CacheHitSource,
@@ -75,6 +76,7 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
         self._connectors = [child.cls(child.config, role, kv_cache_config) for child in of]
         if role is KVConnectorRole.SCHEDULER:
             defer_frees(vllm_config)
+            guard_arrivals()
         self._speeds = Speeds()
         self._steps = StepTimes(self._speeds)
         policies: dict[str, Callable[[], Policy]] = {
