@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -25,6 +26,7 @@ from kvferry.observe.exposed import COMMON, CONNECTOR, EXPOSED
 from kvferry.plan.units import size
 from kvferry.serving.tiny import tiny_checkpoint
 from support.explain import explain
+from support.odd_requests import FAILS_IN_VLLM, odd_requests
 from support.otlp import Collector, attributes
 from support.terminal import Terminal
 
@@ -392,6 +394,64 @@ def asking(served: Served) -> Iterator[None]:
     finally:
         ended.set()
         asker.join()
+
+
+VICTIM = {"X-Request-Id": "victim", "Content-Type": "application/json"}
+
+
+def wrong_answers(served: Served, texts: list[str], alone: list[dict], ended: threading.Event) -> list[str]:
+    """Answers to another user through the router that are not a single engine's, until told to end."""
+    wrong = []
+    for text, right in itertools.cycle(zip(texts, alone, strict=True)):
+        if ended.is_set():
+            break
+        body = {"model": served.model, "prompt": text, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        answer = served.client.post(f"{served.url}/v1/completions", json=body, headers=VICTIM)
+        if answer.status_code != 200 or answer.json()["choices"] != right["choices"]:
+            wrong.append(answer.text)
+    return wrong
+
+
+def attack(served: Served, url: str, offer: dict) -> dict[str, int]:
+    """Send an engine all odd requests, one after the other; the status of each."""
+    plain = json.dumps({"model": served.model, "prompt": TEXT * 6, "max_tokens": 2})[:-1].encode()
+    statuses = {}
+    for name, raw in odd_requests(offer):
+        headers = {"Content-Type": "application/json"} if "id" in name.split() else VICTIM
+        answer = served.client.post(f"{url}/v1/completions", content=plain + b"," + raw[1:], headers=headers)
+        statuses[name] = answer.status_code
+        assert answer.elapsed.total_seconds() < 30, name
+    return statuses
+
+
+def test_odd_requests_of_api_clients_cost_others_nothing(served):
+    """Sent to the engines themselves, under the request id of another user, who is asking all the while."""
+    texts, both = [f"{number} {TEXT * 6}" for number in range(4)], (served.prefill, served.decode)
+    alone = [
+        served.post(served.prefill, "/v1/completions", prompt=text, cache_salt="o").json() for text in texts
+    ]
+    asked = {"prompt": TEXT * 6, "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": True}}
+    offer = served.post(served.prefill, "/v1/completions", **asked).json()["kv_transfer_params"]
+    refused, ended = served.misses(served.decode).get("refused", 0), threading.Event()
+    with ThreadPoolExecutor(4) as pool:
+        users = [pool.submit(wrong_answers, served, texts, alone, ended) for _ in range(2)]
+        attackers = [pool.submit(attack, served, url, offer) for url in both]
+        wait(attackers)
+        ended.set()
+        assert [user.result() for user in users] == [[], []]
+    for attacker in attackers:
+        statuses = attacker.result()
+        assert {name for name, status in statuses.items() if status == 500} == FAILS_IN_VLLM
+        assert {*statuses.values()} <= {200, 400, 404, 422, 500}
+        assert list(statuses.values()).count(200) > len(statuses) / 2, "served, by computing"
+    assert served.misses(served.decode)["refused"] > refused + 50
+    for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "kvferry_pending_loads"):
+        eventually(lambda name=name: [served.metric(url, name) for url in both] == [0, 0])
+    eventually(lambda: served.metric(served.prefill, "kvferry_leases") == 0)
+    assert served.metric(served.prefill, "vllm:kv_cache_usage_perc") == 0
+    assert served.client.get(f"{served.url}/health").json()["status"] == "ok"
+    log = (served.errors.parent / "decode-0.log").read_bytes()
+    assert 0 < max(len(line) for line in log.splitlines() if b"is not served by" in line) < 4000
 
 
 def test_every_metric_that_is_asked_for_is_on_an_engines_page(served):
