@@ -10,7 +10,7 @@ KVFerryError
 ├── ProtocolError          a message of a peer that cannot be understood or is out of bounds
 ├── TransferError          bytes that could not be moved, or that cannot be trusted after they were
 ├── ChunkError             a chunk of a cache tier that cannot be written, or whose bytes cannot be believed
-└── beside the code that raises them, in `kvferry.serving`:
+└── beside the code that raises them, in `kvferry.transport`: NotAllowed; in `kvferry.serving`:
     LaunchError, ListenError, FleetLost (engines), MalformedBody (router), AskError (demo);
     in `kvferry.doctor`: CannotMeet, TooLong
 """

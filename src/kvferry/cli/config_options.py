@@ -20,6 +20,10 @@ SETTINGS: Mapping[str, Any] = {
         str | None,
         typer.Option(help="File with the secret that engines share; by default this machine's key."),
     ],
+    "peers": Annotated[
+        list[str] | None,
+        typer.Option(help="Host name, address or network of other engines; repeatable; by default all."),
+    ],
     "lease_seconds": Annotated[
         float | None, typer.Option(help="Seconds that blocks are kept for a silent consumer.")
     ],

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from kvferry.doctor.finding import Finding, bad, note, ok, refused
 from kvferry.engines.vllm.config import NODE, ConnectorConfig
 from kvferry.errors import ConfigError
-from kvferry.transport.address import is_loopback
+from kvferry.transport.address import is_loopback, numeric
 from kvferry.transport.key_file import existing_keys, key_place
 
 _TEST_ROUTE = "192.0.2.1", 9  # TEST-NET-1, RFC 5737: nothing is sent to it
@@ -34,7 +34,12 @@ def check(config: ConnectorConfig) -> list[Finding]:
     if not config.transfers:
         return [ok("listening", "no KV is exchanged, so nothing listens")]
     host = node_address() if config.host == NODE else config.host
-    return [key(config.secret_file), who_may(config, host), *address(host, config.port)]
+    return [
+        key(config.secret_file),
+        who_may(config, host),
+        *advertised(config.advertise_host),
+        *address(host, config.port),
+    ]
 
 
 def key(secret_file: str | None) -> Finding:
@@ -60,12 +65,26 @@ def who_may(config: ConnectorConfig, host: str) -> Finding:
     if is_loopback(host):
         return ok(subject, f"{told}: engines of this machine alone can exchange KV")
     if config.secret_file is not None:
-        return ok(subject, f"{told}: whoever has the key can exchange KV")
+        where = f" at {', '.join(config.peers)} (peers)" if config.peers else ""
+        return ok(subject, f"{told}: whoever has the key{where} can exchange KV")
     return note(
         subject,
         f"{told}, and no secret_file: only this user's engines on this machine have the key",
         "for engines on other machines, run kvferry keygen FILE, copy the file to all, and set secret_file",
     )
+
+
+def advertised(told: str | None) -> list[Finding]:
+    """Whether peers would resolve the name that they are told, which they do only with names they list."""
+    if told is None or told == "localhost" or numeric(told) is not None:
+        return []
+    return [
+        note(
+            "advertise_host",
+            f"{told} is a name, which other engines resolve only if their peers setting lists it",
+            f"add --peers {told} to their configuration, or advertise an address",
+        )
+    ]
 
 
 def address(host: str, port: int) -> list[Finding]:

@@ -16,12 +16,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import zmq
 
 from kvferry.transport import security
 from kvferry.transport.endpoint import endpoint
+from kvferry.transport.gathering import gathering
 from kvferry.transport.handshake import Address, Answer, Handshakes, Looking
 from kvferry.transport.messages import (
     MAX_LEASES,
@@ -36,10 +37,19 @@ from kvferry.transport.messages import (
     encode,
     turns_of,
 )
+from kvferry.transport.names import Names, NotAllowed
+from kvferry.transport.peers import ANYBODY, Peers
 from kvferry.transport.punctual import Punctual
 from kvferry.transport.turns import Content, Questions
 
 logger = logging.getLogger(__name__)
+
+
+MOST_UNRESOLVED = 4096
+"""Commands that may wait for names of peers to be resolved."""
+
+_Command: TypeAlias = tuple[str, Address, str | AskTurn]
+"""Verb, peer, and lease or question."""
 
 
 @dataclass(slots=True)
@@ -58,6 +68,7 @@ class ControlClient:
         facts: Facts,
         check: Callable[[tuple[RankCard, ...]], None],
         keys: security.Keys,
+        peers: Peers = ANYBODY,
         handshake_seconds: float = 5.0,
         heartbeat_seconds: float = 5.0,
     ) -> None:
@@ -67,16 +78,20 @@ class ControlClient:
             facts: who we are.
             check: raises Incompatible for ranks from which we cannot read; called in the thread.
             keys: CURVE keys.
+            peers: who may be dialled.
             handshake_seconds: when a silent peer is given up.
             heartbeat_seconds: time between heartbeats.
         """
         self._keys, self._heartbeat_seconds = keys, heartbeat_seconds
-        self._handshakes = Handshakes(facts, check, handshake_seconds)
+        self._check_ranks = check
+        self._handshakes = Handshakes(facts, self._usable, handshake_seconds)
         self._questions = Questions(time.monotonic)
-        self._commands: deque[tuple[str, Address, str | AskTurn]] = deque()
+        self._commands: deque[_Command] = deque()
+        self._unresolved: list[_Command] = []
         self._context: zmq.Context[Any] = zmq.Context()
         self._peers: dict[Address, _Peer] = {}
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._names = Names(peers, lambda: os.eventfd_write(self._wake, 1))
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="kvferry-control-client", daemon=True)
         self._thread.start()
@@ -129,6 +144,7 @@ class ControlClient:
         self._stop = True
         os.eventfd_write(self._wake, 1)
         self._thread.join()
+        self._names.close()
         os.close(self._wake)
 
     def _command(self, verb: str, address: Address, what: str | AskTurn) -> None:
@@ -150,6 +166,9 @@ class ControlClient:
                     os.eventfd_read(self._wake)
                 else:
                     self._receive(next(a for a, p in self._peers.items() if p.socket is source))
+            unresolved, self._unresolved = self._unresolved, []
+            for command in unresolved:
+                self._obey(poller, *command)
             while self._commands:
                 self._obey(poller, *self._commands.popleft())
             now = time.monotonic()
@@ -184,8 +203,9 @@ class ControlClient:
     def _obey(self, poller: zmq.Poller, verb: str, address: Address, what: str | AskTurn) -> None:
         try:
             self._carry_out(poller, verb, address, what)
-        except (zmq.ZMQError, ValueError) as error:
-            # An address that is none, a name that is not Unicode: they came with a request, and cost only it.
+        except (NotAllowed, zmq.ZMQError, ValueError) as error:
+            # An address that is none or not allowed, a name that is not Unicode: they came with a request,
+            # and cost only it.
             if verb == "hello":
                 self._handshakes.refuse(address, f"it cannot be asked: {error}")
             else:
@@ -196,10 +216,14 @@ class ControlClient:
             what.encode()
         peer = self._peers.get(address)
         if peer is None or verb == "hello":
+            place = self._names.place(address[0])
+            if place is None:
+                self._wait_for_name((verb, address, what))
+                return
             # A socket that a handshake failed on may never connect again: ZeroMQ gives it up for good when
             # something that is no ZeroMQ has answered.
             held = self._close(poller, address)
-            peer = self._peers[address] = _Peer(self._connect(address), held)
+            peer = self._peers[address] = _Peer(self._connect(place, address[1]), held)
             poller.register(peer.socket, zmq.POLLIN)
         if isinstance(what, AskTurn):
             self._send(peer, what)
@@ -227,13 +251,24 @@ class ControlClient:
         if peer is not None and not peer.leases:
             self._close(poller, address)
 
-    def _connect(self, address: Address) -> zmq.Socket[Any]:
+    def _wait_for_name(self, command: _Command) -> None:
+        """Keep a command until its peer's name is resolved, in the order in which commands came."""
+        if len(self._unresolved) >= MOST_UNRESOLVED:
+            raise NotAllowed(f"{MOST_UNRESOLVED} commands wait for names to be resolved already")
+        self._unresolved.append(command)
+
+    def _usable(self, address: Address, ranks: tuple[RankCard, ...]) -> tuple[RankCard, ...]:
+        """Return a peer's ranks as they are used (`gathering`); raise Incompatible if we cannot read them."""
+        self._check_ranks(ranks)
+        return tuple(gathering(card, address, self._names) for card in ranks)
+
+    def _connect(self, host: str, port: int) -> zmq.Socket[Any]:
         socket: zmq.Socket[Any] = self._context.socket(zmq.DEALER)
         socket.maxmsgsize = MAX_REPLY_BYTES
         socket.linger = 0
         security.as_client(socket, self._keys)
         try:
-            socket.connect(endpoint(socket, *address))
+            socket.connect(endpoint(socket, host, port))
         except (zmq.ZMQError, ValueError):
             socket.close()
             raise

@@ -37,6 +37,7 @@ from kvferry.transport.messages import (
     encode,
     refused,
 )
+from kvferry.transport.peers import ANYBODY, Peers
 from kvferry.transport.punctual import Punctual
 from kvferry.transport.turns import TurnIndex
 
@@ -75,13 +76,14 @@ class ControlServer:
         turns: what is answered from when earlier turns are asked for.
     """
 
-    def __init__(self, host: str, port: int, card: Card, keys: security.Keys) -> None:
+    def __init__(self, host: str, port: int, card: Card, keys: security.Keys, peers: Peers = ANYBODY) -> None:
         """Bind and start.
 
         Args:
             host: address to bind, port 0 for any free one.
             card: what to answer with.
             keys: CURVE keys.
+            peers: who may connect, and whom turns are asked for.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -91,8 +93,8 @@ class ControlServer:
         self.turns = TurnIndex()
         self._keepers: dict[Address, int] = {}
         self._log = LimitedLog(logger)
-        self._card = card
-        self._listener = Listener("control channel", host, port, keys, MAX_REQUEST_BYTES)
+        self._card, self._peers = card, peers
+        self._listener = Listener("control channel", host, port, keys, MAX_REQUEST_BYTES, peers=peers)
         self.port = self._listener.port
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-control-server", daemon=True)
@@ -138,7 +140,7 @@ class ControlServer:
             self._listener.send(sender, encode(reply))
 
     def _met(self, peer: Facts) -> None:
-        if peer.keeps_turns is not None:
+        if peer.keeps_turns is not None and self._peers.could_be(peer.keeps_turns[0]):
             self._keepers.pop(peer.keeps_turns, None)
             self._keepers[peer.keeps_turns] = peer.incarnation
             if len(self._keepers) > _MOST_KEEPERS:

@@ -1,7 +1,8 @@
 """The door of a listener: a ZAP handler (rfc.zeromq.org/spec/27), which ZeroMQ asks about every client.
 
 ZeroMQ lets in any CURVE client unless a handler listens in the listener's context, so the handler is bound
-before the listener is.
+before the listener is. A client's key is looked at before its address, so nobody without the key has a name
+resolved.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
+from kvferry.limited_log import LimitedLog
+from kvferry.transport.address import numeric
+from kvferry.transport.names import Names
+from kvferry.transport.peers import Peers
 from kvferry.transport.security import Keys
 
 logger = logging.getLogger(__name__)
@@ -22,13 +27,17 @@ _VERSION = b"1.0"
 _FRAMES = 7
 """Version, request, domain, address, routing id, mechanism, and the key of a CURVE client."""
 
+_TRY_AGAIN = b"300"
+"""ZeroMQ closes the connection, and the client connects again."""
+
 
 class Door:
-    """Lets in clients that hold the listener's own key pair, until closed."""
+    """Lets in peers that hold the listener's own key pair, until closed."""
 
-    def __init__(self, context: zmq.Context[Any], keys: Keys) -> None:
+    def __init__(self, context: zmq.Context[Any], keys: Keys, peers: Peers) -> None:
         """Bind and start; `context` gets no other listener's socket."""
-        self._public = z85.decode(keys.public)
+        self._public, self._names = z85.decode(keys.public), Names(peers)
+        self._log = LimitedLog(logger)
         self._socket: zmq.Socket[Any] = context.socket(zmq.REP)
         self._socket.linger = 0
         self._socket.bind("inproc://zeromq.zap.01")
@@ -61,7 +70,17 @@ class Door:
         """Return ZAP's status code and text."""
         if len(frames) != _FRAMES or frames[0] != _VERSION:
             return b"400", b"not a CURVE client"
-        *_, mechanism, key = frames
+        _, _, _, client, _, mechanism, key = frames
         if mechanism != b"CURVE" or key != self._public:
             return b"400", b"not this key"
-        return b"200", b"OK"
+        host = client.decode("ascii", "replace")
+        address = numeric(host)
+        admitted = address is not None and self._names.admits(address)
+        if admitted:
+            return b"200", b"OK"
+        if admitted is None:
+            return _TRY_AGAIN, b"names of peers are being resolved"
+        self._log.say(
+            host, f"a client at {host} has the key of this engine, but is none of its peers; list it in peers"
+        )
+        return b"400", b"not among the peers"

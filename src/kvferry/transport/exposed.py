@@ -48,7 +48,9 @@ class Exposed:
         self._gatherer: GatherServer | None = None
         offered = None
         if outgoing.units:
-            self._gatherer = GatherServer(settings.host, geometry, outgoing, words, first_word, settings.keys)
+            self._gatherer = GatherServer(
+                settings.host, geometry, outgoing, words, first_word, settings.keys, settings.peers
+            )
             region = outgoing.region
             offered = Outgoing(
                 settings.advertise_host, self._gatherer.port, region.address, region.length, outgoing.units

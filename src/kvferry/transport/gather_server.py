@@ -40,6 +40,7 @@ from kvferry.transport.gather_messages import (
 )
 from kvferry.transport.lease import LeaseWords
 from kvferry.transport.listener import Listener
+from kvferry.transport.peers import ANYBODY, Peers
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ class GatherServer:
         words: LeaseWords,
         first_word: int,
         keys: security.Keys,
+        peers: Peers = ANYBODY,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Bind and start.
@@ -103,6 +105,7 @@ class GatherServer:
             words: the worker's lease words; those from `first_word` on belong to the area, one per unit.
             first_word: see `words`.
             keys: CURVE keys.
+            peers: who may connect.
             clock: seconds.
 
         Raises:
@@ -115,7 +118,7 @@ class GatherServer:
         self._readers: OrderedDict[bytes, _Reader] = OrderedDict()
         self._waiting: deque[_Waiting] = deque()
         self._swept = clock()
-        self._listener = Listener("gather channel", host, 0, keys, MAX_REQUEST_BYTES)
+        self._listener = Listener("gather channel", host, 0, keys, MAX_REQUEST_BYTES, peers=peers)
         self.port = self._listener.port
         self._log = LimitedLog(logger)
         self._stop = threading.Event()

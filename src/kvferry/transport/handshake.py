@@ -94,7 +94,7 @@ class Handshakes:
     def __init__(
         self,
         facts: Facts,
-        check: Callable[[tuple[RankCard, ...]], None],
+        check: Callable[[Address, tuple[RankCard, ...]], tuple[RankCard, ...]],
         patience_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -102,7 +102,8 @@ class Handshakes:
 
         Args:
             facts: who we are.
-            check: raises Incompatible for ranks from which we cannot read.
+            check: returns a peer's ranks as they are to be used; raises Incompatible for ranks from which we
+                cannot read.
             patience_seconds: when a silent peer is given up.
             clock: seconds.
         """
@@ -240,7 +241,7 @@ class Handshakes:
     def _learn(self, address: Address, facts: Facts | None, ranks: tuple[RankCard, ...]) -> None:
         if facts is None or not ranks:
             raise ProtocolError("ranks came before the peer was accepted, or there are none")
-        self._check(ranks)
+        ranks = self._check(address, ranks)
         del self._under_way[address]
         self._looking.pop(address, None)
         self._answers[address] = Known(facts, ranks)

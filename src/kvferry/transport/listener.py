@@ -12,6 +12,7 @@ from kvferry.transport import security
 from kvferry.transport.connections import Connections
 from kvferry.transport.door import Door
 from kvferry.transport.endpoint import endpoint
+from kvferry.transport.peers import ANYBODY, Peers
 
 _QUEUED = 64
 """Messages of a peer that wait to be heard (more are held back), and answers to it (more are dropped)."""
@@ -32,6 +33,7 @@ class Listener:
         keys: security.Keys,
         max_message_bytes: int,
         most_connections: int | None = None,
+        peers: Peers = ANYBODY,
     ) -> None:
         """Bind.
 
@@ -42,12 +44,13 @@ class Listener:
             keys: CURVE keys; a client without them is refused.
             max_message_bytes: a peer that sends more is disconnected.
             most_connections: see `Connections`.
+            peers: who may connect.
 
         Raises:
             ConfigError: the address cannot be bound.
         """
         self._context: zmq.Context[Any] = zmq.Context()
-        self._door = Door(self._context, keys)
+        self._door = Door(self._context, keys, peers)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.maxmsgsize = max_message_bytes

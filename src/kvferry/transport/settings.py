@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvferry.planning.strategy import LANE_BYTES, Costs, Strategy
+from kvferry.transport.peers import ANYBODY, Peers
 from kvferry.transport.security import Keys, random_keys
 
 
@@ -19,6 +20,7 @@ class TransferSettings:
         host: address that the gather channel listens on.
         advertise_host: address that readers are told.
         keys: CURVE keys of the gather channel; by default such as no other engine has.
+        peers: who may ask to gather.
         lanes: threads that read, at least 1.
         lane_bytes: a route of fewer is not shared out among lanes.
     """
@@ -29,5 +31,6 @@ class TransferSettings:
     host: str = "127.0.0.1"
     advertise_host: str = "127.0.0.1"
     keys: Keys = field(default_factory=random_keys)
+    peers: Peers = ANYBODY
     lanes: int = 2
     lane_bytes: int = LANE_BYTES

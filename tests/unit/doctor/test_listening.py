@@ -55,6 +55,11 @@ def test_the_machines_key_is_looked_at_and_not_made(tmp_path, monkeypatch):
         ({}, State.OK, "engines of this machine alone"),
         ({"host": "10.0.0.7"}, State.NOTE, "no secret_file: only this user's engines on this machine"),
         ({"host": "10.0.0.7", "secret_file": "x"}, State.OK, "whoever has the key"),
+        (
+            {"host": "10.0.0.7", "secret_file": "x", "peers": ["10.0.0.0/8"]},
+            State.OK,
+            "at 10.0.0.0/8 (peers)",
+        ),
         ({"host": "0.0.0.0", "advertise_host": "kv1", "secret_file": "x"}, State.OK, "kv1: whoever"),
     ],
 )
@@ -63,6 +68,12 @@ def test_who_may_read_an_engines_memory(extra, state, said):
     found = listening.who_may(config, config.host)
     assert found.state is state
     assert said in found.found
+
+
+def test_a_name_to_advertise_is_noted_since_peers_must_list_it():
+    (found,) = listening.advertised("kv1.example.org")
+    assert (found.state, "--peers kv1.example.org" in found.advice) == (State.NOTE, True)
+    assert [listening.advertised(told) for told in (None, "localhost", "10.0.0.7", "::1")] == [[]] * 4
 
 
 def test_a_port_that_is_free():

@@ -4,13 +4,14 @@ import logging
 
 import pytest
 
-from kvferry.engines.vllm.access import check_ranks, scheduler_keys
+from kvferry.engines.vllm.access import check_ranks, peers_allowed, scheduler_keys
 from kvferry.engines.vllm.config import ConnectorConfig, parse_config
 from kvferry.engines.vllm.meta import WorkerCard
 from kvferry.errors import ConfigError
 from kvferry.geometry import RankGeometry
 from kvferry.transport.key_file import read_keys
 from kvferry.transport.key_making import write_secret
+from kvferry.transport.peers import ANYBODY
 from support.keys import KEYS, OTHER_KEYS
 
 FAR = {"host": "10.0.0.7"}
@@ -50,6 +51,14 @@ def test_an_engine_of_tiers_alone_needs_no_key(monkeypatch, tmp_path):
     assert scheduler_keys(parse_config({"tiers": "default"})) is None
     with pytest.raises(ConfigError, match="set secret_file"):
         scheduler_keys(parse_config({"tiers": "default", "transfer": True}))
+
+
+def test_who_may_be_a_peer_follows_the_host_unless_it_is_set():
+    assert peers_allowed(parse_config({})).only_here
+    assert peers_allowed(parse_config(FAR)) == ANYBODY
+    assert peers_allowed(parse_config({**FAR, "advertise_host": "n7"})).names == ("n7",)
+    listed = peers_allowed(parse_config({"peers": ["10.0.0.0/8", "svc"]}))
+    assert (str(listed.networks[0]), listed.names) == ("10.0.0.0/8", ("svc",))
 
 
 def card(rank: int, key: str | None) -> WorkerCard:

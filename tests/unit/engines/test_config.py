@@ -48,6 +48,8 @@ def test_a_key_like_no_other_is_refused_with_all_known_ones():
         ({"port": "5600"}, "Expected `int`, got `str` - at `$.port`"),
         ({"port": 1.5}, "Expected `int`, got `float` - at `$.port`"),
         ({"lease_seconds": None}, "Expected `float`, got `null` - at `$.lease_seconds`"),
+        ({"peers": "10.0.0.1"}, "Expected `array | null`, got `str` - at `$.peers`"),
+        ({"peers": ["10.0.0.1/8"]}, "peers[0] is '10.0.0.1/8', an address within a network"),
         ({"whole_blocks": 1}, "Expected `bool`, got `int` - at `$.whole_blocks`"),
         ({"host": ["127.0.0.1"]}, "Expected `str`, got `array` - at `$.host`"),
         ({"layout": "NHD"}, "layout is 'NHD'; it must be one of auto, engine, LBNHC, LBHNC, LHBNC,"),

@@ -78,6 +78,14 @@ def test_keygen_makes_a_secret_that_engines_take_and_overwrites_none(tmp_path):
     assert len(run("keygen", "-").stdout) == len(secret.read_text())
 
 
+def test_config_takes_peers_and_refuses_what_names_none():
+    done = run("config", "--peers", "10.0.0.0/8", "--peers", "prefill.svc")
+    extra = json.loads(done.stdout)["kv_connector_extra_config"]
+    assert extra == {"peers": ["10.0.0.0/8", "prefill.svc"]}
+    done = run("config", "--peers", "*.svc")
+    assert (done.returncode, "peers[0] is '*.svc'; give a host name" in done.stderr) == (2, True)
+
+
 def test_config_takes_the_default_tiers():
     done = run("config", "--tiers", "default", "--chunk-tokens", "128", "--snapshot-tokens", "4096")
     extra = json.loads(done.stdout)["kv_connector_extra_config"]

@@ -28,6 +28,7 @@ from kvferry.transport.messages import (
     Refused,
     encode,
 )
+from kvferry.transport.peers import ANYBODY
 from kvferry.transport.turns import Content
 from support.keys import KEYS, OTHER_KEYS
 from transport.cards import cards, facts
@@ -46,8 +47,8 @@ class Ends:
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
 
-    def server(self, of=None, port=0, keys=KEYS) -> ControlServer:
-        server = ControlServer(HOST, port, Card(of or facts(), cards()), keys)
+    def server(self, of=None, port=0, keys=KEYS, peers=ANYBODY) -> ControlServer:
+        server = ControlServer(HOST, port, Card(of or facts(), cards()), keys, peers)
         self._stack.callback(server.close)
         return server
 

@@ -27,6 +27,7 @@ from kvferry.transport.gather_messages import (
 from kvferry.transport.gather_server import LOT_SECONDS, WAIT_SECONDS, GatherServer
 from kvferry.transport.lease import LeaseWords
 from kvferry.transport.messages import PROTOCOL
+from kvferry.transport.peers import ANYBODY, Peers, peers_of
 from support.keys import KEYS, OTHER_KEYS
 
 # The last block of memory is none of the engine's.
@@ -39,7 +40,7 @@ WIDE = UNIT_BYTES // 2
 class World:
     """A pool of noise, a gatherer, and whoever speaks to it."""
 
-    def __init__(self, stack: ExitStack, units: int = UNITS, keys: security.Keys = KEYS) -> None:
+    def __init__(self, stack: ExitStack, units: int = UNITS, peers: Peers = ANYBODY) -> None:
         self.stack, self.now = stack, 1000.0
         self.pool = np.random.default_rng(1).integers(0, 256, BLOCKS * STRIDE, np.uint8)
         self.address = int(self.pool.ctypes.data)
@@ -48,7 +49,9 @@ class World:
         self.words = LeaseWords(INCARNATION, LEASES)
         first = self.words.extend(units)
         geometry = RankGeometry(0, 1, 0, 1, BLOCKS - 1, (), (region,))
-        self.server = GatherServer(HOST, geometry, self.area, self.words, first, keys, lambda: self.now)
+        self.server = GatherServer(
+            HOST, geometry, self.area, self.words, first, KEYS, peers, lambda: self.now
+        )
         stack.callback(self.server.close)
 
     def reader(self, *routes: GatherRoute, keys: security.Keys | None = KEYS) -> "Reader":
@@ -414,6 +417,13 @@ def test_keys_let_in_whoever_has_them_and_nobody_else(stack):
         reader.say(ask(1))
     assert isinstance(friend.hear(), Gathered)
     assert all(reader.hear(0.3) is None for reader in others)
+
+
+def test_a_reader_that_is_no_peer_is_not_let_in_even_with_the_key(stack):
+    world = World(stack, peers=peers_of(["10.0.0.0/8"], HOST, None))
+    reader = world.reader(world.route(Nest(0, 0, 8)))
+    reader.say(ask(1))
+    assert reader.hear(0.5) is None
 
 
 def test_an_address_of_another_machine_is_refused_in_words(stack):

@@ -31,7 +31,7 @@ def clock():
 
 @pytest.fixture
 def handshakes(clock):
-    return Handshakes(OURS, lambda ranks: None, 5.0, clock)
+    return Handshakes(OURS, lambda address, ranks: ranks, 5.0, clock)
 
 
 def begun(handshakes: Handshakes) -> Handshakes:
@@ -110,8 +110,8 @@ def test_a_peer_is_unknown_until_it_is_asked_and_once_it_is_forgotten(handshakes
 
 
 def test_ranks_that_do_not_fit_are_refused_with_every_difference(clock):
-    def check(ranks):
-        assert ranks == cards()
+    def check(address, ranks):
+        assert (address, ranks) == (PEER, cards())
         raise Incompatible(["first", "second"])
 
     handshakes = begun(Handshakes(OURS, check, 5.0, clock))

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+import zmq
 
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind, Region
@@ -18,10 +19,13 @@ from kvferry.transport import prepared
 from kvferry.transport.agent import ReadState
 from kvferry.transport.area import UNIT_BYTES, Area
 from kvferry.transport.gather_client import GatherClient
+from kvferry.transport.gather_messages import Gather, encode
 from kvferry.transport.lease import LeaseWord, LeaseWords
 from kvferry.transport.messages import Outgoing, RankCard
+from kvferry.transport.peers import ANYBODY, peers_of
 from kvferry.transport.prepared import Preparation
 from kvferry.transport.read_plan import ReadOrder
+from kvferry.transport.security import as_client
 from kvferry.transport.settings import TransferSettings
 from kvferry.transport.transfers import Transfers
 from support.engines import EngineSpec, Family, GroupSpec, Interior, Stored, ranks
@@ -535,3 +539,17 @@ def test_what_only_moves_staged_and_cannot_is_refused_in_words(monkeypatch):
     monkeypatch.setattr(prepared, "MAX_NESTS", 0)
     with pytest.raises(TransferError, match="can only move staged, and the peer does not gather"):
         preparation(dense(), dense(layout="LBNHC"), DENSE)
+
+
+def test_a_worker_gathers_for_peers_of_its_settings_alone(world):
+    """The key is not enough."""
+    found = []
+    for peers in (peers_of(["10.0.0.0/8"], "127.0.0.1", None), ANYBODY):
+        outgoing = world.engine(ranks(dense(), DENSE), peers=peers).cards[0].outgoing
+        with zmq.Context() as context, context.socket(zmq.DEALER) as reader:
+            reader.linger = 0
+            as_client(reader, KEYS)
+            reader.connect(f"tcp://127.0.0.1:{outgoing.port}")
+            reader.send(encode(Gather(1, 0, 0, 1, bytes(4), 0)))
+            found.append(bool(reader.poll(500)))
+    assert found == [False, True]

@@ -1,4 +1,4 @@
-"""Who may exchange KV with this engine: whoever has its key."""
+"""Who may exchange KV with this engine: peers that its configuration allows, and that have its key."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from kvferry.engines.vllm.meta import WorkerCard
 from kvferry.errors import ConfigError
 from kvferry.transport.address import is_loopback
 from kvferry.transport.key_file import key_place, read_keys
+from kvferry.transport.peers import Peers, peers_of
 from kvferry.transport.security import Keys
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,15 @@ def scheduler_keys(config: ConnectorConfig) -> Keys | None:
             config.host, place.path,
         )  # fmt: skip
     return keys
+
+
+def peers_allowed(config: ConnectorConfig) -> Peers:
+    """Return the peers of a configuration.
+
+    Raises:
+        ConfigError: see `peers_of`.
+    """
+    return peers_of(config.peers, config.host, config.advertise_host)
 
 
 def check_ranks(keys: Keys, cards: Iterable[WorkerCard]) -> None:

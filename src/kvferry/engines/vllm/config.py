@@ -11,6 +11,7 @@ import msgspec
 from kvferry.engines.vllm.choices import check_text, unusable
 from kvferry.engines.vllm.tier_config import check_weight, read_tiers
 from kvferry.errors import ConfigError
+from kvferry.transport.peers import peers_of
 
 _EVERYWHERE = ("0.0.0.0", "::", "*")  # noqa: S104 - names what is refused
 
@@ -32,6 +33,9 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         advertise_host: address to advertise to peers; `host` if not set.
         secret_file: file with the secret that engines share, from which the keys of their channels derive; by
             default the key that this user's engines share on this machine, which is made on first use.
+        peers: machines that engines are dialled on and may connect from: host names, addresses, networks. By
+            default, this machine if `host` is loopback, else all machines. Only names listed here are
+            resolved; by default, only `advertise_host`.
         lease_seconds: seconds that blocks are kept for a silent consumer; a quarter of that if it has never
             given a sign of life and other requests wait for blocks.
         load_timeout_seconds: deadline of a load.
@@ -74,6 +78,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: int = 0
     advertise_host: str | None = None
     secret_file: str | None = None
+    peers: tuple[str, ...] | None = None
     lease_seconds: float = 30.0
     load_timeout_seconds: float = 30.0
     handshake_seconds: float = 10.0
@@ -142,6 +147,7 @@ def parse_config(extra: Mapping[str, Any], kv_role: str | None = None) -> Connec
             )
         config = msgspec.structs.replace(config, transfer=True)
     _check_ranges(config)
+    peers_of(config.peers, config.host, config.advertise_host)
     _check_turns(config)
     return config
 

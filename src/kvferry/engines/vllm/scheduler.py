@@ -11,7 +11,7 @@ from msgspec import structs
 from kvferry.cache.pins import Pins
 from kvferry.cache.policies import Choice, Cost, First, Policy, Weight
 from kvferry.cache.speeds import Speeds
-from kvferry.engines.vllm.access import check_ranks, scheduler_keys
+from kvferry.engines.vllm.access import check_ranks, peers_allowed, scheduler_keys
 from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.admission import Admission
 from kvferry.engines.vllm.compat.loras import tell_of_loads
@@ -164,17 +164,18 @@ class SchedulerHalf:
         self, ranks: tuple[RankCard, ...], agree: Mapping[str, Fact], pins: Pins[Any], keys: Keys
     ) -> PeerSource:
         """Start both ends of the control channel; return the source of peers' KV."""
-        config = self._config
+        config, peers = self._config, peers_allowed(self._config)
         facts = facts_of(self._vllm_config, agree, self._incarnation)
         index = int(self._vllm_config.parallel_config.data_parallel_index)
         port = config.port + index if config.port else 0
-        self._server = ControlServer(config.host, port, Card(facts, ranks), keys)
+        self._server = ControlServer(config.host, port, Card(facts, ranks), keys, peers)
         self._producer.start(self._server.port, self._server.turns, self._pool, len(ranks))
         server = self._server
         self._client = ControlClient(
             structs.replace(facts, keeps_turns=self._producer.keeps_turns),
             lambda theirs: _check_all(theirs, ranks),
             keys,
+            peers,
             config.handshake_seconds,
             config.lease_seconds / 4,
         )

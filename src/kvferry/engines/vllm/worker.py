@@ -15,6 +15,7 @@ from kvferry.cache.loads import Joined, Loads
 from kvferry.cache.mover import ChunkMover
 from kvferry.cache.orders import LoadBegin, MovedByAll
 from kvferry.engines.vllm import layout
+from kvferry.engines.vllm.access import peers_allowed
 from kvferry.engines.vllm.built import built_of
 from kvferry.engines.vllm.compat.contract import KVConnectorTransferResults
 from kvferry.engines.vllm.compat.process import after_forward, tensor_and_pipeline_rank
@@ -223,6 +224,7 @@ def _transfer_settings(config: ConnectorConfig) -> TransferSettings:
         config.host,
         config.advertise_host or config.host,
         read_keys(config.secret_file),
+        peers_allowed(config),
         config.lanes,
     )
 

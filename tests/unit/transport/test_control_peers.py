@@ -1,0 +1,221 @@
+"""Which machines the control channel lets in and dials, over real ZeroMQ on loopback."""
+
+import threading
+import time
+from contextlib import ExitStack
+
+import pytest
+import zmq
+from msgspec import structs
+
+from kvferry.transport import names, security
+from kvferry.transport.control_client import ControlClient
+from kvferry.transport.control_server import Card, ControlServer
+from kvferry.transport.gathering import gathering
+from kvferry.transport.handshake import Known, Looking, NotUsable
+from kvferry.transport.listener import Listener
+from kvferry.transport.messages import PROTOCOL, Heartbeat, Hello, Outgoing, Release, encode
+from kvferry.transport.names import Names
+from kvferry.transport.peers import ANYBODY, peers_of
+from support.keys import KEYS
+from transport.cards import cards, facts
+
+HOST, OTHER_HOST = "127.0.0.1", "127.0.0.2"
+ONE = peers_of([HOST], "10.0.0.1", None)
+
+
+@pytest.fixture
+def stack():
+    with ExitStack() as stack:
+        yield stack
+
+
+def server(stack, peers=ANYBODY, ranks=None) -> ControlServer:
+    one = ControlServer(HOST, 0, Card(facts(), ranks or cards()), KEYS, peers)
+    stack.callback(one.close)
+    return one
+
+
+def client(stack, peers=ANYBODY, **seconds) -> ControlClient:
+    one = ControlClient(facts("D", 9), lambda ranks: None, KEYS, peers, **seconds)
+    stack.callback(one.close)
+    return one
+
+
+def until(there, seconds: float = 30.0):
+    deadline = time.monotonic() + seconds
+    while not (found := there()):
+        assert time.monotonic() < deadline, f"still nothing after {seconds} s"
+        time.sleep(0.002)
+    return found
+
+
+def settled(one: ControlClient, address):
+    return until(lambda: None if isinstance(answer := one.look_up(address, 1), Looking) else answer)
+
+
+def speaker(stack, port: int, source: str, own=None) -> "zmq.Socket[bytes]":
+    """A client that connects from an address, with a key pair of its own or the one that is shared."""
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.linger = 0
+    security.as_client(dealer, KEYS)
+    if own is not None:
+        dealer.curve_publickey, dealer.curve_secretkey = own
+    dealer.connect(f"tcp://{source}:0;{HOST}:{port}")
+    stack.callback(context.term)
+    stack.callback(dealer.close)
+    return dealer
+
+
+def test_a_client_from_an_allowed_address_is_let_in_and_another_is_not(stack, caplog):
+    at = server(stack, ONE).port
+    near, far = speaker(stack, at, HOST), speaker(stack, at, OTHER_HOST)
+    for one in (far, near):
+        one.send(encode(Hello(PROTOCOL, facts("D"))))
+    assert near.poll(10_000)
+    assert not far.poll(300)
+    assert [record.getMessage() for record in caplog.records] == [
+        "a client at 127.0.0.2 has the key of this engine, but is none of its peers; list it in peers"
+    ]
+
+
+def test_a_stranger_at_an_allowed_address_is_not_let_in_and_resolves_no_name(stack, monkeypatch):
+    asked = []
+    monkeypatch.setattr(names, "_resolve", lambda name: asked.append(name) or [OTHER_HOST])
+    listener = Listener("channel", HOST, 0, KEYS, 1 << 20, peers=peers_of(["svc"], "10.0.0.1", None))
+    stack.callback(listener.close)
+    # It knows the public part of the key, so ZeroMQ asks about it.
+    public, own = zmq.curve_keypair()
+    stranger = speaker(stack, listener.port, OTHER_HOST, (public, own))
+    stranger.send(b"hello")
+    ends = time.monotonic() + 0.5
+    while time.monotonic() < ends:
+        assert not listener.wait(0.1)
+    assert asked == []
+    friend = speaker(stack, listener.port, OTHER_HOST)
+    friend.send(b"hello")
+    until(lambda: listener.wait(0.1))  # it is let in when its name has been resolved
+    assert (listener.receive()[1], asked) == (b"hello", ["svc"])
+
+
+def test_a_clients_name_that_hangs_holds_up_no_other_client(stack, monkeypatch):
+    hang = threading.Event()
+    stack.callback(hang.set)
+    monkeypatch.setattr(names, "_resolve", lambda name: hang.wait(30) and [])
+    at = server(stack, peers_of([HOST, "svc"], "10.0.0.1", None)).port
+    far = speaker(stack, at, OTHER_HOST)
+    far.send(encode(Hello(PROTOCOL, facts("D"))))
+    time.sleep(0.1)
+    near = speaker(stack, at, HOST)
+    near.send(encode(Hello(PROTOCOL, facts("D"))))
+    assert near.poll(5_000)
+    assert not far.poll(0)
+
+
+def test_an_address_of_a_request_is_dialled_only_if_it_is_allowed(stack):
+    at = server(stack).port
+    one = client(stack, ONE)
+    assert isinstance(settled(one, (HOST, at)), Known)
+    with zmq.Context() as context, context.socket(zmq.STREAM) as listening:
+        listening.linger = 0
+        port = listening.bind_to_random_port(f"tcp://{OTHER_HOST}")
+        one.hold((OTHER_HOST, port), "a")
+        answer = settled(one, (OTHER_HOST, port))
+        assert isinstance(answer, NotUsable)
+        assert "127.0.0.2 is none of the peers that this engine's configuration allows" in answer.reason
+        assert not listening.poll(300), "nobody has connected"
+
+
+def test_an_engine_on_loopback_dials_no_other_machine(stack):
+    answer = settled(client(stack, peers_of(None, HOST, None)), ("10.255.255.1", 7))
+    assert isinstance(answer, NotUsable)
+    assert "10.255.255.1 is another machine" in answer.reason
+
+
+def test_a_name_of_a_request_reaches_no_resolver(stack, monkeypatch):
+    asked = []
+    monkeypatch.setattr(names.socket, "getaddrinfo", lambda *name, **more: asked.append(name) or [])
+    answer = settled(client(stack), ("evil.example.org", 7))
+    assert isinstance(answer, NotUsable)
+    assert "a name that this engine's peers setting does not list" in answer.reason
+    assert asked == []
+
+
+def test_a_listed_name_is_dialled_at_the_address_that_was_found(stack, monkeypatch):
+    monkeypatch.setattr(names, "_resolve", lambda name: {"svc": [HOST]}[name])
+    at = server(stack)
+    one = client(stack, peers_of(["svc"], "10.0.0.1", None), heartbeat_seconds=1.0)
+    one.hold(("svc", at.port), "a")
+    one.hold(("svc", at.port), "b")
+    one.release(("svc", at.port), "a")
+    assert isinstance(settled(one, ("svc", at.port)), Known)
+    heard = until(lambda: len(at.events) > 3 and [at.events.popleft() for _ in range(4)])
+    assert heard == [Heartbeat(["a"]), Heartbeat(["b"]), Release(["a"]), Heartbeat(["b"])], "in order"
+
+
+def test_a_resolver_that_hangs_delays_no_heartbeat_and_no_other_handshake(stack, monkeypatch):
+    hang = threading.Event()
+    stack.callback(hang.set)
+    monkeypatch.setattr(names, "_resolve", lambda name: hang.wait(30) and [])
+    monkeypatch.setattr(names, "PATIENCE_SECONDS", 1.0)
+    near, other = server(stack), server(stack)
+    one = client(stack, peers_of([HOST, "svc", "svc2"], "10.0.0.1", None), heartbeat_seconds=0.02)
+    one.hold((HOST, near.port), "a")
+    until(lambda: near.events)
+    began = time.monotonic()
+    for name in ("svc", "svc2"):
+        one.hold((name, near.port), "b")
+        assert isinstance(one.look_up((name, near.port), 1), Looking)
+    assert isinstance(settled(one, (HOST, other.port)), Known)
+    before, gap, last = near.events.clear() or 0, 0.0, time.monotonic()
+    while time.monotonic() - began < 0.8:
+        if near.events:
+            near.events.popleft()
+            before, gap, last = before + 1, max(gap, time.monotonic() - last), time.monotonic()
+        time.sleep(0.001)
+    assert before > 5
+    assert gap < 0.5
+    assert isinstance(one.look_up(("svc", near.port), 1), Looking)
+    answer = settled(one, ("svc", near.port))
+    assert isinstance(answer, NotUsable)
+    assert "its name has no address: the name server does not answer" in answer.reason
+    assert time.monotonic() - began < 10
+
+
+def test_where_a_peer_keeps_turns_is_remembered_only_if_it_is_allowed(stack):
+    asker = server(stack, ONE)
+    dealer = speaker(stack, asker.port, HOST)
+    for number, host in enumerate((OTHER_HOST, "evil.example.org", HOST), 1):
+        dealer.send(encode(Hello(PROTOCOL, structs.replace(facts("D", number), keeps_turns=(host, number)))))
+        assert dealer.poll(10_000)
+        dealer.recv()
+    assert asker.keepers == {(HOST, 3): 3}
+
+
+@pytest.mark.parametrize(("host", "gathers"), [(HOST, True), (OTHER_HOST, False)])
+def test_a_peers_worker_is_known_to_gather_only_where_it_may_be_dialled(stack, host, gathers):
+    (card,) = cards()
+    outgoing = Outgoing(host, 7, 4096, 4096, 1)
+    at = server(stack, ranks=(structs.replace(card, outgoing=outgoing),))
+    (found,) = settled(client(stack, ONE), (HOST, at.port)).ranks
+    assert found.outgoing == (outgoing if gathers else None)
+
+
+@pytest.mark.parametrize(
+    ("host", "dialled"),
+    [(HOST, HOST), ("::ffff:127.0.0.1", HOST), (OTHER_HOST, None), ("evil.example.org", None), ("svc", None)],
+)
+def test_a_worker_gathers_only_where_it_may_be_dialled(caplog, host, dialled):
+    (card,) = cards()
+    outgoing = Outgoing(host, 7, 4096, 4096, 1)
+    peers = peers_of([HOST, "svc"], "10.0.0.1", None)
+    found = gathering(
+        structs.replace(card, outgoing=outgoing), ("p", 1), Names(peers, resolve=lambda name: [])
+    )
+    if dialled is None:
+        assert found == structs.replace(card, outgoing=None)
+        assert f"gathers at {host}, which is not dialled" in caplog.text
+    else:
+        assert found.outgoing == structs.replace(outgoing, host=dialled)
+    assert gathering(card, ("p", 1), Names(peers)) == card
