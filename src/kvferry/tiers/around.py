@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvferry.errors import Unnameable
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.ledger import read_ledger
 from kvferry.tiers.place import note_name
+from kvferry.tiers.plain import check_folders, read_plain
 
 _LONGEST_NOTE = 1 << 20
 
@@ -65,7 +65,8 @@ class Surveyor:
     def _read(self, digest: str) -> str:
         """The model's name of a namespace; empty where there is no note to believe."""
         try:
-            with Path(self._root, note_name(bytes.fromhex(digest))).open("rb") as file:
-                return Namespace.read(file.read(_LONGEST_NOTE).decode("ascii")).name
+            note = f"{self._root}/{note_name(bytes.fromhex(digest))}"
+            check_folders(self._root, note)
+            return Namespace.read(read_plain(note, _LONGEST_NOTE).decode("ascii")).name
         except (OSError, ValueError, Unnameable):
             return ""

@@ -7,23 +7,34 @@ from contextlib import suppress
 
 from kvferry.tiers.ledger import Ledger
 from kvferry.tiers.place import quarantine_path
+from kvferry.tiers.plain import NotPlain, check_folders, make_folder
 from kvferry.tiers.relay import Busy
 
 
-def set_aside(root: str, ledger: Ledger, fd: int, path: str) -> bool:
-    """Move the file of a chunk to quarantine, where its bytes still count.
+def set_aside(root: str, ledger: Ledger, found: os.stat_result, path: str) -> bool:
+    """Move what has the name of a chunk to quarantine, where the bytes of a file still count.
+
+    Where it cannot be moved, a file is removed: what has a chunk's name keeps others from storing it.
 
     Args:
         root: the directory of the tier.
         ledger: its ledger; held meanwhile.
-        fd: the bad file, open: one that has taken its place meanwhile stays.
+        found: what it was: another one that has taken its place meanwhile stays.
         path: its name.
 
     Returns:
         Whether it was moved.
     """
-    with suppress(Busy, OSError), ledger.held():
-        if os.path.samestat(os.fstat(fd), os.stat(path)):
-            os.rename(path, quarantine_path(root, path))
-            return True
+    with suppress(Busy, OSError), ledger.held() as account:
+        check_folders(root, path)
+        if os.path.samestat(found, os.lstat(path)):
+            aside = quarantine_path(root, path)
+            try:
+                make_folder(root, os.path.dirname(aside))
+                os.rename(path, aside)
+            except NotPlain:
+                os.unlink(path)
+                account.count()
+            else:
+                return True
     return False

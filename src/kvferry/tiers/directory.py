@@ -16,6 +16,7 @@ from kvferry.tiers.ledger import Account, Ledger, read_ledger
 from kvferry.tiers.opening import cannot, check_directory, read_marker
 from kvferry.tiers.outcome import Tally
 from kvferry.tiers.place import MARKER, Entry, Kind, folders, walk
+from kvferry.tiers.plain import open_plain
 from kvferry.tiers.relay import Busy
 from kvferry.tiers.room import Room
 
@@ -51,7 +52,7 @@ class Directory(Cache):
     @contextmanager
     def opened(self, entry: Entry) -> Iterator[Opened]:
         """Open a file for reading; see `Cache.opened`."""
-        fd = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_plain(entry.path, os.O_RDONLY)
         try:
             yield _File(self.where, entry.path, fd, os.fstat(fd).st_size)
         finally:
@@ -122,7 +123,7 @@ class _File(Opened):
         return chunk_io.read(self.fd, offset, size)
 
     def set_aside(self) -> bool:
-        return set_aside(self.root, Ledger(self.root), self.fd, self.path)
+        return set_aside(self.root, Ledger(self.root), os.fstat(self.fd), self.path)
 
 
 @contextmanager

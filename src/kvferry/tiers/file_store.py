@@ -32,6 +32,7 @@ from kvferry.tiers.names import FILE
 from kvferry.tiers.opening import check_directory, take_into_use
 from kvferry.tiers.outcome import Get, Put, Tally, TierStats
 from kvferry.tiers.place import chunk_path, key_of
+from kvferry.tiers.plain import NotPlain, check_folders, is_plain, make_folder, open_plain
 from kvferry.tiers.relay import Busy
 from kvferry.tiers.room import Full, Room
 from kvferry.tiers.slow import SlowTier
@@ -179,7 +180,9 @@ class FileStore(SlowTier):
 
     def _put(self, chunk: Chunk, body: memoryview) -> Put:
         final = chunk_path(self._root, self._namespace, chunk.key)
-        if os.path.exists(final):
+        with suppress(FileNotFoundError):
+            check_folders(self._root, final)
+        if is_plain(final):
             return Put.PRESENT
         fd, temporary = self._reserve(final, chunk.file_bytes)
         try:
@@ -206,20 +209,25 @@ class FileStore(SlowTier):
             return self._room.reserve(final, size)
         except FileNotFoundError:
             folder = os.path.dirname(final)
-            os.makedirs(folder, exist_ok=True)
+            make_folder(self._root, folder)
             if self._durable:
                 _sync(os.path.dirname(folder))
         return self._room.reserve(final, size)
 
     def _get(self, chunk: Chunk, into: memoryview) -> Get:
         path = chunk_path(self._root, self._namespace, chunk.key)
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        check_folders(self._root, path)
+        try:
+            fd = open_plain(path, os.O_RDONLY)
+        except NotPlain as error:
+            self._tally.add(quarantined=set_aside(self._root, self._ledger, os.lstat(path), path))
+            raise _Bad(str(error)) from error
         try:
             good, status = read_image(fd, chunk, into), os.fstat(fd)
             if not good or status.st_size != chunk.file_bytes:
                 return self._why_not(fd, chunk, into)
         except ChunkError as error:
-            self._tally.add(quarantined=set_aside(self._root, self._ledger, fd, path))
+            self._tally.add(quarantined=set_aside(self._root, self._ledger, os.fstat(fd), path))
             raise _Bad(f"{path}: {error}") from error
         finally:
             os.close(fd)
@@ -243,11 +251,12 @@ class FileStore(SlowTier):
     def _note(self, key: bytes, latest: int) -> int:
         """A file was used now, and after what was used at `latest`; returns when that is, in nanoseconds."""
         path, now = chunk_path(self._root, self._namespace, key), int(self._clock() * 1e9)
-        last = os.stat(path).st_mtime_ns
+        check_folders(self._root, path)
+        last = os.lstat(path).st_mtime_ns
         # One far ahead is of a machine whose clock is wrong: all that follows would have to be farther ahead.
         if last <= latest or abs(now - last) >= _USE_SECONDS * 1e9:
             last = max(now, latest + _APART_NS)
-            os.utime(path, ns=(last, last))
+            os.utime(path, ns=(last, last), follow_symlinks=False)
         return max(last, latest)
 
     def _gone(self, path: str) -> None:

@@ -18,6 +18,7 @@ from threading import Lock
 
 from kvferry.tiers.gone import Gone
 from kvferry.tiers.place import is_bucket, keys_of
+from kvferry.tiers.plain import check_folders
 from kvferry.tiers.tags import Tags
 
 # A change within the granularity of a folder's time does not show: what changed so recently is read again.
@@ -50,7 +51,7 @@ class Index:
         clock: Callable[[], float] = time.time,
         rest: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._folder = f"{root}/{namespace.hex()}"
+        self._root, self._folder = root, f"{root}/{namespace.hex()}"
         self._clock = clock
         self._rest = rest
         self._keys: list[set[bytes]] = [set() for _ in range(_BUCKETS)]
@@ -91,8 +92,13 @@ class Index:
     def _changed(self) -> dict[int, int]:
         """Time of modification of every folder that changed; those that are gone are forgotten."""
         try:
+            check_folders(self._root, f"{self._folder}/")
             with os.scandir(self._folder) as entries:
-                found = {int(one.name, 16): one.stat().st_mtime_ns for one in entries if is_bucket(one.name)}
+                found = {
+                    int(one.name, 16): one.stat(follow_symlinks=False).st_mtime_ns
+                    for one in entries
+                    if is_bucket(one.name) and one.is_dir(follow_symlinks=False)
+                }
         except OSError:
             found = {}
         for bucket in set(range(_BUCKETS)) - found.keys():

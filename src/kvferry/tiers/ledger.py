@@ -14,15 +14,17 @@ import os
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
-from kvferry.tiers.checksum import unit_digests
+from kvferry.tiers.checksum import header_digest
 from kvferry.tiers.place import LEDGER, Kind, walk
+from kvferry.tiers.plain import open_plain, read_plain
 from kvferry.tiers.relay import Busy, Relay
 
 LEDGER_BYTES = 64
 _MAGIC = b"KVFLEDGR"
 _VERSION = 1
+_MOST = (1 << 64) - 1
 _FIELDS = struct.Struct("<8s II QQ 16x")
 _PAUSE_SECONDS = 0.001
 
@@ -47,7 +49,9 @@ class Account:
 
     def close(self) -> None:
         """Let others have it."""
-        os.close(self._fd)
+        # What a mount reports only now is of writes that are over; the file is closed whatever it reports.
+        with suppress(OSError):
+            os.close(self._fd)
 
     def charge(self, size: int) -> None:
         """Count `size` bytes as used; before they are."""
@@ -68,8 +72,10 @@ class Account:
         self._set(self.capacity, LEDGER_BYTES + others)
 
     def _set(self, capacity: int, used: int) -> None:
+        # A name may say that any number of bytes was reserved for it.
+        used = min(used, _MOST)
         fields = _FIELDS.pack(_MAGIC, _VERSION, 0, capacity, used)
-        os.pwrite(self._fd, fields + unit_digests(fields, _FIELDS.size), 0)
+        os.pwrite(self._fd, fields + _digest(fields), 0)
         self.capacity, self.used = capacity, used
 
 
@@ -77,7 +83,7 @@ class Ledger:
     """The ledger of one directory, to be held.
 
     Args:
-        root: the directory; it stays on the device where it is now.
+        root: the directory; it stays on the device where it is first held.
         lock_seconds: how long to wait for other processes, unless `held` is told.
         clock: monotonic seconds.
         sleep: waits that many seconds.
@@ -85,6 +91,8 @@ class Ledger:
     Attributes:
         capacity: bytes, what a ledger that is lost is made anew with.
         after_loss: called when it was, held.
+        after_swap: called when another directory has taken the place of the one before; raises OSError if it
+            is not to be used.
     """
 
     def __init__(
@@ -96,12 +104,13 @@ class Ledger:
     ) -> None:
         self.capacity = 0
         self.after_loss: Callable[[Account], None] = lambda _: None
+        self.after_swap: Callable[[], None] = lambda: None
         self._root = root
         self._path = f"{root}/{LEDGER}"
         self._lock_seconds = lock_seconds
         self._clock = clock
         self._sleep = sleep
-        self._device = os.stat(root).st_dev
+        self._known: os.stat_result | None = None
         self._relay = Relay(self._path, self._get, Account.close, clock, sleep)
 
     @contextmanager
@@ -113,7 +122,8 @@ class Ledger:
 
         Raises:
             Busy: others held it for that long.
-            OSError: it cannot be opened or written; ESTALE when another disk is mounted here than before.
+            OSError: it cannot be opened or written, or another release wrote it; ESTALE when another disk is
+                mounted here than before.
         """
         with self._relay.had(self._lock_seconds if seconds is None else seconds) as account:
             yield account
@@ -155,23 +165,35 @@ class Ledger:
 
     def _open(self) -> int:
         # An unmounted disk leaves an empty folder on another one, which must not be filled.
-        if os.stat(self._root).st_dev != self._device:
+        found, known = os.stat(self._root), self._known
+        if known is not None and found.st_dev != known.st_dev:
             raise OSError(errno.ESTALE, "another file system is mounted here than at the start", self._root)
-        return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        if known is not None and found.st_ino != known.st_ino:
+            self.after_swap()
+        self._known = found
+        return open_plain(self._path, os.O_RDWR | os.O_CREAT)
 
 
 def read_ledger(root: str) -> tuple[int, int] | None:
     """Capacity and bytes used as the ledger has them, without holding it; None if there is none to read."""
     try:
-        with open(f"{root}/{LEDGER}", "rb") as file:
-            return _parse(file.read(LEDGER_BYTES))
+        return _parse(read_plain(f"{root}/{LEDGER}", LEDGER_BYTES))
     except OSError:
         return None
 
 
+def _digest(fields: bytes) -> bytes:
+    return header_digest(fields)[: LEDGER_BYTES - _FIELDS.size]
+
+
 def _parse(data: bytes) -> tuple[int, int] | None:
     fields = data[: _FIELDS.size]
-    if len(data) != LEDGER_BYTES or data[_FIELDS.size :] != unit_digests(fields, _FIELDS.size):
+    if len(data) != LEDGER_BYTES or data[_FIELDS.size :] != _digest(fields):
         return None
     magic, version, _, capacity, used = _FIELDS.unpack(fields)
-    return (capacity, used) if (magic, version) == (_MAGIC, _VERSION) else None
+    if magic != _MAGIC:
+        return None
+    if version != _VERSION:
+        told = f"its ledger is of version {version}, this release knows version {_VERSION}"
+        raise OSError(errno.ESTALE, told)
+    return capacity, used

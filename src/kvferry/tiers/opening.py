@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
 from contextlib import suppress
 
 from kvferry.errors import ConfigError
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.direct_io import write_all
+from kvferry.tiers.exposure import exposed
 from kvferry.tiers.ledger import Account, Ledger
 from kvferry.tiers.place import DIRECTORY_VERSION, MARKER, NAMESPACE_NOTE, QUARANTINE, temporary_path
+from kvferry.tiers.plain import is_plain, make_folder, open_plain, read_plain
 from kvferry.tiers.relay import Busy
 from kvferry.tiers.room import Room
 
@@ -21,6 +25,8 @@ DEFAULT_SHARE = 10
 _PATIENCE_SECONDS = 60.0
 
 _SIGNATURE = "file tier"
+
+_log = logging.getLogger(__name__)
 
 
 def check_directory(root: str) -> None:
@@ -48,14 +54,13 @@ def read_marker(root: str) -> object | None:
     """
     path = f"{root}/{MARKER}"
     try:
-        with open(path, "rb") as file:
-            found = json.loads(file.read(4096))
+        found = json.loads(read_plain(path, 4096))
         if found["kvferry"] != _SIGNATURE:
             raise KeyError
         version: object = found["directory"]
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"file tier: {path} is not what kvferry writes; name another directory") from error
     except OSError as error:
         raise cannot(root, error) from error
@@ -76,12 +81,20 @@ def take_into_use(root: str, ledger: Ledger, room: Room, namespace: Namespace, c
         ConfigError: the directory cannot be used, or not with that capacity.
     """
     try:
+        if who := exposed(root):
+            _log.warning(
+                "file tier %s: %s; a chunk that they write is used like the engine's own: let only this user "
+                "write there (chmod 700), or see that only engines run as them",
+                root,
+                who,
+            )
         with ledger.held(_PATIENCE_SECONDS) as account:
             room.settle(account)
             account.limit(_capacity(root, account, capacity))
             ledger.capacity = account.capacity
             room.make_room(account)
             _furnish(root, namespace, account, room)
+        ledger.after_swap = lambda: _check_again(root)
         # A directory that an operator clears is furnished again by the engines that go on using it.
         ledger.after_loss = lambda account: _furnish_again(root, namespace, account, room)
     except Busy as error:
@@ -92,7 +105,7 @@ def take_into_use(root: str, ledger: Ledger, room: Room, namespace: Namespace, c
 
 def cannot(root: str, error: OSError) -> ConfigError:
     """What to tell about a directory that gives an error."""
-    said = os.strerror(error.errno or 0)
+    said = error.strerror or str(error)
     where = error.filename or root
     return ConfigError(f"file tier: cannot use {root}: {said} ({where}); see to its owner, mode and mount")
 
@@ -113,11 +126,18 @@ def _capacity(root: str, account: Account, asked: int | None) -> int:
 def _furnish(root: str, namespace: Namespace, account: Account, room: Room) -> None:
     """Make what every directory has, where it is missing. The ledger is held."""
     folder = f"{root}/{namespace.digest.hex()}"
-    os.makedirs(f"{root}/{QUARANTINE}", exist_ok=True)
-    os.makedirs(folder, exist_ok=True)
+    make_folder(root, f"{root}/{QUARANTINE}")
+    make_folder(root, folder)
     marker = json.dumps({"kvferry": _SIGNATURE, "directory": DIRECTORY_VERSION}, indent=1, sort_keys=True)
     _note(f"{root}/{MARKER}", marker + "\n", account, room)
     _note(f"{folder}/{NAMESPACE_NOTE}", namespace.note, account, room)
+
+
+def _check_again(root: str) -> None:
+    try:
+        check_directory(root)
+    except ConfigError as error:
+        raise OSError(errno.ESTALE, str(error)) from error
 
 
 def _furnish_again(root: str, namespace: Namespace, account: Account, room: Room) -> None:
@@ -128,7 +148,7 @@ def _furnish_again(root: str, namespace: Namespace, account: Account, room: Room
 
 def _note(path: str, text: str, account: Account, room: Room) -> None:
     """Write a note that is not there yet. The ledger is held."""
-    if os.path.exists(path):
+    if is_plain(path):
         return
     data = text.encode("ascii")
     if not room.make_room(account, len(data)):
@@ -141,7 +161,7 @@ def _note(path: str, text: str, account: Account, room: Room) -> None:
     account.charge(len(data))
     fd = -1
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        fd = open_plain(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         write_all(fd, [data])
         os.rename(temporary, path)
     except OSError:

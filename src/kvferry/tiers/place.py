@@ -170,7 +170,7 @@ def walk(root: str) -> Iterator[Entry]:
         if is_folder and _NAMESPACE.fullmatch(name):
             yield from _walk_namespace(entry.path, name)
         elif is_folder and name == QUARANTINE:
-            yield from _files(entry.path, {_BAD: Kind.QUARANTINED})
+            yield from _files(entry.path, {_BAD: Kind.QUARANTINED}, links=True)
         elif not is_folder and name in (MARKER, LEDGER):
             yield from _stat(entry, Kind.NOTE if name == MARKER else Kind.LEDGER)
         elif not is_folder and (found := _TEMPORARY.fullmatch(name)):
@@ -196,18 +196,20 @@ def _walk_namespace(folder: str, namespace: str) -> Iterator[Entry]:
             yield from _stat(entry, Kind.TEMPORARY, namespace, found)
 
 
-def _files(folder: str, kinds: dict[re.Pattern[str], Kind], namespace: str = "") -> Iterator[Entry]:
-    for name, is_folder, entry in _scan(folder):
+def _files(
+    folder: str, kinds: dict[re.Pattern[str], Kind], namespace: str = "", *, links: bool = False
+) -> Iterator[Entry]:
+    for name, is_folder, entry in _scan(folder, links=links):
         for pattern, kind in kinds.items():
             if not is_folder and (found := pattern.fullmatch(name)):
                 yield from _stat(entry, kind, namespace, found)
 
 
-def _scan(folder: str) -> Iterator[tuple[str, bool, os.DirEntry[str]]]:
+def _scan(folder: str, *, links: bool = False) -> Iterator[tuple[str, bool, os.DirEntry[str]]]:
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
-                if not entry.is_symlink():
+                if links or not entry.is_symlink():
                     yield entry.name, entry.is_dir(follow_symlinks=False), entry
     except FileNotFoundError:
         return

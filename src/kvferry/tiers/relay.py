@@ -121,8 +121,11 @@ class Relay(Generic[T]):
         with queue.changed:
             long = self._clock() - queue.since > _KEPT_SECONDS
             queue.leave = long and queue.waiting > 0
-            if queue.thing is not None and (long or not sound or not queue.waiting):
-                self._give(queue.thing)
-                queue.thing = None
-            queue.busy = False
-            queue.changed.notify()
+            thing = queue.thing
+            try:
+                if thing is not None and (long or not sound or not queue.waiting):
+                    queue.thing = None
+                    self._give(thing)
+            finally:
+                queue.busy = False
+                queue.changed.notify()

@@ -20,12 +20,17 @@ from kvferry.tiers.ledger import Account, Ledger
 from kvferry.tiers.oldest import LISTED, oldest
 from kvferry.tiers.outcome import Tally
 from kvferry.tiers.place import Entry, Kind, boot_id, temporary_path, walk
+from kvferry.tiers.plain import check_folders, is_plain, open_plain
 from kvferry.tiers.relay import Busy
 
 # Where another machine's locks may not be seen, its temporary files are left alone for so long.
 FOREIGN_LEFTOVER_SECONDS = 900.0
 
+# A file that was used later than this from now has its time from a clock that was wrong.
+_AHEAD_SECONDS = 300.0
+
 _EVICTABLE = (Kind.CHUNK, Kind.QUARANTINED)
+_LATEST = 1 << 62
 
 
 class Full(Exception):
@@ -46,13 +51,15 @@ class _Found:
 
     Attributes:
         temporary: files that are being written, or were.
-        listed: when the files that may go were last used, and their paths, those used longest ago first.
+        listed: ranks of the files that may go, and their paths, those to go first.
         more: whether there are more that may go.
+        charged: bytes that all files count for.
     """
 
     temporary: list[Entry]
     listed: list[tuple[int, str]]
     more: bool
+    charged: int
 
 
 class Room:
@@ -79,7 +86,7 @@ class Room:
         self._tally = tally
         self._gone = gone
         self._clock = clock
-        # Times of last use and paths, of one walk; changed only while the ledger is held. What came or was
+        # Ranks and paths, of one walk; changed only while the ledger is held. What came or was
         # used after the walk, and what the walk saw but did not list, is newer than all of these.
         self._oldest: deque[tuple[int, str]] = deque()
         self._more = False
@@ -100,21 +107,21 @@ class Room:
             if size > account.capacity:
                 raise Full(size, account)
             if self._evict_to(account, account.capacity - size):
-                return _create(account, final, size)
+                return self._create(account, final, size)
         # One thread walks; the others find that there is room, or something to evict.
         with self._walking:
             with self._ledger.held() as account:
                 if self._evict_to(account, account.capacity - size):
-                    return _create(account, final, size)
+                    return self._create(account, final, size)
             found = self._look()
             with self._ledger.held() as account:
                 self._take_in(found, account)
                 if self.make_room(account, size):
-                    return _create(account, final, size)
+                    return self._create(account, final, size)
                 # Before giving up: killed writers may have charged bytes for files that they never made.
                 self.settle(account)
                 if self.make_room(account, size):
-                    return _create(account, final, size)
+                    return self._create(account, final, size)
                 raise Full(size, account)
 
     def commit(self, temporary: str, final: str, size: int) -> bool:
@@ -127,7 +134,7 @@ class Room:
             Busy, OSError: it cannot be renamed; it is still there.
         """
         with self._ledger.held() as account:
-            if not os.path.exists(final):
+            if not is_plain(final):
                 os.rename(temporary, final)
                 return True
             os.unlink(temporary)
@@ -141,7 +148,7 @@ class Room:
         that the next sweep finds once its writer has closed it.
         """
         with suppress(OSError):
-            os.truncate(temporary, 0)
+            os.close(open_plain(temporary, os.O_WRONLY | os.O_TRUNC))
         # Held from before it is gone: who counts in between would not see it, and it would be released twice.
         with suppress(Busy, OSError), self._ledger.held() as account:
             os.unlink(temporary)
@@ -165,12 +172,30 @@ class Room:
             self._take_in(self._look(), account)
         return goal >= 0
 
+    def _create(self, account: Account, final: str, size: int) -> tuple[int, str]:
+        """Make an empty temporary file for `size` bytes, which are charged first."""
+        check_folders(self._root, final)
+        path, fd = temporary_path(final, size), -1
+        account.charge(size)
+        try:
+            fd = open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            # Nobody sweeps while the ledger is held, so nobody can have locked it.
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if fd >= 0:
+                os.close(fd)
+                os.unlink(path)
+            account.release(size)
+            raise
+        return fd, path
+
     def _evict_to(self, account: Account, goal: int) -> bool:
         while account.used > goal and self._oldest:
-            used_ns, path = self._oldest.popleft()
+            rank, path = self._oldest.popleft()
             try:
-                status = os.stat(path, follow_symlinks=False)
-                if status.st_mtime_ns > used_ns:
+                check_folders(self._root, path)
+                status = os.lstat(path)
+                if self._rank(status.st_mtime_ns, status.st_size) > rank:
                     # Used since: no older than what is not listed. The next walk lists it again.
                     continue
                 os.unlink(path)
@@ -184,19 +209,34 @@ class Room:
 
     def _look(self) -> _Found:
         temporary: list[Entry] = []
+        charged = 0
 
         def evictable() -> Iterator[tuple[int, str]]:
+            nonlocal charged
             for entry in walk(self._root):
+                charged += entry.charged
                 if entry.kind in _EVICTABLE:
-                    yield entry.used_ns, entry.path
+                    yield self._rank(entry.used_ns, entry.size), entry.path
                 elif entry.kind is Kind.TEMPORARY:
                     temporary.append(entry)
 
         listed, more = oldest(evictable(), LISTED)
-        return _Found(temporary, listed, more)
+        return _Found(temporary, listed, more, charged)
+
+    def _rank(self, used_ns: int, size: int) -> int:
+        """When a file was last used; before all others if that is not to be believed, or it cannot be ours.
+
+        A file of the future would outlast all that is stored until then, were it believed.
+        """
+        ahead = used_ns / 1e9 - self._clock() > _AHEAD_SECONDS
+        strange = ahead or size > (self._ledger.capacity or size)
+        return min(max(used_ns, 0), _LATEST) - (_LATEST if strange else 0)
 
     def _take_in(self, found: _Found, account: Account) -> None:
         """Sweep what a walk has found of dead writers, and list what can be evicted."""
+        if found.charged > account.used:
+            # Others have put files there without a word. What is released has to have been charged.
+            account.count()
         self._tally.add(swept=sweep(found.temporary, account, self._clock))
         self._oldest = deque(found.listed)
         self._more = found.more
@@ -218,7 +258,7 @@ def sweep(found: Sequence[Entry], account: Account, clock: Callable[[], float] =
     """
     here, swept = boot_id(), 0
     for entry in found:
-        young = clock() - entry.used_ns / 1e9 < FOREIGN_LEFTOVER_SECONDS
+        young = abs(clock() - entry.used_ns / 1e9) < FOREIGN_LEFTOVER_SECONDS
         if (entry.boot != here and young) or _has_writer(entry.path):
             continue
         with suppress(OSError):
@@ -228,23 +268,11 @@ def sweep(found: Sequence[Entry], account: Account, clock: Callable[[], float] =
     return swept
 
 
-def _create(account: Account, final: str, size: int) -> tuple[int, str]:
-    """Make an empty temporary file for `size` bytes, which are charged first."""
-    path = temporary_path(final, size)
-    account.charge(size)
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    except OSError:
-        account.release(size)
-        raise
-    # Nobody sweeps while the ledger is held, so nobody can have locked it.
-    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return fd, path
-
-
 def _has_writer(path: str) -> bool:
+    if not is_plain(path):
+        return False
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = open_plain(path, os.O_RDWR)
     except OSError:
         # Gone, or another user's.
         return True

@@ -1,0 +1,69 @@
+"""Who can read and write what the file tier makes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from kvferry.tiers.exposure import exposed
+from kvferry.tiers.outcome import Get
+from support.stores import FILE_BYTES, fetch, file_of, keep, open_store
+
+
+@pytest.fixture
+def cache(tmp_path):
+    path = tmp_path / "cache"
+    path.mkdir(mode=0o700)
+    return path
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o077])
+def test_what_is_made_is_the_users_alone_whatever_the_umask(cache, umask):
+    before = os.umask(umask)
+    try:
+        store = open_store(cache, capacity=5 * FILE_BYTES)
+        for number in range(6):
+            keep(store, number)
+        file_of(cache, 5).write_bytes(b"damaged")
+        assert fetch(store, 5)[0] is Get.CORRUPT
+        fd, temporary = store._room.reserve(str(file_of(cache, 4)), 4096)
+        os.close(fd)
+    finally:
+        os.umask(before)
+    paths = list(cache.rglob("*"))
+    assert len(list((cache / "quarantine").iterdir())) == 1
+    assert Path(temporary) in paths
+    modes = {(path.is_dir(), stat.S_IMODE(path.lstat().st_mode)) for path in paths}
+    assert modes == {(True, 0o700), (False, 0o600)}
+
+
+@pytest.mark.parametrize(
+    ("mode", "says"),
+    [(0o700, ""), (0o755, ""), (0o770, "has mode 770, so others can write"), (0o1777, "has mode 1777")],
+)
+def test_a_directory_that_others_can_write_to_is_told(cache, caplog, mode, says):
+    cache.chmod(mode)
+    open_store(cache, capacity=1 << 20)
+    told = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    assert len(told) == bool(says)
+    assert not says or (
+        says in told[0] and "a chunk that they write is used like the engine's own" in told[0]
+    )
+
+
+def test_a_folder_above_that_others_can_write_to_is_told_unless_it_is_sticky(tmp_path, cache):
+    assert not exposed(str(cache))
+    tmp_path.chmod(0o777)
+    assert exposed(str(cache)) == f"{tmp_path} has mode 777, so others can write there"
+    tmp_path.chmod(0o1777)
+    assert not exposed(str(cache))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_directory_of_another_user_is_told(cache):
+    os.chown(cache, 12345, -1)
+    assert exposed(str(cache)) == f"{cache} belongs to user 12345"
