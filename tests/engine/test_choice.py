@@ -68,9 +68,10 @@ def test_when_the_peers_part_fails_that_of_slow_tiers_is_not_waited_for(both: Bo
     both.forget(host=True)
     both.decode.call("slow_files", 2.0)  # from here on
     (offer,) = [answer["params"] for answer in both.prefill.call("prefill", [text])]
-    nowhere = {**offer, "remote_block_ids": [[10**6] * len(table) for table in offer["remote_block_ids"]]}
+    tables = both.prefill.call("granted", offer)
+    both.prefill.call("regrant", offer, {"tables": [[10**6] * len(table) for table in tables]})
     both.decode.call("new_loads")
-    (answer,) = both.decode.call("generate", [text], [nowhere])
+    (answer,) = both.decode.call("generate", [text], [offer])
     assert both.decode.call("new_loads") == [("tiers", 0, 512), ("peer", 512, 699), ("tiers", 0, 512)]
     given_up = r"The load is dropped after [\d.]+ m?s: another part of the prefix has failed\."
     assert any(re.fullmatch(given_up, line) for line in both.decode.call("story_of_last"))

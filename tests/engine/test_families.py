@@ -110,7 +110,7 @@ def test_samples_of_one_prompt_are_handed_over_once_and_leave_no_lease(pair: Pai
     offer = pair.prefill.call("samples", text, ASK_FOR_KV, 3, 1)["params"]
     assert offer["remote_num_tokens"] == len(text) - 1
     assert pair.prefill.call("counters")["leases"] == 1
-    theirs = pair.prefill.call("digests", offer["remote_block_ids"], offer["remote_num_tokens"])
+    theirs = pair.prefill.call("digests_of_offer", offer)
     pair.decode.call("loaded")
     said = pair.decode.call("samples", text, offer, 3, 4)["tokens"]
     assert list(pair.decode.call("loaded").values()) == [theirs] * 3

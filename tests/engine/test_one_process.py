@@ -30,7 +30,7 @@ def test_two_engines_in_one_process_hand_over_to_each_other(
             offer = both.call("prefill", [text])[0]["params"]
             answer = both.call("other", "generate", [text], [offer])[0]
             loaded = both.call("other", "loaded")
-            theirs = both.call("digests", offer["remote_block_ids"], offer["remote_num_tokens"])
+            theirs = both.call("digests_of_offer", offer)
             assert list(loaded.values()) == [theirs]
             assert answer["tokens"] == reference["tokens"]
             both.call("step", SOON)

@@ -155,7 +155,7 @@ def test_what_a_draft_keeps_of_a_prompts_end_is_what_the_whole_prompt_gives(pair
     found = []
     for given in (text, text + prompt(1, 5)):
         (answer,) = pair.prefill.call("prefill", [given])
-        tables = answer["params"]["remote_block_ids"]
+        tables = pair.prefill.call("granted", answer["params"])
         found.append(pair.prefill.call("of_drafts", tables, len(text) - 1))
         pair.prefill.call("release_all")
         assert pair.prefill.call("reset_prefix_cache")

@@ -53,7 +53,8 @@ from kvferry.geometry import Group
 from kvferry.observe.events import Lack, Miss
 from kvferry.observe.watch import Watch
 from kvferry.serving.tiny import tiny_checkpoint
-from kvferry.transport.messages import Heartbeat, Release
+from kvferry.transport.control_server import Claimed, Released
+from kvferry.transport.tickets import TicketBook
 from kvferry.transport.turns import TurnIndex
 
 BLOCK, STEP, LONGEST = 16, 64, 400
@@ -255,8 +256,9 @@ class OfferingConnector(PlayedConnector):
             TurnNames(adapters),
             adapters,
         )
-        self.producer.start(0, TurnIndex(), pool, 1)
-        self.heard: deque[Heartbeat | Release] = deque()
+        channel = SimpleNamespace(port=7, tickets=TicketBook(1), turns=TurnIndex())
+        self.producer.start(channel, pool, 1)
+        self.heard: deque[Claimed | Released] = deque()
         self.ended: set[str] = set()
 
     def on_new_request(self, request: Any) -> None:

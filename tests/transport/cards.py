@@ -17,6 +17,11 @@ def spec(tp: int = 1, block_tokens: int = 16, address: int = 1 << 40) -> EngineS
     return EngineSpec(tp, (2,), groups, "LBHNC", Interior(), 8, address)
 
 
+def ticket(name: str) -> bytes:
+    """A ticket that shows its name."""
+    return name.encode().ljust(16, b".")
+
+
 def cards(tp: int = 1, family: Family = ATTENTION) -> tuple[RankCard, ...]:
     """A card per rank; its transport metadata is not NIXL's."""
     return tuple(

@@ -2,7 +2,8 @@
 
 On the clock is what an engine's step waits for: what the connector does until it says how many tokens can be
 loaded. A request is asked for first in the step that would admit it, and again in every one in which it
-waits. Digesting its keys happens as it comes in, and is told apart. No prompt comes twice in a row.
+waits. Digesting its keys happens as it comes in, and is told apart. Its ticket has been redeemed before the
+clock starts. No prompt comes twice in a row.
 """
 
 from __future__ import annotations
@@ -111,7 +112,9 @@ def _ask(asker: Asker, name: str, prompt: list[int], place: str, *, timed: bool)
     one = asker.request(name, prompt, offered)
     times = [time.perf_counter()]
     asker.admission.on_new_request(one)
-    times.append(time.perf_counter())
+    arriving = time.perf_counter() - times[0]
+    asker.wait_redeemed(one)
+    times = [time.perf_counter()]
     with _shares(asker) if timed else nullcontext() as inside:
         tokens = asker.admission.matched(one, 0)
         times.append(time.perf_counter())
@@ -121,7 +124,7 @@ def _ask(asker: Asker, name: str, prompt: list[int], place: str, *, timed: bool)
     asker.finished(name)
     if tokens is None or tokens < offered:
         raise TransferError(f"{tokens} tokens are offered of a prompt of which a peer alone has {offered}")
-    arriving, first, *again = np.diff(times).tolist()
+    first, *again = np.diff(times).tolist()
     shares = None if inside is None else (*inside, first - sum(inside))
     return _Took(arriving, first, tuple(again), shares)
 

@@ -221,7 +221,7 @@ class _Asking:
         self._client = GatherClient(
             self._context, card.outgoing.host, card.outgoing.port, routes, reader.producer.keys
         )
-        self._ticket = reader.producer.grant(0, "asking")
+        self._lease = reader.granted("asking")
 
     def small(self) -> float:
         """Seconds from asking for next to nothing until the answer is here."""
@@ -240,7 +240,7 @@ class _Asking:
     def _timed(self, route: int, beside: Callable[[], object]) -> float:
         give_up = Patience(self._reader.producer.check)
         started = time.perf_counter()
-        chunk = self._client.ask(route, self._ticket, np.ones(1, np.int64), 0)
+        chunk = self._client.ask(route, self._lease, np.ones(1, np.int64), 0)
         beside()
         while (answer := self._client.answer(chunk)) is None:
             give_up.look()

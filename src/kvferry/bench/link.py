@@ -9,9 +9,8 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from kvferry.bench.engines import Engine
-from kvferry.bench.producer import AskEnded, AskTicket, Ended, Listening, Trouble, produce
+from kvferry.bench.producer import AskEnded, AskTicket, Ended, Granted, Listening, Trouble, produce
 from kvferry.errors import TransferError
-from kvferry.transport.lease import LeaseWord
 from kvferry.transport.security import random_keys
 
 START_SECONDS = 120.0
@@ -80,10 +79,10 @@ class Producer:
         """Where an engine's control channel listens."""
         return self.listening.addresses[engine]
 
-    def grant(self, engine: int, lease: str) -> LeaseWord:
-        """Have an engine promise its blocks under that name."""
+    def grant(self, engine: int, lease: str) -> bytes:
+        """Have an engine promise its blocks under that name; return the ticket."""
         self._say(AskTicket(engine, lease))
-        return self._answer(LeaseWord, ANSWER_SECONDS)
+        return self._answer(Granted, ANSWER_SECONDS).ticket
 
     def wait_ended(self) -> None:
         """Return when it has heard every acknowledgement: no lease is held."""

@@ -1,8 +1,8 @@
 """The process that is read from: what prefill engines have, without the engines.
 
 Every rank of every engine has its cache with the request's content and transfers that registered it;
-every engine has a control server and a lease book. The reader asks for leases through a pipe, as a request's
-parameters would carry them; everything else goes over the control channels.
+every engine has a control server and a lease book. The reader asks for tickets through a pipe, as a request's
+parameters would carry them, and redeems them over the control channels, like everything else.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from multiprocessing.connection import Connection
 from kvferry.bench.content import fill
 from kvferry.bench.engines import Engine
 from kvferry.errors import KVFerryError
-from kvferry.transport.control_server import Card, ControlServer
-from kvferry.transport.lease import LeaseBook, LeaseWord, LeaseWords, new_incarnation
-from kvferry.transport.messages import Facts, Heartbeat
+from kvferry.transport.control_server import Card, Claimed, ControlServer
+from kvferry.transport.lease import LeaseBook, LeaseWords, new_incarnation
+from kvferry.transport.messages import Facts
+from kvferry.transport.redeem import Grant, PromptContent, new_ticket
 from kvferry.transport.security import Keys
 from kvferry.transport.settings import TransferSettings
 from kvferry.transport.transfers import Transfers
 
 LEASE_SLOTS = 1024
 LEASE_SECONDS = 60.0
+CONTENT = PromptContent("")
+"""Of every request; the reader knows the block tables."""
 _HOST = "127.0.0.1"
 _TICK_SECONDS = 0.002
 
@@ -45,10 +48,21 @@ class Listening:
 
 @dataclass(frozen=True, slots=True)
 class AskTicket:
-    """Asks an engine for a lease of that name; answered with a LeaseWord."""
+    """Asks an engine for a lease of that name; answered with a Granted."""
 
     engine: int
     lease: str
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """A lease is held.
+
+    Attributes:
+        ticket: for it.
+    """
+
+    ticket: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,23 +157,27 @@ class _Producer:
         for thread in self._threads:
             thread.close()
 
-    def grant(self, lease: str) -> LeaseWord | Trouble:
+    def grant(self, lease: str) -> Granted | Trouble:
         """Take a lease."""
         try:
-            return self._book.grant(lease)
+            word = self._book.grant(lease)
         except KVFerryError as error:
             return Trouble(str(error))
+        ticket = new_ticket()
+        self._server.tickets.publish(ticket, lease, 1, CONTENT, Grant(word.slot, word.generation, []))
+        return Granted(ticket)
 
     def hear(self) -> None:
         """What an engine does between steps: end the leases that consumers released."""
         ending = dict[str, int]()
         while self._server.events:
             event = self._server.events.popleft()
-            if isinstance(event, Heartbeat):
+            if isinstance(event, Claimed):
                 self._book.extend(event.leases)
             else:
                 ending.update(self._book.end(event.leases))
         ending.update(self._book.end_expired())
+        self._server.tickets.withdraw(ending)
         for thread in self._threads:
             thread.words.end(ending.values())
         for lease in ending:

@@ -64,7 +64,7 @@ class RawReads:
     def same(self, source: Engine) -> Lists:
         """The descriptors that kvferry reads for the request, from the one rank that holds it."""
         ours = self._reader.engine
-        lease = self._reader.producer.grant(self._number, "same descriptors")
+        lease = self._reader.granted("same descriptors", self._number)
         plan = self._peer.plan(ReadOrder("", "", source.span, source.tables, ours.tables, lease))
         self._reader.acknowledge("same descriptors", self._number)
         (rank,) = plan.ranks

@@ -14,6 +14,7 @@ import torch
 from kvferry.bench.content import check, fill
 from kvferry.bench.engines import Engine
 from kvferry.bench.link import Producer
+from kvferry.bench.producer import CONTENT
 from kvferry.bench.steps import Steps, Wanted
 from kvferry.errors import TransferError
 from kvferry.planning.pieces import Int64s
@@ -21,8 +22,8 @@ from kvferry.planning.select import Span
 from kvferry.planning.strategy import Strategy
 from kvferry.planning.template import build_templates
 from kvferry.transport.control_client import ControlClient
-from kvferry.transport.handshake import Known, NotUsable
-from kvferry.transport.lease import LeaseWords, new_incarnation
+from kvferry.transport.handshake import Known, Looking, NotUsable
+from kvferry.transport.lease import LeaseWord, LeaseWords, new_incarnation
 from kvferry.transport.messages import Facts, RankCard
 from kvferry.transport.settings import TransferSettings
 from kvferry.transport.transfers import Transfers
@@ -65,7 +66,7 @@ class Reader:
             TransferError: the other process cannot be read from.
         """
         self.engine, self.producer, self.bytes = engine, producer, engine.rank_bytes(rank)
-        self._leases = 0
+        self._leases, self._tickets = 0, dict[str, bytes]()
         with ExitStack() as stack:
             self.cache = engine.allocated(rank)
             self._expected = engine.allocated(rank)
@@ -109,14 +110,27 @@ class Reader:
         """A load for which the producer has granted a lease."""
         self._leases += 1
         key = f"{self.engine.name}-{self._leases}"
-        lease = self.producer.grant(peer, key)
-        self._client.hold(self.producer.address(peer), key)
         tables = [table.tolist() for table in src_tables], [table.tolist() for table in dst_tables]
-        return Wanted(key, _name(peer), span, *tables, lease, strategy)
+        return Wanted(key, _name(peer), span, *tables, self.granted(key, peer), strategy)
+
+    def granted(self, key: str, peer: int = 0) -> LeaseWord:
+        """Have the producer take a lease, and claim it; return its word.
+
+        Raises:
+            TransferError: the producer refuses, or is silent.
+        """
+        ticket = self._tickets[key] = self.producer.grant(peer, key)
+        number = self._client.redeem(self.producer.address(peer), ticket, 1, CONTENT)
+        while isinstance(answer := self._client.redemption(number, _HANDSHAKE_SECONDS), Looking):
+            self.producer.check()
+        self._client.end_redemption(number)
+        if isinstance(answer, NotUsable):
+            raise TransferError(f"the producer process does not redeem a ticket: {answer.reason}")
+        return answer.grant.word(answer.incarnation)
 
     def acknowledge(self, key: str, peer: int = 0) -> None:
         """Tell the producer that its blocks are no longer needed."""
-        self._client.release(self.producer.address(peer), key)
+        self._client.release(self.producer.address(peer), self._tickets.pop(key))
 
     def wipe(self) -> None:
         """Forget what was read; not by torch, whose threads would spin on into what is timed."""

@@ -26,7 +26,7 @@ from kvferry.cache.writing import Behind
 from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.admission import Admission
 from kvferry.engines.vllm.headroom import Headroom
-from kvferry.engines.vllm.offer import Lease, Offer, write_offer
+from kvferry.engines.vllm.offer import Offer, write_offer
 from kvferry.engines.vllm.part_blocks import PartBlocks
 from kvferry.engines.vllm.peer_source import PeerSource
 from kvferry.engines.vllm.prompt import content_of
@@ -58,6 +58,7 @@ from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import Card, ControlServer
 from kvferry.transport.handshake import Known
 from kvferry.transport.messages import Facts, RankCard
+from kvferry.transport.redeem import Grant, new_ticket
 from kvferry.transport.security import random_keys
 
 SLOW = (FILE, numbered(FILE, 1), OBJECT)
@@ -200,10 +201,10 @@ class Asker:
         keys = random_keys()
         server = stack.enter_context(closing(ControlServer(_HOST, 0, Card(theirs, (card,)), keys)))
         client = stack.enter_context(closing(ControlClient(ours, lambda _: None, keys)))
-        self._address, self._groups = (_HOST, server.port), ranks[0].groups
+        self._tickets, self._address, self._groups = server.tickets, (_HOST, server.port), ranks[0].groups
         log = TransferLog(None, [group.label for group in canonical.groups], _BLOCK_TOKENS, 1.0)
         turns = TurnFinder(client, dict, TurnNames(adapters))  # nobody keeps any
-        peers = PeerSource(client, ranks, pins, log, refusals, 30.0, 1, turns, adapters)
+        self._peers = peers = PeerSource(client, ranks, pins, log, refusals, 30.0, 1, turns, adapters)
         self.sources: tuple[Source, ...] = peers, tiers
         blocks = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=_BLOCK_TOKENS))] * len(of.layers)
         self.admission = Admission(
@@ -226,14 +227,23 @@ class Asker:
             time.sleep(0.001)
 
     def request(self, name: str, tokens: Sequence[int], offered: int) -> Any:
-        """A prompt that comes with the peer's offer of its beginning."""
-        one, lease = _request(name, tokens), Lease(0, 1, _INCARNATION)
-        blocks = [[1] for _ in self._groups]
-        content = content_of(one, offered, Adapters())
-        one.kv_transfer_params = write_offer(
-            Offer("peer", name, *self._address, blocks, offered, lease, content.tokens)
-        )
+        """A prompt that comes with the peer's ticket for its beginning."""
+        one, ticket = _request(name, tokens), new_ticket()
+        grant = Grant(0, 1, [[1] for _ in self._groups])
+        self._tickets.publish(ticket, name, offered, content_of(one, offered, Adapters()), grant)
+        one.kv_transfer_params = write_offer(Offer("peer", *self._address, ticket.hex(), offered))
         return one
+
+    def wait_redeemed(self, one: Any) -> None:
+        """Return when the peer has answered the ticket of a request that has come in.
+
+        Raises:
+            TransferError: it does not.
+        """
+        ends = time.monotonic() + _PATIENCE_SECONDS
+        while any(bid.looking for bid in self._peers.bids(one, 0)):
+            if time.monotonic() > ends:
+                raise TransferError("a peer in this process does not redeem its own ticket")
 
     def finished(self, name: str) -> None:
         """A request has ended."""

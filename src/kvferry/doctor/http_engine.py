@@ -33,6 +33,8 @@ _PROMPT = [11, 12, 13, 14]
 """Token ids that any vocabulary has; the engine drops the last one."""
 _RANK = "X-data-parallel-rank"
 """The header by which vLLM lets a data-parallel rank be chosen."""
+_TICKET = re.compile(r"[0-9a-f]{32}")
+"""What kvferry puts where vLLM's NixlConnector names a request."""
 _ENGINE = re.compile(r'^vllm:num_requests_running\{[^}]*\bengine="(\d+)"', re.MULTILINE)
 _METRICS = {"kvferry_": "KVFerryConnector", "vllm:nixl_": "NixlConnector"}
 
@@ -44,12 +46,12 @@ class Offered:
     Attributes:
         address: of its control channel.
         engine_id: of the engine.
-        lease: the name under which it keeps it.
+        ticket: names the lease under which it keeps it.
     """
 
     address: Address
     engine_id: str
-    lease: str
+    ticket: bytes
 
 
 @dataclass(slots=True)
@@ -218,10 +220,10 @@ async def _ask_for_kv(ask: _Ask, seen: AtUrl, engines: int) -> None:
 
 
 def _offered(params: dict[str, Any] | None) -> Offered | None:
-    if not params or "remote_lease" not in params:
+    if not params or "remote_block_ids" in params:
         return None
     host, port = params.get("remote_host"), params.get("remote_port")
-    engine_id, lease = params.get("remote_engine_id"), params.get("remote_request_id")
-    if not (isinstance(host, str) and isinstance(port, int)):
+    engine_id, ticket = params.get("remote_engine_id"), params.get("remote_request_id")
+    if not (isinstance(host, str) and isinstance(port, int) and _TICKET.fullmatch(str(ticket))):
         return None
-    return Offered((host, port), str(engine_id), str(lease))
+    return Offered((host, port), str(engine_id), bytes.fromhex(str(ticket)))

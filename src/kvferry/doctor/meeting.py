@@ -32,12 +32,12 @@ from kvferry.transport.messages import (
     PROTOCOL,
     Accepted,
     AskRanks,
+    Drop,
     Facts,
     Hello,
     RankCard,
     Ranks,
     Refused,
-    Release,
     Reply,
     Request,
     decode_reply,
@@ -116,11 +116,11 @@ def meet(address: Address, keys: security.Keys | None, seconds: float) -> Met:
     return Met(address, accepted.facts, tuple(ranks.ranks), median(took))
 
 
-def release(address: Address, keys: security.Keys, lease: str) -> None:
-    """Let an engine have the blocks back that it keeps for us."""
+def drop(address: Address, keys: security.Keys, ticket: bytes) -> None:
+    """Let an engine have the blocks back that it keeps for a ticket that nobody redeems."""
     with _connected(address, keys) as channel:
         channel.linger = 1000
-        channel.send(encode(Release([lease])))
+        channel.send(encode(Drop([ticket])))
 
 
 @contextmanager

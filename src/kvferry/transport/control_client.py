@@ -3,8 +3,8 @@
 The engine's thread asks `look_up` on every step it wants to know, and gets an answer at once: a handshake
 that is under way is an answer too. Many peers shake hands at the same time (`handshake`).
 
-Leases that a request holds are kept alive from here, so they live while the request waits in the engine's
-queue.
+Tickets are redeemed as soon as a request comes in, beside the handshake where the producer is new. The leases
+that a request has claimed are kept alive from here, so they live while it waits in the engine's queue.
 """
 
 from __future__ import annotations
@@ -23,23 +23,27 @@ import zmq
 from kvferry.transport import security
 from kvferry.transport.endpoint import endpoint
 from kvferry.transport.gathering import gathering
-from kvferry.transport.handshake import Address, Answer, Handshakes, Looking
+from kvferry.transport.handshake import Address, Answer, Handshakes, Looking, NotUsable
 from kvferry.transport.messages import (
-    MAX_LEASES,
     MAX_REPLY_BYTES,
+    MAX_TICKETS,
     AskTurn,
+    Drop,
     Facts,
     Heartbeat,
     KeptTurn,
     RankCard,
     Release,
     Request,
+    Turns,
     encode,
-    turns_of,
+    numbered,
 )
 from kvferry.transport.names import Names, NotAllowed
 from kvferry.transport.peers import ANYBODY, Peers
 from kvferry.transport.punctual import Punctual
+from kvferry.transport.redeem import PromptContent, Redeem, Redeemed
+from kvferry.transport.redemptions import Redemptions
 from kvferry.transport.turns import Content, Questions
 
 logger = logging.getLogger(__name__)
@@ -48,16 +52,21 @@ logger = logging.getLogger(__name__)
 MOST_UNRESOLVED = 4096
 """Commands that may wait for names of peers to be resolved."""
 
-_Command: TypeAlias = tuple[str, Address, str | AskTurn]
-"""Verb, peer, and lease or question."""
+_Command: TypeAlias = tuple[Address, Request | None]
+"""A peer, and what to send it; None for the first message of a handshake."""
 
 
 @dataclass(slots=True)
 class _Peer:
-    """The thread's account of one address."""
+    """The thread's account of one address.
+
+    Attributes:
+        socket: connected to it.
+        held: tickets whose leases are kept alive there.
+    """
 
     socket: zmq.Socket[Any]
-    leases: set[str] = field(default_factory=set)
+    held: set[bytes] = field(default_factory=set)
 
 
 class ControlClient:
@@ -86,6 +95,8 @@ class ControlClient:
         self._check_ranks = check
         self._handshakes = Handshakes(facts, self._usable, handshake_seconds)
         self._questions = Questions(time.monotonic)
+        self._consumer = facts.incarnation
+        self._redemptions = Redemptions(self._consumer, handshake_seconds)
         self._commands: deque[_Command] = deque()
         self._unresolved: list[_Command] = []
         self._context: zmq.Context[Any] = zmq.Context()
@@ -98,35 +109,56 @@ class ControlClient:
 
     # -- the engine's thread ------------------------------------------------------------------------------
 
-    def look_up(self, address: Address, incarnation: int) -> Answer:
+    def look_up(self, address: Address, incarnation: int | None = None) -> Answer:
         """What is known of the peer at `address`, see `Handshakes.known`; asks it if nothing is."""
         answer = self._handshakes.known(address, incarnation)
         if answer is None:
             if self._handshakes.crowded:
                 return Looking()
             answer = self._handshakes.start(address)
-            self._command("hello", address, "")
+            self._command(address, None)
         return answer
 
     def forget(self, address: Address) -> None:
         """Ask this peer anew next time: it did not deliver."""
         self._handshakes.forget(address)
 
-    def hold(self, address: Address, lease: str) -> None:
-        """Claim a lease, and keep it alive until it is released."""
+    def redeem(self, address: Address, ticket: bytes, tokens: int, content: PromptContent) -> int:
+        """Exchange a ticket for a grant, which claims the lease; return the redemption's number."""
         self._questions.named(address)
-        self._command("hold", address, lease)
+        message = self._redemptions.begin(address, ticket, tokens, content)
+        self._command(address, message)
+        return message.number
 
-    def release(self, address: Address, lease: str) -> None:
+    def redemption(self, number: int, wait_seconds: float = 0.0) -> Redeemed | NotUsable | Looking:
+        """Return a redemption's answer, see `Redemptions.answer`; a silent producer is met anew next time."""
+        answer = self._redemptions.answer(number, wait_seconds)
+        if isinstance(answer, NotUsable) and (silent := self._redemptions.silent(number)) is not None:
+            self.forget(silent)
+        return answer
+
+    def end_redemption(self, number: int) -> bool:
+        """Forget a redemption; return whether the producer may keep the lease for us."""
+        return self._redemptions.end(number)
+
+    def hold(self, address: Address, ticket: bytes) -> None:
+        """Keep the lease of an earlier turn alive until it is released."""
+        self._command(address, Heartbeat(self._consumer, [ticket]))
+
+    def release(self, address: Address, ticket: bytes) -> None:
         """Tell the producer that a lease is no longer needed."""
-        self._command("release", address, lease)
+        self._command(address, Release(self._consumer, [ticket]))
+
+    def drop(self, address: Address, ticket: bytes) -> None:
+        """Tell the producer that the request of a ticket was rejected before its prompt was known."""
+        self._command(address, Drop([ticket]))
 
     def ask_turn(self, peers: Mapping[Address, int], content: Content) -> int | None:
         """Ask peers for an earlier turn that begins as this; the question's number, None if none is asked."""
         number, asked = self._questions.begin(peers)
         question = AskTurn(number, content.chunk_tokens, list(content.keys))
         for address in asked:
-            self._command("ask", address, question)
+            self._command(address, question)
         if not asked:
             self._questions.drop(number)
         return number if asked else None
@@ -147,8 +179,9 @@ class ControlClient:
         self._names.close()
         os.close(self._wake)
 
-    def _command(self, verb: str, address: Address, what: str | AskTurn) -> None:
-        self._commands.append((verb, address, what))
+    def _command(self, address: Address, message: Request | None) -> None:
+        """Have a message sent; None for the first of a handshake."""
+        self._commands.append((address, message))
         os.eventfd_write(self._wake, 1)
 
     # -- the thread ---------------------------------------------------------------------------------------
@@ -193,62 +226,62 @@ class ControlClient:
         """Keep leases alive, and let go of peers that are of no use: anyone can make addresses up."""
         self._handshakes.forget_refusals()
         for address, peer in list(self._peers.items()):
-            if peer.leases:
-                leases = sorted(peer.leases)
-                for first in range(0, len(leases), MAX_LEASES):
-                    self._send(peer, Heartbeat(leases[first : first + MAX_LEASES]))
-            elif self._handshakes.is_unknown(address) or self._handshakes.is_refused(address):
+            held = sorted(peer.held)
+            for first in range(0, len(held), MAX_TICKETS):
+                self._send(peer, Heartbeat(self._consumer, held[first : first + MAX_TICKETS]))
+            if not held and (self._handshakes.is_unknown(address) or self._handshakes.is_refused(address)):
                 self._close(poller, address)
 
-    def _obey(self, poller: zmq.Poller, verb: str, address: Address, what: str | AskTurn) -> None:
+    def _obey(self, poller: zmq.Poller, address: Address, message: Request | None) -> None:
         try:
-            self._carry_out(poller, verb, address, what)
+            self._carry_out(poller, address, message)
         except (NotAllowed, zmq.ZMQError, ValueError) as error:
-            # An address that is none or not allowed, a name that is not Unicode: they came with a request,
-            # and cost only it.
-            if verb == "hello":
+            # An address that is none or not allowed: it came with a request, and costs only that.
+            if message is None:
                 self._handshakes.refuse(address, f"it cannot be asked: {error}")
             else:
-                logger.debug("control channel: %s for %a was dropped: %s", verb, address, error)
+                logger.debug(
+                    "control channel: %s for %a was dropped: %s", type(message).__name__, address, error
+                )
 
-    def _carry_out(self, poller: zmq.Poller, verb: str, address: Address, what: str | AskTurn) -> None:
-        if isinstance(what, str):
-            what.encode()
+    def _carry_out(self, poller: zmq.Poller, address: Address, message: Request | None) -> None:
         peer = self._peers.get(address)
-        if peer is None or verb == "hello":
+        if peer is None and isinstance(message, Redeem):
+            return  # the handshake that is to come asks it too; an address in a ticket opens nothing else
+        if peer is None or message is None:
             place = self._names.place(address[0])
             if place is None:
-                self._wait_for_name((verb, address, what))
+                self._wait_for_name((address, message))
                 return
             # A socket that a handshake failed on may never connect again: ZeroMQ gives it up for good when
             # something that is no ZeroMQ has answered.
             held = self._close(poller, address)
             peer = self._peers[address] = _Peer(self._connect(place, address[1]), held)
             poller.register(peer.socket, zmq.POLLIN)
-        if isinstance(what, AskTurn):
-            self._send(peer, what)
-        elif verb == "hello":
+        if message is None:
             self._send(peer, self._handshakes.open(address))
-        elif verb == "hold":
-            peer.leases.add(what)
-            self._send(peer, Heartbeat([what]))  # the producer knows from now on that it is claimed
-        else:
-            peer.leases.discard(what)
-            self._send(peer, Release([what]))
+            for question in self._redemptions.unanswered(address):
+                self._send(peer, question)  # the old socket, which would get the answer, is closed
+            return
+        self._send(peer, message)
+        if isinstance(message, Heartbeat):
+            peer.held.update(message.tickets)
+        elif isinstance(message, Release):
+            peer.held.difference_update(message.tickets)
 
-    def _close(self, poller: zmq.Poller, address: Address) -> set[str]:
-        """Close the socket to a peer, if there is one; returns the leases that are held there."""
+    def _close(self, poller: zmq.Poller, address: Address) -> set[bytes]:
+        """Close the socket to a peer, if there is one; returns the tickets that are held there."""
         peer = self._peers.pop(address, None)
         if peer is None:
             return set()
         poller.unregister(peer.socket)
         peer.socket.close(linger=500)
-        return peer.leases
+        return peer.held
 
     def _close_if_idle(self, poller: zmq.Poller, address: Address) -> None:
         """Close the socket to a peer that cannot be used, unless leases are held there."""
         peer = self._peers.get(address)
-        if peer is not None and not peer.leases:
+        if peer is not None and not peer.held:
             self._close(poller, address)
 
     def _wait_for_name(self, command: _Command) -> None:
@@ -283,7 +316,11 @@ class ControlClient:
     def _receive(self, address: Address) -> None:
         peer = self._peers[address]
         frames = peer.socket.recv_multipart()
-        if (turns := turns_of(frames[-1])) is not None:
-            self._questions.hear(address, turns)
+        answer = numbered(frames[-1])
+        if isinstance(answer, Turns):
+            self._questions.hear(address, answer)
+        elif answer is not None:
+            if (ticket := self._redemptions.hear(address, answer)) is not None:
+                peer.held.add(ticket)  # before a release of it can be carried out by this thread
         elif message := self._handshakes.hear(address, frames[-1]):
             self._send(peer, message)

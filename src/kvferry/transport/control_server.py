@@ -1,7 +1,8 @@
 """The producer's end of the control channel: one thread, one ROUTER socket.
 
-It answers handshakes from data that does not change, questions for earlier turns from an index, and hands
-heartbeats and releases over as events: leases belong to the engine's thread.
+It answers handshakes from data that does not change, tickets from a book and questions for earlier turns from
+an index. What it hears of leases it hands over as events, because leases belong to the engine's thread. An
+event names only leases that are held, by consumers that may speak of them.
 A message it cannot understand is counted and dropped; its sender gets nothing.
 """
 
@@ -23,6 +24,7 @@ from kvferry.transport.messages import (
     Accepted,
     AskRanks,
     AskTurn,
+    Drop,
     Facts,
     Heartbeat,
     Hello,
@@ -39,6 +41,8 @@ from kvferry.transport.messages import (
 )
 from kvferry.transport.peers import ANYBODY, Peers
 from kvferry.transport.punctual import Punctual
+from kvferry.transport.redeem import Redeem, Redeemed
+from kvferry.transport.tickets import TicketBook
 from kvferry.transport.turns import TurnIndex
 
 logger = logging.getLogger(__name__)
@@ -65,14 +69,29 @@ class Card:
         return Accepted(self.facts) if isinstance(message, Hello) else Ranks(list(self.ranks))
 
 
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """Consumers have redeemed the tickets of these leases, or wait for them; names as in this engine."""
+
+    leases: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """No consumer needs these leases any more."""
+
+    leases: list[str]
+
+
 class ControlServer:
     """Listens until closed.
 
     Attributes:
         port: port listened on.
-        events: heartbeats and releases not yet taken, oldest first; appended by the thread, taken by the
-            engine. One sender cannot crowd out another.
+        events: what was heard of leases and is not taken yet, oldest first; appended by the thread, taken by
+            the engine. One sender cannot crowd out another.
         rejected: messages that could not be understood.
+        tickets: exchanged for grants.
         turns: what is answered from when earlier turns are asked for.
     """
 
@@ -88,8 +107,9 @@ class ControlServer:
         Raises:
             ConfigError: the address cannot be bound.
         """
-        self.events: Inbox[Heartbeat | Release] = Inbox()
+        self.events: Inbox[Claimed | Released] = Inbox()
         self.rejected = 0
+        self.tickets = TicketBook(card.facts.incarnation)
         self.turns = TurnIndex()
         self._keepers: dict[Address, int] = {}
         self._log = LimitedLog(logger)
@@ -130,14 +150,34 @@ class ControlServer:
             self.rejected += 1
             self._log.say("dropped", f"control channel: dropped a message: {error}")
             return
-        if isinstance(message, Heartbeat | Release):
-            self.events.put(sender, message)
+        if isinstance(message, Redeem):
+            self._redeem(sender, message)
+        elif isinstance(message, Heartbeat | Release | Drop):
+            self._hear(sender, message)
         elif isinstance(message, AskTurn):
             self._listener.send(sender, encode(self.turns.find(message)))
         elif reply := self._card.answer(message):
             if isinstance(message, Hello) and not isinstance(reply, Refused):
                 self._met(message.facts)
             self._listener.send(sender, encode(reply))
+
+    def _redeem(self, sender: bytes, message: Redeem) -> None:
+        answer = self.tickets.redeem(message)
+        self._listener.send(sender, encode(answer))
+        if isinstance(answer, Redeemed):
+            self.events.put(sender, Claimed(self.tickets.claimed(message.consumer, [message.ticket])))
+
+    def _hear(self, sender: bytes, message: Heartbeat | Release | Drop) -> None:
+        if isinstance(message, Heartbeat):
+            claimed = self.tickets.claimed(message.consumer, message.tickets)
+            if leases := claimed + self.turns.leases(message.tickets):
+                self.events.put(sender, Claimed(leases))
+        elif leases := (
+            self.tickets.drop(message.tickets)
+            if isinstance(message, Drop)
+            else self.tickets.release(message.consumer, message.tickets)
+        ):
+            self.events.put(sender, Released(leases))
 
     def _met(self, peer: Facts) -> None:
         if peer.keeps_turns is not None and self._peers.could_be(peer.keeps_turns[0]):

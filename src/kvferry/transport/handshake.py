@@ -119,17 +119,17 @@ class Handshakes:
 
     # -- the engine's thread ------------------------------------------------------------------------------
 
-    def known(self, address: Address, incarnation: int) -> Answer | None:
-        """What is known of the peer at `address`, whose tickets say `incarnation`; None if it must be asked.
+    def known(self, address: Address, incarnation: int | None = None) -> Answer | None:
+        """What is known of the peer at `address`, whose grants say `incarnation`; None if it must be asked.
 
         A peer known by another incarnation may have been restarted: it is asked anew, unless that was done
-        just now. If the answer is the same, it is the ticket that is of another run, and the caller sees that
+        just now. If the answer is the same, it is the grant that is of another run, and the caller sees that
         from the facts.
         """
         answer = self._answers.get(address)
         if isinstance(answer, NotUsable) and self._refusal_is_over(address):
             return None
-        if isinstance(answer, Known) and answer.facts.incarnation != incarnation:
+        if isinstance(answer, Known) and incarnation not in (None, answer.facts.incarnation):
             now = self._clock()
             if now - self._asked_anew.get(address, -ASK_ANEW_SECONDS) >= ASK_ANEW_SECONDS:
                 _put(self._asked_anew, address, now)

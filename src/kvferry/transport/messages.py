@@ -5,13 +5,17 @@
                           ◀──────    Accepted(facts) | Refused(differences)
     AskRanks(facts)       ──────▶    compares them again: it may be the first word of a peer
                           ◀──────    Ranks(geometry, transport metadata, lease words of every rank)
-    Heartbeat(leases)     ──────▶    extends them            (no answer)
-    Release(leases)       ──────▶    ends them               (no answer)
+    Redeem(ticket)        ──────▶    compares the prompt     (`transport.redeem`)
+                          ◀──────    Redeemed(block tables, lease word) | NotRedeemed(reason)
+    Heartbeat(tickets)    ──────▶    extends their leases    (no answer)
+    Release(tickets)      ──────▶    ends this consumer's claims                (no answer)
+    Drop(tickets)         ──────▶    ends leases that nobody has claimed        (no answer)
     AskTurn(keys)         ──────▶    looks among earlier turns whose blocks it keeps
                           ◀──────    Turns(those that share most)
 
 Compatibility comes first: a peer that cannot be used never sees transport metadata, and learns of every
-difference, not the first. Facts are compared by name; a fact that only one side states does not reject. A
+difference, not the first. A ticket may be redeemed before the handshake has ended: its answer is of no use
+without the rest. Facts are compared by name; a fact that only one side states does not reject. A
 fact may be a group of settings by name: there, a setting that only one side has is a difference too.
 """
 
@@ -22,18 +26,18 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from kvferry.errors import ProtocolError
 from kvferry.geometry import RankGeometry
 from kvferry.terminal import shown
 from kvferry.transport.check_ranks import check_ranks
+from kvferry.transport.redeem import Grant, NotRedeemed, Redeem, Redeemed, Run, Ticket
 from kvferry.transport.wire import reading
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_REQUEST_BYTES = 4 << 20
 """Of what a producer hears. Its listener takes no more of anybody, before authentication neither."""
 MAX_REPLY_BYTES = 64 << 20
-MAX_LEASES = 8192
-"""Of a message: as many as a producer has slots."""
+MAX_TICKETS = 4096
+"""In one message; a consumer with more sends several."""
 MAX_RANKS = 256
 MAX_AGENT_BYTES = 16 << 20
 MAX_DIFFERENCES = 64
@@ -52,6 +56,8 @@ _HalfWord = Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]
 _Word = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+Tickets: TypeAlias = Annotated[list[Ticket], msgspec.Meta(max_length=MAX_TICKETS)]
 
 _Text = Annotated[str, msgspec.Meta(max_length=4096)]
 _Sentence = Annotated[str, msgspec.Meta(max_length=16 * MAX_SENTENCE)]
@@ -159,15 +165,23 @@ class Ranks(msgspec.Struct, frozen=True, tag="ranks"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """The consumer still waits for these."""
+    """The consumer, which has claimed these, still waits for them."""
 
-    leases: list[str]
+    consumer: Run
+    tickets: Tickets
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """The consumer is done with these, or will never read them."""
+    """The consumer, which has claimed these, is done with them."""
 
-    leases: list[str]
+    consumer: Run
+    tickets: Tickets
+
+
+class Drop(msgspec.Struct, frozen=True, tag="drop"):
+    """Requests that came with these were rejected, so their prompts are not known and nobody redeems them."""
+
+    tickets: Tickets
 
 
 class AskTurn(msgspec.Struct, frozen=True, tag="ask-turn"):
@@ -188,27 +202,24 @@ class KeptTurn(msgspec.Struct, frozen=True):
     """Blocks of a finished request that its engine keeps for a while.
 
     Attributes:
-        engine_id: whose.
-        lease: its name there.
-        slot, generation, incarnation: the word of its lease.
+        engine_id, incarnation: the engine, and which run of it.
+        ticket: the name of its lease.
+        grant: what a reader needs of it.
         tokens: that the blocks hold.
         least: the shortest prefix that can be continued from: windows reach no farther back, and recurrent
             state is that after all tokens.
         chunks: how many chunks it shares with what was asked.
         after: tokens that follow these.
-        tables: block ids by position per group, as in an offer.
     """
 
     engine_id: str
-    lease: str
-    slot: _Count
-    generation: _Word
-    incarnation: _Word
+    incarnation: Run
+    ticket: Ticket
+    grant: Grant
     tokens: _Count
     least: _Count
     chunks: _Count
     after: list[_Word]
-    tables: list[list[_Count]]
 
     def found(self, chunks: int, after: list[int]) -> KeptTurn:
         """By so many chunks, which these tokens follow."""
@@ -222,13 +233,15 @@ class Turns(msgspec.Struct, frozen=True, tag="turns"):
     kept: Annotated[list[KeptTurn], msgspec.Meta(max_length=MOST_TURNS)]
 
 
-Request: TypeAlias = Hello | AskRanks | Heartbeat | Release | AskTurn
-Reply: TypeAlias = Accepted | Refused | Ranks | Turns
+Request: TypeAlias = Hello | AskRanks | Redeem | Heartbeat | Release | Drop | AskTurn
+Reply: TypeAlias = Accepted | Refused | Ranks | Redeemed | NotRedeemed | Turns
+Numbered: TypeAlias = Redeemed | NotRedeemed | Turns
+"""Answers to questions that have a number; the others belong to a handshake."""
 
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)
 _replies = msgspec.msgpack.Decoder(Reply)
-_turns = msgspec.msgpack.Decoder(Turns)
+_numbered = msgspec.msgpack.Decoder(Numbered)
 
 
 def encode(message: Request | Reply) -> bytes:
@@ -244,8 +257,6 @@ def decode_request(data: bytes) -> Request:
     """
     with reading(f"a request of protocol {PROTOCOL}"):
         message: Request = _requests.decode(data)
-    if isinstance(message, Heartbeat | Release) and len(message.leases) > MAX_LEASES:
-        raise ProtocolError(f"{len(message.leases)} leases in one message, at most {MAX_LEASES}")
     return message
 
 
@@ -262,13 +273,13 @@ def decode_reply(data: bytes) -> Reply:
     return message
 
 
-def turns_of(data: bytes) -> Turns | None:
-    """An answer about earlier turns; None if it is another one, or none."""
+def numbered(data: bytes) -> Numbered | None:
+    """An answer to a question that has a number; None if it is another one, or none."""
     try:
-        turns: Turns = _turns.decode(data)
+        answer: Numbered = _numbered.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError):
         return None
-    return turns
+    return answer
 
 
 def compare(theirs: Mapping[str, Fact], ours: Mapping[str, Fact]) -> list[str]:

@@ -2,7 +2,7 @@
 
     the peer has finished a request and keeps its blocks ──▶ TurnIndex
     AskTurn(keys of a prompt's chunks)  ──▶  the turns that share most of them
-                                        ◀──  Turns(of each tables, lease, the tokens after the last key)
+                                        ◀──  Turns(of each a grant, the tokens after the last key)
 
 A turn is found by the keys of its chunks (`keys.chunk`), which say all that decides what blocks hold: tokens,
 what stands in place of tokens, adapter, tenant. Where it departs from the prompt inside a chunk, the tokens
@@ -12,7 +12,7 @@ comes; the lease word says so to whoever reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, takewhile
 
@@ -61,8 +61,9 @@ class Content:
 def shared_tokens(prompt: Content, kept: KeptTurn) -> int:
     """Tokens from the start that a prompt and a turn have in common.
 
+    >>> from kvferry.transport.redeem import Grant
     >>> prompt = Content(4, (b"a", b"b"), range(10))
-    >>> shared_tokens(prompt, KeptTurn("P", "r", 0, 0, 1, 9, 0, 2, [8, 7], [[1, 2, 3]]))
+    >>> shared_tokens(prompt, KeptTurn("P", 1, bytes(16), Grant(0, 0, [[1, 2, 3]]), 9, 0, 2, [8, 7]))
     9
     """
     if kept.chunks > len(prompt.keys):
@@ -76,36 +77,40 @@ class TurnIndex:
     """Turns that are kept, by their chunks. One thread changes it, another looks."""
 
     def __init__(self) -> None:
-        self._turns: dict[str, tuple[Content, KeptTurn]] = {}
-        self._by_key: dict[tuple[int, bytes], dict[str, None]] = {}
+        self._turns: dict[bytes, tuple[Content, KeptTurn, str]] = {}
+        self._by_key: dict[tuple[int, bytes], dict[bytes, None]] = {}
 
     def __len__(self) -> int:
         """Turns that can be found."""
         return len(self._turns)
 
-    def publish(self, content: Content, kept: KeptTurn) -> None:
-        """From now on it is found."""
-        self._turns[kept.lease] = content, kept
+    def publish(self, content: Content, kept: KeptTurn, lease: str) -> None:
+        """From now on it is found; `lease` is the name of its lease in this engine."""
+        self._turns[kept.ticket] = content, kept, lease
         for number, key in enumerate(content.keys):
-            self._by_key.setdefault((number, key), {})[kept.lease] = None
+            self._by_key.setdefault((number, key), {})[kept.ticket] = None
 
-    def withdraw(self, lease: str) -> None:
+    def withdraw(self, ticket: bytes) -> None:
         """It is not found any more."""
-        content, _ = self._turns.pop(lease, (None, None))
+        content, _, _ = self._turns.pop(ticket, (None, None, None))
         for number, key in enumerate(content.keys if content is not None else ()):
-            leases = self._by_key.get((number, key), {})
-            leases.pop(lease, None)
-            if not leases:
+            tickets = self._by_key.get((number, key), {})
+            tickets.pop(ticket, None)
+            if not tickets:
                 self._by_key.pop((number, key), None)
+
+    def leases(self, tickets: Iterable[bytes]) -> list[str]:
+        """The leases of those of these tickets that are of turns; whoever has found one may read it."""
+        return [found[2] for ticket in tickets if (found := self._turns.get(ticket)) is not None]
 
     def find(self, question: AskTurn) -> Turns:
         """The turns that have most of these chunks, from the first on; of many, the last."""
         for last in range(len(question.keys) - 1, -1, -1):
-            leases = list(self._by_key.get((last, question.keys[last]), ()))
-            turns = [self._turns[lease] for lease in reversed(leases) if lease in self._turns]
+            tickets = list(self._by_key.get((last, question.keys[last]), ()))
+            turns = [self._turns[ticket] for ticket in reversed(tickets) if ticket in self._turns]
             found = [
                 kept.found(last + 1, list(content.after(last + 1)))
-                for content, kept in turns[:MOST_TURNS]
+                for content, kept, _ in turns[:MOST_TURNS]
                 if content.chunk_tokens == question.chunk_tokens
             ]
             if found:
@@ -147,7 +152,7 @@ class Questions:
     """What peers were asked, and have answered. The engine's thread asks, the channel's hears.
 
     Who is silent costs every prompt `ASK_SECONDS`, so it is left alone, and longer each time. One that has
-    gone for good is hardly asked any more; another run of it, or one that is named by an offer, is at once.
+    gone for good is hardly asked any more; another run of it, or one that is named by a ticket, is at once.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -167,7 +172,7 @@ class Questions:
         return number, list(asked)
 
     def named(self, address: Address) -> None:
-        """An offer of this peer has come: it was there lately, and is asked again."""
+        """A ticket of this peer has come: it was there lately, and is asked again."""
         if (silence := self._silent.get(address)) is not None:
             self._silent[address] = replace(silence, until=self._clock())
 

@@ -7,6 +7,8 @@ import time
 import zlib
 from typing import Any
 
+import msgspec
+
 from kvferry.observe.events import LoadBegan
 from kvferry.observe.fold import Fold
 from kvferry.planning.select import Span
@@ -76,6 +78,7 @@ def start(settings: dict[str, Any]) -> Any:
     _count_drafts(engine)
     if worker is not None:
         engine.witness = Witness(worker, half(engine).admission)
+        engine.granted = _grants(half(engine)._producer._tickets)
     if ferries(engine.llm_engine.engine_core.engine_core.scheduler.connector):
         engine.fold = Fold()
         half(engine).watch.add(engine.fold)
@@ -443,10 +446,34 @@ def busy(engine: Any) -> bool:
     return bool(half(engine).busy or _scheduler(engine).has_requests())
 
 
+def _grants(book: Any) -> dict[str, list[list[int]]]:
+    """Block tables of every ticket to come, by its hex digits; they stay when it has ended."""
+    found: dict[str, list[list[int]]] = {}
+    publish = book.publish
+
+    def noted(ticket: bytes, lease: str, tokens: int, content: Any, grant: Any) -> None:
+        found[ticket.hex()] = grant.tables
+        publish(ticket, lease, tokens, content, grant)
+
+    book.publish = noted
+    return found
+
+
+def granted(engine: Any, offer: dict[str, Any]) -> list[list[int]]:
+    """The block tables that this engine keeps for an offer."""
+    return engine.granted[offer["remote_request_id"]]
+
+
+def regrant(engine: Any, offer: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Lie to whoever redeems an offer's ticket: its grant says this instead."""
+    found = half(engine)._producer._tickets._open[bytes.fromhex(offer["remote_request_id"])]
+    found.grant = msgspec.structs.replace(found.grant, **changes)
+
+
 def kept_turns(engine: Any) -> list[tuple[list[list[int]], int]]:
     """(tables, tokens) of the turns that are kept."""
     turns = half(engine)._producer._turns._turns.values()
-    return [(turn.kept.tables, turn.kept.tokens) for turn in turns]
+    return [(turn.kept.grant.tables, turn.kept.tokens) for turn in turns]
 
 
 def reset_connector(engine: Any) -> None:
@@ -475,6 +502,11 @@ def ask_ranks(engine: Any, method: str, *arguments: Any) -> list[Any]:
 def free_blocks(engine: Any) -> int:
     """Blocks free in the pool."""
     return int(_scheduler(engine).kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+def digests_of_offer(engine: Any, offer: dict[str, Any]) -> Digests:
+    """What this engine keeps for an offer."""
+    return digests(engine, granted(engine, offer), offer["remote_num_tokens"])
 
 
 def digests(engine: Any, tables: list[list[int]], tokens: int, have: int = 0) -> Digests:

@@ -171,7 +171,7 @@ class Pair:
             moved = next((d for name, d in loaded.items() if name.split("-")[0] == answer["request_id"]), {})
             answer["moved"], answer["offer"] = moved, offer
             if moved:
-                theirs = self.prefill.call("digests", offer["remote_block_ids"], offer["remote_num_tokens"])
+                theirs = self.prefill.call("digests_of_offer", offer)
                 lacking = moved.keys() - theirs.keys()  # layers of a draft that the producer does not have
                 assert all(" of draft " in part for part in lacking), lacking
                 answer["moved"] = moved = {part: moved[part] for part in moved if part not in lacking}

@@ -59,16 +59,16 @@ class RankEngine(process.Engine):
 
 def kept_states(engine: Any, offer: dict[str, Any]) -> list[Page]:
     """Every rank's pages of the state that an engine keeps for another one."""
-    return [page for of_rank in engine.collective_rpc(_pages, args=_asked(offer)) for page in of_rank]
+    return [page for of_rank in engine.collective_rpc(_pages, args=_asked(engine, offer)) for page in of_rank]
 
 
 def spoil_states(engine: Any, offer: dict[str, Any]) -> None:
     """Invert the sign of every element of that state, on every rank."""
-    engine.collective_rpc(_spoil, args=_asked(offer))
+    engine.collective_rpc(_spoil, args=_asked(engine, offer))
 
 
-def _asked(offer: dict[str, Any]) -> tuple[list[list[int]], int]:
-    return offer["remote_block_ids"], offer["remote_num_tokens"]
+def _asked(engine: Any, offer: dict[str, Any]) -> tuple[list[list[int]], int]:
+    return inside.granted(engine, offer), offer["remote_num_tokens"]
 
 
 def _where(tables: list[list[int]], tokens: int) -> Any:

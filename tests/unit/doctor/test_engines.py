@@ -13,10 +13,10 @@ from kvferry.doctor.engines import Target, look_at, target
 from kvferry.doctor.finding import State
 from kvferry.errors import ConfigError
 from kvferry.serving.role import Role
-from kvferry.transport.control_server import Card, ControlServer
-from kvferry.transport.messages import Release
+from kvferry.transport.control_server import Card, ControlServer, Released
+from kvferry.transport.redeem import Grant, PromptContent
 from support.keys import KEYS
-from transport.cards import cards, facts
+from transport.cards import cards, facts, ticket
 
 HOST = "127.0.0.1"
 NIXLS = {"remote_block_ids": [[1]], "remote_host": HOST, "remote_port": 5, "remote_request_id": "r"}
@@ -62,9 +62,16 @@ def http(answers: dict[str, object], asked: list | None = None):
 
 @pytest.fixture
 def control():
-    server = ControlServer(HOST, 0, Card(facts(), cards()), KEYS)
+    server = keeps_blocks()
     yield server
     server.close()
+
+
+def keeps_blocks(of=None) -> ControlServer:
+    """A control channel that knows the ticket which `engine` hands out."""
+    server = ControlServer(HOST, 0, Card(of or facts(), cards()), KEYS)
+    server.tickets.publish(ticket("cmpl-7"), "cmpl-7", 3, PromptContent("tokens"), Grant(1, 2, [[1]]))
+    return server
 
 
 def engine(port: int | None, **changes) -> dict[str, object]:
@@ -72,10 +79,9 @@ def engine(port: int | None, **changes) -> dict[str, object]:
         "do_remote_prefill": True,
         "remote_host": HOST,
         "remote_port": port,
-        "remote_request_id": "cmpl-7",
+        "remote_request_id": ticket("cmpl-7").hex(),
         "remote_engine_id": "P",
-        "remote_block_ids": [[1]],
-        "remote_lease": {},
+        "remote_num_tokens": 3,
     }
     answers: dict[str, object] = {
         "/health": "",
@@ -99,13 +105,13 @@ def test_an_engine_is_met_through_its_http_address_and_has_its_blocks_back(contr
     assert seen.met.facts == facts()
     (body,) = [json.loads(body) for path, _, body in asked if path == "/v1/completions"]
     assert (body["max_tokens"], body["kv_transfer_params"]["do_remote_decode"]) == (1, True)
-    assert list(control.events) == [Release(["cmpl-7"])]
+    assert list(control.events) == [Released(["cmpl-7"])]
 
 
 @contextmanager
 def ranks(*engines: tuple[str, dict], header: bool = True):
     """A data-parallel engine: (id, what its facts say otherwise) of each rank, and a control server each."""
-    servers = [ControlServer(HOST, 0, Card(facts(name, **more), cards()), KEYS) for name, more in engines]
+    servers = [keeps_blocks(facts(name, **more)) for name, more in engines]
     metrics = "".join(
         f'vllm:num_requests_running{{engine="{n}",model_name="m"}} 0\n' for n, _ in enumerate(engines)
     )
@@ -132,7 +138,7 @@ def test_all_ranks_of_a_data_parallel_engine_are_met_and_have_their_blocks_back(
         while not all(server.events for server in servers):
             assert time.monotonic() < until, "a rank has not been given its blocks back"
             time.sleep(0.01)
-        assert [list(server.events) for server in servers] == [[Release(["cmpl-7"])]] * 3
+        assert [list(server.events) for server in servers] == [[Released(["cmpl-7"])]] * 3
     assert {one.state for one in section.findings} == {State.OK}
     assert said(section)["data-parallel"].found == "3 ranks, all of which answer and are alike"
     assert seen.met.facts.engine_id == "P_dp0"

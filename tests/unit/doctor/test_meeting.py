@@ -9,11 +9,12 @@ import pytest
 import zmq
 
 from kvferry.doctor import meeting
-from kvferry.doctor.meeting import CannotMeet, meet, release
-from kvferry.transport.control_server import Card, ControlServer
-from kvferry.transport.messages import PROTOCOL, Release
+from kvferry.doctor.meeting import CannotMeet, drop, meet
+from kvferry.transport.control_server import Card, ControlServer, Released
+from kvferry.transport.messages import PROTOCOL
+from kvferry.transport.redeem import Grant, PromptContent
 from support.keys import KEYS, OTHER_KEYS
-from transport.cards import cards, facts
+from transport.cards import cards, facts, ticket
 
 HOST = "127.0.0.1"
 
@@ -115,9 +116,10 @@ def test_another_protocol_is_refused_in_words(monkeypatch):
 
 def test_a_lease_is_given_back():
     with server() as one:
-        release((HOST, one.port), KEYS, "cmpl-1")
+        one.tickets.publish(ticket("a"), "cmpl-1", 4, PromptContent("tokens"), Grant(1, 2, [[1]]))
+        drop((HOST, one.port), KEYS, ticket("a"))
         until = time.monotonic() + 5
         while not one.events:
             assert time.monotonic() < until
             time.sleep(0.005)
-        assert list(one.events) == [Release(["cmpl-1"])]
+        assert list(one.events) == [Released(["cmpl-1"])]

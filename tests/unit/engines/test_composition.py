@@ -20,10 +20,9 @@ from hypothesis import event, given, settings, strategies as st
 from kvferry.cache.bids import Bidding
 from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.meta import SchedulerMeta
-from kvferry.engines.vllm.offer import Lease, Offer, write_offer
+from kvferry.engines.vllm.offer import Offer, write_offer
 from kvferry.engines.vllm.offers import grain_of, offers_of
 from kvferry.engines.vllm.peer_source import PeerSource
-from kvferry.engines.vllm.prompt import content_of
 from kvferry.engines.vllm.prompts import Prompts
 from kvferry.engines.vllm.refusals import Refusals
 from kvferry.engines.vllm.source import Load
@@ -35,9 +34,10 @@ from kvferry.planning.coverage import NOWHERE
 from kvferry.planning.select import Cells, Span, select_cells, uncovered, written
 from kvferry.planning.template import Route, build_templates
 from kvferry.transport.handshake import Known
+from kvferry.transport.redeem import Grant, Redeemed
 from support.block_pool import request
 from support.pages import kv_page, state_page
-from transport.cards import facts
+from transport.cards import facts, ticket
 
 FULL, SLIDING, CHUNKED, MLA, STATE = (
     GroupKind.FULL, GroupKind.SLIDING, GroupKind.CHUNKED, GroupKind.MLA, GroupKind.STATE
@@ -168,13 +168,18 @@ class Chunks:
 class Client:
     """A control client that knows the peer."""
 
-    def __init__(self, peer: RankGeometry) -> None:
+    def __init__(self, peer: RankGeometry, granted: Redeemed) -> None:
         self._known = Known(facts("engine", 11), (SimpleNamespace(geometry=peer),))
+        self._granted = granted
 
-    def look_up(self, address: Any, incarnation: int) -> Known:
+    def look_up(self, address: Any, incarnation: int | None = None) -> Known:
         return self._known
 
-    def hold(self, address: Any, name: str) -> None: ...
+    def redeem(self, address: Any, ticket: bytes, tokens: int, content: Any) -> int:
+        return 0
+
+    def redemption(self, number: int, wait_seconds: float) -> Redeemed:
+        return self._granted
 
 
 @dataclass
@@ -224,8 +229,11 @@ class Engine:
         )
         turns: set[str] = set()
         pins, log = SimpleNamespace(late_blocks=lambda _: 0), SimpleNamespace(labels=())
-        self.peer = PeerSource(Client(theirs), [case.rank], pins, log, Refusals(), 30.0, 2, turns, Adapters())
-        self.one.kv_transfer_params = write_offer(self._offer())
+        client = Client(theirs, Redeemed(0, 11, Grant(3, 7, self._tables())))
+        self.peer = PeerSource(client, [case.rank], pins, log, Refusals(), 30.0, 2, turns, Adapters())
+        self.one.kv_transfer_params = write_offer(
+            Offer("engine", "127.0.0.1", 5600, ticket("theirs").hex(), case.offered)
+        )
         bidding = Bidding(2)
         assert self.tiers.arrived(self.one, bidding)
         assert self.peer.arrived(self.one, bidding)
@@ -246,15 +254,14 @@ class Engine:
             found.append((span, self._read(span) if source is self.peer else self._fetched(span)))
         return found
 
-    def _offer(self) -> Offer:
+    def _tables(self) -> list[list[int]]:
         """Of blocks that the peer has no more there is nothing in its tables."""
         case, tables = self.case, []
         for number, ((kind, _), size) in enumerate(zip(case.kinds, case.theirs, strict=True)):
             kept = {token // size for token in case.looked_at(number, case.offered, 0)}
             ids = [at + 1 if at in kept else 0 for at in range(-(-case.offered // size))]
             tables.append([1] if kind is STATE else ids)
-        said = content_of(self.one, case.offered, Adapters()).tokens
-        return Offer("engine", "theirs", "127.0.0.1", 5600, tables, case.offered, Lease(3, 7, 11), said)
+        return tables
 
     def _read(self, span: Span) -> list[Brought]:
         meta = SchedulerMeta("engine")

@@ -1,37 +1,23 @@
 """kv_transfer_params: an offer, none, or a ProtocolError; nothing else, whatever a router sends."""
 
 import json
+import uuid
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from kvferry.engines.vllm.adapters import Adapters
-from kvferry.engines.vllm.offer import (
-    Lease,
-    Offer,
-    not_of_peer,
-    not_of_prompt,
-    read_offer,
-    wants_prefill,
-    write_nothing,
-    write_offer,
-)
+from kvferry.engines.vllm.offer import Offer, read_offer, wants_prefill, write_nothing, write_offer
 from kvferry.engines.vllm.prompt import content_of
-from kvferry.errors import ProtocolError
-from kvferry.transport.handshake import Known
-from kvferry.transport.lease import LeaseWord
+from kvferry.errors import ProtocolError, Unnameable
+from kvferry.transport.redeem import PromptContent
 from support.lora import adapter, settled
 from support.mm import feature
-from transport.cards import cards, facts
 
-OFFER = Offer(
-    "engine", "request", "127.0.0.1", 5600, [[1, 2, 3], [0, 0, 4], [9]], 40, Lease(3, 7, 11), "ab12", 2, 1
-)
-OPTIONAL = {
-    "do_remote_prefill", "do_remote_decode", "tp_size", "pp_size", "remote_items", "remote_adapter"
-}  # fmt: skip
+TICKET = bytes(range(16))
+OFFER = Offer("engine", "127.0.0.1", 5600, TICKET.hex(), 40)
+OPTIONAL = {"do_remote_prefill", "do_remote_decode"}
 QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=300)
 
 
@@ -40,23 +26,26 @@ def test_what_is_written_is_read_even_after_json():
     assert read_offer(json.loads(json.dumps(write_offer(OFFER)))) == OFFER
 
 
-def test_an_offer_holds_the_ticket():
-    assert OFFER.remote_lease.ticket() == LeaseWord(3, 7, 11)
+def test_an_offer_carries_the_ticket_and_who_redeems_it():
+    assert (OFFER.ticket, OFFER.address) == (TICKET, ("127.0.0.1", 5600))
 
 
 def test_keys_mean_what_they_mean_to_routers_made_for_vllm():
-    params = write_offer(OFFER)
-    assert params["do_remote_prefill"] is True
-    assert params["do_remote_decode"] is False
-    known = {
-        "remote_engine_id",
-        "remote_request_id",
-        "remote_host",
-        "remote_port",
-        "remote_block_ids",
-        "tp_size",
+    assert write_offer(OFFER) == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "engine",
+        "remote_host": "127.0.0.1",
+        "remote_port": 5600,
+        "remote_request_id": "000102030405060708090a0b0c0d0e0f",
+        "remote_num_tokens": 40,
     }
-    assert known <= params.keys()
+
+
+def test_an_offer_of_any_length_takes_less_than_300_bytes():
+    """Block tables of 131,072 tokens were 50 KiB of JSON, and no longer pass through users."""
+    long = Offer(str(uuid.UUID(int=0)), "fe80:1234:5678:9abc:def0::1", 65_535, "f" * 32, 131_072)
+    assert len(json.dumps(write_offer(long))) < 300
 
 
 def test_keys_that_a_router_adds_do_not_matter():
@@ -107,15 +96,15 @@ def test_an_offer_without_something_is_refused_by_its_name(key):
     ("key", "value"),
     [
         ("remote_port", 0), ("remote_port", 65536), ("remote_port", "5600"), ("remote_port", None),
-        ("remote_block_ids", None), ("remote_block_ids", [1, 2]), ("remote_block_ids", [[-1]]),
-        ("remote_block_ids", [[2**31]]), ("remote_block_ids", [["1"]]), ("remote_block_ids", [[1.5]]),
         ("remote_num_tokens", -1), ("remote_num_tokens", 2**70), ("remote_num_tokens", True),
-        ("remote_lease", {}), ("remote_lease", [3, 7, 11]),
-        ("remote_lease", {"slot": -1, "generation": 0, "incarnation": 0}),
-        ("remote_lease", {"slot": 0, "generation": 2**32, "incarnation": 0}),
-        ("remote_lease", {"slot": 0, "generation": 0, "incarnation": 2**32}),
-        ("remote_items", 5), ("remote_adapter", None),
-        ("remote_digest", 5), ("remote_engine_id", None), ("remote_request_id", b"bytes"),
+        ("remote_num_tokens", 0), ("remote_num_tokens", "40"), ("remote_num_tokens", 4.5),
+        ("remote_engine_id", None), ("remote_engine_id", ""), ("remote_engine_id", "x" * 257),
+        ("remote_engine_id", "two\nlines"), ("remote_engine_id", "a\x1b[31m"), ("remote_engine_id", "\ud800"),
+        ("remote_request_id", b"bytes"), ("remote_request_id", TICKET), ("remote_request_id", "f" * 31),
+        ("remote_request_id", "f" * 33), ("remote_request_id", "F" * 32),
+        ("remote_request_id", "f" * 32 + "\n"),
+        ("remote_request_id", "g" * 32), ("remote_request_id", ["f" * 32]), ("remote_request_id", None),
+        ("remote_request_id", "x" * 40_000_000),
         ("remote_host", 7), ("remote_host", ""), ("remote_host", "two words"), ("remote_host", "x" * 300),
         ("remote_host", "\ud800"), ("remote_host", "nul\0"), ("remote_host", "a;b"),
     ],
@@ -132,13 +121,21 @@ def test_hosts_of_every_kind_are_taken(host):
     assert read_offer({**write_offer(OFFER), "remote_host": host}).remote_host == host
 
 
-@pytest.mark.parametrize("key", ["remote_port", "remote_request_id", "remote_adapter"])
+@pytest.mark.parametrize("key", [key for key in write_offer(OFFER) if key not in OPTIONAL])
 def test_text_that_is_not_unicode_is_refused(key):
     sent = json.loads(
         json.dumps({**write_offer(OFFER), key: "half of a pair"}).replace("half of a pair", r"\ud800")
     )
-    with pytest.raises(ProtocolError, match="kv_transfer_params: text that is not Unicode"):
+    with pytest.raises(ProtocolError, match="kv_transfer_params: "):
         read_offer(sent)
+
+
+def test_a_refusal_repeats_neither_the_ticket_nor_what_a_user_sent():
+    for key, value in (("remote_request_id", "a1b2" * 9), ("remote_engine_id", "a1b2" * 99)):
+        with pytest.raises(ProtocolError) as refused:
+            read_offer({**write_offer(OFFER), key: value})
+        assert "a1b2" not in str(refused.value)
+        assert TICKET.hex() not in str(refused.value)
 
 
 @pytest.mark.parametrize("params", [[], "text", 5, True, [write_offer(OFFER)]])
@@ -172,84 +169,63 @@ def test_an_offer_with_anything_in_place_of_anything_is_read_or_a_protocol_error
         return
 
 
-def prompt(*tokens: int, items=(), lora=None) -> SimpleNamespace:
+def prompt(*tokens: int, items=(), lora=None, salt=None) -> SimpleNamespace:
     return SimpleNamespace(
-        prompt_token_ids=list(tokens), num_prompt_tokens=len(tokens), lora_request=lora, mm_features=items
+        prompt_token_ids=list(tokens), lora_request=lora, mm_features=items, cache_salt=salt
     )
 
 
-def offer_of(request: SimpleNamespace, tokens: int, adapters: Adapters | None = None) -> Offer:
-    content = settled(lambda: content_of(request, tokens, adapters))
-    return msgspec.structs.replace(
-        OFFER,
-        remote_num_tokens=tokens,
-        remote_digest=content.tokens,
-        remote_items=content.items,
-        remote_adapter=content.adapter,
-    )
+def content(request: SimpleNamespace, tokens: int, adapters: Adapters | None = None) -> PromptContent:
+    return settled(lambda: content_of(request, tokens, adapters or Adapters()))
 
 
-def mismatch(offer: Offer, request: SimpleNamespace, adapters: Adapters | None = None) -> str | None:
-    return settled(lambda: not_of_prompt(offer, request, adapters or Adapters()))
+def test_content_is_that_of_the_tokens_at_the_beginning():
+    offered = content(prompt(1, 2, 3, 4), 3)
+    assert content(prompt(1, 2, 3, 9, 9), 3).difference(offered) is None
+    assert "hold other tokens than this prompt" in content(prompt(1, 2, 9, 4), 3).difference(offered)
 
 
-def test_an_offer_is_of_a_prompt_that_begins_with_its_tokens():
-    offer = offer_of(prompt(1, 2, 3, 4), 3, Adapters())
-    assert mismatch(offer, prompt(1, 2, 3, 9, 9)) is None
-    assert "hold other tokens than this prompt" in mismatch(offer, prompt(1, 2, 9, 4))
-    assert mismatch(offer, prompt(1, 2)) == "3 tokens are offered for a prompt of 2"
+def test_a_prompt_without_token_ids_has_no_content():
+    with pytest.raises(Unnameable, match="the prompt is not made of token ids"):
+        content_of(SimpleNamespace(prompt_token_ids=None), 3, Adapters())
 
 
-def test_an_offer_of_no_tokens_is_of_no_prompt():
-    assert mismatch(offer_of(prompt(1), 0, Adapters()), prompt(1)) == "0 tokens are offered for a prompt of 1"
-
-
-def test_an_offer_is_not_of_a_prompt_without_token_ids():
-    request = SimpleNamespace(prompt_token_ids=None, num_prompt_tokens=99)
-    assert mismatch(OFFER, request) == "the prompt is not made of token ids"
-
-
-def test_an_offer_is_of_a_prompt_with_the_same_images_by_content():
+def test_images_count_by_content_and_place():
     # The identifiers are those of engines whose model paths differ, which vLLM digests with the image.
-    offer = offer_of(prompt(1, 2, 3, 4, items=[feature(1, [1.0, 2.0], "a" * 64)]), 4, Adapters())
-    assert mismatch(offer, prompt(1, 2, 3, 4, items=[feature(1, [1.0, 2.0], "b" * 64)])) is None
+    offered = content(prompt(1, 2, 3, 4, items=[feature(1, [1.0, 2.0], "a" * 64)]), 4)
+    same = prompt(1, 2, 3, 4, items=[feature(1, [1.0, 2.0], "b" * 64)])
+    assert content(same, 4).difference(offered) is None
     for other in ([feature(1, [1.0, 3.0], "a" * 64)], [feature(2, [1.0, 2.0], "a" * 64)], []):
-        assert "hold other images" in mismatch(offer, prompt(1, 2, 3, 4, items=other))
+        assert "hold other images" in content(prompt(1, 2, 3, 4, items=other), 4).difference(offered)
 
 
 def test_images_beyond_what_is_offered_do_not_count():
-    offer = offer_of(prompt(1, 2, 3, 4), 2, Adapters())
-    assert mismatch(offer, prompt(1, 2, 3, 4, items=[feature(2, [1.0, 2.0])])) is None
+    with_image = prompt(1, 2, 3, 4, items=[feature(2, [1.0, 2.0])])
+    assert content(with_image, 2) == content(prompt(1, 2, 3, 4), 2)
 
 
-def test_an_offer_is_not_of_a_prompt_whose_images_have_no_names():
-    offer = offer_of(prompt(1, 2, 3, 4), 4, Adapters())
-    assert "has no certain name" in mismatch(offer, prompt(1, 2, 3, 4, items=[feature(1, None)]))
+def test_images_without_names_have_no_content():
+    with pytest.raises(Unnameable):
+        content_of(prompt(1, 2, 3, 4, items=[feature(1, None)]), 4, Adapters())
 
 
-def test_an_offer_is_of_a_prompt_with_the_same_adapter_by_content(tmp_path):
+def test_adapters_count_by_content(tmp_path):
     here, there = Adapters("in float32"), Adapters("in float32")
-    offer = offer_of(prompt(1, 2, lora=adapter(tmp_path / "there")), 2, there)
-    assert mismatch(offer, prompt(1, 2, lora=adapter(tmp_path / "copy", name="b")), here) is None
-    other = prompt(1, 2, lora=adapter(tmp_path / "here", weight=2.0))
-    assert "were computed with LoRA" in mismatch(offer, other, here)
-    assert "this prompt has none" in mismatch(offer, prompt(1, 2), here)
+    offered = content(prompt(1, 2, lora=adapter(tmp_path / "there")), 2, there)
+    copy = content(prompt(1, 2, lora=adapter(tmp_path / "copy", name="b")), 2, here)
+    assert copy.difference(offered) is None
+    other = content(prompt(1, 2, lora=adapter(tmp_path / "here", weight=2.0)), 2, here)
+    assert "were computed with LoRA" in other.difference(offered)
+    assert "this prompt has none" in content(prompt(1, 2), 2, here).difference(offered)
 
 
-@pytest.mark.parametrize(
-    ("found", "says"),
-    [
-        (facts("engine", 11), None),
-        (facts("another", 11), "engine another answers at the address of engine"),
-        (facts("engine", 12), "the engine has been restarted since it made the offer"),
-    ],
-    ids=["itself", "another engine", "another run"],
-)
-def test_an_offer_is_of_the_run_of_the_engine_that_made_it(found, says):
-    offer = msgspec.structs.replace(OFFER, remote_block_ids=[[1]])
-    assert not_of_peer(offer, Known(found, cards())) == says
+def test_a_name_of_an_adapter_that_no_message_can_hold_is_none():
+    with pytest.raises(Unnameable, match="the name of its LoRA adapter has 5000 characters, at most 4096"):
+        content_of(prompt(1, 2), 2, SimpleNamespace(name=lambda _: "x" * 5000))
 
 
-def test_an_offer_has_a_block_table_for_each_group_of_the_peer():
-    peer = Known(facts("engine", 11), cards())
-    assert not_of_peer(OFFER, peer) == "block tables for 3 groups, the peer has 1"
+def test_tenants_are_kept_apart_by_their_cache_salt():
+    offered = content(prompt(1, 2, salt="mine"), 2)
+    assert content(prompt(1, 2, 3, salt="mine"), 2).difference(offered) is None
+    for other in ("theirs", None, ""):
+        assert "belong to another cache_salt" in content(prompt(1, 2, salt=other), 2).difference(offered)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
 
 from kvferry.cache.bids import Bid, Bidding, Part
 from kvferry.cache.pins import Pins
-from kvferry.engines.vllm import peer_source
+from kvferry.engines.vllm import claims, peer_source
 from kvferry.engines.vllm.adapters import Adapters
+from kvferry.engines.vllm.claims import STEP_WAIT_SECONDS
 from kvferry.engines.vllm.meta import Report, SchedulerMeta
-from kvferry.engines.vllm.offer import Lease, Offer, write_offer
+from kvferry.engines.vllm.offer import Offer, write_offer
 from kvferry.engines.vllm.peer_source import UNUSED_SECONDS, PeerSource
 from kvferry.engines.vllm.prompt import content_of
 from kvferry.engines.vllm.refusals import Refusals
 from kvferry.engines.vllm.source import Load
+from kvferry.engines.vllm.turn_finder import FoundTurn
 from kvferry.geometry import GroupKind
 from kvferry.observe.events import Lack, Miss, Refused
 from kvferry.observe.watch import Watch
@@ -23,11 +26,12 @@ from kvferry.planning.select import Span
 from kvferry.planning.template import build_templates, kept_too_little
 from kvferry.tiers.names import TIERS
 from kvferry.transport.handshake import Known, Looking, NotUsable
-from kvferry.transport.messages import RankCard
+from kvferry.transport.messages import KeptTurn, RankCard
+from kvferry.transport.redeem import Grant, Redeemed
 from support.block_pool import request
 from support.engines import ranks
 from support.lora import adapter, settled, slow_files
-from transport.cards import ATTENTION, cards, facts, spec
+from transport.cards import ATTENTION, cards, facts, spec, ticket
 
 TOKENS = list(range(40))
 ADDRESS = ("127.0.0.1", 5600)
@@ -36,17 +40,33 @@ ADDRESS = ("127.0.0.1", 5600)
 class Client:
     """A control client that answers what a test says."""
 
-    def __init__(self, answer):
-        self.answer, self.held, self.released, self.forgotten = answer, [], [], []
+    def __init__(self, answer, redeemed=None):
+        self.answer, self.redeemed, self.asked, self.claimed, self.waits = answer, redeemed, [], [], []
+        self.held, self.released, self.dropped, self.forgotten = [], [], [], []
 
-    def look_up(self, address, incarnation):
+    def look_up(self, address, incarnation=None):
         return self.answer
 
-    def hold(self, address, name):
-        self.held.append(name)
+    def redeem(self, address, ticket, tokens, content):
+        self.claimed.append(name_of(ticket))
+        self.asked.append((tokens, content))
+        return len(self.asked) - 1
 
-    def release(self, address, name):
-        self.released.append(name)
+    def redemption(self, number, wait_seconds):
+        self.waits.append(wait_seconds)
+        return self.redeemed
+
+    def end_redemption(self, number):
+        return not isinstance(self.redeemed, NotUsable)
+
+    def hold(self, address, ticket):
+        self.held.append(name_of(ticket))
+
+    def release(self, address, ticket):
+        self.released.append(name_of(ticket))
+
+    def drop(self, address, ticket):
+        self.dropped.append(name_of(ticket))
 
     def forget(self, address):
         self.forgotten.append(address)
@@ -55,7 +75,13 @@ class Client:
 NOBODY = NotUsable("nobody answers")
 RANKS = [card.geometry for card in cards()]
 KNOWN = Known(facts("engine", 11), cards())
-PEER = "engine@127.0.0.1:5600#b"
+UNREDEEMED = "engine@127.0.0.1:5600"
+PEER = f"{UNREDEEMED}#b"
+GRANTED = Redeemed(0, 11, Grant(3, 7, [[1, 2, 3]]))
+
+
+def name_of(ticket):
+    return ticket.decode().rstrip(".")
 
 
 class Turns:
@@ -93,19 +119,13 @@ class Log:
 def offered(name="a", of="theirs", **changes):
     """A request that came with an offer."""
     one = request(name, [*TOKENS, 99])
-    offer = {
-        "remote_engine_id": "engine", "remote_request_id": of, "remote_host": ADDRESS[0],
-        "remote_port": ADDRESS[1], "remote_block_ids": [[1, 2, 3]], "remote_num_tokens": 40,
-        "remote_lease": Lease(3, 7, 11), "remote_digest": content_of(one, 40, Adapters()).tokens,
-        **changes,
-    }  # fmt: skip
-    one.kv_transfer_params = write_offer(Offer(**offer))
+    one.kv_transfer_params = {**write_offer(Offer("engine", *ADDRESS, ticket(of).hex(), 40)), **changes}
     return one
 
 
 class Engine:
-    def __init__(self, answer=KNOWN, ranks=RANKS, turns=None, most_held=2):
-        self.client, self.pins, self.told = Client(answer), Pins(1), list[Refused]()
+    def __init__(self, answer=KNOWN, ranks=RANKS, turns=None, most_held=2, redeemed=GRANTED):
+        self.client, self.pins, self.told = Client(answer, redeemed), Pins(1), list[Refused]()
         self.turns, self.adapters = Turns(turns), Adapters()
         refusals = Refusals(Watch(self.told.append))
         told = self.client, ranks, self.pins, Log(), refusals, 30.0, most_held, self.turns, self.adapters
@@ -148,12 +168,17 @@ def test_a_beginning_ends_where_it_may_and_an_end_goes_on_from_there():
     assert engine.source.tail(one, 8, 16).looking
 
 
-def test_an_offer_is_held_from_arrival_and_bid_once_its_peer_is_known():
-    engine = Engine(Looking())
+def test_a_ticket_is_redeemed_at_arrival_and_bid_once_it_is_granted_and_its_peer_known():
+    engine = Engine(Looking(), redeemed=Looking())
     one = engine.arrive(offered())
-    assert engine.client.held == ["theirs"]
-    assert engine.source.bids(one, 8) == (Bid(PEER, (Part("peer", 32),), looking=True),)
+    assert engine.client.claimed == ["theirs"]
+    assert engine.client.asked == [(40, content_of(one, 40, Adapters()))]
+    looking = (Bid(UNREDEEMED, (Part("peer", 32),), looking=True),)
+    assert engine.source.bids(one, 8) == looking
+    assert engine.client.waits == [], "nobody waits for a peer that is being met"
     engine.client.answer = KNOWN
+    assert engine.source.bids(one, 8) == looking
+    engine.client.redeemed = GRANTED
     assert engine.source.bids(one, 8) == (Bid(PEER, (Part("peer", 32),)),)
     assert not engine.source.bids(one, 40)
     assert engine.client.released == []
@@ -176,27 +201,43 @@ def test_a_load_is_ordered_with_the_peer_met_before():
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("change", "says"),
     [
-        ({"remote_digest": "other"}, "the offered blocks hold other tokens"),
-        ({"remote_num_tokens": 42}, "42 tokens are offered for a prompt of 41"),
-        ({"remote_num_tokens": 0}, "0 tokens are offered for a prompt of 41"),
+        ({"kv": 42}, "42 tokens are offered for a prompt of 41"),
+        (
+            {"prompt_token_ids": None},
+            "the content of this prompt has no certain name: the prompt is not made",
+        ),
     ],
 )
-def test_an_offer_of_another_prompt_is_struck_out_and_released(changes, says):
+def test_a_ticket_that_cannot_be_of_the_prompt_is_not_redeemed_and_changes_nothing(change, says):
     engine = Engine()
-    one = engine.arrive(offered(**changes))
-    assert (engine.source.bids(one, 0), engine.client.released) == ((), ["theirs"])
+    one = offered(remote_num_tokens=change.pop("kv", 40))
+    vars(one).update(change)
+    engine.arrive(one)
+    assert (engine.source.bids(one, 0), engine.client.claimed, engine.client.released) == ((), [], [])
     (reason,) = engine.refused()
     assert reason.startswith(says)
+
+
+def test_a_ticket_that_its_producer_refuses_is_struck_out_and_not_released():
+    """It may be somebody else's, who redeems it with the right prompt."""
+    engine = Engine(redeemed=NotUsable("other tokens"))
+    one = engine.arrive(offered())
+    assert engine.source.bids(one, 0) == ()
+    assert (engine.refused(), engine.client.released) == (["other tokens"], [])
+    engine.client.redeemed = GRANTED
+    assert engine.source.bids(one, 0) == ()
+    engine.source.settled("a")
+    engine.source.finished("a")
+    assert (engine.client.released, len(engine.source), len(engine.source._claims)) == ([], 0, 0)
 
 
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        (NOBODY, "nobody answers"),
         (Known(facts("other", 11), cards()), "engine other answers at the address of engine"),
-        (Known(facts("engine", 12), cards()), "the engine has been restarted since it made the offer"),
+        (Known(facts("engine", 12), cards()), "the engine has been restarted since it granted the lease"),
     ],
 )
 def test_a_peer_that_cannot_be_used_is_struck_out_and_released(answer, says):
@@ -209,6 +250,43 @@ def test_a_peer_that_cannot_be_used_is_struck_out_and_released(answer, says):
     engine.source.settled("a")
     engine.source.finished("a")
     assert (engine.client.released, len(engine.source)) == (["theirs"], 0)
+
+
+def test_a_peer_that_is_refused_when_a_request_arrives_is_not_sent_its_ticket():
+    engine = Engine(NOBODY)
+    one = engine.arrive(offered())
+    assert not engine.source.bids(one, 0)
+    assert (engine.refused(), engine.client.claimed, engine.client.released) == (["nobody answers"], [], [])
+
+
+def test_a_grant_has_a_block_table_for_each_group_of_the_peer():
+    engine = Engine(redeemed=Redeemed(0, 11, Grant(3, 7, [[1], [2], [3]])))
+    one = engine.arrive(offered())
+    assert engine.source.bids(one, 0) == ()
+    assert engine.refused() == ["block tables for 3 groups, the peer has 1"]
+    assert engine.client.released == ["theirs"]
+
+
+def test_all_requests_of_a_step_share_the_time_to_wait_for_their_tickets(monkeypatch):
+    engine, now = Engine(redeemed=Looking()), [100.0]
+    monkeypatch.setattr(claims.time, "monotonic", lambda: now[0])
+    ones = [engine.arrive(offered(name, of=name)) for name in "abcd"]
+
+    def redemption(self, number, wait_seconds):
+        waits_said.append(wait_seconds)
+        now[0] += min(wait_seconds, STEP_WAIT_SECONDS * 0.4)
+        return self.redeemed
+
+    waits_said = []
+    monkeypatch.setattr(Client, "redemption", redemption)
+    for one in ones:
+        engine.source.bids(one, 0)
+    assert waits_said == pytest.approx(
+        [STEP_WAIT_SECONDS * share for share in (1.0, 0.6, 0.2, 0.0)], abs=1e-9
+    )
+    engine.step()
+    engine.source.bids(ones[0], 0)
+    assert waits_said[-1] == STEP_WAIT_SECONDS
 
 
 @pytest.mark.parametrize(("theirs", "grain"), [(4, 4), (16, 16), (24, 8), (64, 16)])
@@ -310,19 +388,32 @@ def test_samples_that_share_a_prompt_release_it_once_with_the_last():
     assert engine.client.released == ["theirs"]
 
 
-def test_of_a_request_that_was_rejected_only_the_lease_is_released():
+def test_a_ticket_with_another_prompt_does_not_release_what_a_request_here_reads():
+    """The second request may be a thief's, and ends before the producer has answered."""
+    engine = Engine()
+    engine.arrive(offered("a"))
+    thief = request("b", [*TOKENS[:-1], 7, 99])
+    thief.kv_transfer_params = offered().kv_transfer_params
+    engine.arrive(thief)
+    assert engine.client.claimed == ["theirs", "theirs"], "each with its own prompt"
+    engine.source.settled("b")
+    assert engine.client.released == []
+    engine.source.settled("a")
+    assert engine.client.released == ["theirs"]
+
+
+def test_of_a_request_that_was_rejected_the_ticket_is_dropped():
     """vLLM names its offer with a request of one made-up token."""
     engine = Engine()
-    samples = [engine.arrive(offered("a"))]
+    engine.arrive(offered("a"))
     for name, of in (("b", "theirs"), ("c", "another")):
         one = request(name, [0], abort_immediately=True)
         one.kv_transfer_params = offered(of=of).kv_transfer_params
-        engine.arrive(one)
+        assert not engine.source.arrived(one, engine.bidding)
         engine.source.finished(name)
     assert engine.refused() == [], "nothing is wrong with its offer"
-    assert engine.client.released == ["another"], "what a sample still waits for is kept"
-    engine.source.settled(samples[0].request_id)
-    assert engine.client.released == ["another", "theirs"]
+    assert engine.client.dropped == ["another"], "what a sample still waits for is kept"
+    assert (engine.client.claimed, engine.client.released) == (["theirs"], [])
 
 
 @pytest.mark.parametrize(
@@ -333,7 +424,7 @@ def test_a_request_without_an_offer_that_can_be_read_is_not_served(params, refus
     engine = Engine()
     one = request("a", TOKENS, kv_transfer_params=params)
     assert not engine.source.arrived(one, engine.bidding)
-    assert (len(engine.refused()), engine.client.held, len(engine.source)) == (refused, [], 0)
+    assert (len(engine.refused()), engine.client.claimed, len(engine.source)) == (refused, [], 0)
 
 
 def test_workers_forget_a_peer_that_nothing_was_read_from_for_long(monkeypatch):
@@ -350,7 +441,9 @@ def test_workers_forget_a_peer_that_nothing_was_read_from_for_long(monkeypatch):
     assert engine.step().connects == {PEER: KNOWN.ranks}
 
 
-TURN = Offer("engine", "earlier", *ADDRESS, [[1, 2, 3]], 40, Lease(3, 7, 11), "")
+TURN = FoundTurn(
+    40, ADDRESS, KeptTurn("engine", 11, ticket("earlier"), Grant(3, 7, [[1, 2, 3]]), 50, 1, 1, [])
+)
 
 
 def test_a_request_without_an_offer_gets_that_of_an_earlier_turn_once_peers_have_answered():
@@ -422,7 +515,7 @@ def test_after_a_reset_no_offer_that_came_before_is_bid():
     engine.source.start_anew()
     assert engine.client.released == ["c", "a", "b"], "what is being read is not believed either"
     assert engine.source.bids(waiting, 0) == engine.source.bids(loading, 0) == ()
-    assert engine.refused() == ["the cache was reset"]
+    assert engine.refused() == ["the cache was reset"] * 2, "before and after its ticket was redeemed"
     engine.source.ended(load, Report("the producer gave the blocks back"))
     assert engine.source.bids(engine.arrive(offered("d")), 0), "what comes is"
 
@@ -436,29 +529,30 @@ def test_without_peers_that_keep_turns_a_request_is_not_ours():
     assert not Engine().source.arrived(request("a", [*TOKENS, 99]), Bidding(2))
 
 
-def test_an_offer_is_looked_at_again_while_the_adapter_is_being_read(tmp_path):
+def test_a_ticket_is_redeemed_once_the_adapter_of_its_prompt_was_read(tmp_path):
     engine, one = Engine(), offered()
     one.lora_request = adapter(tmp_path)
     with slow_files() as go_on:
         engine.arrive(one)
         (bid,) = engine.source.bids(one, 0)
         assert bid.looking
-        assert not engine.told
+        assert (engine.client.claimed, engine.refused()) == ([], [])
         go_on.set()
         settled(lambda: engine.adapters.name(one.lora_request))
-    assert engine.source.bids(one, 0) == ()
-    (refused,) = engine.told
-    assert "were computed with LoRA none, this prompt has " in refused.reason
-
-
-def test_an_offer_with_the_same_adapter_is_taken_once_it_was_read(tmp_path):
-    lora = adapter(tmp_path)
-    named = Adapters()
-    engine, one = Engine(), offered(remote_adapter=settled(lambda: named.name(lora)))
-    one.lora_request = lora
-    with slow_files() as go_on:
-        engine.arrive(one)
-        go_on.set()
-        settled(lambda: engine.adapters.name(lora))
     (bid,) = engine.source.bids(one, 0)
     assert (bid.tokens, bid.looking) == (40, False)
+    ((_, content),) = engine.client.asked
+    assert content.adapter == engine.adapters.name(one.lora_request)
+
+
+def test_an_adapter_that_is_never_read_does_not_delay_a_request_for_ever(tmp_path, monkeypatch):
+    engine, one = Engine(), offered()
+    one.lora_request = adapter(tmp_path)
+    with slow_files() as go_on:
+        engine.arrive(one)
+        monkeypatch.setattr(peer_source.time, "monotonic", lambda: now)
+        now = time.monotonic_ns() / 1e9 + 30.0
+        assert engine.source.bids(one, 0) == ()
+        (why,) = engine.refused()
+        assert why.endswith("are still being read for their digest, after 30 s")
+        go_on.set()

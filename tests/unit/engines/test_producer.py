@@ -12,7 +12,7 @@ from kvferry.engines.vllm import producer, turn_keeper
 from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.meta import SchedulerMeta
-from kvferry.engines.vllm.offer import read_offer, write_nothing
+from kvferry.engines.vllm.offer import Offer, read_offer, write_nothing, write_offer
 from kvferry.engines.vllm.producer import Producer
 from kvferry.engines.vllm.prompt import content_of
 from kvferry.engines.vllm.turn_names import TurnNames
@@ -20,7 +20,9 @@ from kvferry.geometry import GroupKind
 from kvferry.observe.events import LeaseEnded, LeaseExtended, LeaseGranted
 from kvferry.observe.fold import Fold
 from kvferry.observe.watch import Watch
-from kvferry.transport.messages import Heartbeat, Release
+from kvferry.transport.control_server import Claimed, Released
+from kvferry.transport.redeem import NotRedeemed, Redeem, Redeemed
+from kvferry.transport.tickets import TicketBook
 from kvferry.transport.turns import TurnIndex
 from support.block_pool import BlockPool, request
 from support.clock import Clock
@@ -52,13 +54,16 @@ class Pool(BlockPool):
         return self.free_blocks_said
 
 
+def server(port: int = 7) -> SimpleNamespace:
+    """What a producer needs of its control channel."""
+    return SimpleNamespace(port=port, tickets=TicketBook(1), turns=TurnIndex())
+
+
 class Engine:
     def __init__(self, **settings) -> None:
         self.told, self.fold = [], Fold()
-        parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1)
         self.producer = Producer(
             SimpleNamespace(
-                parallel_config=parallel,
                 kv_transfer_config=SimpleNamespace(engine_id="e"),
                 max_concurrent_batches=1,
                 max_in_flight_tokens=256,
@@ -77,6 +82,7 @@ class Engine:
             TurnNames(Adapters()),
             Adapters(),
         )
+        self.producer.port = 7
 
     def end(self, name: str, blocks: int = 1, tokens: int = 8, **more) -> tuple:
         """A request comes in for another engine, and ends; what is said of it."""
@@ -88,7 +94,7 @@ class Engine:
     def offer(self, name: str, blocks: int = 1) -> None:
         assert self.end(name, blocks)[0]
 
-    def hear(self, *events: Heartbeat | Release, turns: bool = False) -> dict[str, int]:
+    def hear(self, *events: Claimed | Released, turns: bool = False) -> dict[str, int]:
         meta = SchedulerMeta("e")
         self.producer.take_events(deque(events), meta)
         assert not (meta.ended if turns else meta.turns_ended)
@@ -101,12 +107,12 @@ def test_a_lease_is_told_from_its_grant_to_its_end(clock) -> None:
         engine.offer(name)
     assert engine.told == [LeaseGranted(name, clock.now, 8, SECONDS) for name in ("a", "b")]
     clock.now += SECONDS / 2
-    engine.hear(Heartbeat(["a", "nobody"]))
+    engine.hear(Claimed(["a", "nobody"]))
     assert engine.told[2:] == [LeaseExtended("a", clock.now)]
     clock.now += SECONDS / 2
     assert engine.hear().keys() == {"b"}
     assert engine.told[3:] == [LeaseEnded("b", clock.now, expired=True)]
-    assert engine.hear(Release(["a", "b"])).keys() == {"a"}
+    assert engine.hear(Released(["a", "b"])).keys() == {"a"}
     assert engine.told[4:] == [LeaseEnded("a", clock.now, expired=False)]
     counted = engine.fold.take()
     assert {" ".join([name, *of]): n for (name, of), n in counted.counters.items()} == {
@@ -123,10 +129,10 @@ def waits_for(tokens: int) -> object:
 def test_a_lease_that_nobody_claims_gives_way_to_a_request_that_waits_for_blocks(clock) -> None:
     """Its client has left, or the decode engine refuses the request: nobody will ever read it."""
     engine, pool = Engine(), Pool()
-    engine.producer.start(7, TurnIndex(), pool, 1)
+    engine.producer.start(server(), pool, 1)
     for name in "abcd":
         engine.offer(name, blocks=4)
-    engine.hear(Heartbeat(["b"]))
+    engine.hear(Claimed(["b"]))
     pool.free_blocks_said = 5
     engine.producer.on_new_request(waits := waits_for(8 * 16))  # nine blocks, four more than there are
     clock.now += SECONDS / 4 - 0.01
@@ -156,17 +162,51 @@ def test_a_prompt_of_which_one_token_is_left_is_offered(clock) -> None:
     assert Engine().end("a", tokens=1)[1]["remote_num_tokens"] == 1
 
 
-def test_an_offer_names_everything_that_the_blocks_were_computed_from(clock, tmp_path) -> None:
+def redeem(engine: Engine, params: dict, content, consumer: int = 9) -> Redeemed | NotRedeemed:
+    """What another engine gets for a ticket."""
+    offer = read_offer(params)
+    return engine.producer._tickets.redeem(
+        Redeem(0, consumer, offer.ticket, offer.remote_num_tokens, content)
+    )
+
+
+def test_a_ticket_is_exchanged_for_the_blocks_of_a_prompt_computed_from_the_same(clock, tmp_path) -> None:
     engine, lora = Engine(), adapter(tmp_path)
-    engine.producer.port = 7
     name = settled(lambda: engine.producer._adapters.name(lora))
-    one = {"mm_features": [feature(1, [1.0, 2.0])], "lora_request": lora}
-    offer, plain = (read_offer(engine.end(name, **more)[1]) for name, more in (("a", one), ("b", {})))
+    one = {"mm_features": [feature(1, [1.0, 2.0])], "lora_request": lora, "cache_salt": "mine"}
+    params, plain = (engine.end(name, blocks=2, **more)[1] for name, more in (("a", one), ("b", {})))
     content = content_of(request("a", range(8), **one), 8, engine.producer._adapters)
-    assert (offer.remote_digest, offer.remote_items) == (content.tokens, content.items)
-    assert offer.remote_adapter == name
-    assert offer.remote_items
-    assert (plain.remote_items, plain.remote_adapter) == ("", "")
+    assert (content.adapter, bool(content.items), bool(content.salt)) == (name, True, True)
+    answer = redeem(engine, params, content)
+    assert (answer.incarnation, answer.grant.tables, answer.grant.word(1).slot) == (1, [[0, 1, 2]], 0)
+    for without in one:
+        other = content_of(request("a", range(8), **{**one, without: None}), 8, engine.producer._adapters)
+        assert isinstance(redeem(engine, params, other), NotRedeemed), without
+    assert isinstance(redeem(engine, plain, content), NotRedeemed)
+
+
+def test_what_passes_through_users_names_no_block_no_memory_and_no_request(clock) -> None:
+    engine = Engine()
+    one, other = (engine.end(name)[1] for name in ("a", "b"))
+    assert one.keys() == write_offer(Offer("e", "h", 1, "0" * 32, 1)).keys()
+    assert one["remote_request_id"] != other["remote_request_id"]
+    assert {**one, "remote_request_id": ""} == {**other, "remote_request_id": ""}
+
+
+@pytest.mark.parametrize("how", ["released", "expired", "withdrawn"])
+def test_a_ticket_ends_before_a_word_of_its_lease_is_raised(clock, how) -> None:
+    engine = Engine()
+    params = engine.end("a")[1]
+    content = content_of(request("a", range(8)), 8, Adapters())
+    assert isinstance(redeem(engine, params, content), Redeemed)
+    if how == "expired":
+        clock.now += SECONDS
+    elif how == "withdrawn":
+        engine.producer.reset()
+        assert isinstance(redeem(engine, params, content), NotRedeemed), "even before the next step"
+    ended = engine.hear(*([Released(["a"])] if how == "released" else []))
+    assert ended.keys() == {"a"}, "workers raise the word after this"
+    assert isinstance(redeem(engine, params, content, consumer=10), NotRedeemed)
 
 
 def test_what_no_lease_is_left_for_is_not_offered(clock, monkeypatch, caplog) -> None:
@@ -188,9 +228,9 @@ def test_samples_of_one_prompt_share_a_lease(clock) -> None:
     assert engine.end(SAMPLES[1]) == engine.end(SAMPLES[2]) == (False, offer), (
         "their own blocks are given back"
     )
-    assert engine.end("0_cmpl-1-0-12ab34ce")[1]["remote_request_id"] == "0_cmpl-1-0-12ab34ce"
+    assert engine.end("0_cmpl-1-0-12ab34ce")[1] != offer
     assert [event.request_id for event in engine.told] == [SAMPLES[0], "0_cmpl-1-0-12ab34ce"]
-    assert engine.hear(Release([SAMPLES[0]])).keys() == {SAMPLES[0]}
+    assert engine.hear(Released([SAMPLES[0]])).keys() == {SAMPLES[0]}
     assert engine.end(SAMPLES[1])[0], "of a lease that has ended nothing can be read any more"
     clock.now += SECONDS
     assert engine.hear().keys() == {"0_cmpl-1-0-12ab34ce", SAMPLES[1]}
@@ -199,8 +239,8 @@ def test_samples_of_one_prompt_share_a_lease(clock) -> None:
 
 def test_requests_that_are_no_samples_of_one_prompt_share_nothing(clock) -> None:
     engine = Engine()
-    for name in ("0_a", "1_a", "cmpl-1-0-12ab34cd", "cmpl-2-0-12ab34cd", "x_cmpl-1-0-12ab34cd"):
-        assert engine.end(name)[1]["remote_request_id"] == name
+    names = ("0_a", "1_a", "cmpl-1-0-12ab34cd", "cmpl-2-0-12ab34cd", "x_cmpl-1-0-12ab34cd")
+    assert len({engine.end(name)[1]["remote_request_id"] for name in names}) == len(names)
     assert len(engine.producer._siblings) == 0
 
 
@@ -215,22 +255,22 @@ def test_a_lease_is_withdrawn_when_another_sample_is_aborted(clock, monkeypatch)
     assert engine.hear() == {}
 
 
-def test_an_earlier_turn_is_kept_for_its_time_whoever_releases_it(clock) -> None:
-    engine, index = Engine(turn_seconds=4 * SECONDS), TurnIndex()
-    engine.producer.start(7, index, pool := Pool(), 1)
+def test_an_earlier_turn_is_kept_for_its_time(clock) -> None:
+    engine, channel = Engine(turn_seconds=4 * SECONDS), server()
+    engine.producer.start(channel, pool := Pool(), 1)
     assert engine.producer.keeps_turns == ("127.0.0.1", 7)
     one = request("a", range(300), num_computed_tokens=299)
     assert engine.producer.finished(one, (list(range(1, 20)),)) == (False, None), "the engine is done with it"
     assert pool.references == 99 + 19
-    assert engine.hear() == engine.hear(Release(["a"])) == {}
-    assert len(index) == 1
+    assert engine.hear() == engine.hear() == {}
+    assert (len(channel.turns), len(channel.tickets)) == (1, 0)
     clock.now += 3.5 * SECONDS
-    engine.hear(Heartbeat(["a"]))
+    engine.hear(Claimed(["a"]))
     clock.now += 0.9 * SECONDS
     assert engine.hear() == {}, "it is being read"
     clock.now += 0.1 * SECONDS
     assert engine.hear(turns=True).keys() == {"a"}
-    assert len(index) == 0
+    assert len(channel.turns) == 0
     assert engine.told[-1] == LeaseEnded("a", clock.now, expired=False)
     assert engine.producer.holds_blocks
     engine.producer.raised({"a": 1})
@@ -240,7 +280,7 @@ def test_an_earlier_turn_is_kept_for_its_time_whoever_releases_it(clock) -> None
 
 def test_an_earlier_turn_of_one_of_several_samples_ends_like_any_other(clock) -> None:
     engine = Engine(turn_seconds=SECONDS)
-    engine.producer.start(7, TurnIndex(), Pool(), 1)
+    engine.producer.start(server(), Pool(), 1)
     engine.producer.finished(request(SAMPLES[0], range(300), num_computed_tokens=299), (list(range(1, 20)),))
     clock.now += SECONDS
     assert engine.hear(turns=True).keys() == {SAMPLES[0]}
@@ -248,7 +288,7 @@ def test_an_earlier_turn_of_one_of_several_samples_ends_like_any_other(clock) ->
 
 def test_a_reset_gives_earlier_turns_back(clock) -> None:
     engine = Engine(turn_seconds=SECONDS)
-    engine.producer.start(7, TurnIndex(), Pool(), 1)
+    engine.producer.start(server(), Pool(), 1)
     engine.producer.finished(request("a", range(300), num_computed_tokens=299), (list(range(1, 20)),))
     engine.producer.reset()
     assert engine.hear(turns=True).keys() == {"a"}
@@ -261,8 +301,8 @@ def test_a_reset_withdraws_what_was_offered_before(clock) -> None:
     engine.offer("b")
     assert engine.hear().keys() == {"a"}
     assert engine.told[-1] == LeaseEnded("a", clock.now, expired=False, withdrawn=True)
-    assert engine.hear(Release(["a"])) == {}
-    assert engine.hear(Release(["b"])).keys() == {"b"}
+    assert engine.hear(Released(["a"])) == {}
+    assert engine.hear(Released(["b"])).keys() == {"b"}
 
 
 def test_without_the_setting_nothing_is_kept(clock) -> None:

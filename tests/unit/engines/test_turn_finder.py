@@ -1,13 +1,15 @@
-"""Peers are asked for earlier turns, and the one that brings most is taken as an offer."""
+"""Peers are asked for earlier turns, and the one that brings most is taken."""
 
 from __future__ import annotations
 
 from kvferry.engines.vllm.adapters import Adapters
-from kvferry.engines.vllm.turn_finder import TurnFinder
+from kvferry.engines.vllm.turn_finder import FoundTurn, TurnFinder
 from kvferry.engines.vllm.turn_names import CHUNK_TOKENS, TurnNames
 from kvferry.transport.handshake import Looking
 from kvferry.transport.messages import KeptTurn
+from kvferry.transport.redeem import Grant
 from support.block_pool import request
+from transport.cards import ticket
 
 A, B = ("10.0.0.1", 1), ("10.0.0.2", 2)
 
@@ -27,9 +29,13 @@ class Client:
         self.dropped.append(number)
 
 
-def kept(tokens=300, least=1, lease="r") -> KeptTurn:
+GRANT = Grant(1, 2, [[5], [6]])
+
+
+def kept(tokens=300, least=1, name="r") -> KeptTurn:
     chunks = min(tokens, 400) // CHUNK_TOKENS
-    return KeptTurn("D", lease, 1, 2, 3, tokens, least, chunks, list(range(chunks * 256, tokens)), [[5], [6]])
+    after = list(range(chunks * 256, tokens))
+    return KeptTurn("D", 3, ticket(name), GRANT, tokens, least, chunks, after)
 
 
 def asked(answers, tokens=400, client=None):
@@ -46,23 +52,19 @@ def asked(answers, tokens=400, client=None):
     return found
 
 
-def test_what_brings_most_is_an_offer():
-    offer = asked([(A, kept(300)), (B, kept(320, lease="longer"))])
-    assert (offer.remote_host, offer.remote_port) == B
-    assert (offer.remote_engine_id, offer.remote_request_id) == ("D", "longer")
-    assert (offer.remote_num_tokens, offer.remote_block_ids) == (320, [[5], [6]])
-    assert offer.remote_lease.ticket().word(9) == 9 << 32 | 2
+def test_what_brings_most_is_taken():
+    longer = kept(320, name="longer")
+    assert asked([(A, kept(300)), (B, longer)]) == FoundTurn(320, B, longer)
 
 
 def test_what_cannot_be_continued_from_is_left():
-    offer = asked([(A, kept(300)), (B, kept(500, least=410))])
-    assert (offer.remote_host, offer.remote_port) == A
+    assert asked([(A, kept(300)), (B, kept(500, least=410))]).address == A
     assert asked([(B, kept(300, least=301))]) is None
     assert asked([]) is None
 
 
 def test_the_last_token_of_a_prompt_is_computed():
-    assert asked([(A, kept(400))]).remote_num_tokens == 399
+    assert asked([(A, kept(400))]).tokens == 399
     assert asked([(A, kept(400, least=400))]) is None
 
 

@@ -10,12 +10,13 @@ from hypothesis import given, settings, strategies as st
 from kvferry.errors import ProtocolError
 from kvferry.planning.nest import Loop, Nest
 from kvferry.planning.plane import PoolNests
-from kvferry.transport import gather_messages as gather, messages as control
+from kvferry.transport import gather_messages as gather, messages as control, redeem
 from transport.cards import cards, facts
 
 QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=300)
 PROTOCOL = control.PROTOCOL
 NEST = Nest(4096, 64, 8, (Loop(3, 100, 16), Loop(2, 8, 8)))
+GRANT = redeem.Grant(1, 2, [[5, 6], [7]])
 BLOCKS = np.array([1, 2, 3], np.int32).tobytes()
 
 
@@ -32,8 +33,11 @@ class Sample(NamedTuple):
 REQUESTS = [
     Sample(control, control.Hello(PROTOCOL, facts())),
     Sample(control, control.AskRanks(PROTOCOL, facts())),
-    Sample(control, control.Heartbeat(["a", "b"])),
-    Sample(control, control.Release(["ü"])),
+    Sample(control, control.Heartbeat(9, [bytes(16), b"b" * 16])),
+    Sample(control, control.Release(9, [bytes(16)])),
+    Sample(control, control.Drop([bytes(16)])),
+    Sample(control, redeem.Redeem(7, 9, bytes(16), 40, redeem.PromptContent("t", "i", "ü", "s"))),
+    Sample(control, control.AskTurn(7, 16, [bytes(32)])),
     Sample(
         gather,
         gather.Introduce(PROTOCOL, [gather.GatherRoute(4096, 9, 128, (PoolNests((0, 8), (NEST,)),) * 2)]),
@@ -45,6 +49,9 @@ REPLIES = [
     Sample(control, control.Accepted(facts())),
     Sample(control, control.Refused(["one", "two"])),
     Sample(control, control.Ranks(list(cards(2)))),
+    Sample(control, redeem.Redeemed(7, 9, GRANT)),
+    Sample(control, redeem.NotRedeemed(7, 9, "other tokens")),
+    Sample(control, control.Turns(7, [control.KeptTurn("D", 3, bytes(16), GRANT, 9, 1, 2, [5])])),
     Sample(gather, gather.Gathered(7, 12, 70, 5)),
     Sample(gather, gather.NotGathered(7, "too late")),
     Sample(gather, gather.NotGathered(7, "who are you", unknown=True)),

@@ -13,11 +13,12 @@ from msgspec import structs
 
 from kvferry.errors import ConfigError, Incompatible
 from kvferry.keys.chunk import ChunkKeys
-from kvferry.transport import handshake, security
+from kvferry.transport import control_client, handshake, security
 from kvferry.transport.control_client import ControlClient
-from kvferry.transport.control_server import Card, ControlServer
+from kvferry.transport.control_server import Card, Claimed, ControlServer, Released
 from kvferry.transport.handshake import Known, Looking, NotUsable
 from kvferry.transport.messages import (
+    MAX_TICKETS,
     PROTOCOL,
     Accepted,
     AskRanks,
@@ -26,14 +27,19 @@ from kvferry.transport.messages import (
     KeptTurn,
     Ranks,
     Refused,
+    Release,
     encode,
 )
 from kvferry.transport.peers import ANYBODY
+from kvferry.transport.redeem import Grant, PromptContent, Redeemed
 from kvferry.transport.turns import Content
 from support.keys import KEYS, OTHER_KEYS
-from transport.cards import cards, facts
+from transport.cards import cards, facts, ticket
 
 HOST = "127.0.0.1"
+LEASE = ticket("lease")
+CONTENT = PromptContent("tokens")
+GRANT = Grant(1, 2, [[5], [6]])
 
 
 @pytest.fixture
@@ -108,6 +114,28 @@ def until(there: Callable[[], object], seconds: float = 30.0):
         assert time.monotonic() < deadline, f"still nothing after {seconds} s"
         time.sleep(0.002)
     return found
+
+
+def publish(server: ControlServer, named: bytes, lease: str = "lease") -> None:
+    server.tickets.publish(named, lease, 4, CONTENT, GRANT)
+
+
+def granted(client: ControlClient, number: int):
+    """A redemption's answer."""
+    return until(lambda: None if isinstance(answer := client.redemption(number, 0.01), Looking) else answer)
+
+
+def redeem(
+    client: ControlClient, server: ControlServer, named: bytes, lease: str = "lease", publishes: bool = True
+) -> bytes:
+    """Claim a lease, which the server has granted; returns its ticket."""
+    if publishes:
+        publish(server, named, lease)
+    settled(client, server.port)
+    number = client.redeem((HOST, server.port), named, 4, CONTENT)
+    assert granted(client, number).grant == GRANT
+    assert client.end_redemption(number)
+    return named
 
 
 def test_a_handshake_ends_with_the_ranks_of_the_peer(ends):
@@ -212,25 +240,24 @@ def test_a_peer_is_connected_anew_after_a_fault_that_passes(ends, monkeypatch, g
     with socket.create_server((HOST, 0)) as other:
         port = other.getsockname()[1]
         client = ends.client(handshake_seconds=0.3)
-        client.hold((HOST, port), "a lease")
+        client.hold((HOST, port), LEASE)
         taken, _ = other.accept()
         taken.sendall(greeting)
         taken.close()
         assert isinstance(settled(client, port), NotUsable)
     ends.server(port=port)
     until(lambda: isinstance(settled(client, port), Known), 10.0)
-    client.release((HOST, port), "a lease")
+    client.release((HOST, port), LEASE)
 
 
 def test_a_peer_that_is_met_anew_still_hears_of_the_leases_held_there(ends):
     server, client = ends.server(), ends.client(heartbeat_seconds=0.05)
     settled(client, server.port)
-    client.hold((HOST, server.port), "a lease")
-    until(lambda: Heartbeat(["a lease"]) in server.events)
+    redeem(client, server, LEASE)
     client.forget((HOST, server.port))
     settled(client, server.port)
     server.events.clear()
-    until(lambda: Heartbeat(["a lease"]) in server.events)
+    until(lambda: Claimed(["lease"]) in server.events)
 
 
 def test_a_peer_that_was_given_up_has_its_full_time_when_it_is_asked_anew(ends, monkeypatch):
@@ -319,21 +346,10 @@ def test_a_refusal_without_a_reason_is_a_refusal(ends):
 )
 def test_an_address_that_is_none_refuses_that_peer_only(ends, host):
     client = ends.client(handshake_seconds=2.0)
-    client.hold((host, 1234), "a lease")
+    client.hold((host, 1234), LEASE)
     assert isinstance(settled(client, 1234, host=host), NotUsable)
-    client.release((host, 1234), "a lease")
+    client.release((host, 1234), LEASE)
     assert isinstance(settled(client, ends.server().port), Known)
-
-
-def test_a_lease_name_that_cannot_be_sent_costs_nothing(ends):
-    server = ends.server()
-    client = ends.client(heartbeat_seconds=0.05)
-    client.hold((HOST, server.port), "\ud800")
-    time.sleep(0.2)
-    client.hold((HOST, server.port), "good")
-    client.release((HOST, server.port), "\ud800")
-    until(lambda: any("good" in event.leases for event in list(server.events)))
-    assert isinstance(settled(client, server.port), Known)
 
 
 def test_many_peers_shake_hands_at_the_same_time(ends):
@@ -360,44 +376,154 @@ def test_one_server_answers_many_clients(ends):
 def test_heartbeats_come_while_a_lease_is_held_and_stop_with_its_release(ends):
     server = ends.server()
     client = ends.client(heartbeat_seconds=0.05)
-    client.hold((HOST, server.port), "a")
-    client.hold((HOST, server.port), "b")
-    until(
-        lambda: (
-            sum(type(e).__name__ == "Heartbeat" and e.leases == ["a", "b"] for e in list(server.events)) >= 3
-        )
-    )
-    client.release((HOST, server.port), "a")
-    until(lambda: any(type(e).__name__ == "Release" for e in list(server.events)))
-    events = list(server.events)
-    after = next(i for i, e in enumerate(events) if type(e).__name__ == "Release")
-    assert events[after].leases == ["a"]
+    first, second = (redeem(client, server, ticket(name), name) for name in "ab")
+    until(lambda: sum(event == Claimed(["a", "b"]) for event in list(server.events)) >= 3)
+    client.release((HOST, server.port), first)
+    until(lambda: Released(["a"]) in server.events)
     server.events.clear()
     until(lambda: len(server.events) >= 2)
-    assert all(e.leases == ["b"] for e in list(server.events)), "a released lease is not kept alive"
-    client.release((HOST, server.port), "b")
-    until(lambda: any(type(e).__name__ == "Release" for e in list(server.events)))
+    assert all(event == Claimed(["b"]) for event in list(server.events)), "a released lease is not kept alive"
+    client.release((HOST, server.port), second)
+    until(lambda: Released(["b"]) in server.events)
     time.sleep(0.1)
     server.events.clear()
     time.sleep(0.2)
     assert not server.events
 
 
+def test_heartbeats_of_many_leases_travel_in_messages_of_bounded_length(ends, monkeypatch):
+    monkeypatch.setattr(control_client, "MAX_TICKETS", 3)
+    server = ends.server()
+    client = ends.client(heartbeat_seconds=0.05)
+    for name in "abcdefgh":
+        redeem(client, server, ticket(name), name)
+    server.events.clear()
+    beat = [Claimed(list(names)) for names in ("abc", "def", "gh")]
+    until(lambda: all(part in server.events for part in beat))
+
+
 def test_a_lease_is_claimed_at_once_and_not_with_the_next_heartbeat(ends):
     server = ends.server()
     client = ends.client(heartbeat_seconds=600.0)
-    client.hold((HOST, server.port), "a")
-    client.hold((HOST, server.port), "b")
-    until(lambda: list(server.events) == [Heartbeat(["a"]), Heartbeat(["b"])])
+    for name in "ab":
+        redeem(client, server, ticket(name), name)
+    until(lambda: list(server.events) == [Claimed(["a"]), Claimed(["b"])])
 
 
 def test_a_release_right_before_the_end_still_goes_out(ends):
     server = ends.server()
     client = ControlClient(facts("D"), lambda ranks: None, KEYS)
-    client.hold((HOST, server.port), "a")
-    client.release((HOST, server.port), "a")
+    client.release((HOST, server.port), redeem(client, server, LEASE))
     client.close()
-    until(lambda: any(type(e).__name__ == "Release" for e in list(server.events)))
+    until(lambda: Released(["lease"]) in server.events)
+
+
+def test_a_ticket_travels_behind_the_first_message_to_a_new_peer(ends):
+    server, client = ends.server(), ends.client()
+    publish(server, LEASE)
+    assert isinstance(client.look_up((HOST, server.port)), Looking)
+    number = client.redeem((HOST, server.port), LEASE, 4, CONTENT)
+    assert isinstance(client.redemption(number), Looking), "the first answer does not wait"
+    assert granted(client, number) == Redeemed(number, 1, GRANT)
+    assert settled(client, server.port) == Known(facts(), cards())
+
+
+def test_a_ticket_alone_opens_no_connection(ends):
+    """Its address came with a request; the handshake decides whether anybody is spoken to there."""
+    server, client = ends.server(), ends.client()
+    publish(server, LEASE)
+    number = client.redeem((HOST, server.port), LEASE, 4, CONTENT)
+    time.sleep(0.2)
+    assert not client._peers
+    assert isinstance(client.redemption(number), Looking)
+    settled(client, server.port)
+    assert granted(client, number) == Redeemed(number, 1, GRANT)
+
+
+def test_a_ticket_that_is_refused_says_why_and_claims_nothing(ends):
+    server, client = ends.server(), ends.client()
+    publish(server, LEASE)
+    settled(client, server.port)
+    at = HOST, server.port
+    for asked, tokens, content, says in (
+        (ticket("guessed"), 4, CONTENT, "it does not know the ticket"),
+        (LEASE, 5, CONTENT, "the ticket is for 4 tokens, not for 5"),
+        (LEASE, 4, PromptContent("other"), "the offered blocks hold other tokens than this prompt"),
+    ):
+        number = client.redeem(at, asked, tokens, content)
+        assert granted(client, number).reason.startswith(says)
+        assert client.end_redemption(number) is False
+        client.release(at, asked)
+    client.release(at, redeem(client, server, LEASE, publishes=False))
+    until(lambda: list(server.events) == [Claimed(["lease"]), Released(["lease"])])
+
+
+def test_a_producer_that_does_not_answer_a_ticket_is_given_up_and_met_anew(ends):
+    server, client = ends.server(), ends.client(handshake_seconds=0.3)
+    settled(client, server.port)
+    server.close()
+    number = client.redeem((HOST, server.port), LEASE, 4, CONTENT)
+    assert granted(client, number).reason.startswith("it did not answer within 0.3 s (handshake_seconds)")
+    assert client.end_redemption(number) is True, "it may have claimed the lease"
+    assert isinstance(client.look_up((HOST, server.port)), Looking)
+
+
+def test_what_was_asked_on_a_connection_that_is_made_anew_is_asked_again(ends, monkeypatch):
+    """Another request may find its peer restarted while the answer to this one is under way."""
+    server, client = ends.server(), ends.client()
+    publish(server, LEASE)
+    settled(client, server.port)
+    with monkeypatch.context() as deaf:
+        deaf.setattr(client._redemptions, "hear", lambda address, answer: None)
+        number = client.redeem((HOST, server.port), LEASE, 4, CONTENT)
+        until(lambda: server.events)
+        time.sleep(0.05)
+    client.forget((HOST, server.port))
+    settled(client, server.port)
+    assert granted(client, number) == Redeemed(number, 1, GRANT)
+
+
+def test_a_rejected_request_ends_a_lease_that_nobody_has_claimed(ends):
+    server, reader, other = ends.server(), ends.client(), ends.client(facts("E", 10))
+    claimed = redeem(reader, server, ticket("a"), "a")
+    publish(server, ticket("b"), "b")
+    for named in (claimed, ticket("b")):
+        other.drop((HOST, server.port), named)
+    until(lambda: Released(["b"]) in server.events)
+    assert list(server.events) == [Claimed(["a"]), Released(["b"])]
+
+
+def test_leases_of_others_are_neither_extended_nor_released(ends):
+    server, reader, other = ends.server(), ends.client(), ends.client(facts("E", 10))
+    claimed = redeem(reader, server, LEASE)
+    until(lambda: server.events)
+    server.events.clear()
+    other.hold((HOST, server.port), claimed)
+    other.release((HOST, server.port), claimed)
+    granted(other, other.redeem((HOST, server.port), ticket("unknown"), 1, CONTENT))  # all before was heard
+    assert not server.events
+
+
+def test_an_earlier_turn_is_kept_alive_by_whoever_has_found_it(ends):
+    server, client = ends.server(), ends.client()
+    turn = KeptTurn("D", 3, LEASE, GRANT, 600, 1, 0, [])
+    server.turns.publish(content(600), turn, "turn")
+    client.hold((HOST, server.port), LEASE)
+    client.release((HOST, server.port), LEASE)
+    granted(client, client.redeem((HOST, server.port), LEASE, 1, CONTENT))
+    assert list(server.events) == [Claimed(["turn"])], "it is kept for its time, and no ticket redeems it"
+
+
+@pytest.mark.parametrize("beat", [Heartbeat, Release], ids=lambda kind: kind.__name__)
+def test_messages_with_tickets_of_another_length_or_too_many_are_dropped(ends, beat):
+    server = ends.server()
+    raw = ends.raw(server.port)
+    for tickets in ([b"x" * 15], [b"x" * 4_000_000], [bytes(16)] * (MAX_TICKETS + 1)):
+        raw.send(encode(beat(9, tickets)))
+    until(lambda: server.rejected == 3)
+    raw.send(encode(beat(9, [bytes(16)] * MAX_TICKETS)))
+    redeem(ends.client(), server, LEASE)
+    until(lambda: list(server.events) == [Claimed(["lease"])])
 
 
 def test_a_port_in_use_is_a_setting_to_change(ends):
@@ -427,13 +553,13 @@ def test_addresses_that_were_refused_are_forgotten_and_their_sockets_closed(ends
 def test_addresses_that_were_never_asked_are_forgotten_once_no_lease_is_held_there(ends):
     client = ends.client(heartbeat_seconds=0.05)
     for port in range(1, 9):
-        client.hold((HOST, port), "a lease")
-        client.hold((HOST, port), "another")
-        client.release((HOST, port), "a lease")
+        client.hold((HOST, port), LEASE)
+        client.hold((HOST, port), ticket("another"))
+        client.release((HOST, port), LEASE)
     time.sleep(0.2)
     assert len(client._peers) == 8
     for port in range(1, 9):
-        client.release((HOST, port), "another")
+        client.release((HOST, port), ticket("another"))
     until(lambda: not client._peers)
 
 
@@ -459,14 +585,16 @@ def test_who_has_the_key_may_speak(ends):
     server = ends.server()
     client = ends.client(heartbeat_seconds=0.05)
     assert isinstance(settled(client, server.port), Known)
-    client.hold((HOST, server.port), "a")
+    redeem(client, server, LEASE)
     until(lambda: server.events)
 
 
 def test_who_has_another_key_gets_nothing(ends):
     server = ends.server()
     client = ends.client(keys=OTHER_KEYS, heartbeat_seconds=0.05, handshake_seconds=0.5)
-    client.hold((HOST, server.port), "a")
+    client.hold((HOST, server.port), LEASE)
+    client.redeem((HOST, server.port), LEASE, 4, CONTENT)
+    publish(server, LEASE)
     assert isinstance(settled(client, server.port), NotUsable)
     assert not server.events
     assert server.rejected == 0, "it did not get as far as a message"
@@ -517,8 +645,8 @@ def test_a_peer_that_keeps_turns_is_known_once_it_has_met_us_and_asked_over_the_
     settled(ends.client(structs.replace(facts("D", 9), keeps_turns=at)), asker.port)
     settled(ends.client(facts("E", 9)), asker.port)
     assert asker.keepers == {at: 9}
-    turn = KeptTurn("D", "r", 1, 2, 3, 600, 1, 0, [], [[5], [6]])
-    keeper.turns.publish(content(600), turn)
+    turn = KeptTurn("D", 3, LEASE, GRANT, 600, 1, 0, [])
+    keeper.turns.publish(content(600), turn, "turn")
     client = ends.client()
     for tokens, found in ((700, [(at, turn.found(2, list(range(512, 600))))]), (200, [])):
         number = client.ask_turn(asker.keepers, content(tokens))
@@ -542,10 +670,10 @@ def test_a_peer_that_does_not_answer_is_waited_for_a_moment_and_then_left_alone(
     assert client.ask_turn({nobody: 2}, content(600)) is not None, "it has been started anew"
 
 
-def test_a_peer_that_was_silent_is_asked_once_an_offer_of_it_has_come(ends):
+def test_a_peer_that_was_silent_is_asked_once_a_ticket_of_it_has_come(ends):
     client, at = ends.client(), (HOST, ends.fake())
     assert answered(client, client.ask_turn({at: 1}, content(600))) == []
-    client.hold(at, "its lease")
+    client.redeem(at, LEASE, 4, CONTENT)
     assert client.ask_turn({at: 1}, content(600)) is not None
 
 

@@ -10,15 +10,16 @@ from msgspec import structs
 
 from kvferry.transport import names, security
 from kvferry.transport.control_client import ControlClient
-from kvferry.transport.control_server import Card, ControlServer
+from kvferry.transport.control_server import Card, Claimed, ControlServer, Released
 from kvferry.transport.gathering import gathering
 from kvferry.transport.handshake import Known, Looking, NotUsable
 from kvferry.transport.listener import Listener
-from kvferry.transport.messages import PROTOCOL, Heartbeat, Hello, Outgoing, Release, encode
+from kvferry.transport.messages import PROTOCOL, Hello, Outgoing, encode
 from kvferry.transport.names import Names
 from kvferry.transport.peers import ANYBODY, peers_of
+from kvferry.transport.redeem import Grant, PromptContent, Redeem
 from support.keys import KEYS
-from transport.cards import cards, facts
+from transport.cards import cards, facts, ticket
 
 HOST, OTHER_HOST = "127.0.0.1", "127.0.0.2"
 ONE = peers_of([HOST], "10.0.0.1", None)
@@ -52,6 +53,13 @@ def until(there, seconds: float = 30.0):
 
 def settled(one: ControlClient, address):
     return until(lambda: None if isinstance(answer := one.look_up(address, 1), Looking) else answer)
+
+
+def claimed(of: ControlServer, name: str) -> bytes:
+    """A ticket that the client has redeemed there."""
+    of.tickets.publish(ticket(name), name, 4, PromptContent("tokens"), Grant(1, 2, [[5]]))
+    of.tickets.redeem(Redeem(0, 9, ticket(name), 4, PromptContent("tokens")))
+    return ticket(name)
 
 
 def speaker(stack, port: int, source: str, own=None) -> "zmq.Socket[bytes]":
@@ -120,7 +128,7 @@ def test_an_address_of_a_request_is_dialled_only_if_it_is_allowed(stack):
     with zmq.Context() as context, context.socket(zmq.STREAM) as listening:
         listening.linger = 0
         port = listening.bind_to_random_port(f"tcp://{OTHER_HOST}")
-        one.hold((OTHER_HOST, port), "a")
+        one.hold((OTHER_HOST, port), ticket("a"))
         answer = settled(one, (OTHER_HOST, port))
         assert isinstance(answer, NotUsable)
         assert "127.0.0.2 is none of the peers that this engine's configuration allows" in answer.reason
@@ -146,12 +154,13 @@ def test_a_listed_name_is_dialled_at_the_address_that_was_found(stack, monkeypat
     monkeypatch.setattr(names, "_resolve", lambda name: {"svc": [HOST]}[name])
     at = server(stack)
     one = client(stack, peers_of(["svc"], "10.0.0.1", None), heartbeat_seconds=1.0)
-    one.hold(("svc", at.port), "a")
-    one.hold(("svc", at.port), "b")
-    one.release(("svc", at.port), "a")
+    first, second = claimed(at, "a"), claimed(at, "b")
+    one.hold(("svc", at.port), first)
+    one.hold(("svc", at.port), second)
+    one.release(("svc", at.port), first)
     assert isinstance(settled(one, ("svc", at.port)), Known)
     heard = until(lambda: len(at.events) > 3 and [at.events.popleft() for _ in range(4)])
-    assert heard == [Heartbeat(["a"]), Heartbeat(["b"]), Release(["a"]), Heartbeat(["b"])], "in order"
+    assert heard == [Claimed(["a"]), Claimed(["b"]), Released(["a"]), Claimed(["b"])], "in order"
 
 
 def test_a_resolver_that_hangs_delays_no_heartbeat_and_no_other_handshake(stack, monkeypatch):
@@ -161,11 +170,11 @@ def test_a_resolver_that_hangs_delays_no_heartbeat_and_no_other_handshake(stack,
     monkeypatch.setattr(names, "PATIENCE_SECONDS", 1.0)
     near, other = server(stack), server(stack)
     one = client(stack, peers_of([HOST, "svc", "svc2"], "10.0.0.1", None), heartbeat_seconds=0.02)
-    one.hold((HOST, near.port), "a")
+    one.hold((HOST, near.port), claimed(near, "a"))
     until(lambda: near.events)
     began = time.monotonic()
     for name in ("svc", "svc2"):
-        one.hold((name, near.port), "b")
+        one.hold((name, near.port), ticket("b"))
         assert isinstance(one.look_up((name, near.port), 1), Looking)
     assert isinstance(settled(one, (HOST, other.port)), Known)
     before, gap, last = near.events.clear() or 0, 0.0, time.monotonic()

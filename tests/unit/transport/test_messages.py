@@ -1,6 +1,7 @@
 """Messages of the control channel: a value that makes no sense is a ProtocolError, in words."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -9,7 +10,8 @@ from hypothesis import given, settings, strategies as st
 
 from kvferry.errors import ProtocolError
 from kvferry.transport.messages import (
-    MAX_LEASES,
+    MAX_TICKETS,
+    Drop,
     Heartbeat,
     Ranks,
     Release,
@@ -18,6 +20,7 @@ from kvferry.transport.messages import (
     decode_request,
     encode,
 )
+from kvferry.transport.redeem import MAX_GROUPS, Grant, PromptContent, Redeem, Redeemed
 from transport.cards import cards
 
 QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=300)
@@ -99,11 +102,43 @@ def test_a_block_of_more_tokens_than_memory_could_plan_is_refused():
         decode_reply(msgspec.msgpack.encode(spoiled))
 
 
-@pytest.mark.parametrize("kind", [Heartbeat, Release])
-def test_no_more_leases_than_the_bound_in_one_message(kind):
-    assert decode_request(encode(kind([""] * MAX_LEASES)))
-    with pytest.raises(ProtocolError, match=f"{MAX_LEASES + 1} leases"):
-        decode_request(encode(kind([""] * (MAX_LEASES + 1))))
+@pytest.mark.parametrize(
+    "message", [partial(Heartbeat, 9), partial(Release, 9), Drop], ids=["Heartbeat", "Release", "Drop"]
+)
+def test_messages_about_leases_are_bounded(message):
+    assert decode_request(encode(message([bytes(16)] * MAX_TICKETS)))
+    for tickets in ([bytes(16)] * (MAX_TICKETS + 1), [bytes(15)], [bytes(17)], ["x" * 16], [None]):
+        with pytest.raises(ProtocolError):
+            decode_request(encode(message(tickets)))
+
+
+REDEEM = Redeem(7, 9, bytes(16), 40, PromptContent("t" * 32, "i" * 32, "a" * 4096, "s" * 32))
+
+
+def test_a_redemption_is_bounded_in_every_part():
+    assert decode_request(encode(REDEEM)) == REDEEM
+    for change in (
+        {"ticket": bytes(17)}, {"ticket": bytes(15)}, {"ticket": "x" * 16}, {"number": -1}, {"number": 2**63},
+        {"consumer": 2**32}, {"consumer": -1}, {"tokens": 0}, {"tokens": -1}, {"tokens": 2**31},
+        {"content": PromptContent("t" * 33)}, {"content": PromptContent("t", "i" * 33)},
+        {"content": PromptContent("t", adapter="a" * 4097)}, {"content": PromptContent("t", salt="s" * 33)},
+        {"content": None},
+    ):  # fmt: skip
+        with pytest.raises(ProtocolError):
+            decode_request(encode(msgspec.structs.replace(REDEEM, **change)))
+
+
+@pytest.mark.parametrize(
+    "grant",
+    [
+        Grant(-1, 0, []), Grant(2**31, 0, []), Grant(0, -1, []), Grant(0, 2**32, []), Grant(0, 0, [[-1]]),
+        Grant(0, 0, [[2**31]]), Grant(0, 0, [[1.5]]), Grant(0, 0, [None]), Grant(0, 0, None),
+        Grant(0, 0, [[]] * (MAX_GROUPS + 1)),
+    ],
+)  # fmt: skip
+def test_a_grant_out_of_bounds_is_none(grant):
+    with pytest.raises(ProtocolError):
+        decode_reply(encode(Redeemed(7, 9, grant)))
 
 
 def test_a_count_that_the_bytes_do_not_hold_is_refused():

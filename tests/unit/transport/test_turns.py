@@ -16,8 +16,9 @@ from kvferry.transport.messages import (
     decode_reply,
     decode_request,
     encode,
-    turns_of,
+    numbered,
 )
+from kvferry.transport.redeem import Grant
 from kvferry.transport.turns import (
     ASK_SECONDS,
     MOST_SILENT_SECONDS,
@@ -28,6 +29,7 @@ from kvferry.transport.turns import (
     shared_tokens,
 )
 from support.clock import Clock
+from transport.cards import ticket
 
 CHUNK = 4
 A, B = ("10.0.0.1", 1), ("10.0.0.2", 2)
@@ -39,8 +41,16 @@ def content(tokens, salt="", items=()) -> Content:
     return Content(CHUNK, tuple(keys.chunks()), list(tokens), tuple(item.start for item in items))
 
 
-def kept(of: Content, lease="r") -> KeptTurn:
-    return KeptTurn("D", lease, 1, 2, 3, len(of.tokens), 1, 0, [], [[5, 6], [7]])
+def kept(of: Content, name="r") -> KeptTurn:
+    return KeptTurn("D", 3, ticket(name), Grant(1, 2, [[5, 6], [7]]), len(of.tokens), 1, 0, [])
+
+
+def publish(index: TurnIndex, of: Content, name="r") -> None:
+    index.publish(of, kept(of, name), f"lease {name}")
+
+
+def names(turns: list[KeptTurn]) -> list[str]:
+    return [turn.ticket.decode().rstrip(".") for turn in turns]
 
 
 def found(index: TurnIndex, prompt: Content) -> list[KeptTurn]:
@@ -60,7 +70,7 @@ TOKENS = st.lists(st.integers(0, 1), max_size=20)
 @given(TOKENS, TOKENS)
 def test_what_is_shared_is_what_is_the_same_from_the_first_token_on_if_a_chunk_is(prompt, turn):
     index = TurnIndex()
-    index.publish(content(turn), kept(content(turn)))
+    publish(index, content(turn))
     answer = found(index, content(prompt))
     expected = same(prompt, turn)
     if expected < CHUNK:
@@ -73,7 +83,7 @@ def test_what_is_shared_is_what_is_the_same_from_the_first_token_on_if_a_chunk_i
 def test_of_several_turns_one_that_shares_most_is_found(turns, prompt):
     index = TurnIndex()
     for number, turn in enumerate(turns):
-        index.publish(content(turn), kept(content(turn), str(number)))
+        publish(index, content(turn), str(number))
     most = max((same(prompt, turn) for turn in turns), default=0)
     answer = [shared_tokens(content(prompt), one) for one in found(index, content(prompt))]
     assert max(answer, default=0) == (most if most >= CHUNK else 0)
@@ -82,19 +92,19 @@ def test_of_several_turns_one_that_shares_most_is_found(turns, prompt):
 
 def test_what_is_withdrawn_is_not_found():
     index, one = TurnIndex(), content(range(9))
-    index.publish(one, kept(one))
-    index.withdraw("r")
-    index.withdraw("never published")
+    publish(index, one)
+    index.withdraw(ticket("r"))
+    index.withdraw(ticket("never published"))
     assert (found(index, one), len(index)) == ([], 0)
 
 
 def test_what_another_turn_is_found_by_stays_when_one_is_withdrawn():
     index, one, other = TurnIndex(), content(range(9)), content([*range(6), 7])
     for of, lease in ((one, "one"), (other, "other")):
-        index.publish(of, kept(of, lease))
-    index.withdraw("one")
-    assert [each.lease for each in found(index, one)] == ["other"]
-    index.withdraw("other")
+        publish(index, of, lease)
+    index.withdraw(ticket("one"))
+    assert names(found(index, one)) == ["other"]
+    index.withdraw(ticket("other"))
     assert (found(index, one), index._by_key) == ([], {})
 
 
@@ -102,20 +112,20 @@ def test_of_many_turns_that_begin_alike_the_last_are_found():
     index = TurnIndex()
     for number in range(MOST_TURNS + 2):
         one = content([*range(6), number])
-        index.publish(one, kept(one, str(number)))
-    assert [each.lease for each in found(index, content(range(9)))] == ["5", "4", "3", "2"]
+        publish(index, one, str(number))
+    assert names(found(index, content(range(9)))) == ["5", "4", "3", "2"]
 
 
 def test_a_tenant_does_not_find_anothers_turn():
     index, one = TurnIndex(), content(range(9), salt="mine")
-    index.publish(one, kept(one))
+    publish(index, one)
     assert found(index, content(range(9))) == []
     assert found(index, content(range(9), salt="mine"))
 
 
 def test_chunks_of_another_length_are_others():
     index, one = TurnIndex(), content(range(9))
-    index.publish(one, kept(one))
+    publish(index, one)
     assert index.find(AskTurn(7, 8, list(one.keys))) == Turns(7, [])
 
 
@@ -124,7 +134,7 @@ def test_tokens_are_compared_up_to_where_something_stands_in_their_place():
     assert image.after(1) == [4, 5, 6, 7]
     assert image.after(2) == [8]
     index = TurnIndex()
-    index.publish(image, kept(image))
+    publish(index, image)
     for prompt in (content(range(11)), content(range(11), items=(Item(9, 1, "another"),))):
         (answer,) = found(index, prompt)
         assert shared_tokens(prompt, answer) == 9
@@ -156,9 +166,9 @@ def test_questions_and_answers_travel():
     question = AskTurn(3, CHUNK, list(one.keys))
     assert decode_request(encode(question)) == question
     answer = Turns(3, [kept(one).found(2, [8])])
-    assert decode_reply(encode(answer)) == turns_of(encode(answer)) == answer
-    assert turns_of(encode(question)) is None
-    assert turns_of(b"\xff\x00") is None
+    assert decode_reply(encode(answer)) == numbered(encode(answer)) == answer
+    assert numbered(encode(question)) is None
+    assert numbered(b"\xff\x00") is None
 
 
 @pytest.mark.parametrize("keys", [[b"short"], [b"x" * 32] * 65_537])

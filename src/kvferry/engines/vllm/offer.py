@@ -1,10 +1,10 @@
-"""Offers of KV that travel with a request as its ``kv_transfer_params``.
+"""Offers of KV that travel with a request as its ``kv_transfer_params``: a ticket, and who redeems it.
 
-The keys of vLLM's NixlConnector mean the same here, so routers made for it work unchanged. kvferry adds
-``remote_num_tokens`` (how many tokens), ``remote_lease`` (the ticket), and digests of what the KV was
-computed from: ``remote_digest`` (tokens), ``remote_items`` (images), ``remote_adapter`` (LoRA adapter). A
-router copies the object. Since anything may come back, an offer is checked against a schema, the prompt that
-it came with and the peer that it names.
+The keys of vLLM's NixlConnector mean the same here, so routers made for it work unchanged: they copy the
+object from one answer to the next request. ``remote_request_id`` carries the ticket, 128 random bits.
+``remote_num_tokens`` says how many tokens it is for. Block tables and leases never pass through users: the
+engine that redeems the ticket with a prompt of the same content gets them over the control channel
+(`transport.redeem`). An offer comes from a user, so it is checked against a schema before it is used.
 """
 
 from __future__ import annotations
@@ -13,57 +13,41 @@ from typing import Annotated, Any
 
 import msgspec
 
-from kvferry.engines.vllm.adapters import Adapters
-from kvferry.engines.vllm.prompt import PromptContent, content_of
-from kvferry.errors import NotYetNamed, ProtocolError, Unnameable
-from kvferry.transport.handshake import Known
-from kvferry.transport.lease import LeaseWord
+from kvferry.errors import ProtocolError
+from kvferry.transport.handshake import Address
 from kvferry.transport.messages import Host, Port
+from kvferry.transport.redeem import MAX_TOKENS
 
-_Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-_Word = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
-_BlockId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-
-
-class Lease(msgspec.Struct, frozen=True):
-    """A `LeaseWord` as JSON."""
-
-    slot: _Count
-    generation: _Word
-    incarnation: _Word
-
-    def ticket(self) -> LeaseWord:
-        """Return it in the form of the transport."""
-        return LeaseWord(self.slot, self.generation, self.incarnation)
+_EngineId = Annotated[str, msgspec.Meta(pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]{1,256}\Z")]
+_Hex = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+_Tokens = Annotated[int, msgspec.Meta(ge=1, lt=MAX_TOKENS)]
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """Blocks of one prompt that a producer keeps for a consumer.
+    """A ticket for the blocks of the beginning of a prompt.
 
     Attributes:
-        remote_engine_id, remote_request_id: the engine that keeps them, and their name there.
+        remote_engine_id: the engine that keeps them.
         remote_host, remote_port: address of its control channel.
-        remote_block_ids: block ids by position per group; 0 where it no longer holds any; for a state
-            group the one block with the snapshot.
+        remote_request_id: the ticket as 32 hex digits.
         remote_num_tokens: tokens offered, from the start of the prompt.
-        remote_lease: the ticket of the lease.
-        remote_digest: `keys.prompt_digest` of these tokens.
-        tp_size, pp_size: the producer's parallel sizes, for routers.
-        remote_items, remote_adapter: as in `engines.vllm.prompt.PromptContent`.
     """
 
-    remote_engine_id: str
-    remote_request_id: str
+    remote_engine_id: _EngineId
     remote_host: Host
     remote_port: Port
-    remote_block_ids: list[list[_BlockId]]
-    remote_num_tokens: _Count
-    remote_lease: Lease
-    remote_digest: str
-    tp_size: int = 1
-    pp_size: int = 1
-    remote_items: str = ""
-    remote_adapter: str = ""
+    remote_request_id: _Hex
+    remote_num_tokens: _Tokens
+
+    @property
+    def address(self) -> Address:
+        """Address of the producer's control channel."""
+        return self.remote_host, self.remote_port
+
+    @property
+    def ticket(self) -> bytes:
+        """The ticket as the control channel carries it."""
+        return bytes.fromhex(self.remote_request_id)
 
 
 def wants_prefill(params: Any) -> bool:
@@ -80,45 +64,9 @@ def read_offer(params: Any) -> Offer | None:
     if params is None or (isinstance(params, dict) and not params.get("do_remote_prefill")):
         return None
     try:
-        offer = msgspec.convert(params, Offer)
-        # JSON can name half of a surrogate pair, which no log line, message or digest can hold.
-        "".join(text for text in msgspec.structs.astuple(offer) if isinstance(text, str)).encode()
-    except UnicodeError as error:
-        raise ProtocolError("kv_transfer_params: text that is not Unicode") from error
-    except msgspec.ValidationError as error:
+        return msgspec.convert(params, Offer)
+    except (msgspec.ValidationError, UnicodeError, RecursionError) as error:
         raise ProtocolError(f"kv_transfer_params: {error}") from error
-    return offer
-
-
-def not_of_prompt(offer: Offer, request: Any, adapters: Adapters) -> str | None:
-    """Return why an offer cannot belong to the request it came with; None if it does.
-
-    Raises:
-        NotYetNamed: the request's LoRA adapter is being read; ask again.
-    """
-    if not 0 < offer.remote_num_tokens <= request.num_prompt_tokens:
-        return f"{offer.remote_num_tokens} tokens are offered for a prompt of {request.num_prompt_tokens}"
-    if request.prompt_token_ids is None:
-        return "the prompt is not made of token ids"
-    offered = PromptContent(offer.remote_digest, offer.remote_items, offer.remote_adapter)
-    try:
-        return content_of(request, offer.remote_num_tokens, adapters).difference(offered)
-    except NotYetNamed:
-        raise
-    except Unnameable as error:
-        return f"the content of this prompt has no certain name: {error}"
-
-
-def not_of_peer(offer: Offer, peer: Known) -> str | None:
-    """Return why an offer cannot be of the peer at its address; None if it is."""
-    if peer.facts.engine_id != offer.remote_engine_id:
-        return f"engine {peer.facts.engine_id} answers at the address of {offer.remote_engine_id}"
-    if peer.facts.incarnation != offer.remote_lease.incarnation:
-        return "the engine has been restarted since it made the offer"
-    offered, groups = len(offer.remote_block_ids), len(peer.ranks[0].geometry.groups)
-    if offered != groups:
-        return f"block tables for {offered} groups, the peer has {groups}"
-    return None
 
 
 def write_offer(offer: Offer) -> dict[str, Any]:

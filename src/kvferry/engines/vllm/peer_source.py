@@ -1,14 +1,18 @@
 """The source of KV in other engines, which have computed prompts and keep them under leases.
 
-One `_Pull` per request that came with an offer. Its lease is kept alive from arrival on, and released once:
-when the request has been served, is computed after all, or this peer is struck out. A request that came
-without one gets the offer of a peer that keeps an earlier turn of its conversation, if there is such a peer.
+One `_Pull` per request that came with a ticket, or for which a peer keeps an earlier turn:
+
+    TICKET ─the prompt has a name─▶ REDEEMING ─▶ GRANTED ─▶ SETTLED
+       └──────────┴─struck out─────────────────────┴───────────▲      a turn that was found begins as GRANTED
+
+The ticket is redeemed as the request arrives. From then on the lease is kept alive, however long the request
+queues, and it is released once: when the request has been served, is computed after all, or this peer is
+struck out.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import gcd
@@ -17,19 +21,22 @@ from typing import Any
 from kvferry.cache.bids import Bid, Bidding, Part
 from kvferry.cache.pins import Pins, may_hold
 from kvferry.engines.vllm.adapters import Adapters
+from kvferry.engines.vllm.claims import Claim, Claims
 from kvferry.engines.vllm.compat.requests import was_rejected
 from kvferry.engines.vllm.meta import LoadOrder, Report, SchedulerMeta
-from kvferry.engines.vllm.offer import Offer, not_of_peer, not_of_prompt, read_offer
+from kvferry.engines.vllm.offer import read_offer
+from kvferry.engines.vllm.prompt import content_of
 from kvferry.engines.vllm.refusals import Refusals
 from kvferry.engines.vllm.source import Load
 from kvferry.engines.vllm.transfer_log import TransferLog
 from kvferry.engines.vllm.turn_finder import TurnFinder
-from kvferry.errors import NotYetNamed, ProtocolError
+from kvferry.errors import NotYetNamed, ProtocolError, Unnameable
 from kvferry.geometry import RankGeometry
 from kvferry.observe.events import Lack, Miss, Moved
 from kvferry.tiers.names import PEER, TIERS
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.handshake import Address, Known, Looking, NotUsable
+from kvferry.transport.redeem import Grant, Redeemed
 
 _LOOKING = Bid("peers that keep earlier turns", (), looking=True)
 """While they have not said what they keep."""
@@ -40,42 +47,52 @@ UNUSED_SECONDS = 600.0
 
 @dataclass(slots=True)
 class _Pull:
-    """The offer that one request came with.
+    """What one request may read from a peer.
 
     Attributes:
-        offer: the producer's offer.
+        address: of the producer's control channel.
+        engine_id: the producer.
+        ticket: names the lease there.
+        tokens: that are offered, from the start of the prompt.
         bidding: the request's bids and attempts.
-        settled: the offer is no longer needed.
-        checked: the offer has been compared with the prompt.
+        until: when the ticket must have been redeemed, monotonic seconds.
+        claim: the redemption of the ticket, once it has begun; None for a turn.
+        grant: where the blocks are, once that is known.
+        incarnation: which run of the producer has granted it.
+        settled: nothing more is read.
         bid: the last bid.
     """
 
-    offer: Offer
+    address: Address
+    engine_id: str
+    ticket: bytes
+    tokens: int
     bidding: Bidding
+    until: float
+    claim: Claim | None = None
+    grant: Grant | None = None
+    incarnation: int | None = None
     settled: bool = False
-    checked: bool = False
     bid: Bid | None = None
 
     @property
-    def address(self) -> Address:
-        """Address of the producer's control channel."""
-        return self.offer.remote_host, self.offer.remote_port
-
-    @property
-    def lease(self) -> tuple[Address, str]:
-        """The producer's address, and the name of the lease there."""
-        return self.address, self.offer.remote_request_id
-
-    @property
-    def incarnation(self) -> int:
-        """The run of the producer that made the offer."""
-        return self.offer.remote_lease.incarnation
-
-    @property
     def peer(self) -> str:
-        """Name under which workers know the peer: this run of this engine."""
+        """Name under which workers know the peer: this run of this engine, once it is known."""
         host, port = self.address
-        return f"{self.offer.remote_engine_id}@{host}:{port}#{self.incarnation:x}"
+        run = "" if self.incarnation is None else f"#{self.incarnation:x}"
+        return f"{self.engine_id}@{host}:{port}{run}"
+
+    def not_of(self, peer: Known) -> str | None:
+        """Return why the peer at the address cannot be read from; None if it can."""
+        if peer.facts.engine_id != self.engine_id:
+            return f"engine {peer.facts.engine_id} answers at the address of {self.engine_id}"
+        if peer.facts.incarnation != self.incarnation:
+            return "the engine has been restarted since it granted the lease"
+        granted = 0 if self.grant is None else len(self.grant.tables)
+        groups = len(peer.ranks[0].geometry.groups)
+        if granted != groups:
+            return f"block tables for {granted} groups, the peer has {groups}"
+        return None
 
 
 def _blocks_of(ranks: Iterable[RankGeometry]) -> list[tuple[int, set[str]]]:
@@ -133,30 +150,40 @@ class PeerSource:
         self._timeout, self._most_held = timeout_seconds, most_held
         self._turns, self._asking = turns, dict[str, Bidding]()
         self._pulls: dict[str, _Pull] = {}
-        self._users: Counter[tuple[Address, str]] = Counter()
+        self._claims = Claims(client)
         self._orders: list[LoadOrder] = []
         self._connects: dict[str, Known] = {}
         self._connected: dict[str, float] = {}  # peers that workers know, and when each was last used
 
     def __len__(self) -> int:
-        """Number of requests that have an offer and have not ended."""
+        """Number of requests with something to pull that have not ended."""
         return len(self._pulls)
 
     def arrived(self, request: Any, bidding: Bidding) -> bool:
-        """Read the offer a request came with, and keep its lease alive from now on; ask for one otherwise."""
+        """Redeem the ticket that a request came with; look for an earlier turn if it came without."""
+        name = request.request_id
         try:
             offer = read_offer(request.kv_transfer_params)
         except ProtocolError as error:
-            self._refusals.say(request.request_id, "its offer", str(error))
+            self._refusals.say(name, "its offer", str(error))
             return False
         if offer is None:
             if self._turns.ask(request):
-                self._asking[request.request_id] = bidding
-            return request.request_id in self._asking
-        self._take(request.request_id, offer, bidding)
+                self._asking[name] = bidding
+            return name in self._asking
         if was_rejected(request):
-            self.settled(request.request_id)  # only its lease is real
-        self._check(request)
+            self._claims.reject(offer.address, offer.ticket)  # its prompt is not known here
+            return False
+        until = time.monotonic() + self._timeout
+        pull = self._pulls[name] = _Pull(
+            offer.address,
+            offer.remote_engine_id,
+            offer.ticket,
+            offer.remote_num_tokens,
+            bidding,
+            until,
+        )
+        self._redeem(pull, request)
         return True
 
     def declined(self, request: Any) -> Lack | None:
@@ -174,7 +201,6 @@ class PeerSource:
         pull = self._pulls.get(request.request_id)
         if pull is None:
             return ()
-        self._check(request)
         pull.bid = self._bid(pull, request, have)
         return (pull.bid,) if pull.bid is not None else ()
 
@@ -195,8 +221,7 @@ class PeerSource:
             return Lack(PEER, Miss.NOT_STORED, detail="no peer keeps an earlier turn of it")
         if (why := pull.bidding.why(pull.peer)) is not None:
             return Lack(PEER, Miss.REFUSED, detail=why)
-        offered = pull.offer.remote_num_tokens
-        return Lack(PEER, Miss.LOCAL, detail=f"{offered} tokens are offered, {have} are here")
+        return Lack(PEER, Miss.LOCAL, detail=f"{pull.tokens} tokens are offered, {have} are here")
 
     def room(self, bid: Bid, blocks: int) -> bool:
         """Return whether loads from peers leave enough blocks for another one."""
@@ -205,6 +230,8 @@ class PeerSource:
     def begin(self, load: Load, request: Any) -> None:
         """Order the load from all workers, and let them know the peer before."""
         pull = self._pulls[load.request_id]
+        assert pull.grant is not None
+        assert pull.incarnation is not None
         answer = self._client.look_up(pull.address, pull.incarnation)
         if isinstance(answer, Known):
             if pull.peer not in self._connected:
@@ -216,9 +243,9 @@ class PeerSource:
                 load.request_id,
                 pull.peer,
                 load.span,
-                tuple(pull.offer.remote_block_ids),
+                tuple(pull.grant.tables),
                 load.tables,
-                pull.offer.remote_lease.ticket(),
+                pull.grant.word(pull.incarnation),
                 self._timeout,
                 load.attempt,
                 load.loads,
@@ -264,16 +291,16 @@ class PeerSource:
         """Nothing: what is in flight lands, and is reported."""
 
     def settled(self, request_id: str) -> None:
-        """Release the lease once nobody here needs the offer, which samples of a prompt share."""
+        """End the request's claim; the last request with a ticket releases the lease."""
         self._turns.drop(request_id)
         pull = self._pulls.get(request_id)
         if pull is None or pull.settled:
             return
         pull.settled = True
-        self._users[pull.lease] -= 1
-        if not self._users[pull.lease]:
-            del self._users[pull.lease]
-            self._client.release(*pull.lease)
+        if pull.claim is not None:
+            self._claims.end(pull.claim)
+        elif pull.grant is not None:
+            self._client.release(pull.address, pull.ticket)  # a turn
 
     def finished(self, request_id: str) -> None:
         """The request has ended."""
@@ -290,6 +317,7 @@ class PeerSource:
 
     def hand_over(self, meta: SchedulerMeta) -> None:
         """Orders, peers to meet, and peers to forget."""
+        self._claims.step()
         meta.connects = {name: known.ranks for name, known in self._connects.items()}
         self._connects.clear()
         now = time.monotonic()
@@ -299,10 +327,43 @@ class PeerSource:
             self._grains.pop(name, None)
         meta.orders, self._orders = self._orders, []
 
-    def _take(self, request_id: str, offer: Offer, bidding: Bidding) -> None:
-        pull = self._pulls[request_id] = _Pull(offer, bidding)
-        self._users[pull.lease] += 1
-        self._client.hold(*pull.lease)
+    def _redeem(self, pull: _Pull, request: Any) -> None:
+        """Begin to redeem the ticket; later, if the name of the prompt's LoRA adapter is not known yet."""
+        if pull.tokens > request.num_prompt_tokens:
+            self._strike(
+                request.request_id,
+                f"{pull.tokens} tokens are offered for a prompt of {request.num_prompt_tokens}",
+            )
+            return
+        try:
+            content = content_of(request, pull.tokens, self._adapters)
+        except NotYetNamed as error:
+            if time.monotonic() >= pull.until:
+                self._strike(request.request_id, f"{error}, after {self._timeout:g} s")
+            return
+        except Unnameable as error:
+            self._strike(request.request_id, f"the content of this prompt has no certain name: {error}")
+            return
+        # The first message to a new peer opens the handshake, and the ticket travels right behind it.
+        if not isinstance(self._client.look_up(pull.address), NotUsable):
+            pull.claim = self._claims.begin(pull.address, pull.ticket, pull.tokens, content)
+
+    def _meet(self, pull: _Pull) -> Known | Looking | NotUsable:
+        """Return the peer once it has granted the lease and can be read from, or why it never will."""
+        peer = self._client.look_up(pull.address, pull.incarnation)
+        if not isinstance(peer, Known):
+            return peer
+        if pull.grant is None:
+            if pull.claim is None:
+                return Looking()
+            answer = self._claims.answer(pull.claim)
+            if not isinstance(answer, Redeemed):
+                return answer
+            pull.grant, pull.incarnation = answer.grant, answer.incarnation
+            peer = self._client.look_up(pull.address, pull.incarnation)
+        if isinstance(peer, Known) and (refusal := self._refusal(pull, peer)) is not None:
+            return NotUsable(refusal)
+        return peer
 
     def _ask(self, request: Any, have: int) -> Bid | None:
         """Take what peers have found; return a bid as still looking while they have not answered."""
@@ -313,46 +374,42 @@ class PeerSource:
         if isinstance(found, Looking):
             return _shorter(_LOOKING, most)
         if found is not None:
-            self._take(name, found, self._asking[name])
-            self._pulls[name].checked = True  # by its chunks
+            kept = found.kept
+            self._pulls[name] = _Pull(
+                found.address,
+                kept.engine_id,
+                kept.ticket,
+                found.tokens,
+                self._asking[name],
+                0.0,
+                grant=kept.grant,
+                incarnation=kept.incarnation,
+            )
+            self._client.hold(found.address, kept.ticket)
         return None
 
     def _last_bid(self, request: Any) -> tuple[Bid | None, int]:
         """Return the last bid, and the token at which it ends."""
         pull = self._pulls.get(request.request_id)
         if pull is not None:
-            return pull.bid, pull.offer.remote_num_tokens
+            return pull.bid, pull.tokens
         return (_LOOKING, request.num_tokens - 1) if request.request_id in self._turns else (None, 0)
 
     def _bid(self, pull: _Pull, request: Any, have: int) -> Bid | None:
-        tokens = pull.offer.remote_num_tokens - have
+        if not pull.settled and pull.claim is None and pull.grant is None:
+            self._redeem(pull, request)
+        tokens = pull.tokens - have
         if pull.settled or tokens <= 0:
             return None
-        answer = self._client.look_up(pull.address, pull.incarnation)
-        if not isinstance(answer, Looking) and (refusal := self._refusal(pull, answer)):
-            self._strike(request.request_id, refusal)
+        peer = self._meet(pull)
+        if isinstance(peer, NotUsable):
+            self._strike(request.request_id, peer.reason)
             return None
-        looking = isinstance(answer, Looking) or not pull.checked
-        return Bid(pull.peer, (Part(PEER, tokens),), looking)
+        return Bid(pull.peer, (Part(PEER, tokens),), isinstance(peer, Looking))
 
-    def _check(self, request: Any) -> None:
-        """Compare an offer with its prompt, or later if the prompt's LoRA adapter is being read."""
-        pull = self._pulls[request.request_id]
-        if pull.checked or pull.settled:
-            return
-        try:
-            mismatch = not_of_prompt(pull.offer, request, self._adapters)
-        except NotYetNamed:
-            return
-        pull.checked = True
-        if mismatch is not None:
-            self._strike(request.request_id, mismatch)
-
-    def _refusal(self, pull: _Pull, answer: Known | NotUsable) -> str | None:
-        """Return why a peer cannot be used, None if it can."""
-        if isinstance(answer, NotUsable):
-            return answer.reason
-        if reason := not_of_peer(pull.offer, answer):
+    def _refusal(self, pull: _Pull, peer: Known) -> str | None:
+        """Return why a peer cannot be read from, None if it can."""
+        if (reason := pull.not_of(peer)) is not None:
             return reason
         late = self._pins.late_blocks(pull.peer)
         if late and not may_hold(pull.peer, 1, {pull.peer: late}, self._most_held):

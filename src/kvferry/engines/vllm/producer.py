@@ -1,9 +1,9 @@
 """The scheduler half of an engine that computes prompts for others.
 
-A finished prompt's blocks stay where they are, under a lease, until the consumer releases it or stays
-silent for too long. A lease that no consumer has claimed gives way to requests that wait for blocks
-(`unclaimed`). Ending a lease goes through the workers: each raises the lease word, then says that the request
-is sent, and only then does the engine give the blocks back.
+A finished prompt's blocks stay where they are, under a lease, until all consumers that have redeemed its
+ticket release it, or stay silent for too long. A lease that no consumer has claimed gives way to requests
+that wait for blocks (`unclaimed`). Ending a lease goes through the workers: each raises the lease word, then
+says that the request is sent, and only then does the engine give the blocks back.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvferry.engines.vllm.compat.requests import finished_whole, trim_prompt
 from kvferry.engines.vllm.compat.specs import state_position
 from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.meta import BlockIds, SchedulerMeta
-from kvferry.engines.vllm.offer import Lease, Offer, wants_prefill, write_nothing, write_offer
+from kvferry.engines.vllm.offer import Offer, wants_prefill, write_nothing, write_offer
 from kvferry.engines.vllm.prompt import content_of
 from kvferry.engines.vllm.room import BlocksWanted
 from kvferry.engines.vllm.siblings import Siblings
@@ -34,11 +34,12 @@ from kvferry.limited_log import LimitedLog
 from kvferry.observe.events import LeaseEnded, LeaseExtended, LeaseGranted
 from kvferry.observe.watch import Watch
 from kvferry.terminal import shown
+from kvferry.transport.control_server import Claimed, ControlServer, Released
 from kvferry.transport.handshake import Address
 from kvferry.transport.inbox import Inbox
 from kvferry.transport.lease import LeaseBook
-from kvferry.transport.messages import Heartbeat, Release
-from kvferry.transport.turns import TurnIndex
+from kvferry.transport.redeem import Grant, new_ticket
+from kvferry.transport.tickets import TicketBook
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,6 @@ class Producer:
         adapters: Adapters,
     ) -> None:
         self._adapters = adapters
-        self._parallel = vllm_config.parallel_config
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._groups = kv_cache_config.kv_cache_groups
         self._hash_block_tokens = kv_cache_config.hash_block_size
@@ -92,21 +92,21 @@ class Producer:
                 seconds=config.turn_seconds,
                 share=config.turn_share,
             )
+        self._tickets = TicketBook(incarnation)
         self.port = 0
 
-    def start(self, port: int, turns: TurnIndex, pool: Any, workers: int) -> None:
-        """Begin to grant leases and to publish turns.
+    def start(self, server: ControlServer, pool: Any, workers: int) -> None:
+        """Begin to grant leases and to publish tickets and turns.
 
         Args:
-            port: port of the control channel.
-            turns: the index that the control channel answers from.
+            server: the control channel, which answers from them.
             pool: the engine's block pool.
             workers: number of workers, which all have lease words.
         """
-        self.port = port
+        self.port, self._tickets = server.port, server.tickets
         self._unclaimed.start(pool)
         if self._turns is not None:
-            self._turns.start(turns, pool, workers)
+            self._turns.start(server.turns, pool, workers)
 
     @property
     def busy(self) -> bool:
@@ -175,21 +175,9 @@ class Producer:
             return False, write_nothing()
         now = time.monotonic()
         self._watch.tell(LeaseGranted(request.request_id, now, tokens, self._book.seconds))
-        offer = Offer(
-            remote_engine_id=self._engine_id,
-            remote_request_id=request.request_id,
-            remote_host=self._host,
-            remote_port=self.port,
-            remote_block_ids=self.tables(block_ids, tokens),
-            remote_num_tokens=tokens,
-            remote_lease=Lease(word.slot, word.generation, word.incarnation),
-            remote_digest=content.tokens,
-            remote_items=content.items,
-            remote_adapter=content.adapter,
-            tp_size=self._parallel.tensor_parallel_size,
-            pp_size=self._parallel.pipeline_parallel_size,
-        )
-        params = write_offer(offer)
+        ticket, grant = new_ticket(), Grant(word.slot, word.generation, self.tables(block_ids, tokens))
+        self._tickets.publish(ticket, request.request_id, tokens, content, grant)
+        params = write_offer(Offer(self._engine_id, self._host, self.port, ticket.hex(), tokens))
         self._siblings.offered(request.request_id, params)
         self._unclaimed.granted(request.request_id, block_ids)
         return True, params
@@ -201,16 +189,15 @@ class Producer:
             for kind, group, ids in zip(self._kinds, self._groups, block_ids, strict=True)
         ]
 
-    def take_events(self, events: Inbox[Heartbeat | Release], meta: SchedulerMeta) -> None:
-        """Handle consumers' messages; add the leases that end now to `meta`, for the workers."""
+    def take_events(self, events: Inbox[Claimed | Released], meta: SchedulerMeta) -> None:
+        """Handle what consumers said; add the leases that end now to `meta`, for the workers."""
         while events:
             event = events.popleft()
-            if isinstance(event, Heartbeat):
+            if isinstance(event, Claimed):
                 for name in self._book.extend(event.leases):
                     self._watch.tell(LeaseExtended(name, time.monotonic()))
             else:
-                released = [name for name in event.leases if self._turns is None or name not in self._turns]
-                meta.ended.update(self._ended(self._book.end(released), expired=False))
+                meta.ended.update(self._ended(self._book.end(event.leases), expired=False))
         withdrawn, self._withdrawn = self._withdrawn, []
         meta.ended.update(self._ended(self._book.end(withdrawn), expired=False, withdrawn=True))
         self._end_unclaimed(meta)
@@ -240,6 +227,7 @@ class Producer:
         meta.ended.update(leases)
 
     def _ended(self, leases: dict[str, int], *, expired: bool, withdrawn: bool = False) -> dict[str, int]:
+        self._tickets.withdraw(leases)
         self._siblings.ended(leases)
         self._unclaimed.ended(leases)
         for name in leases:
@@ -251,6 +239,7 @@ class Producer:
     def reset(self) -> None:
         """Withdraw all offers and earlier turns: what was computed so far must not be used again."""
         self._withdrawn = [name for name in self._book.held if self._turns is None or name not in self._turns]
+        self._tickets.withdraw(self._withdrawn)
         if self._turns is not None:
             self._turns.give_up()
 

@@ -169,7 +169,7 @@ class SchedulerHalf:
         index = int(self._vllm_config.parallel_config.data_parallel_index)
         port = config.port + index if config.port else 0
         self._server = ControlServer(config.host, port, Card(facts, ranks), keys, peers)
-        self._producer.start(self._server.port, self._server.turns, self._pool, len(ranks))
+        self._producer.start(self._server, self._pool, len(ranks))
         server = self._server
         self._client = ControlClient(
             structs.replace(facts, keeps_turns=self._producer.keeps_turns),

@@ -1,21 +1,36 @@
 """Asks peers for earlier turns of a conversation that a request goes on with.
 
-A request that came without an offer may go on with what another engine has computed: the answer of the last
+A request that came without a ticket may go on with what another engine has computed: the answer of the last
 turn, where it was decoded. Peers that keep such blocks have said so when they first read from here. All of
-them are asked as the request comes in, and what shares most is taken as an offer that came with the request.
+them are asked as the request comes in, and what shares most is taken. Its grant comes with the answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from kvferry.engines.vllm.offer import Lease, Offer
 from kvferry.engines.vllm.turn_names import CHUNK_TOKENS, TurnNames
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.handshake import Address, Looking
 from kvferry.transport.messages import KeptTurn
 from kvferry.transport.turns import Content, shared_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class FoundTurn:
+    """An earlier turn with which a prompt can go on.
+
+    Attributes:
+        tokens: from the start of the prompt.
+        address: of the peer that keeps it.
+        kept: what the peer says of it.
+    """
+
+    tokens: int
+    address: Address
+    kept: KeptTurn
 
 
 class TurnFinder:
@@ -49,7 +64,7 @@ class TurnFinder:
         self._asked[request.request_id] = number, content
         return True
 
-    def found(self, request: Any) -> Offer | Looking | None:
+    def found(self, request: Any) -> FoundTurn | Looking | None:
         """What peers have answered: the turn that brings most, if any; taken once."""
         number, content = self._asked[request.request_id]
         answers = self._client.turns(number)
@@ -61,7 +76,7 @@ class TurnFinder:
             for address, kept in answers
             if (tokens := _usable(content, kept, request.num_tokens)) > 0
         ]
-        return _offer(*max(usable, key=lambda one: one[0])) if usable else None
+        return FoundTurn(*max(usable, key=lambda one: one[0])) if usable else None
 
     def drop(self, request_id: str) -> None:
         """The request has ended."""
@@ -74,17 +89,3 @@ def _usable(content: Content, kept: KeptTurn, tokens: int) -> int:
     """Tokens of a turn with which a prompt of so many can go on; it computes its last one itself."""
     shared = min(shared_tokens(content, kept), tokens - 1)
     return shared if shared >= kept.least else 0
-
-
-def _offer(tokens: int, address: Address, kept: KeptTurn) -> Offer:
-    host, port = address
-    return Offer(
-        remote_engine_id=kept.engine_id,
-        remote_request_id=kept.lease,
-        remote_host=host,
-        remote_port=port,
-        remote_block_ids=kept.tables,
-        remote_num_tokens=tokens,
-        remote_lease=Lease(kept.slot, kept.generation, kept.incarnation),
-        remote_digest="",  # its content has been compared
-    )

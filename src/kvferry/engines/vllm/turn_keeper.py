@@ -32,6 +32,7 @@ from kvferry.observe.watch import Watch
 from kvferry.planning.select import NULL_BLOCK, sees_all, unseen_from
 from kvferry.transport.lease import LeaseBook
 from kvferry.transport.messages import KeptTurn
+from kvferry.transport.redeem import Grant, new_ticket
 from kvferry.transport.turns import Content, TurnIndex
 
 _FREE = 1 / 16
@@ -140,22 +141,20 @@ class TurnKeeper:
         if least is None or len(blocks) > self._most:
             return
         try:
-            lease = self._book.grant(request.request_id, self._seconds)
+            word = self._book.grant(request.request_id, self._seconds)
         except TransferError:
             return
         self._pool.touch(blocks)
         self._pins.hold(request.request_id, "", blocks)
         kept = KeptTurn(
             self._engine_id,
-            request.request_id,
-            lease.slot,
-            lease.generation,
-            lease.incarnation,
+            word.incarnation,
+            new_ticket(),
+            Grant(word.slot, word.generation, offered),
             tokens,
             least,
             0,
             [],
-            offered,
         )
         self._over += [name for name, turn in self._turns.items() if content.begins_with(turn.content)]
         self._turns[request.request_id] = _Turn(content, kept, len(blocks), 1 + self._in_flight)
@@ -164,24 +163,24 @@ class TurnKeeper:
 
     def step(self) -> list[str]:
         """A step begins: publish what can be read by now; leases that are to end."""
-        for turn in self._turns.values():
+        for lease, turn in self._turns.items():
             turn.steps -= 1
             if turn.steps == 0:
-                self._index.publish(turn.content, turn.kept)
+                self._index.publish(turn.content, turn.kept, lease)
         over, self._over = self._over, []
         return over + self._in_the_way(over)
 
     def give_up(self) -> None:
         """None is found any more; all are let go of with the next step."""
         self._over = list(self._turns)
-        for name, turn in self._turns.items():
+        for turn in self._turns.values():
             turn.steps = 0  # nor published later
-            self._index.withdraw(name)
+            self._index.withdraw(turn.kept.ticket)
 
     def ended(self, lease: str) -> None:
         """A lease ends: it is found no more."""
         if (turn := self._turns.pop(lease, None)) is not None:
-            self._index.withdraw(lease)
+            self._index.withdraw(turn.kept.ticket)
             self._leaving[lease] = turn.blocks
 
     def raised(self, lease: str, workers: int) -> bool:

@@ -1,0 +1,108 @@
+"""The consumer's redemptions: what was asked of which producer, and its answers.
+
+begin ─▶ asked ─Redeemed─▶ granted
+├─NotRedeemed, or silent until its deadline─▶ refused
+└─resent on a new connection to the same producer, which answers the same once more
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+from kvferry.transport.handshake import Address, Looking, NotUsable
+from kvferry.transport.redeem import NotRedeemed, PromptContent, Redeem, Redeemed
+
+SILENT = "it did not answer within {seconds:g} s (handshake_seconds) when a ticket was to be redeemed"
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A ticket that is being redeemed.
+
+    Attributes:
+        address: of the producer.
+        message: what it was asked.
+        deadline: by the clock.
+        answer: what it has answered.
+    """
+
+    address: Address
+    message: Redeem
+    deadline: float
+    answer: Redeemed | NotRedeemed | None = None
+
+
+class Redemptions:
+    """The engine's thread begins, looks and ends; the channel's thread hears, and asks again."""
+
+    def __init__(
+        self, consumer: int, patience_seconds: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Begin without any.
+
+        Args:
+            consumer: this engine's incarnation.
+            patience_seconds: when a producer that does not answer is given up.
+            clock: seconds.
+        """
+        self._consumer, self._patience_seconds, self._clock = consumer, patience_seconds, clock
+        self._numbers = count()
+        self._asked: dict[int, _Asked] = {}
+        self._heard = threading.Condition()
+
+    # -- the engine's thread ------------------------------------------------------------------------------
+
+    def begin(self, address: Address, ticket: bytes, tokens: int, content: PromptContent) -> Redeem:
+        """Return what to send; its number names the redemption until it is ended."""
+        message = Redeem(next(self._numbers), self._consumer, ticket, tokens, content)
+        self._asked[message.number] = _Asked(address, message, self._clock() + self._patience_seconds)
+        return message
+
+    def answer(self, number: int, wait_seconds: float = 0.0) -> Redeemed | NotUsable | Looking:
+        """Return the answer; Looking if there is none yet, not even after a wait of so many seconds."""
+        asked = self._asked[number]
+        if asked.answer is None and wait_seconds > 0:
+            with self._heard:
+                self._heard.wait_for(lambda: asked.answer is not None, wait_seconds)
+        if isinstance(asked.answer, NotRedeemed):
+            return NotUsable(asked.answer.reason)
+        if asked.answer is not None:
+            return asked.answer
+        if self._clock() >= asked.deadline:
+            return NotUsable(SILENT.format(seconds=self._patience_seconds))
+        return Looking()
+
+    def silent(self, number: int) -> Address | None:
+        """Return the address of a producer that has not answered; None if it has."""
+        asked = self._asked[number]
+        return asked.address if asked.answer is None else None
+
+    def end(self, number: int) -> bool:
+        """Forget a redemption; return False if the producer has refused, so that it keeps nothing for us.
+
+        What is answered from now on is dropped.
+        """
+        return not isinstance(self._asked.pop(number).answer, NotRedeemed)
+
+    # -- the channel's thread -----------------------------------------------------------------------------
+
+    def hear(self, address: Address, answer: Redeemed | NotRedeemed) -> bytes | None:
+        """Take an answer; return the ticket if it has been redeemed and somebody waits for it."""
+        asked = self._asked.get(answer.number)
+        if asked is None or asked.address != address or asked.answer is not None:
+            return None
+        with self._heard:
+            asked.answer = answer
+            self._heard.notify_all()
+        return asked.message.ticket if isinstance(answer, Redeemed) else None
+
+    def unanswered(self, address: Address) -> list[Redeem]:
+        """Return what to ask on a new connection, where each has its full time again."""
+        found = [one for one in list(self._asked.values()) if one.address == address and one.answer is None]
+        for one in found:
+            one.deadline = self._clock() + self._patience_seconds
+        return [one.message for one in found]

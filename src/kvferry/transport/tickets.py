@@ -1,0 +1,135 @@
+"""The producer's tickets: who may redeem them, and who has.
+
+The engine's thread publishes a ticket when it grants the lease, and withdraws it when the lease ends, before
+a word is raised. The thread of the control channel redeems, and passes on who claims and who releases.
+
+    OPEN ─redeemed─▶ CLAIMED by one or more consumers ─all of them have released it─▶ ENDED
+      └─dropped by a consumer that cannot redeem it──────────────────────────────────▲
+    from any state: withdrawn, because its time is up or the cache was reset ────────┘
+
+A redemption that fails changes nothing: with a stolen ticket nobody can end the lease of its owner.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvferry.transport.redeem import MAX_REASON, Grant, NotRedeemed, PromptContent, Redeem, Redeemed
+
+UNKNOWN: Final = (
+    "it does not know the ticket: its lease has ended (released, or not claimed within lease_seconds), or "
+    "the ticket is not of this engine"
+)
+RELEASED: Final = "this engine has redeemed the ticket before, and released it"
+
+
+@dataclass(slots=True)
+class _Open:
+    """A ticket whose lease is held.
+
+    Attributes:
+        lease: the lease's name in this engine.
+        tokens, content: the prompt it is for.
+        grant: what it is exchanged for.
+        claimed: consumers that have redeemed it and not released it.
+        released: consumers that have released it.
+    """
+
+    lease: str
+    tokens: int
+    content: PromptContent
+    grant: Grant
+    claimed: set[int] = field(default_factory=set)
+    released: set[int] = field(default_factory=set)
+
+    def refusal(self, asked: Redeem) -> str | None:
+        """Return why it is not exchanged; None if it is."""
+        if asked.tokens != self.tokens:
+            return f"the ticket is for {self.tokens} tokens, not for {asked.tokens}"
+        if (reason := asked.content.difference(self.content)) is not None:
+            return reason
+        return RELEASED if asked.consumer in self.released else None
+
+
+class TicketBook:
+    """All tickets of an engine's run whose leases are held. Any thread may call it."""
+
+    def __init__(self, incarnation: int) -> None:
+        """Begin without any; `incarnation` of the engine's run is part of every answer."""
+        self._incarnation = incarnation
+        self._lock = threading.Lock()
+        self._open: dict[bytes, _Open] = {}
+        self._tickets: dict[str, bytes] = {}
+
+    def __len__(self) -> int:
+        """Tickets that can be redeemed."""
+        return len(self._open)
+
+    # -- the engine's thread ------------------------------------------------------------------------------
+
+    def publish(self, ticket: bytes, lease: str, tokens: int, content: PromptContent, grant: Grant) -> None:
+        """From now on the ticket can be redeemed.
+
+        Args:
+            ticket: random.
+            lease: the lease's name in this engine.
+            tokens, content: the prompt whose beginning the blocks hold.
+            grant: what the ticket is exchanged for.
+        """
+        with self._lock:
+            self._open[ticket] = _Open(lease, tokens, content, grant)
+            self._tickets[lease] = ticket
+
+    def withdraw(self, leases: Iterable[str]) -> None:
+        """From now on the tickets of these leases cannot be redeemed; names without one are ignored."""
+        with self._lock:
+            for lease in leases:
+                self._open.pop(self._tickets.pop(lease, b""), None)
+
+    # -- the thread of the control channel ----------------------------------------------------------------
+
+    def redeem(self, asked: Redeem) -> Redeemed | NotRedeemed:
+        """Exchange a ticket for its grant, and note who has claimed it.
+
+        A consumer whose claim stands gets the same answer again: the first may have been lost.
+        """
+        with self._lock:
+            found = self._open.get(asked.ticket)
+            reason = UNKNOWN if found is None else found.refusal(asked)
+            if found is None or reason is not None:
+                return NotRedeemed(asked.number, self._incarnation, str(reason)[:MAX_REASON])
+            found.claimed.add(asked.consumer)
+            return Redeemed(asked.number, self._incarnation, found.grant)
+
+    def claimed(self, consumer: int, tickets: Iterable[bytes]) -> list[str]:
+        """Return the leases of those of these tickets that the consumer has claimed."""
+        with self._lock:
+            found = [self._open[ticket] for ticket in tickets if ticket in self._open]
+            return [one.lease for one in found if consumer in one.claimed]
+
+    def release(self, consumer: int, tickets: Iterable[bytes]) -> list[str]:
+        """End a consumer's claims; return the leases that end with them, which nobody else has claimed."""
+        with self._lock:
+            return [lease for ticket in tickets if (lease := self._released(consumer, ticket)) is not None]
+
+    def drop(self, tickets: Iterable[bytes]) -> list[str]:
+        """Return the leases that end because their requests were rejected: those that nobody has claimed."""
+        with self._lock:
+            unclaimed = [t for t in dict.fromkeys(tickets) if t in self._open and not self._open[t].claimed]
+            return [self._close(ticket) for ticket in unclaimed]
+
+    def _released(self, consumer: int, ticket: bytes) -> str | None:
+        found = self._open.get(ticket)
+        if found is None or consumer not in found.claimed:
+            return None
+        found.claimed.discard(consumer)
+        found.released.add(consumer)
+        return None if found.claimed else self._close(ticket)
+
+    def _close(self, ticket: bytes) -> str:
+        lease = self._open.pop(ticket).lease
+        del self._tickets[lease]
+        return lease

@@ -1,0 +1,191 @@
+"""The producer's tickets against a model that is simple enough to be right by looking at it."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvferry.transport.redeem import Grant, NotRedeemed, PromptContent, Redeem, Redeemed, new_ticket
+from kvferry.transport.tickets import RELEASED, UNKNOWN, TicketBook
+from transport.cards import ticket
+
+RUN = 5
+CONTENT = PromptContent("tokens", "items", "adapter", "salt")
+GRANT = Grant(3, 7, [[1, 2]])
+
+
+def book(*names: str) -> TicketBook:
+    made = TicketBook(RUN)
+    for name in names:
+        made.publish(ticket(name), name, 4, CONTENT, GRANT)
+    return made
+
+
+def redeem(made: TicketBook, name: str, consumer: int = 1, content=CONTENT, tokens: int = 4):
+    return made.redeem(Redeem(8, consumer, ticket(name), tokens, content))
+
+
+def refused(answer) -> str:
+    assert isinstance(answer, NotRedeemed)
+    assert (answer.number, answer.incarnation) == (8, RUN)
+    return answer.reason
+
+
+def test_a_ticket_is_exchanged_for_its_grant_as_often_as_its_consumer_asks():
+    made = book("a")
+    assert redeem(made, "a") == redeem(made, "a") == Redeemed(8, RUN, GRANT)
+    assert made.claimed(1, [ticket("a"), ticket("b")]) == ["a"]
+    assert made.claimed(2, [ticket("a")]) == []
+
+
+def test_a_guessed_ticket_is_unknown_and_so_is_one_that_was_withdrawn():
+    made = book("a")
+    assert refused(redeem(made, "b")) == UNKNOWN
+    made.withdraw(["a", "never published"])
+    assert refused(redeem(made, "a")) == UNKNOWN
+    assert len(made) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"tokens": 3}, "the ticket is for 4 tokens, not for 3"),
+        ({"content": PromptContent("others", "items", "adapter", "salt")}, "hold other tokens than"),
+        ({"content": PromptContent("tokens", "others", "adapter", "salt")}, "hold other images"),
+        (
+            {"content": PromptContent("tokens", "items", "other", "salt")},
+            "LoRA adapter, this prompt has other",
+        ),
+        ({"content": PromptContent("tokens", "items", "adapter", "other")}, "another cache_salt"),
+        ({"content": PromptContent("tokens", "items", "adapter")}, "another cache_salt"),
+    ],
+)
+def test_a_stolen_ticket_is_worth_nothing_with_another_prompt_and_stays_its_owners(change, says):
+    made = book("a")
+    redeem(made, "a", 1)
+    assert says in refused(redeem(made, "a", 2, **change))
+    assert made.claimed(2, [ticket("a")]) == made.release(2, [ticket("a")]) == []
+    assert made.drop([ticket("a")]) == []
+    assert redeem(made, "a", 1) == Redeemed(8, RUN, GRANT)
+
+
+def test_a_lease_ends_with_the_last_consumer_that_has_claimed_it():
+    made = book("a")
+    redeem(made, "a", 1)
+    redeem(made, "a", 2)
+    assert made.release(1, [ticket("a")]) == []
+    assert refused(redeem(made, "a", 1)) == RELEASED
+    assert made.release(1, [ticket("a")]) == []
+    assert made.release(2, [ticket("a"), ticket("a")]) == ["a"]
+    assert refused(redeem(made, "a", 3)) == UNKNOWN
+
+
+def test_a_rejected_request_ends_only_what_nobody_has_claimed():
+    made = book("a", "b")
+    redeem(made, "a")
+    assert made.drop([ticket("a"), ticket("b"), ticket("b"), ticket("c")]) == ["b"]
+    assert len(made) == 1
+
+
+def test_a_reason_is_cut_to_what_a_message_may_carry():
+    made = TicketBook(RUN)
+    made.publish(ticket("a"), "a", 4, PromptContent("t", adapter="\U0001f600" * 4096), GRANT)
+    assert len(refused(redeem(made, "a", content=PromptContent("t")))) <= 1024
+
+
+def test_tickets_are_16_random_bytes():
+    made = {new_ticket() for _ in range(1000)}
+    assert len(made) == 1000
+    assert {len(one) for one in made} == {16}
+
+
+def test_a_ticket_that_is_withdrawn_while_others_redeem_is_never_redeemed_after():
+    """Two threads, as in an engine."""
+    for _ in range(200):
+        made, late = book("a"), []
+        gone = threading.Event()
+
+        def ask(made=made, gone=gone, late=late) -> None:
+            while True:
+                was_gone = gone.is_set()
+                answer = redeem(made, "a")
+                if was_gone:
+                    late.append(answer)
+                    return
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        made.withdraw(["a"])
+        gone.set()
+        thread.join()
+        assert isinstance(late[0], NotRedeemed)
+
+
+NAMES, CONSUMERS = st.sampled_from("abc"), st.integers(1, 3)
+CONTENTS = st.sampled_from([CONTENT, PromptContent("others")])
+
+
+class Tickets(RuleBasedStateMachine):
+    """The book, and for each open ticket the sets of those that hold it and that have let go of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = TicketBook(RUN)
+        self.model: dict[str, tuple[set[int], set[int]]] = {}
+
+    @rule(name=NAMES)
+    def publish(self, name: str) -> None:
+        if name not in self.model:
+            self.book.publish(ticket(name), name, 4, CONTENT, GRANT)
+            self.model[name] = set(), set()
+
+    @rule(names=st.lists(NAMES))
+    def withdraw(self, names: list[str]) -> None:
+        self.book.withdraw(names)
+        for name in names:
+            self.model.pop(name, None)
+
+    @rule(name=NAMES, consumer=CONSUMERS, content=CONTENTS, tokens=st.sampled_from([4, 4, 5]))
+    def redeem(self, name: str, consumer: int, content: PromptContent, tokens: int) -> None:
+        holders, gone = self.model.get(name, (set(), {consumer}))
+        good = content == CONTENT and tokens == 4 and consumer not in gone
+        answer = redeem(self.book, name, consumer, content, tokens)
+        assert isinstance(answer, Redeemed if good else NotRedeemed)
+        if good:
+            holders.add(consumer)
+
+    @rule(consumer=CONSUMERS, names=st.lists(NAMES))
+    def release(self, consumer: int, names: list[str]) -> None:
+        over = []
+        for name in names:
+            holders, gone = self.model.get(name, (set(), set()))
+            if consumer in holders:
+                holders.remove(consumer)
+                gone.add(consumer)
+                if not holders:
+                    over.append(name)
+                    del self.model[name]
+        assert self.book.release(consumer, [ticket(name) for name in names]) == over
+
+    @rule(names=st.lists(NAMES, unique=True))
+    def drop(self, names: list[str]) -> None:
+        over = [name for name in names if name in self.model and not self.model[name][0]]
+        assert self.book.drop([ticket(name) for name in names]) == over
+        for name in over:
+            del self.model[name]
+
+    @invariant()
+    def holders_are_the_models(self) -> None:
+        assert len(self.book) == len(self.model)
+        for consumer in (1, 2, 3):
+            held = [name for name in "abc" if consumer in self.model.get(name, ((), ()))[0]]
+            assert self.book.claimed(consumer, [ticket(name) for name in "abc"]) == held
+
+
+TestTickets = Tickets.TestCase
+TestTickets.settings = settings(
+    deadline=None, derandomize=True, database=None, max_examples=100, stateful_step_count=30
+)
