@@ -15,6 +15,10 @@ WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 # Options of `make demo`: MODEL=path-or-id, ARGS="--prompts 3 ...".
 MODEL ?=
 ARGS ?=
+# Of `make faults` and `make soak`.
+SEED ?= 1
+FAULTS ?= 500
+SECONDS_OF_SOAK ?= 3600
 
 ##@ Try it
 .PHONY: demo
@@ -58,7 +62,7 @@ $(VENV)/.triton: requirements/triton.lock | $(PYTHON)
 	@touch $@
 
 ##@ Check and test
-.PHONY: check test test-unit test-engines test-long
+.PHONY: check test test-unit test-engines test-long faults soak
 check: $(VENV)/.dev ## ruff, mypy --strict, import-linter
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
@@ -67,7 +71,7 @@ check: $(VENV)/.dev ## ruff, mypy --strict, import-linter
 
 # Engines measure deadlines against the clock: a pair at a time, and nothing beside it.
 test: test-unit ## unit, transport and representative engine tests
-	$(PYTHON) -m pytest tests/transport tests/engine -m "not family"
+	$(PYTHON) -m pytest tests/transport tests/engine tests/faults -m "not family"
 
 test-unit: export KVFERRY_TEST_TRITON := $(CURDIR)/$(VENV)/triton
 test-unit: $(VENV)/.dev $(VENV)/.triton ## what needs neither an engine nor NIXL, on as many cores as there are (WORKERS=)
@@ -80,6 +84,12 @@ test-engines: $(VENV)/.dev ## every family and pairing, on real engines
 test-long: $(VENV)/.dev ## more of what is drawn at random: the planner's engines, requests that share a directory
 	HYPOTHESIS_PROFILE=deep $(PYTHON) -m pytest -n $(WORKERS) --timeout 7200 tests/unit/planning
 	KVFERRY_TEST_SHARING_SECONDS=600 $(PYTHON) -m pytest tests/engine/test_tiers_shared.py
+
+faults: $(VENV)/.dev ## inject FAULTS= faults drawn from SEED= into running engines; writes docs/reliability.md
+	PYTHONPATH=tests $(PYTHON) -m faults.campaign --seed $(SEED) --faults $(FAULTS) --report docs/reliability.md
+
+soak: $(VENV)/.dev ## serve mixed traffic for SECONDS_OF_SOAK= and check every answer; writes docs/reliability.md
+	PYTHONPATH=tests $(PYTHON) -m faults.soak --seconds $(SECONDS_OF_SOAK) --seed $(SEED) --report docs/reliability.md
 
 ##@ Build
 .PHONY: wheel clean

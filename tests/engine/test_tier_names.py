@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 from safetensors.torch import load_file, save_file as save_tensors
 
 from kvferry.serving.tiny import tiny_checkpoint
+from support.lora import random_adapter
 from support.vllm_engine.inside import distance
 from support.vllm_engine.pair import prompt
 from support.vllm_engine.tiered import Tiered
@@ -49,20 +47,7 @@ class Fleet:
 
     def adapter(self, name: str, seed: int) -> str:
         """A LoRA adapter of random weights that change the answer."""
-        config = json.loads((self.model / "config.json").read_text())
-        draw, size, layers = np.random.default_rng(seed), config["hidden_size"], config["num_hidden_layers"]
-        out = config["num_attention_heads"] * config["head_dim"]
-        weights = {}
-        for layer in range(layers):
-            at = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
-            weights[f"{at}.lora_A.weight"] = draw.normal(size=(8, size)).astype(np.float32)
-            weights[f"{at}.lora_B.weight"] = draw.normal(size=(out, 8)).astype(np.float32)
-        folder = self.folder / name
-        folder.mkdir(exist_ok=True)
-        save_file(weights, folder / "adapter_model.safetensors")
-        settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"]}
-        (folder / "adapter_config.json").write_text(json.dumps(settings))
-        return str(folder)
+        return random_adapter(self.model, self.folder / name, seed)
 
 
 @pytest.fixture(scope="module")

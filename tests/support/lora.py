@@ -29,6 +29,23 @@ def adapter(folder: Path, rank: int = 8, weight: float = 1.0, name: str = "a") -
     )
 
 
+def random_adapter(model: Path, folder: Path, seed: int) -> str:
+    """A LoRA adapter of random weights that change the answers of a checkpoint; its folder."""
+    config = json.loads((model / "config.json").read_text())
+    draw, size, layers = np.random.default_rng(seed), config["hidden_size"], config["num_hidden_layers"]
+    out = config["num_attention_heads"] * config["head_dim"]
+    weights = {}
+    for layer in range(layers):
+        at = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        weights[f"{at}.lora_A.weight"] = draw.normal(size=(8, size)).astype(np.float32)
+        weights[f"{at}.lora_B.weight"] = draw.normal(size=(out, 8)).astype(np.float32)
+    folder.mkdir(exist_ok=True)
+    save_file(weights, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return str(folder)
+
+
 def settled(ask: Callable[[], Any], seconds: float = 10.0) -> Any:
     """The answer of something that may raise NotYetNamed for a while."""
     until = time.monotonic() + seconds

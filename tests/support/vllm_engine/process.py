@@ -38,10 +38,10 @@ class EngineError(RuntimeError):
     """What went wrong inside the engine's process."""
 
 
-def serve(
-    pipe: Any, log: str, environment: dict[str, str], settings: dict[str, Any], host: str | None = None
-) -> None:
-    """Start an engine, and do with it what comes through the pipe."""
+def begin(
+    pipe: Any, log: str, environment: dict[str, str], settings: dict[str, Any], host: str | None
+) -> tuple[Any, Any]:
+    """Start an engine in this process; return the module `inside` and the engine."""
     os.setsid()
     if host is not None:
         namespaces.enter(host)
@@ -60,6 +60,14 @@ def serve(
         traceback.print_exc()
         pipe.send(("error", f"{type(error).__name__}: {error}"))
         os._exit(1)
+    return inside, engine
+
+
+def serve(
+    pipe: Any, log: str, environment: dict[str, str], settings: dict[str, Any], host: str | None = None
+) -> None:
+    """Start an engine, and do with it what comes through the pipe."""
+    inside, engine = begin(pipe, log, environment, settings, host)
     while (message := pipe.recv()) is not None:
         name, args, kwargs = message
         try:

@@ -1,0 +1,188 @@
+"""Faults that API clients cause: odd and stolen offers, requests that are left, ids that are used twice."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+from faults.kinds import kind
+from faults.stage import LEASE, Stage
+from faults.values import Area, Trial
+from kvferry.serving.router.bodies import ASK_FOR_KV
+from support.vllm_engine.process import EngineError
+
+CLIENT = Area.CLIENT
+
+
+@kind(
+    "offer of another prompt", CLIENT, "A client sends the offer of one prompt with another one.",
+    share=8, protections=("digest",),
+)  # fmt: skip
+async def other_prompt(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salt = stage.text(draw, 256), stage.salt(draw)
+    other = draw.choice([one for one in stage.references.texts if one != text and len(one) >= 200])
+    params = await stage.prefilled(other, salt)
+    trial.injected = (
+        f"the offer of a prompt of {params['remote_num_tokens'] + 1} tokens came with one of {len(text)}"
+    )
+    name = await stage.decoded(trial, text, params, salt)
+    trial.detected = await stage.failed(name)
+    again = await stage.decoded(trial, text, None, salt)  # what the first one left in the caches is right
+    trial.detected += "" if again else "?"
+
+
+_ODD: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "no request id": lambda p: {k: v for k, v in p.items() if k != "remote_request_id"},
+    "a port that is text": lambda p: {**p, "remote_port": "http"},
+    "a port beyond all": lambda p: {**p, "remote_port": 10**9},
+    "a negative number of tokens": lambda p: {**p, "remote_num_tokens": -1},
+    "more tokens than the prompt has": lambda p: {**p, "remote_num_tokens": 10**6},
+    "another engine's name": lambda p: {**p, "remote_engine_id": "someone else"},
+    "a host that is a path": lambda p: {**p, "remote_host": "../../etc/passwd"},
+    "half a surrogate pair": lambda p: {**p, "remote_request_id": "\ud800"},
+    "lists in place of texts": lambda p: {**p, "remote_engine_id": [[]]},
+    "nobody at the address": lambda p: {**p, "remote_port": 9},
+}
+
+
+@kind("odd offer", CLIENT, "A client sends an offer that it has changed or made up.", share=12)
+async def odd_offer(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salt = stage.text(draw), stage.salt(draw)
+    what = draw.choice(sorted(_ODD))
+    params = _ODD[what](await stage.prefilled(text, salt))
+    trial.injected = what
+    name = await stage.decoded(trial, text, params, salt)
+    trial.detected = await declined(stage, name)
+
+
+async def declined(stage: Stage, name: str) -> str:
+    """Why kvferry did not use what came with a request."""
+    found = [one["reason"] for one in await stage.told(name, "Refused")]
+    return await stage.failed(name) or "; ".join(found)
+
+
+@kind("stolen offer", CLIENT, "A client sends an offer again that another request has used up.", share=6)
+async def used_up(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salt = stage.text(draw, 200), stage.salt(draw)
+    mine = stage.name()
+    params = await stage.prefilled(text, salt, mine)
+    await stage.decoded(trial, text, params, salt)
+    if not await stage.prefill.until("lease_is_over", mine):
+        return
+    count = await stage.prefill.do("overwrite", mine)
+    trial.injected = f"the lease was over and {count} of its blocks overwritten"
+    name = await stage.decoded(trial, text, params, stage.salt(draw))
+    trial.detected = await stage.failed(name)
+
+
+@kind("offer used twice at once", CLIENT, "Two requests come with one offer at the same time.")
+async def twice(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salt = stage.text(draw, 129), stage.salt(draw)
+    mine = stage.name()
+    params = await stage.prefilled(text, salt, mine)
+    salts = [stage.salt(draw) for _ in range(2)]
+    names = await asyncio.gather(*(stage.decoded(trial, text, params, each) for each in salts))
+    began = [await stage.told(name, "LoadBegan") for name in names]
+    trial.injected = f"{len(names)} requests with lease {params['remote_request_id']}"
+    if await stage.prefill.until("lease_is_over", mine):
+        trial.detected = f"one lease ended once, after {sum(map(len, began))} loads"
+
+
+@kind("client leaves between engines", CLIENT, "A client leaves after prefill: nobody ever claims the lease.")
+async def unclaimed(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salt = stage.text(draw), stage.salt(draw)
+    mine = stage.name()
+    await stage.prefilled(text, salt, mine)
+    trial.injected = "the offer was thrown away"
+    if await stage.prefill.until("lease_is_over", mine, seconds=LEASE + 20):
+        ends = await stage.told(mine, "LeaseEnded", stage.prefill)
+        trial.detected = "the lease ran out" if ends and ends[0]["expired"] else ""
+    await stage.decoded(trial, text, None, salt)
+
+
+@kind("abort in prefill", CLIENT, "A client leaves while its prompt is computed.")
+async def abort_prefill(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salt, mine = stage.text(draw, 300), stage.salt(draw), stage.name()
+    await stage.prefill.ask(mine, text, ASK_FOR_KV, 1, salt)
+    state = await stage.prefill.do("known", mine)
+    await stage.prefill.leave(mine)
+    trial.injected = f"aborted while {state}" if state else ""
+    if await stage.prefill.until("known", mine, is_=""):
+        pass
+    trial.detected = "the engine forgot it" if not await stage.prefill.do("known", mine) else ""
+    await stage.through(trial, text, salt)
+
+
+@kind("abort while loading", CLIENT, "A client leaves while its KV is read from the peer.", share=6)
+async def abort_loading(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salt, mine = stage.text(draw, 129), stage.salt(draw), stage.name()
+    params = await stage.prefilled(text, salt)
+    await stage.decode.do("arm", "hold", mine)
+    await stage.decode.ask(mine, text, params, 6, salt)
+    if await stage.decode.until("holds", mine):
+        state = await stage.decode.do("known", mine)
+        trial.injected = f"aborted while {state}, its read not posted yet"
+    await stage.decode.leave(mine)
+    await asyncio.sleep(draw.random() * 0.2)
+    await stage.decode.do("let_go", mine)
+    await stage.decode.do("disarm", "hold", mine)
+    for _ in range(100):
+        if ends := await stage.told(mine, "LoadEnded"):
+            trial.detected = f"load {ends[0]['outcome']}"
+            break
+        await asyncio.sleep(0.05)
+    await stage.through(trial, text, stage.salt(draw))
+
+
+@kind("abort while decoding", CLIENT, "A client leaves in the middle of its answer.")
+async def abort_decoding(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salt, mine = stage.text(draw), stage.salt(draw), stage.name()
+    params = await stage.prefilled(text, salt)
+    await stage.decode.ask(mine, text, params, 400, salt)
+    state = await stage.decode.until("known", mine, is_="RUNNING")
+    await asyncio.sleep(draw.random() * 0.1)
+    await stage.decode.leave(mine)
+    trial.injected = f"aborted while {state}" if state else ""
+    await stage.decode.until("known", mine, is_="")
+    trial.detected = "the engine forgot it" if await stage.told(mine, "Finished") else ""
+    await stage.through(trial, text, salt)
+
+
+@kind("one id for two requests", CLIENT, "A client gives two requests at the same time one id.")
+async def same_id(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    first, second = (stage.text(draw) for _ in range(2))
+    mine, salts = stage.name(), [stage.salt(draw) for _ in range(2)]
+    params = await stage.prefilled(first, salts[0])
+    found = await stage.decode.ask(mine, first, params, 6, salts[0])
+    try:
+        await stage.decode.do("ask", mine, second, None, 6, salts[1])
+        trial.detected = "both were taken, under names of their own"
+    except EngineError as error:
+        trial.detected = f"the second was refused: {str(error).splitlines()[0]}"
+    trial.injected = f"two requests {mine}"
+    try:
+        answer = await stage.decode.answer(mine, found)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the request did not end
+        trial.stuck.append(f"request {mine}: {error}")
+        return
+    right = [stage.references.why_wrong(text, answer) for text in (first, second)]
+    if all(right):
+        trial.wrong.append(f"request {mine}: {right[0]}")
+    trial.answers += not all(right)
+
+
+@kind(
+    "another tenant's prompt", CLIENT, "A tenant asks for a prompt that another tenant's salt has cached.",
+    protections=("salt",),
+)  # fmt: skip
+async def other_salt(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salts = stage.text(draw, 200), [stage.salt(draw) for _ in range(2)]
+    await stage.decoded(trial, text, None, salts[0])
+    await stage.decode.until("tiers_are_idle")
+    files = await stage.decode.do("files_of", text, salts[0])
+    trial.injected = f"{len(files)} chunks of another tenant's in the tiers" if files else ""
+    name = await stage.decoded(trial, text, None, salts[1])
+    loads = await stage.told(name, "LoadBegan")
+    trial.detected = "" if loads else "nothing was loaded for the second tenant"

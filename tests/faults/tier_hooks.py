@@ -1,0 +1,142 @@
+"""Faults of the file tier that are injected inside an engine's process."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import threading
+from pathlib import Path
+from typing import Any
+
+from kvferry.errors import ChunkError
+from kvferry.tiers.decode import verify_bytes
+from kvferry.tiers.place import chunk_path
+from support.vllm_engine.tiers_inside import half
+
+
+def files_of(engine: Any, text: list[int], salt: str, namespace: str = "") -> list[str]:
+    """Paths of the chunks of a prompt that are in the file tier, in the engine's namespace or this one."""
+    from types import SimpleNamespace
+
+    from kvferry.cache.prompt_chunks import PromptChunks
+    from kvferry.engines.vllm.prompts import keys_of
+
+    prompts, store = half(engine)._tiering._prompts, _store(engine)
+    request = SimpleNamespace(prompt_token_ids=text, mm_features=(), lora_request=None, cache_salt=salt)
+    keys = keys_of(request, text, prompts._canonical.chunk_tokens, prompts._adapters, prompts._epoch)
+    chunks = PromptChunks(prompts._canonical.groups, keys)
+    of = bytes.fromhex(namespace) if namespace else store._namespace
+    paths = (chunk_path(store._root, of, key) for key in chunks.every(len(text)))
+    return [path for path in paths if Path(path).exists()]
+
+
+def tiers_are_idle(engine: Any) -> bool:
+    """Whether everything stored so far is written."""
+    cache = half(engine)._tiering._cache
+    cache.poll()
+    return not half(engine).busy and not any(len(one) for one in cache.writing)
+
+
+def clear_host(engine: Any) -> None:
+    """Forget host memory, and not what is known of storage."""
+    half(engine)._tiering._cache.clear()
+
+
+def limit_files(engine: Any, size: int) -> None:
+    """Have the kernel refuse to make files of this process larger than so many bytes; negative: any size."""
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size if size >= 0 else most, most))
+
+
+def fail_files(engine: Any, call: str, number: int, times: int) -> None:
+    """Let the next so many calls of the file tier ("_write" or "_get") fail with an errno."""
+    store, hooks = _store(engine), engine.hooks
+    inner = getattr(type(store), call)
+    hooks.armed[f"errno {call}", ""] = times
+
+    def failing(*args: Any) -> Any:
+        if hooks.take(f"errno {call}"):
+            raise OSError(number, os.strerror(number))
+        return inner(store, *args)
+
+    setattr(store, call, failing)
+
+
+def hang_files(engine: Any, call: str) -> None:
+    """Let calls of the file tier ("get", "put" or "_write") hang until `unhang_files`."""
+    store, hooks = _store(engine), engine.hooks
+    hooks.gate = threading.Event()
+    inner = getattr(type(store), call)
+    hooks.armed[f"hang {call}", ""] = 1 << 30
+
+    def hanging(*args: Any) -> Any:
+        if hooks.take(f"hang {call}"):
+            hooks.gate.wait()
+        return inner(store, *args)
+
+    setattr(store, call, hanging)
+
+
+def hung_files(engine: Any, call: str) -> int:
+    """How many calls hang, or have hung."""
+    return int(engine.hooks.injected[f"hang {call}", ""])
+
+
+def unhang_files(engine: Any, call: str) -> int:
+    """Let them go on; return how many hung."""
+    engine.hooks.gate.set()
+    engine.hooks.armed[f"hang {call}", ""] = 0
+    vars(_store(engine)).pop(call, None)
+    return int(engine.hooks.injected[f"hang {call}", ""])
+
+
+def fail_copies(engine: Any, times: int) -> None:
+    """Let the next so many copies between blocks and host memory fail."""
+    mover, hooks = engine.witness._worker._mover, engine.hooks
+    hooks.armed["copy", ""] = times
+    inner = type(mover)._do
+
+    def do(key: str, what: Any) -> Any:
+        return inner(mover, key, _raise if hooks.take("copy") else what)
+
+    mover._do = do
+
+
+def _raise(_: Any) -> tuple[int, ...]:
+    raise OSError(errno.EIO, "injected: the copy failed")
+
+
+def missed(engine: Any) -> dict[str, int]:
+    """Chunks that storage did not give, by why."""
+    counts = half(engine)._tiering._cache.counts
+    return {f"{name} {what}": n for (name, what), n in counts.missed.items()}
+
+
+def dropped(engine: Any) -> dict[str, int]:
+    """Chunks that storage did not take, by why."""
+    return {str(what): n for what, n in _store(engine).stats.puts.items() if n}
+
+
+def unsound_files(root: str) -> list[str]:
+    """Chunk files that do not hold what their name says, or are half written."""
+    found = []
+    for path in Path(root).rglob("*"):
+        if path.suffix == ".tmp":
+            found.append(f"half written: {path}")
+        elif path.suffix == ".kv" and path.is_file():
+            found += _problem(str(path), path.read_bytes())
+    return found
+
+
+def _problem(path: str, image: bytes) -> list[str]:
+    try:
+        header = verify_bytes(image)
+    except ChunkError as error:
+        return [f"{path}: {error}"]
+    named = path.endswith(f"{header.chunk.key.hex()}.kv")
+    return [] if named else [f"{path}: another key"]
+
+
+def _store(engine: Any) -> Any:
+    return half(engine)._tiering._cache._queues[0].tier

@@ -1,0 +1,146 @@
+"""Faults of reads between engines: leases that end, reads that fail or are late, memory that is reused."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+from faults.kinds import kind
+from faults.stage import DEADLINE, LONG_TOKENS, Stage
+from faults.values import Area, Trial
+
+TRANSFER = Area.TRANSFER
+
+
+@kind(
+    "lease ends before the read", TRANSFER,
+    "The producer's lease runs out and its blocks are overwritten before the consumer reads them.",
+    share=10, protections=("lease words",),
+)  # fmt: skip
+async def reused(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salt, mine, theirs = stage.text(draw, 200), stage.salt(draw), stage.name(), stage.name()
+    params = await stage.prefilled(text, salt, theirs)
+    await stage.decode.do("arm", "hold", mine)
+    answer = asyncio.create_task(stage.decoded(trial, text, params, salt, mine))
+    if await stage.decode.until("holds", mine, seconds=DEADLINE):
+        await stage.prefill.do("expire", theirs)
+        if await stage.prefill.until("lease_is_over", theirs):
+            count = await stage.prefill.do("overwrite", theirs)
+            trial.injected = f"{count} blocks overwritten before the read was posted" if count else ""
+    await stage.decode.do("let_go", mine)
+    await answer
+    await stage.decode.do("disarm", "hold", mine)
+    trial.detected = await stage.failed(mine)
+
+
+@kind("transport refuses the read", TRANSFER, "The transport raises when a read is posted.", share=6)
+async def refused(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salt, mine = stage.text(draw), stage.salt(draw), stage.name()
+    params = await stage.prefilled(text, salt)
+    await stage.decode.do("arm", "refuse", mine)
+    await stage.decoded(trial, text, params, salt, mine)
+    count = await stage.decode.do("disarm", "refuse", mine)
+    trial.injected = f"{count} posts raised" if count else ""
+    trial.detected = await stage.failed(mine)
+
+
+@kind(
+    "read after its deadline", TRANSFER, "A read is posted after the request has gone on without it.", share=3
+)
+async def late(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salt, mine = stage.text(draw, 200), stage.salt(draw), stage.name()
+    params = await stage.prefilled(text, salt)
+    await stage.decode.do("arm", "hold", mine)
+    await stage.decoded(trial, text, params, salt, mine)
+    trial.injected = "the read was held back" if await stage.decode.do("holds", mine) else ""
+    await stage.decode.do("let_go", mine)
+    await stage.decode.do("disarm", "hold", mine)
+    trial.detected = await stage.failed(mine)
+
+
+@kind(
+    "late bytes land among others", TRANSFER,
+    "A read that is past its deadline lands while other requests fill the whole pool.",
+    together=1, share=2, protections=("pins",),
+)  # fmt: skip
+async def lands_late(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salt, mine = stage.text(draw, 330), stage.salt(draw), stage.name()
+    params = await stage.prefilled(text, salt)
+    await stage.decode.do("arm", "hold", mine)
+    await stage.decoded(trial, text, params, salt, mine)
+    held = await stage.decode.do("holds", mine)
+    pinned = (await stage.decode.do("counters"))["pins"]
+    await stage.decode.do("forget_prefixes")
+    others = [
+        asyncio.create_task(stage.decoded(trial, each, None, stage.salt(draw), tokens=100))
+        for each in stage.references.long
+    ]
+    for _ in range(200):
+        free = await stage.decode.do("free_blocks")
+        if free < 30:
+            break
+        await asyncio.sleep(0.02)
+    await stage.decode.do("let_go", mine)
+    await asyncio.gather(*others)
+    await stage.decode.do("disarm", "hold", mine)
+    trial.injected = f"{held} reads posted {DEADLINE:g} s late, with {free} blocks free" if held else ""
+    trial.detected = await stage.failed(mine) if pinned else ""
+
+
+@kind(
+    "offer withdrawn",
+    TRANSFER,
+    "The producer resets its caches while an offer is under way.",
+    share=2,
+    together=1,
+)
+async def withdrawn(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salt, theirs = stage.text(draw, 129), stage.salt(draw), stage.name()
+    params = await stage.prefilled(text, salt, theirs)
+    await stage.prefill.do("reset_all")
+    if await stage.prefill.until("lease_is_over", theirs):
+        count = await stage.prefill.do("overwrite", theirs)
+        trial.injected = f"reset, and {count} blocks overwritten"
+    name = await stage.decoded(trial, text, params, salt)
+    trial.detected = await stage.failed(name)
+
+
+@kind(
+    "consumer resets",
+    TRANSFER,
+    "The consumer resets its caches while a read is held back.",
+    share=2,
+    together=1,
+)
+async def consumer_resets(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salt, mine = stage.text(draw, 129), stage.salt(draw), stage.name()
+    params = await stage.prefilled(text, salt)
+    await stage.decode.do("arm", "hold", mine)
+    answer = asyncio.create_task(stage.decoded(trial, text, params, salt, mine))
+    if await stage.decode.until("holds", mine, seconds=DEADLINE):
+        await stage.decode.do("reset_all")
+        trial.injected = "reset while the read was held back"
+    await stage.decode.do("let_go", mine)
+    await answer
+    trial.detected = "; ".join(one["event"] for one in await stage.told(mine, "LoadEnded"))
+    await stage.decoded(trial, text, None, salt)
+
+
+@kind(
+    "preemption",
+    TRANSFER,
+    "The decode engine has too few blocks and preempts requests it has loaded.",
+    share=1,
+    together=1,
+)
+async def preempted(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    before = await stage.decode.do("preemptions")
+    long = stage.references.long * 2
+    offers = [await stage.prefilled(text, stage.salt(draw)) for text in long]
+    salts = [stage.salt(draw) for _ in long]
+    await asyncio.gather(
+        *(stage.decoded(trial, *each, tokens=LONG_TOKENS) for each in zip(long, offers, salts, strict=True))
+    )
+    count = await stage.decode.do("preemptions") - before
+    trial.injected = f"{count} preemptions" if count else ""
+    trial.detected = f"{trial.answers} answers after {count} preemptions" if count else ""

@@ -1,0 +1,55 @@
+"""What docs/reliability.md says is there is there, and its generated parts can be written."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from faults.campaign import KINDS
+from faults.report import campaign_part, with_part
+from faults.values import Fault, Leaks, Trial, judged, totals
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "reliability.md").read_text()
+NAMED = re.compile(r"`(tests/[\w/.]+\.py)::(\w+)`")
+
+
+def test_every_test_that_the_page_names_exists():
+    named = NAMED.findall(PAGE)
+    assert len(named) > 20
+    missing = [f"{file}::{name}" for file, name in named if name not in _tests(ROOT / file)]
+    assert not missing
+
+
+def _tests(file: Path) -> set[str]:
+    kinds = (ast.FunctionDef, ast.Assign)
+    found = [node for node in ast.parse(file.read_text()).body if isinstance(node, kinds)]
+    names = {node.name for node in found if isinstance(node, ast.FunctionDef)}
+    assigned = [target for node in found if isinstance(node, ast.Assign) for target in node.targets]
+    return names | {target.id for target in assigned if isinstance(target, ast.Name)}
+
+
+def test_every_public_report_has_a_test():
+    rows = [line for line in PAGE.splitlines() if line.startswith("| [")]
+    assert len(rows) > 20
+    assert all(NAMED.search(row) for row in rows)
+
+
+def test_the_campaigns_part_is_written_between_its_marks_and_nothing_else_changes():
+    verdict = judged(Fault(0, "preemption", "qwen3", 1), Trial("2 preemptions", "2 | answers", answers=1))
+    body = campaign_part(
+        "make faults", ["qwen3"], KINDS, [verdict], totals([verdict], Leaks()), {"pins": "a|b"}, 90.0
+    )
+    written = with_part(PAGE, "faults", body)
+    assert "| engines" in written
+    assert "| wrong outputs | 0 |" in written
+    assert "| pins | a/b |" in written
+    assert with_part(written, "faults", "") == with_part(PAGE, "faults", "")
+
+
+def test_a_page_without_the_part_is_refused():
+    with pytest.raises(ValueError, match="has no part 'faults'"):
+        with_part("nothing", "faults", "x")
