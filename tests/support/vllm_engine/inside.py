@@ -482,6 +482,24 @@ def reset_connector(engine: Any) -> None:
     half(engine)._turn_names._epoch = ""  # but what comes is
 
 
+def number_from(engine: Any, first: int) -> None:
+    """Requests to come are numbered from there on: every engine begins at 0."""
+    engine.request_counter.counter = first
+
+
+def treat_tenants_alike(engine: Any) -> None:
+    """Hide cache salts and adapters from the connector; the engine itself still knows them."""
+    ours = half(engine)
+    told = ours.on_new_request
+
+    def on_new_request(request: Any) -> None:
+        request.cache_salt = None  # vLLM has digested it
+        told(request)
+
+    ours.on_new_request = on_new_request
+    ours._adapters.name = lambda _: ""
+
+
 def ask_for_turns(engine: Any, *, asks: bool) -> None:
     """Whether peers are asked for earlier turns."""
     half(engine)._peers._turns._keepers = (lambda: half(engine)._server.keepers) if asks else dict
