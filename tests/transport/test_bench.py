@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,13 +14,14 @@ from pathlib import Path
 import pytest
 import typer
 
-from kvferry.bench import calibrate_report, layout, layout_report, report
+from kvferry.bench import calibrate_report, layout, layout_report, report, safety, safety_report
 from kvferry.bench.calibrate import Job as CalibrateJob, calibrate
 from kvferry.bench.cells import WAYS
 from kvferry.bench.engines import Engine, engine, read_geometry
 from kvferry.bench.link import Producer
 from kvferry.bench.movers import Ferry
 from kvferry.bench.reader import Reader
+from kvferry.bench.safety_cost import Job as SafetyJob
 from kvferry.bench.transfer import Job, machine, measure
 from kvferry.cli.bench import register
 from kvferry.errors import TransferError
@@ -124,6 +126,23 @@ def test_a_pinned_strategy_is_what_moves(reader: Reader) -> None:
         ferry = Ferry("", reader, SOURCE, strategy=strategy)
         ferry.move()
         assert ferry.strategies == (strategy,)
+
+
+def test_encryption_is_measured_beside_the_same_talk_without() -> None:
+    job = SafetyJob(("curve",), read_geometry("Llama-3.1-8B", {"num_hidden_layers": 2}), 512, 7)
+    measured = safety.measure(job, _quiet)
+    trip, connecting, direct, staged = measured.costs
+    assert (trip.target, connecting.target, direct.target, staged.target) == (None, None, 0.02, 0.02)
+    assert direct.work == "2 messages of a direct transfer"
+    asked = re.fullmatch(r"(\d+) messages of a staged transfer", staged.work)
+    assert asked, staged.work
+    assert int(asked[1]) >= 4, "redeem, release, and at least one chunk that is asked for and done"
+    for cost in measured.costs:
+        assert len(cost.on) == len(cost.off) == 7
+        assert min(cost.on + cost.off) > 0
+    assert all(len(cost.whole) == 7 for cost in (direct, staged))
+    assert connecting.extra.median > 0, "a handshake costs something"
+    json.dumps(safety_report.as_json(measured))
 
 
 def test_costs_are_fitted_and_nothing_is_written(tmp_path: Path, monkeypatch, capsys) -> None:

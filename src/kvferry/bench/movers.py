@@ -17,6 +17,7 @@ from kvferry.bench.reader import Reader
 from kvferry.errors import TransferError
 from kvferry.planning.strategy import Strategy
 from kvferry.transport.lane import ReadResult
+from kvferry.transport.read_plan import ReadPlan
 
 _HOOK_POLL_SECONDS = 1e-3
 
@@ -43,6 +44,7 @@ class Ferry:
         strategies: that the last move used, of all groups.
         stages: per move, seconds of planning, of reading, of the lease check, and of all the rest: handing
             over between threads, the next look of a hook, the acknowledgement.
+        plan: of the last move.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Ferry:
         """
         self.name, self.bytes = name, reader.bytes
         self.strategies: tuple[str, ...] = ()
+        self.plan: ReadPlan | None = None
         self.stages: list[tuple[float, float, float, float]] = []
         self._reader, self._source, self._peer = reader, source, peer
         self._strategy, self._poll_seconds = strategy, poll_seconds
@@ -94,6 +97,7 @@ class Ferry:
             raise TransferError(f"kvferry could not read from the producer process: {failure}")
         result = stepped.results[wanted.key]
         self.stages.append(_stages(result, seconds))
+        self.plan = result.plan
         self.strategies = result.plan.strategy_by_group if result.plan else ()
         reader.check()
         reader.producer.wait_ended()

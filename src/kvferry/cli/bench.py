@@ -30,6 +30,7 @@ def register(app: typer.Typer) -> None:
     bench.command()(calibrate)
     bench.command()(offload)
     bench.command()(choice)
+    bench.command()(safety)
     app.add_typer(bench, name="bench")
 
 
@@ -301,6 +302,40 @@ def choice(
         print(json.dumps(choice_report.as_json(measured)))
     else:
         choice_report.show(measured, Console(highlight=False))
+
+
+def safety(
+    parts: Annotated[str, typer.Option(help="Parts to measure, separated by commas: curve.")] = "curve",
+    geometry: Annotated[
+        str, typer.Option(help="Model whose KV cache to move, as `kvferry plan` takes it.")
+    ] = "Llama-3.1-8B",
+    layers: Annotated[int, typer.Option(min=1, help="Overrides the model's.")] = 8,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the request that is moved.")] = 4096,
+    repeats: Annotated[int, typer.Option(min=7, help="Rounds; each with and without.")] = 15,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: all rounds, in seconds.")] = False,
+) -> None:
+    """Measure what protections cost, on and off in one run.
+
+    Encryption (curve): what channels between engines say over ZeroMQ, encrypted and plain, and its share of a
+    transfer between two processes.
+    """
+    from rich.console import Console
+
+    from kvferry.bench import safety_report
+    from kvferry.bench.engines import read_geometry
+    from kvferry.bench.safety import PARTS, measure
+    from kvferry.bench.safety_cost import Job
+
+    chosen = tuple(parts.split(","))
+    if unknown := [name for name in chosen if name not in PARTS]:
+        raise ConfigError(f"--parts {unknown[0]} is not known; choose of {', '.join(PARTS)}")
+    reading = read_geometry(geometry, given(num_hidden_layers=layers))
+    with Console(stderr=True).status("starting") as status:
+        measured = measure(Job(chosen, reading, tokens, repeats), lambda text: status.update(f"{text} ..."))
+    if as_json:
+        print(json.dumps(safety_report.as_json(measured)))
+    else:
+        safety_report.show(measured, Console(highlight=False))
 
 
 @contextmanager

@@ -1,0 +1,51 @@
+"""What protections cost: figures of a round, and the sockets that encryption is measured over."""
+
+import pytest
+import zmq
+from rich.console import Console
+
+from kvferry.bench import curve, safety_report
+from kvferry.bench.engines import read_geometry
+from kvferry.bench.safety import Measured
+from kvferry.bench.safety_cost import Cost, Job
+from kvferry.bench.transfer import machine
+from kvferry.transport.messages import decode_request, numbered
+from support.keys import KEYS
+
+
+def test_a_share_is_taken_within_a_round_and_compared_with_its_target():
+    cost = Cost("curve", "talk", (3.0, 4.0, 9.0), (2.0, 2.0, 2.0), (100.0, 100.0, 100.0), 0.02)
+    assert (cost.extra.median, cost.share.median, cost.share.high) == (2.0, 0.02, 0.07)
+    assert cost.reached
+    assert not Cost("curve", "talk", (3.0,), (2.0,), (10.0,), 0.02).reached
+    assert Cost("curve", "talk", (3.0,), (2.0,)).share.median == 0.5
+
+
+@pytest.mark.parametrize("keys", [KEYS, None])
+def test_a_pair_answers_what_it_is_asked_and_waits_for_the_rest(keys):
+    with curve._pair(keys) as pair:
+        assert pair.say([(b"claim", b""), (b"ask", b"answer"), (b"done", b"")]) > 0
+        assert pair.client.getsockopt(zmq.MECHANISM) == (zmq.CURVE if keys else zmq.NULL)
+        assert not pair.client.poll(50), "nothing is left"
+
+
+def test_a_transfer_that_asks_for_no_gathering_redeems_a_ticket_and_gives_it_back():
+    (redeem, redeemed), (release, nothing) = curve._talk_of(None, [[5, 6], [7]], 512)
+    asked, given_back = decode_request(redeem), decode_request(release)
+    assert (asked.tokens, given_back.tickets, nothing) == (512, [asked.ticket], b"")
+    assert numbered(redeemed).grant.tables == [[5, 6], [7]]
+
+
+def test_it_fits_80_columns():
+    costs = (
+        Cost("curve", "18 messages of a staged transfer", (3e-3,) * 7, (2e-3,) * 7, (1.0,) * 7, 0.02),
+        Cost("curve", "a connection and its first answer", (3e-3,) * 7, (2e-3,) * 7),
+    )
+    job = Job(("curve",), read_geometry("Qwen3-0.6B"), 4096, 7)
+    console = Console(width=80, record=True, highlight=False)
+    measured = Measured(job, machine(), costs)
+    safety_report.show(measured, console)
+    text = console.export_text()
+    assert "0.10%" in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert safety_report.as_json(measured)["costs"][0]["share"]["median"] == pytest.approx(1e-3)
