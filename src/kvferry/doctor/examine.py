@@ -73,6 +73,8 @@ def _this_machine(
     configs: tuple[ConnectorConfig, ...], progress: Callable[[str], None]
 ) -> tuple[list[Finding], Reads | None]:
     found = guarded("limits", _QUICK_SECONDS, machine.check)
+    if not any(config.secret_file or not config.transfers for config in configs):
+        found.append(listening.key(None))
     progress("loading vLLM and the connector")
     found += guarded("vLLM", _LONG_SECONDS, software.check)
     progress("starting NIXL's plugins")

@@ -115,6 +115,7 @@ def test_a_machine_without_vllm_and_nixl_is_looked_at_all_the_same(run, monkeypa
         "open files",
         "/dev/shm",
         "large pages",
+        "key",
         "keys",
         "weights",
         "costs",
@@ -132,7 +133,18 @@ def secured(tmp_path):
     server.close()
 
 
-def test_an_engine_with_a_secret_is_met_with_the_option_or_the_configuration(run, secured, tmp_path):
+def test_an_engine_with_this_machines_key_is_met_without_a_word(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    server = ControlServer("127.0.0.1", 0, Card(facts(), cards()), read_keys(None))
+    done = run("doctor", "--no-machine", f"kvferry://127.0.0.1:{server.port}")
+    server.close()
+    assert (done.returncode, "encrypted, answers in" in done.stdout) == (0, True)
+
+
+def test_an_engine_with_a_secret_is_met_with_the_option_or_the_configuration(
+    run, secured, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "no key here"))
     address, secret = secured
     done = run("doctor", "--no-machine", address)
     assert (done.returncode, "asks for a key" in done.stdout) == (1, True)
