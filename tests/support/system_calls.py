@@ -88,7 +88,7 @@ class How(Enum):
     SHORT = "done in part"
     KILLED = "the process is killed before it"
     TORN = "done in part, then the process is killed"
-    HELD = "never returns, nor does any after it"
+    HELD = "never returns, nor does any after it, but of the first thread"
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +235,7 @@ class _Tracer:
         elif not entering and thread in self.struck:
             self.struck.remove(thread)
             _leave(thread, self.fault)
-        elif self.counting and entering and number in CALLS and not (number == 1 and arguments[0] < 3):
+        elif self._counts(thread) and entering and number in CALLS and not (number == 1 and arguments[0] < 3):
             making = number == _OPEN_AT and arguments[2] & (os.O_CREAT | os.O_TRUNC)
             self.calls.append("create" if making else CALLS[number])
             at = len(self.calls)
@@ -245,6 +245,10 @@ class _Tracer:
                 self.struck.add(thread)
                 _strike(thread, number, arguments, self.fault)
         _resume(thread)
+
+    def _counts(self, thread: int) -> bool:
+        """Whether calls of a thread are counted; those of the first are not where calls are held."""
+        return self.counting and not (thread == self.pid and self.fault.how is How.HELD)
 
 
 def _strike(thread: int, number: int, arguments: tuple[int, ...], fault: Fault) -> None:

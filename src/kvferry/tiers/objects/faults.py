@@ -17,6 +17,7 @@ class Fault(StrEnum):
     UNREACHABLE = "it cannot be reached"
     TIMEOUT = "no answer in time"
     DENIED = "access is denied"
+    SKEWED = "it finds this machine's time wrong"
     NO_BUCKET = "there is no such bucket"
     THROTTLED = "it asks for fewer requests"
     SERVER = "it reports an error of its own"
@@ -34,6 +35,7 @@ _ADVICE = {
     Fault.UNREACHABLE: "see to its endpoint, the network and allow_http",
     Fault.TIMEOUT: "see whether it and the network are healthy, or raise the timeout",
     Fault.DENIED: "give credentials that may list, read, write and delete there",
+    Fault.SKEWED: "set the clock of this machine",
     Fault.NO_BUCKET: "make it, or mend the URL",
     Fault.THROTTLED: "see to its limits, or let fewer engines share it",
     Fault.SERVER: "see to its own logs",
@@ -72,6 +74,8 @@ def is_of_the_bucket(missing: FileNotFoundError) -> bool:
 def _fault(said: str, debug: str) -> Fault:
     if re.search(_NO_CREDENTIALS, said + debug):
         return Fault.DENIED
+    if re.search(_SKEWED, said + debug):
+        return Fault.SKEWED
     if status := re.search(r"status code: (\d{3})", said):
         return _of_status(int(status[1]))
     return next((fault for pattern, fault in _KINDS if re.search(pattern, debug)), Fault.UNEXPECTED)
@@ -101,6 +105,8 @@ def _reason(said: str) -> str:
 
 
 _NO_CREDENTIALS = r"169\.254\.169\.254|metadata\.google\.internal|MissingCredential"
+
+_SKEWED = r"RequestTimeTooSkewed"
 
 _BROKEN = r"IncompleteMessage|ConnectionReset|ConnectionAborted|BrokenPipe"
 

@@ -14,6 +14,8 @@ from threading import Lock
 from kvferry.tiers.gone import Gone
 from kvferry.tiers.tags import Tags
 
+MOST = 1 << 22
+"""Keys of a namespace, at most: a listing without end takes no more memory than that."""
 _PARTS = 256
 
 
@@ -88,14 +90,18 @@ class Known:
                     self._lost(key)
 
     def show(self, page: Iterable[tuple[bytes, str]]) -> None:
-        """Take in a page of a listing: keys, and the tags of their objects."""
+        """Take in a page of a listing, as far as there is room: keys, and the tags of their objects."""
         with self._lock:
+            room = MOST - len(self)
             for key, tag in page:
                 if self._bad.get(key, tag) != tag:
                     del self._bad[key]
                 if key not in self._gone and key not in self._bad:
                     part = self._keys[key[0]]
                     if key not in part:
+                        if room <= 0:
+                            continue
+                        room -= 1
                         self.changes += 1
                         self._tags.add(key)
                     part[key] = self._listings

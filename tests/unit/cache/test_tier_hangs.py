@@ -1,0 +1,75 @@
+"""A mount whose calls never return, below the threads of a tier's queue."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kvferry.cache import tier_queue
+from kvferry.cache.tier_queue import TierQueue
+from support.chunk_files import key
+from support.stores import GROUP, body, keep, open_store
+from support.system_calls import Fault, How, counted, possible, run
+
+pytestmark = pytest.mark.skipif(not possible(), reason="processes cannot be traced here")
+
+
+def work(path: Path, what: str) -> dict[str, object]:
+    """Give a queue reads or writes on a mount that hangs, and go on meanwhile."""
+    tier_queue.STUCK_SECONDS, tier_queue.REFRESH_SECONDS = 0.3, 0.05
+    store = open_store(path)
+    queue = TierQueue(store, readers=2, writers=2)
+    threads = threading.active_count()
+    longest, stuck_after = 0.0, 0.0
+    with counted():
+        began = time.monotonic()
+        for step in itertools.count():
+            before = time.monotonic()
+            known = queue.known([key(1)])[0]
+            if what == "read" and known and step < 50:
+                queue.read(key(1), GROUP, body(1))
+            if what == "write" and queue.can_write:
+                queue.write(key(100 + step), GROUP, body(1))
+            queue.used([key(1)])
+            queue.done()
+            longest = max(longest, time.monotonic() - before)
+            if queue.stuck and not stuck_after:
+                stuck_after = time.monotonic() - began
+            if time.monotonic() - began > 1.0:
+                break
+            time.sleep(0.01)
+        under_way = queue.reading, queue.writing
+        closing = time.monotonic()
+        queue.close(0.2)
+        closed = time.monotonic() - closing
+        return {
+            "longest": longest,
+            "stuck": (queue.stuck_for_reading, queue.stuck_for_writing),
+            "stuck_after": stuck_after,
+            "known": bool(queue.known([key(1)])[0]),
+            "under_way": under_way,
+            "more threads": threading.active_count() - threads,
+            "closed": closed,
+        }
+
+
+@pytest.mark.parametrize("what", ["read", "write"])
+@pytest.mark.parametrize("at", [1, 3, 8, 21])
+def test_a_mount_that_hangs_holds_up_no_step_and_no_end(tmp_path, what, at):
+    keep(open_store(tmp_path, capacity=1 << 24), 1)
+    began = time.monotonic()
+    ended = run(lambda: work(tmp_path, what), Fault(at, How.HELD))
+    assert time.monotonic() - began < 10
+    assert len(ended.calls) >= at, "nothing hung"
+    said = ended.said
+    assert said["longest"] < 0.2
+    assert said["stuck"] == [what == "read", what == "write"]
+    assert 0.2 < said["stuck_after"] < 1.0
+    assert said["known"] is (what == "write"), "a tier that hangs for reading is asked"
+    assert max(said["under_way"]) <= 50
+    assert said["more threads"] <= 0
+    assert said["closed"] < 1.0
