@@ -91,6 +91,13 @@ faults: $(VENV)/.dev ## inject FAULTS= faults drawn from SEED= into running engi
 soak: $(VENV)/.dev ## serve mixed traffic for SECONDS_OF_SOAK= and check every answer; writes docs/reliability.md
 	PYTHONPATH=tests $(PYTHON) -m faults.soak --seconds $(SECONDS_OF_SOAK) --seed $(SEED) --report docs/reliability.md
 
+.PHONY: fuzz flood
+fuzz: $(VENV)/.dev ## odd messages to both channels for long (KVFERRY_FUZZ_SECONDS=, KVFERRY_FUZZ_SEED=)
+	KVFERRY_FUZZ_SECONDS=$${KVFERRY_FUZZ_SECONDS:-120} $(PYTHON) -m pytest -s tests/fuzz
+
+flood: $(VENV)/.dev ## floods of both channels: memory, threads, descriptors, log, and how an honest peer is served
+	$(PYTHON) tests/fuzz/flood.py
+
 ##@ Build
 .PHONY: wheel clean
 wheel: $(VENV)/.dev ## build dist/kvferry-*.whl

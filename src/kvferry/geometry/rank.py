@@ -7,9 +7,12 @@ the other engine in the handshake, and everything that is planned is planned fro
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
 
 from kvferry.errors import GeometryError
 from kvferry.geometry.page import TOKEN, Field, PageFormat
@@ -154,11 +157,12 @@ class RankGeometry:
         names = Counter(layer.name for group in self.groups for layer in group.layers)
         if twice := [name for name, times in names.items() if times > 1]:
             raise GeometryError(f"layers {twice} are described twice")
+        registered = _Registered(self.regions)
         for group in self.groups:
             for layer in group.layers:
-                self._check_layer(group, layer)
+                self._check_layer(group, layer, registered)
 
-    def _check_layer(self, group: Group, layer: Layer) -> None:
+    def _check_layer(self, group: Group, layer: Layer, registered: _Registered) -> None:
         page = layer.page
         if page.block_tokens not in (0, group.block_tokens):
             raise GeometryError(
@@ -176,8 +180,22 @@ class RankGeometry:
                     f"overlap in field {field.name!r}"
                 )
         stop = layer.address + (self.num_blocks - 1) * layer.block_stride + page.page_bytes
-        if not any(r.address <= layer.address and stop <= r.address + r.length for r in self.regions):
+        if not registered.holds(layer.address, stop):
             raise GeometryError(f"layer {layer.name!r}: its pages reach outside the registered regions")
+
+
+class _Registered:
+    """Regions in the order of their addresses: a peer may name thousands, and every layer is looked for."""
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        ordered = sorted((region.address, region.address + region.length) for region in regions)
+        self._starts = [start for start, _ in ordered]
+        self._farthest = list(accumulate((stop for _, stop in ordered), max))
+
+    def holds(self, start: int, stop: int) -> bool:
+        """Return whether one region holds all bytes from `start` to `stop`."""
+        before = bisect_right(self._starts, start)
+        return before > 0 and stop <= self._farthest[before - 1]
 
 
 def _overlaps(field: Field, blocks: int, block_stride: int) -> bool:

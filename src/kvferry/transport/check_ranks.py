@@ -24,8 +24,6 @@ MAX_FIELDS = 64
 MAX_AXES = 16
 MAX_LOOPS = 16
 MAX_FACTORS = 65_536
-MAX_COMPARED = 1 << 22
-"""Layers times regions, over all ranks: every layer is looked for among its rank's regions."""
 
 _ADDRESSES = 1 << 63
 _MEMORIES = ("DRAM", "VRAM")
@@ -42,9 +40,6 @@ def check_ranks(cards: Sequence[RankCard]) -> None:
         for what, count, most in _sizes(card.geometry):
             if count > most:
                 raise ProtocolError(f"{count} {what}, at most {most}")
-    pairs = sum(_layers(card.geometry) * len(card.geometry.regions) for card in cards)
-    if pairs > MAX_COMPARED:
-        raise ProtocolError(f"{pairs} pairs of layer and region, at most {MAX_COMPARED}")
     for card in cards:
         _check_words(card)
         for region in card.geometry.regions:

@@ -229,8 +229,12 @@ class ControlClient:
             held = sorted(peer.held)
             for first in range(0, len(held), MAX_TICKETS):
                 self._send(peer, Heartbeat(self._consumer, held[first : first + MAX_TICKETS]))
-            if not held and (self._handshakes.is_unknown(address) or self._handshakes.is_refused(address)):
+            if not held and self._is_useless(address):
                 self._close(poller, address)
+
+    def _is_useless(self, address: Address) -> bool:
+        """Whether a peer is not known, nor asked: anyone can make addresses up."""
+        return self._handshakes.is_unknown(address) or self._handshakes.is_refused(address)
 
     def _obey(self, poller: zmq.Poller, address: Address, message: Request | None) -> None:
         try:
@@ -248,6 +252,7 @@ class ControlClient:
         peer = self._peers.get(address)
         if peer is None and isinstance(message, Redeem):
             return  # the handshake that is to come asks it too; an address in a ticket opens nothing else
+        opened = peer is None
         if peer is None or message is None:
             place = self._names.place(address[0])
             if place is None:
@@ -268,6 +273,8 @@ class ControlClient:
             peer.held.update(message.tickets)
         elif isinstance(message, Release):
             peer.held.difference_update(message.tickets)
+        if opened and isinstance(message, Drop | Release):
+            self._close(poller, address)  # opened for this message alone, which still goes out
 
     def _close(self, poller: zmq.Poller, address: Address) -> set[bytes]:
         """Close the socket to a peer, if there is one; returns the tickets that are held there."""

@@ -27,6 +27,7 @@ from kvferry.transport.wire import reading
 
 MAX_REQUEST_BYTES = 16 << 20
 MAX_REPLY_BYTES = 64 << 10
+MAX_ROUTES = 1024
 MAX_NESTS = 1 << 14
 MAX_LOOPS = 32
 MAX_CELLS = 1 << 20
@@ -165,9 +166,11 @@ def _check(message: Introduce) -> None:
     if message.protocol != PROTOCOL:
         raise ProtocolError(f"protocol {message.protocol} there, {PROTOCOL} here; use the same kvferry")
     parts = [part for route in message.routes for part in route.parts]
-    most = max(len(message.routes), len(parts), sum(len(part.nests) for part in parts))
+    if len(message.routes) > MAX_ROUTES:
+        raise ProtocolError(f"{len(message.routes)} routes, at most {MAX_ROUTES}")
+    most = max(len(parts), sum(len(part.nests) for part in parts))
     if most > MAX_NESTS:
-        raise ProtocolError(f"{most} routes, planes or nests, at most {MAX_NESTS}")
+        raise ProtocolError(f"{most} planes or nests, at most {MAX_NESTS}")
     if (cells := sum(len(part.at) for part in parts)) > MAX_CELLS:
         raise ProtocolError(f"places of {cells} cells in their blocks, at most {MAX_CELLS}")
     for route in message.routes:

@@ -52,16 +52,24 @@ WAIT_SECONDS = 5.0
 
 MAX_READERS = 1024
 MAX_WAITING = 4096
+MAX_WAITING_OF_READER = 1024
+MAX_WAITING_BYTES = 64 << 20
+"""Of block ids in requests that wait."""
+
+MAX_CELLS_OF_ALL = 1 << 22
+"""Places of cells that all readers have introduced; the readers that came first are forgotten."""
+
 _POLL_SECONDS = 0.2
 _SWEEP_SECONDS = 1.0
 
 
 @dataclass(slots=True)
 class _Reader:
-    """Somebody who introduced itself: the loops of each route."""
+    """Somebody who introduced itself: the loops of each route, and how many places of cells they name."""
 
     routes: list[tuple[GatherRoute, Loops]]
     lots: dict[int, _Held] = field(default_factory=dict)
+    cells: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,16 +172,34 @@ class GatherServer:
         ]
         if known := self._readers.pop(sender, None):
             self._free_all(known)
-        self._readers[sender] = _Reader(routes)
-        while len(self._readers) > MAX_READERS:
+        cells = sum(len(part.at) for route in message.routes for part in route.parts)
+        self._readers[sender] = _Reader(routes, cells=cells)
+        while len(self._readers) > 1 and self._crowded():
             _, oldest = self._readers.popitem(last=False)
             self._free_all(oldest)
 
+    def _crowded(self) -> bool:
+        """Whether there are more readers than fit."""
+        cells = sum(reader.cells for reader in self._readers.values())
+        return len(self._readers) > MAX_READERS or cells > MAX_CELLS_OF_ALL
+
     def _ask(self, sender: bytes, message: Gather) -> None:
-        if len(self._waiting) >= MAX_WAITING:
-            self._refuse(sender, message, f"{MAX_WAITING} requests are waiting already")
+        if self._is_full(sender, message):
+            self._refuse(sender, message, f"{len(self._waiting)} requests are waiting already")
         elif self._waiting or not self._gather(sender, message):
             self._waiting.append(_Waiting(sender, message, self._clock()))
+
+    def _is_full(self, sender: bytes, message: Gather) -> bool:
+        """Whether too many requests wait, of this reader or of all, or too large ones."""
+        if not self._waiting:
+            return False
+        of_reader = sum(one.sender == sender for one in self._waiting)
+        size = sum(len(one.message.blocks) for one in self._waiting) + len(message.blocks)
+        return (
+            len(self._waiting) >= MAX_WAITING
+            or of_reader >= MAX_WAITING_OF_READER
+            or size > MAX_WAITING_BYTES
+        )
 
     def _serve_waiting(self) -> None:
         while self._waiting and self._gather(self._waiting[0].sender, self._waiting[0].message):

@@ -8,7 +8,7 @@ from msgspec import structs
 
 from kvferry.errors import ProtocolError
 from kvferry.geometry import Region
-from kvferry.transport.check_ranks import MAX_COMPARED, MAX_LAYERS, MAX_NAME, MAX_REGIONS
+from kvferry.transport.check_ranks import MAX_LAYERS, MAX_NAME, MAX_REGIONS
 from kvferry.transport.messages import (
     MAX_AGENT_BYTES,
     MAX_DIFFERENCES,
@@ -104,10 +104,6 @@ def test_more_than_anyone_has_is_refused_quickly():
         ([card] * (MAX_RANKS + 1), "length <= 256"),
         ([changed(card, regions=(region, *few))], f"regions of a rank, at most {MAX_REGIONS}"),
         ([with_layers(card, lambda of: [*of, *many])], f"layers of a rank, at most {MAX_LAYERS}"),
-        (
-            [changed(with_layers(card, lambda _: many), regions=(*few[1:], region))],
-            f"pairs of layer and region, at most {MAX_COMPARED}",
-        ),
         ([with_layers(card, lambda of: [replace(of[0], name="x" * (MAX_NAME + 1))])], "of a name, at most"),
         ([changed(card, groups=card.geometry.groups * 300)], "groups of a rank, at most"),
     ]
@@ -122,12 +118,12 @@ def test_more_than_anyone_has_is_refused_quickly():
 def test_the_most_that_is_allowed_is_compared_in_a_moment():
     (card,) = cards()
     layer, region = card.geometry.groups[0].layers[0], card.geometry.regions[0]
-    layers = [replace(layer, name=str(number)) for number in range(MAX_COMPARED // MAX_REGIONS)]
+    layers = [replace(layer, name=str(number)) for number in range(MAX_LAYERS)]
     regions = [Region(4096 * (number + 1), 10) for number in range(MAX_REGIONS - 1)]
     data = encode(Ranks([changed(with_layers(card, lambda _: layers), regions=(*regions, region))]))
     began = time.thread_time()
     decode_reply(data)
-    assert time.thread_time() - began < 2.0
+    assert time.thread_time() - began < 0.5
 
 
 def test_ids_and_sentences_have_a_limit():

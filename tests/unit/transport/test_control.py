@@ -693,3 +693,12 @@ def test_where_a_peer_keeps_turns_must_be_an_address(ends):
         raw.send(encode(Hello(PROTOCOL, structs.replace(facts("D", 9), keeps_turns=at))))
     until(lambda: asker.rejected == 3)
     assert asker.keepers == {}
+
+
+def test_tickets_of_made_up_addresses_that_are_dropped_leave_no_sockets(ends):
+    client = ends.client(heartbeat_seconds=600.0)
+    for number in range(300):
+        client.drop((f"127.0.{number // 250}.{number % 250 + 1}", 9), LEASE)
+    until(lambda: not client._commands)
+    until(lambda: not client._peers)
+    assert isinstance(settled(client, ends.server().port), Known)

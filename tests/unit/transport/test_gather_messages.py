@@ -12,6 +12,7 @@ from kvferry.transport.gather_messages import (
     MAX_CELLS,
     MAX_LOOPS,
     MAX_NESTS,
+    MAX_ROUTES,
     Done,
     Gather,
     Gathered,
@@ -95,15 +96,15 @@ def test_a_nest_that_would_write_elsewhere_or_endlessly_is_refused(nest, says):
     [
         (
             introduce(*[Nest(0, 0, 1)] * 2, planes=MAX_NESTS // 2 + 1),
-            f"{MAX_NESTS + 2} routes, planes or nests",
+            f"{MAX_NESTS + 2} planes or nests",
         ),
         (
             Introduce(PROTOCOL, [GatherRoute(1, 1, 64, (PoolNests((0,), ()),) * (MAX_NESTS + 1))]),
-            "routes, planes or nests",
+            "planes or nests",
         ),
         (
-            Introduce(PROTOCOL, [GatherRoute(1, 1, 64, (PoolNests((0,), ()),))] * (MAX_NESTS + 1)),
-            "routes, planes or nests",
+            Introduce(PROTOCOL, [GatherRoute(1, 1, 64, (PoolNests((0,), ()),))] * (MAX_ROUTES + 1)),
+            f"{MAX_ROUTES + 1} routes, at most",
         ),
         (introduce(planes=0), "a route of 0 planes"),
         (introduce(blocks=0), "0 blocks"),

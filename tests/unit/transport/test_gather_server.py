@@ -454,3 +454,27 @@ def test_closing_leaves_a_copy_behind_that_hangs(world, monkeypatch, caplog):
     let_go.set()
     world.server._thread.join(5)
     assert world.server._listener._context.closed, "it ends by itself once the copy does"
+
+
+def test_readers_with_very_many_cells_are_forgotten_the_oldest_first(world, monkeypatch):
+    monkeypatch.setattr(gather_server, "MAX_CELLS_OF_ALL", 100)
+    first, second = (world.reader(world.route(Nest(0, 0, 8), at=tuple(range(60)))) for _ in range(2))
+    second.say(ask(1))
+    assert isinstance(second.hear(), Gathered)
+    first.say(ask(1))
+    assert first.hear().unknown
+
+
+def test_what_waits_is_bounded_by_its_size_and_by_its_reader(stack, monkeypatch):
+    monkeypatch.setattr(gather_server, "MAX_WAITING_OF_READER", 2)
+    monkeypatch.setattr(gather_server, "MAX_WAITING_BYTES", 100)
+    world = World(stack, units=1)
+    one, other = (world.reader(world.route(Nest(0, 0, 8), stride=WIDE)) for _ in range(2))
+    one.say(ask(1))
+    assert isinstance(one.hear(), Gathered)
+    one.say(ask(2), ask(3), ask(4))
+    assert "2 requests are waiting" in one.hear().reason
+    other.say(ask(1, (1,) * 50))
+    assert "2 requests are waiting" in other.hear().reason
+    other.say(ask(2))
+    assert other.hear(0.3) is None, "it waits, though another reader has as many as it may"

@@ -1,0 +1,72 @@
+"""What must hold while odd messages arrive, whatever they are."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+GROWTH_BYTES = 64 << 20
+"""What handlers may hold at a time: messages that wait, and routes of readers, within their limits."""
+MOST_CPU_SECONDS = 0.5
+"""Of one message, under the tracer of lines, which makes handlers several times slower."""
+
+
+def seconds(default: float = 4.0) -> float:
+    """How long one fuzzer runs."""
+    return float(os.environ.get("KVFERRY_FUZZ_SECONDS", default))
+
+
+def seed() -> int:
+    """The seed of one run."""
+    return int(os.environ.get("KVFERRY_FUZZ_SEED", "1"))
+
+
+def memory() -> int:
+    """Resident bytes of this process."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def descriptors() -> int:
+    """Open descriptors of this process."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+class Costs:
+    """CPU seconds of the calls of a handler, in its thread."""
+
+    def __init__(self, handler: Callable[..., Any]) -> None:
+        self._handler = handler
+        self.calls, self.most = 0, 0.0
+
+    def __call__(self, *args: Any) -> Any:
+        began = time.thread_time()
+        try:
+            return self._handler(*args)
+        finally:
+            self.calls += 1
+            self.most = max(self.most, time.thread_time() - began)
+
+
+@contextmanager
+def judged(caplog: Any, *costs: Costs) -> Iterator[None]:
+    """Judge what happens inside: threads live, memory and descriptors stay, nothing unexpected is logged."""
+    before = {one.name for one in threading.enumerate()}
+    began, files = memory(), descriptors()
+    yield
+    lost = before - {one.name for one in threading.enumerate()}
+    assert not lost, f"threads have ended: {lost}"
+    unexpected = [record.getMessage() for record in caplog.records if "unexpected" in record.getMessage()]
+    assert not unexpected, caplog.text[-5000:]
+    assert len(caplog.text) < 100_000
+    assert memory() - began < GROWTH_BYTES
+    assert descriptors() - files < 64
+    for one in costs:
+        assert one.calls
+        assert one.most < MOST_CPU_SECONDS, f"a message took {one.most:.3f} s of CPU"

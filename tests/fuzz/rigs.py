@@ -1,0 +1,149 @@
+"""Real ends of both channels, an honest peer beside them, and whoever says odd things."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import zmq
+
+from fuzz.seeds import CONTENT, GRANT
+from kvferry.geometry import Region
+from kvferry.geometry.rank import RankGeometry
+from kvferry.planning.template import names_absent
+from kvferry.transport import security
+from kvferry.transport.area import UNIT_BYTES, Area
+from kvferry.transport.control_client import ControlClient
+from kvferry.transport.control_server import Card, ControlServer
+from kvferry.transport.gather_server import GatherServer
+from kvferry.transport.handshake import Known, Looking
+from kvferry.transport.lease import LeaseWords
+from kvferry.transport.redeem import Redeemed
+from transport.cards import cards, facts, ticket
+
+HOST = "127.0.0.1"
+BLOCKS, STRIDE, LEASES, UNITS, INCARNATION = 8, 4096, 4, 3, 77
+
+
+def new_keys() -> security.Keys:
+    """Return the key that peers share."""
+    public, secret = zmq.curve_keypair()
+    return security.Keys(public, secret)
+
+
+def until(there: Any, limit: float, what: str) -> Any:
+    """Return what `there` returns once it is something."""
+    deadline = time.monotonic() + limit
+    while not (found := there()):
+        assert time.monotonic() < deadline, f"{what}: not within {limit} s"
+        time.sleep(0.002)
+    return found
+
+
+class Rig:
+    """Makes both ends; they end with the stack."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.stack, self.keys = stack, new_keys()
+
+    def server(self) -> ControlServer:
+        """Return a producer's end, of one rank."""
+        server = ControlServer(HOST, 0, Card(facts(), cards()), self.keys)
+        self.stack.callback(server.close)
+        return server
+
+    def client(self, seconds: float = 5.0) -> ControlClient:
+        """Return a consumer's end that checks ranks as an engine does."""
+        ours = [card.geometry for card in cards()]
+
+        def check(ranks: Any) -> None:
+            names_absent([card.geometry for card in ranks], ours)
+
+        client = ControlClient(
+            facts("D", 9), check, self.keys, handshake_seconds=seconds, heartbeat_seconds=0.1
+        )
+        self.stack.callback(client.close)
+        return client
+
+    def socket(self, port: int, *, authentic: bool = True) -> zmq.Socket[bytes]:
+        """Return a socket that says what it likes."""
+        context = zmq.Context()
+        dealer = context.socket(zmq.DEALER)
+        dealer.linger, dealer.sndhwm = 0, 8
+        security.as_client(dealer, self.keys if authentic else new_keys())
+        dealer.connect(f"tcp://{HOST}:{port}")
+        self.stack.callback(context.term)
+        self.stack.callback(dealer.close)
+        return dealer
+
+    def hostile(self, replies: Any) -> int:
+        """Return the port of a peer with the key that answers everything with what `replies` returns."""
+        context = zmq.Context()
+        router = context.socket(zmq.ROUTER)
+        router.linger = 0
+        security.as_server(router, self.keys)
+        port = router.bind_to_random_port(f"tcp://{HOST}")
+        stop = threading.Event()
+
+        def run() -> None:
+            while not stop.is_set():
+                if router.poll(20):
+                    sender, *_ = router.recv_multipart()
+                    for frames in replies():
+                        router.send_multipart([sender, *frames])
+
+        thread = threading.Thread(target=run, name="hostile")
+        thread.start()
+        for undo in (context.term, router.close, thread.join, stop.set):
+            self.stack.callback(undo)
+        return int(port)
+
+
+def meet(client: ControlClient, port: int, limit: float = 20.0) -> float:
+    """Shake hands anew; return the seconds that it took."""
+    client.forget((HOST, port))
+    began = time.monotonic()
+    answer = until(
+        lambda: None if isinstance(a := client.look_up((HOST, port), 1), Looking) else a, limit, "handshake"
+    )
+    assert isinstance(answer, Known), answer
+    return time.monotonic() - began
+
+
+def keep(client: ControlClient, server: ControlServer) -> None:
+    """Have a lease, of the name ``honest``, that the client keeps alive."""
+    server.tickets.publish(ticket("honest"), "honest", 4, CONTENT, GRANT)
+    number = client.redeem((HOST, server.port), ticket("honest"), 4, CONTENT)
+    answer = until(
+        lambda: None if isinstance(a := client.redemption(number), Looking) else a, 20.0, "redemption"
+    )
+    assert isinstance(answer, Redeemed), answer
+
+
+def alive(server: ControlServer) -> None:
+    """Wait for a heartbeat of that lease; takes all that has been heard."""
+    until(lambda: any("honest" in heard.leases for heard in server.events), 10.0, "heartbeat")
+    server.events.clear()
+
+
+class Worker:
+    """A worker that gathers, over a pool of noise."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.pool = np.random.default_rng(1).integers(0, 256, BLOCKS * STRIDE, np.uint8)
+        self.address = int(self.pool.ctypes.data)
+        region = Region(self.address, len(self.pool))
+        self.area = Area(UNITS * UNIT_BYTES, region)
+        self.words = LeaseWords(INCARNATION, LEASES)
+        first = self.words.extend(UNITS)
+        geometry = RankGeometry(0, 1, 0, 1, BLOCKS, (), (region,))
+        self.server = GatherServer(HOST, geometry, self.area, self.words, first, rig.keys)
+        rig.stack.callback(self.server.close)
+
+    def image(self, position: int, stride: int) -> bytes:
+        """Return the image at a position of the area."""
+        whole = self.area.slots(stride).space._flat(0, 1).numpy()
+        return bytes(whole[position * stride : (position + 1) * stride])
