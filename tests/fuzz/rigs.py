@@ -72,7 +72,7 @@ class Rig:
         """Return a socket that says what it likes."""
         context = zmq.Context()
         dealer = context.socket(zmq.DEALER)
-        dealer.linger, dealer.sndhwm = 0, 8
+        dealer.linger, dealer.sndhwm, dealer.sndtimeo = 0, 8, 10_000
         security.as_client(dealer, self.keys if authentic else new_keys())
         dealer.connect(f"tcp://{HOST}:{port}")
         self.stack.callback(context.term)

@@ -212,14 +212,14 @@ class KeptTurn(msgspec.Struct, frozen=True):
         after: tokens that follow these.
     """
 
-    engine_id: str
+    engine_id: EngineId
     incarnation: Run
     ticket: Ticket
     grant: Grant
     tokens: _Count
     least: _Count
     chunks: _Count
-    after: list[_Word]
+    after: Annotated[list[_Word], msgspec.Meta(max_length=1 << 20)]
 
     def found(self, chunks: int, after: list[int]) -> KeptTurn:
         """By so many chunks, which these tokens follow."""

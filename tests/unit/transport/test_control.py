@@ -702,3 +702,15 @@ def test_tickets_of_made_up_addresses_that_are_dropped_leave_no_sockets(ends):
     until(lambda: not client._commands)
     until(lambda: not client._peers)
     assert isinstance(settled(client, ends.server().port), Known)
+
+
+def test_a_peer_that_takes_no_messages_silences_nobody(ends):
+    with socket.create_server((HOST, 0)) as stalled:
+        client, server = ends.client(heartbeat_seconds=0.05), ends.server()
+        redeem(client, server, LEASE)
+        for number in range(3000):
+            client.hold((HOST, stalled.getsockname()[1]), number.to_bytes(16, "big"))
+        until(lambda: not client._commands)
+        server.events.clear()
+        until(lambda: len(server.events) >= 3)
+        assert all(heard == Claimed(["lease"]) for heard in server.events)
