@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from kvferry.tiers.arena import Arena
 from kvferry.tiers.exposure import exposed
 from kvferry.tiers.outcome import Get
 from support.stores import FILE_BYTES, fetch, file_of, keep, open_store
@@ -67,3 +70,39 @@ def test_a_folder_above_that_others_can_write_to_is_told_unless_it_is_sticky(tmp
 def test_a_directory_of_another_user_is_told(cache):
     os.chown(cache, 12345, -1)
     assert exposed(str(cache)) == f"{cache} belongs to user 12345"
+
+
+def refused_to_others(path: str) -> bool:
+    """Whether another user, in a process of its own, cannot open a file or list a folder."""
+    child = os.fork()
+    if not child:
+        told = 1
+        try:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+            os.close(os.open(path, os.O_RDONLY))
+        except PermissionError:
+            told = 0
+        finally:
+            os._exit(told)
+    return os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+def test_another_user_can_open_neither_chunks_nor_host_memory():
+    folder = Path(tempfile.mkdtemp())  # pytest's own are closed to others
+    before = os.umask(0)
+    arena = Arena.create(1 << 20)
+    try:
+        folder.chmod(0o755)
+        keep(open_store(folder, capacity=1 << 20), 1)
+        memory = Path(f"/proc/{arena.name.pid}/fd/{arena.name.fd}")
+        assert memory.stat().st_size == arena.name.size
+        for path in (*folder.rglob("*"), memory):
+            assert refused_to_others(str(path)), path
+        assert not refused_to_others(str(folder))
+    finally:
+        os.umask(before)
+        arena.close()
+        shutil.rmtree(folder)

@@ -1,0 +1,118 @@
+"""The tiered cache over a real directory, which goes away, is replaced, and comes back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from hashlib import shake_128
+from pathlib import Path
+
+import numpy as np
+
+from kvferry.cache import tier_queue
+from kvferry.cache.chunk_cache import ChunkCache
+from kvferry.cache.fetch import Want
+from kvferry.cache.tier_queue import TierQueue
+from kvferry.cache.writing import Behind
+from kvferry.geometry.canonical import canonical_of
+from kvferry.geometry.layout import EngineShape, lay_out
+from kvferry.tiers.eviction import POLICIES
+from kvferry.tiers.file_store import FileStore
+from kvferry.tiers.host import HostTier
+from kvferry.tiers.outcome import Get, Put
+from kvferry.tiers.tags import TagTable
+from support.models import attention, model
+from support.stores import NAMESPACE
+
+CHUNK, SLOTS = 64, 16
+KV = attention(k=8, v=8)
+GROUPS = canonical_of(lay_out(model(KV, KV), EngineShape(1, (2,), 16, "LBHNC", 9)), CHUNK).groups
+SIZE = GROUPS[0].chunk_bytes
+KEYS = [b"%031d" % n + b"\0" for n in range(8)]
+
+
+def content(key: bytes) -> bytes:
+    return shake_128(key).digest(SIZE)
+
+
+class Cache:
+    """Host memory before a directory."""
+
+    def __init__(self, folder: Path) -> None:
+        table = TagTable()
+        self.memory = np.zeros(SLOTS * SIZE, np.uint8)
+        self.host = HostTier(SLOTS * SIZE, [SIZE], POLICIES["lru"], table)
+        self.store = FileStore(folder, NAMESPACE, capacity=1 << 24, table=table)
+        self.queue = TierQueue(self.store)
+        self.cache = ChunkCache(self.host, self.bytes_at, GROUPS, [Behind(self.queue)])
+
+    def bytes_at(self, offset: int, size: int) -> memoryview:
+        return memoryview(self.memory)[offset : offset + size]
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """Step until something is so."""
+        ends = time.monotonic() + 10
+        while not done():
+            assert time.monotonic() < ends
+            self.cache.poll()
+            time.sleep(0.005)
+
+    def keep(self, *keys: bytes) -> None:
+        for key in keys:
+            slot = self.cache.reserve(key, 0)
+            self.bytes_at(slot.offset, SIZE)[:] = content(key)
+            self.cache.filled(slot, CHUNK, None)
+        self.until(lambda: not self.cache.busy)
+
+    def forget(self) -> None:
+        """Nothing is in host memory any more."""
+        for key in list(self.host._book.ready):
+            self.host._policy.remove(key)
+            self.host._book.evict(key)
+            self.host.tags.discard(key)
+
+    def load(self, *keys: bytes) -> bool:
+        """Whether all could be loaded; what was is right, and nothing is held afterwards."""
+        fetch = self.cache.reading.fetch([Want(0, at, key, CHUNK) for at, key in enumerate(keys)])
+        self.until(lambda: fetch.over)
+        taken = fetch.take()
+        for want, slot in taken:
+            assert bytes(self.bytes_at(slot.offset, SIZE)) == content(want.key)
+            self.cache.close(slot)
+        self.cache.reading.cancel(fetch)
+        book = self.host._book
+        self.until(lambda: not (self.cache.busy or book._fills or book._reads))
+        return len(taken) == len(keys)
+
+
+def test_a_directory_that_goes_and_is_replaced_costs_its_chunks_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setattr(tier_queue, "REFRESH_SECONDS", 0.02)
+    folder, away = tmp_path / "cache", tmp_path / "away"
+    folder.mkdir()
+    made = Cache(folder)
+    made.keep(*KEYS[:4])
+    made.forget()
+    assert made.load(*KEYS[:4])
+
+    folder.rename(away)
+    made.forget()
+    assert not made.load(*KEYS[:4])
+    made.keep(KEYS[4])
+    assert made.load(KEYS[4]), "host memory serves on"
+    assert not folder.exists()
+    assert made.store.stats.dropped[Put.IO_ERROR] >= 1
+    made.until(lambda: not made.queue.known(KEYS).any())
+
+    folder.mkdir()
+    made.keep(KEYS[5])
+    made.forget()
+    assert made.load(KEYS[5])
+    assert not made.cache.at_hand(KEYS[:5]).any()
+
+    folder.rename(tmp_path / "second")
+    away.rename(folder)
+    made.forget()
+    made.until(lambda: made.queue.known(KEYS[:4]).all() and not made.queue.known(KEYS[4:]).any())
+    assert made.load(*KEYS[:4])
+    assert set(made.store.stats.gets) <= {Get.HIT, Get.ABSENT}
+    made.cache.shutdown(5.0)
