@@ -18,7 +18,7 @@ CLIENT = Area.CLIENT
 
 @kind(
     "offer of another prompt", CLIENT, "A client sends the offer of one prompt with another one.",
-    share=8, protections=("digest",),
+    share=16, protections=("digest",),
 )  # fmt: skip
 async def other_prompt(stage: Stage, trial: Trial, draw: random.Random) -> None:
     text, salt = stage.text(draw, 256), stage.salt(draw)
@@ -35,6 +35,8 @@ async def other_prompt(stage: Stage, trial: Trial, draw: random.Random) -> None:
 
 _ODD: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no request id": lambda p: {k: v for k, v in p.items() if k != "remote_request_id"},
+    "a ticket of other letters": lambda p: {**p, "remote_request_id": "Z" * 32},
+    "a ticket cut short": lambda p: {**p, "remote_request_id": p["remote_request_id"][:-1]},
     "a port that is text": lambda p: {**p, "remote_port": "http"},
     "a port beyond all": lambda p: {**p, "remote_port": 10**9},
     "a negative number of tokens": lambda p: {**p, "remote_num_tokens": -1},
@@ -47,7 +49,7 @@ _ODD: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-@kind("odd offer", CLIENT, "A client sends an offer that it has changed or made up.", share=12)
+@kind("odd offer", CLIENT, "A client sends an offer that it has changed or made up.", share=24)
 async def odd_offer(stage: Stage, trial: Trial, draw: random.Random) -> None:
     text, salt = stage.text(draw), stage.salt(draw)
     what = draw.choice(sorted(_ODD))
@@ -63,7 +65,23 @@ async def declined(stage: Stage, name: str) -> str:
     return await stage.failed(name) or "; ".join(found)
 
 
-@kind("stolen offer", CLIENT, "A client sends an offer again that another request has used up.", share=6)
+@kind(
+    "made-up ticket",
+    CLIENT,
+    "A client that knows the prompt guesses a ticket for it.",
+    share=6,
+    protections=("ticket",),
+)
+async def guessed(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salt = stage.text(draw, 129), stage.salt(draw)
+    params = await stage.prefilled(text, salt)
+    guess = f"{draw.getrandbits(128):032x}"
+    trial.injected = f"ticket {guess} in place of {params['remote_request_id']}"
+    name = await stage.decoded(trial, text, {**params, "remote_request_id": guess}, salt)
+    trial.detected = await declined(stage, name)
+
+
+@kind("stolen offer", CLIENT, "A client sends an offer again that another request has used up.", share=12)
 async def used_up(stage: Stage, trial: Trial, draw: random.Random) -> None:
     text, salt = stage.text(draw, 200), stage.salt(draw)
     mine = stage.name()
@@ -115,7 +133,7 @@ async def abort_prefill(stage: Stage, trial: Trial, draw: random.Random) -> None
     await stage.through(trial, text, salt)
 
 
-@kind("abort while loading", CLIENT, "A client leaves while its KV is read from the peer.", share=6)
+@kind("abort while loading", CLIENT, "A client leaves while its KV is read from the peer.", share=12)
 async def abort_loading(stage: Stage, trial: Trial, draw: random.Random) -> None:
     text, salt, mine = stage.text(draw, 129), stage.salt(draw), stage.name()
     params = await stage.prefilled(text, salt)

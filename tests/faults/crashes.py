@@ -18,7 +18,7 @@ ENGINE = Area.ENGINE
     ENGINE,
     "The prefill engine's process is stopped while it is read from.",
     together=1,
-    share=1,
+    share=0.3,
 )
 async def producer_stops(stage: Stage, trial: Trial, draw: random.Random) -> None:
     text, salt, mine = stage.text(draw, 256), stage.salt(draw), stage.name()
@@ -38,7 +38,7 @@ async def producer_stops(stage: Stage, trial: Trial, draw: random.Random) -> Non
     ENGINE,
     "The decode engine's process is stopped for longer than a lease.",
     together=1,
-    share=1,
+    share=0.3,
 )
 async def consumer_stops(stage: Stage, trial: Trial, draw: random.Random) -> None:
     text, salt, mine, theirs = stage.text(draw, 200), stage.salt(draw), stage.name(), stage.name()
@@ -63,7 +63,7 @@ async def consumer_stops(stage: Stage, trial: Trial, draw: random.Random) -> Non
     ENGINE,
     "The prefill engine is killed with leases held, and another starts.",
     together=1,
-    share=1,
+    share=0.3,
 )
 async def producer_killed(stage: Stage, trial: Trial, draw: random.Random) -> None:
     text, salt, mine = stage.text(draw, 200), stage.salt(draw), stage.name()
@@ -81,7 +81,7 @@ async def producer_killed(stage: Stage, trial: Trial, draw: random.Random) -> No
     ENGINE,
     "The decode engine is killed while it loads, and another starts.",
     together=1,
-    share=1,
+    share=0.3,
 )
 async def consumer_killed(stage: Stage, trial: Trial, draw: random.Random) -> None:
     text, salt, mine, theirs = stage.text(draw, 200), stage.salt(draw), stage.name(), stage.name()
@@ -101,7 +101,7 @@ async def consumer_killed(stage: Stage, trial: Trial, draw: random.Random) -> No
     ENGINE,
     "The decode engine is killed while it writes chunks.",
     together=1,
-    share=1,
+    share=0.3,
 )
 async def killed_storing(stage: Stage, trial: Trial, draw: random.Random) -> None:
     texts, salt = [stage.text(draw, 256) for _ in range(3)], stage.salt(draw)
@@ -122,7 +122,7 @@ async def killed_storing(stage: Stage, trial: Trial, draw: random.Random) -> Non
     ENGINE,
     "An operator resets the caches of both engines while requests run.",
     together=1,
-    share=1,
+    share=0.3,
 )
 async def reset(stage: Stage, trial: Trial, draw: random.Random) -> None:
     texts = [stage.text(draw, 129) for _ in range(4)]

@@ -108,11 +108,38 @@ def forget_prefixes(engine: Any) -> int:
     return sum(pool._maybe_evict_cached_block(block) for block in pool.free_block_queue.get_all_free_blocks())
 
 
+def take_blocks(engine: Any) -> int:
+    """Take every free block of the pool away until `give_blocks`; return how many."""
+    pool = _scheduler(engine).kv_cache_manager.block_pool
+    engine.taken = pool.get_new_blocks(pool.get_num_free_blocks())
+    return len(engine.taken)
+
+
+def give_blocks(engine: Any) -> None:
+    """Give them back."""
+    pool = _scheduler(engine).kv_cache_manager.block_pool
+    pool.free_blocks(engine.taken)
+    engine.taken = []
+
+
+def runs(engine: Any, least: int) -> bool:
+    """Whether so many requests run, or more."""
+    return len(_scheduler(engine).running) >= least
+
+
+def has_preempted(engine: Any, before: int) -> bool:
+    """Whether the engine has preempted more often than so."""
+    from support.vllm_engine.inside import preemptions
+
+    return preemptions(engine) > before
+
+
 def at_rest(engine: Any) -> dict[str, int]:
     """Whatever is held by requests, loads, stores, leases or pins, and is not nothing."""
     from support.vllm_engine.inside import counters
-    from support.vllm_engine.tiers_inside import held
+    from support.vllm_engine.tiers_inside import half, held
 
+    half(engine)._tiering._cache.poll()  # what threads have done since the last step
     return held(engine) | {
         name: count for name, count in counters(engine).items() if count and name != "expired"
     }

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from msgspec import structs
+
 from kvferry.tiers.index import Index
 from support.vllm_engine.tiers_inside import half, worker_half
 
@@ -28,9 +30,23 @@ def _no_lease_words(engine: Any) -> Iterator[None]:
 
 @contextmanager
 def _no_digest(engine: Any) -> Iterator[None]:
-    from kvferry.engines.vllm.prompt import PromptContent
+    from kvferry.transport.tickets import _Open
 
-    with mock.patch.object(PromptContent, "difference", return_value=None):
+    with mock.patch.object(_Open, "refusal", return_value=None):
+        yield
+
+
+@contextmanager
+def _no_ticket(engine: Any) -> Iterator[None]:
+    """Whatever ticket a consumer has, it gets the blocks of a prompt with the content that it states."""
+    book = half(engine)._producer._tickets
+    redeem = book.redeem
+
+    def any_that_fits(asked: Any) -> Any:
+        fits = [ticket for ticket, found in book._open.items() if found.refusal(asked) is None]
+        return redeem(structs.replace(asked, ticket=fits[0]) if fits else asked)
+
+    with mock.patch.object(book, "redeem", any_that_fits):
         yield
 
 
@@ -111,6 +127,7 @@ def _live_in(store: Any, namespace: bytes) -> None:
 MUTANTS: dict[str, Callable[[Any], Any]] = {
     "lease words": _no_lease_words,
     "digest": _no_digest,
+    "ticket": _no_ticket,
     "pins": _no_pins,
     "checksum": _no_checksum,
     "key": _no_key,

@@ -30,7 +30,7 @@ async def _armed(stage: Stage, trial: Trial, draw: random.Random, engine: Any, f
     return name
 
 
-@kind("answers lost", NETWORK, "The producer's answer to a handshake is lost.", share=1, together=1)
+@kind("answers lost", NETWORK, "The producer's answer to a handshake is lost.", share=0.3, together=1)
 async def answers_lost(stage: Stage, trial: Trial, draw: random.Random) -> None:
     name = await _armed(stage, trial, draw, stage.prefill, "lose answers")
     trial.detected = await stage.failed(name)
@@ -40,7 +40,7 @@ async def answers_lost(stage: Stage, trial: Trial, draw: random.Random) -> None:
     "answers cut short",
     NETWORK,
     "The producer's answer to a handshake is cut off in the middle.",
-    share=1,
+    share=0.3,
     together=1,
 )
 async def answers_cut(stage: Stage, trial: Trial, draw: random.Random) -> None:
@@ -52,7 +52,7 @@ async def answers_cut(stage: Stage, trial: Trial, draw: random.Random) -> None:
     "answers garbled",
     NETWORK,
     "64 bytes in the middle of the producer's answer are zeros.",
-    share=1,
+    share=0.3,
     together=1,
 )
 async def answers_garbled(stage: Stage, trial: Trial, draw: random.Random) -> None:
@@ -60,14 +60,14 @@ async def answers_garbled(stage: Stage, trial: Trial, draw: random.Random) -> No
     trial.detected = await stage.failed(name) or "the answer was usable, or asked for again"
 
 
-@kind("answers doubled", NETWORK, "The producer's answers arrive twice.", share=1, together=1)
+@kind("answers doubled", NETWORK, "The producer's answers arrive twice.", share=0.3, together=1)
 async def answers_doubled(stage: Stage, trial: Trial, draw: random.Random) -> None:
     name = await _armed(stage, trial, draw, stage.prefill, "double answers")
     loads = await stage.told(name, "LoadEnded")
     trial.detected = "the second was ignored" if len(loads) == 1 else ""
 
 
-@kind("hello lost", NETWORK, "The consumer's first word to a producer is lost.", share=1, together=1)
+@kind("hello lost", NETWORK, "The consumer's first word to a producer is lost.", share=0.3, together=1)
 async def hello_lost(stage: Stage, trial: Trial, draw: random.Random) -> None:
     name = await _armed(stage, trial, draw, stage.decode, "lose Hello")
     trial.detected = await stage.failed(name)
@@ -78,7 +78,7 @@ async def hello_lost(stage: Stage, trial: Trial, draw: random.Random) -> None:
     NETWORK,
     "Random bytes reach the producer before the consumer's first word.",
     together=1,
-    share=1,
+    share=0.3,
 )
 async def garbage_first(stage: Stage, trial: Trial, draw: random.Random) -> None:
     before = await stage.prefill.do("rejected")
@@ -87,7 +87,21 @@ async def garbage_first(stage: Stage, trial: Trial, draw: random.Random) -> None
     trial.detected = f"{count} message(s) rejected" if count else ""
 
 
-@kind("release lost", NETWORK, "The consumer's word that it is done is lost.", share=2, together=1)
+@kind(
+    "ticket lost on its way", NETWORK, "The consumer's redemption of a ticket is lost.", share=2, together=1
+)
+async def redeem_lost(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salt, mine = stage.text(draw, 129), stage.salt(draw), stage.name()
+    params = await stage.prefilled(text, salt)
+    before = await stage.decode.do("disarm", "lose Redeem")
+    await stage.decode.do("arm", "lose Redeem", "", 1 << 20)
+    await stage.decoded(trial, text, params, salt, mine)
+    count = await stage.decode.do("disarm", "lose Redeem") - before
+    trial.injected = f"{count} redemption(s) lost" if count else ""
+    trial.detected = await stage.failed(mine)
+
+
+@kind("release lost", NETWORK, "The consumer's word that it is done is lost.", share=0.3, together=1)
 async def release_lost(stage: Stage, trial: Trial, draw: random.Random) -> None:
     text, salt, theirs = stage.text(draw), stage.salt(draw), stage.name()
     params = await stage.prefilled(text, salt, theirs)
@@ -101,7 +115,7 @@ async def release_lost(stage: Stage, trial: Trial, draw: random.Random) -> None:
     trial.injected = "a release was lost" if count else ""
 
 
-@kind("release doubled", NETWORK, "The consumer's word that it is done arrives twice.", share=1, together=1)
+@kind("release doubled", NETWORK, "The consumer's word that it is done arrives twice.", share=0.3, together=1)
 async def release_doubled(stage: Stage, trial: Trial, draw: random.Random) -> None:
     text, salt, theirs = stage.text(draw), stage.salt(draw), stage.name()
     params = await stage.prefilled(text, salt, theirs)
@@ -119,7 +133,7 @@ async def release_doubled(stage: Stage, trial: Trial, draw: random.Random) -> No
     "heartbeats lost",
     NETWORK,
     "A consumer that holds a read back is not heard of any more.",
-    share=2,
+    share=0.3,
     together=1,
 )
 async def heartbeats_lost(stage: Stage, trial: Trial, draw: random.Random) -> None:
@@ -128,7 +142,9 @@ async def heartbeats_lost(stage: Stage, trial: Trial, draw: random.Random) -> No
     before = await stage.decode.do("disarm", "lose Heartbeat")
     await stage.decode.do("arm", "lose Heartbeat", "", 1000)
     await stage.decode.do("arm", "lose Release")
+    await stage.decode.do("arm", "hold", mine)
     await stage.decoded(trial, text, params, salt, mine)
+    await stage.decode.do("let_go", mine)
     if await stage.prefill.until("lease_is_over", theirs, seconds=LEASE + 20):
         ends = await stage.told(theirs, "LeaseEnded", stage.prefill)
         trial.detected = "the lease ran out" if ends and ends[-1]["expired"] else ""

@@ -48,7 +48,7 @@ def store(
     """
     tiers = [
         {"type": "host", "capacity": "48MiB"},
-        {"type": "file", "path": str(directory), "capacity": "256MiB"},
+        {"type": "file", "path": str(directory), "capacity": "1GiB"},
     ]
     other = checkpoint(model, log.parent / "other-weights")
     settings = connector(chunk_tokens=chunk_tokens, tiers=tiers)

@@ -31,7 +31,6 @@ from kvferry.serving.launch import Fleet, fleet_specs
 from kvferry.serving.ports import free_ports
 from kvferry.serving.role import Role
 from kvferry.serving.tiny import tiny_checkpoint
-from support.lora import random_adapter
 
 ENGINE = (
     "--enforce-eager",
@@ -39,15 +38,12 @@ ENGINE = (
     "--max-model-len=1024",
     f"--kv-cache-memory-bytes={64 << 20}",
     "--max-num-seqs=8",
-    "--enable-lora",
-    "--max-lora-rank=8",
-    "--max-loras=2",
 )
 QUIET = {"HF_HUB_OFFLINE": "1", "TORCH_COMPILE_DISABLE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 TOGETHER = 6
 """Conversations and requests under way at the same time."""
 BETWEEN_IDLE_SECONDS = 45.0
-IDLE_SECONDS = 40.0
+IDLE_SECONDS = 30.0
 """How long engines may take until they hold nothing, once nobody asks."""
 
 
@@ -72,12 +68,12 @@ class Soak:
     busy_when_idle: list[str] = field(default_factory=list)
 
 
-async def reference(url: str, model: str, adapters: Sequence[str], seed: int) -> Soak:
+async def reference(url: str, model: str, seed: int) -> Soak:
     """Draw the traffic, and ask a single engine for everything in it."""
     draw = random.Random(seed)
     async with httpx.AsyncClient(timeout=120, trust_env=False) as client:
         scripts = await conversations(client, url, draw, model, 8, 3)
-        for number, ask in enumerate(single_asks(draw, model, adapters)):
+        for number, ask in enumerate(single_asks(draw, model)):
             said = [] if ask.leaves is not None else await answer(client, url, ask, f"alone {number}")
             scripts.append([(ask, said)])
     return Soak(scripts)
@@ -189,10 +185,8 @@ async def soaked(soak: Soak, fleet: Fleet, url: str, seconds: float, seed: int, 
             return
         await serve_traffic(soak, url, min(left, BETWEEN_IDLE_SECONDS), seed + turn)
         await idle(soak, fleet, logs, began)
-        print(
-            f"{time.monotonic() - began:.0f} s: {soak.answers.total()} answers, {soak.samples[-1]}",
-            flush=True,
-        )
+        said = f"{soak.answers.total()} answers, {len(soak.wrong)} wrong, {soak.busy_when_idle[-1:]}"
+        print(f"{time.monotonic() - began:.0f} s: {said}, {soak.samples[-1]}", flush=True)
 
 
 def report(soak: Soak, command: str) -> str:
@@ -225,14 +219,9 @@ def main() -> int:
         os.environ["XDG_RUNTIME_DIR"] = runtime
         folder = Path(runtime) / "soak"
         model = tiny_checkpoint("qwen3", folder / "checkpoints")
-        adapters = {
-            name: random_adapter(model, folder / name, seed) for seed, name in enumerate(("one", "two"))
-        }
-        named = [f"{name}={path}" for name, path in adapters.items()]
-        arguments = [*ENGINE, "--lora-modules", *named]
-        with single(str(model), arguments, folder / "single") as url:
-            soak = asyncio.run(reference(url, str(model), list(adapters), given.seed))
-        with pair(str(model), arguments, folder) as (fleet, url):
+        with single(str(model), ENGINE, folder / "single") as url:
+            soak = asyncio.run(reference(url, str(model), given.seed))
+        with pair(str(model), ENGINE, folder) as (fleet, url):
             asyncio.run(soaked(soak, fleet, url, given.seconds, given.seed, folder / "logs"))
     if given.report is not None:
         write(

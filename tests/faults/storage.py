@@ -17,6 +17,7 @@ from faults.values import Area, Trial
 from support.vllm_engine.tiered import spoil
 
 STORAGE = Area.STORAGE
+LISTED = "the directory had been listed again by then"
 
 
 async def _stored(stage: Stage, trial: Trial, text: list[int], salt: str) -> list[Path]:
@@ -97,25 +98,28 @@ async def _damaged_alone(
         damage(path, draw)
     if paths and _digest(paths) != before:
         trial.injected = f"{len(paths)} files: {what}"
+    gone = not any(path.is_file() for path in paths)
     await _forgotten(stage)
     misses = await stage.decode.do("missed")
     await stage.decoded(trial, text, None, salt, mine)
     now = await stage.decode.do("missed")
     new = {name: count - misses.get(name, 0) for name, count in now.items() if count != misses.get(name, 0)}
     trial.detected = await stage.failed(mine) or ", ".join(f"{n} {name}" for name, n in new.items())
+    if gone and not trial.detected and not await stage.told(mine, "LoadBegan"):
+        trial.detected = LISTED
     _clear_away(paths)
 
 
 def _declare(name: str, says: str, damage: Callable[[Path, random.Random], None], **more: object) -> None:
-    @kind(name, STORAGE, says, together=8, **more)
+    @kind(name, STORAGE, says, together=16, **more)
     async def damaged(stage: Stage, trial: Trial, draw: random.Random) -> None:
         await _damaged(stage, trial, draw, name, damage)
 
 
-_declare("bit flip in a chunk", "One bit of each chunk file of a prompt is flipped.", _flip, share=8)
+_declare("bit flip in a chunk", "One bit of each chunk file of a prompt is flipped.", _flip, share=16)
 _declare(
     "signs flipped in a chunk", "A sign in the body of each chunk file is flipped.",
-    lambda path, _: spoil(path, with_checksum=False), share=4,
+    lambda path, _: spoil(path, with_checksum=False), share=10,
 )  # fmt: skip
 _declare("chunk cut off", "Each chunk file is cut off somewhere.", _truncate)
 _declare("chunk too long", "Each chunk file has 4096 bytes more.", _grow)
@@ -126,7 +130,7 @@ _declare("folder in place of a chunk", "Each chunk file is replaced by a folder.
 
 @kind(
     "chunks of two prompts swapped", STORAGE, "Chunk files of two prompts change places.",
-    together=8, share=5, protections=("checksum",),
+    together=16, share=12, protections=("checksum",),
 )  # fmt: skip
 async def swapped(stage: Stage, trial: Trial, draw: random.Random) -> None:
     async with stage.storage:
@@ -160,7 +164,7 @@ async def _swapped_alone(stage: Stage, trial: Trial, draw: random.Random) -> Non
     STORAGE,
     "The whole directory of the tier is removed while it serves.",
     together=1,
-    share=1,
+    share=0.3,
 )
 async def directory_removed(stage: Stage, trial: Trial, draw: random.Random) -> None:
     text, salt, mine = stage.text(draw, 200), stage.salt(draw), stage.name()
@@ -174,6 +178,8 @@ async def directory_removed(stage: Stage, trial: Trial, draw: random.Random) -> 
     await stage.decoded(trial, text, None, salt, mine)
     now = await stage.decode.do("missed")
     trial.detected = await stage.failed(mine) or ("" if now == misses else str(now))
+    if not trial.detected and not await stage.told(mine, "LoadBegan"):
+        trial.detected = LISTED
     other = stage.salt(draw)
     if not await _stored(stage, trial, text, other):
         trial.detected = ""  # it must be usable again
@@ -184,7 +190,7 @@ async def directory_removed(stage: Stage, trial: Trial, draw: random.Random) -> 
     STORAGE,
     "The kernel refuses to make files larger than 2,000 bytes.",
     together=1,
-    share=2,
+    share=0.3,
 )
 async def full(stage: Stage, trial: Trial, draw: random.Random) -> None:
     text, salt = stage.text(draw, 200), stage.salt(draw)
@@ -204,7 +210,11 @@ async def full(stage: Stage, trial: Trial, draw: random.Random) -> None:
 
 
 @kind(
-    "disk errors on write", STORAGE, "Writes of chunks fail with EIO, ENOSPC or EDQUOT.", together=1, share=2
+    "disk errors on write",
+    STORAGE,
+    "Writes of chunks fail with EIO, ENOSPC or EDQUOT.",
+    together=1,
+    share=0.3,
 )
 async def write_fails(stage: Stage, trial: Trial, draw: random.Random) -> None:
     number = draw.choice([errno.EIO, errno.ENOSPC, errno.EDQUOT])
@@ -221,7 +231,7 @@ async def write_fails(stage: Stage, trial: Trial, draw: random.Random) -> None:
     await stage.decoded(trial, text, None, salt)
 
 
-@kind("disk errors on read", STORAGE, "Reads of chunks fail with EIO.", together=1, share=2)
+@kind("disk errors on read", STORAGE, "Reads of chunks fail with EIO.", together=1, share=0.3)
 async def read_fails(stage: Stage, trial: Trial, draw: random.Random) -> None:
     text, salt, mine = stage.text(draw, 200), stage.salt(draw), stage.name()
     await _stored(stage, trial, text, salt)
@@ -240,7 +250,7 @@ async def read_fails(stage: Stage, trial: Trial, draw: random.Random) -> None:
     STORAGE,
     "A mount hangs while chunks are read, for longer than a load's deadline.",
     together=1,
-    share=1,
+    share=0.3,
 )
 async def reads_hang(stage: Stage, trial: Trial, draw: random.Random) -> None:
     text, salt, mine = stage.text(draw, 200), stage.salt(draw), stage.name()
@@ -256,7 +266,7 @@ async def reads_hang(stage: Stage, trial: Trial, draw: random.Random) -> None:
     await stage.rest()
 
 
-@kind("writes hang", STORAGE, "A mount hangs while chunks are written.", together=1, share=1)
+@kind("writes hang", STORAGE, "A mount hangs while chunks are written.", together=1, share=0.3)
 async def writes_hang(stage: Stage, trial: Trial, draw: random.Random) -> None:
     salts = [stage.salt(draw) for _ in range(4)]
     await stage.decode.do("hang_files", "put")
@@ -270,7 +280,7 @@ async def writes_hang(stage: Stage, trial: Trial, draw: random.Random) -> None:
     await stage.decode.until("tiers_are_idle")
 
 
-@kind("copies fail", STORAGE, "Copies between blocks and host memory fail.", together=1, share=2)
+@kind("copies fail", STORAGE, "Copies between blocks and host memory fail.", together=1, share=0.3)
 async def copies_fail(stage: Stage, trial: Trial, draw: random.Random) -> None:
     text, salt, mine = stage.text(draw, 200), stage.salt(draw), stage.name()
     await _stored(stage, trial, text, salt)

@@ -67,6 +67,7 @@ def hang_files(engine: Any, call: str) -> None:
     """Let calls of the file tier ("get", "put" or "_write") hang until `unhang_files`."""
     store, hooks = _store(engine), engine.hooks
     hooks.gate = threading.Event()
+    hooks.injected[f"hang {call}", ""] = 0
     inner = getattr(type(store), call)
     hooks.armed[f"hang {call}", ""] = 1 << 30
 

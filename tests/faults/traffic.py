@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +41,7 @@ def completion(draw: random.Random, kind: str, model: str, count: int, **more: A
     return Ask(kind, "/v1/completions", _greedy(body))
 
 
-def single_asks(draw: random.Random, model: str, adapters: Sequence[str]) -> list[Ask]:
+def single_asks(draw: random.Random, model: str) -> list[Ask]:
     """Requests that stand alone, of every kind."""
     found = [completion(draw, "short", model, draw.randrange(1, 12)) for _ in range(6)]
     found += [completion(draw, "long", model, draw.randrange(100, 330)) for _ in range(10)]
@@ -50,11 +49,6 @@ def single_asks(draw: random.Random, model: str, adapters: Sequence[str]) -> lis
     found += [
         completion(draw, "samples", model, draw.randrange(50, 300), n=3, temperature=1.0, top_k=1)
         for _ in range(4)
-    ]
-    found += [
-        completion(draw, "adapter", adapter, draw.randrange(50, 300))
-        for adapter in adapters
-        for _ in range(3)
     ]
     for _ in range(4):
         whole = completion(draw, "leaves", model, draw.randrange(50, 200), stream=True)

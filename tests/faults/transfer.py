@@ -15,7 +15,7 @@ TRANSFER = Area.TRANSFER
 @kind(
     "lease ends before the read", TRANSFER,
     "The producer's lease runs out and its blocks are overwritten before the consumer reads them.",
-    share=10, protections=("lease words",),
+    share=20, protections=("lease words",),
 )  # fmt: skip
 async def reused(stage: Stage, trial: Trial, draw: random.Random) -> None:
     text, salt, mine, theirs = stage.text(draw, 200), stage.salt(draw), stage.name(), stage.name()
@@ -33,7 +33,7 @@ async def reused(stage: Stage, trial: Trial, draw: random.Random) -> None:
     trial.detected = await stage.failed(mine)
 
 
-@kind("transport refuses the read", TRANSFER, "The transport raises when a read is posted.", share=6)
+@kind("transport refuses the read", TRANSFER, "The transport raises when a read is posted.", share=12)
 async def refused(stage: Stage, trial: Trial, draw: random.Random) -> None:
     text, salt, mine = stage.text(draw), stage.salt(draw), stage.name()
     params = await stage.prefilled(text, salt)
@@ -61,7 +61,7 @@ async def late(stage: Stage, trial: Trial, draw: random.Random) -> None:
 @kind(
     "late bytes land among others", TRANSFER,
     "A read that is past its deadline lands while other requests fill the whole pool.",
-    together=1, share=2, protections=("pins",),
+    together=1, share=0.3, protections=("pins",),
 )  # fmt: skip
 async def lands_late(stage: Stage, trial: Trial, draw: random.Random) -> None:
     text, salt, mine = stage.text(draw, 330), stage.salt(draw), stage.name()
@@ -91,7 +91,7 @@ async def lands_late(stage: Stage, trial: Trial, draw: random.Random) -> None:
     "offer withdrawn",
     TRANSFER,
     "The producer resets its caches while an offer is under way.",
-    share=2,
+    share=0.3,
     together=1,
 )
 async def withdrawn(stage: Stage, trial: Trial, draw: random.Random) -> None:
@@ -109,7 +109,7 @@ async def withdrawn(stage: Stage, trial: Trial, draw: random.Random) -> None:
     "consumer resets",
     TRANSFER,
     "The consumer resets its caches while a read is held back.",
-    share=2,
+    share=0.3,
     together=1,
 )
 async def consumer_resets(stage: Stage, trial: Trial, draw: random.Random) -> None:
@@ -130,17 +130,24 @@ async def consumer_resets(stage: Stage, trial: Trial, draw: random.Random) -> No
     "preemption",
     TRANSFER,
     "The decode engine has too few blocks and preempts requests it has loaded.",
-    share=1,
+    share=0.3,
     together=1,
 )
 async def preempted(stage: Stage, trial: Trial, draw: random.Random) -> None:
     before = await stage.decode.do("preemptions")
-    long = stage.references.long * 2
+    long = stage.references.long
     offers = [await stage.prefilled(text, stage.salt(draw)) for text in long]
-    salts = [stage.salt(draw) for _ in long]
-    await asyncio.gather(
-        *(stage.decoded(trial, *each, tokens=LONG_TOKENS) for each in zip(long, offers, salts, strict=True))
-    )
+    asked = [
+        asyncio.create_task(stage.decoded(trial, text, offer, stage.salt(draw), tokens=LONG_TOKENS))
+        for text, offer in zip(long, offers, strict=True)
+    ]
+    await stage.decode.until("runs", 2)
+    await stage.decode.do("take_blocks")
+    try:
+        await stage.decode.until("has_preempted", before)
+    finally:
+        await stage.decode.do("give_blocks")
+    await asyncio.gather(*asked)
     count = await stage.decode.do("preemptions") - before
     trial.injected = f"{count} preemptions" if count else ""
     trial.detected = f"{trial.answers} answers after {count} preemptions" if count else ""

@@ -39,8 +39,8 @@ class Kind:
     area: Area
     says: str
     trial: Callable[[Any, Fault], Any]
-    together: int = 8
-    share: int = 4
+    together: int = 16
+    share: float = 10
     protections: tuple[str, ...] = ()
 
 
