@@ -11,5 +11,5 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent() -> None:
-    """In a process that was just forked: it is killed when the thread that did so is gone."""
+    """Have the kernel kill this process when the thread that started it is gone."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from urllib.parse import urlsplit
 
-from kvferry.doctor import http_engine
+from kvferry.doctor import http_engine, ports
 from kvferry.doctor.finding import Finding, Section, bad, note, ok
 from kvferry.doctor.http_engine import Offered
 from kvferry.doctor.limits import each_within
@@ -19,6 +19,7 @@ from kvferry.observe.fetch import http_address
 from kvferry.plan.units import duration
 from kvferry.serving.role import Role
 from kvferry.transport.address import is_loopback
+from kvferry.transport.devices import is_here
 from kvferry.transport.handshake import Address
 from kvferry.transport.messages import compare
 from kvferry.transport.security import Keys
@@ -156,7 +157,7 @@ def _look(one: Target, keys: Keys | None) -> tuple[Seen, tuple[tuple[str, Role],
     assert control is not None  # noqa: S101 - a target is one of the two
     try:
         seen.met = _meet(control, keys, offered)
-        seen.findings += _who(seen.met)
+        seen.findings += [*_who(seen.met), *_ports(seen.met)]
     except CannotMeet as error:
         seen.findings.append(bad("control channel", f"{_shown(control)}: {error}", error.advice))
     if offered is not None and others:
@@ -258,6 +259,15 @@ def _who(met: Met) -> list[Finding]:
         ok("ranks", f"TP{first.tp_size} PP{first.pp_size}, {first.num_blocks:,} blocks; groups: {groups}"),
         ok("content", f"weights {agree.get('weights', '?')}; {dtypes}"),
     ]
+
+
+def _ports(met: Met) -> list[Finding]:
+    """The open ports of an engine of this machine and user; nothing is known of others."""
+    host, port = met.address
+    if not is_here(host):
+        return []
+    gather = {card.outgoing.port: "gather channel" for card in met.ranks if card.outgoing}
+    return ports.findings(ports.engine_of(port), {port: "control channel", **gather})
 
 
 def _shown(address: Address) -> str:

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import ConfigError, TransferError
+from kvferry.errors import ConfigError, ProtocolError, TransferError
 from kvferry.geometry import Region
+from kvferry.transport.metadata import parse
 from kvferry.transport.progress import sleeping_agent
 
 logger = logging.getLogger(__name__)
@@ -71,17 +72,31 @@ class Agent:
             self._registered.append(self._nixl.register_memory(rows, memory))
 
     def metadata(self) -> bytes:
-        """What another agent needs to read our registered memory. Hand it to authenticated peers only."""
-        return bytes(self._nixl.get_agent_metadata())
+        """Return what another agent needs to read our registered memory. Hand it to authenticated peers only.
+
+        Raises:
+            ConfigError: it is not in the format that peers check it by.
+        """
+        metadata = bytes(self._nixl.get_agent_metadata())
+        try:
+            parse(metadata)
+        except ProtocolError as error:
+            raise ConfigError(
+                f"this NIXL writes its metadata otherwise than 1.5 ({error}), so no peer could check it; "
+                "install nixl 1.5"
+            ) from error
+        return metadata
 
     def add_peer(self, metadata: bytes) -> str:
         """Make another agent known; returns its name.
 
         Raises:
-            TransferError: the metadata is not NIXL's, or no backend reaches the peer.
+            TransferError: no backend reaches the peer.
+            ProtocolError: the metadata is not NIXL's.
         """
+        sealed = parse(metadata).sealed
         try:
-            name = self._nixl.add_remote_agent(metadata)
+            name = self._nixl.add_remote_agent(sealed)
         except Exception as error:
             raise TransferError(f"NIXL cannot use the peer's metadata: {error}") from error
         name = name.decode() if isinstance(name, bytes) else str(name)

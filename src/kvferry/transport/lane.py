@@ -37,6 +37,7 @@ from kvferry.transport.packed import Bench, PackedRead
 from kvferry.transport.peer import MAX_SOURCES, Peer
 from kvferry.transport.read_plan import ReadOrder, ReadPlan
 from kvferry.transport.settings import TransferSettings
+from kvferry.transport.vetting import Vets
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +114,7 @@ class Lane:
         landing: Area,
         settings: TransferSettings,
         make_agent: MakeAgent,
+        vetting: Vets,
         in_flight: int,
     ) -> None:
         """Start the thread; `wait_ready` says when it can read.
@@ -123,13 +125,16 @@ class Lane:
             landing: where images are read into; lanes share it.
             settings: strategies, costs.
             make_agent: called in the thread.
+            vetting: says whether a peer's metadata may be loaded.
             in_flight: how many reads may be in flight; more wait their turn.
         """
         self._settings, self._geometry, self._images = settings, geometry, landing
         self._landing = np.zeros(in_flight * MAX_SOURCES + MAX_CHUNKS, np.uint64)
         self._landing_region = Region(int(self._landing.ctypes.data), self._landing.nbytes)
         self._free_landings = list(range(0, in_flight * MAX_SOURCES, MAX_SOURCES))
+        self._vetting = vetting
         self._asked: deque[ReadOrder | _Connect] = deque()
+        self._held: deque[ReadOrder] = deque()
         self._results: deque[ReadResult] = deque()
         self._reads: list[_Read] = []
         self._wake = threading.Event()
@@ -198,7 +203,11 @@ class Lane:
         finally:
             self._ready.set()
         self._context: zmq.Context[Any] = zmq.Context()
-        self._links = Links(partial(self._make_peer, agent), lambda: [read.peer for read in self._reads])
+        self._links = Links(
+            partial(self._make_peer, agent),
+            lambda cards: self._vetting.ask(cards, self._wake.set),
+            lambda: [read.peer for read in self._reads],
+        )
         self._bench = Bench(
             agent,
             self._images,
@@ -221,7 +230,10 @@ class Lane:
 
     def _take_asked(self, agent: Agent) -> bool:
         """Carry out what was asked for, in that order; return False if nothing was."""
-        busy = False
+        busy = self._links.settle()
+        if busy:
+            self._asked.extendleft(reversed(self._held))
+            self._held.clear()
         while self._asked and (self._free_landings or isinstance(self._asked[0], _Connect)):
             busy = True
             asked = self._asked.popleft()
@@ -240,7 +252,11 @@ class Lane:
         )
 
     def _start(self, agent: Agent, order: ReadOrder) -> None:
+        """Begin an order; hold it while its peer is ASKED."""
         peer = self._links.get(order.peer)
+        if peer is None:
+            self._held.append(order)
+            return
         if isinstance(peer, str):
             self._results.append(ReadResult(order.key, peer, None, 0.0, 0.0, peer_lost=True))
             return

@@ -1,7 +1,9 @@
 """Connections of a lane to its peers.
 
-    UP ─the transport fails─▶ DOWN ─an order after a pause─▶ UP, or DOWN for a longer pause
-    (a connection that cannot be made is DOWN from the beginning)
+    ASKED ─passed─▶ UP ─the transport fails─▶ DOWN ─an order after a pause─▶ ASKED
+      └─refused, or no connection can be made─▶ DOWN, for a longer pause each time
+
+ASKED: another process tries the peer's transport metadata (`transport.vetting`).
 
 A connection that a read still uses is closed when the read is over. Until then the lane makes no other
 connection to that peer, because the transport knows each peer by one name.
@@ -14,10 +16,11 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from kvferry.errors import KVFerryError
+from kvferry.errors import KVFerryError, TransferError
 from kvferry.transport.backoff import pause_seconds
 from kvferry.transport.messages import RankCard
 from kvferry.transport.peer import Peer
+from kvferry.transport.vetting import Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +33,8 @@ class _Link:
 
     Attributes:
         cards: the cards of its ranks.
-        peer: the connection; None while DOWN.
+        peer: the connection; None unless UP.
+        verdict: what is said of its metadata, while ASKED.
         reason: why it is DOWN.
         failures: number of failures in a row.
         retry_at: seconds of the clock before which it is not connected again.
@@ -38,6 +42,7 @@ class _Link:
 
     cards: tuple[RankCard, ...]
     peer: Peer | None = None
+    verdict: Verdict | None = None
     reason: str = ""
     failures: int = 0
     retry_at: float = 0.0
@@ -49,6 +54,7 @@ class Links:
     def __init__(
         self,
         make: MakePeer,
+        vet: Callable[[tuple[RankCard, ...]], Verdict],
         in_use: Callable[[], Collection[Peer]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -56,10 +62,11 @@ class Links:
 
         Args:
             make: prepares a peer with these ranks, or raises.
+            vet: asks whether the metadata of these ranks may be loaded.
             in_use: returns the connections that reads use.
             clock: seconds.
         """
-        self._make, self._in_use, self._clock = make, in_use, clock
+        self._make, self._vet, self._in_use, self._clock = make, vet, in_use, clock
         self._links: dict[str, _Link] = {}
         self._leaving: list[tuple[str, Peer]] = []
 
@@ -68,7 +75,8 @@ class Links:
         link = self._links.get(name)
         if link is None or link.peer is None:
             link = self._links[name] = _Link(cards)
-            self._try(name, link)
+            self._ask(name, link)
+            self._settle(name, link)
 
     def disconnect(self, name: str) -> None:
         """Forget a peer."""
@@ -76,14 +84,22 @@ class Links:
         if link is not None and link.peer is not None:
             self._leaving.append((name, link.peer))
 
-    def get(self, name: str) -> Peer | str:
-        """Return the peer, connected again if its pause is over; or the reason why it is DOWN."""
+    def get(self, name: str) -> Peer | str | None:
+        """Return the peer, asked about again after its pause; the reason why it is DOWN; or None if ASKED."""
         link = self._links.get(name)
         if link is None:
             return f"peer {name} is not connected"
-        if link.peer is None and self._clock() >= link.retry_at:
-            self._try(name, link)
+        if link.peer is None and link.verdict is None and self._clock() >= link.retry_at:
+            self._ask(name, link)
+        self._settle(name, link)
+        if link.verdict is not None:
+            return None
         return link.reason if link.peer is None else link.peer
+
+    def settle(self) -> bool:
+        """Connect the peers that have passed; return whether any peer was ASKED and no longer is."""
+        settled = [self._settle(name, link) for name, link in self._links.items()]
+        return any(settled)
 
     def failed(self, peer: Peer, reason: str) -> None:
         """Take a connection down whose transport failed; it is not used again."""
@@ -114,16 +130,25 @@ class Links:
         yield from (peer for _, peer in self._leaving)
         yield from (link.peer for link in self._links.values() if link.peer is not None)
 
-    def _try(self, name: str, link: _Link) -> None:
+    def _ask(self, name: str, link: _Link) -> None:
         self.let_go()
         if any(name == leaving for leaving, _ in self._leaving):
             link.reason = f"peer {name} cannot be read from: reads of its last connection are in flight"
             return
+        link.verdict = self._vet(link.cards)
+
+    def _settle(self, name: str, link: _Link) -> bool:
+        if link.verdict is None or (refusal := link.verdict.reason) is None:
+            return False
+        link.verdict = None
         try:
+            if refusal:
+                raise TransferError(refusal)
             link.peer = self._make(link.cards)
         except Exception as error:  # noqa: BLE001 - a bad peer costs that peer, nothing else
             log_unexpected(error)
             self._down(link, f"peer {name} cannot be read from: {error}")
+        return True
 
     def _down(self, link: _Link, reason: str) -> None:
         link.reason, link.failures = reason, link.failures + 1

@@ -27,12 +27,12 @@ from kvferry.transport.agent import Agent
 from kvferry.transport.area import Area
 from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.messages import RankCard
+from kvferry.transport.metadata import WORD_BYTES
 from kvferry.transport.packed import Lists
 from kvferry.transport.prepared import Preparation, clearings
 from kvferry.transport.read_plan import PackedCells, RankRead, ReadOrder, ReadPlan, SourceRank, summed
 from kvferry.transport.settings import TransferSettings
 
-WORD_BYTES = 8
 MAX_SOURCES = 256
 """Ranks of a peer that one rank may read from."""
 

@@ -20,6 +20,18 @@ WAIT_MICROSECONDS = 10_000
 """How long the thread waits for an event before it looks anyway; an event wakes it at once."""
 
 
+def package() -> str:
+    """Return the name of the package that NIXL chose for this machine.
+
+    Raises:
+        ImportError: NIXL cannot be imported.
+    """
+    load_first()
+    from nixl import _api  # noqa: PLC0415 - heavy, and may be missing
+
+    return str(_api.nixl_agent.__module__).rpartition(".")[0]
+
+
 def sleeping_agent(name: str, backends: list[str], *, progress: bool) -> Any:
     """What ``nixl_agent(name, nixl_agent_config(backends=backends))`` makes, with that wait, or no thread.
 

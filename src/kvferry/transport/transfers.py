@@ -12,17 +12,21 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 from kvferry.geometry import RankGeometry
 from kvferry.memory.pages import ask_large_pages
 from kvferry.transport.agent import Agent
 from kvferry.transport.area import Area
+from kvferry.transport.devices import listening_only_for
 from kvferry.transport.exposed import Exposed
 from kvferry.transport.lane import Lane, MakeAgent, ReadResult
 from kvferry.transport.lease import LeaseWords
 from kvferry.transport.messages import RankCard
 from kvferry.transport.read_plan import ReadOrder, Share, joined
 from kvferry.transport.settings import TransferSettings
+from kvferry.transport.trial import Trial
+from kvferry.transport.vetting import Vets, Vetting
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +49,7 @@ class Transfers:
         settings: TransferSettings | None = None,
         make_agent: MakeAgent = Agent,
         in_flight: int = MAX_IN_FLIGHT,
+        vetting: Vets | None = None,
     ) -> None:
         """Start the lanes, register the memory; returns when that is done.
 
@@ -55,6 +60,7 @@ class Transfers:
             settings: strategies, costs, staging memory, lanes.
             make_agent: called for the agent that is read from, and in every lane for the one that reads.
             in_flight: how many reads a lane may have in flight; more wait their turn.
+            vetting: says whether a peer's metadata may be loaded; by default a child process tries it.
 
         Raises:
             ConfigError: NIXL cannot be used, or the memory cannot be registered.
@@ -67,11 +73,21 @@ class Transfers:
         landing = Area(settings.staging_bytes, geometry.regions[0])
         if landing.units:
             ask_large_pages(landing.region, touched=False)
-        with ExitStack() as started:
+        with ExitStack() as started, listening_only_for(settings.host):
             self._exposed = Exposed(geometry, words, settings, make_agent(name, progress=True))
             started.callback(self._exposed.close)
+            self._vetting = vetting or Vetting(partial(Trial, settings.host))
+            started.callback(self._vetting.close)
             self._lanes = [
-                Lane(f"{name}/reads-{number}", geometry, landing, settings, make_agent, in_flight)
+                Lane(
+                    f"{name}/reads-{number}",
+                    geometry,
+                    landing,
+                    settings,
+                    make_agent,
+                    self._vetting,
+                    in_flight,
+                )
                 for number in range(settings.lanes)
             ]
             for lane in self._lanes:
@@ -80,6 +96,10 @@ class Transfers:
                 lane.wait_ready()
             started.pop_all()
         self.card: RankCard = self._exposed.card
+
+    def warm(self) -> None:
+        """Start what the first peer would wait for."""
+        self._vetting.warm()
 
     def connect(self, peer: str, cards: Sequence[RankCard]) -> None:
         """Prepare a peer; orders for it may follow at once."""
@@ -115,6 +135,7 @@ class Transfers:
         ended = [lane.join(patience_seconds) for lane in self._lanes]
         if not all(ended):
             logger.warning("transfers: reads are still in flight after %g s, left behind", patience_seconds)
+        self._vetting.close()
         self._exposed.close()
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from kvferry.errors import TransferError
 from kvferry.transport.links import Links
+from kvferry.transport.vetting import Verdict
 from support.clock import Clock
 
 
@@ -22,7 +23,12 @@ class World:
 
     def __init__(self) -> None:
         self.clock, self.faulty, self.attempts, self.in_use = Clock(), False, 0, list[Peer]()
-        self.links = Links(self.make, lambda: self.in_use, self.clock)
+        self.verdict = ""
+        self.links = Links(self.make, self.vet, lambda: self.in_use, self.clock)
+
+    def vet(self, cards) -> Verdict:
+        self.asked = Verdict(self.verdict)
+        return self.asked
 
     def make(self, cards) -> Peer:
         self.attempts += 1
@@ -126,3 +132,34 @@ def test_what_was_disconnected_is_closed_when_nothing_uses_it(world):
     world.in_use = []
     world.links.let_go()
     assert (peer.closed, list(world.links)) == (True, [])
+
+
+def test_a_peer_is_not_connected_before_its_metadata_has_passed(world):
+    world.verdict = None
+    world.links.connect("P", ())
+    assert world.links.get("P") is None
+    assert (world.links.settle(), world.attempts) == (False, 0)
+    world.asked.reason = ""
+    assert world.links.settle()
+    assert (isinstance(world.links.get("P"), Peer), world.attempts) == (True, 1)
+    assert not world.links.settle()
+
+
+def test_a_refused_peer_is_asked_about_again_after_growing_pauses(world):
+    world.verdict = "signal 11"
+    world.links.connect("P", ())
+    for _ in range(3):
+        assert world.links.get("P") == "peer P cannot be read from: signal 11"
+    assert world.attempts == 0
+    world.clock.now += 1
+    world.verdict = ""
+    assert isinstance(world.links.get("P"), Peer)
+
+
+def test_what_is_said_of_a_peer_that_was_disconnected_meanwhile_is_of_no_use(world):
+    world.verdict = None
+    world.links.connect("P", ())
+    world.links.disconnect("P")
+    world.asked.reason = ""
+    assert not world.links.settle()
+    assert (world.attempts, world.links.get("P")) == (0, "peer P is not connected")

@@ -30,7 +30,7 @@ from kvferry.transport.settings import TransferSettings
 from kvferry.transport.transfers import Transfers
 from support.engines import EngineSpec, Family, GroupSpec, Interior, Stored, ranks
 from support.keys import KEYS
-from support.local_agent import LocalAgent
+from support.local_agent import LocalAgent, Trusting
 from support.oracle import expect, fill
 from transport.memory import place, scattered_tables
 
@@ -74,7 +74,13 @@ class Engine:
         self.agents: list[LocalAgent] = []
         self.threads = [
             Transfers(
-                f"{next(_names)}", rank, LeaseWords(100 + i, 4), settings, self._agent, in_flight=in_flight
+                f"{next(_names)}",
+                rank,
+                LeaseWords(100 + i, 4),
+                settings,
+                self._agent,
+                in_flight=in_flight,
+                vetting=Trusting(),
             )
             for i, rank in enumerate(self.ranks)
         ]

@@ -103,6 +103,8 @@ class WorkerHalf:
         name = f"{self.engine_id}/{pp_rank}.{tp_rank}/{words.incarnation:x}"
         ours = _transfer_settings(settings)
         self._transfers = Transfers(name, self._geometry, words, ours)
+        if self._vllm_config.kv_transfer_config.kv_role != "kv_producer":
+            self._transfers.warm()
         fingerprint = ours.keys.fingerprint
         return WorkerCard(self._geometry, self._transfers.card, settings.anywhere, self._built, fingerprint)
 

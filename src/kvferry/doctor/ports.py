@@ -1,0 +1,144 @@
+"""Ports on which an engine of this machine listens: whose they are, and what protects them.
+
+Read from ``/proc``, for the processes that belong to the one that has a given port.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvferry.doctor.finding import Finding, note, ok
+
+_PROC = Path("/proc")
+_LISTEN = "0A"
+_TABLES = (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6))
+_CHILD = "kvferry.transport.trial"
+_SHUT = "shut it to all but peers: docs/network.md has a firewall rule and a NetworkPolicy"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Port:
+    """A socket that listens.
+
+    Attributes:
+        process: id of a process that has it.
+        address: bound to; ``0.0.0.0`` or ``::`` for all.
+        number: of the port.
+    """
+
+    process: int
+    address: str
+    number: int
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches it."""
+        address = ipaddress.ip_address(self.address)
+        mapped = getattr(address, "ipv4_mapped", None)
+        return (mapped or address).is_loopback
+
+
+def listening(process: int) -> list[Port]:
+    """Return the TCP ports of a process; none if it is gone, or another user's."""
+    held = set()
+    with suppress(OSError):
+        for entry in os.scandir(_PROC / str(process) / "fd"):
+            with suppress(OSError):
+                held.add(str(Path(entry.path).readlink()))
+    return sorted(
+        Port(process, address, number)
+        for address, number, inode in _sockets(process)
+        if f"socket:[{inode}]" in held
+    )
+
+
+def _sockets(process: int) -> Iterator[tuple[str, int, str]]:
+    """Yield (address, port, inode) of what listens in the network namespace of a process; proc(5)."""
+    for table, family in _TABLES:
+        with suppress(OSError):
+            for line in (_PROC / str(process) / "net" / table).read_text().splitlines()[1:]:
+                columns = line.split()
+                if columns[3] == _LISTEN:
+                    digits, _, port = columns[1].partition(":")
+                    words = [bytes.fromhex(digits[at : at + 8])[::-1] for at in range(0, len(digits), 8)]
+                    yield socket.inet_ntop(family, b"".join(words)), int(port, 16), columns[9]
+
+
+def engine_of(port: int) -> dict[int, str]:
+    """Return the command lines, by process id, of the engine that has a port; empty if unknown."""
+    commands, parents = _processes()
+    having = [process for process in commands if any(one.number == port for one in listening(process))]
+    if not having:
+        return {}
+    root = having[0]
+    while "vllm" in commands.get(parents[root], "").lower():
+        root = parents[root]
+    found = {root}
+    for _ in commands:
+        more = {process for process in commands if parents[process] in found} - found
+        found |= more
+        if not more:
+            break
+    return {process: commands[process] for process in sorted(found)}
+
+
+def _processes() -> tuple[dict[int, str], dict[int, int]]:
+    """Return command lines and parents of all processes, by id."""
+    commands, parents = {}, {}
+    for entry in os.scandir(_PROC):
+        if entry.name.isdecimal():
+            with suppress(OSError, IndexError, ValueError):
+                status = Path(entry.path, "stat").read_text()
+                parent = int(status.rpartition(")")[2].split()[1])
+                commands[int(entry.name)] = (
+                    Path(entry.path, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                )
+                parents[int(entry.name)] = parent
+    return commands, parents
+
+
+def findings(processes: Mapping[int, str], known: Mapping[int, str]) -> list[Finding]:
+    """Say of each port of an engine's processes what it is for and who may use it.
+
+    Args:
+        processes: command lines by id.
+        known: purpose by port, of those that let in holders of the key only.
+    """
+    seen: dict[tuple[str, int], Port] = {}
+    for process in processes:
+        for port in listening(process):
+            seen.setdefault((port.address, port.number), port)
+    return [_finding(port, processes[port.process], known) for port in seen.values()]
+
+
+def _finding(port: Port, command: str, known: Mapping[int, str]) -> Finding:
+    where = f"[{port.address}]" if ":" in port.address else port.address
+    subject = f"port {where}:{port.number}"
+    whose = f"process {port.process}, {_role(command)}"
+    if (purpose := known.get(port.number)) is not None:
+        return ok(subject, f"{purpose} ({whose}); lets in holders of the key only")
+    who = "processes of this machine" if port.is_loopback else "whoever reaches it"
+    if _is_api(command):
+        said = f"vLLM's API, or a channel between its processes ({whose}); open to {who}"
+    else:
+        said = f"UCX, or vLLM's own ({whose}); open to {who}, who can end the process with random bytes"
+    return ok(subject, said) if port.is_loopback else note(subject, said, _SHUT)
+
+
+def _is_api(command: str) -> bool:
+    return _role(command) == "API server"
+
+
+def _role(command: str) -> str:
+    if _CHILD in command:
+        return "child that tries peers' metadata"
+    name = command.split(" ", maxsplit=1)[0]
+    if name.startswith("VLLM::"):
+        return name
+    return "API server" if "vllm" in command.lower() else "unknown"

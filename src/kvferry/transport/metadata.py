@@ -1,0 +1,195 @@
+"""A peer's transport metadata, checked before NIXL reads it.
+
+NIXL and UCX believe what they load: a memory kind that does not exist, or a key cut short, makes them read
+past their own arrays. So the frame is parsed here, by the format of NIXL 1.5 (``nixlSerDes``,
+``loadRemoteMD``) and of UCX's packed keys (``ucp_rkey_packed_copy``):
+
+    nixlSerDes| Agent name  Conns n  (t backend  c address)*  MemSection
+    nixlSecElms n  (bknd backend  nixlDList nixlSDList  t kind  n count  row*)*
+
+Each item is a tag, its length in 8 bytes, its bytes and ``|``. The address of a UCX worker stays opaque: a
+child process tries it (`transport.trial`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvferry.errors import ProtocolError
+from kvferry.geometry import Region
+from kvferry.transport.messages import RankCard
+
+WORD_BYTES = 8
+MAX_BYTES = 4 << 20
+MAX_ROWS = 1 << 14
+MAX_NAME_BYTES = 4096
+MAX_ADDRESS_BYTES = 1 << 14
+BACKEND = b"UCX"
+KINDS = ("DRAM", "VRAM")
+"""Memory kinds by NIXL's number; it has others, in which no cache lies."""
+
+_START, _END = b"nixlSerDes|", b"|"
+_LENGTH_BYTES = 8
+_ROW = 24
+"""Bytes of address, length and device in front of a row's key."""
+
+_MEMORY_TYPES = 5
+"""UCX's memory types for host, CUDA and ROCm memory; it looks them up by number, unchecked."""
+
+_KEY_HEAD = 9
+_MOST_ADDRESS = 1 << 63
+
+_AFTER_ADDRESS = bytes(1 << 16)
+_AFTER_KEY = b"\xff" * 16
+"""What UCX finds past the end of what it reads without a length: an end, in place of our heap."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """What another agent says of itself.
+
+    Attributes:
+        name: of the agent.
+        regions: memory that it has registered.
+        sealed: the same metadata, to be loaded: each address and key is followed by bytes that end it.
+    """
+
+    name: str
+    regions: tuple[Region, ...]
+    sealed: bytes
+
+
+def parse(data: bytes) -> Metadata:
+    """Parse an agent's metadata.
+
+    Raises:
+        ProtocolError: it is not NIXL's, or is out of bounds.
+    """
+    if len(data) > MAX_BYTES:
+        raise ProtocolError(f"{len(data)} bytes of transport metadata, at most {MAX_BYTES}")
+    items = _Items(data)
+    name = items.text(b"Agent", MAX_NAME_BYTES)
+    if (backends := items.number(b"Conns")) != 1:
+        raise ProtocolError(f"transport metadata of {backends} backends, expected {BACKEND.decode()} alone")
+    items.exactly(b"t", BACKEND)
+    items.followed(b"c", MAX_ADDRESS_BYTES, _AFTER_ADDRESS)
+    items.exactly(b"", b"MemSection")
+    sections = items.number(b"nixlSecElms")
+    if sections > len(KINDS):
+        raise ProtocolError(f"transport metadata of {sections} kinds of memory, there are {len(KINDS)}")
+    regions = tuple(region for _ in range(sections) for region in _section(items))
+    items.end()
+    return Metadata(name, regions, bytes(items.sealed))
+
+
+def check_card(card: RankCard) -> Metadata:
+    """Parse a worker's metadata and check that it registers what the worker's card says.
+
+    Raises:
+        ProtocolError: it does not.
+    """
+    metadata = parse(card.agent)
+    claimed = [*card.geometry.regions, Region(card.words_address, card.words * WORD_BYTES)]
+    if (there := card.outgoing) is not None:
+        first = card.geometry.regions[0]
+        claimed.append(Region(there.address, there.bytes, first.memory, first.device))
+    registered = set(metadata.regions)
+    for region in claimed:
+        if region not in registered:
+            raise ProtocolError(
+                f"its card names {region.length} bytes of {region.memory} at {region.address:#x}, which its "
+                "transport metadata does not register"
+            )
+    return metadata
+
+
+def _section(items: _Items) -> Iterator[Region]:
+    """Read the rows of one kind of memory."""
+    items.exactly(b"bknd", BACKEND)
+    items.exactly(b"nixlDList", b"nixlSDList")
+    kind = int.from_bytes(items.fixed(b"t", 4), "little")
+    if kind >= len(KINDS):
+        raise ProtocolError(f"transport metadata names memory kind {kind}, known are 0 to {len(KINDS) - 1}")
+    count = items.number(b"n")
+    if not 1 <= count <= MAX_ROWS:
+        raise ProtocolError(f"transport metadata registers {count} regions of a kind, 1 to {MAX_ROWS} may be")
+    for _ in range(count):
+        row = items.followed(b"", MAX_BYTES, _AFTER_KEY)
+        address, length, device = (int.from_bytes(row[at : at + 8], "little") for at in range(0, _ROW, 8))
+        if len(row) < _ROW or length < 1 or address + length > _MOST_ADDRESS or device >= 1 << 31:
+            raise ProtocolError(
+                f"transport metadata registers {length} bytes at {address:#x}, which cannot be"
+            )
+        _check_key(row[_ROW:])
+        yield Region(address, length, KINDS[kind], device)
+
+
+def _check_key(key: bytes) -> None:
+    """Check that a packed key names a memory type and holds the parts that its map announces."""
+    if len(key) < _KEY_HEAD or key[_KEY_HEAD - 1] >= _MEMORY_TYPES:
+        raise ProtocolError("transport metadata holds a key of no memory type that UCX knows")
+    at = _KEY_HEAD
+    for _ in range(int.from_bytes(key[: _KEY_HEAD - 1], "little").bit_count()):
+        at += 1 + (key[at] if at < len(key) else len(key))
+    if at > len(key):
+        raise ProtocolError(f"transport metadata holds a key of {len(key)} bytes that announces {at}")
+
+
+class _Items:
+    """Reads the items one after the other.
+
+    Attributes:
+        sealed: the items so far, those read by `followed` with their endings.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        if not data.startswith(_START):
+            raise ProtocolError("it is not NIXL's transport metadata")
+        self._data, self._at = data, len(_START)
+        self.sealed = bytearray(_START)
+
+    def followed(self, tag: bytes, most: int, ending: bytes) -> bytes:
+        """Read an item; in `sealed` it ends with `ending`."""
+        start = self._at + len(tag) + _LENGTH_BYTES
+        head = self._data[self._at : start]
+        length = int.from_bytes(head[len(tag) :], "little")
+        if len(head) < len(tag) + _LENGTH_BYTES or not head.startswith(tag):
+            raise ProtocolError(f"transport metadata lacks {tag.decode() or 'an item'!r} at byte {self._at}")
+        if not 1 <= length <= most or self._data[start + length : start + length + 1] != _END:
+            raise ProtocolError(
+                f"transport metadata: {length} bytes of {tag.decode() or 'an item'!r} at byte {self._at}, "
+                f"{len(self._data) - start} are left and {most} may be"
+            )
+        found = self._data[start : start + length]
+        self._at = start + length + 1
+        whole = found + ending
+        self.sealed += tag + len(whole).to_bytes(_LENGTH_BYTES, "little") + whole + _END
+        return found
+
+    def exactly(self, tag: bytes, wanted: bytes) -> None:
+        """Read an item that can be only one thing."""
+        if (found := self.followed(tag, MAX_NAME_BYTES, b"")) != wanted:
+            raise ProtocolError(f"transport metadata names {found[:64]!r}, expected {wanted!r}")
+
+    def fixed(self, tag: bytes, length: int) -> bytes:
+        """Read an item of this many bytes."""
+        if len(found := self.followed(tag, length, b"")) != length:
+            raise ProtocolError(f"transport metadata: {len(found)} bytes of {tag!r}, expected {length}")
+        return found
+
+    def number(self, tag: bytes) -> int:
+        """Read an 8-byte number."""
+        return int.from_bytes(self.fixed(tag, 8), "little")
+
+    def text(self, tag: bytes, most: int) -> str:
+        """Read a name."""
+        try:
+            return self.followed(tag, most, b"").decode()
+        except UnicodeDecodeError as error:
+            raise ProtocolError("transport metadata gives a name that is no text") from error
+
+    def end(self) -> None:
+        """Check that nothing is left."""
+        if self._at != len(self._data):
+            raise ProtocolError(f"transport metadata goes on for {len(self._data) - self._at} bytes too many")

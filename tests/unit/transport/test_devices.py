@@ -1,0 +1,51 @@
+"""The network devices that UCX may listen on, by the address that the operator chose."""
+
+import os
+
+import pytest
+
+from kvferry.transport import devices
+from kvferry.transport.devices import VARIABLE, devices_of, is_here, listening_only_for, variables
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
+def test_loopback_is_the_loopback_device_alone(host):
+    assert devices_of(host) == ("lo",)
+    assert is_here(host)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "*", "192.0.2.77", "no-such-host.invalid"])
+def test_every_address_and_no_address_of_ours_restrict_nothing(host):
+    assert devices_of(host) == ()
+    assert variables(host) == {}
+
+
+def test_another_address_is_its_device_and_all_rdma_devices(monkeypatch, tmp_path):
+    for port in ("mlx5_0/ports/1", "mlx5_1/ports/1"):
+        (tmp_path / port).mkdir(parents=True)
+    rdma = devices._rdma(tmp_path)
+    assert rdma == ("mlx5_0:1", "mlx5_1:1")
+    monkeypatch.setattr(devices, "_rdma", lambda: rdma)
+    for name, address in [*devices._ipv4(), *devices._ipv6()]:
+        if not address.is_loopback and not address.is_link_local:
+            assert devices_of(str(address)) == (name, *rdma)
+
+
+def test_agents_made_in_the_block_are_kept_to_the_device():
+    with listening_only_for("127.0.0.1"):
+        assert os.environ[VARIABLE] == "lo"
+    assert VARIABLE not in os.environ
+
+
+def test_the_operators_setting_holds_and_is_said(monkeypatch, caplog):
+    monkeypatch.setenv(VARIABLE, "eth7")
+    with caplog.at_level("INFO"), listening_only_for("127.0.0.1"):
+        assert os.environ[VARIABLE] == "eth7"
+    assert os.environ[VARIABLE] == "eth7"
+    assert variables("127.0.0.1") == {}
+    assert "UCX_NET_DEVICES=eth7" in caplog.text

@@ -1,0 +1,124 @@
+"""Peers' metadata is loaded only after a child process has passed it; what the child does is made up here."""
+
+from __future__ import annotations
+
+import threading
+
+import msgspec
+import pytest
+
+from kvferry.geometry import Region
+from kvferry.transport.vetting import MAX_TRIALS, REFUSED_SECONDS, Vetting
+from support.clock import Clock
+from support.metadata import row, written
+from transport.cards import cards
+
+
+class Child:
+    def __init__(self, world) -> None:
+        self.world, self.ended = world, False
+
+    def wait_ready(self) -> str:
+        return self.world.unready
+
+    def ask(self, card, seconds: float) -> str:
+        self.world.tried.append(card.incarnation)
+        self.world.clock.now += self.world.takes
+        return self.world.says if seconds > 0 else "late"
+
+    def end(self) -> None:
+        self.ended = True
+
+
+class World:
+    def __init__(self) -> None:
+        self.children, self.tried, self.says, self.unready, self.takes = [], [], "", "", 0.0
+        self.clock = Clock()
+        self.vetting = Vetting(self.start, self.clock)
+
+    def start(self) -> Child:
+        self.children.append(Child(self))
+        return self.children[-1]
+
+    def verdict(self, *asked) -> str:
+        told = threading.Event()
+        verdict = self.vetting.ask(asked, told.set)
+        assert told.wait(10)
+        return verdict.reason
+
+
+def card(number: int = 1):
+    (one,) = cards()
+    regions = [*one.geometry.regions, Region(one.words_address, 8 * one.words)]
+    return msgspec.structs.replace(one, agent=written([row(r) for r in regions]), incarnation=number)
+
+
+@pytest.fixture
+def world():
+    made = World()
+    yield made
+    made.vetting.close()
+
+
+def test_what_has_passed_is_not_tried_again(world):
+    assert [world.verdict(card()) for _ in range(3)] == ["", "", ""]
+    assert world.verdict(card(), card(2)) == ""
+    assert (world.tried, len(world.children)) == ([1, 2], 1)
+
+
+def test_a_refusal_replaces_the_child_and_stands_for_all_lanes(world):
+    world.says = "signal 11"
+    assert [world.verdict(card()) for _ in range(2)] == ["signal 11"] * 2
+    assert world.tried == [1]
+    assert [child.ended for child in world.children] == [True, False]
+    world.clock.now += REFUSED_SECONDS
+    world.says = ""
+    assert world.verdict(card()) == ""
+    assert world.tried == [1, 1]
+
+
+def test_one_bad_rank_refuses_the_peer_and_the_rest_is_not_tried(world):
+    world.says = "signal 6"
+    assert world.verdict(card(1), card(2)) == "signal 6"
+    assert world.tried == [1]
+
+
+def test_metadata_out_of_bounds_is_refused_without_a_child(world):
+    bad = msgspec.structs.replace(card(), agent=b"nonsense")
+    assert "not NIXL's" in world.verdict(card(1), bad)
+    assert (world.children, world.tried) == ([], [])
+
+
+def test_ranks_of_a_peer_share_the_time(world):
+    world.takes = 6.0
+    assert world.verdict(card(1), card(2), card(3)) == "late"
+
+
+def test_a_child_that_does_not_start_is_a_refusal_and_another_is_started(world):
+    world.unready = "it did not start"
+    assert world.verdict(card()) == "it did not start"
+    assert [child.ended for child in world.children] == [True, False]
+    world.unready = ""
+    world.clock.now += REFUSED_SECONDS
+    assert world.verdict(card()) == ""
+
+
+def test_a_machine_without_room_for_a_process_refuses_in_words(world, caplog):
+    def full():
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    world.vetting._start = full
+    assert world.verdict(card()) == "no process can be started that tries transport metadata"
+    assert "temporarily unavailable" in caplog.text
+
+
+def test_a_child_is_replaced_after_many_trials(world):
+    assert {world.verdict(card(number)) for number in range(1, MAX_TRIALS + 2)} == {""}
+    assert [child.ended for child in world.children] == [True, False]
+
+
+def test_warming_up_starts_the_child_and_closing_ends_it(world):
+    world.vetting.warm()
+    world.vetting.close()
+    (child,) = world.children
+    assert child.ended
