@@ -71,6 +71,10 @@ class ChunkMover:
         for order in orders.stores:
             self._put(_STORE, partial(self._store, order, computed))
 
+    def refuse(self, orders: ChunkOrders, why: str) -> None:
+        """Say of all that a step is to store that it was not."""
+        self._moved.extend(Moved(order.key, why, (), 0.0) for order in orders.stores)
+
     def moved(self) -> list[Moved]:
         """What has been done since the last call."""
         return _taken(self._moved)

@@ -24,6 +24,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from kvferry.errors import ConfigError
+from kvferry.user_cache import user_cache
 
 logger = logging.getLogger(__name__)
 
@@ -124,8 +125,8 @@ def _digest(file: FileIO, progress: _Progress) -> str:
 def _default_memory() -> Path | None:
     """None where a user has no home."""
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvferry" / "weights.json"
-    except RuntimeError:
+        return user_cache() / "weights.json"
+    except ConfigError:
         return None
 
 

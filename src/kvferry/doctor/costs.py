@@ -11,7 +11,7 @@ from kvferry.doctor.finding import Finding, note, ok, refused
 from kvferry.doctor.reads import Reads
 from kvferry.errors import ConfigError
 from kvferry.planning.strategy import Costs
-from kvferry.transport.costs import CostsFile, costs_of, default_path
+from kvferry.transport.costs import CostsFile, costs_of, found_default
 
 _FAR_OFF = 3.0
 """Times that a READ may take of what the costs say: busy machines differ by less."""
@@ -30,8 +30,8 @@ def check(path: str | None, found: Reads | None, now: datetime | None = None) ->
     subject = "costs"
     try:
         used = costs_of(path)
-        file = Path(path).expanduser() if path else default_path()
-        written = msgspec.json.decode(file.read_bytes(), type=CostsFile) if file.exists() else None
+        file = Path(path).expanduser() if path else found_default()
+        written = None if file is None else msgspec.json.decode(file.read_bytes(), type=CostsFile)
     except ConfigError as error:
         return refused(subject, error, _CALIBRATE)
     if written is None:

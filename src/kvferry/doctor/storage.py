@@ -83,7 +83,11 @@ def file(
     among: Callable[[], list[Mount]] = mounts,
 ) -> Iterator[Finding]:
     """Whether the directory can be used, what it is on, and whether the capacity fits."""
-    wanted = os.path.abspath(settings.path or user_directory())  # noqa: PTH100 - as the tier has it
+    try:
+        wanted = os.path.abspath(settings.path or user_directory())  # noqa: PTH100 - as the tier has it
+    except ConfigError as error:
+        yield refused(subject, error)
+        return
     path = wanted if settings.path else _made(wanted)
     ended = probe(path)
     told: dict[str, Any] = {name: value for line in said(ended.out) for name, value in line.items()}
@@ -127,11 +131,14 @@ def file(
 
 def apart(tiers: Tiers) -> Iterator[Finding]:
     """Directories that are one, which only the file system can tell."""
-    paths = {
-        number: one.path or user_directory()
-        for number, one in enumerate(tiers.slow, 1)
-        if isinstance(one, FileSettings)
-    }
+    try:
+        paths = {
+            number: one.path or user_directory()
+            for number, one in enumerate(tiers.slow, 1)
+            if isinstance(one, FileSettings)
+        }
+    except ConfigError:
+        return  # `file` says so
     if len(paths) < 2:
         return
     ended = run_python(["-m", MODULE, "twins", *paths.values()], _PATH_SECONDS)

@@ -17,6 +17,8 @@ from enum import StrEnum
 from functools import cache
 from pathlib import Path
 
+from kvferry.user_cache import user_cache
+
 DIRECTORY_VERSION = 1
 MARKER = "kvferry.json"
 LEDGER = "ledger"
@@ -137,9 +139,12 @@ def kind_of(name: str) -> Kind | None:
 
 
 def user_directory() -> str:
-    """Where chunks are kept if nobody says: in the user's cache directory."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return str(Path(home) / "kvferry" / "chunks")
+    """Where chunks are kept if nobody says: in the user's cache directory.
+
+    Raises:
+        ConfigError: this user has none.
+    """
+    return str(user_cache() / "chunks")
 
 
 def twin_of(path: str, others: Iterable[str]) -> str | None:

@@ -15,6 +15,7 @@ import msgspec
 
 from kvferry.errors import ConfigError
 from kvferry.planning.strategy import Costs
+from kvferry.user_cache import user_cache
 
 VERSION = 1
 _MAX_BYTES = 1 << 20
@@ -37,9 +38,12 @@ class CostsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def default_path(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where the file is unless somebody says otherwise."""
-    cache = environment.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "kvferry" / "costs.json"
+    """Where the file is unless somebody says otherwise.
+
+    Raises:
+        ConfigError: this user has no home.
+    """
+    return user_cache(environment) / "costs.json"
 
 
 def costs_of(path: str | None = None) -> Costs:
@@ -50,8 +54,17 @@ def costs_of(path: str | None = None) -> Costs:
     """
     if path is not None:
         return read_costs(Path(path).expanduser())
-    found = default_path()
-    return read_costs(found) if found.exists() else Costs()
+    found = found_default()
+    return Costs() if found is None else read_costs(found)
+
+
+def found_default() -> Path | None:
+    """Return the default file; None if there is none, or this user cannot look for it."""
+    try:
+        found = default_path()
+        return found if found.exists() else None
+    except (ConfigError, OSError):
+        return None
 
 
 def read_costs(path: Path) -> Costs:

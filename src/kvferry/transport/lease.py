@@ -74,6 +74,10 @@ class LeaseWords:
         self.array = np.concatenate([self.array, np.full(count, self.incarnation << 32, np.uint64)])
         return first
 
+    def void(self) -> None:
+        """End all leases at once, and those that are still to be granted: no incarnation is 0."""
+        self.array[:] = 0
+
     def end(self, slots: Iterable[int]) -> None:
         """Raise the words of these slots: from here on no READ under their old words is good."""
         for slot in slots:

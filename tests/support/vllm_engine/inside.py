@@ -315,6 +315,11 @@ def preemptions(engine: Any) -> int:
     return int(engine.preempted)
 
 
+def reload_weights(engine: Any, checkpoint: str) -> None:
+    """Load another checkpoint's weights into the running engine, as a trainer does."""
+    engine.collective_rpc("reload_weights", kwargs={"weights_path": checkpoint})
+
+
 def reset_prefix_cache(engine: Any) -> bool:
     """Forget all cached prefixes."""
     return bool(engine.reset_prefix_cache())

@@ -520,6 +520,20 @@ def test_after_a_reset_no_offer_that_came_before_is_bid():
     assert engine.source.bids(engine.arrive(offered("d")), 0), "what comes is"
 
 
+def test_an_engine_that_has_left_takes_no_offer_and_asks_for_no_turn():
+    engine = Engine(turns=Looking())
+    before = engine.arrive(offered("a", "before"))
+    engine.source.leave("weights have changed")
+    assert not engine.source.bids(before, 0)
+    after = offered("b", "after")
+    assert not engine.source.arrived(after, Bidding(2))
+    assert engine.source.declined(after) == Lack("peer", Miss.REFUSED, detail="weights have changed")
+    assert engine.refused() == ["the cache was reset", "weights have changed"]
+    assert engine.client.dropped == ["after"]
+    assert not engine.source.arrived(request("c", [*TOKENS, 99]), Bidding(2))
+    assert not engine.turns.asked
+
+
 def test_peers_are_not_waited_for_when_all_but_the_last_token_is_here():
     engine = Engine(turns=Looking())
     assert engine.source.bids(engine.arrive(request("a", [*TOKENS, 99])), 40) == ()

@@ -305,6 +305,19 @@ def test_a_reset_withdraws_what_was_offered_before(clock) -> None:
     assert engine.hear(Released(["b"])).keys() == {"b"}
 
 
+def test_an_engine_that_has_left_offers_and_keeps_nothing_more(clock) -> None:
+    engine = Engine(turn_seconds=SECONDS)
+    engine.producer.start(server(), pool := Pool(), 1)
+    engine.offer("a")
+    engine.producer.leave()
+    assert engine.end("b") == (False, write_nothing())
+    assert engine.hear().keys() == {"a"}
+    one = request("c", range(300), num_computed_tokens=299)
+    assert engine.producer.finished(one, (list(range(1, 20)),)) == (False, None)
+    assert not engine.producer.busy
+    assert pool.references == 99, "no turn is kept"
+
+
 def test_without_the_setting_nothing_is_kept(clock) -> None:
     engine = Engine()
     assert engine.producer.keeps_turns is None

@@ -111,6 +111,18 @@ def test_after_a_reset_nothing_kept_before_is_found_and_running_requests_have_no
     assert key(tokens(), prompts) != again
 
 
+def test_while_names_are_suspended_there_are_none_and_a_reset_makes_new_ones():
+    prompts = Prompts(CANONICAL, Adapters())
+    before = key(tokens(), prompts)
+    prompts.suspend("weights have changed")
+    assert prompts.get(tokens()) is None
+    assert prompts.why_unnamed("a") == "weights have changed"
+    assert key(tokens(), prompts) is None
+    assert prompts.why_unnamed("a") == "weights have changed"
+    prompts.start_anew()
+    assert key(tokens(), prompts) not in (None, before)
+
+
 def test_an_adapter_is_named_by_its_weights_and_what_scales_them(tmp_path):
     names = [
         key(tokens()),

@@ -154,3 +154,14 @@ def test_a_lease_for_longer_is_not_shortened_by_a_heartbeat(book, clock):
     assert book.end_expired() == {}, "nor ended while it is heard of"
     clock.now += 1
     assert book.end_expired().keys() == {"a"}
+
+
+def test_once_void_no_lease_holds_not_even_one_that_is_granted_later(book):
+    words, first = LeaseWords(9, 2), book.grant("a")
+    assert int(words.array[first.slot]) == first.word(9)
+    words.void()
+    words.end([first.slot])
+    book.end(["a"])
+    book.ended("a")
+    for lease in (first, book.grant("b"), book.grant("c")):
+        assert int(words.array[lease.slot]) != lease.word(9)

@@ -85,6 +85,8 @@ class SchedulerMeta(KVConnectorMetadata):
         saves: (block ids by position per group, tokens) of prompts this step completes, to be copied to
             the host buffer.
         chunks: what to do with chunks of the tiers.
+        epoch: how often the engine's caches were reset before this step was scheduled.
+        computes: the step computes tokens.
     """
 
     engine_id: str
@@ -96,6 +98,13 @@ class SchedulerMeta(KVConnectorMetadata):
     turns_ended: dict[str, int] = field(default_factory=dict)
     saves: list[tuple[BlockIds, int]] = field(default_factory=list)
     chunks: ChunkOrders = field(default_factory=ChunkOrders)
+    epoch: int = 0
+    computes: bool = False
+
+    @property
+    def works(self) -> bool:
+        """Whether the step brings KV into the cache, from anywhere."""
+        return self.computes or bool(self.orders or self.chunks.begins)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +175,7 @@ class WorkerMeta(KVConnectorWorkerMetadata):
         reported: load to how many workers' reports are merged in `reports`.
         moved: order to what became of it: chunks stored, or parts of loads.
         raised: turn that was kept to how many workers have raised its lease word.
+        stale: the weights have changed: the last epoch that has seen other ones; None if they have not.
     """
 
     reports: dict[str, Report] = field(default_factory=dict)
@@ -173,6 +183,7 @@ class WorkerMeta(KVConnectorWorkerMetadata):
     released: dict[str, int] = field(default_factory=dict)
     moved: dict[str, MovedByAll] = field(default_factory=dict)
     raised: dict[str, int] = field(default_factory=dict)
+    stale: int | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Merge another worker's into this one."""
@@ -188,8 +199,10 @@ class WorkerMeta(KVConnectorWorkerMetadata):
         ):
             for key, count in theirs.items():
                 mine[key] = mine.get(key, 0) + count
+        if other.stale is not None:
+            self.stale = max(other.stale, -1 if self.stale is None else self.stale)
         return self
 
     def __bool__(self) -> bool:
         """There is something to say."""
-        return bool(self.reports or self.released or self.moved or self.raised)
+        return bool(self.reports or self.released or self.moved or self.raised or self.stale is not None)

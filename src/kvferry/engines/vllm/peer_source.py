@@ -153,6 +153,7 @@ class PeerSource:
         self._claims = Claims(client)
         self._orders: list[LoadOrder] = []
         self._connects: dict[str, Known] = {}
+        self._left = ""
         self._connected: dict[str, float] = {}  # peers that workers know, and when each was last used
 
     def __len__(self) -> int:
@@ -168,10 +169,12 @@ class PeerSource:
             self._refusals.say(name, "its offer", str(error))
             return False
         if offer is None:
-            if self._turns.ask(request):
+            if not self._left and self._turns.ask(request):
                 self._asking[name] = bidding
             return name in self._asking
-        if was_rejected(request):
+        if self._left:
+            self._refusals.say(name, PEER, self._left)
+        if self._left or was_rejected(request):
             self._claims.reject(offer.address, offer.ticket)  # its prompt is not known here
             return False
         until = time.monotonic() + self._timeout
@@ -187,12 +190,12 @@ class PeerSource:
         return True
 
     def declined(self, request: Any) -> Lack | None:
-        """Its offer cannot be read, or it came without."""
+        """Its offer cannot be read, it came without, or none may be taken."""
         try:
             read_offer(request.kv_transfer_params)
         except ProtocolError as error:
             return Lack(PEER, Miss.REFUSED, detail=str(error))
-        return None
+        return Lack(PEER, Miss.REFUSED, detail=self._left) if self._left else None
 
     def bids(self, request: Any, have: int) -> Sequence[Bid]:
         """The offered tokens, once the peer is known; looking until then."""
@@ -314,6 +317,11 @@ class PeerSource:
             self._turns.drop(name)
         for name in [name for name, pull in self._pulls.items() if not pull.settled]:
             self._strike(name, "the cache was reset")
+
+    def leave(self, why: str) -> None:
+        """Read from no peer any more."""
+        self.start_anew()
+        self._left = why
 
     def hand_over(self, meta: SchedulerMeta) -> None:
         """Orders, peers to meet, and peers to forget."""

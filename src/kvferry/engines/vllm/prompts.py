@@ -33,7 +33,7 @@ class Prompts:
         self._canonical, self._adapters, self._prompts_only = canonical, adapters, prompts_only
         self._known: dict[str, PromptChunks] = {}
         self._unnamed: dict[str, Unnameable] = {}
-        self._epoch = ""
+        self._epoch, self._suspended = "", ""
 
     @property
     def widest(self) -> int:
@@ -79,7 +79,7 @@ class Prompts:
 
     def why_unnamed(self, request_id: str) -> str:
         """Return why the chunks of a request have no names."""
-        return str(self._unnamed.get(request_id, "the cache was reset since it came in"))
+        return str(self._unnamed.get(request_id, self._suspended or "the cache was reset since it came in"))
 
     def remove(self, request_id: str) -> None:
         """Forget a request."""
@@ -93,9 +93,17 @@ class Prompts:
         """
         self._known.clear()
         self._unnamed.clear()
-        self._epoch = f"{secrets.token_hex(16)} "
+        self._epoch, self._suspended = f"{secrets.token_hex(16)} ", ""
+
+    def suspend(self, why: str) -> None:
+        """Name nothing until `start_anew`, nor any more what was named before."""
+        self._known.clear()
+        self._unnamed.clear()
+        self._suspended = why
 
     def _keys(self, request: Any) -> ChunkKeys:
+        if self._suspended:
+            raise Unnameable(self._suspended)
         tokens = list(request.all_token_ids)
         return keys_of(request, tokens, self._canonical.chunk_tokens, self._adapters, self._epoch)
 

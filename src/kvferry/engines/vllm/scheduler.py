@@ -27,6 +27,7 @@ from kvferry.engines.vllm.peer_source import PeerSource
 from kvferry.engines.vllm.producer import Producer
 from kvferry.engines.vllm.refusals import Refusals
 from kvferry.engines.vllm.source import Source
+from kvferry.engines.vllm.stale import CHANGED
 from kvferry.engines.vllm.stats import FerryStats
 from kvferry.engines.vllm.step_times import StepTimes
 from kvferry.engines.vllm.tier_config import read_tiers
@@ -52,6 +53,9 @@ logger = logging.getLogger(__name__)
 ONE_HANDSHAKE = (
     "vLLM's MultiConnector gives all children that of the first that has one; use FerryMultiConnector"
 )
+
+
+RESET = "tiers are not used before POST /reset_prefix_cache?reset_external=true"
 
 
 class SchedulerHalf:
@@ -97,6 +101,7 @@ class SchedulerHalf:
         self._tiering: Tiering | None = None
         self._parts: PartBlocks | None = None
         self._admission: Admission | None = None
+        self._epoch, self._changed = 0, False
 
     def bind_pool(self, pool: Any) -> None:
         """Set the engine's block pool."""
@@ -238,7 +243,8 @@ class SchedulerHalf:
     def build_meta(self, scheduler_output: Any) -> SchedulerMeta:
         """Return the workers' orders for the coming step."""
         self._steps.scheduled(scheduler_output)
-        meta = SchedulerMeta(self._engine_id)
+        meta = SchedulerMeta(self._engine_id, epoch=self._epoch)
+        meta.computes = scheduler_output.total_num_scheduled_tokens > 0
         if self._admission is None:
             return meta
         if self._server is not None:
@@ -254,6 +260,8 @@ class SchedulerHalf:
     def take_output(self, output: Any) -> None:
         """Handle the workers' reports of the last step."""
         if isinstance(output.kv_connector_worker_meta, WorkerMeta):
+            if (stale := output.kv_connector_worker_meta.stale) is not None:
+                self._weights_changed(stale)
             if self._tiering is not None:
                 self._tiering.take_reports(output.kv_connector_worker_meta)
             self.admission.take_reports(output.kv_connector_worker_meta)
@@ -261,8 +269,28 @@ class SchedulerHalf:
         if output.finished_sending:
             self._producer.sent(output.finished_sending)
 
+    def _weights_changed(self, stale: int) -> None:
+        """Exchange nothing any more; use tiers again after a reset.
+
+        Args:
+            stale: the last epoch that has seen other weights.
+        """
+        if not self._changed:
+            self._changed = True
+            logger.warning(
+                "%s: no KV is exchanged with other engines any more, since they compared other weights; "
+                "start this engine anew to exchange again", CHANGED,
+            )  # fmt: skip
+            self._producer.leave()
+            if self._peers is not None:
+                self._peers.leave(CHANGED)
+        if self._tiering is not None and stale >= self._epoch:
+            logger.warning("%s, and its cache was not reset: %s", CHANGED, RESET)
+            self._tiering.suspend(f"{CHANGED}, and its cache was not reset: {RESET}")
+
     def reset(self) -> None:
         """Make everything that was kept so far unusable."""
+        self._epoch += 1
         self._turn_names.start_anew()
         self._producer.reset()
         if self._peers is not None:

@@ -189,6 +189,12 @@ class Tiering:
         self.source.start_anew()
         self._cache.clear()
 
+    def suspend(self, why: str) -> None:
+        """Store and load nothing until `start_anew`; what is kept stays right for whoever finds it."""
+        self._prompts.suspend(why)
+        self._storing.start_anew()
+        self.source.start_anew()
+
     def shutdown(self) -> None:
         """Write what is to be written, and end all threads."""
         self._cache.shutdown(_CLOSING_SECONDS)

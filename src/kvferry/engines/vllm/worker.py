@@ -19,11 +19,13 @@ from kvferry.engines.vllm.access import peers_allowed
 from kvferry.engines.vllm.built import built_of
 from kvferry.engines.vllm.compat.contract import KVConnectorTransferResults
 from kvferry.engines.vllm.compat.process import after_forward, tensor_and_pipeline_rank
+from kvferry.engines.vllm.compat.weights import tell_of_changes
 from kvferry.engines.vllm.config import ConnectorConfig, read_settings
 from kvferry.engines.vllm.geometry import describe_cache
 from kvferry.engines.vllm.host_buffer import CopyBlocks, HostBuffer
 from kvferry.engines.vllm.meta import BlockIds, LoadOrder, Report, SchedulerMeta, WorkerCard, WorkerMeta
 from kvferry.engines.vllm.producer import LEASE_SLOTS
+from kvferry.engines.vllm.stale import CHANGED, StaleEpochs
 from kvferry.geometry import RankGeometry
 from kvferry.planning.pieces import Int64s
 from kvferry.planning.select import Span, blocks_needed
@@ -70,7 +72,9 @@ class WorkerHalf:
         self._orders: dict[str, LoadOrder | LoadBegin] = {}
         self._results: dict[str, ReadResult] = {}
         self._sent: set[str] = set()
+        self._stale, self._void = StaleEpochs(), set[str]()
         self._meta = WorkerMeta()
+        tell_of_changes(vllm_config, self._weights_change)
 
     def set_copy(self, copy: CopyBlocks) -> None:
         """The engine's copy operation, for the host buffer."""
@@ -108,13 +112,27 @@ class WorkerHalf:
         fingerprint = ours.keys.fingerprint
         return WorkerCard(self._geometry, self._transfers.card, settings.anywhere, self._built, fingerprint)
 
+    def _weights_change(self) -> None:
+        """Believe nothing that was ordered so far, and let no peer believe what it reads here."""
+        self._stale.changed()
+        self._meta.stale = self._stale.last
+        self._void.update(self._orders)
+        for key in self._orders:
+            self._loads.give_up(key, CHANGED)
+        if self._transfers is not None:
+            self._transfers.words.void()
+
     def begin(self, meta: SchedulerMeta) -> None:
         """Take this step's orders, but for what is to be stored."""
+        if meta.works:
+            self._stale.works(meta.epoch)
         if self._transfers is not None:
             self._begin_transfers(self._transfers, meta)
         for begin in meta.chunks.begins:
             self._loads.begin(begin.key, begin.timeout_seconds)
             self._orders[begin.key] = begin
+            if meta.epoch in self._stale:
+                self._loads.give_up(begin.key, CHANGED)
         for key, why in meta.given_up.items():
             self._loads.give_up(key, why)
         if self._mover is not None:
@@ -134,6 +152,9 @@ class WorkerHalf:
         for order in meta.orders:
             self._loads.begin(order.key, order.timeout_seconds)
             self._orders[order.key] = order
+            if self._stale.last is not None:
+                self._loads.landed(order.key, CHANGED)
+                continue
             transfers.submit(
                 ReadOrder(
                     order.key,
@@ -152,7 +173,10 @@ class WorkerHalf:
                 span = Span(0, tokens, tokens + 1)
                 self._host.save(self._described().groups, self._needed(span, tables))
         if self._mover is not None and meta.chunks.stores:
-            self._mover.store(meta.chunks, after_forward())
+            if meta.epoch in self._stale:
+                self._mover.refuse(meta.chunks, CHANGED)
+            else:
+                self._mover.store(meta.chunks, after_forward())
 
     def results(self) -> KVConnectorTransferResults:
         """What has come to an end, for the engine; details go to the scheduler half with `take_meta`."""
@@ -161,8 +185,8 @@ class WorkerHalf:
             return KVConnectorTransferResults(set(), set(), set())
         settled = self._loads.settle()
         received, failed = set(), set()
-        for key, failure in settled.reported.items():
-            order = self._orders[key]
+        for key, outcome in settled.reported.items():
+            order, failure = self._orders[key], outcome or (CHANGED if key in self._void else None)
             if failure is None and self._host is not None and isinstance(order, LoadOrder):
                 self._host.load(self._described().groups, self._needed(order.span, order.dst_tables))
             whole = self._joined.reported(order.attempt, order.loads, failure)
@@ -176,6 +200,7 @@ class WorkerHalf:
             self._meta.released[key] = 1
             self._orders.pop(key, None)
             self._results.pop(key, None)
+            self._void.discard(key)
         sent, self._sent = self._sent, set()
         return KVConnectorTransferResults(sent, received, failed)
 

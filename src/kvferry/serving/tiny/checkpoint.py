@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from kvferry.serving.tiny.families import Family, family
 from kvferry.serving.tiny.publish import digest, publish
 from kvferry.serving.tiny.tokenizer import SPECIAL_IDS, VOCABULARY, trained_tokenizer
+from kvferry.user_cache import user_cache
 
 _SEED = 20_260_101
 _SHARED: dict[str, Any] = {
@@ -27,9 +27,12 @@ _AS_THE_ARCHITECTURE_DRAWS_THEM = ("A_log", "conv")
 
 
 def cache_directory() -> Path:
-    """Where checkpoints and tokenizer are kept between runs: `kvferry/tiny` in the user's cache folder."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "kvferry" / "tiny"
+    """Where checkpoints and tokenizer are kept between runs: `kvferry/tiny` in the user's cache folder.
+
+    Raises:
+        ConfigError: this user has none.
+    """
+    return user_cache() / "tiny"
 
 
 def tiny_checkpoint(name: str, directory: Path, tokenizer_dir: Path | None = None) -> Path:

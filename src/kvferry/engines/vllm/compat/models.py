@@ -43,11 +43,21 @@ def built_models(vllm_config: VllmConfig) -> Models:
     Raises:
         ConfigError: there is no such worker.
     """
+    worker = worker_of(vllm_config)
+    return Models(worker.get_model(), worker.get_draft_model() if keeps_draft_layers(vllm_config) else None)
+
+
+def worker_of(vllm_config: VllmConfig) -> WorkerBase:
+    """The worker in this process that serves this configuration; see `built_models`.
+
+    Raises:
+        ConfigError: there is no such worker.
+    """
     context = vllm_config.compilation_config.static_forward_context
     for one in chain(_FOUND, gc.get_objects()):
         if issubclass(type(one), WorkerBase) and one.compilation_config.static_forward_context is context:
             _FOUND.add(one)
-            return Models(one.get_model(), one.get_draft_model() if keeps_draft_layers(vllm_config) else None)
+            return one
     raise ConfigError(
         "the engine's model was not found in this process, so nothing can say what its KV cache holds; "
         "please report this with the version of vLLM"

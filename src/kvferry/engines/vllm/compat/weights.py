@@ -1,0 +1,45 @@
+"""Calls by which the weights of a worker change while its engine runs; vLLM tells no connector of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from vllm.config import VllmConfig
+
+from kvferry.engines.vllm.compat.models import worker_of
+
+_OF_WORKER = (
+    "reload_weights", "reset_weights", "start_weight_update", "start_draft_weight_update", "update_weights",
+    "finish_weight_update",
+)  # fmt: skip
+_OF_RUNNER = ("reload_weights",)
+_OF_MODEL = ("load_weights",)
+"""What vLLM's own ways of changing weights end in, and what trainers call in a worker."""
+
+
+def tell_of_changes(vllm_config: VllmConfig, changed: Callable[[], None]) -> None:
+    """Call `changed` in this worker before every such call, in the thread that runs its steps.
+
+    Code of an operator's own that writes to parameters without any of these calls is not seen.
+
+    Raises:
+        ConfigError: the worker is not in this process.
+    """
+    worker = worker_of(vllm_config)
+    models = [model for model in (worker.get_model(), worker.get_draft_model()) if model is not None]
+    places = [(worker, _OF_WORKER), (worker.model_runner, _OF_RUNNER), *((one, _OF_MODEL) for one in models)]
+    for place, names in places:
+        for name in names:
+            if (inner := getattr(place, name, None)) is not None:
+                setattr(place, name, _telling(inner, changed))
+
+
+def _telling(inner: Callable[..., Any], changed: Callable[[], None]) -> Callable[..., Any]:
+    @wraps(inner)
+    def call(*arguments: Any, **named: Any) -> Any:
+        changed()
+        return inner(*arguments, **named)
+
+    return call

@@ -1,0 +1,114 @@
+"""Weights that change under a running engine: nothing that was computed with others is used, by anybody.
+
+Both engines have one checkpoint at first and tiers of their own. A trainer then loads another checkpoint into
+one of them and resets vLLM's own prefix cache, of which the connector is not told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.test_refusals import other_weights
+from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
+from support.vllm_engine.inside import distance
+from support.vllm_engine.pair import SOON, connector, prompt
+from support.vllm_engine.process import Engine
+
+pytestmark = pytest.mark.engine
+
+KEPT, OFFERED, PULLED = (prompt(500, seed) for seed in (1, 2, 3))
+EARLY = prompt(200, 4)
+"""One step computes it."""
+
+
+class Trained:
+    """An engine whose weights are changed, and beside it one that keeps those of the start."""
+
+    def __init__(self, folder: Path, checkpoints: Path) -> None:
+        model = tiny_checkpoint("qwen3", checkpoints)
+        self.model, self.other_model = str(model), str(other_weights(model, folder))
+        own = {"kv_cache_memory_bytes": 32 << 20, "max_num_batched_tokens": 256}
+        transfer = connector(tiers=[{"type": "host", "capacity": "64 MiB"}], transfer=True)
+        options = {**FAMILIES["qwen3"].engine_options(), **own, "kv_transfer_config": transfer}
+        self.engine = Engine(folder / "trained.log", model=str(model), **options)
+        self.engine.ready()
+        self.engine.call("start_another", {"model": str(model), **options})
+
+    def say(self, text: list[int], params: Any = None) -> dict[str, Any]:
+        """The engine's answer, without its own prefix cache."""
+        self.engine.call("step", SOON)  # blocks that are leased cannot be forgotten
+        assert self.engine.call("reset_prefix_cache")
+        answer: dict[str, Any] = self.engine.call("generate", [text], [params])[0]
+        return answer
+
+    def beside(self, text: list[int], params: Any = None) -> dict[str, Any]:
+        """The answer of the engine whose weights stay; it forgets what its tiers have, too."""
+        self.engine.call("other", "step", SOON)
+        assert self.engine.call("other", "reset_all")
+        answer: dict[str, Any] = self.engine.call("other", "generate", [text], [params])[0]
+        return answer
+
+    def loads(self) -> list[str]:
+        """Sources of the engine's loads since the last call."""
+        return [source for source, *_ in self.engine.call("new_loads")]
+
+
+@pytest.fixture(scope="module")
+def trained(running: Any, checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    running.close()
+    found = Trained(tmp_path_factory.mktemp("trained"), checkpoints)
+    yield found
+    found.engine.close()
+
+
+def test_kv_of_other_weights_is_used_by_nobody(trained: Trained) -> None:
+    engine = trained.engine
+    before = trained.say(KEPT)
+    assert distance(trained.say(KEPT), before) < 1e-4
+    assert "tiers" in trained.loads(), "with the weights of the start, what is kept is loaded"
+    offer = engine.call("prefill", [OFFERED])[0]["params"]
+    assert distance(trained.beside(OFFERED, offer), trained.beside(OFFERED)) < 1e-4
+
+    engine.call("reload_weights", trained.other_model)
+    early = engine.call("prefill", [EARLY])[0]["params"]
+    assert early["remote_num_tokens"], "offered in the step in which the scheduler gets to know"
+    assert distance(trained.beside(EARLY, early), trained.beside(EARLY)) < 1e-4
+
+    after = trained.say(KEPT)
+    assert distance(trained.say(KEPT), after) < 1e-4, "computed both times"
+    assert trained.loads() == [], "tiers are left alone until a reset"
+    assert distance(after, before) > 0.01, "the other weights say something else"
+
+    assert not engine.call("prefill", [OFFERED])[0]["params"].get("remote_num_tokens"), "it offers nothing"
+    pulled = engine.call("other", "prefill", [PULLED])[0]["params"]
+    alone = trained.say(PULLED)
+    assert distance(trained.say(PULLED, pulled), alone) < 1e-4
+    assert trained.loads() == [], "it reads from no peer"
+
+    assert engine.call("reset_all")
+    assert distance(trained.say(KEPT), after) < 1e-4
+    assert distance(trained.say(KEPT), after) < 1e-4
+    assert trained.loads() == ["tiers"], "after a reset, what is kept is of the weights that are there"
+
+
+def test_a_load_of_the_step_that_brings_the_news_is_not_used(trained: Trained) -> None:
+    trained.engine.call("step", SOON)
+    trained.engine.call("reload_weights", trained.model)
+    again = trained.say(KEPT)
+    assert trained.loads() == ["tiers"]
+    assert distance(trained.say(KEPT), again) < 1e-4, "computed both times"
+    assert trained.loads() == []
+    assert distance(again, trained.beside(KEPT)) < 1e-4, "it has the weights of the start again"
+
+
+def test_weights_that_change_after_a_reset_leave_the_tiers_in_use(trained: Trained) -> None:
+    """As a trainer does it: pause and reset, change, go on."""
+    assert trained.engine.call("reset_all")
+    trained.engine.call("reload_weights", trained.other_model)
+    first = trained.say(KEPT)
+    assert distance(trained.say(KEPT), first) < 1e-4
+    assert trained.loads() == ["tiers"]

@@ -1,0 +1,111 @@
+"""Weights that change: which epochs are stale, and what makes vLLM's worker say so."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.cache.mover import ChunkMover
+from kvferry.cache.orders import ChunkOrders, LoadBegin, StoreOrder
+from kvferry.engines.vllm.compat import weights
+from kvferry.engines.vllm.meta import SchedulerMeta, WorkerMeta
+from kvferry.engines.vllm.stale import StaleEpochs
+
+
+def test_no_epoch_is_stale_while_weights_stay() -> None:
+    epochs = StaleEpochs()
+    epochs.works(0)
+    epochs.works(1)
+    assert 0 not in epochs
+    assert 1 not in epochs
+
+
+def test_an_epoch_that_has_seen_other_weights_is_stale_and_the_next_is_not() -> None:
+    epochs = StaleEpochs()
+    epochs.works(1)
+    epochs.changed()
+    assert [epoch in epochs for epoch in (0, 1, 2)] == [True, True, False]
+
+
+def test_an_epoch_in_which_nothing_was_computed_before_the_change_is_good() -> None:
+    epochs = StaleEpochs()
+    epochs.works(1)
+    epochs.changed()  # the scheduler was reset before: its next step is of epoch 2
+    epochs.works(2)
+    assert 2 not in epochs
+    epochs.changed()
+    assert 2 in epochs
+
+
+def test_the_first_epoch_is_stale_even_if_nothing_was_computed() -> None:
+    """Its names are those of the weights of the start."""
+    epochs = StaleEpochs()
+    epochs.changed()
+    assert 0 in epochs
+
+
+def test_steps_that_bring_kv_into_the_cache_are_told_from_those_that_do_not() -> None:
+    assert not SchedulerMeta("e").works
+    assert SchedulerMeta("e", computes=True).works
+    assert SchedulerMeta("e", chunks=ChunkOrders(begins=[LoadBegin("a", "a", 1.0, "a", 1)])).works
+
+
+def test_the_last_stale_epoch_of_any_worker_counts() -> None:
+    assert not WorkerMeta()
+    one, other = WorkerMeta(stale=0), WorkerMeta(stale=2)
+    assert one
+    one.aggregate(other)
+    one.aggregate(WorkerMeta())
+    assert one.stale == 2
+    assert WorkerMeta().aggregate(WorkerMeta(stale=0)).stale == 0
+
+
+def test_a_store_that_is_refused_is_said_to_have_failed() -> None:
+    mover = ChunkMover((0, 0))
+    mover.refuse(ChunkOrders(stores=[StoreOrder("one", (), (), range(0))]), "of other weights")
+    assert [(moved.key, moved.failure) for moved in mover.moved()] == [("one", "of other weights")]
+    mover.close()
+
+
+class Worker:
+    """Has some of the calls that vLLM's workers have."""
+
+    def __init__(self) -> None:
+        self.done: list[Any] = []
+        self.model = SimpleNamespace(load_weights=lambda of: self.done.append(("load", of)))
+        self.model_runner = SimpleNamespace(reload_weights=lambda: self.done.append("runner"))
+
+    def get_model(self) -> Any:
+        return self.model
+
+    def get_draft_model(self) -> Any:
+        return None
+
+    def reload_weights(self, *, weights_path: str) -> None:
+        self.done.append(weights_path)
+
+    def finish_weight_update(self) -> None:
+        self.done.append("finish")
+
+    def compute(self) -> None:
+        self.done.append("compute")
+
+
+@pytest.mark.parametrize(
+    ("call", "done"),
+    [
+        (lambda one: one.reload_weights(weights_path="/there"), "/there"),
+        (lambda one: one.finish_weight_update(), "finish"),
+        (lambda one: one.model_runner.reload_weights(), "runner"),
+        (lambda one: one.model.load_weights([1]), ("load", [1])),
+    ],
+)
+def test_every_way_of_changing_weights_is_told_before_it_begins(monkeypatch, call, done) -> None:
+    worker = Worker()
+    monkeypatch.setattr(weights, "worker_of", lambda _: worker)
+    weights.tell_of_changes(None, lambda: worker.done.append("told"))
+    worker.compute()
+    call(worker)
+    assert worker.done == ["compute", "told", done]
