@@ -144,6 +144,14 @@ class Serving(RuleBasedStateMachine):
         if hasattr(self, "engine") and self.most_held is not None:
             pins = self.engine.connector.pins
             assert sum(pins.held.values()) <= self.most_held or len(pins) == 1
+            blocks = [block for pin in pins._pins.values() for block in pin.blocks]
+            assert len(blocks) == sum(pins.held.values())
+            assert all(block.ref_cnt > 0 for block in blocks), "a load may write a block that is free"
+            late = {block.block_id for pin in pins._pins.values() if pin.late for block in pin.blocks}
+            event("late reads hold blocks" if late else "no read is late")
+            assert len(late) <= max(
+                self.most_held, max(map(len, (p.blocks for p in pins._pins.values())), default=0)
+            )
 
     def teardown(self):
         if not hasattr(self, "engine"):
@@ -162,6 +170,7 @@ class Serving(RuleBasedStateMachine):
         for _ in range(3):
             self.step(1)
         assert len(self.engine.connector.pins) == len(self.engine.connector.admission) == 0
+        assert not self.engine.connector.admission._brought, "attempts of a request that has ended"
         prefill = self.engine.connector.producer
         assert (len(prefill._book), prefill._unclaimed._blocks, prefill._unclaimed._leaving) == (0, {}, {})
         assert self.engine.pool.get_num_free_blocks() == self.free
