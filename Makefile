@@ -76,7 +76,7 @@ test: test-unit ## unit, transport and representative engine tests
 test-unit: export KVFERRY_TEST_TRITON := $(CURDIR)/$(VENV)/triton
 test-unit: $(VENV)/.dev $(VENV)/.triton ## what needs neither an engine nor NIXL, on as many cores as there are (WORKERS=)
 	$(PYTHON) -m pytest -n $(WORKERS) -m "not family and not engine and not transport and not alone"
-	$(PYTHON) -m pytest tests/unit -m alone
+	$(PYTHON) -m pytest tests/unit tests/fuzz -m alone
 
 test-engines: $(VENV)/.dev ## every family and pairing, on real engines
 	$(PYTHON) -m pytest tests/engine -m family

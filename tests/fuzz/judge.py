@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-GROWTH_BYTES = 64 << 20
-"""What handlers may hold at a time: messages that wait, and routes of readers, within their limits."""
+GROWTH_BYTES = 256 << 20
+"""What a listener may hold of one peer: 64 messages of 4 MiB that wait."""
 MOST_CPU_SECONDS = 0.5
 """Of one message, under the tracer of lines, which makes handlers several times slower."""
 
