@@ -454,6 +454,56 @@ def test_odd_requests_of_api_clients_cost_others_nothing(served):
     assert 0 < max(len(line) for line in log.splitlines() if b"is not served by" in line) < 4000
 
 
+def test_tickets_are_of_no_use_with_other_prompts_nor_a_second_time_nor_made_up(served):
+    """Sent to the decode engine itself; whatever comes of it, the victims' answers are right afterwards."""
+    texts = [f"{name}: {TEXT * 8}" for name in ("mine", "victim", "other")]
+    alone = [
+        served.post(served.prefill, "/v1/completions", prompt=text, cache_salt="t").json()["choices"]
+        for text in texts
+    ]
+
+    def ticket_for(text: str, **body) -> dict:
+        asked = {"prompt": text, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}, **body}
+        return served.post(served.prefill, "/v1/completions", **asked).json()["kv_transfer_params"]
+
+    def answer(number: int, offer: dict | None, **body) -> None:
+        asked = {"prompt": texts[number], **body} | ({"kv_transfer_params": offer} if offer else {})
+        given = served.post(served.decode, "/v1/completions", **asked).json()["choices"]
+        assert [one["text"] for one in given] == [one["text"] for one in alone[number]]
+
+    def refused() -> float:
+        return served.misses(served.decode).get("refused", 0)
+
+    mine, victims = ticket_for(texts[0]), ticket_for(texts[1])
+    before = refused()
+    old = {"remote_block_ids": [[1, 2, 3, 4]], "remote_lease": {"slot": 0, "generation": 0, "incarnation": 1}}
+    for number, offer in (
+        (1, mine),  # another user's prompt, with a ticket of one's own
+        (0, victims),  # a ticket that was stolen
+        (2, {**mine, "remote_request_id": secrets.token_hex(16)}),
+        (2, {**mine, **old}),
+        (2, {**victims, "remote_num_tokens": 17}),
+        (2, {**mine, "remote_port": urlsplit(served.url).port}),
+    ):
+        answer(number, offer, cache_salt="thief")
+    assert refused() == before + 6
+    assert served.metric(served.prefill, "kvferry_leases") >= 2, "a redemption that failed ends no lease"
+    moved = served.metric(served.decode, "vllm:external_prefix_cache_hits_total")
+    for number, offer in ((0, mine), (1, victims)):
+        answer(number, offer)
+    assert served.metric(served.decode, "vllm:external_prefix_cache_hits_total") > moved + 200, "still theirs"
+    before = refused()
+    for number, offer in ((0, mine), (1, victims)):  # once more, after their leases have ended
+        answer(number, offer, cache_salt="again")
+    salted = ticket_for(texts[2], cache_salt="tenant")
+    answer(2, salted, cache_salt="another tenant")
+    assert refused() == before + 3
+    for number in range(3):
+        answer(number, None)
+        answer(number, None, cache_salt="thief")
+    eventually(lambda: served.metric(served.prefill, "kvferry_leases") == 0, 60)
+
+
 def test_every_metric_that_is_asked_for_is_on_an_engines_page(served):
     page = served.client.get(f"{served.decode}/metrics").text
     kinds = dict(re.findall(r"^# TYPE (\S+) (\w+)$", page, re.MULTILINE))

@@ -28,7 +28,7 @@ from transport.cards import cards, facts, ticket
 
 KEY = bytes(range(32))
 CONTENT = PromptContent("d" * 32)
-GRANT = Grant(1, 2, [[1, 2, 3]])
+GRANT = Grant.of(1, 2, [[1, 2, 3]])
 
 
 def requests() -> list[bytes]:

@@ -12,5 +12,6 @@
 - `lookup`: looking for a prompt's chunks. `checkpoint`, `served`, `tier_hooks`, `first_token`,
   `engine_parts`, `engine_report`: what tiers cost and bring a real engine.
 - `offload`, `offload_report`: all of that; `said`: words of several reports.
+- `redeeming`, `redeem_report`: exchanging a ticket for block tables.
 - `fit`, `calibrate`, `calibrate_report`: the costs of this machine.
 """

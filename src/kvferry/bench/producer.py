@@ -164,7 +164,7 @@ class _Producer:
         except KVFerryError as error:
             return Trouble(str(error))
         ticket = new_ticket()
-        self._server.tickets.publish(ticket, lease, 1, CONTENT, Grant(word.slot, word.generation, []))
+        self._server.tickets.publish(ticket, lease, 1, CONTENT, Grant.of(word.slot, word.generation, []))
         return Granted(ticket)
 
     def hear(self) -> None:

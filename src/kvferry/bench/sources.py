@@ -229,7 +229,7 @@ class Asker:
     def request(self, name: str, tokens: Sequence[int], offered: int) -> Any:
         """A prompt that comes with the peer's ticket for its beginning."""
         one, ticket = _request(name, tokens), new_ticket()
-        grant = Grant(0, 1, [[1] for _ in self._groups])
+        grant = Grant.of(0, 1, [[1] for _ in self._groups])
         self._tickets.publish(ticket, name, offered, content_of(one, offered, Adapters()), grant)
         one.kv_transfer_params = write_offer(Offer("peer", *self._address, ticket.hex(), offered))
         return one

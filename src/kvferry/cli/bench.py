@@ -31,6 +31,7 @@ def register(app: typer.Typer) -> None:
     bench.command()(offload)
     bench.command()(choice)
     bench.command()(safety)
+    bench.command()(redeem)
     app.add_typer(bench, name="bench")
 
 
@@ -336,6 +337,30 @@ def safety(
         print(json.dumps(safety_report.as_json(measured)))
     else:
         safety_report.show(measured, Console(highlight=False))
+
+
+def redeem(
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 131_072,
+    rounds: Annotated[int, typer.Option(min=100, help="Tickets to redeem at each producer.")] = 1000,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: all rounds, in seconds.")] = False,
+) -> None:
+    """Redeem tickets between two processes.
+
+    A decode engine exchanges the ticket that came with a request for block tables before it reads. Measured
+    is the time of that at a peer that it knows, how often a step waits for it, and what it adds to meeting a
+    new peer.
+    """
+    from rich.console import Console
+
+    from kvferry.bench import redeem_report
+    from kvferry.bench.redeeming import measure
+
+    with Console(stderr=True).status("starting") as status:
+        found = measure(rounds, tokens, lambda text: status.update(f"{text} ..."))
+    if as_json:
+        print(json.dumps(redeem_report.as_json(found, tokens)))
+    else:
+        redeem_report.show(found, tokens, Console(highlight=False))
 
 
 @contextmanager

@@ -63,7 +63,7 @@ def shared_tokens(prompt: Content, kept: KeptTurn) -> int:
 
     >>> from kvferry.transport.redeem import Grant
     >>> prompt = Content(4, (b"a", b"b"), range(10))
-    >>> shared_tokens(prompt, KeptTurn("P", 1, bytes(16), Grant(0, 0, [[1, 2, 3]]), 9, 0, 2, [8, 7]))
+    >>> shared_tokens(prompt, KeptTurn("P", 1, bytes(16), Grant.of(0, 0, [[1, 2, 3]]), 9, 0, 2, [8, 7]))
     9
     """
     if kept.chunks > len(prompt.keys):

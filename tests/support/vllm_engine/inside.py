@@ -7,12 +7,11 @@ import time
 import zlib
 from typing import Any
 
-import msgspec
-
 from kvferry.observe.events import LoadBegan
 from kvferry.observe.fold import Fold
 from kvferry.planning.select import Span
 from kvferry.serving.router.bodies import ASK_FOR_KV
+from kvferry.transport.redeem import Grant
 from support.vllm_engine import any_layout, copied, overlapped, pages
 from support.vllm_engine.agree_inside import facts, restart_other  # noqa: F401 - called by name
 from support.vllm_engine.multi_inside import (  # noqa: F401 - called by name
@@ -457,7 +456,7 @@ def _grants(book: Any) -> dict[str, list[list[int]]]:
     publish = book.publish
 
     def noted(ticket: bytes, lease: str, tokens: int, content: Any, grant: Any) -> None:
-        found[ticket.hex()] = grant.tables
+        found[ticket.hex()] = list(grant.block_ids)
         publish(ticket, lease, tokens, content, grant)
 
     book.publish = noted
@@ -472,13 +471,14 @@ def granted(engine: Any, offer: dict[str, Any]) -> list[list[int]]:
 def regrant(engine: Any, offer: dict[str, Any], changes: dict[str, Any]) -> None:
     """Lie to whoever redeems an offer's ticket: its grant says this instead."""
     found = half(engine)._producer._tickets._open[bytes.fromhex(offer["remote_request_id"])]
-    found.grant = msgspec.structs.replace(found.grant, **changes)
+    now = {"slot": found.grant.slot, "generation": found.grant.generation, "tables": found.grant.block_ids}
+    found.grant = Grant.of(**{**now, **changes})
 
 
 def kept_turns(engine: Any) -> list[tuple[list[list[int]], int]]:
     """(tables, tokens) of the turns that are kept."""
     turns = half(engine)._producer._turns._turns.values()
-    return [(turn.kept.grant.tables, turn.kept.tokens) for turn in turns]
+    return [(list(turn.kept.grant.block_ids), turn.kept.tokens) for turn in turns]
 
 
 def reset_connector(engine: Any) -> None:

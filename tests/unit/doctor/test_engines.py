@@ -70,7 +70,7 @@ def control():
 def keeps_blocks(of=None) -> ControlServer:
     """A control channel that knows the ticket which `engine` hands out."""
     server = ControlServer(HOST, 0, Card(of or facts(), cards()), KEYS)
-    server.tickets.publish(ticket("cmpl-7"), "cmpl-7", 3, PromptContent("tokens"), Grant(1, 2, [[1]]))
+    server.tickets.publish(ticket("cmpl-7"), "cmpl-7", 3, PromptContent("tokens"), Grant.of(1, 2, [[1]]))
     return server
 
 

@@ -116,7 +116,7 @@ def test_another_protocol_is_refused_in_words(monkeypatch):
 
 def test_a_lease_is_given_back():
     with server() as one:
-        one.tickets.publish(ticket("a"), "cmpl-1", 4, PromptContent("tokens"), Grant(1, 2, [[1]]))
+        one.tickets.publish(ticket("a"), "cmpl-1", 4, PromptContent("tokens"), Grant.of(1, 2, [[1]]))
         drop((HOST, one.port), KEYS, ticket("a"))
         until = time.monotonic() + 5
         while not one.events:

@@ -9,7 +9,7 @@ from transport.cards import ticket
 
 AT = ("127.0.0.1", 5600)
 MINE, OTHER = PromptContent("mine"), PromptContent("other")
-GRANTED, REFUSED = Redeemed(0, 1, Grant(1, 2, [[1]])), NotUsable("other tokens")
+GRANTED, REFUSED = Redeemed(0, 1, Grant.of(1, 2, [[1]])), NotUsable("other tokens")
 
 
 class Client:

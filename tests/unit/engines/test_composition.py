@@ -229,7 +229,7 @@ class Engine:
         )
         turns: set[str] = set()
         pins, log = SimpleNamespace(late_blocks=lambda _: 0), SimpleNamespace(labels=())
-        client = Client(theirs, Redeemed(0, 11, Grant(3, 7, self._tables())))
+        client = Client(theirs, Redeemed(0, 11, Grant.of(3, 7, self._tables())))
         self.peer = PeerSource(client, [case.rank], pins, log, Refusals(), 30.0, 2, turns, Adapters())
         self.one.kv_transfer_params = write_offer(
             Offer("engine", "127.0.0.1", 5600, ticket("theirs").hex(), case.offered)

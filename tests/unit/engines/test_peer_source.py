@@ -77,7 +77,7 @@ RANKS = [card.geometry for card in cards()]
 KNOWN = Known(facts("engine", 11), cards())
 UNREDEEMED = "engine@127.0.0.1:5600"
 PEER = f"{UNREDEEMED}#b"
-GRANTED = Redeemed(0, 11, Grant(3, 7, [[1, 2, 3]]))
+GRANTED = Redeemed(0, 11, Grant.of(3, 7, [[1, 2, 3]]))
 
 
 def name_of(ticket):
@@ -260,7 +260,7 @@ def test_a_peer_that_is_refused_when_a_request_arrives_is_not_sent_its_ticket():
 
 
 def test_a_grant_has_a_block_table_for_each_group_of_the_peer():
-    engine = Engine(redeemed=Redeemed(0, 11, Grant(3, 7, [[1], [2], [3]])))
+    engine = Engine(redeemed=Redeemed(0, 11, Grant.of(3, 7, [[1], [2], [3]])))
     one = engine.arrive(offered())
     assert engine.source.bids(one, 0) == ()
     assert engine.refused() == ["block tables for 3 groups, the peer has 1"]
@@ -442,7 +442,7 @@ def test_workers_forget_a_peer_that_nothing_was_read_from_for_long(monkeypatch):
 
 
 TURN = FoundTurn(
-    40, ADDRESS, KeptTurn("engine", 11, ticket("earlier"), Grant(3, 7, [[1, 2, 3]]), 50, 1, 1, [])
+    40, ADDRESS, KeptTurn("engine", 11, ticket("earlier"), Grant.of(3, 7, [[1, 2, 3]]), 50, 1, 1, [])
 )
 
 

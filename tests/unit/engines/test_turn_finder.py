@@ -29,7 +29,7 @@ class Client:
         self.dropped.append(number)
 
 
-GRANT = Grant(1, 2, [[5], [6]])
+GRANT = Grant.of(1, 2, [[5], [6]])
 
 
 def kept(tokens=300, least=1, name="r") -> KeptTurn:

@@ -16,7 +16,7 @@ from transport.cards import cards, facts
 QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=300)
 PROTOCOL = control.PROTOCOL
 NEST = Nest(4096, 64, 8, (Loop(3, 100, 16), Loop(2, 8, 8)))
-GRANT = redeem.Grant(1, 2, [[5, 6], [7]])
+GRANT = redeem.Grant.of(1, 2, [[5, 6], [7]])
 BLOCKS = np.array([1, 2, 3], np.int32).tobytes()
 
 

@@ -39,7 +39,7 @@ from transport.cards import cards, facts, ticket
 HOST = "127.0.0.1"
 LEASE = ticket("lease")
 CONTENT = PromptContent("tokens")
-GRANT = Grant(1, 2, [[5], [6]])
+GRANT = Grant.of(1, 2, [[5], [6]])
 
 
 @pytest.fixture
@@ -481,6 +481,18 @@ def test_what_was_asked_on_a_connection_that_is_made_anew_is_asked_again(ends, m
     client.forget((HOST, server.port))
     settled(client, server.port)
     assert granted(client, number) == Redeemed(number, 1, GRANT)
+
+
+def test_a_ticket_that_two_decode_engines_have_redeemed_ends_with_the_last_of_them(ends):
+    server, one, other = ends.server(), ends.client(), ends.client(facts("E", 10))
+    redeem(one, server, LEASE)
+    redeem(other, server, LEASE, publishes=False)
+    one.release((HOST, server.port), LEASE)
+    again = one.redeem((HOST, server.port), LEASE, 4, CONTENT)
+    assert granted(one, again).reason == "this engine has redeemed the ticket before, and released it"
+    assert Released(["lease"]) not in server.events
+    other.release((HOST, server.port), LEASE)
+    until(lambda: Released(["lease"]) in server.events)
 
 
 def test_a_rejected_request_ends_a_lease_that_nobody_has_claimed(ends):

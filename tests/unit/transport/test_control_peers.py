@@ -57,7 +57,7 @@ def settled(one: ControlClient, address):
 
 def claimed(of: ControlServer, name: str) -> bytes:
     """A ticket that the client has redeemed there."""
-    of.tickets.publish(ticket(name), name, 4, PromptContent("tokens"), Grant(1, 2, [[5]]))
+    of.tickets.publish(ticket(name), name, 4, PromptContent("tokens"), Grant.of(1, 2, [[5]]))
     of.tickets.redeem(Redeem(0, 9, ticket(name), 4, PromptContent("tokens")))
     return ticket(name)
 

@@ -131,9 +131,9 @@ def test_a_redemption_is_bounded_in_every_part():
 @pytest.mark.parametrize(
     "grant",
     [
-        Grant(-1, 0, []), Grant(2**31, 0, []), Grant(0, -1, []), Grant(0, 2**32, []), Grant(0, 0, [[-1]]),
-        Grant(0, 0, [[2**31]]), Grant(0, 0, [[1.5]]), Grant(0, 0, [None]), Grant(0, 0, None),
-        Grant(0, 0, [[]] * (MAX_GROUPS + 1)),
+        Grant(-1, 0, []), Grant(2**31, 0, []), Grant(0, -1, []), Grant(0, 2**32, []), Grant(0, 0, [[1] * 4]),
+        Grant(0, 0, ["1234"]), Grant(0, 0, [b""] * (MAX_GROUPS + 1)),
+        {"slot": 0, "generation": 0, "tables": [b"123"]}, {"slot": 0, "generation": 0, "tables": None},
     ],
 )  # fmt: skip
 def test_a_grant_out_of_bounds_is_none(grant):

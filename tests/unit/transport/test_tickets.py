@@ -14,7 +14,7 @@ from transport.cards import ticket
 
 RUN = 5
 CONTENT = PromptContent("tokens", "items", "adapter", "salt")
-GRANT = Grant(3, 7, [[1, 2]])
+GRANT = Grant.of(3, 7, [[1, 2]])
 
 
 def book(*names: str) -> TicketBook:

@@ -42,7 +42,7 @@ def content(tokens, salt="", items=()) -> Content:
 
 
 def kept(of: Content, name="r") -> KeptTurn:
-    return KeptTurn("D", 3, ticket(name), Grant(1, 2, [[5, 6], [7]]), len(of.tokens), 1, 0, [])
+    return KeptTurn("D", 3, ticket(name), Grant.of(1, 2, [[5, 6], [7]]), len(of.tokens), 1, 0, [])
 
 
 def publish(index: TurnIndex, of: Content, name="r") -> None:

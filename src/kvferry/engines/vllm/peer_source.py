@@ -246,7 +246,7 @@ class PeerSource:
                 load.request_id,
                 pull.peer,
                 load.span,
-                tuple(pull.grant.tables),
+                pull.grant.block_ids,
                 load.tables,
                 pull.grant.word(pull.incarnation),
                 self._timeout,

@@ -176,7 +176,7 @@ class Producer:
             return False, write_nothing()
         now = time.monotonic()
         self._watch.tell(LeaseGranted(request.request_id, now, tokens, self._book.seconds))
-        ticket, grant = new_ticket(), Grant(word.slot, word.generation, self.tables(block_ids, tokens))
+        ticket, grant = new_ticket(), Grant.of(word.slot, word.generation, self.tables(block_ids, tokens))
         self._tickets.publish(ticket, request.request_id, tokens, content, grant)
         params = write_offer(Offer(self._engine_id, self._host, self.port, ticket.hex(), tokens))
         self._siblings.offered(request.request_id, params)

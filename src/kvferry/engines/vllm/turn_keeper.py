@@ -150,7 +150,7 @@ class TurnKeeper:
             self._engine_id,
             word.incarnation,
             new_ticket(),
-            Grant(word.slot, word.generation, offered),
+            Grant.of(word.slot, word.generation, offered),
             tokens,
             least,
             0,

@@ -1,0 +1,188 @@
+"""What redeeming a ticket takes: a round trip between two processes over the encrypted control channel.
+
+The producer is a process with a control channel and its book of tickets, as in an engine. It is measured at
+rest, and beside a thread that computes in Python without a pause. An engine's thread contends for the
+interpreter's lock like that during a part of each step. Consumers are control clients of this process. One
+that knows the producer only redeems. A new one shakes hands, by turns with and without a ticket behind its
+first message.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from kvferry.bench.stats import Spread, percentile
+from kvferry.engines.vllm.claims import STEP_WAIT_SECONDS
+from kvferry.errors import TransferError
+from kvferry.geometry import GroupKind
+from kvferry.geometry.layout import EngineShape, lay_out
+from kvferry.geometry.store import LayerStore, ModelCache, Stored
+from kvferry.transport.control_client import ControlClient
+from kvferry.transport.control_server import Card, ControlServer
+from kvferry.transport.handshake import Address, Known, Looking
+from kvferry.transport.messages import Facts, RankCard
+from kvferry.transport.redeem import Grant, PromptContent, Redeemed, new_ticket
+from kvferry.transport.security import Keys, random_keys
+
+PRODUCERS = ("at rest", "beside a thread that never rests")
+_HOST, _RUN, _BLOCK_TOKENS = "127.0.0.1", 1, 16
+_CONTENT = PromptContent("0" * 32)
+_PATIENCE_SECONDS = 30.0
+_NEW_EVERY = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Redeeming:
+    """What was measured with one producer.
+
+    Attributes:
+        producer: one of `PRODUCERS`.
+        known: seconds of each redemption at a known peer.
+        handshakes: seconds until a new peer is known, without a ticket.
+        both: the same with a ticket, until it is redeemed as well.
+    """
+
+    producer: str
+    known: tuple[float, ...]
+    handshakes: tuple[float, ...]
+    both: tuple[float, ...]
+
+    @property
+    def within_a_step(self) -> float:
+        """Share of redemptions at a known peer that a step waits for."""
+        return sum(seconds <= STEP_WAIT_SECONDS for seconds in self.known) / len(self.known)
+
+    @property
+    def beside_handshake(self) -> Spread:
+        """Time with a ticket as a multiple of that without, of pairs measured one after the other."""
+        pairs = zip(self.both, self.handshakes, strict=True)
+        return Spread.of([with_ticket / without for with_ticket, without in pairs])
+
+    def percentiles(self) -> tuple[float, ...]:
+        """Seconds at a known peer: 50, 90 and 99 percent take no longer."""
+        return tuple(percentile(self.known, q) for q in (50, 90, 99))
+
+
+def measure(rounds: int, tokens: int, progress: Callable[[str], None]) -> tuple[Redeeming, ...]:
+    """Redeem tickets at producers of both kinds.
+
+    Args:
+        rounds: redemptions at a known peer; a twentieth as many new peers are met twice.
+        tokens: of a prompt, whose block table is in every answer.
+        progress: told what is going on.
+
+    Raises:
+        TransferError: the producer's process does not answer.
+    """
+    found = []
+    for name in PRODUCERS:
+        progress(f"redeeming tickets at a producer {name}")
+        found.append(_measured(name, rounds, tokens))
+    return tuple(found)
+
+
+def _measured(name: str, rounds: int, tokens: int) -> Redeeming:
+    new = max(5, rounds // _NEW_EVERY)
+    tickets, keys = [new_ticket() for _ in range(rounds + new)], random_keys()
+    with _producer(tickets, tokens, keys, busy=name != PRODUCERS[0]) as address:
+        handshakes, both = [], []
+        for ticket in tickets[rounds:]:
+            with closing(_consumer(keys)) as one:
+                handshakes.append(_met(one, address, None, tokens))
+            with closing(_consumer(keys)) as one:
+                both.append(_met(one, address, ticket, tokens))
+        with closing(_consumer(keys)) as one:
+            _met(one, address, None, tokens)
+            known = [_redeemed(one, address, ticket, tokens) for ticket in tickets[:rounds]]
+    return Redeeming(name, tuple(known), tuple(handshakes), tuple(both))
+
+
+def _consumer(keys: Keys) -> ControlClient:
+    return ControlClient(Facts("bench-consumer", _RUN, "kvferry bench", {}), lambda _: None, keys)
+
+
+def _met(one: ControlClient, address: Address, ticket: bytes | None, tokens: int) -> float:
+    """Seconds until a new peer is known, and has redeemed the ticket if there is one."""
+    began = time.perf_counter()
+    one.look_up(address)
+    number = None if ticket is None else one.redeem(address, ticket, tokens, _CONTENT)
+    while not isinstance(one.look_up(address), Known):
+        _check(began)
+        time.sleep(0.0001)
+    if number is not None:
+        _wait(one, number)
+    return time.perf_counter() - began
+
+
+def _redeemed(one: ControlClient, address: Address, ticket: bytes, tokens: int) -> float:
+    """Seconds from a request's arrival until its ticket is redeemed; releases the lease."""
+    began = time.perf_counter()
+    number = one.redeem(address, ticket, tokens, _CONTENT)
+    _wait(one, number)
+    seconds = time.perf_counter() - began
+    one.end_redemption(number)
+    one.release(address, ticket)
+    return seconds
+
+
+def _wait(one: ControlClient, number: int) -> None:
+    answer = one.redemption(number, _PATIENCE_SECONDS)
+    if not isinstance(answer, Redeemed):
+        why = "it does not answer" if isinstance(answer, Looking) else answer.reason
+        raise TransferError(f"the producer's process does not redeem a ticket: {why}")
+
+
+def _check(began: float) -> None:
+    if time.perf_counter() - began > _PATIENCE_SECONDS:
+        raise TransferError(f"the producer's process does not shake hands within {_PATIENCE_SECONDS:g} s")
+
+
+@contextmanager
+def _producer(tickets: Sequence[bytes], tokens: int, keys: Keys, *, busy: bool) -> Iterator[Address]:
+    """The producer's process, until the context ends."""
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(
+        target=_produce, args=(theirs, tickets, tokens, keys, busy), name="bench-redeem", daemon=True
+    )
+    process.start()
+    theirs.close()
+    try:
+        yield (_HOST, pipe.recv())
+    except EOFError as error:
+        raise TransferError("the producer's process died") from error
+    finally:
+        pipe.close()
+        process.join(_PATIENCE_SECONDS)
+
+
+def _produce(pipe: Connection, tickets: Sequence[bytes], tokens: int, keys: Keys, busy: bool) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    rows = tuple(Stored(field, 2, 2, (("content", 16),)) for field in ("k", "v"))
+    cache = ModelCache("bench", (LayerStore(GroupKind.FULL, 0, rows),))
+    (rank,) = lay_out(cache, EngineShape(1, (1,), _BLOCK_TOKENS, "LBNHC", 2))
+    facts = Facts("bench-producer", _RUN, "kvferry bench", {})
+    server = ControlServer(_HOST, 0, Card(facts, (RankCard(rank, b"", 4096, 64, _RUN),)), keys)
+    table = list(range(1, 1 + -(-tokens // _BLOCK_TOKENS)))
+    for number, ticket in enumerate(tickets):
+        server.tickets.publish(ticket, str(number), tokens, _CONTENT, Grant.of(0, 0, [table]))
+    ended = threading.Event()
+    if busy:
+        threading.Thread(target=_compute, args=(ended,), daemon=True).start()
+    pipe.send(server.port)
+    while not pipe.poll(0.005):  # as an engine does between two steps
+        server.events.clear()
+    ended.set()
+    server.close()
+
+
+def _compute(ended: threading.Event) -> None:
+    while not ended.is_set():
+        sum(range(1000))
