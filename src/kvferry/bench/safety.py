@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from kvferry.bench import curve
+from kvferry.bench import checksum_cost, curve, lease_cost
 from kvferry.bench.safety_cost import Cost, Job
 from kvferry.bench.transfer import Machine, machine
 
-PARTS: Mapping[str, Callable[[Job, Callable[[str], None]], list[Cost]]] = {"curve": curve.measure}
+PARTS: Mapping[str, Callable[[Job, Callable[[str], None]], list[Cost]]] = {
+    "lease": lease_cost.measure,
+    "checksum": checksum_cost.measure,
+    "curve": curve.measure,
+}
 """A protection to what measures it."""
 
 

@@ -306,7 +306,9 @@ def choice(
 
 
 def safety(
-    parts: Annotated[str, typer.Option(help="Parts to measure, separated by commas: curve.")] = "curve",
+    parts: Annotated[
+        str, typer.Option(help="Parts to measure, separated by commas: lease, checksum, curve.")
+    ] = "lease,checksum,curve",
     geometry: Annotated[
         str, typer.Option(help="Model whose KV cache to move, as `kvferry plan` takes it.")
     ] = "Llama-3.1-8B",
@@ -317,8 +319,9 @@ def safety(
 ) -> None:
     """Measure what protections cost, on and off in one run.
 
-    Encryption (curve): what channels between engines say over ZeroMQ, encrypted and plain, and its share of a
-    transfer between two processes.
+    lease: a transfer between two processes, with the check that the producer still has the blocks, and
+    without. checksum: a chunk loaded from a file in memory. curve: what channels between engines say over
+    ZeroMQ, encrypted and plain, and its share of a transfer.
     """
     from rich.console import Console
 

@@ -1,13 +1,10 @@
-"""A chunk in memory to a file and back, with its checksums; digesting goes on while bytes move.
+"""A chunk in memory to a file and back, with its checksums.
 
-What is small is digested before it is written, or after it was read: a thread of its own would take longer.
+A chunk is digested piece by piece as it is read, while the processor's cache still has the piece.
 """
 
 from __future__ import annotations
 
-from functools import partial
-
-from kvferry.tiers.beside import Arriving, Beside
 from kvferry.tiers.direct_io import read_all, whole_pages, write_all
 from kvferry.tiers.format import Chunk
 from kvferry.tiers.image import PIECE_BYTES, header_of, is_image, pad
@@ -27,18 +24,12 @@ def write_image(fd: int, chunk: Chunk, body: memoryview) -> None:
     """
     pad(chunk, body)
     header = whole_pages(chunk.offsets[0])
-    if body.nbytes <= PIECE_BYTES:
-        header[:] = header_of(chunk, body)
-        write_all(fd, (header, body))
-        return
-    with Beside(partial(header_of, chunk, body)) as digesting:
-        write_all(fd, [body], len(header))
-    header[:] = digesting.result()
-    write_all(fd, [header])
+    header[:] = header_of(chunk, body)
+    write_all(fd, (header, body))
 
 
 def read_image(fd: int, chunk: Chunk, into: memoryview) -> bool:
-    """Read a chunk from its file; says whether the file begins with its image.
+    """Read a chunk from its file; return whether the file begins with its image.
 
     Args:
         fd: of the file.
@@ -48,25 +39,30 @@ def read_image(fd: int, chunk: Chunk, into: memoryview) -> bool:
     Raises:
         OSError: it cannot be read.
     """
-    header = whole_pages(chunk.offsets[0])
-    if into.nbytes <= PIECE_BYTES:
-        return read_all(fd, (header, into)) == chunk.file_bytes and is_image(chunk, header, into)
-    arriving = Arriving()
-    with Beside(partial(_read, fd, header, into, arriving)) as reading:
-        good = is_image(chunk, header, into, arriving.wait)
-    return reading.result() == chunk.file_bytes and good
+    reading = _Reading(fd, whole_pages(chunk.offsets[0]), into)
+    good = is_image(chunk, reading.header, into, reading.read_up_to)
+    return reading.done == chunk.file_bytes and good
 
 
-def _read(fd: int, header: memoryview, into: memoryview, arriving: Arriving) -> int:
-    """Read in pieces, as far as the file goes, and say how far."""
-    try:
-        done = read_all(fd, [header, into[:PIECE_BYTES]])
-        arriving.has(done - len(header))
-        for at in range(PIECE_BYTES, into.nbytes, PIECE_BYTES):
-            if done < len(header) + at:
-                break
-            done += read_all(fd, [into[at : at + PIECE_BYTES]], done)
-            arriving.has(done - len(header))
-    finally:
-        arriving.end()
-    return done
+class _Reading:
+    """A file that is read as its bytes are needed.
+
+    Attributes:
+        header: filled with the file's header by the first read.
+        done: bytes read so far; no more come once the file has ended.
+    """
+
+    def __init__(self, fd: int, header: memoryview, into: memoryview) -> None:
+        self.header, self.done = header, 0
+        self._fd, self._into, self._ended = fd, into, False
+
+    def read_up_to(self, size: int) -> None:
+        """Read on until so many bytes of the body are there, or the file has ended."""
+        while self.done < len(self.header) + size and not self._ended:
+            at = max(self.done - len(self.header), 0)
+            wanted = [self._into[at : at + PIECE_BYTES]]
+            if not self.done:
+                wanted.insert(0, self.header)
+            read = read_all(self._fd, wanted, self.done)
+            self._ended = read < sum(len(piece) for piece in wanted)
+            self.done += read

@@ -35,7 +35,10 @@ def _run(*arguments: str) -> None:
         (("offload", "--parts", "tiers,speed"), "--parts speed is not known; choose of tiers, lookup"),
         (("offload", "--depths", "1,0"), "--depths 0 is not a number from 1 to 256"),
         (("offload", "--path", "/nowhere"), "--path /nowhere is no folder; make it"),
-        (("safety", "--parts", "curve,locks"), "--parts locks is not known; choose of curve"),
+        (
+            ("safety", "--parts", "curve,locks"),
+            "--parts locks is not known; choose of lease, checksum, curve",
+        ),
         (("choice", "--sources", "peers"), "--sources peers is not known; choose one of connectors, tiers"),
         (("choice", "--trace", "/nowhere"), "--trace /nowhere: No such file or directory; name a file"),
         (("choice", "--longest", "64"), "--longest 64 is less than 1280, 20 blocks of 64: raise it"),

@@ -1,16 +1,14 @@
-"""Chunks go to files and come back whole, digested while they move."""
+"""Chunks go to files and come back whole, digested piece by piece as they are read."""
 
 from __future__ import annotations
 
 import os
-import threading
 from functools import partial
 
 import pytest
 from hypothesis import given, strategies as st
 
 from kvferry.tiers import image as images, image_io
-from kvferry.tiers.beside import Beside
 from kvferry.tiers.decode import verify_bytes
 from kvferry.tiers.direct_io import whole_pages
 from kvferry.tiers.format import Chunk, Group, Section
@@ -22,7 +20,7 @@ LARGE = Chunk(bytes(32), bytes(20), (Group("full", 64, (Section("k", 5, 12 << 10
 
 @pytest.fixture(autouse=True, params=[4096, 2 * 4096, 4 << 20], ids=["page", "pages", "whole"])
 def piece(request):
-    """How much is digested at a time; in the last case nothing is moved meanwhile."""
+    """How much is read and digested at a time."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (images, image_io):
             patch.setattr(module, "PIECE_BYTES", request.param)
@@ -77,7 +75,7 @@ def test_a_file_that_ends_early_is_no_image_even_if_memory_holds_the_rest(
 
 @pytest.mark.parametrize("name", ["preadv", "pwritev"])
 @pytest.mark.parametrize("after", [0, 1, 2])
-def test_a_broken_disk_is_an_error_and_nothing_goes_on(fd, monkeypatch, name, after, piece):
+def test_a_broken_disk_is_an_error(fd, monkeypatch, name, after, piece):
     write_image(fd, LARGE, body_of(LARGE))
     calls = []
 
@@ -90,36 +88,21 @@ def test_a_broken_disk_is_an_error_and_nothing_goes_on(fd, monkeypatch, name, af
     move = getattr(os, name)
     monkeypatch.setattr(os, name, broken)
     moving = partial(read_image if name == "preadv" else write_image, fd, LARGE, body_of(LARGE))
-    if after < (1 if piece > LARGE.body_bytes else 2):
+    pieces = -(-LARGE.body_bytes // piece) if name == "preadv" else 1
+    if after < pieces:
         with pytest.raises(OSError, match="broken"):
             moving()
-    assert not [thread for thread in threading.enumerate() if thread.name == "kvferry-beside"]
+    else:
+        moving()
+        assert len(calls) == pieces
 
 
-def test_what_comes_is_digested_before_the_rest_has_come(fd, monkeypatch, piece):
-    """The disk waits for the first digest, which would wait for ever if all had to be there before."""
+def test_what_was_read_is_digested_before_the_rest_is_read(fd, monkeypatch, piece):
     write_image(fd, LARGE, body_of(LARGE))
-    digested, waited = threading.Event(), []
+    done = []
     move, digest = os.preadv, images.unit_digests
-
-    def slow(fd, pieces, at):
-        if at >= LARGE.offsets[0] + 2 * 12288 and piece < LARGE.body_bytes:
-            waited.append(digested.wait(10))
-        return move(fd, pieces, at)
-
-    def noted(*args):
-        digested.set()
-        return digest(*args)
-
-    monkeypatch.setattr(os, "preadv", slow)
-    monkeypatch.setattr(images, "unit_digests", noted)
+    monkeypatch.setattr(os, "preadv", lambda *args: done.append("read") or move(*args))
+    monkeypatch.setattr(images, "unit_digests", lambda *args: done.append("digest") or digest(*args))
     assert read_image(fd, LARGE, body_of(LARGE))
-    assert all(waited)
-    assert bool(waited) == (piece < LARGE.body_bytes)
-
-
-def test_a_call_beside_is_over_when_its_context_is():
-    go, done = threading.Event(), []
-    with Beside(lambda: (go.wait(10), done.append(1))):
-        threading.Timer(0.01, go.set).start()
-    assert done == [1]
+    last_read = len(done) - 1 - done[::-1].index("read")
+    assert ("digest" in done[:last_read]) == (piece < LARGE.body_bytes)
