@@ -55,6 +55,14 @@ def eventually(true: Callable[[], bool], seconds: float = SOON) -> None:
         time.sleep(0.05)
 
 
+def claimed(pair: Pair, texts: list[list[int]]) -> list[str]:
+    """Requests that wait to be scheduled by the decode engine, their tickets redeemed: all can be loaded."""
+    offers = [answer["params"] for answer in pair.prefill.call("prefill", texts)]
+    names: list[str] = pair.decode.call("add", texts, offers)
+    eventually(lambda: pair.decode.call("redeemed") == len(texts))
+    return names
+
+
 def quiet(pair: Pair) -> bool:
     pair.decode.call("step", 0.05)
     counters = pair.decode.call("counters")
@@ -154,11 +162,10 @@ def test_a_request_aborted_while_loading_gives_its_blocks_back_once_nothing_can_
     acquaint(pair)
     text = prompt(300, 5)
     free = pair.decode.call("free_blocks")
-    offer = offer_of(pair, text)
+    name = claimed(pair, [text])
     pair.prefill.signal(signal.SIGSTOP)
     try:
         with counting(pair.decode, pending_loads__peer=1):
-            name = pair.decode.call("add", [text], [offer])
             pair.decode.call("steps", 3)
         assert pair.decode.call("waiting_for_kv") == 1
         with counting(pair.decode, loads__peer__dropped=1, pending_loads__peer=-1, queries__peer=0):
@@ -182,7 +189,7 @@ def test_past_its_deadline_a_request_is_computed_here_and_late_bytes_hurt_nobody
     acquaint(pair)
     texts = [prompt(n, 7 + n) for n in (300, 500)]
     free = pair.decode.call("free_blocks")
-    offers = [answer["params"] for answer in pair.prefill.call("prefill", texts)]
+    names = claimed(pair, texts)
     pair.prefill.signal(signal.SIGSTOP)
     try:
         began = time.monotonic()
@@ -192,7 +199,7 @@ def test_past_its_deadline_a_request_is_computed_here_and_late_bytes_hurt_nobody
             "recomputed_tokens__peer": 299 + 499,
         }
         with counting(pair.decode, queries__peer=2, pending_loads__peer=0, load_seconds__peer=0, **late):
-            answers = pair.decode.call("generate", texts, offers)
+            answers = pair.decode.call("answers", names)
         assert time.monotonic() - began < DEADLINE + 8
         assert not pair.decode.call("loaded")
         assert pair.decode.call("counters")["pins"] == 2
@@ -261,6 +268,7 @@ def test_a_malformed_offer_or_grant_is_said_and_computed_here(pair: Pair, what: 
     offer = offer_of(pair, text)
     if what in LIES:
         pair.prefill.call("regrant", offer, LIES[what](pair.prefill.call("granted", offer)))
+    pair.decode.call("say_again")
     said = len(pair.decode.log.read_text())
     with counting(pair.decode, queries__peer=1, hits__peer=0, pending_loads__peer=0):
         computed_here(pair, text, {**offer, **MALFORMED.get(what, {})})

@@ -11,7 +11,7 @@ from kvferry.observe.events import LoadBegan
 from kvferry.observe.fold import Fold
 from kvferry.planning.select import Span
 from kvferry.serving.router.bodies import ASK_FOR_KV
-from kvferry.transport.redeem import Grant
+from kvferry.transport.redeem import Grant, Redeemed
 from support.vllm_engine import any_layout, copied, overlapped, pages
 from support.vllm_engine.agree_inside import facts, restart_other  # noqa: F401 - called by name
 from support.vllm_engine.multi_inside import (  # noqa: F401 - called by name
@@ -172,17 +172,20 @@ def generate(
     texts = [{"prompt_token_ids": list(p), **salted} for p in prompts]
     outputs = engine.generate(texts, sampling, use_tqdm=False, lora_request=lora)
     outputs = outputs[: len(prompts)]  # what `add` added has higher numbers
-    return [
-        {
-            "request_id": o.request_id,
-            "tokens": list(o.outputs[0].token_ids),
-            "logprobs": [{t: lp.logprob for t, lp in step.items()} for step in o.outputs[0].logprobs],
-            "finish": o.outputs[0].finish_reason,
-            "cached": o.num_cached_tokens,
-            "params": o.kv_transfer_params,
-        }
-        for o in outputs
-    ]
+    return [_answer(output) for output in outputs]
+
+
+def _answer(output: Any) -> dict[str, Any]:
+    """What an engine has said, as plain values."""
+    said = output.outputs[0]
+    return {
+        "request_id": output.request_id,
+        "tokens": list(said.token_ids),
+        "logprobs": [{t: lp.logprob for t, lp in step.items()} for step in said.logprobs],
+        "finish": said.finish_reason,
+        "cached": output.num_cached_tokens,
+        "params": output.kv_transfer_params,
+    }
 
 
 def samples(engine: Any, text: list[int], params: dict[str, Any], count: int, tokens: int) -> dict[str, Any]:
@@ -253,7 +256,7 @@ def difference(a: dict[int, float], b: dict[int, float]) -> float:
 def add(
     engine: Any, prompts: list[list[int]], params: list[dict[str, Any] | None], tokens: int = 8
 ) -> list[str]:
-    """Add requests without stepping; their ids."""
+    """Add requests without stepping; their ids. `answers` has what they say."""
     from vllm import SamplingParams
 
     engine.count = getattr(engine, "count", 1_000_000)
@@ -265,10 +268,31 @@ def add(
             max_tokens=tokens,
             temperature=0,
             ignore_eos=True,
+            logprobs=5,
             extra_args={"kv_transfer_params": dict(p)} if p else None,
         )
         engine.llm_engine.add_request(names[-1], {"prompt_token_ids": list(text)}, sampling)
     return names
+
+
+def answers(engine: Any, names: list[str]) -> list[dict[str, Any]]:
+    """Step until requests of `add` have finished; what they say, as `generate` returns it."""
+    done: dict[str, dict[str, Any]] = {}
+    while not done.keys() >= set(names):
+        done |= {o.request_id: _answer(o) for o in engine.llm_engine.step() if o.finished}
+        time.sleep(0.002)
+    return [done[name] for name in names]
+
+
+def redeemed(engine: Any) -> int:
+    """Tickets of requests here whose grants have arrived, and which have not been released."""
+    asked = list(half(engine)._peers._client._redemptions._asked.values())
+    return sum(isinstance(one.answer, Redeemed) for one in asked)
+
+
+def say_again(engine: Any) -> None:
+    """Log the next refusals, whatever has been logged within the last minute."""
+    half(engine)._refusals._log._said.clear()
 
 
 def steps(engine: Any, count: int) -> list[str]:
