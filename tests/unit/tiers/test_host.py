@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 from hypothesis import settings, strategies as st
@@ -334,19 +332,13 @@ def test_one_store_evicts_a_bounded_amount():
     assert 0 < host.counters.evicted < 200
 
 
-def test_a_lookup_of_1500_keys_takes_far_less_than_a_millisecond():
+def test_a_lookup_of_many_keys_finds_those_that_are_there():
     host = tier(pages=20_000, chunks=(PAGE,))
     for number in range(20_000):
         host.commit(host.reserve(number.to_bytes(32), 0))
     numbers = [40 * number for number in range(1500)]
-
-    def seconds():
-        keys = [number.to_bytes(32) for number in numbers]  # anew: bytes remember their hash
-        began = time.perf_counter()
-        assert host.contains(keys).sum() == 500
-        return time.perf_counter() - began
-
-    assert min(seconds() for _ in range(20)) < 1e-3
+    found = host.contains([number.to_bytes(32) for number in numbers])
+    assert found.tolist() == [number < 20_000 for number in numbers]
 
 
 def test_who_asks_for_room_again_and_again_is_not_counted_every_time():
