@@ -165,7 +165,8 @@ class ControlServer:
         answer = self.tickets.redeem(message)
         self._listener.send(sender, encode(answer))
         if isinstance(answer, Redeemed):
-            self.events.put(sender, Claimed(self.tickets.claimed(message.consumer, [message.ticket])))
+            claimed = Claimed(self.tickets.claimed(message.consumer, [message.ticket]))
+            self.events.put(sender, claimed)  # a heartbeat will say it again
 
     def _hear(self, sender: bytes, message: Heartbeat | Release | Drop) -> None:
         if isinstance(message, Heartbeat):
@@ -177,7 +178,8 @@ class ControlServer:
             if isinstance(message, Drop)
             else self.tickets.release(message.consumer, message.tickets)
         ):
-            self.events.put(sender, Released(leases))
+            # A ticket is closed once, so there are no more of these than leases.
+            self.events.put(sender, Released(leases), always=True)
 
     def _met(self, peer: Facts) -> None:
         if peer.keeps_turns is not None and self._peers.could_be(peer.keeps_turns[0]):

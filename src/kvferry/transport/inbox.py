@@ -41,10 +41,18 @@ class Inbox(Generic[_Message]):
         """Iterate over the messages, oldest first, without taking them."""
         return iter([message for _, message in list(self._waiting)])
 
-    def put(self, sender: bytes, message: _Message) -> bool:
-        """Append a message; return False, and count it, if there is no room for it."""
+    def put(self, sender: bytes, message: _Message, *, always: bool = False) -> bool:
+        """Append a message; return False, and count it, if there is no room for it.
+
+        Args:
+            sender: who sent it.
+            message: what is appended.
+            always: take it beyond the limits, because it is lost for good if it is dropped. Only for messages
+                whose number is bounded otherwise.
+        """
         with self._lock:
-            if self._of[sender] >= self._most_of_sender or len(self._waiting) >= self._most:
+            full = self._of[sender] >= self._most_of_sender or len(self._waiting) >= self._most
+            if full and not always:
                 self.dropped += 1
                 return False
             self._of[sender] += 1

@@ -495,6 +495,15 @@ def test_a_ticket_that_two_decode_engines_have_redeemed_ends_with_the_last_of_th
     until(lambda: Released(["lease"]) in server.events)
 
 
+def test_a_release_is_heard_however_many_heartbeats_wait_for_the_engine(ends, monkeypatch):
+    server, client = ends.server(), ends.client(heartbeat_seconds=600.0)
+    monkeypatch.setattr(server.events, "_most_of_sender", 1)
+    redeem(client, server, LEASE)
+    until(lambda: list(server.events) == [Claimed(["lease"])])
+    client.release((HOST, server.port), LEASE)
+    until(lambda: list(server.events) == [Claimed(["lease"]), Released(["lease"])])
+
+
 def test_a_rejected_request_ends_a_lease_that_nobody_has_claimed(ends):
     server, reader, other = ends.server(), ends.client(), ends.client(facts("E", 10))
     claimed = redeem(reader, server, ticket("a"), "a")

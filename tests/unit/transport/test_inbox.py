@@ -27,6 +27,16 @@ def test_a_sender_that_floods_loses_its_own_messages_and_no_others():
     assert inbox.put(b"flood", 1000)
 
 
+def test_what_would_be_lost_for_good_is_taken_beyond_the_limits():
+    inbox = Inbox[str](most_of_sender=2, most=3)
+    for sender in (b"a", b"a", b"b"):
+        assert inbox.put(sender, "beat")
+    assert not inbox.put(b"a", "beat")
+    assert inbox.put(b"a", "release", always=True)
+    assert list(inbox) == ["beat"] * 3 + ["release"]
+    assert inbox.dropped == 1
+
+
 def test_made_up_senders_do_not_make_it_grow():
     inbox = Inbox[int](most_of_sender=4, most=10)
     for number in range(1000):
