@@ -37,7 +37,7 @@ def test_every_port_of_a_process_is_found_with_its_address(process):
     assert sorted(port.is_loopback for port in expected) == [False, True, True]
 
 
-def test_an_engine_is_the_processes_below_the_first_that_is_vllms(process):
+def test_an_engine_is_its_topmost_process_and_those_below(process):
     assert list(ports.engine_of(process.numbers[0])) == [process.pid]
     with socket.create_server(("127.0.0.1", 0)) as unused:
         number = unused.getsockname()[1]
