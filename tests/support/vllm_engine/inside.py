@@ -77,8 +77,8 @@ def start(settings: dict[str, Any]) -> Any:
     _count_drafts(engine)
     if worker is not None:
         engine.witness = Witness(worker, half(engine).admission)
-        engine.granted = _grants(half(engine)._producer._tickets)
     if ferries(engine.llm_engine.engine_core.engine_core.scheduler.connector):
+        engine.granted = _grants(half(engine)._producer._tickets)
         engine.fold = Fold()
         half(engine).watch.add(engine.fold)
         engine.begun = []
