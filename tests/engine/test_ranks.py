@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import signal
 import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,10 +24,9 @@ from kvferry.serving.demo.transfers import Transfer, read_transfer
 from kvferry.serving.launch import Fleet, fleet_specs
 from kvferry.serving.router.bodies import ASK_FOR_KV
 from kvferry.serving.tiny import tiny_checkpoint
-from support.vllm_engine import any_layout, copied
+from support.vllm_engine import any_layout, copied, standstill
 from support.vllm_engine.pair import SOON, prompt
 from support.vllm_engine.plugins import with_plugins
-from support.vllm_engine.process import stopped
 from support.vllm_engine.ranks import ARGUMENTS, ENVIRONMENT, ask_ranks
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -56,7 +53,7 @@ class Ranks:
         layout: of both, where the backend declares all that its kernels can do; None if it does not.
         copied: a layer of which both decode ranks hold the one head.
         tiers: the decode engine keeps chunks of 128 tokens in host memory, of which there is little, and
-            files. Reads are over TCP, where they stop as the engine does that is read from.
+            files.
     """
 
     family: str
@@ -107,7 +104,6 @@ class Served:
     def __init__(self, ranks: Ranks, fleet: Fleet, url: str, model: str, log: Path) -> None:
         self.ranks, self._model, self._log = ranks, model, log
         self._url, (self.prefill,), (self.decode,) = url, fleet.prefill_urls, fleet.decode_urls
-        self._producer, _ = fleet.engines
         self._client = httpx.Client(timeout=300, trust_env=False)
 
     def through(self, text: list[int]) -> tuple[Answer, Transfer | None]:
@@ -162,22 +158,14 @@ class Served:
             self._client.post(f"{self.decode}/v1/completions", json=body, timeout=seconds)
 
     @contextmanager
-    def prefill_stopped(self) -> Iterator[None]:
-        """All processes of the prefill engine stand still."""
-        group = self._producer._guard.pid
-        os.killpg(group, signal.SIGSTOP)
+    def held(self, what: str) -> Iterator[None]:
+        """Reads of the decode engine stand still: of peers, or of files."""
+        file = self._log.parent / what
+        file.touch()
         try:
-            until = time.monotonic() + SOON
-            while not all(map(stopped, pids_of(group))):
-                assert time.monotonic() < until, "it does not stop"
-                time.sleep(0.001)
             yield
         finally:
-            os.killpg(group, signal.SIGCONT)
-
-    def chunks(self) -> list[Path]:
-        """Files of chunks that the decode engine's tiers have."""
-        return list((self._log.parent / "chunks").rglob("*.kv"))
+            file.unlink()
 
     def close(self) -> None:
         self._client.close()
@@ -201,9 +189,9 @@ def served(
         decode_settings={"transfer_log": str(log), **(tiers_in(folder) if ranks.tiers else {})},
         arguments=(*ENGINE, *family_model(ranks.family).arguments, *ARGUMENTS),
     )
-    plugins = [copied, any_layout] if ranks.layout else [copied]
+    plugins = [copied, standstill, *([any_layout] if ranks.layout else [])]
     environment = ENVIRONMENT | with_plugins(folder / "plugins", *plugins)
-    environment |= {"UCX_TLS": "tcp,self"} if ranks.tiers else {}
+    environment[standstill.FOLDER] = str(folder)
     specs = tuple(
         replace(
             spec,
@@ -346,7 +334,7 @@ def test_metrics_of_tiers_are_what_was_stored_and_loaded_whatever_the_number_of_
 
 
 @pytest.mark.parametrize("served", PAIRS[:1], indirect=True)
-def test_a_peer_that_stands_still_costs_its_deadline_though_the_engine_has_nothing_else_to_do(
+def test_a_read_that_stands_still_costs_its_deadline_though_the_engine_has_nothing_else_to_do(
     served: Served,
 ) -> None:
     """The engine steps by itself or not at all: nobody asks it anything else."""
@@ -355,7 +343,7 @@ def test_a_peer_that_stands_still_costs_its_deadline_though_the_engine_has_nothi
     reference = served.alone(served.prefill, text)
     offers = served.offer(text), served.offer(left)
     before = quiet(served, served.decode)
-    with served.prefill_stopped():
+    with served.held(standstill.PEERS):
         served.leave(left, 1.0, **offers[1])
         eventually(lambda: served.metrics(served.decode)["loads_total dropped peer"] > 0, DEADLINE + SOON)
         began = time.monotonic()
@@ -379,41 +367,20 @@ def test_a_peer_that_stands_still_costs_its_deadline_though_the_engine_has_nothi
 def test_a_tier_that_hangs_costs_its_deadline_though_the_engine_has_nothing_else_to_do(
     served: Served,
 ) -> None:
-    """To open a pipe that nobody writes to hangs as a mount that has gone does."""
-    files, text = {*served.chunks()}, prompt(300, 920)
+    text = prompt(300, 920)
     first = served.straight(text)
     quiet(served, served.decode)
-    pipes = {*served.chunks()} - files
     for number in range(4):
         served.straight(prompt(900, 921 + number))  # host memory has no room for both
     before = quiet(served, served.decode)
     served.forget()
-    for path in pipes:
-        path.unlink()
-        os.mkfifo(path)
-    try:
+    with served.held(standstill.FILES):
         began = time.monotonic()
         answer = served.straight(text)
         assert DEADLINE < time.monotonic() - began < DEADLINE + SOON
-    finally:
-        for path in pipes:
-            with suppress(OSError):  # nobody has come to read it
-                os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
-            path.unlink(missing_ok=True)
     assert answer.tokens == first.tokens
     grown = quiet(served, served.decode) - before
     assert grown["loads_total expired tiers"] == grown["misses_total  deadline tiers"] == 1
-
-
-def pids_of(group: int) -> list[int]:
-    """Processes of a process group."""
-    stats = {int(path.parent.name): path for path in Path("/proc").glob("[0-9]*/stat")}
-    found = []
-    for pid, path in stats.items():
-        with suppress(OSError):  # it has just ended
-            if path.read_text().rpartition(")")[2].split()[2] == str(group):
-                found.append(pid)
-    return found
 
 
 def eventually(true: Callable[[], bool], seconds: float) -> None:
