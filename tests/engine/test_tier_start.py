@@ -25,10 +25,12 @@ TEXT = prompt(512, 40)
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB."""
+    """A file system of 4 MiB, the user's alone."""
     path = tmp_path / "disk"
     path.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(path)], check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m,mode=700", "none", str(path)], check=False
+    ).returncode:
         pytest.skip("this user may not mount")
     yield path
     subprocess.run(["umount", str(path)], check=True)
