@@ -99,6 +99,7 @@ class ControlClient:
         self._redemptions = Redemptions(self._consumer, handshake_seconds)
         self._commands: deque[_Command] = deque()
         self._unresolved: list[_Command] = []
+        self._unnamed: set[Address] = set()
         self._context: zmq.Context[Any] = zmq.Context()
         self._peers: dict[Address, _Peer] = {}
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -200,6 +201,7 @@ class ControlClient:
                 else:
                     self._receive(next(a for a, p in self._peers.items() if p.socket is source))
             unresolved, self._unresolved = self._unresolved, []
+            self._unnamed.clear()
             for command in unresolved:
                 self._obey(poller, *command)
             while self._commands:
@@ -254,7 +256,8 @@ class ControlClient:
             return  # the handshake that is to come asks it too; an address in a ticket opens nothing else
         opened = peer is None
         if peer is None or message is None:
-            place = self._names.place(address[0])
+            # A name may be resolved at any moment: what comes after a command that waits, waits too.
+            place = None if address in self._unnamed else self._names.place(address[0])
             if place is None:
                 self._wait_for_name((address, message))
                 return
@@ -296,6 +299,7 @@ class ControlClient:
         if len(self._unresolved) >= MOST_UNRESOLVED:
             raise NotAllowed(f"{MOST_UNRESOLVED} commands wait for names to be resolved already")
         self._unresolved.append(command)
+        self._unnamed.add(command[0])
 
     def _usable(self, address: Address, ranks: tuple[RankCard, ...]) -> tuple[RankCard, ...]:
         """Return a peer's ranks as they are used (`gathering`); raise Incompatible if we cannot read them."""

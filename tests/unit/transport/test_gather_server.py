@@ -458,11 +458,13 @@ def test_closing_leaves_a_copy_behind_that_hangs(world, monkeypatch, caplog):
 
 def test_readers_with_very_many_cells_are_forgotten_the_oldest_first(world, monkeypatch):
     monkeypatch.setattr(gather_server, "MAX_CELLS_OF_ALL", 100)
-    first, second = (world.reader(world.route(Nest(0, 0, 8), at=tuple(range(60)))) for _ in range(2))
-    second.say(ask(1))
-    assert isinstance(second.hear(), Gathered)
-    first.say(ask(1))
-    assert first.hear().unknown
+    readers = []
+    for _ in range(2):
+        readers.append(world.reader(world.route(Nest(0, 0, 8), at=tuple(range(60)))))
+        readers[-1].say(ask(1))
+        assert isinstance(readers[-1].hear(), Gathered)
+    readers[0].say(ask(2))
+    assert readers[0].hear().unknown
 
 
 def test_what_waits_is_bounded_by_its_size_and_by_its_reader(stack, monkeypatch):
