@@ -89,7 +89,7 @@ faults: $(VENV)/.dev ## inject FAULTS= faults drawn from SEED= into running engi
 	PYTHONPATH=tests $(PYTHON) -m faults.campaign --seed $(SEED) --faults $(FAULTS) --report docs/reliability.md
 
 soak: $(VENV)/.dev ## serve mixed traffic for SECONDS_OF_SOAK= and check every answer; writes docs/reliability.md
-	PYTHONPATH=tests $(PYTHON) -m faults.soak --seconds $(SECONDS_OF_SOAK) --seed $(SEED) --report docs/reliability.md
+	PYTHONPATH=tests $(PYTHON) -m faults.soak --seconds '$(SECONDS_OF_SOAK)' --seed '$(SEED)' --report docs/reliability.md
 
 .PHONY: fuzz flood
 fuzz: $(VENV)/.dev ## odd messages to both channels for long (KVFERRY_FUZZ_SECONDS=, KVFERRY_FUZZ_SEED=)

@@ -12,6 +12,8 @@ import psutil
 
 _WARM = 3
 """One in so many of the samples, the first ones, are not looked at: caches fill up."""
+LEAST_SAMPLES = 4
+"""With fewer that are looked at, nothing can be said about growth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +35,27 @@ class Sample:
     log_kib: float
 
 
-MOST_PER_HOUR = {"rss_mib": 200.0, "pss_mib": 200.0, "descriptors": 60.0, "threads": 30.0, "log_kib": 2000.0}
-"""Growth that is taken for noise of a short soak."""
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Growth that is taken for noise.
+
+    Attributes:
+        per_hour: of a long soak.
+        ever: from the first sample that is looked at to the last one, however short the time between them.
+    """
+
+    per_hour: float
+    ever: float
+
+
+LIMITS = {
+    "rss_mib": Limit(30.0, 6.0),
+    "pss_mib": Limit(30.0, 6.0),
+    "descriptors": Limit(6.0, 3.0),
+    "threads": Limit(3.0, 2.0),
+    "log_kib": Limit(100.0, 10.0),
+}
+"""A leak of one MiB a minute, or of one descriptor in a hundred requests, is at least twice these."""
 
 
 def sample(at: float, pids: Iterable[int], logs: Iterable[Path]) -> Sample:
@@ -61,28 +82,37 @@ def _pss_bytes(process: psutil.Process) -> int:
     return int(found[1]) * 1024 if found else 0
 
 
+def looked_at(samples: Sequence[Sample]) -> Sequence[Sample]:
+    """The samples after those during which caches filled up."""
+    return samples[len(samples) // _WARM :]
+
+
 def slopes(samples: Sequence[Sample]) -> dict[str, float]:
-    """Growth per hour of everything, from the samples that are not the first third.
+    """Growth per hour of everything, after the first third of the samples; empty if they are too few.
 
     >>> slopes([Sample(n * 60.0, 100.0 + n, 50.0, 10, 5, 1.0) for n in range(9)])["rss_mib"]
     60.0
     """
-    looked_at = samples[len(samples) // _WARM :]
-    if len(looked_at) < 2:
+    seen = looked_at(samples)
+    if len(seen) < LEAST_SAMPLES:
         return {}
-    hours = np.array([one.at for one in looked_at]) / 3600
+    hours = np.array([one.at for one in seen]) / 3600
     return {
-        name: round(float(np.polyfit(hours, [getattr(one, name) for one in looked_at], 1)[0]), 3) + 0.0
-        for name in MOST_PER_HOUR
+        name: round(float(np.polyfit(hours, [getattr(one, name) for one in seen], 1)[0]), 3) + 0.0
+        for name in LIMITS
     }
 
 
-def problems(samples: Sequence[Sample]) -> list[str]:
+def growing(samples: Sequence[Sample]) -> list[str]:
     """Everything that grows."""
+    growth, seen = slopes(samples), looked_at(samples)
+    if not growth:
+        return [f"{len(seen)} samples after the first third say nothing about growth, {LEAST_SAMPLES} would"]
+    hours = (seen[-1].at - seen[0].at) / 3600
     return [
-        f"{name} grows by {slope:g} an hour, at most {MOST_PER_HOUR[name]:g} are taken for noise"
-        for name, slope in slopes(samples).items()
-        if slope > MOST_PER_HOUR[name]
+        f"{name} grows by {growth[name]:g} an hour, at most {most:g} are taken for noise"
+        for name, limit in LIMITS.items()
+        if growth[name] > (most := max(limit.per_hour, limit.ever / hours))
     ]
 
 
@@ -91,9 +121,9 @@ def table(samples: Sequence[Sample]) -> str:
     growth = slopes(samples)
     shown = [samples[len(samples) // _WARM], samples[len(samples) // 2], samples[-1]]
     times = " | ".join(f"after {one.at / 60:.0f} min" for one in shown)
-    rows = [f"| | {times} | growth per hour |", "|---|---|---|---|---|"]
+    rows = [f"| | {times} | growth per hour | limit |", "|---|---|---|---|---|---|"]
     for name in growth:
         values = " | ".join(f"{getattr(each, name):.0f}" for each in shown)
         words = name.replace("_mib", ", MiB").replace("_kib", ", KiB")
-        rows.append(f"| {words} | {values} | {growth[name]:+.1f} |")
+        rows.append(f"| {words} | {values} | {growth[name]:+.1f} | {LIMITS[name].per_hour:g} |")
     return "\n".join(rows)

@@ -30,6 +30,10 @@ class Ask:
     leaves: int | None = None
 
 
+class NoAnswer(Exception):
+    """A stream that says that it failed."""
+
+
 def words(draw: random.Random, count: int) -> str:
     """So many words in random order."""
     return " ".join(draw.choices(TEXT.split(), k=count))
@@ -52,7 +56,7 @@ def single_asks(draw: random.Random, model: str) -> list[Ask]:
     ]
     for _ in range(4):
         whole = completion(draw, "leaves", model, draw.randrange(50, 200), stream=True)
-        found.append(Ask(whole.kind, whole.path, {**whole.body, "max_tokens": 300}, draw.randrange(4)))
+        found.append(Ask(whole.kind, whole.path, {**whole.body, "max_tokens": 300}, draw.randrange(1, 5)))
     return found
 
 
@@ -67,10 +71,11 @@ def _greedy(body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def answer(client: httpx.AsyncClient, url: str, ask: Ask, salt: str) -> list[str]:
-    """Texts of an answer's choices; of a client that leaves, none.
+    """Texts of an answer's choices; a client that leaves has the beginning of one.
 
     Raises:
         httpx.HTTPError: it is refused, or does not come.
+        NoAnswer: it fails after it has begun.
     """
     body = {**ask.body, "cache_salt": salt}
     if not body.get("stream"):
@@ -82,15 +87,30 @@ async def answer(client: httpx.AsyncClient, url: str, ask: Ask, salt: str) -> li
         return await _streamed(reply, ask.leaves)
 
 
+def is_right(ask: Ask, said: list[str], expected: list[str]) -> bool:
+    """Return whether an answer is the expected one, or of a client that left, its beginning.
+
+    >>> ask = Ask("leaves", "", {}, leaves=1)
+    >>> is_right(ask, ["a"], ["abc"]), is_right(ask, ["b"], ["abc"]), is_right(ask, [], ["abc"])
+    (True, False, False)
+    """
+    if ask.leaves is None:
+        return said == expected
+    return len(said) == 1 and expected[0].startswith(said[0])
+
+
 async def _streamed(reply: httpx.Response, leaves: int | None) -> list[str]:
     text, seen = "", 0
     async for line in reply.aiter_lines():
         if leaves is not None and seen >= leaves:
-            return []
+            break
         if line.startswith("data: {"):
+            event = json.loads(line.removeprefix("data: "))
+            if "choices" not in event:
+                raise NoAnswer(line)
             seen += 1
-            text += "".join(map(_text, json.loads(line.removeprefix("data: "))["choices"]))
-    return [text] if leaves is None else []
+            text += "".join(map(_text, event["choices"]))
+    return [text]
 
 
 def _text(choice: dict[str, Any]) -> str:
@@ -106,7 +126,7 @@ async def conversations(
         messages: list[dict[str, str]] = []
         turn_by_turn = []
         for turn in range(turns):
-            text = words(draw, draw.randrange(20, 60))
+            text = words(draw, draw.randrange(40, 90))
             messages = [*messages, {"role": "user", "content": text}]
             ask = chat(model, messages)
             said = await answer(client, url, ask, f"single {number} {turn}")

@@ -3,30 +3,59 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
-from faults.growth import MOST_PER_HOUR, Sample, problems, sample, slopes, table
+import pytest
 
-FLAT = [Sample(60.0 * n, 1000.0 + n % 2, 500.0, 200, 80, 10.0) for n in range(12)]
+from faults.growth import LEAST_SAMPLES, LIMITS, Sample, growing, sample, slopes, table
+
+FLAT = [Sample(60.0 * n, 1000.0 + n % 2, 500.0, 200, 80, 10.0) for n in range(60)]
+
+
+def grown(name: str, by_per_minute: float) -> list[Sample]:
+    """An hour in which one thing grows."""
+    return [replace(one, **{name: getattr(one, name) + by_per_minute * n}) for n, one in enumerate(FLAT)]
 
 
 def test_what_stays_flat_is_no_problem():
-    assert not problems(FLAT)
+    assert not growing(FLAT)
 
 
-def test_everything_that_grows_is_a_problem():
-    steps = {name: most / 50 for name, most in MOST_PER_HOUR.items()}
-    grown = [
-        Sample(one.at, *(getattr(one, name) + step * n for name, step in steps.items()))
-        for n, one in enumerate(FLAT)
-    ]
-    assert {line.split()[0] for line in problems(grown)} == set(MOST_PER_HOUR)
+@pytest.mark.parametrize(
+    ("name", "by_per_minute"),
+    [("rss_mib", 1.0), ("pss_mib", 1.0), ("descriptors", 0.5), ("threads", 0.1), ("log_kib", 4.0)],
+)
+def test_each_leak_is_found_by_itself(name: str, by_per_minute: float):
+    assert [line.split()[0] for line in growing(grown(name, by_per_minute))] == [name]
+
+
+def test_everything_has_a_leak_that_is_found():
+    tried = {"rss_mib", "pss_mib", "descriptors", "threads", "log_kib"}
+    assert tried == LIMITS.keys()
+
+
+def test_a_leak_of_many_descriptors_is_found_in_minutes():
+    short = [replace(one, at=10.0 * n) for n, one in enumerate(grown("descriptors", 2)[:9])]
+    assert [line.split()[0] for line in growing(short)] == ["descriptors"]
+
+
+def test_what_moves_once_in_a_short_soak_is_no_leak():
+    short = [replace(one, at=10.0 * n, threads=80 + (n > 5)) for n, one in enumerate(FLAT[:9])]
+    assert not growing(short)
 
 
 def test_what_grew_only_while_caches_filled_is_no_problem():
-    warm = [Sample(one.at, 500.0, 500.0, 200, 80, 10.0) if n < 4 else one for n, one in enumerate(FLAT)]
-    assert not problems(warm)
+    warm = [replace(one, rss_mib=500.0, descriptors=100) if n < 20 else one for n, one in enumerate(FLAT)]
+    assert not growing(warm)
     assert slopes(warm)["descriptors"] == 0
+
+
+def test_samples_that_are_too_few_are_a_problem():
+    assert growing(FLAT[: LEAST_SAMPLES - 1]) == [
+        "2 samples after the first third say nothing about growth, 4 would"
+    ]
+    assert growing([])
 
 
 def test_a_process_is_looked_at_with_all_that_it_holds(tmp_path: Path):
@@ -37,4 +66,4 @@ def test_a_process_is_looked_at_with_all_that_it_holds(tmp_path: Path):
     assert found.descriptors > 2
     assert found.threads >= 1
     assert found.log_kib == 2
-    assert table([found, Sample(2.0, 1, 1, 1, 1, 1), Sample(3.0, 1, 1, 1, 1, 1)]).count("\n") == 6
+    assert table([found, *FLAT[1:6]]).count("\n") == 6

@@ -1,0 +1,89 @@
+"""Every judge of the soak can say no, and the command line refuses nonsense before an engine is started."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from faults.growth import Sample
+from faults.report import with_part
+from faults.soak import main
+from faults.soak_page import report
+from faults.soak_rest import HELD, held_of
+from faults.soak_values import SOURCES, Answered, Soak, problems
+
+PAGE = Path(__file__).parents[3] / "docs" / "reliability.md"
+RESTING = "".join(f"# TYPE {name} gauge\n{name} 0.0\n" for name in HELD)
+
+
+def sound() -> Soak:
+    """A soak in which everything was as it must be."""
+    return Soak(
+        [],
+        answers=[Answered("short", 30.0 * n, 0.2) for n in range(12)],
+        left=2,
+        samples=[Sample(60.0 * n, 100.0, 50.0, 20, 10, 1.0) for n in range(12)],
+        tokens=Counter(dict.fromkeys(SOURCES, 9)),
+        loads=Counter({"ready": 5}),
+    )
+
+
+def test_a_sound_soak_has_no_problem():
+    assert problems(sound()) == []
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda soak: soak.wrong.append("short: x"),
+        lambda soak: soak.failed.append("short: x"),
+        lambda soak: soak.held_at_rest.append("decode-0 holds kvferry_leases 1"),
+        lambda soak: soak.deaths.append("decode-0 ended"),
+        lambda soak: soak.samples.append(replace(soak.samples[-1], at=720.0, descriptors=200)),
+        lambda soak: soak.tokens.pop("file, at the prefill engine"),
+    ],
+)
+def test_each_judge_says_no(spoil: Callable[[Soak], object]):
+    soak = sound()
+    spoil(soak)
+    assert len(problems(soak)) == 1
+    assert any(line.endswith("| 1 |") and line.count("|") == 3 for line in report(soak, "x").splitlines())
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_an_engine_that_holds_something_is_seen(name: str):
+    assert held_of(RESTING) == []
+    assert held_of(RESTING.replace(f"{name} 0.0", f"{name} 2.0")) == [f"{name} 2"]
+    assert held_of(RESTING.replace(name, "other")) == [f"something unknown: it has no metric {name}"]
+
+
+def test_the_part_is_written_into_the_page():
+    written = with_part(PAGE.read_text(), "soak", report(sound(), "make soak"))
+    assert "12 whole answers" in written
+    assert "| short | 12 | 0.20 | 0.20 | 0.20 | 0.20 |" in written
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "an hour", ""])
+def test_no_time_to_soak_for_is_refused_in_words(
+    seconds: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("sys.argv", ["soak", "--seconds", seconds])
+    with pytest.raises(SystemExit):
+        main()
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert f"{seconds!r} is no time to soak for; give 60 seconds or more" in said
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_the_soak(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    page = tmp_path / "page.md"
+    page.write_text("nothing\n")
+    monkeypatch.setattr("sys.argv", ["soak", "--report", str(page)])
+    with pytest.raises(SystemExit):
+        main()
+    assert "has no part 'soak'" in capsys.readouterr().err
