@@ -22,7 +22,10 @@ SETTINGS: Mapping[str, Any] = {
     ],
     "peers": Annotated[
         list[str] | None,
-        typer.Option(help="Host name, address or network of other engines; repeatable; by default all."),
+        typer.Option(
+            help="Host name, address or network of other engines; repeatable; by default this machine if "
+            "--host is loopback, else all."
+        ),
     ],
     "lease_seconds": Annotated[
         float | None, typer.Option(help="Seconds that blocks are kept for a silent consumer.")

@@ -33,6 +33,9 @@ BACKLOG = 128
 _SHARE_OF_DESCRIPTORS = 4
 _EVENT = struct.Struct("=Hi")
 _ATTACH_FILTER, _DETACH_FILTER = 26, 27  # SO_ATTACH_FILTER, SO_DETACH_FILTER of asm-generic/socket.h
+_OTHER_KEY = 0x11000001
+"""ZMQ_PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC of zmq.h: a client's first word cannot be decrypted."""
+
 _DROP = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF_RET | BPF_K, 0
 _PROGRAM = struct.pack("HL", 1, ctypes.addressof(_DROP))  # struct sock_fprog
 
@@ -60,7 +63,10 @@ class Connections:
         listener.handshake_ivl = int(HANDSHAKE_SECONDS * 1000)
         listener.backlog = BACKLOG
         self.events = listener.get_monitor_socket(
-            zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+            zmq.EVENT_LISTENING
+            | zmq.EVENT_ACCEPTED
+            | zmq.EVENT_DISCONNECTED
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         )
 
     def count(self) -> None:
@@ -69,6 +75,8 @@ class Connections:
             event, value = said
             if event == zmq.EVENT_LISTENING:
                 self._accepting = socket.socket(fileno=os.dup(value))
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                self._on_failed_handshake(value)
             else:
                 self.open += 1 if event == zmq.EVENT_ACCEPTED else -1
             if not self.paused and self.open >= self._most:
@@ -91,6 +99,15 @@ class Connections:
             return None
         event, value = _EVENT.unpack(frames[0])
         return event, value
+
+    def _on_failed_handshake(self, cause: int) -> None:
+        """Log a client that has another key; ZeroMQ does not say from where."""
+        if cause == _OTHER_KEY:
+            self._log.say(
+                "key",
+                "a client was turned away because it has another key; if it is an engine of yours, give both "
+                "the same secret_file (kvferry doctor prints the fingerprint of a key)",
+            )
 
     def _pause(self) -> None:
         self._log.say(

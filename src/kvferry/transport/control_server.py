@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from kvferry.errors import ProtocolError
 from kvferry.limited_log import LimitedLog
+from kvferry.terminal import shown
 from kvferry.transport import security
 from kvferry.transport.handshake import Address
 from kvferry.transport.inbox import Inbox
@@ -48,6 +49,7 @@ from kvferry.transport.turns import TurnIndex
 logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.2
 _MOST_KEEPERS = 64
+_REASON_CHARACTERS = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +63,21 @@ class Card:
         """The reply to a message, None where none is due."""
         if not isinstance(message, Hello | AskRanks):
             return None
-        if message.protocol != PROTOCOL:
-            return Refused([f"protocol {PROTOCOL} there, {message.protocol} here; use the same kvferry"])
-        # Sentences are for the consumer to print: "there" is the producer, who speaks.
-        if found := compare(self.facts.must_agree, message.facts.must_agree):
+        # The consumer prints these sentences: "there" is the producer, who speaks.
+        if found := _differences((PROTOCOL, self.facts), (message.protocol, message.facts)):
             return refused(found)
         return Accepted(self.facts) if isinstance(message, Hello) else Ranks(list(self.ranks))
+
+
+def _differences(theirs: tuple[int, Facts], ours: tuple[int, Facts]) -> list[str]:
+    """Return what keeps one engine from reading from the other, as the owner of `ours` says it.
+
+    Args:
+        theirs, ours: protocol and facts of each.
+    """
+    if theirs[0] != ours[0]:
+        return [f"protocol {theirs[0]} there, {ours[0]} here; run the same release of kvferry on both"]
+    return compare(theirs[1].must_agree, ours[1].must_agree)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +168,20 @@ class ControlServer:
         elif isinstance(message, AskTurn):
             self._listener.send(sender, encode(self.turns.find(message)))
         elif reply := self._card.answer(message):
-            if isinstance(message, Hello) and not isinstance(reply, Refused):
-                self._met(message.facts)
+            if isinstance(message, Hello):
+                self._on_hello(message, reply)
             self._listener.send(sender, encode(reply))
+
+    def _on_hello(self, message: Hello, reply: Reply) -> None:
+        if not isinstance(reply, Refused):
+            self._met(message.facts)
+            return
+        found = _differences((message.protocol, message.facts), (PROTOCOL, self._card.facts))
+        who, why = (
+            shown(message.facts.engine_id),
+            shown("; ".join(refused(found).differences), _REASON_CHARACTERS),
+        )
+        self._log.say(who, f"engine {who} cannot read from this one: {why}")
 
     def _redeem(self, sender: bytes, message: Redeem) -> None:
         answer = self.tickets.redeem(message)

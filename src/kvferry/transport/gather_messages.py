@@ -164,7 +164,9 @@ def decode_reply(data: bytes) -> Reply:
 
 def _check(message: Introduce) -> None:
     if message.protocol != PROTOCOL:
-        raise ProtocolError(f"protocol {message.protocol} there, {PROTOCOL} here; use the same kvferry")
+        raise ProtocolError(
+            f"protocol {message.protocol} there, {PROTOCOL} here; run the same release of kvferry on both"
+        )
     parts = [part for route in message.routes for part in route.parts]
     if len(message.routes) > MAX_ROUTES:
         raise ProtocolError(f"{len(message.routes)} routes, at most {MAX_ROUTES}")

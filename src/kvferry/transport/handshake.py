@@ -203,7 +203,10 @@ class Handshakes:
         for address, handshake in list(self._under_way.items()):
             patience = self._patience(handshake)
             if now >= handshake.began + patience:
-                self.refuse(address, f"no answer within {patience:g} s; is it up, and reachable?")
+                self.refuse(
+                    address,
+                    f"no answer within {patience:g} s; is it up and reachable, and has it the same key?",
+                )
 
     def is_refused(self, address: Address) -> bool:
         """Whether a peer was asked and cannot be used."""

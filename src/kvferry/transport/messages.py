@@ -39,7 +39,7 @@ MAX_REPLY_BYTES = 64 << 20
 MAX_TICKETS = 4096
 """In one message; a consumer with more sends several."""
 MAX_RANKS = 256
-MAX_AGENT_BYTES = 16 << 20
+MAX_AGENT_BYTES = 4 << 20
 MAX_DIFFERENCES = 64
 MAX_SENTENCE = 1024
 MAX_WORDS = 1 << 20

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 
 from kvferry.errors import ProtocolError
 from kvferry.geometry import Region
-from kvferry.transport.messages import RankCard
+from kvferry.transport.messages import MAX_AGENT_BYTES, RankCard
 
 WORD_BYTES = 8
-MAX_BYTES = 4 << 20
 MAX_ROWS = 1 << 14
 MAX_NAME_BYTES = 4096
 MAX_ADDRESS_BYTES = 1 << 14
@@ -66,8 +65,8 @@ def parse(data: bytes) -> Metadata:
     Raises:
         ProtocolError: it is not NIXL's, or is out of bounds.
     """
-    if len(data) > MAX_BYTES:
-        raise ProtocolError(f"{len(data)} bytes of transport metadata, at most {MAX_BYTES}")
+    if len(data) > MAX_AGENT_BYTES:
+        raise ProtocolError(f"{len(data)} bytes of transport metadata, at most {MAX_AGENT_BYTES}")
     items = _Items(data)
     name = items.text(b"Agent", MAX_NAME_BYTES)
     if (backends := items.number(b"Conns")) != 1:
@@ -115,7 +114,7 @@ def _section(items: _Items) -> Iterator[Region]:
     if not 1 <= count <= MAX_ROWS:
         raise ProtocolError(f"transport metadata registers {count} regions of a kind, 1 to {MAX_ROWS} may be")
     for _ in range(count):
-        row = items.followed(b"", MAX_BYTES, _AFTER_KEY)
+        row = items.followed(b"", MAX_AGENT_BYTES, _AFTER_KEY)
         address, length, device = (int.from_bytes(row[at : at + 8], "little") for at in range(0, _ROW, 8))
         if len(row) < _ROW or length < 1 or address + length > _MOST_ADDRESS or device >= 1 << 31:
             raise ProtocolError(

@@ -184,13 +184,26 @@ def test_a_peer_that_accepts_what_differs_is_refused_all_the_same(ends):
     assert "weights: theirs there, ours here" in answer.reason
 
 
-def test_another_protocol_is_refused_in_words(ends):
+@pytest.mark.parametrize(
+    ("hello", "said"),
+    [
+        (
+            Hello(PROTOCOL - 1, facts("D")),
+            "protocol {theirs} there, {ours} here; run the same release of kvferry on both",
+        ),
+        (Hello(PROTOCOL, facts("D", weights="others")), "weights: {theirs} there, {ours} here"),
+    ],
+)
+def test_a_refusal_is_said_on_both_sides(ends, caplog, hello, said):
     server = ends.server()
     raw = ends.raw(server.port)
-    raw.send(encode(Hello(99, facts("D"))))
+    raw.send(encode(hello))
     assert raw.poll(5000)
     refused = msgspec.msgpack.decode(raw.recv(), type=Refused)
-    assert refused.differences == [f"protocol {PROTOCOL} there, 99 here; use the same kvferry"]
+    mine, other = ("abc", "others") if hello.protocol == PROTOCOL else (PROTOCOL, hello.protocol)
+    assert refused.differences == [said.format(theirs=mine, ours=other)]
+    until(lambda: caplog.messages)
+    assert caplog.messages == ["engine D cannot read from this one: " + said.format(theirs=other, ours=mine)]
 
 
 def test_whoever_is_refused_does_not_see_transport_metadata(ends):
@@ -209,7 +222,8 @@ def test_a_silent_peer_is_given_up_after_handshake_seconds(ends):
         began = time.monotonic()
         answer = settled(client, silent.getsockname()[1])
         assert 0.3 <= time.monotonic() - began < 5.0
-        assert answer == NotUsable("no answer within 0.3 s; is it up, and reachable?")
+        reason = "no answer within 0.3 s; is it up and reachable, and has it the same key?"
+        assert answer == NotUsable(reason)
 
 
 def test_a_peer_nobody_listens_for_is_given_up_too(ends):
@@ -610,7 +624,7 @@ def test_who_has_the_key_may_speak(ends):
     until(lambda: server.events)
 
 
-def test_who_has_another_key_gets_nothing(ends):
+def test_who_has_another_key_gets_nothing_and_both_sides_say_so(ends, caplog):
     server = ends.server()
     client = ends.client(keys=OTHER_KEYS, heartbeat_seconds=0.05, handshake_seconds=0.5)
     client.hold((HOST, server.port), LEASE)
@@ -619,6 +633,8 @@ def test_who_has_another_key_gets_nothing(ends):
     assert isinstance(settled(client, server.port), NotUsable)
     assert not server.events
     assert server.rejected == 0, "it did not get as far as a message"
+    here, there = "a client was turned away because it has another key", "has it the same key?"
+    until(lambda: all(any(text in said for said in caplog.messages) for text in (here, there)))
 
 
 def stranger(port: int, public: bytes = b"") -> "zmq.Socket[bytes]":

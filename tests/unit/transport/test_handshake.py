@@ -59,7 +59,9 @@ def test_a_silent_peer_is_given_up_at_its_deadline_and_not_before(handshakes, cl
     assert handshakes.known(PEER, 1) == Looking()
     clock.now += 0.1
     handshakes.give_up_on_silent()
-    assert handshakes.known(PEER, 1) == NotUsable("no answer within 5 s; is it up, and reachable?")
+    assert handshakes.known(PEER, 1) == NotUsable(
+        "no answer within 5 s; is it up and reachable, and has it the same key?"
+    )
 
 
 def test_an_answer_that_comes_too_late_changes_nothing(handshakes, clock):

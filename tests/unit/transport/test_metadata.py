@@ -10,8 +10,8 @@ from hypothesis import given, settings, strategies as st
 
 from kvferry.errors import ProtocolError
 from kvferry.geometry import Region
-from kvferry.transport.messages import Outgoing
-from kvferry.transport.metadata import MAX_BYTES, MAX_ROWS, check_card, parse
+from kvferry.transport.messages import MAX_AGENT_BYTES, Outgoing
+from kvferry.transport.metadata import MAX_ROWS, check_card, parse
 from support.metadata import KEY, item, mutations, row, written
 from transport.cards import cards
 
@@ -38,7 +38,7 @@ def test_what_is_loaded_ends_where_ucx_reads_without_a_length():
     [
         (b"", "not NIXL's"),
         (b"nixlSerDes|", "lacks 'Agent' at byte 11"),
-        (bytes(MAX_BYTES + 1), f"{MAX_BYTES + 1} bytes"),
+        (bytes(MAX_AGENT_BYTES + 1), f"{MAX_AGENT_BYTES + 1} bytes"),
         (written([row(HERE)])[:-1], "42 are left"),
         (written([row(HERE)]) + b"x", "1 bytes too many"),
         (written([row(HERE)], name=b"\xff\xfe"), "no text"),
