@@ -203,9 +203,9 @@ class ControlClient:
             unresolved, self._unresolved = self._unresolved, []
             self._unnamed.clear()
             for command in unresolved:
-                self._obey(poller, *command)
+                self._execute(poller, *command)
             while self._commands:
-                self._obey(poller, *self._commands.popleft())
+                self._execute(poller, *self._commands.popleft())
             now = time.monotonic()
             if now >= beat:
                 beat = now + self._heartbeat_seconds
@@ -238,7 +238,7 @@ class ControlClient:
         """Whether a peer is not known, nor asked: anyone can make addresses up."""
         return self._handshakes.is_unknown(address) or self._handshakes.is_refused(address)
 
-    def _obey(self, poller: zmq.Poller, address: Address, message: Request | None) -> None:
+    def _execute(self, poller: zmq.Poller, address: Address, message: Request | None) -> None:
         try:
             self._carry_out(poller, address, message)
         except (NotAllowed, zmq.ZMQError, ValueError) as error:

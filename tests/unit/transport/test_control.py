@@ -275,7 +275,7 @@ def test_a_peer_that_is_met_anew_still_hears_of_the_leases_held_there(ends):
 
 
 def test_a_peer_that_was_given_up_has_its_full_time_when_it_is_asked_anew(ends, monkeypatch):
-    obey = ControlClient._obey
+    obey = ControlClient._execute
 
     def late(self, *command):
         self._handshakes.give_up_on_silent()  # as the thread does between two steps of the asking thread
@@ -285,7 +285,7 @@ def test_a_peer_that_was_given_up_has_its_full_time_when_it_is_asked_anew(ends, 
         address = HOST, silent.getsockname()[1]
         client = ends.client(handshake_seconds=0.3)
         settled(client, address[1])
-        monkeypatch.setattr(ControlClient, "_obey", late)
+        monkeypatch.setattr(ControlClient, "_execute", late)
         client.forget(address)
         began = time.monotonic()
         settled(client, address[1])
