@@ -12,7 +12,7 @@ from vllm.v1.executor import Executor
 
 from kvferry.engines.vllm import adapters as module
 from kvferry.engines.vllm.adapters import AGAIN_SECONDS, Adapters
-from kvferry.engines.vllm.compat.loras import tell_of_loads
+from kvferry.engines.vllm.compat.loras import hook_adapter_loads
 from kvferry.errors import ConfigError, NotYetNamed, Unnameable
 from support.clock import Clock
 from support.lora import adapter, settled, slow_files
@@ -142,8 +142,8 @@ def test_vllm_tells_of_an_adapter_before_the_workers_load_it(tmp_path):
             told.append(lora)
 
     listener = Listener()
-    tell_of_loads(listener)
-    tell_of_loads(listener)
+    hook_adapter_loads(listener)
+    hook_adapter_loads(listener)
     asked = LoRARequest("a", 1, str(tmp_path))
     assert Executor.add_lora(Workers(), asked)
     assert told == [asked]

@@ -105,7 +105,7 @@ class Worker:
 def test_every_way_of_changing_weights_is_told_before_it_begins(monkeypatch, call, done) -> None:
     worker = Worker()
     monkeypatch.setattr(weights, "worker_of", lambda _: worker)
-    weights.tell_of_changes(None, lambda: worker.done.append("told"))
+    weights.hook_weight_changes(None, lambda: worker.done.append("told"))
     worker.compute()
     call(worker)
     assert worker.done == ["compute", "told", done]

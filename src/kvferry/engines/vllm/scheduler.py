@@ -14,7 +14,7 @@ from kvferry.cache.speeds import Speeds
 from kvferry.engines.vllm.access import check_ranks, peers_allowed, scheduler_keys
 from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.admission import Admission
-from kvferry.engines.vllm.compat.loras import tell_of_loads
+from kvferry.engines.vllm.compat.loras import hook_adapter_loads
 from kvferry.engines.vllm.compat.specs import names_prompts_only
 from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.explaining import Explaining
@@ -78,7 +78,7 @@ class SchedulerHalf:
             self.watch.add(spans)
         self._explaining = Explaining(vllm_config, config.explain_requests, self.watch, config.name)
         self._adapters = Adapters(lora_settings(vllm_config))
-        tell_of_loads(self._adapters)
+        hook_adapter_loads(self._adapters)
         prompts_only = names_prompts_only(kv_cache_config)
         self._turn_names = TurnNames(self._adapters, prompts_only=prompts_only)
         self._producer = Producer(

@@ -19,7 +19,7 @@ from kvferry.engines.vllm.access import peers_allowed
 from kvferry.engines.vllm.built import built_of
 from kvferry.engines.vllm.compat.contract import KVConnectorTransferResults
 from kvferry.engines.vllm.compat.process import after_forward, tensor_and_pipeline_rank
-from kvferry.engines.vllm.compat.weights import tell_of_changes
+from kvferry.engines.vllm.compat.weights import hook_weight_changes
 from kvferry.engines.vllm.config import ConnectorConfig, read_settings
 from kvferry.engines.vllm.geometry import describe_cache
 from kvferry.engines.vllm.host_buffer import CopyBlocks, HostBuffer
@@ -74,7 +74,7 @@ class WorkerHalf:
         self._sent: set[str] = set()
         self._stale, self._void = StaleEpochs(), set[str]()
         self._meta = WorkerMeta()
-        tell_of_changes(vllm_config, self._weights_change)
+        hook_weight_changes(vllm_config, self._weights_change)
 
     def set_copy(self, copy: CopyBlocks) -> None:
         """The engine's copy operation, for the host buffer."""

@@ -1,4 +1,4 @@
-"""LoRA adapters that an engine's API has it load, which vLLM tells no connector."""
+"""A hook into the loading of LoRA adapters by the engine's API; vLLM tells no connector."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm.v1.executor import Executor
 
 
 class _Listener(Protocol):
-    """Hears of adapters."""
+    """Gets a call for each adapter."""
 
     def on_load(self, lora: LoRARequest) -> None:
         """Note that the engine is about to load an adapter."""
@@ -20,10 +20,11 @@ class _Listener(Protocol):
 _LISTENERS = WeakSet[_Listener]()
 
 
-def tell_of_loads(listener: _Listener) -> None:
-    """Call a listener in the scheduler's process before each load that the API asks for, while it is alive.
+def hook_adapter_loads(listener: _Listener) -> None:
+    """Call a listener, while it is alive, before each load that the API asks for.
 
-    Several engines of a process tell all listeners, which cannot do harm: a name is lost at most.
+    Runs in the scheduler's process; changes vLLM's `Executor`, once. Where a process has several engines,
+    each load reaches the listeners of all: an adapter may lose its name, and its KV is not kept then.
     """
     _LISTENERS.add(listener)
     if hasattr(Executor.add_lora, "__wrapped__"):

@@ -1,4 +1,4 @@
-"""Calls by which the weights of a worker change while its engine runs; vLLM tells no connector of them."""
+"""Hooks into the calls by which a worker's weights change while its engine runs; vLLM tells no connector."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _OF_WORKER = (
 )  # fmt: skip
 _OF_RUNNER = ("reload_weights",)
 _OF_MODEL = ("load_weights",)
-"""What vLLM's own ways of changing weights end in, and what trainers call in a worker."""
+"""vLLM's own ways of changing weights end in one of these calls; trainers call them in a worker."""
 
 
-def tell_of_changes(vllm_config: VllmConfig, changed: Callable[[], None]) -> None:
-    """Call `changed` in this worker before every such call, in the thread that runs its steps.
+def hook_weight_changes(vllm_config: VllmConfig, changed: Callable[[], None]) -> None:
+    """Have `changed` called before each of these calls, in the thread that runs the worker's steps.
 
-    Code of an operator's own that writes to parameters without any of these calls is not seen.
+    Code that writes to parameters without any of these calls is not noticed. Mutates the worker's objects.
 
     Raises:
         ConfigError: the worker is not in this process.
@@ -33,10 +33,10 @@ def tell_of_changes(vllm_config: VllmConfig, changed: Callable[[], None]) -> Non
     for place, names in places:
         for name in names:
             if (inner := getattr(place, name, None)) is not None:
-                setattr(place, name, _telling(inner, changed))
+                setattr(place, name, _calling_first(inner, changed))
 
 
-def _telling(inner: Callable[..., Any], changed: Callable[[], None]) -> Callable[..., Any]:
+def _calling_first(inner: Callable[..., Any], changed: Callable[[], None]) -> Callable[..., Any]:
     @wraps(inner)
     def call(*arguments: Any, **named: Any) -> Any:
         changed()
