@@ -16,33 +16,33 @@ from kvferry.engines.vllm.stale import StaleEpochs
 
 def test_no_epoch_is_stale_while_weights_stay() -> None:
     epochs = StaleEpochs()
-    epochs.works(0)
-    epochs.works(1)
+    epochs.on_step(0)
+    epochs.on_step(1)
     assert 0 not in epochs
     assert 1 not in epochs
 
 
 def test_an_epoch_that_has_seen_other_weights_is_stale_and_the_next_is_not() -> None:
     epochs = StaleEpochs()
-    epochs.works(1)
-    epochs.changed()
+    epochs.on_step(1)
+    epochs.on_weights_changed()
     assert [epoch in epochs for epoch in (0, 1, 2)] == [True, True, False]
 
 
 def test_an_epoch_in_which_nothing_was_computed_before_the_change_is_good() -> None:
     epochs = StaleEpochs()
-    epochs.works(1)
-    epochs.changed()  # the scheduler was reset before: its next step is of epoch 2
-    epochs.works(2)
+    epochs.on_step(1)
+    epochs.on_weights_changed()  # the scheduler was reset before: its next step is of epoch 2
+    epochs.on_step(2)
     assert 2 not in epochs
-    epochs.changed()
+    epochs.on_weights_changed()
     assert 2 in epochs
 
 
 def test_the_first_epoch_is_stale_even_if_nothing_was_computed() -> None:
     """Its names are those of the weights of the start."""
     epochs = StaleEpochs()
-    epochs.changed()
+    epochs.on_weights_changed()
     assert 0 in epochs
 
 

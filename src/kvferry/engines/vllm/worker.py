@@ -114,7 +114,7 @@ class WorkerHalf:
 
     def _weights_change(self) -> None:
         """Believe nothing that was ordered so far, and let no peer believe what it reads here."""
-        self._stale.changed()
+        self._stale.on_weights_changed()
         self._meta.stale = self._stale.last
         self._void.update(self._orders)
         for key in self._orders:
@@ -125,7 +125,7 @@ class WorkerHalf:
     def begin(self, meta: SchedulerMeta) -> None:
         """Take this step's orders, but for what is to be stored."""
         if meta.works:
-            self._stale.works(meta.epoch)
+            self._stale.on_step(meta.epoch)
         if self._transfers is not None:
             self._begin_transfers(self._transfers, meta)
         for begin in meta.chunks.begins:
