@@ -27,7 +27,7 @@ from kvferry.engines.vllm.room import BlocksWanted
 from kvferry.engines.vllm.siblings import Siblings
 from kvferry.engines.vllm.turn_keeper import TurnKeeper
 from kvferry.engines.vllm.turn_names import TurnNames
-from kvferry.engines.vllm.unclaimed import Unclaimed
+from kvferry.engines.vllm.unclaimed import UnclaimedLeases
 from kvferry.errors import TransferError, Unnameable
 from kvferry.geometry import GroupKind
 from kvferry.limited_log import LimitedLog
@@ -78,7 +78,7 @@ class Producer:
         self._log = LimitedLog(logger)
         self._siblings = Siblings()
         self._wanted = BlocksWanted(vllm_config, kv_cache_config, kinds)
-        self._unclaimed = Unclaimed(self._book, self._wanted)
+        self._unclaimed = UnclaimedLeases(self._book, self._wanted)
         self._left = False
         self._turns: TurnKeeper | None = None
         if config.turn_seconds:
@@ -218,7 +218,7 @@ class Producer:
 
     def _end_unclaimed(self, meta: SchedulerMeta) -> None:
         """End leases that nobody has claimed, as far as requests wait for their blocks."""
-        leases = self._ended(self._book.end(self._unclaimed.in_the_way()), expired=True)
+        leases = self._ended(self._book.end(self._unclaimed.leases_to_end()), expired=True)
         for name in leases:
             self._log.say(
                 "unclaimed",
@@ -253,7 +253,7 @@ class Producer:
         """Note requests whose lease words all workers have raised."""
         for name in request_ids:
             self._book.ended(name)
-            self._unclaimed.raised(name)
+            self._unclaimed.on_blocks_freed(name)
 
     def raised(self, turns: Mapping[str, int]) -> None:
         """Note the number of workers that have raised the words of each of these turns."""

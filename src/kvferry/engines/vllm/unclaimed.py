@@ -1,8 +1,8 @@
-"""Leases that nobody has claimed give way to requests that wait for blocks.
+"""Ends unclaimed leases early when requests wait for blocks.
 
-A consumer claims the lease of an offer as soon as its request has come in. Some offers are never claimed: the
+A consumer claims the lease of an offer as soon as its request arrives. Some offers are never claimed: the
 decode engine refuses the request, or the client leaves between both engines. Their leases would keep blocks
-until they expire, and a prefill engine that has only these to give would let every prompt wait for that.
+until they expire, and prompts would wait that long where no other blocks are left.
 A consumer that claims its lease too late finds the lease word raised, and computes the prompt.
 """
 
@@ -17,7 +17,7 @@ from kvferry.planning.select import NULL_BLOCK
 from kvferry.transport.lease import LeaseBook
 
 
-class Unclaimed:
+class UnclaimedLeases:
     """Chooses the unclaimed leases to end. Only the engine's thread calls it.
 
     Attributes:
@@ -48,12 +48,12 @@ class Unclaimed:
         """Note leases that end; their blocks become free when every worker has raised its word."""
         self._leaving.update({name: self._blocks.pop(name) for name in leases if name in self._blocks})
 
-    def raised(self, lease: str) -> None:
+    def on_blocks_freed(self, lease: str) -> None:
         """Note that the blocks of a lease are free."""
         self._leaving.pop(lease, None)
 
-    def in_the_way(self) -> list[str]:
-        """Return the oldest leases that nobody claims, as many as must end for requests that wait."""
+    def leases_to_end(self) -> list[str]:
+        """Return the oldest unclaimed leases whose blocks the waiting requests need."""
         unclaimed = self._book.unclaimed(self.seconds)
         held = {name: self._blocks[name] for name in unclaimed if name in self._blocks}
         if not held or self._pool is None:
