@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from kvferry.engines.vllm.access import check_ranks, peers_allowed, scheduler_keys
+from kvferry.engines.vllm.access import check_rank_keys, peers_allowed, scheduler_keys
 from kvferry.engines.vllm.config import ConnectorConfig, parse_config
 from kvferry.engines.vllm.meta import WorkerCard
 from kvferry.errors import ConfigError
@@ -67,6 +67,6 @@ def card(rank: int, key: str | None) -> WorkerCard:
 
 
 def test_all_ranks_must_have_the_engines_key():
-    check_ranks(KEYS, [card(0, KEYS.fingerprint), card(1, KEYS.fingerprint)])
+    check_rank_keys(KEYS, [card(0, KEYS.fingerprint), card(1, KEYS.fingerprint)])
     with pytest.raises(ConfigError, match=r"rank TP1 PP0 has a key with fingerprint .* set secret_file"):
-        check_ranks(KEYS, [card(0, KEYS.fingerprint), card(1, OTHER_KEYS.fingerprint)])
+        check_rank_keys(KEYS, [card(0, KEYS.fingerprint), card(1, OTHER_KEYS.fingerprint)])

@@ -45,7 +45,7 @@ def peers_allowed(config: ConnectorConfig) -> Peers:
     return peers_of(config.peers, config.host, config.advertise_host)
 
 
-def check_ranks(keys: Keys, cards: Iterable[WorkerCard]) -> None:
+def check_rank_keys(keys: Keys, cards: Iterable[WorkerCard]) -> None:
     """Check that all ranks of the engine have its key, wherever they run.
 
     Raises:

@@ -11,7 +11,7 @@ from msgspec import structs
 from kvferry.cache.pins import Pins
 from kvferry.cache.policies import Choice, Cost, First, Policy, Weight
 from kvferry.cache.speeds import Speeds
-from kvferry.engines.vllm.access import check_ranks, peers_allowed, scheduler_keys
+from kvferry.engines.vllm.access import check_rank_keys, peers_allowed, scheduler_keys
 from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.admission import Admission
 from kvferry.engines.vllm.compat.loras import hook_adapter_loads
@@ -124,7 +124,7 @@ class SchedulerHalf:
         sources: list[Source] = []
         ranks = [card.card for card in cards if card.card is not None]
         if ranks and self._keys is not None:
-            check_ranks(self._keys, cards)
+            check_rank_keys(self._keys, cards)
             sources.append(self._meet_peers(tuple(ranks), agree, pins, self._keys))
         if self._tiers is not None:
             self._tiering = Tiering(
