@@ -523,7 +523,7 @@ def test_after_a_reset_no_offer_that_came_before_is_bid():
 def test_an_engine_that_has_left_takes_no_offer_and_asks_for_no_turn():
     engine = Engine(turns=Looking())
     before = engine.arrive(offered("a", "before"))
-    engine.source.leave("weights have changed")
+    engine.source.stop_reading("weights have changed")
     assert not engine.source.bids(before, 0)
     after = offered("b", "after")
     assert not engine.source.arrived(after, Bidding(2))

@@ -309,7 +309,7 @@ def test_an_engine_that_has_left_offers_and_keeps_nothing_more(clock) -> None:
     engine = Engine(turn_seconds=SECONDS)
     engine.producer.start(server(), pool := Pool(), 1)
     engine.offer("a")
-    engine.producer.leave()
+    engine.producer.stop_offering()
     assert engine.end("b") == (False, write_nothing())
     assert engine.hear().keys() == {"a"}
     one = request("c", range(300), num_computed_tokens=299)

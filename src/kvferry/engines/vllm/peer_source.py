@@ -153,7 +153,7 @@ class PeerSource:
         self._claims = Claims(client)
         self._orders: list[LoadOrder] = []
         self._connects: dict[str, Known] = {}
-        self._left = ""
+        self._stopped = ""
         self._connected: dict[str, float] = {}  # peers that workers know, and when each was last used
 
     def __len__(self) -> int:
@@ -169,12 +169,12 @@ class PeerSource:
             self._refusals.say(name, "its offer", str(error))
             return False
         if offer is None:
-            if not self._left and self._turns.ask(request):
+            if not self._stopped and self._turns.ask(request):
                 self._asking[name] = bidding
             return name in self._asking
-        if self._left:
-            self._refusals.say(name, PEER, self._left)
-        if self._left or was_rejected(request):
+        if self._stopped:
+            self._refusals.say(name, PEER, self._stopped)
+        if self._stopped or was_rejected(request):
             self._claims.reject(offer.address, offer.ticket)  # its prompt is not known here
             return False
         until = time.monotonic() + self._timeout
@@ -195,7 +195,7 @@ class PeerSource:
             read_offer(request.kv_transfer_params)
         except ProtocolError as error:
             return Lack(PEER, Miss.REFUSED, detail=str(error))
-        return Lack(PEER, Miss.REFUSED, detail=self._left) if self._left else None
+        return Lack(PEER, Miss.REFUSED, detail=self._stopped) if self._stopped else None
 
     def bids(self, request: Any, have: int) -> Sequence[Bid]:
         """The offered tokens, once the peer is known; looking until then."""
@@ -318,10 +318,10 @@ class PeerSource:
         for name in [name for name, pull in self._pulls.items() if not pull.settled]:
             self._strike(name, "the cache was reset")
 
-    def leave(self, why: str) -> None:
-        """Read from no peer any more."""
+    def stop_reading(self, why: str) -> None:
+        """Read from no peer from now on; `why` is what requests are told."""
         self.start_anew()
-        self._left = why
+        self._stopped = why
 
     def hand_over(self, meta: SchedulerMeta) -> None:
         """Orders, peers to meet, and peers to forget."""

@@ -79,7 +79,7 @@ class Producer:
         self._siblings = Siblings()
         self._wanted = BlocksWanted(vllm_config, kv_cache_config, kinds)
         self._unclaimed = UnclaimedLeases(self._book, self._wanted)
-        self._left = False
+        self._stopped = False
         self._turns: TurnKeeper | None = None
         if config.turn_seconds:
             self._turns = TurnKeeper(
@@ -156,7 +156,7 @@ class Producer:
         """
         self._wanted.gone(request)
         if not wants_prefill(request.kv_transfer_params):
-            if self._turns is not None and not self._left:
+            if self._turns is not None and not self._stopped:
                 self._turns.finished(request, block_ids, self.tables)
             return False, None
         if self._prompts.pop(request.request_id, None) is None or not finished_whole(request):
@@ -166,7 +166,7 @@ class Producer:
         if (made := self._siblings.offer_of(request.request_id)) is not None:
             return False, made
         tokens = request.num_prompt_tokens - self._unsettled
-        if tokens < 1 or self._left:
+        if tokens < 1 or self._stopped:
             return False, write_nothing()
         try:
             content = content_of(request, tokens, self._adapters)
@@ -244,10 +244,10 @@ class Producer:
         if self._turns is not None:
             self._turns.give_up()
 
-    def leave(self) -> None:
+    def stop_offering(self) -> None:
         """Withdraw everything, and offer nothing from now on."""
         self.reset()
-        self._left = True
+        self._stopped = True
 
     def sent(self, request_ids: set[str]) -> None:
         """Note requests whose lease words all workers have raised."""

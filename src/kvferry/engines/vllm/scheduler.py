@@ -281,9 +281,9 @@ class SchedulerHalf:
                 "%s: no KV is exchanged with other engines any more, since they compared other weights; "
                 "start this engine anew to exchange again", CHANGED,
             )  # fmt: skip
-            self._producer.leave()
+            self._producer.stop_offering()
             if self._peers is not None:
-                self._peers.leave(CHANGED)
+                self._peers.stop_reading(CHANGED)
         if self._tiering is not None and stale >= self._epoch:
             logger.warning("%s, and its cache was not reset: %s", CHANGED, RESET)
             self._tiering.suspend(f"{CHANGED}, and its cache was not reset: {RESET}")
