@@ -161,7 +161,11 @@ class TierQueue:
         if all(idle) and not self._refresher.is_alive():
             self.tier.close()
         else:
-            logger.warning("%s tier: still busy after %g s, left behind", self.name, patience_seconds)
+            logger.warning(
+                "%s tier: a read or write has not ended %g s after the engine began to stop, and is "
+                "abandoned; see whether its storage hangs",
+                self.name, patience_seconds,
+            )  # fmt: skip
 
     def _read(self, key: bytes, group: Group, into: memoryview) -> None:
         began = self._clock()

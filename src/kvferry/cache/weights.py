@@ -82,7 +82,9 @@ def digest_of_files(
                     if max(stat.st_mtime, stat.st_ctime) < now() - _SETTLED_SECONDS:
                         news[key] = known[key]
         except OSError as error:
-            raise ConfigError(f"weights {file.name} cannot be read: {error.strerror}") from error
+            raise ConfigError(
+                f"weights {file.name} cannot be read: {error.strerror}; let the engine's user read them"
+            ) from error
         whole.update(bytes.fromhex(known[key]))
     if news:
         _remember(memory, news)

@@ -82,16 +82,20 @@ def _check_region(region: Region) -> None:
     if region.memory not in _MEMORIES:
         raise ProtocolError(f"memory of kind {shown(region.memory)}, expected {' or '.join(_MEMORIES)}")
     if region.address < 0 or region.length < 1 or region.address + region.length > _ADDRESSES:
-        raise ProtocolError(f"a region of {region.length} bytes at address {region.address}")
+        raise ProtocolError(
+            f"a region of {region.length} bytes at address {region.address}, expected one within 63 bits"
+        )
     if not 0 <= region.device < 1 << 16:
-        raise ProtocolError(f"a region on device {region.device}")
+        raise ProtocolError(f"a region on device {region.device}, expected 0 to 65535")
 
 
 def _check_words(card: RankCard) -> None:
     if card.leases < 1:
-        raise ProtocolError(f"{card.words} words, none of them a lease's")
+        raise ProtocolError(f"{card.words} words, none of them a lease's; expected one or more")
     if card.words_address + 8 * card.words > _ADDRESSES:
-        raise ProtocolError(f"{card.words} words at address {card.words_address}")
+        raise ProtocolError(
+            f"{card.words} words at address {card.words_address}, expected them within 63 bits"
+        )
 
 
 def _check_agreement(ranks: Sequence[RankGeometry]) -> None:

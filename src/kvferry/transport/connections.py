@@ -128,7 +128,12 @@ class Connections:
         try:
             self._accepting.setsockopt(socket.SOL_SOCKET, option, value)
         except OSError as error:  # a sandbox without socket filters
-            self._log.say("filter", f"connections cannot be held back: {os.strerror(error.errno or 0)}")
+            self._log.say(
+                "filter",
+                f"{self.open} connections to one port of this engine, at most {self._most}, and further ones "
+                f"cannot be held back ({os.strerror(error.errno or 0)}); let only engines reach it "
+                "(firewall, NetworkPolicy)",
+            )
 
 
 def _limit() -> int:

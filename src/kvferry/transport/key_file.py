@@ -100,7 +100,9 @@ def _given_secret(place: KeyPlace) -> bytes:
     try:
         descriptor = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise ConfigError(f"{place}: {_why(error)}; name the file with the engines' secret") from error
+        raise ConfigError(
+            f"{place}: {_why(error)}; name a readable file with the secret (kvferry keygen FILE makes one)"
+        ) from error
     return _secret_in(descriptor, place, closed_to=stat.S_IRWXO, owners=(os.geteuid(), 0))
 
 
@@ -141,7 +143,9 @@ def _secret_in(descriptor: int, place: KeyPlace, closed_to: int, owners: tuple[i
             )
         text = os.read(descriptor, MAX_SECRET_BYTES + 1).strip()
     except OSError as error:
-        raise ConfigError(f"{place}: {_why(error)}; name the file with the engines' secret") from error
+        raise ConfigError(
+            f"{place}: {_why(error)}; name a readable file with the secret (kvferry keygen FILE makes one)"
+        ) from error
     finally:
         os.close(descriptor)
     if not MIN_SECRET_BYTES <= len(text) <= MAX_SECRET_BYTES:

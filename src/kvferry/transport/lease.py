@@ -126,8 +126,8 @@ class LeaseBook:
         """
         if not self._free:
             raise TransferError(
-                f"all {len(self._generations)} lease slots are in use; consumers release too slowly, or "
-                f"lease_seconds ({self.seconds:g}) is too long"
+                f"all {len(self._generations)} lease slots are in use; lower lease_seconds "
+                f"({self.seconds:g}), or see why consumers release so late"
             )
         slot, now = self._free.pop(), self._clock()
         self._held[name] = _Held(slot, now, now + (self.seconds if seconds is None else seconds))

@@ -60,6 +60,9 @@ def sleeping_agent(name: str, backends: list[str], *, progress: bool) -> Any:
     try:
         make(agent, name, config, False)  # noqa: FBT003
     except (AttributeError, TypeError) as error:
-        logger.warning("NIXL is made otherwise than 1.5.1 (%s): its progress thread takes a core", error)
+        logger.warning(
+            "this NIXL differs from 1.5.1 (%s), so its progress thread takes a core; install nixl 1.5.1",
+            error,
+        )
         return _api.nixl_agent(name, config)
     return agent

@@ -134,7 +134,11 @@ class Transfers:
             lane.stop()
         ended = [lane.join(patience_seconds) for lane in self._lanes]
         if not all(ended):
-            logger.warning("transfers: reads are still in flight after %g s, left behind", patience_seconds)
+            logger.warning(
+                "transfers: reads have not ended %g s after the engine began to stop, and are abandoned; see "
+                "whether a peer hangs",
+                patience_seconds,
+            )
         self._vetting.close()
         self._exposed.close()
 

@@ -97,7 +97,10 @@ class Trial:
                 self._ready = bool(self._connection.recv_bytes())
         except (EOFError, OSError):
             return f"the process that tries transport metadata ended as it started ({self._how()})"
-        late = f"the process that tries transport metadata did not start in {START_SECONDS:g} s"
+        late = (
+            f"the process that tries transport metadata did not start in {START_SECONDS:g} s; are there more "
+            "busy processes on this machine than cores?"
+        )
         return "" if self._ready else late
 
     def ask(self, card: RankCard, seconds: float) -> str:

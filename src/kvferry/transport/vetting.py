@@ -154,7 +154,7 @@ class Vetting:
         if self._trial is None:
             self._replace()
         if self._trial is None:
-            return "no process can be started that tries transport metadata"
+            return "no process can be started that tries transport metadata; see the log of this engine"
         if reason := self._trial.wait_ready():
             self._replace()
         return reason
@@ -167,7 +167,11 @@ class Vetting:
         try:
             self._trial, self._trials = self._start(), 0
         except OSError as error:
-            logger.warning("the process that tries peers' transport metadata cannot be started: %s", error)
+            logger.warning(
+                "the process that tries peers' transport metadata cannot be started (%s), so no peer is read "
+                "from; raise the limit of processes (ulimit -u, the container's pids) or of memory",
+                error,
+            )
 
 
 def _nobody() -> None:

@@ -165,7 +165,7 @@ def test_closing_waits_no_longer_than_it_may_for_a_thread_that_hangs(caplog):
     queue.close(0.2)
     assert 0.1 < time.monotonic() - began < 8, "the thread hangs for ten"
     assert not tier.closed, "an operation is under way"
-    assert "gate tier: still busy after 0.2 s, left behind" in caplog.text
+    assert "gate tier: a read or write has not ended 0.2 s after the engine began to stop" in caplog.text
     tier.opened.set()
     assert heard(queue, 1) == [Read(KEY, Get.ABSENT)]
 

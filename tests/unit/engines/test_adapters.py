@@ -69,10 +69,10 @@ def test_an_adapter_that_cannot_be_read_is_read_again_after_a_while(tmp_path):
     adapters, config = Adapters(clock=clock), tmp_path / "adapter_config.json"
     with (
         mock.patch.object(module, "weights_of", side_effect=ConfigError("weights cannot be read: I/O error")),
-        pytest.raises(Unnameable, match="or unreadable"),
+        pytest.raises(Unnameable, match="or cannot be read"),
     ):
         name(one, adapters)
-    with pytest.raises(Unnameable, match="or unreadable"):
+    with pytest.raises(Unnameable, match="or cannot be read"):
         name(one, adapters)
     clock.now += AGAIN_SECONDS
     assert name(one, adapters) == name(one)

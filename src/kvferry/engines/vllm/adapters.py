@@ -102,7 +102,10 @@ class Adapters:
         if lora is None:
             return ""
         if lora.load_inplace or not self.is_current(lora):
-            raise Unnameable(f"LoRA {lora.lora_name} is loaded in place: its weights may change")
+            raise Unnameable(
+                f"LoRA {lora.lora_name} was loaded in place (load_inplace), so its weights may change; load "
+                "it under a name of its own"
+            )
         seen = _files(Path(lora.lora_path))
         known = self._known.get(lora.lora_path)
         if known is None or known.may_be_read_again(seen, self._clock()):
@@ -111,10 +114,14 @@ class Adapters:
             raise NotYetNamed(f"the files of LoRA {lora.lora_name} are still being read for their digest")
         if known.digest is None:
             raise Unnameable(
-                f"the weights of LoRA {lora.lora_name} are not on this machine's disk, or unreadable"
+                f"the weights of LoRA {lora.lora_name} are not on this machine's disk, or cannot be read; "
+                "give the engine's user a readable copy here"
             )
         if seen != known.seen:
-            raise Unnameable(f"files of LoRA {lora.lora_name} have changed since it was first used")
+            raise Unnameable(
+                f"files of LoRA {lora.lora_name} have changed since it was first used; load it under another "
+                "name or path"
+            )
         return f"{known.digest} {self._settings}".rstrip()
 
     def _read(self, lora: Any, seen: _Seen) -> _Adapter:
