@@ -58,16 +58,18 @@ class Traffic:
         self._began = time.monotonic()
 
     async def serve(self, seconds: float) -> None:
-        """Ask for scripts drawn at random, several at once, for so long."""
+        """Ask for scripts drawn at random, several at once, for so long; none is left unfinished."""
         until = time.monotonic() + seconds
         limits = httpx.Limits(max_connections=4 * TOGETHER)
         async with httpx.AsyncClient(timeout=60, trust_env=False, limits=limits) as client:
 
             async def one_after_the_other() -> None:
-                while time.monotonic() < until:
+                while True:
                     script, salt = self._draw.choice(self._soak.scripts), self._salt()
                     for ask, expected in script:
                         await self._check(client, ask, expected, salt)
+                    if time.monotonic() >= until:
+                        return
 
             await asyncio.gather(*(one_after_the_other() for _ in range(TOGETHER)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,3 +68,30 @@ def test_a_process_is_looked_at_with_all_that_it_holds(tmp_path: Path):
     assert found.threads >= 1
     assert found.log_kib == 2
     assert table([found, *FLAT[1:6]]).count("\n") == 6
+
+
+def test_what_a_process_leaks_is_found(tmp_path: Path):
+    log = tmp_path / "log"
+    log.write_bytes(b"")
+    stop, seen, kept = threading.Event(), [], []
+    leaks = {
+        "rss_mib": lambda: kept.append(bytearray(b"x" * (4 << 20))),
+        "descriptors": lambda: kept.append(log.open()),
+        "threads": lambda: kept.append(started(threading.Thread(target=stop.wait))),
+        "log_kib": lambda: log.write_bytes(bytes(log.stat().st_size + 4096)),
+    }
+    for n in range(12):
+        for leak in leaks.values():
+            leak()
+        seen.append(sample(60.0 * n, [os.getpid()], [log]))
+    stop.set()
+    for one in kept:
+        if not isinstance(one, bytearray):
+            one.join() if isinstance(one, threading.Thread) else one.close()
+    assert {line.split()[0] for line in growing(seen)} == LIMITS.keys()
+
+
+def started(thread: threading.Thread) -> threading.Thread:
+    """The thread, started."""
+    thread.start()
+    return thread
