@@ -1,4 +1,4 @@
-"""Log lines that others can cause: each cause once in a while, and few of all, with a count of the rest."""
+"""Rate limit for warnings that requests and peers can cause."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Callable
 class LimitedLog:
     """Warnings of one module, limited in number. Not thread-safe: one thread uses it.
 
-    Time is cut into windows. In each a cause is said once, and `most` causes at most, so neither lines nor
-    memory grow with what others send. The next line says how many were left out.
+    Time is cut into windows. In each window a cause is logged once, and `most` causes at most, so neither the
+    log nor memory grows with what others send. The next line says how many were left out.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class LimitedLog:
         self._left_out = 0
 
     def say(self, cause: str, text: str, error: BaseException | None = None) -> None:
-        """Say `text`, with the traceback of `error`, unless its cause was said lately.
+        """Log `text`, with the traceback of `error`, unless its cause was logged in this window.
 
         Args:
             cause: what repeated lines have in common.

@@ -1,4 +1,4 @@
-"""The directory in which kvferry keeps what a user can do without."""
+"""The user's cache directory for kvferry; its content can be deleted at any time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The limits of what a peer may say of its ranks, and whether its ranks agree with each other.
+"""Check a peer's description of its ranks: sizes within limits, and no contradiction between ranks.
 
-A peer with the right key may still lie. Planning takes memory and time for everything that a geometry names,
-in the thread that keeps leases alive, so sizes are checked before anything is planned.
+A peer with the right key may still lie. Planning runs in the thread that keeps leases alive, and its time and
+memory grow with the sizes in a geometry. So sizes are checked before anything is planned.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MEMORIES = ("DRAM", "VRAM")
 
 
 def check_ranks(cards: Sequence[RankCard]) -> None:
-    """Check what a peer says of its ranks.
+    """Check all ranks of a peer.
 
     Raises:
         ProtocolError: something is out of bounds, or its ranks contradict each other.
@@ -53,7 +53,7 @@ def _layers(rank: RankGeometry) -> int:
 
 
 def _sizes(rank: RankGeometry) -> Iterator[tuple[str, int, int]]:
-    """Yield what is counted of a rank, how many there are, and how many there may be."""
+    """Yield (what is counted, count, limit) of a rank."""
     yield "groups of a rank", len(rank.groups), MAX_GROUPS
     yield "layers of a rank", _layers(rank), MAX_LAYERS
     yield "regions of a rank", len(rank.regions), MAX_REGIONS

@@ -1,4 +1,4 @@
-"""How many connections a listener accepts: anyone who reaches its port can open them, before authentication.
+"""Limit the connections of a listener: anyone who reaches its port can open them, before authentication.
 
 Every connection costs a descriptor of the engine's process, which must not run out of them. At the limit the
 kernel is told to drop what arrives at the listening socket, until a quarter of the connections have ended.
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 1024
 HANDSHAKE_SECONDS = 2.0
-"""How long a stranger may take to prove who it is; a peer does it in milliseconds."""
+"""Seconds that a client may take to prove that it has the key; a peer needs milliseconds."""
 
 BACKLOG = 128
 _SHARE_OF_DESCRIPTORS = 4
@@ -70,7 +70,7 @@ class Connections:
         )
 
     def count(self) -> None:
-        """Take what has happened to connections; stop or resume accepting."""
+        """Process events of connections; stop or resume accepting."""
         while (said := self._next()) is not None:
             event, value = said
             if event == zmq.EVENT_LISTENING:

@@ -34,7 +34,7 @@ _lock = threading.Lock()
 
 
 def devices_of(host: str) -> tuple[str, ...]:
-    """Return the network devices that peers need who reach us at `host`; empty for all of them.
+    """Return the network devices through which peers reach this engine at `host`; empty for all devices.
 
     Args:
         host: an address of this machine, or a name of one.
@@ -47,16 +47,16 @@ def devices_of(host: str) -> tuple[str, ...]:
 
 
 def is_here(host: str) -> bool:
-    """Whether an address, or a name, is one of this machine."""
+    """Return whether an address or a name is this machine's."""
     return is_loopback(host) or bool(_with_address(host))
 
 
 @contextmanager
 def listening_only_for(host: str) -> Iterator[None]:
-    """Have the NIXL agents that are made meanwhile listen only on the devices of `host`.
+    """Restrict NIXL agents that are made in this block to the devices of `host`.
 
-    UCX reads its settings from the environment as an agent is made, so the variable is set until the block
-    ends. If the operator has set it, that holds.
+    UCX reads its settings from the environment when an agent is made. So the variable is set until the block
+    ends. A value that the operator has set wins.
     """
     with _lock:
         if (given := os.environ.get(VARIABLE)) is not None:

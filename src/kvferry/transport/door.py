@@ -1,4 +1,4 @@
-"""The door of a listener: a ZAP handler (rfc.zeromq.org/spec/27), which ZeroMQ asks about every client.
+"""A ZAP handler (rfc.zeromq.org/spec/27): ZeroMQ asks it about every client of a listener.
 
 ZeroMQ lets in any CURVE client unless a handler listens in the listener's context, so the handler is bound
 before the listener is. A client's key is looked at before its address, so nobody without the key has a name

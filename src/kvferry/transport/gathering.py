@@ -1,4 +1,4 @@
-"""Where the workers of a peer gather, as far as this engine may dial it."""
+"""Addresses of a peer's gather channels, if this engine may dial them."""
 
 from __future__ import annotations
 

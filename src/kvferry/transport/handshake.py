@@ -1,4 +1,4 @@
-"""What is known of peers and how it is learned: the handshake, without a socket.
+"""Handshakes with peers and their results, without sockets.
 
     (unknown) ─start→ LOOKING ─ranks arrive→ KNOWN
                          └─refused, silent or malformed→ REFUSED ─after a while→ (unknown)
@@ -74,7 +74,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class NotUsable:
-    """It cannot; why, in words."""
+    """The peer cannot be read from; the reason is a sentence."""
 
     reason: str
 
@@ -98,7 +98,7 @@ class Handshakes:
         patience_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Nobody is known yet.
+        """Begin without peers.
 
         Args:
             facts: who we are.
@@ -120,7 +120,7 @@ class Handshakes:
     # -- the engine's thread ------------------------------------------------------------------------------
 
     def known(self, address: Address, incarnation: int | None = None) -> Answer | None:
-        """What is known of the peer at `address`, whose grants say `incarnation`; None if it must be asked.
+        """Return what is known of the peer at `address`, of this incarnation; None if it must be asked.
 
         A peer known by another incarnation may have been restarted: it is asked anew, unless that was done
         just now. If the answer is the same, it is the grant that is of another run, and the caller sees that
@@ -138,11 +138,11 @@ class Handshakes:
 
     @property
     def crowded(self) -> bool:
-        """Whether too many handshakes are under way to begin another."""
+        """True while too many handshakes are under way to begin another."""
         return len(self._looking) >= MOST_UNDER_WAY
 
     def start(self, address: Address) -> Looking:
-        """The peer is about to be asked."""
+        """Note that the peer is about to be asked."""
         self._looking[address] = None
         answer = self._answers[address] = Looking()
         return answer
@@ -156,16 +156,16 @@ class Handshakes:
 
     @property
     def deadlines(self) -> list[float]:
-        """Of the handshakes under way, by the clock."""
+        """Deadlines of the handshakes under way, by the clock."""
         return [one.began + self._patience(one) for one in list(self._under_way.values())]
 
     def open(self, address: Address) -> Hello:
-        """What to say first; the peer's time begins."""
+        """Return the first message to a peer; its time begins now."""
         self._under_way[address] = _UnderWay(self._clock())
         return Hello(PROTOCOL, self._facts)
 
     def hear(self, address: Address, answer: bytes) -> AskRanks | None:
-        """Take a peer's answer; what to say next, if anything."""
+        """Take a peer's answer; return the next message to it, if any."""
         handshake = self._under_way.get(address)
         if handshake is None:
             return None  # nothing was asked, or it came too late
@@ -179,7 +179,7 @@ class Handshakes:
         return None
 
     def refuse(self, address: Address, reason: str) -> None:
-        """This peer is of no use for a while."""
+        """Refuse a peer for REFUSAL_SECONDS, and log why."""
         reason = shown(reason, _REASON_CHARACTERS)
         host, port = address
         self._log.say(f"{address}", f"peer at {shown(host)}:{port} cannot be used: {reason}")
@@ -209,7 +209,7 @@ class Handshakes:
                 )
 
     def is_refused(self, address: Address) -> bool:
-        """Whether a peer was asked and cannot be used."""
+        """Return whether a peer was asked and cannot be used."""
         return isinstance(self._answers.get(address), NotUsable)
 
     def _patience(self, handshake: _UnderWay) -> float:
@@ -219,7 +219,7 @@ class Handshakes:
         return self._patience_seconds
 
     def is_unknown(self, address: Address) -> bool:
-        """Whether nothing is known of a peer, nor asked."""
+        """Return whether nothing is known of a peer and nothing was asked."""
         return self._answers.get(address) is None and address not in self._under_way
 
     def forget_refusals(self) -> None:

@@ -26,7 +26,7 @@ MAX_SECRET_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class KeyPlace:
-    """Where an engine's secret is.
+    """The file of an engine's secret.
 
     Attributes:
         path: of the file.
@@ -158,7 +158,7 @@ def _secret_in(descriptor: int, place: KeyPlace, closed_to: int, owners: tuple[i
 
 
 def _exists(directory: int) -> bool:
-    """Whether anything has the name of the machine's key; a dangling symbolic link does."""
+    """Return whether the machine's key exists; a dangling symbolic link counts."""
     try:
         os.stat(NAME, dir_fd=directory, follow_symlinks=False)
     except FileNotFoundError:

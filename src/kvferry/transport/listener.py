@@ -1,4 +1,4 @@
-"""What peers connect to: a ROUTER socket in a context of its own."""
+"""A listening ROUTER socket in a context of its own, to which peers connect."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvferry.transport.endpoint import endpoint
 from kvferry.transport.peers import ANYBODY, Peers
 
 _QUEUED = 64
-"""Messages of a peer that wait to be heard (more are held back), and answers to it (more are dropped)."""
+"""Messages of a peer that may wait (more are held back), and answers to it (more are dropped)."""
 
 
 class Listener:
-    """Hears whoever connects, and answers; one thread at a time uses it.
+    """Receives messages from peers and answers them; one thread at a time uses it.
 
     Attributes:
         port: listened on.
@@ -71,17 +71,17 @@ class Listener:
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
     def wait(self, seconds: float) -> bool:
-        """Whether there is something to `receive`, at the latest after so long."""
+        """Wait for a message, at most this long; return whether there is one to `receive`."""
         heard = dict(self._poller.poll(int(seconds * 1000)))
         if self._connections.events in heard:
             self._connections.count()
         return self._socket in heard
 
     def receive(self) -> tuple[bytes, bytes]:
-        """A sender and what it says.
+        """Return a sender and its message.
 
         Raises:
-            ProtocolError: it says more or less than one message.
+            ProtocolError: it has sent more or less than one message.
         """
         frames = self._socket.recv_multipart()
         if len(frames) != 2:
@@ -93,7 +93,7 @@ class Listener:
         self._socket.send_multipart([to, message])
 
     def close(self) -> None:
-        """Listen no more; what has not been sent is dropped."""
+        """Close the socket; messages that have not been sent are dropped."""
         self._connections.close()
         self._socket.close()
         self._door.close()

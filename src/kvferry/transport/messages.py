@@ -1,4 +1,4 @@
-"""What schedulers say to each other: versioned, bounded, schema-checked.
+"""Messages between schedulers: versioned, bounded, schema-checked.
 
     consumer                         producer
     Hello(facts)          ──────▶    compares facts
@@ -34,7 +34,7 @@ from kvferry.transport.wire import reading
 
 PROTOCOL = 5
 MAX_REQUEST_BYTES = 4 << 20
-"""Of what a producer hears. Its listener takes no more of anybody, before authentication neither."""
+"""Longest message that a producer's listener accepts, before authentication too."""
 MAX_REPLY_BYTES = 64 << 20
 MAX_TICKETS = 4096
 """In one message; a consumer with more sends several."""
@@ -75,7 +75,7 @@ Port: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """Who speaks.
+    """Facts about the engine that sends a message.
 
     Attributes:
         engine_id: the engine's id.
@@ -106,7 +106,7 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """It cannot; why, a sentence each."""
+    """The producer cannot serve this consumer; one sentence per reason."""
 
     differences: Annotated[list[_Sentence], msgspec.Meta(max_length=MAX_DIFFERENCES)]
 
@@ -119,7 +119,7 @@ class AskRanks(msgspec.Struct, frozen=True, tag="ask-ranks"):
 
 
 class Outgoing(msgspec.Struct, frozen=True):
-    """Where a worker gathers for its readers.
+    """The gather channel of a worker.
 
     Attributes:
         host, port: of its gather channel.
@@ -154,7 +154,7 @@ class RankCard(msgspec.Struct, frozen=True):
 
     @property
     def leases(self) -> int:
-        """How many of its words are leases'."""
+        """Number of lease words among its words."""
         return self.words - (self.outgoing.words if self.outgoing else 0)
 
 
@@ -227,7 +227,7 @@ class KeptTurn(msgspec.Struct, frozen=True):
 
 
 class Turns(msgspec.Struct, frozen=True, tag="turns"):
-    """What was found for question `number`, if anything: all share the same chunks, and differ after them."""
+    """The turns found for question `number`, if any: all share the same chunks, and differ after them."""
 
     number: int
     kept: Annotated[list[KeptTurn], msgspec.Meta(max_length=MOST_TURNS)]
@@ -283,7 +283,7 @@ def numbered(data: bytes) -> Numbered | None:
 
 
 def compare(theirs: Mapping[str, Fact], ours: Mapping[str, Fact]) -> list[str]:
-    """Every fact on which both speak and differ, a sentence each; of settings, each that differs.
+    """Return one sentence per fact that both state and that differs; of a group of settings, one per setting.
 
     >>> compare({"dtype": "float16", "rope": {"theta": "1"}}, {"dtype": "float32", "rope": {"theta": "2"}})
     ['dtype: float16 there, float32 here', 'rope: theta is 1 there, 2 here']
@@ -307,7 +307,7 @@ def refused(differences: Sequence[str]) -> Refused:
 
 
 def _settings(name: str, theirs: dict[str, str], ours: dict[str, str]) -> Iterator[str]:
-    """What two groups of settings differ in."""
+    """Yield one sentence per setting that differs."""
     keys = [key for key in sorted(theirs.keys() | ours.keys()) if theirs.get(key) != ours.get(key)]
     for key in keys[:MOST_NAMED]:
         yield f"{name}: {key} is {theirs.get(key, 'not set')} there, {ours.get(key, 'not set')} here"

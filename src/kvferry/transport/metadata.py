@@ -7,7 +7,7 @@ past their own arrays. So the frame is parsed here, by the format of NIXL 1.5 (`
     nixlSerDes| Agent name  Conns n  (t backend  c address)*  MemSection
     nixlSecElms n  (bknd backend  nixlDList nixlSDList  t kind  n count  row*)*
 
-Each item is a tag, its length in 8 bytes, its bytes and ``|``. The address of a UCX worker stays opaque: a
+Each item is a tag, its length in 8 bytes, its bytes and ``|``. The address of a UCX worker is not parsed: a
 child process tries it (`transport.trial`).
 """
 
@@ -41,12 +41,12 @@ _MOST_ADDRESS = 1 << 63
 
 _AFTER_ADDRESS = bytes(1 << 16)
 _AFTER_KEY = b"\xff" * 16
-"""What UCX finds past the end of what it reads without a length: an end, in place of our heap."""
+"""Bytes put behind addresses and keys, which UCX reads without a length: they end there, not in our heap."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """What another agent says of itself.
+    """Parsed transport metadata of another agent.
 
     Attributes:
         name: of the agent.

@@ -3,9 +3,9 @@
     (unknown) ─asked→ under way ─addresses→ FRESH ─30 s→ asked again, while the old addresses serve
                           └─none, or 5 s without an answer→ FAILED ─10 s→ (unknown)
 
-A resolver may not answer for tens of seconds. So nobody waits here: `place` and `admits` answer at once, also
-that an answer is not known yet. Only names that the configuration lists are ever resolved, and the addresses
-found are the ones that are dialled, so a name cannot stand for another address when it is used.
+A resolver may take tens of seconds. So `place` and `admits` never wait: they may answer that an address is
+not known yet. Only names that the configuration lists are ever resolved, and the addresses found are the ones
+that are dialled, so a name cannot stand for another address when it is used.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class NotAllowed(KVFerryError):
 
 @dataclass(slots=True)
 class _Name:
-    """What is known of a name.
+    """The resolver's last answers for a name.
 
     Attributes:
         addresses: found at `found_at`.
@@ -100,7 +100,7 @@ class Names:
         return str(address) if admitted else None
 
     def admits(self, address: IP) -> bool | None:
-        """Whether an address may be a peer's; None while a name that may have it is being resolved."""
+        """Return whether an address may be a peer's; None while a name that may have it is being resolved."""
         if self._peers.allows(address):
             return True
         with self._lock:

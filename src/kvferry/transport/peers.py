@@ -1,7 +1,7 @@
-"""Which machines may be peers: those that may be dialled, and those that may connect.
+"""The setting ``peers``: machines that may be dialled and may connect.
 
-Whoever is a peer must have the key as well. These rules bound what a request, or a peer that has the key, can
-make an engine connect to.
+A peer must have the key as well. These rules limit the addresses to which a request, or a peer with the key,
+can make an engine connect.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Peers:
     names: tuple[str, ...] = ()
 
     def allows(self, address: IP) -> bool:
-        """Whether an address may be a peer's by itself, names left aside.
+        """Return whether an address may be a peer's, without looking at names.
 
         >>> Peers(_LOOPBACK).allows(ipaddress.ip_address("127.0.0.9"))
         True
@@ -47,11 +47,11 @@ class Peers:
         return self.networks is None or any(address in network for network in self.networks)
 
     def lists(self, name: str) -> bool:
-        """Whether a name may be resolved."""
+        """Return whether a name may be resolved."""
         return plain(name) in self.names
 
     def could_be(self, host: str) -> bool:
-        """Whether a host may be a peer, as far as can be told without resolving a name."""
+        """Return whether a host may be a peer, before any name is resolved."""
         address = _address_of(host)
         if address is None:
             return self.lists(host)
@@ -59,7 +59,7 @@ class Peers:
 
     @property
     def only_here(self) -> bool:
-        """Whether peers are on this machine alone."""
+        """True if peers are on this machine alone."""
         return self.networks == _LOOPBACK and not self.names
 
 

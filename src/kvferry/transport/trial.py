@@ -55,7 +55,7 @@ _POLL_SECONDS = 2e-4
 
 
 class _Question(msgspec.Struct, frozen=True, array_like=True):
-    """What to try.
+    """A request to try one worker's metadata.
 
     Attributes:
         agent: transport metadata.
@@ -106,7 +106,7 @@ class Trial:
     def ask(self, card: RankCard, seconds: float) -> str:
         """Have the metadata of a worker tried; return why it cannot be used, empty if it can.
 
-        After any reason the child is in doubt: `end` it.
+        After any reason the child may be damaged: `end` it.
         """
         try:
             question = _Question(card.agent, card.words_address, card.incarnation)

@@ -1,4 +1,4 @@
-"""Peers' transport metadata is believed only after a child process has survived it.
+"""Checks peers' transport metadata: it is used only after a child process has survived it.
 
     asked ─checked, tried in the child─▶ PASSED | REFUSED (in one sentence)
 
@@ -25,10 +25,10 @@ from kvferry.transport.trial import Trial
 logger = logging.getLogger(__name__)
 
 TRY_SECONDS = 10.0
-"""How long all ranks of a peer may take in the child."""
+"""Seconds that all ranks of a peer may take in the child."""
 
 REFUSED_SECONDS = 1.0
-"""How long a refusal stands: as long as it takes all lanes to hear of it."""
+"""Seconds that a refusal stands: long enough for all lanes to see it."""
 
 MAX_PASSED = 65_536
 
@@ -38,7 +38,7 @@ MAX_TRIALS = 64
 
 @dataclass(slots=True)
 class Verdict:
-    """What became of a question.
+    """The result of a check, once it is there.
 
     Attributes:
         reason: why the peer is refused, empty if it has passed; None until then.
@@ -175,7 +175,7 @@ class Vetting:
 
 
 def _nobody() -> None:
-    """Nobody waits."""
+    """Do nothing: nobody waits for this question."""
 
 
 def _digest(card: RankCard) -> bytes:

@@ -1,4 +1,4 @@
-"""Who may exchange KV with this engine: peers that its configuration allows, and that have its key."""
+"""The key of an engine, and the peers that its configuration allows."""
 
 from __future__ import annotations
 

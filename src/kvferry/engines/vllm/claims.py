@@ -41,7 +41,7 @@ class Claim:
 
 @dataclass(slots=True)
 class _Shared:
-    """The requests of one ticket.
+    """Requests with the same ticket.
 
     Attributes:
         users: requests with a claim, by the redemption they share.

@@ -39,7 +39,7 @@ from kvferry.transport.handshake import Address, Known, Looking, NotUsable
 from kvferry.transport.redeem import Grant, Redeemed
 
 _LOOKING = Bid("peers that keep earlier turns", (), looking=True)
-"""While they have not said what they keep."""
+"""The bid while peers have not answered which turns they keep."""
 
 UNUSED_SECONDS = 600.0
 """Seconds after which workers forget an unused peer, which may be gone. Connecting it again is cheap."""
@@ -47,7 +47,7 @@ UNUSED_SECONDS = 600.0
 
 @dataclass(slots=True)
 class _Pull:
-    """What one request may read from a peer.
+    """KV that one request may read from a peer.
 
     Attributes:
         address: of the producer's control channel.
@@ -190,7 +190,7 @@ class PeerSource:
         return True
 
     def declined(self, request: Any) -> Lack | None:
-        """Its offer cannot be read, it came without, or none may be taken."""
+        """Return why a request is not served from peers: its offer is malformed, or reading has stopped."""
         try:
             read_offer(request.kv_transfer_params)
         except ProtocolError as error:
@@ -198,7 +198,7 @@ class PeerSource:
         return Lack(PEER, Miss.REFUSED, detail=self._stopped) if self._stopped else None
 
     def bids(self, request: Any, have: int) -> Sequence[Bid]:
-        """The offered tokens, once the peer is known; looking until then."""
+        """Return a bid of the offered tokens; it is still looking until the peer is known."""
         if looking := self._ask(request, have):
             return (looking,)
         pull = self._pulls.get(request.request_id)
@@ -218,7 +218,7 @@ class PeerSource:
         return _shorter(bid, tokens - first)
 
     def lack(self, request: Any, have: int) -> Lack:
-        """The peer cannot be used, or has no more than is here; or none keeps an earlier turn."""
+        """Return why there is no bid: the peer is unusable, has no more than is here, or keeps no turn."""
         pull = self._pulls.get(request.request_id)
         if pull is None:
             return Lack(PEER, Miss.NOT_STORED, detail="no peer keeps an earlier turn of it")
@@ -270,16 +270,16 @@ class PeerSource:
         return self._grains[pull.peer]
 
     def origin(self, load: Load) -> str:
-        """A peer."""
+        """Return PEER."""
         return PEER
 
     def brought(self, load: Load, report: Report) -> tuple[Moved, ...]:
-        """Of the engine's groups."""
+        """Return the bytes that were read, per KV cache group of this engine."""
         each = zip(self._log.labels, report.strategy_by_group, report.bytes_by_group, strict=False)
         return tuple(Moved(label, strategy, size) for label, strategy, size in each if size)
 
     def blame(self, load: Load, report: Report) -> Miss:
-        """Its deadline, or the peer."""
+        """Return DEADLINE for a late load, else FAILED."""
         return Miss.DEADLINE if report.late else Miss.FAILED
 
     def ended(self, load: Load, report: Report) -> None:
@@ -291,7 +291,7 @@ class PeerSource:
             self._strike(load.request_id, report.failure)
 
     def dropped(self, load: Load) -> None:
-        """Nothing: what is in flight lands, and is reported."""
+        """Do nothing: reads in flight land, and are reported."""
 
     def settled(self, request_id: str) -> None:
         """End the request's claim; the last request with a ticket releases the lease."""
@@ -306,7 +306,7 @@ class PeerSource:
             self._client.release(pull.address, pull.ticket)  # a turn
 
     def finished(self, request_id: str) -> None:
-        """The request has ended."""
+        """Forget a request that has ended."""
         self._turns.drop(request_id)
         self._asking.pop(request_id, None)
         self._pulls.pop(request_id, None)
@@ -319,12 +319,12 @@ class PeerSource:
             self._strike(name, "the cache was reset")
 
     def stop_reading(self, why: str) -> None:
-        """Read from no peer from now on; `why` is what requests are told."""
+        """Read from no peer from now on; requests with a ticket are told `why`."""
         self.start_anew()
         self._stopped = why
 
     def hand_over(self, meta: SchedulerMeta) -> None:
-        """Orders, peers to meet, and peers to forget."""
+        """Add orders, peers to connect and peers to forget to the step's metadata."""
         self._claims.step()
         meta.connects = {name: known.ranks for name, known in self._connects.items()}
         self._connects.clear()
