@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 import zmq
 
+from kvferry.limited_log import LimitedLog
 from kvferry.transport import security
 from kvferry.transport.endpoint import endpoint
 from kvferry.transport.gathering import gathering
@@ -104,6 +105,7 @@ class ControlClient:
         self._peers: dict[Address, _Peer] = {}
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._names = Names(peers, lambda: os.eventfd_write(self._wake, 1))
+        self._log = LimitedLog(logger)
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="kvferry-control-client", daemon=True)
         self._thread.start()
@@ -191,33 +193,40 @@ class ControlClient:
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
         punctual = Punctual("control channel, asking")
-        beat = time.monotonic() + self._heartbeat_seconds
-        while True:
-            heard = poller.poll(int(punctual.wait(self._wait_seconds(beat)) * 1000))
+        self._next_beat = time.monotonic() + self._heartbeat_seconds
+        stop = False
+        while not stop:
+            heard = poller.poll(int(punctual.wait(self._wait_seconds(self._next_beat)) * 1000))
             punctual.back()
-            for source, _ in heard:
-                if source == self._wake:
-                    os.eventfd_read(self._wake)
-                else:
-                    self._receive(next(a for a, p in self._peers.items() if p.socket is source))
-            unresolved, self._unresolved = self._unresolved, []
-            self._unnamed.clear()
-            for command in unresolved:
-                self._execute(poller, *command)
-            while self._commands:
-                self._execute(poller, *self._commands.popleft())
-            now = time.monotonic()
-            if now >= beat:
-                beat = now + self._heartbeat_seconds
-                self._beat(poller)
-            self._handshakes.give_up_on_silent()
-            for address in self._handshakes.take_refused():
-                self._close_if_idle(poller, address)
-            if self._stop:
-                break
+            stop = self._stop  # what was asked for before is still sent
+            try:
+                self._turn(poller, [source for source, _ in heard])
+            except Exception as error:  # noqa: BLE001 - one peer's message must not silence all others
+                self._log.say(type(error).__name__, "control channel: an unexpected error", error)
         for peer in self._peers.values():
             peer.socket.close(linger=500)
         self._context.term()
+
+    def _turn(self, poller: zmq.Poller, heard: list[Any]) -> None:
+        """Hear peers, carry out commands, and do what is due."""
+        for source in heard:
+            if source == self._wake:
+                os.eventfd_read(self._wake)
+            else:
+                self._receive(next(a for a, p in self._peers.items() if p.socket is source))
+        unresolved, self._unresolved = self._unresolved, []
+        self._unnamed.clear()
+        for command in unresolved:
+            self._execute(poller, *command)
+        while self._commands:
+            self._execute(poller, *self._commands.popleft())
+        now = time.monotonic()
+        if now >= self._next_beat:
+            self._next_beat = now + self._heartbeat_seconds
+            self._beat(poller)
+        self._handshakes.give_up_on_silent()
+        for address in self._handshakes.take_refused():
+            self._close_if_idle(poller, address)
 
     def _wait_seconds(self, beat: float) -> float:
         """Until the next deadline; at most a second, so that being kept from running does not hide in it."""
@@ -241,8 +250,10 @@ class ControlClient:
     def _execute(self, poller: zmq.Poller, address: Address, message: Request | None) -> None:
         try:
             self._carry_out(poller, address, message)
-        except (NotAllowed, zmq.ZMQError, ValueError) as error:
-            # An address that is none or not allowed: it came with a request, and costs only that.
+        except Exception as error:  # noqa: BLE001 - it costs the request it came with, and no other
+            # Of an address that is none or not allowed, one of the first three is expected.
+            if not isinstance(error, NotAllowed | zmq.ZMQError | ValueError):
+                self._log.say(type(error).__name__, "control channel: an unexpected error", error)
             if message is None:
                 self._handshakes.refuse(address, f"it cannot be asked: {error}")
             else:

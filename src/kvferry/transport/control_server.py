@@ -149,8 +149,12 @@ class ControlServer:
         while not self._stop.is_set():
             heard = self._listener.wait(punctual.wait(_POLL_SECONDS))
             punctual.back()
-            if heard:
+            if not heard:
+                continue
+            try:
                 self._serve()
+            except Exception as error:  # noqa: BLE001 - one message must not end the channel for all peers
+                self._log.say(type(error).__name__, "control channel: an unexpected error", error)
         self._listener.close()
 
     def _serve(self) -> None:

@@ -145,25 +145,29 @@ class GatherServer:
     def _run(self) -> None:
         while not self._stop.is_set():
             if self._listener.wait(_POLL_SECONDS):
-                self._serve()
-            self._expire()
-            self._serve_waiting()
+                self._guarded(self._serve)
+            self._guarded(self._expire)
+            self._guarded(self._serve_waiting)
         self._listener.close()
 
-    def _serve(self) -> None:
+    def _guarded(self, step: Callable[[], None]) -> None:
+        """Take a step; whatever it raises, the thread goes on for other readers."""
         try:
-            sender, data = self._listener.receive()
-            message = decode_request(data)
-            if isinstance(message, Introduce):
-                self._introduce(sender, message)
-            elif isinstance(message, Done):
-                self._done(sender, message.chunk)
-            else:
-                self._ask(sender, message)
+            step()
         except KVFerryError as error:
             self._log.say("dropped", f"gather channel: dropped a message: {error}")
         except Exception as error:  # noqa: BLE001 - said in full
             self._log.say(type(error).__name__, "gather channel: an unexpected error", error)
+
+    def _serve(self) -> None:
+        sender, data = self._listener.receive()
+        message = decode_request(data)
+        if isinstance(message, Introduce):
+            self._introduce(sender, message)
+        elif isinstance(message, Done):
+            self._done(sender, message.chunk)
+        else:
+            self._ask(sender, message)
 
     def _introduce(self, sender: bytes, message: Introduce) -> None:
         routes = [
@@ -202,8 +206,11 @@ class GatherServer:
         )
 
     def _serve_waiting(self) -> None:
-        while self._waiting and self._gather(self._waiting[0].sender, self._waiting[0].message):
-            self._waiting.popleft()
+        while self._waiting:
+            first = self._waiting.popleft()  # a request that raises is not tried again
+            if not self._gather(first.sender, first.message):
+                self._waiting.appendleft(first)
+                return
 
     def _gather(self, sender: bytes, message: Gather) -> bool:
         """Answer a request; False if there is no room for its images now."""

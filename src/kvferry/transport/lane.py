@@ -316,27 +316,37 @@ class Lane:
         """Advance every read; return whether any advanced."""
         moved = False
         for read in list(self._reads):
-            for packed in read.packed:
-                if read.failure is not None:
-                    packed.abandon(read.failure)
-                moved |= packed.advance()
-                read.failure = read.failure or packed.failure
-                read.peer_lost |= packed.peer_lost
-            states = [agent.state(handle) for handle in read.handles]
-            if ReadState.IN_FLIGHT in states or not all(packed.finished for packed in read.packed):
-                continue
-            moved = True
-            if ReadState.FAILED in states:
-                read.failure, read.peer_lost = read.failure or "the transport failed while reading", True
-            for handle in read.handles:
-                agent.release(handle)
-            read.handles.clear()
-            read.packed.clear()
-            if read.failure is None and not read.words:
-                self._read_words(agent, read)
-            else:
-                self._end(read)
+            try:
+                moved |= self._advance(agent, read)
+            except Exception as error:  # noqa: BLE001 - a read fails alone; what is in flight is waited for
+                if read.failure is None:
+                    log_unexpected(error)
+                    read.failure = f"the lane failed: {error}"
         return moved
+
+    def _advance(self, agent: Agent, read: _Read) -> bool:
+        """Advance one read; return whether it advanced."""
+        moved = False
+        for packed in read.packed:
+            if read.failure is not None:
+                packed.abandon(read.failure)
+            moved |= packed.advance()
+            read.failure = read.failure or packed.failure
+            read.peer_lost |= packed.peer_lost
+        states = [agent.state(handle) for handle in read.handles]
+        if ReadState.IN_FLIGHT in states or not all(packed.finished for packed in read.packed):
+            return moved
+        if ReadState.FAILED in states:
+            read.failure, read.peer_lost = read.failure or "the transport failed while reading", True
+        for handle in read.handles:
+            agent.release(handle)
+        read.handles.clear()
+        read.packed.clear()
+        if read.failure is None and not read.words:
+            self._read_words(agent, read)
+        else:
+            self._end(read)
+        return True
 
     def _read_words(self, agent: Agent, read: _Read) -> None:
         """Read the lease word of every rank that was read from, now that the data has arrived."""

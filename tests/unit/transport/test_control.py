@@ -168,6 +168,47 @@ def test_a_check_that_breaks_costs_that_peer_only(ends):
     assert isinstance(settled(client, ends.server().port), Known)
 
 
+def raises_once(monkeypatch, owner, method):
+    """Let the next call of a method raise what nobody expects."""
+    inner, broken = getattr(owner, method), iter([True])
+
+    def raising(*arguments):
+        if next(broken, False):
+            raise RuntimeError("nobody expects this")
+        return inner(*arguments)
+
+    monkeypatch.setattr(owner, method, raising)
+
+
+def test_a_message_at_which_the_server_raises_costs_that_message_only(ends, monkeypatch, caplog):
+    server, client = ends.server(), ends.client(handshake_seconds=0.3)
+    publish(server, LEASE)
+    settled(client, server.port)
+    raises_once(monkeypatch, server.tickets, "redeem")
+    lost = client.redeem((HOST, server.port), LEASE, 4, CONTENT)
+    assert granted(client, lost).reason.startswith("it did not answer")
+    assert "nobody expects this" in caplog.text
+    again = client.redeem((HOST, server.port), LEASE, 4, CONTENT)
+    assert granted(client, again) == Redeemed(again, 1, GRANT)
+
+
+@pytest.mark.parametrize("method", ["_receive", "_beat"])
+def test_an_answer_at_which_the_client_raises_silences_no_other_peer(ends, monkeypatch, caplog, method):
+    server, client = ends.server(), ends.client(handshake_seconds=2.0, heartbeat_seconds=0.05)
+    raises_once(monkeypatch, client, method)
+    until(lambda: not isinstance(settled(client, server.port), NotUsable))
+    until(lambda: "nobody expects this" in caplog.text)
+    number = client.redeem((HOST, server.port), ticket("other"), 4, CONTENT)
+    assert granted(client, number).reason.startswith("it does not know the ticket")
+
+
+def test_a_command_at_which_the_client_raises_refuses_that_peer_only(ends, monkeypatch):
+    client, first, second = ends.client(), ends.server(), ends.server()
+    raises_once(monkeypatch, client, "_connect")
+    assert settled(client, first.port) == NotUsable("it cannot be asked: nobody expects this")
+    assert isinstance(settled(client, second.port), Known)
+
+
 def test_a_refusal_names_every_difference(ends):
     server = ends.server(facts(weights="theirs", extra="1"))
     answer = settled(ends.client(facts("D", 9, weights="ours", **{"model dtype": "bfloat16"})), server.port)

@@ -282,6 +282,24 @@ def test_without_room_a_request_waits_until_there_is_some(world):
     assert (world.images(second.position, WIDE, 1)[0, :8] == world.pool[2 * STRIDE :][:8]).all()
 
 
+def test_a_request_that_raises_once_there_is_room_ends_the_waiting_of_no_other(world, monkeypatch):
+    reader = world.reader(world.route(Nest(0, 0, 8), stride=WIDE))
+    reader.say(ask(1, (1,) * 5), ask(2, (2,)), ask(3, (3,)))
+    assert reader.hear().chunk == 1
+    assert reader.hear(0.3) is None, "both wait"
+    inner = world.server._gather
+
+    def raising(sender, message):
+        if message.chunk == 2:
+            raise RuntimeError("nobody expects this")
+        return inner(sender, message)
+
+    monkeypatch.setattr(world.server, "_gather", raising)
+    reader.say(Done(1))
+    third = reader.hear()
+    assert (third.chunk, type(third)) == (3, Gathered)
+
+
 def test_small_requests_do_not_overtake_a_large_one(world):
     large, small = (world.reader(world.route(Nest(0, 0, 8), stride=WIDE)) for _ in range(2))
     small.say(ask(1))

@@ -459,6 +459,31 @@ def test_blocks_that_cannot_be_cleared_fail_that_read_only(world, monkeypatch):
     assert reader.result("b").failure is None
 
 
+@pytest.mark.parametrize("method", ["_read_words", "_check_words", "_post"])
+def test_a_read_at_which_a_lane_raises_fails_alone_and_the_lane_goes_on(world, monkeypatch, caplog, method):
+    producer = world.engine(ranks(dense(), DENSE))
+    reader = world.engine(ranks(dense(), DENSE), 1000, strategy=Strategy.DIRECT)
+    (lane,) = reader.threads[0]._lanes
+    inner, broken = getattr(lane, method), iter([True])
+
+    def raising(*arguments):
+        if (method != "_post" or lane._reads[-1].words) and next(broken, False):
+            raise RuntimeError("nobody expects this")
+        inner(*arguments)
+
+    monkeypatch.setattr(lane, method, raising)
+    reader.threads[0].connect("P", producer.cards)
+    tables = scattered_tables(dense(), 16, 1)
+    order = ReadOrder("a", "P", Span(0, 16, 16), tables, tables, LeaseWord(0, 0, 1))
+    reader.threads[0].submit(order)
+    assert reader.result("a").failure == "the lane failed: nobody expects this"
+    assert "please report it" in caplog.text
+    reader.threads[0].submit(replace(order, key="b"))
+    assert reader.result("b").failure is None
+    assert not lane._reads
+    assert len(lane._free_landings) == 8
+
+
 def preparation(src, dst, families, outgoing=8 << 20):
     (theirs,), (ours,) = ranks(src, families), ranks(dst, families)
     card = RankCard(theirs, b"", 0, 100, 1, Outgoing("127.0.0.1", 1, 1 << 50, outgoing, 8))
