@@ -24,10 +24,10 @@ from kvferry.engines.vllm.compat.contract import (
 from kvferry.engines.vllm.compat.frees import defer_frees
 from kvferry.engines.vllm.compat.process import leave_cores_to_others, share_logging
 from kvferry.engines.vllm.config import read_settings
+from kvferry.engines.vllm.fixed_memory import check_fixed_memory
 from kvferry.engines.vllm.meta import SchedulerMeta, WorkerCard, WorkerMeta
 from kvferry.engines.vllm.scheduler import ONE_HANDSHAKE, SchedulerHalf, sorted_cards
 from kvferry.engines.vllm.stats import FerryMetrics, FerryStats
-from kvferry.engines.vllm.stays import check_stays
 from kvferry.engines.vllm.worker import WorkerHalf
 from kvferry.errors import ConfigError
 from kvferry.tiers.names import kind_of
@@ -42,7 +42,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     """
 
     supports_sleep_mode: ClassVar[bool] = False
-    """Read by vLLM 0.33 and later: registered memory must not be given up, see `stays`."""
+    """Read by vLLM 0.33 and later: registered memory must not be given up, see `fixed_memory`."""
 
     _cache_configs: ClassVar[dict[str, Any]] = {}
     """Engine id to the cache configuration that its last instance in this process was made with.
@@ -61,7 +61,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         share_logging()
         leave_cores_to_others(vllm_config)
         config = read_settings(vllm_config)
-        check_stays(vllm_config, transfers=config.transfers)
+        check_fixed_memory(vllm_config, transfers=config.transfers)
         self._scheduler: SchedulerHalf | None = None
         self._halves: dict[str, WorkerHalf] = {}
         self._current: WorkerHalf | None = None

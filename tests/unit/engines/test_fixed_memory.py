@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.engines.vllm.stays import check_stays
+from kvferry.engines.vllm.fixed_memory import check_fixed_memory
 from kvferry.errors import ConfigError
 
 ON = "max_split_size_mb:64, expandable_segments:True"
@@ -21,14 +21,14 @@ def engine(device="cuda", **model):
 
 def test_sleep_mode_is_refused_with_tiers_alone_too():
     with pytest.raises(ConfigError, match="enable_sleep_mode is set"):
-        check_stays(engine(enable_sleep_mode=True), transfers=False, environment={})
+        check_fixed_memory(engine(enable_sleep_mode=True), transfers=False, environment={})
 
 
 @pytest.mark.parametrize("name", VARIABLES)
 @pytest.mark.parametrize("value", [ON, "expandable_segments:true", "expandable_segments : 1"])
 def test_expandable_segments_are_refused_by_the_variable_that_asks_for_them(name, value):
     with pytest.raises(ConfigError, match=f"^{name} has expandable_segments:True"):
-        check_stays(engine(), transfers=True, environment={name: value})
+        check_fixed_memory(engine(), transfers=True, environment={name: value})
 
 
 @pytest.mark.parametrize(
@@ -44,4 +44,4 @@ def test_expandable_segments_are_refused_by_the_variable_that_asks_for_them(name
     ids=["unset", "off", "overruled", "tiers alone", "cpu", "cumem"],
 )
 def test_memory_that_stays_is_taken(of, transfers, environment):
-    check_stays(of, transfers=transfers, environment=environment)
+    check_fixed_memory(of, transfers=transfers, environment=environment)

@@ -1,4 +1,4 @@
-"""What an engine with a connector cannot do: give up or move the memory of its KV cache."""
+"""Refuse engines that may give up or move the memory of their KV cache."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from kvferry.engines.vllm.compat.memory import expandable_segments, sleeps
 from kvferry.errors import ConfigError
 
 
-def check_stays(vllm_config: Any, *, transfers: bool, environment: Mapping[str, str] = os.environ) -> None:
-    """Check that the KV cache stays in the memory that it is given at start.
+def check_fixed_memory(
+    vllm_config: Any, *, transfers: bool, environment: Mapping[str, str] = os.environ
+) -> None:
+    """Check that the KV cache keeps the memory that it is given at start.
 
     Args:
         vllm_config: of the engine.
