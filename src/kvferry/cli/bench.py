@@ -349,8 +349,8 @@ def redeem(
 ) -> None:
     """Redeem tickets between two processes.
 
-    A decode engine exchanges the ticket that came with a request for block tables before it reads. Measured
-    is the time of that at a peer that it knows, how often a step waits for it, and what it adds to meeting a
+    A decode engine exchanges a request's ticket for block tables before it reads. Measures how long that
+    takes at a peer that it knows, how often a step waits for the answer, and how much it adds to meeting a
     new peer.
     """
     from rich.console import Console
