@@ -190,6 +190,13 @@ def test_a_prompt_without_token_ids_has_no_content():
         content_of(SimpleNamespace(prompt_token_ids=None), 3, Adapters())
 
 
+def test_a_prompt_of_embeddings_has_no_content_though_it_has_token_ids():
+    mixed = prompt(1, 2, 3, 4)
+    mixed.prompt_embeds = object()
+    with pytest.raises(Unnameable, match="the prompt is not made of token ids"):
+        content_of(mixed, 3, Adapters())
+
+
 def test_images_count_by_content_and_place():
     # The identifiers are those of engines whose model paths differ, which vLLM digests with the image.
     offered = content(prompt(1, 2, 3, 4, items=[feature(1, [1.0, 2.0], "a" * 64)]), 4)

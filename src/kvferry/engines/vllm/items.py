@@ -3,12 +3,14 @@
 vLLM's own identifiers do not name content. They may be chosen by a client, or be a counter that restarts with
 the engine (without prefix caching and processor cache). vLLM's digest of the media leaves the processor out
 and includes the model's path. The KV depends on the model's input alone: resized and normalised pixels,
-grids, lengths.
+grids, lengths. It is certain only while vLLM has computed nothing else under the same identifier
+(`identifiers`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,29 @@ from kvferry.engines.vllm.compat.multimodal import item_data
 from kvferry.errors import Unnameable
 
 _MEMORY = "kvferry_name"
+_IDENTIFIED = "kvferry_identified"
+
+
+@dataclass(slots=True)
+class Identified:
+    """An identifier of items, shared by all requests that came with it.
+
+    Attributes:
+        name: of its content; empty if it has stood for more than one.
+    """
+
+    name: str
+
+
+def identify(feature: Any, identified: Identified) -> None:
+    """Note what an item's identifier has stood for; mutates `feature.data`."""
+    setattr(feature.data, _IDENTIFIED, identified)
+
+
+def is_uncertain(feature: Any) -> bool:
+    """Return whether an item's identifier has stood for other content too."""
+    identified: Identified | None = getattr(feature.data, _IDENTIFIED, None)
+    return identified is not None and not identified.name
 
 
 def name_of(feature: Any) -> str:
@@ -30,8 +55,13 @@ def name_of(feature: Any) -> str:
         feature: vLLM's MultiModalFeatureSpec.
 
     Raises:
-        Unnameable: the scheduler does not have the processor's output.
+        Unnameable: the scheduler does not have the processor's output, or its identifier is ambiguous.
     """
+    if is_uncertain(feature):
+        raise Unnameable(
+            f"another {feature.modality} has come under the same identifier (uuid), and vLLM keeps what it "
+            "computes of both under that; let clients leave uuid out, or give each its own"
+        )
     remembered: str | None = getattr(feature.data, _MEMORY, None)
     if remembered is not None:
         return remembered
@@ -42,9 +72,12 @@ def name_of(feature: Any) -> str:
             "mm_processor_cache_type shm it never is; lru, the default, keeps it there)"
         )
     digest = blake3(max_threads=blake3.AUTO)
-    for part in _parts({"modality": str(feature.modality), "data": data}, "item"):
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
+    try:
+        for part in _parts({"modality": str(feature.modality), "data": data}, "item"):
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part)
+    except (TypeError, ValueError, RuntimeError) as error:  # clients may send items of any shape
+        raise Unnameable(f"no digest can be made of the {feature.modality}: {error}") from error
     name = str(digest.hexdigest(length=16))
     setattr(feature.data, _MEMORY, name)
     return name

@@ -21,7 +21,8 @@ def content_of(request: Any, tokens: int, adapters: Adapters) -> PromptContent:
         NotYetNamed: the adapter's files are being read.
         Unnameable: the prompt, an adapter or an item has no certain name.
     """
-    if request.prompt_token_ids is None:
+    # Of embeddings, a prompt may have token ids too: placeholders, which say nothing of its content.
+    if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
         raise Unnameable("the prompt is not made of token ids")
     adapter = adapters.name(request.lora_request)
     if len(adapter) > MAX_ADAPTER:

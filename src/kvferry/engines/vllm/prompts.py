@@ -63,6 +63,9 @@ class Prompts:
         if request.request_id in self._known and not self._adapters.is_current(request.lora_request):
             self.remove(request.request_id)
             self._unnamed[request.request_id] = Unnameable("its LoRA was replaced in place since it came in")
+        if request.request_id in self._known and any(map(items.is_uncertain, request.mm_features or ())):
+            self.remove(request.request_id)
+            self._unnamed[request.request_id] = Unnameable("an identifier of its items has stood for another")
         chunks = self._known.get(request.request_id)
         if chunks is not None and len(chunks.keys) < request.num_tokens:
             try:

@@ -20,6 +20,7 @@ from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.explaining import Explaining
 from kvferry.engines.vllm.geometry import kind_of_group
 from kvferry.engines.vllm.headroom import Headroom
+from kvferry.engines.vllm.identifiers import Identifiers
 from kvferry.engines.vllm.identity import built_by_all, facts_of, lora_settings, must_agree
 from kvferry.engines.vllm.meta import BlockIds, SchedulerMeta, WorkerCard, WorkerMeta
 from kvferry.engines.vllm.part_blocks import PartBlocks
@@ -78,6 +79,7 @@ class SchedulerHalf:
             self.watch.add(spans)
         self._explaining = Explaining(vllm_config, config.explain_requests, self.watch, config.name)
         self._adapters = Adapters(lora_settings(vllm_config))
+        self._identifiers = Identifiers()
         hook_adapter_loads(self._adapters)
         prompts_only = names_prompts_only(kv_cache_config)
         self._turn_names = TurnNames(self._adapters, prompts_only=prompts_only)
@@ -225,6 +227,7 @@ class SchedulerHalf:
 
     def on_new_request(self, request: Any) -> None:
         """Handle a new request."""
+        self._identifiers.note(request)
         if self._config.transfers:
             self._producer.on_new_request(request)
         self.admission.on_new_request(request)
