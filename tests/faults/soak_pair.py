@@ -25,7 +25,14 @@ _ENGINE = (
     # A line for every request would hide logs that grow by themselves.
     "--disable-uvicorn-access-log",
 )
-_QUIET = {"HF_HUB_OFFLINE": "1", "TORCH_COMPILE_DISABLE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    # By default vLLM's matrix products keep 1,024 kernels, one for each shape of weights and number of tokens
+    # in a step. With the fragments that evicted ones leave, they grow for most of an hour.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
+}
 _ROUTER_SECONDS = 30.0
 
 
@@ -61,7 +68,9 @@ class Pair:
 @contextmanager
 def single(model: str, logs: Path) -> Iterator[str]:
     """One engine without kvferry; its URL."""
-    spec = EngineSpec("single", Role.BOTH, model, free_ports(1)[0], arguments=_ENGINE, environment=_QUIET)
+    spec = EngineSpec(
+        "single", Role.BOTH, model, free_ports(1)[0], arguments=_ENGINE, environment=_ENVIRONMENT
+    )
     with Fleet([spec], logs) as fleet:
         fleet.wait_ready()
         yield spec.url
@@ -83,7 +92,7 @@ def pair(model: str, folder: Path) -> Iterator[Pair]:
         arguments=_ENGINE,
         machine=this_machine(),
     )
-    specs = tuple(replace(spec, environment={**spec.environment, **_QUIET}) for spec in specs)
+    specs = tuple(replace(spec, environment={**spec.environment, **_ENVIRONMENT}) for spec in specs)
     with Fleet(specs, folder / "logs") as fleet:
         fleet.wait_ready()
         with _router(fleet.prefill_urls[0], fleet.decode_urls[0], folder / "logs" / "router.log") as (

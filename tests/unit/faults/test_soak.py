@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,8 +17,10 @@ from faults.growth import Sample
 from faults.report import with_part
 from faults.soak import main
 from faults.soak_page import report
+from faults.soak_pair import Pair
 from faults.soak_rest import HELD, held_of
 from faults.soak_values import SOURCES, Answered, Soak, problems
+from kvferry.serving.engine import EngineState
 
 PAGE = Path(__file__).parents[3] / "docs" / "reliability.md"
 RESTING = "".join(f"# TYPE {name} gauge\n{name} 0.0\n" for name in HELD)
@@ -59,6 +65,23 @@ def test_an_engine_that_holds_something_is_seen(name: str):
     assert held_of(RESTING) == []
     assert held_of(RESTING.replace(f"{name} 0.0", f"{name} 2.0")) == [f"{name} 2"]
     assert held_of(RESTING.replace(name, "other")) == [f"something unknown: it has no metric {name}"]
+
+
+def test_a_process_that_has_ended_is_named(tmp_path: Path):
+    log = tmp_path / "decode-0.log"
+    log.write_text("ValueError: no more\n")
+    engine: Any = SimpleNamespace(
+        spec=SimpleNamespace(name="decode-0"), log_path=log, exit_code=-9, poll=lambda: EngineState.DEAD
+    )
+    alive: Any = SimpleNamespace(poll=lambda: EngineState.READY)
+    fleet: Any = SimpleNamespace(engines=[engine, alive])
+    with subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]) as router:
+        router.wait()
+        said = Pair(fleet, router, "", tmp_path).deaths()
+    assert [one.split(":")[0] for one in said] == [
+        "decode-0 ended with signal 9",
+        "the router ended with exit code 3",
+    ]
 
 
 def test_the_part_is_written_into_the_page():
