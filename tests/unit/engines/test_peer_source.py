@@ -220,6 +220,22 @@ def test_a_ticket_that_cannot_be_of_the_prompt_is_not_redeemed_and_changes_nothi
     assert reason.startswith(says)
 
 
+@pytest.mark.parametrize("kind", [GroupKind.FULL, GroupKind.STATE])
+def test_state_that_has_seen_the_whole_prompt_is_not_read(kind):
+    """The engine computes the last token of a prompt in any case, and state would see it twice."""
+    engine = Engine(ranks=[replace(rank, groups=(replace(rank.groups[0], kind=kind),)) for rank in RANKS])
+    whole, longer = request("a", TOKENS), offered("b")
+    whole.kv_transfer_params = longer.kv_transfer_params
+    engine.arrive(whole)
+    of_state = kind is GroupKind.STATE
+    assert bool(engine.source.bids(whole, 0)) != of_state
+    assert [text[:44] for text in engine.refused()] == [
+        "40 tokens are offered for a prompt of 40, wh"
+    ] * of_state
+    engine.bidding = Bidding(2)
+    assert engine.source.bids(engine.arrive(longer), 0)
+
+
 def test_a_ticket_that_its_producer_refuses_is_struck_out_and_not_released():
     """It may be somebody else's, who redeems it with the right prompt."""
     engine = Engine(redeemed=NotUsable("other tokens"))

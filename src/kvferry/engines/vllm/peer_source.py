@@ -31,7 +31,7 @@ from kvferry.engines.vllm.source import Load
 from kvferry.engines.vllm.transfer_log import TransferLog
 from kvferry.engines.vllm.turn_finder import TurnFinder
 from kvferry.errors import NotYetNamed, ProtocolError, Unnameable
-from kvferry.geometry import RankGeometry
+from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.observe.events import Lack, Miss, Moved
 from kvferry.tiers.names import PEER, TIERS
 from kvferry.transport.control_client import ControlClient
@@ -146,6 +146,9 @@ class PeerSource:
         """
         self._adapters = adapters
         self._groups, self._grains = _blocks_of(ranks), dict[str, tuple[int, ...]]()
+        # The engine computes the last token of a prompt even if all of it is loaded. Attention writes the
+        # same once more; recurrent state would have seen the token twice.
+        self._computed_again = any(one.kind is GroupKind.STATE for rank in ranks for one in rank.groups)
         self._client, self._pins, self._log, self._refusals = client, pins, log, refusals
         self._timeout, self._most_held = timeout_seconds, most_held
         self._turns, self._asking = turns, dict[str, Bidding]()
@@ -337,10 +340,11 @@ class PeerSource:
 
     def _redeem(self, pull: _Pull, request: Any) -> None:
         """Begin to redeem the ticket; later, if the name of the prompt's LoRA adapter is not known yet."""
-        if pull.tokens > request.num_prompt_tokens:
+        if pull.tokens > request.num_prompt_tokens - self._computed_again:
+            last = ", whose last token is computed here: state must not have seen it" * self._computed_again
             self._strike(
                 request.request_id,
-                f"{pull.tokens} tokens are offered for a prompt of {request.num_prompt_tokens}",
+                f"{pull.tokens} tokens are offered for a prompt of {request.num_prompt_tokens}{last}",
             )
             return
         try:
