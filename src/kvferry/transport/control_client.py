@@ -23,7 +23,7 @@ import zmq
 from kvferry.limited_log import LimitedLog
 from kvferry.transport import security
 from kvferry.transport.endpoint import endpoint
-from kvferry.transport.gathering import gathering
+from kvferry.transport.gather_address import with_gather_address
 from kvferry.transport.handshake import Address, Answer, Handshakes, Looking, NotUsable
 from kvferry.transport.messages import (
     MAX_REPLY_BYTES,
@@ -313,9 +313,9 @@ class ControlClient:
         self._unnamed.add(command[0])
 
     def _usable(self, address: Address, ranks: tuple[RankCard, ...]) -> tuple[RankCard, ...]:
-        """Return a peer's ranks as they are used (`gathering`); raise Incompatible if we cannot read them."""
+        """Return a peer's ranks with addresses to dial; raise Incompatible if we cannot read them."""
         self._check_ranks(ranks)
-        return tuple(gathering(card, address, self._names) for card in ranks)
+        return tuple(with_gather_address(card, address, self._names, self._log) for card in ranks)
 
     def _connect(self, host: str, port: int) -> zmq.Socket[Any]:
         socket: zmq.Socket[Any] = self._context.socket(zmq.DEALER)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-
 import msgspec
 
+from kvferry.limited_log import LimitedLog
 from kvferry.terminal import shown
 from kvferry.transport.handshake import Address
 from kvferry.transport.messages import RankCard
 from kvferry.transport.names import Names, NotAllowed
 
-logger = logging.getLogger(__name__)
 
-
-def gathering(card: RankCard, address: Address, names: Names) -> RankCard:
+def with_gather_address(card: RankCard, address: Address, names: Names, log: LimitedLog) -> RankCard:
     """Return a rank with the numeric address of its gather channel, or without one that may not be dialled.
 
     Workers dial what stands in a card, so a name is not resolved again there.
@@ -22,7 +19,8 @@ def gathering(card: RankCard, address: Address, names: Names) -> RankCard:
     Args:
         card: what a peer says of one of its ranks.
         address: of the peer's control channel.
-        names: decides.
+        names: decides which address may be dialled.
+        log: gets a line where none may be.
     """
     if card.outgoing is None:
         return card
@@ -32,9 +30,11 @@ def gathering(card: RankCard, address: Address, names: Names) -> RankCard:
     except NotAllowed as error:
         place, why = None, str(error)
     if place is None:
-        logger.warning(
-            "peer at %s:%d: rank TP%d PP%d gathers at %s, which is not dialled, so it is read without: %s",
-            *address, card.geometry.tp_rank, card.geometry.pp_rank, shown(card.outgoing.host), shown(why),
-        )  # fmt: skip
+        (host, port), rank = address, card.geometry
+        log.say(
+            f"{address}",
+            f"peer at {shown(host)}:{port}: rank TP{rank.tp_rank} PP{rank.pp_rank} gathers at "
+            f"{shown(card.outgoing.host)}, which is not dialled, so it is read without: {shown(why, 200)}",
+        )
         return msgspec.structs.replace(card, outgoing=None)
     return msgspec.structs.replace(card, outgoing=msgspec.structs.replace(card.outgoing, host=place))
