@@ -32,8 +32,16 @@ def test_a_cause_is_said_once_in_a_window_and_the_next_line_counts_the_rest(log,
     log.say("a", "first")
     assert lines(caplog) == ["first"]
     clock.now += 1
-    log.say("a", "again")
-    assert lines(caplog) == ["first", "again (1000 more warnings were left out before this one)"]
+    for _ in range(3):
+        log.say("a", "again")
+    log.say("b", "more")
+    log.say("c", "more")
+    assert lines(caplog) == [
+        "first",
+        "again (1000 more warnings were left out before this one)",
+        "more (2 more warnings were left out before this one)",
+        "more",
+    ]
 
 
 def test_causes_that_are_made_up_get_few_lines_and_no_memory(log, clock, caplog):

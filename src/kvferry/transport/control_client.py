@@ -240,19 +240,15 @@ class ControlClient:
             held = sorted(peer.held)
             for first in range(0, len(held), MAX_TICKETS):
                 self._send(peer, Heartbeat(self._consumer, held[first : first + MAX_TICKETS]))
-            if not held and self._is_useless(address):
+            if not held and self._handshakes.is_unknown(address):
                 self._close(poller, address)
-
-    def _is_useless(self, address: Address) -> bool:
-        """Whether a peer is not known, nor asked: anyone can make addresses up."""
-        return self._handshakes.is_unknown(address) or self._handshakes.is_refused(address)
 
     def _execute(self, poller: zmq.Poller, address: Address, message: Request | None) -> None:
         try:
             self._carry_out(poller, address, message)
         except Exception as error:  # noqa: BLE001 - it costs the request it came with, and no other
-            # Of an address that is none or not allowed, one of the first three is expected.
-            if not isinstance(error, NotAllowed | zmq.ZMQError | ValueError):
+            # Of an address that is none or not allowed, one of these two is expected.
+            if not isinstance(error, NotAllowed | zmq.ZMQError):
                 self._log.say(type(error).__name__, "control channel: an unexpected error", error)
             if message is None:
                 self._handshakes.refuse(address, f"it cannot be asked: {error}")
@@ -322,11 +318,7 @@ class ControlClient:
         socket.maxmsgsize = MAX_REPLY_BYTES
         socket.linger = 0
         security.as_client(socket, self._keys)
-        try:
-            socket.connect(endpoint(socket, host, port))
-        except (zmq.ZMQError, ValueError):
-            socket.close()
-            raise
+        socket.connect(endpoint(socket, host, port))
         return socket
 
     def _send(self, peer: _Peer, message: Request) -> None:

@@ -91,7 +91,7 @@ def make_key(folder: Path, directory: int) -> None:
         _write_new(Path(name), directory)
         try:
             with suppress(FileExistsError):
-                os.link(name, NAME, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
+                os.link(name, NAME, src_dir_fd=directory, dst_dir_fd=directory)
         finally:
             os.unlink(name, dir_fd=directory)
         os.fsync(directory)
@@ -100,7 +100,7 @@ def make_key(folder: Path, directory: int) -> None:
 
 
 def _write_new(path: Path, directory: int | None) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC  # EXCL: follows no symbolic link either
     with os.fdopen(os.open(path, flags, 0o600, dir_fd=directory), "w", encoding="ascii") as file:
         file.write(new_secret())
         file.flush()

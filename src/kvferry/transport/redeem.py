@@ -22,9 +22,10 @@ from kvferry.transport.lease import LeaseWord
 TICKET_BYTES = 16
 MAX_TOKENS = 1 << 31
 MAX_ADAPTER = 4096
-MAX_REASON = 1024
+MAX_REASON = 2048
 MAX_GROUPS = 1024
 MAX_BLOCKS = 1 << 22
+"""Of all block tables of a grant. The engine's thread lists them, so a peer must not make that long."""
 
 Ticket: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=TICKET_BYTES, max_length=TICKET_BYTES)]
 """The name of a lease on the wire: random, so knowing one is having been given it."""
@@ -37,7 +38,6 @@ _ID: Final = np.dtype("<u4")
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Word = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 _Digest = Annotated[str, msgspec.Meta(max_length=32)]
-_Table = Annotated[bytes, msgspec.Meta(max_length=_ID.itemsize * MAX_BLOCKS)]
 
 
 def new_ticket() -> bytes:
@@ -97,12 +97,14 @@ class Grant(msgspec.Struct, frozen=True):
 
     slot: _Count
     generation: _Word
-    tables: Annotated[list[_Table], msgspec.Meta(max_length=MAX_GROUPS)]
+    tables: Annotated[list[bytes], msgspec.Meta(max_length=MAX_GROUPS)]
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a table that is cut short."""
+        """Raise ValueError for tables that are cut short or too long."""
         if any(len(table) % _ID.itemsize for table in self.tables):
             raise ValueError(f"block ids take {_ID.itemsize} bytes each")
+        if (blocks := sum(map(len, self.tables)) // _ID.itemsize) > MAX_BLOCKS:
+            raise ValueError(f"block tables of {blocks} blocks, at most {MAX_BLOCKS}")
 
     @classmethod
     def of(cls, slot: int, generation: int, tables: Iterable[Sequence[int]]) -> Grant:
@@ -165,4 +167,4 @@ class NotRedeemed(msgspec.Struct, frozen=True, tag="not-redeemed"):
 
     number: Number
     incarnation: Run
-    reason: Annotated[str, msgspec.Meta(max_length=2 * MAX_REASON)]
+    reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON)]

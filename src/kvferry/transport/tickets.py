@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvferry.transport.redeem import MAX_REASON, Grant, NotRedeemed, PromptContent, Redeem, Redeemed
+from kvferry.transport.redeem import Grant, NotRedeemed, PromptContent, Redeem, Redeemed
 
 UNKNOWN: Final = (
     "it does not know the ticket: its lease has ended (released, or not claimed within lease_seconds), or "
@@ -62,7 +62,7 @@ class TicketBook:
         self._incarnation = incarnation
         self._lock = threading.Lock()
         self._open: dict[bytes, _Open] = {}
-        self._tickets: dict[str, bytes] = {}
+        self._tickets: dict[str, bytes] = {}  # by lease, until the lease is withdrawn
 
     def __len__(self) -> int:
         """Tickets that can be redeemed."""
@@ -97,10 +97,10 @@ class TicketBook:
         A consumer whose claim stands gets the same answer again: the first may have been lost.
         """
         with self._lock:
-            found = self._open.get(asked.ticket)
-            reason = UNKNOWN if found is None else found.refusal(asked)
-            if found is None or reason is not None:
-                return NotRedeemed(asked.number, self._incarnation, str(reason)[:MAX_REASON])
+            if (found := self._open.get(asked.ticket)) is None:
+                return NotRedeemed(asked.number, self._incarnation, UNKNOWN)
+            if (reason := found.refusal(asked)) is not None:
+                return NotRedeemed(asked.number, self._incarnation, reason)
             found.claimed.add(asked.consumer)
             return Redeemed(asked.number, self._incarnation, found.grant)
 
@@ -119,7 +119,7 @@ class TicketBook:
         """Return the leases that end because their requests were rejected: those that nobody has claimed."""
         with self._lock:
             unclaimed = [t for t in dict.fromkeys(tickets) if t in self._open and not self._open[t].claimed]
-            return [self._close(ticket) for ticket in unclaimed]
+            return [self._open.pop(ticket).lease for ticket in unclaimed]
 
     def _released(self, consumer: int, ticket: bytes) -> str | None:
         found = self._open.get(ticket)
@@ -127,9 +127,4 @@ class TicketBook:
             return None
         found.claimed.discard(consumer)
         found.released.add(consumer)
-        return None if found.claimed else self._close(ticket)
-
-    def _close(self, ticket: bytes) -> str:
-        lease = self._open.pop(ticket).lease
-        del self._tickets[lease]
-        return lease
+        return None if found.claimed else self._open.pop(ticket).lease

@@ -107,7 +107,7 @@ class TurnIndex:
         """The turns that have most of these chunks, from the first on; of many, the last."""
         for last in range(len(question.keys) - 1, -1, -1):
             tickets = list(self._by_key.get((last, question.keys[last]), ()))
-            turns = [self._turns[ticket] for ticket in reversed(tickets) if ticket in self._turns]
+            turns = [turn for ticket in reversed(tickets) if (turn := self._turns.get(ticket)) is not None]
             found = [
                 kept.found(last + 1, list(content.after(last + 1)))
                 for content, kept, _ in turns[:MOST_TURNS]

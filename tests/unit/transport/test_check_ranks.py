@@ -12,18 +12,20 @@ from msgspec import structs
 from kvferry.errors import ProtocolError
 from kvferry.geometry import Region
 from kvferry.transport.check_ranks import MAX_LAYERS, MAX_NAME, MAX_REGIONS
+from kvferry.transport.control_server import Card
 from kvferry.transport.messages import (
     MAX_AGENT_BYTES,
     MAX_DIFFERENCES,
     MAX_RANKS,
+    PROTOCOL,
     Accepted,
+    Hello,
     Outgoing,
     RankCard,
     Ranks,
     Refused,
     decode_reply,
     encode,
-    refused,
 )
 from transport.cards import cards, facts
 
@@ -166,7 +168,8 @@ def test_ids_and_sentences_have_a_limit():
 
 
 def test_a_refusal_of_very_many_differences_can_be_read_and_says_how_many_more():
-    said = decode_reply(encode(refused([f"{number} {'x' * 20_000}" for number in range(1000)])))
+    ours, theirs = ({str(number): side * 4096 for number in range(1000)} for side in "ab")
+    said = decode_reply(encode(Card(facts(**ours), ()).answer(Hello(PROTOCOL, facts(**theirs)))))
     assert isinstance(said, Refused)
     assert len(said.differences) == MAX_DIFFERENCES
     assert said.differences[-1] == "937 more differences"

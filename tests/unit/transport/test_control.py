@@ -31,7 +31,7 @@ from kvferry.transport.messages import (
     encode,
 )
 from kvferry.transport.peers import ANYBODY
-from kvferry.transport.redeem import Grant, PromptContent, Redeemed
+from kvferry.transport.redeem import Grant, PromptContent, Redeem, Redeemed
 from kvferry.transport.turns import Content
 from support.keys import KEYS, OTHER_KEYS
 from transport.cards import cards, facts, ticket
@@ -612,6 +612,31 @@ def test_a_port_in_use_is_a_setting_to_change(ends):
             ControlServer(HOST, port, Card(facts(), cards()), KEYS)
 
 
+def test_an_answer_that_is_too_long_is_not_taken(ends, monkeypatch):
+    monkeypatch.setattr(control_client, "MAX_REPLY_BYTES", 10_000)
+    answer = settled(ends.client(handshake_seconds=1.0), ends.fake(bytes(10_001)))
+    assert isinstance(answer, NotUsable)
+    assert answer.reason.startswith("no answer within 1 s")
+
+
+def test_a_process_without_room_for_another_socket_refuses_that_peer_only(ends):
+    client, server, other = ends.client(), ends.server(), ends.server()
+    client._context.max_sockets = 1
+    assert isinstance(settled(client, server.port), Known)
+    assert settled(client, other.port) == NotUsable("it cannot be asked: Too many open files")
+    server.tickets.publish(LEASE, "lease", 4, CONTENT, GRANT)
+    assert granted(client, client.redeem((HOST, server.port), LEASE, 4, CONTENT)).grant == GRANT
+
+
+def test_made_up_addresses_do_not_open_sockets_without_end(ends, monkeypatch):
+    monkeypatch.setattr(handshake, "MANY_UNDER_WAY", 1_000_000)
+    client = ends.client(handshake_seconds=600.0)
+    for port in range(1, handshake.MOST_UNDER_WAY + 20):
+        assert isinstance(client.look_up((HOST, port)), Looking)
+    until(lambda: not client._commands)
+    assert len(client._handshakes._looking) == handshake.MOST_UNDER_WAY
+
+
 def test_an_address_of_another_machine_is_a_host_to_change():
     with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.1 port 7: .*; set host to an"):
         ControlServer("203.0.113.1", 7, Card(facts(), cards()), KEYS)
@@ -624,6 +649,23 @@ def test_addresses_that_were_refused_are_forgotten_and_their_sockets_closed(ends
         settled(client, port)
     until(lambda: not client._peers)
     until(lambda: not client._handshakes._answers)
+
+
+def test_the_socket_to_a_refused_address_is_closed_without_waiting_for_a_heartbeat(ends):
+    client = ends.client(handshake_seconds=0.05, heartbeat_seconds=600.0)
+    for port in range(1, 9):
+        settled(client, port)
+    until(lambda: not client._peers)
+
+
+def test_a_lease_at_a_peer_that_refuses_the_next_handshake_is_kept_alive(ends):
+    client, server = ends.client(heartbeat_seconds=0.05), ends.server(facts(weights="theirs"))
+    publish(server, LEASE)
+    server.tickets.redeem(Redeem(0, 9, LEASE, 4, CONTENT))
+    client.hold((HOST, server.port), LEASE)
+    assert isinstance(settled(client, server.port), NotUsable)
+    server.events.clear()
+    until(lambda: len(server.events) > 2)
 
 
 def test_addresses_that_were_never_asked_are_forgotten_once_no_lease_is_held_there(ends):
@@ -745,6 +787,7 @@ def test_a_peer_that_does_not_answer_is_waited_for_a_moment_and_then_left_alone(
     assert client.turns(number) is None
     assert answered(client, number) == []
     assert client.ask_turn({nobody: 1}, content(600)) is None
+    assert not client._questions._open
     assert client.ask_turn({nobody: 2}, content(600)) is not None, "it has been started anew"
 
 
@@ -758,10 +801,10 @@ def test_a_peer_that_was_silent_is_asked_once_a_ticket_of_it_has_come(ends):
 def test_only_the_last_peers_that_keep_turns_are_remembered(ends):
     asker = ends.server()
     raw = ends.raw(asker.port)
-    for port in range(1, 80):
+    for port in (*range(1, 81), 17, 81):
         raw.send(encode(Hello(PROTOCOL, structs.replace(facts("D", port), keeps_turns=(HOST, port)))))
         raw.recv()
-    assert asker.keepers == {(HOST, port): port for port in range(16, 80)}
+    assert asker.keepers == {(HOST, port): port for port in (17, *range(19, 82))}
 
 
 def test_where_a_peer_keeps_turns_must_be_an_address(ends):
@@ -773,10 +816,11 @@ def test_where_a_peer_keeps_turns_must_be_an_address(ends):
     assert asker.keepers == {}
 
 
-def test_tickets_of_made_up_addresses_that_are_dropped_leave_no_sockets(ends):
+@pytest.mark.parametrize("let_go", [ControlClient.drop, ControlClient.release])
+def test_tickets_of_made_up_addresses_that_are_let_go_leave_no_sockets(ends, let_go):
     client = ends.client(heartbeat_seconds=600.0)
     for number in range(300):
-        client.drop((f"127.0.{number // 250}.{number % 250 + 1}", 9), LEASE)
+        let_go(client, (f"127.0.{number // 250}.{number % 250 + 1}", 9), LEASE)
     until(lambda: not client._commands)
     until(lambda: not client._peers)
     assert isinstance(settled(client, ends.server().port), Known)

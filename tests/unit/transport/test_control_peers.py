@@ -10,7 +10,7 @@ import zmq
 from msgspec import structs
 
 from kvferry.limited_log import LimitedLog
-from kvferry.transport import names, security
+from kvferry.transport import control_client, names, security
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import Card, Claimed, ControlServer, Released
 from kvferry.transport.gather_address import with_gather_address
@@ -163,6 +163,22 @@ def test_a_listed_name_is_dialled_at_the_address_that_was_found(stack, monkeypat
     assert isinstance(settled(one, ("svc", at.port)), Known)
     heard = until(lambda: len(at.events) > 3 and [at.events.popleft() for _ in range(4)])
     assert heard == [Claimed(["a"]), Claimed(["b"]), Released(["a"]), Claimed(["b"])], "in order"
+
+
+def test_what_is_said_to_a_name_that_is_not_resolved_yet_is_bounded_and_keeps_its_order(stack, monkeypatch):
+    resolved = threading.Event()
+    stack.callback(resolved.set)
+    monkeypatch.setattr(names, "_resolve", lambda name: [HOST] if resolved.wait(60) else [])
+    monkeypatch.setattr(names, "PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr(control_client, "MOST_UNRESOLVED", 3)
+    at = server(stack)
+    one = client(stack, peers_of(["svc"], "10.0.0.1", None), heartbeat_seconds=600.0)
+    for name in "abcde":
+        one.hold(("svc", at.port), claimed(at, name))
+        until(lambda: not one._commands)
+    resolved.set()
+    heard = until(lambda: len(at.events) > 2 and list(at.events))
+    assert heard == [Claimed(["a"]), Claimed(["b"]), Claimed(["c"])]
 
 
 def test_a_resolver_that_hangs_delays_no_heartbeat_and_no_other_handshake(stack, monkeypatch):

@@ -1,8 +1,11 @@
 """What waits for the engine: bounded, and nobody's messages push out another's."""
 
+from collections import Counter, deque
+
 import pytest
 
 from kvferry.transport.inbox import Inbox
+from support.locked import locked
 
 
 def test_messages_are_taken_in_their_order():
@@ -43,5 +46,14 @@ def test_made_up_senders_do_not_make_it_grow():
         inbox.put(str(number).encode(), number)
     assert len(inbox) == 10
     assert len(inbox._of) == 10
-    inbox.clear()
+    while inbox:
+        inbox.popleft()
     assert not inbox._of
+
+
+def test_both_threads_use_it_under_its_lock_alone():
+    """A sender that is counted wrongly once loses messages for good."""
+    inbox = Inbox[str]()
+    inbox._waiting, inbox._of = locked(deque, inbox._lock), locked(Counter, inbox._lock)
+    inbox.put(b"a", "1")
+    assert inbox.popleft() == "1"

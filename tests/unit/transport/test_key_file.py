@@ -104,8 +104,9 @@ def test_a_symbolic_link_is_no_key(state, secret_file):
             look(None)
     (state / "kvferry" / "key").unlink()
     (state / "kvferry" / "key").symlink_to(state / "nowhere")
-    with pytest.raises(ConfigError, match="it is a symbolic link"):
-        read_keys(None)
+    for look in (read_keys, existing_keys):
+        with pytest.raises(ConfigError, match="it is a symbolic link"):
+            look(None)
     assert not (state / "nowhere").exists()
 
 
@@ -140,8 +141,9 @@ def test_a_key_or_a_directory_of_somebody_else_is_refused(state):
     os.chown(state / "kvferry" / "key", 4141, -1)
     with pytest.raises(ConfigError, match="belongs to user 4141, expected 0"):
         read_keys(None)
+    os.chown(state / "kvferry" / "key", 0, -1)
     os.chown(state / "kvferry", 4141, -1)
-    with pytest.raises(ConfigError, match="belongs to user 4141, expected 0"):
+    with pytest.raises(ConfigError, match=r"cannot hold the key .*: it belongs to user 4141"):
         read_keys(None)
 
 
@@ -157,6 +159,29 @@ def test_a_home_that_cannot_be_written_is_refused_with_the_way_out(tmp_path, mon
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file" / "state"))
     with pytest.raises(ConfigError, match=r"cannot hold the key .*: Not a directory; set secret_file to a"):
         read_keys(None)
+
+
+def test_a_file_in_place_of_the_keys_directory_is_refused_with_the_way_out(state):
+    state.mkdir()
+    (state / "kvferry").touch(0o600)
+    for look in (read_keys, existing_keys):
+        with pytest.raises(ConfigError, match=r"cannot hold the key .*: Not a directory; set secret_file to"):
+            look(None)
+
+
+def test_a_key_is_on_disk_before_it_has_its_name_and_its_name_before_it_is_used(state, monkeypatch):
+    done = []
+    sync, link = os.fsync, os.link
+
+    def synced(descriptor: int) -> None:
+        found = os.fstat(descriptor)
+        done.append("directory" if stat.S_ISDIR(found.st_mode) else found.st_size)
+        sync(descriptor)
+
+    monkeypatch.setattr(key_making.os, "fsync", synced)
+    monkeypatch.setattr(key_making.os, "link", lambda *names, **of: done.append("name") or link(*names, **of))
+    read_keys(None)
+    assert done == [len(new_secret()), "name", "directory"]
 
 
 def test_a_user_without_a_home_is_refused_with_the_way_out(monkeypatch):
@@ -202,9 +227,23 @@ def test_a_secret_file_that_may_not_be_read_is_refused_by_name(secret_file):
         read_keys(str(secret_file))
 
 
-def test_a_directory_is_no_secret(tmp_path):
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_a_directory_and_a_pipe_are_no_secret(tmp_path, make):
+    make(tmp_path / "secret")
     with pytest.raises(ConfigError, match="is no regular file"):
-        read_keys(str(tmp_path))
+        read_keys(str(tmp_path / "secret"))
+
+
+def test_reading_keys_leaves_no_file_open(state, secret_file, tmp_path):
+    read_keys(None)
+    read_keys(str(secret_file))
+    secret_file.chmod(0o644)
+    (state / "kvferry").chmod(0o755)
+    for named in (None, str(secret_file)):
+        with pytest.raises(ConfigError, match="mode"):
+            read_keys(named)
+    left = [os.path.realpath(one) for one in Path("/proc/self/fd").iterdir()]
+    assert not [one for one in left if one.startswith(str(tmp_path))]
 
 
 def test_a_secret_file_may_be_as_kubernetes_mounts_it_and_not_open_to_everybody(secret_file, tmp_path):
@@ -219,7 +258,9 @@ def test_a_secret_file_may_be_as_kubernetes_mounts_it_and_not_open_to_everybody(
 
 
 @root_only
-def test_a_secret_file_of_somebody_else_is_refused(secret_file):
+def test_a_secret_file_of_somebody_else_is_refused_but_not_one_of_roots(secret_file, monkeypatch):
+    monkeypatch.setattr(key_file.os, "geteuid", lambda: 4242)
+    read_keys(str(secret_file))
     os.chown(secret_file, 4141, -1)
     with pytest.raises(ConfigError, match="belongs to user 4141"):
         read_keys(str(secret_file))

@@ -20,7 +20,7 @@ from kvferry.transport.messages import (
     decode_request,
     encode,
 )
-from kvferry.transport.redeem import MAX_GROUPS, Grant, PromptContent, Redeem, Redeemed
+from kvferry.transport.redeem import MAX_BLOCKS, MAX_GROUPS, Grant, PromptContent, Redeem, Redeemed
 from transport.cards import cards
 
 QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=300)
@@ -134,6 +134,7 @@ def test_a_redemption_is_bounded_in_every_part():
         Grant(-1, 0, []), Grant(2**31, 0, []), Grant(0, -1, []), Grant(0, 2**32, []), Grant(0, 0, [[1] * 4]),
         Grant(0, 0, ["1234"]), Grant(0, 0, [b""] * (MAX_GROUPS + 1)),
         {"slot": 0, "generation": 0, "tables": [b"123"]}, {"slot": 0, "generation": 0, "tables": None},
+        {"slot": 0, "generation": 0, "tables": [bytes(2 * MAX_BLOCKS), bytes(2 * MAX_BLOCKS + 4)]},
     ],
 )  # fmt: skip
 def test_a_grant_out_of_bounds_is_none(grant):

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvferry.transport.redeem import Grant, NotRedeemed, PromptContent, Redeem, Redeemed, new_ticket
 from kvferry.transport.tickets import RELEASED, UNKNOWN, TicketBook
+from support.locked import locked
 from transport.cards import ticket
 
 RUN = 5
@@ -122,6 +123,19 @@ def test_a_ticket_that_is_withdrawn_while_others_redeem_is_never_redeemed_after(
         gone.set()
         thread.join()
         assert isinstance(late[0], NotRedeemed)
+
+
+def test_the_book_is_looked_at_and_changed_under_its_lock_alone():
+    """A ticket that is withdrawn between two looks of the channel's thread would end that thread."""
+    made = TicketBook(RUN)
+    made._open, made._tickets = locked(dict, made._lock), locked(dict, made._lock)
+    for name in "abc":
+        made.publish(ticket(name), name, 4, CONTENT, GRANT)
+    redeem(made, "a")
+    assert made.claimed(1, [ticket("a")]) == made.release(1, [ticket("a")]) == ["a"]
+    assert made.drop([ticket("b")]) == ["b"]
+    made.withdraw("abc")
+    assert len(made) == 0
 
 
 NAMES, CONSUMERS = st.sampled_from("abc"), st.integers(1, 3)

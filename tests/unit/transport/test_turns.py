@@ -98,6 +98,23 @@ def test_what_is_withdrawn_is_not_found():
     assert (found(index, one), len(index)) == ([], 0)
 
 
+def test_a_turn_that_is_withdrawn_while_it_is_looked_for_ends_no_thread():
+    class Leaving(dict):
+        """Turns that another thread withdraws right after each look at them."""
+
+        def __contains__(self, key) -> bool:
+            return self.get(key) is not None
+
+        def get(self, key, default=None):
+            return self.pop(key, default)
+
+    index, one = TurnIndex(), content(range(9))
+    index._turns = Leaving()
+    publish(index, one)
+    assert names(found(index, one)) == ["r"]
+    assert found(index, one) == []
+
+
 def test_what_another_turn_is_found_by_stays_when_one_is_withdrawn():
     index, one, other = TurnIndex(), content(range(9)), content([*range(6), 7])
     for of, lease in ((one, "one"), (other, "other")):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.handshake import Address, Looking, NotUsable
@@ -19,8 +18,6 @@ STEP_WAIT_SECONDS = 0.0005
 """Time that a step waits at most for producers to answer, all requests together. A known peer nearby answers
 within it, so its prompt need not wait for the next step."""
 
-_Prompt: TypeAlias = tuple[int, PromptContent]
-
 
 @dataclass(frozen=True, slots=True)
 class Claim:
@@ -29,13 +26,13 @@ class Claim:
     Attributes:
         address: of the producer.
         ticket: names the lease there.
-        prompt: tokens and content that the ticket is redeemed with.
+        prompt: content that the ticket is redeemed with.
         number: of the redemption.
     """
 
     address: Address
     ticket: bytes
-    prompt: _Prompt
+    prompt: PromptContent
     number: int
 
 
@@ -50,7 +47,7 @@ class _Shared:
     """
 
     users: dict[int, int] = field(default_factory=dict)
-    numbers: dict[_Prompt, int] = field(default_factory=dict)
+    numbers: dict[PromptContent, int] = field(default_factory=dict)
     held: bool = False
 
 
@@ -69,18 +66,18 @@ class Claims:
 
     def begin(self, address: Address, ticket: bytes, tokens: int, content: PromptContent) -> Claim:
         """Redeem a ticket for a request, or join a request with the same ticket and prompt."""
-        shared, prompt = self._shared.setdefault((address, ticket), _Shared()), (tokens, content)
-        number = shared.numbers.get(prompt)
+        shared = self._shared.setdefault((address, ticket), _Shared())
+        number = shared.numbers.get(content)
         if number is None:
-            number = shared.numbers[prompt] = self._client.redeem(address, ticket, tokens, content)
+            number = shared.numbers[content] = self._client.redeem(address, ticket, tokens, content)
         shared.users[number] = shared.users.get(number, 0) + 1
-        return Claim(address, ticket, prompt, number)
+        return Claim(address, ticket, content, number)
 
     def answer(self, claim: Claim) -> Redeemed | NotUsable | Looking:
         """Return the producer's answer; waits for it as far as this step's time allows."""
         began = time.monotonic()
         answer = self._client.redemption(claim.number, self._wait_seconds)
-        self._wait_seconds = max(0.0, self._wait_seconds - (time.monotonic() - began))
+        self._wait_seconds -= time.monotonic() - began
         return answer
 
     def step(self) -> None:

@@ -65,7 +65,7 @@ def read_offer(params: Any) -> Offer | None:
         return None
     try:
         return msgspec.convert(params, Offer)
-    except (msgspec.ValidationError, UnicodeError, RecursionError) as error:
+    except (msgspec.ValidationError, UnicodeError) as error:
         raise ProtocolError(f"kv_transfer_params: {error}") from error
 
 
