@@ -16,7 +16,7 @@ from engine.test_refusals import other_weights
 from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
 from support.vllm_engine.inside import distance
 from support.vllm_engine.pair import SOON, connector, prompt
-from support.vllm_engine.process import Engine
+from support.vllm_engine.process import Engine, EngineError
 
 pytestmark = pytest.mark.engine
 
@@ -112,3 +112,9 @@ def test_weights_that_change_after_a_reset_leave_the_tiers_in_use(trained: Train
     first = trained.say(KEPT)
     assert distance(trained.say(KEPT), first) < 1e-4
     assert trained.loads() == ["tiers"]
+
+
+def test_a_running_engine_gives_up_no_memory_whoever_asks(trained: Trained) -> None:
+    for of_worker in (True, False):
+        with pytest.raises(EngineError, match="does not sleep: kvferry and its peers"):
+            trained.engine.call("give_up_memory", of_worker=of_worker)

@@ -1,4 +1,4 @@
-"""What the machine lends: memory that may be locked, files that may be open, shared memory, large pages."""
+"""What the machine lends: memory that may be locked, files, shared memory, large pages."""
 
 from __future__ import annotations
 
@@ -8,24 +8,19 @@ import resource
 from collections.abc import Callable
 from pathlib import Path
 
-from kvferry.doctor.finding import Finding, bad, note, ok
+from kvferry.doctor.finding import Finding, bad, note, ok, refused
+from kvferry.errors import ConfigError
+from kvferry.memory.available import Read, read
+from kvferry.memory.sealed import sealed_file
 from kvferry.plan.units import size
 
 _ENOUGH_FILES = 65_535
 """What vLLM raises its own limit to, as far as it may."""
 _FEW_FILES = 1024
 _LITTLE_SHM = 1 << 30
+LEAST_SHM = 16 << 20
+"""What the agents of one rank take there, and some."""
 _COLLAPSES_SINCE = (6, 1)
-
-Read = Callable[[str], str | None]
-
-
-def read(path: str) -> str | None:
-    """The text of a file of the kernel's, None where there is none."""
-    try:
-        return Path(path).read_text(errors="replace").strip()
-    except OSError:
-        return None
 
 
 def devices(folder: str = "/sys/class/infiniband") -> list[str]:
@@ -92,6 +87,14 @@ def shared_memory(path: str = "/dev/shm", stat: Callable[[str], os.statvfs_resul
         )
     total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
     room = f"{size(free)} free of {size(total)}"
+    if found.f_flag & os.ST_RDONLY:
+        return bad(subject, "is mounted read-only: no engine starts", "mount a tmpfs there for writing")
+    if free < LEAST_SHM:
+        return bad(
+            subject,
+            f"{room}: UCX needs {size(LEAST_SHM)} for the agents of one rank, and an engine does not start",
+            "docker: --shm-size=1g; remove files there that nobody uses",
+        )
     if free < _LITTLE_SHM:
         return note(
             subject,
@@ -99,6 +102,33 @@ def shared_memory(path: str = "/dev/shm", stat: Callable[[str], os.statvfs_resul
             "docker: --shm-size=8g or --ipc=host, for engines of several ranks",
         )
     return ok(subject, f"{room}; the host tier needs none of it")
+
+
+def file_size(limit: int | None = None) -> Finding:
+    """Whether files can be as large as host memory and UCX's queues are, which count as files.
+
+    Args:
+        limit: bytes that a file may have, negative for any; by default this process's.
+    """
+    subject = "size of a file"
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0] if limit is None else limit
+    if limit < 0:
+        return ok(subject, "without limit")
+    return bad(
+        subject,
+        f"up to {size(limit)} (ulimit -f), which bounds host memory, chunk files and UCX's queues as well",
+        "ulimit -f unlimited for whoever starts engines",
+    )
+
+
+def memory_files() -> Finding:
+    """Whether memory can be had that ranks share safely."""
+    subject = "memory files"
+    try:
+        os.close(sealed_file("kvferry-doctor", 4096))
+    except ConfigError as error:
+        return refused(subject, error)
+    return ok(subject, "can be made and sealed, as the host tier needs it")
 
 
 def large_pages(read: Read = read, release: str | None = None) -> Finding:
@@ -131,22 +161,6 @@ def large_pages(read: Read = read, release: str | None = None) -> Finding:
     return ok(subject, f"on ({enabled[1]}), for shared memory as well")
 
 
-def memory_room(read: Read = read) -> tuple[int, str] | None:
-    """Bytes of memory that can still be had, and what bounds them: the machine, or this control group."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", read("/proc/meminfo") or "", re.MULTILINE)
-    if found is None:
-        return None
-    room = [(int(found[1]) << 10, "available on this machine")]
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        most, now = read(limit) or "", read(used) or ""
-        if most.isdigit() and now.isdigit():
-            room.append((max(0, int(most) - int(now)), "left to this control group"))
-    return min(room)
-
-
 def check() -> list[Finding]:
     """All of it."""
-    return [locked_memory(), open_files(), shared_memory(), large_pages()]
+    return [locked_memory(), open_files(), file_size(), shared_memory(), memory_files(), large_pages()]

@@ -12,11 +12,11 @@ from typing import Any
 
 from kvferry.doctor.finding import Finding, bad, note, ok, refused
 from kvferry.doctor.limits import Ended, guarded, run_python
-from kvferry.doctor.machine import memory_room
 from kvferry.doctor.mounts import Mount, mount_of, mounts
 from kvferry.doctor.probes import MODULE, said
 from kvferry.engines.vllm.tier_config import FileSettings, HostSettings, ObjectSettings, Tiers
 from kvferry.errors import ConfigError
+from kvferry.memory.available import available_memory
 from kvferry.plan.units import size
 from kvferry.tiers.objects.client import Bucket
 from kvferry.tiers.objects.faults import Unavailable
@@ -53,7 +53,7 @@ def check(tiers: Tiers) -> Iterator[Finding]:
     yield from guarded("tiers", 2 * _PATH_SECONDS, partial(apart, tiers))
 
 
-def host(settings: HostSettings, room: Callable[[], tuple[int, str] | None] = memory_room) -> Finding:
+def host(settings: HostSettings, room: Callable[[], tuple[int, str] | None] = available_memory) -> Finding:
     """Whether the memory can be had."""
     subject = "host memory"
     found = room()

@@ -17,7 +17,6 @@ file is believed by its token, so another process that got the number does not p
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 import secrets
@@ -30,8 +29,10 @@ import numpy.typing as npt
 
 from kvferry.errors import ConfigError, TransferError
 from kvferry.geometry import Region
+from kvferry.memory.available import available_memory
 from kvferry.memory.copy import Slots
 from kvferry.memory.pages import Collapsing, map_shared
+from kvferry.memory.sealed import sealed_file
 from kvferry.memory.space import Space
 
 _POPULATE_WRITE = 23
@@ -83,10 +84,11 @@ class Arena:
             ConfigError: the machine has not so much, or makes no sealed memory files.
         """
         size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        if size > (available := available_bytes()):
-            raise ConfigError(_too_large(size, f"{available / 2**30:.1f} GiB are available"))
+        available, where = _available()
+        if size > available:
+            raise ConfigError(_too_large(size, f"{available / 2**30:.1f} GiB are {where}"))
         token = secrets.token_hex(16)
-        fd = _sealed_file(_file_name(token), size)
+        fd = sealed_file(_file_name(token), size)
         try:
             arena = cls(fd, ArenaName(os.getpid(), fd, token, size))
         except OSError as error:
@@ -147,7 +149,7 @@ class Arena:
             self._map.close()
 
     def _populate(self) -> None:
-        """Take all the memory now. Where the kernel is too old to, it is taken as it is touched.
+        """Take all the memory now, mapped where the kernel can (since Linux 5.14), reserved elsewhere.
 
         Raises:
             ConfigError: there is not so much.
@@ -155,43 +157,16 @@ class Arena:
         size = self.name.size
         try:
             for at in range(0, size, _STEP_BYTES):  # other threads of this process get their turn
-                self._map.madvise(_POPULATE_WRITE, self._skip + at, min(_STEP_BYTES, size - at))
+                step = min(_STEP_BYTES, size - at)
+                try:
+                    self._map.madvise(_POPULATE_WRITE, self._skip + at, step)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                    os.posix_fallocate(self._fd, at, step)
         except OSError as error:
-            if error.errno == errno.EINVAL:
-                return
             self.close()
             raise ConfigError(_too_large(size, str(error))) from error
-
-
-def _sealed_file(name: str, size: int) -> int:
-    """Make a memory file that no process can shrink or grow any more; return its descriptor.
-
-    Raises:
-        ConfigError: the kernel, or the container's seccomp filter, does not let it be made.
-    """
-    try:
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except OSError as error:
-        raise _no_seals("memfd_create", error) from error
-    try:
-        os.ftruncate(fd, size)
-    except OSError as error:
-        os.close(fd)
-        raise ConfigError(_too_large(size, str(error))) from error
-    try:
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    except OSError as error:
-        os.close(fd)
-        raise _no_seals("fcntl with F_ADD_SEALS", error) from error
-    return fd
-
-
-def _no_seals(call: str, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"host tier: {call} fails here ({os.strerror(error.errno or 0)}), so there is no memory that ranks "
-        "can share safely; allow memfd_create and F_ADD_SEALS in the container's seccomp profile, or "
-        "configure no tiers"
-    )
 
 
 def _file_name(token: str) -> str:
@@ -199,9 +174,21 @@ def _file_name(token: str) -> str:
 
 
 def available_bytes() -> int:
-    """Memory that the kernel thinks can be had without swapping."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    """Return the bytes of memory that can be had, of this machine and of this process's control group.
+
+    Raises:
+        ConfigError: the kernel does not say.
+    """
+    return _available()[0]
+
+
+def _available() -> tuple[int, str]:
+    if (found := available_memory()) is None:
+        raise ConfigError(
+            "host tier: how much memory is available cannot be read from /proc/meminfo; mount /proc, or "
+            "configure no tiers"
+        )
+    return found
 
 
 def _too_large(size: int, found: str) -> str:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from kvferry.errors import ConfigError, ProtocolError, TransferError
 from kvferry.geometry import Region
+from kvferry.transport.means import missing
 from kvferry.transport.metadata import parse
 from kvferry.transport.progress import sleeping_agent
 
@@ -50,7 +51,7 @@ class Agent:
             backends: NIXL plugins to use, first choice first.
 
         Raises:
-            ConfigError: NIXL is missing, or has none of the backends.
+            ConfigError: NIXL is missing, does not start here, or has none of the backends.
         """
         os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
         self.name = name
@@ -58,6 +59,8 @@ class Agent:
             self._nixl: Any = sleeping_agent(name, list(backends), progress=progress)
         except ImportError as error:
             raise ConfigError(f"NIXL cannot be imported ({error}); install the package nixl") from error
+        except Exception as error:
+            raise ConfigError(_not_started(error)) from error
         if not self._nixl.backends:
             raise ConfigError(
                 f"NIXL has none of the backends {list(backends)}, it offers {self._nixl.plugin_list}"
@@ -164,3 +167,8 @@ class Agent:
         for descriptors in self._registered:
             self._nixl.deregister_memory(descriptors)
         self._registered.clear()
+
+
+def _not_started(error: Exception) -> str:
+    why = " and ".join(missing()) or "UCX's lines before this one say why, and kvferry doctor may"
+    return f"NIXL does not start here ({error}): {why}"

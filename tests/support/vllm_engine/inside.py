@@ -343,6 +343,14 @@ def reload_weights(engine: Any, checkpoint: str) -> None:
     engine.collective_rpc("reload_weights", kwargs={"weights_path": checkpoint})
 
 
+def give_up_memory(engine: Any, *, of_worker: bool) -> None:
+    """Have the engine sleep; or its worker alone discard its cache, as ``/collective_rpc`` can."""
+    if of_worker:
+        engine.collective_rpc("discard", args=(("kv_cache",),))
+    else:
+        engine.sleep(level=1)
+
+
 def reset_prefix_cache(engine: Any) -> bool:
     """Forget all cached prefixes."""
     return bool(engine.reset_prefix_cache())

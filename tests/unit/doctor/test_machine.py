@@ -28,14 +28,35 @@ def test_open_files(soft, hard, state):
     assert machine.open_files(soft, hard).state is state
 
 
-def fake_stat(free: int):
-    return lambda path: SimpleNamespace(f_frsize=1, f_blocks=64 * GIB, f_bavail=free)
+def test_a_limit_of_files_is_one_of_memory_too():
+    assert machine.file_size(-1).state is State.OK
+    limited = machine.file_size(64 << 20)
+    assert (limited.state, limited.found.split(" (")[0]) == (State.BAD, "up to 64 MiB")
+
+
+def test_memory_files_are_tried(monkeypatch):
+    assert machine.memory_files().state is State.OK
+
+    def denied(*arguments):
+        raise OSError(errno.EPERM, "no")
+
+    monkeypatch.setattr(os, "memfd_create", denied)
+    found = machine.memory_files()
+    assert found.state is State.BAD
+    assert "seccomp profile" in found.advice
+
+
+def fake_stat(free: int, flags: int = 0):
+    return lambda path: SimpleNamespace(f_frsize=1, f_blocks=64 * GIB, f_bavail=free, f_flag=flags)
 
 
 def test_shared_memory():
     assert machine.shared_memory(stat=fake_stat(8 * GIB)).state is State.OK
     little = machine.shared_memory(stat=fake_stat(64 << 20))
     assert (little.state, little.found.split(":")[0]) == (State.NOTE, "64 MiB free of 64 GiB")
+
+    assert machine.shared_memory(stat=fake_stat(1 << 20)).state is State.BAD
+    assert machine.shared_memory(stat=fake_stat(8 * GIB, os.ST_RDONLY)).state is State.BAD
 
     def gone(path):
         raise OSError(errno.ENOENT, "gone")
@@ -59,18 +80,6 @@ def test_large_pages(files, release, state, said):
     assert said in found.found
 
 
-def test_a_control_group_bounds_memory_below_what_the_machine_has():
-    files = {
-        "/proc/meminfo": "MemTotal: 9 kB\nMemAvailable:   16777216 kB\n",
-        "/sys/fs/cgroup/memory.max": str(6 * GIB),
-        "/sys/fs/cgroup/memory.current": str(2 * GIB),
-    }
-    assert machine.memory_room(files.get) == (4 * GIB, "left to this control group")
-    files["/sys/fs/cgroup/memory.max"] = "max"
-    assert machine.memory_room(files.get) == (16 * GIB, "available on this machine")
-    assert machine.memory_room({}.get) is None
-
-
 def test_devices_are_those_of_the_kernel(tmp_path):
     (tmp_path / "mlx5_1").mkdir()
     (tmp_path / "mlx5_0").mkdir()
@@ -79,6 +88,6 @@ def test_devices_are_those_of_the_kernel(tmp_path):
 
 
 def test_this_machine_can_be_looked_at():
-    assert len(machine.check()) == 4
+    assert len(machine.check()) == 6
     assert machine.read("/proc/self/stat").split()[0] == str(os.getpid())
     assert machine.read("/nowhere") is None

@@ -18,6 +18,7 @@ from kvferry.engines.vllm import layout
 from kvferry.engines.vllm.access import peers_allowed
 from kvferry.engines.vllm.built import built_of
 from kvferry.engines.vllm.compat.contract import KVConnectorTransferResults
+from kvferry.engines.vllm.compat.memory import keep_memory
 from kvferry.engines.vllm.compat.process import after_forward, tensor_and_pipeline_rank
 from kvferry.engines.vllm.compat.weights import hook_weight_changes
 from kvferry.engines.vllm.config import ConnectorConfig, read_settings
@@ -75,6 +76,7 @@ class WorkerHalf:
         self._stale, self._void = StaleEpochs(), set[str]()
         self._meta = WorkerMeta()
         hook_weight_changes(vllm_config, self._weights_change)
+        keep_memory(vllm_config)
 
     def set_copy(self, copy: CopyBlocks) -> None:
         """The engine's copy operation, for the host buffer."""

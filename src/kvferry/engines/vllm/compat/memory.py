@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
+
+from kvferry.engines.vllm.compat.models import worker_of
+from kvferry.errors import ConfigError
 
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """torch takes the first of them that is set."""
+
+_GIVES_UP = ("sleep", "discard")
+"""A worker's methods behind ``/sleep``, ``/release_kv_cache_memory`` and the same calls in Python.
+
+Neither asks for ``enable_sleep_mode``. With ``enable_cumem_allocator`` alone, or another
+``sleep_mode_backend``, they take the memory away from under the KV cache.
+"""
 
 
 def sleeps(vllm_config: Any) -> bool:
@@ -30,3 +40,21 @@ def expandable_segments(vllm_config: Any, environment: Mapping[str, str] = os.en
         if key.strip() == "expandable_segments" and value.strip().lower() in ("true", "1"):
             return name
     return None
+
+
+def keep_memory(vllm_config: Any) -> None:
+    """Have this worker refuse every call that would give up the memory of its KV cache.
+
+    Raises:
+        ConfigError: the worker is not in this process.
+    """
+    worker = worker_of(vllm_config)
+    for name in _GIVES_UP:
+        setattr(worker, name, _refuse)
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise ConfigError(
+        "this engine does not sleep: kvferry and its peers go on using the memory of its KV cache; pause it "
+        "(/pause), or run it without kvferry"
+    )

@@ -1,0 +1,66 @@
+"""Memory that this process can still have: of the machine, and of the control groups that it is in.
+
+A container is such a group. Beyond its limit the kernel kills a process without a word, so the limit is asked
+for before memory is taken. Pages of files that a group has cached count as used there, and as available here,
+since the kernel gives them up first.
+
+Formats: ``cgroups(7)``, ``memory.stat`` of the kernel's ``admin-guide/cgroup-v1/memory.rst`` and
+``cgroup-v2.rst``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import TypeAlias
+
+Read: TypeAlias = Callable[[str], str | None]
+
+_VERSIONS = (
+    (r"^0::(/.*)$", "/sys/fs/cgroup", "memory.max", "memory.current", ""),
+    (
+        r"^\d+:(?:[^:]*,)?memory(?:,[^:]*)?:(/.*)$", "/sys/fs/cgroup/memory", "memory.limit_in_bytes",
+        "memory.usage_in_bytes", "total_",
+    ),
+)  # fmt: skip
+"""Of both versions: a line of ``/proc/self/cgroup``, where groups are, files of one, the prefix of totals."""
+
+
+def read(path: str) -> str | None:
+    """Return the text of a file of the kernel's; None if there is none."""
+    try:
+        return Path(path).read_text(errors="replace").strip()
+    except OSError:
+        return None
+
+
+def available_memory(read: Read = read) -> tuple[int, str] | None:
+    """Return the bytes that can still be had, and what bounds them; None if nothing says so.
+
+    Args:
+        read: returns the text of a file.
+    """
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", read("/proc/meminfo") or "", re.MULTILINE)
+    room = [(int(found[1]) << 10, "available on this machine")] if found else []
+    room += [(left, "left to this control group") for left in _left_to_groups(read)]
+    return min(room, default=None)
+
+
+def _left_to_groups(read: Read) -> Iterator[int]:
+    """Yield what each group that has a limit leaves to this process, of its own up to the root."""
+    told = read("/proc/self/cgroup") or ""
+    for line, root, limit, used, prefix in _VERSIONS:
+        path = found[1] if (found := re.search(line, told, re.MULTILINE)) else "/"
+        # A container may see its own group as the root, and its path as it is outside.
+        for above in (PurePosixPath(path), *PurePosixPath(path).parents):
+            group = root + str(above).rstrip("/")
+            most, now = read(f"{group}/{limit}") or "", read(f"{group}/{used}") or ""
+            if most.isdigit() and now.isdigit():
+                cached = _cached(read(f"{group}/memory.stat") or "", prefix)
+                yield max(0, int(most) - max(0, int(now) - cached))
+
+
+def _cached(stat: str, prefix: str) -> int:
+    """Return the bytes of cached files of a group, which the kernel gives up first."""
+    return sum(int(size) for size in re.findall(rf"^{prefix}(?:in)?active_file (\d+)$", stat, re.MULTILINE))

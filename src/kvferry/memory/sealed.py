@@ -1,0 +1,47 @@
+"""Files of memory that no process can shrink or grow, so that no access to them ever fails."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+
+from kvferry.errors import ConfigError
+
+
+def sealed_file(name: str, size: int) -> int:
+    """Make a sealed memory file and return its descriptor.
+
+    Args:
+        name: shown in ``/proc``.
+        size: bytes.
+
+    Raises:
+        ConfigError: the kernel, a limit of this process, or the container's seccomp filter does not allow it.
+    """
+    try:
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise _no_seals("memfd_create", error) from error
+    try:
+        os.ftruncate(fd, size)
+    except OSError as error:
+        os.close(fd)
+        raise ConfigError(
+            f"host tier: a memory file of {size / 2**20:.0f} MiB cannot be made: "
+            f"{os.strerror(error.errno or 0)}; lower its capacity, or raise the limit of a file's size "
+            "(ulimit -f unlimited)"
+        ) from error
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except OSError as error:
+        os.close(fd)
+        raise _no_seals("fcntl with F_ADD_SEALS", error) from error
+    return fd
+
+
+def _no_seals(call: str, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"host tier: {call} fails here ({os.strerror(error.errno or 0)}), so there is no memory that ranks "
+        "can share safely; allow memfd_create and F_ADD_SEALS in the container's seccomp profile, or "
+        "configure no tiers"
+    )
