@@ -35,7 +35,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from kvferry.cache.bids import Bid, Part
-from kvferry.cache.pins import Pins, may_hold
+from kvferry.cache.pins import Pins
 from kvferry.cache.policies import Choice, Weight
 from kvferry.cache.speeds import Speeds
 from kvferry.engines.vllm.adapters import Adapters
@@ -46,13 +46,16 @@ from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.headroom import Headroom
 from kvferry.engines.vllm.meta import Report, SchedulerMeta, WorkerMeta
 from kvferry.engines.vllm.part_blocks import PartBlocks
+from kvferry.engines.vllm.peer_source import PeerSource
 from kvferry.engines.vllm.producer import Producer
 from kvferry.engines.vllm.source import Load
+from kvferry.engines.vllm.tier_source import TierSource
 from kvferry.engines.vllm.turn_names import TurnNames
 from kvferry.geometry import Group
 from kvferry.observe.events import Lack, Miss
 from kvferry.observe.watch import Watch
 from kvferry.serving.tiny import tiny_checkpoint
+from kvferry.tiers.names import TIERS
 from kvferry.transport.control_server import Claimed, Released
 from kvferry.transport.tickets import TicketBook
 from kvferry.transport.turns import TurnIndex
@@ -112,7 +115,20 @@ class Played:
         return Lack(self.name, Miss.NOT_STORED)
 
     def room(self, bid: Bid, blocks: int) -> bool:
-        return self.most_held is None or may_hold(bid.source, blocks, self.pins.held, self.most_held)
+        """Ask kvferry's own sources, which differ: only what peers write can land late."""
+        if self.most_held is None:
+            return True
+        return (TierSource if self.name == TIERS else PeerSource).room(self, bid, blocks)
+
+    _held = PeerSource._held
+
+    @property
+    def _pins(self) -> Any:
+        return self.pins
+
+    @property
+    def _most_held(self) -> int | None:
+        return self.most_held
 
     def begin(self, load: Load, request: Any) -> None:
         self.begun.append(load)

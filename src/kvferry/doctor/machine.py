@@ -13,13 +13,12 @@ from kvferry.errors import ConfigError
 from kvferry.memory.available import Read, read
 from kvferry.memory.sealed import sealed_file
 from kvferry.plan.units import size
+from kvferry.transport.means import LEAST_BYTES
 
 _ENOUGH_FILES = 65_535
 """What vLLM raises its own limit to, as far as it may."""
 _FEW_FILES = 1024
 _LITTLE_SHM = 1 << 30
-LEAST_SHM = 16 << 20
-"""What the agents of one rank take there, and some."""
 _COLLAPSES_SINCE = (6, 1)
 
 
@@ -89,10 +88,10 @@ def shared_memory(path: str = "/dev/shm", stat: Callable[[str], os.statvfs_resul
     room = f"{size(free)} free of {size(total)}"
     if found.f_flag & os.ST_RDONLY:
         return bad(subject, "is mounted read-only: no engine starts", "mount a tmpfs there for writing")
-    if free < LEAST_SHM:
+    if free < LEAST_BYTES:
         return bad(
             subject,
-            f"{room}: UCX needs {size(LEAST_SHM)} for the agents of one rank, and an engine does not start",
+            f"{room}: semaphores and locks of processes are there, and an engine does not start",
             "docker: --shm-size=1g; remove files there that nobody uses",
         )
     if free < _LITTLE_SHM:

@@ -1,7 +1,8 @@
 """What NIXL and UCX need of this process's surroundings, to say what is missing where they do not start.
 
-UCX keeps the queues of each agent in ``/dev/shm`` and writes them full as it makes them: no room there is an
-error at that moment, and no signal later. Its own messages name neither the place nor the limit.
+UCX keeps the queues of each agent in ``/dev/shm`` and writes them full as it makes them, so a lack of room is
+an error at that moment and no signal later. With little room there it does without. A limit of files' sizes
+holds for these queues too, and UCX's own messages do not name it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from typing import Any
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where the kernel keeps it
 
 AGENT_BYTES = 5 << 20
-"""Most bytes that the queues of one agent take (measured with UCX of NIXL 1.5.1: 4.2 MiB and less)."""
+"""Bytes of the largest queue of an agent, rounded up (4,292,720 with the UCX of NIXL 1.5.1)."""
+
+LEAST_BYTES = 1 << 20
+"""Free bytes in ``/dev/shm`` with which Python's and vLLM's semaphores and locks can be made."""
 
 _LIMITS = {
     resource.RLIMIT_FSIZE: (AGENT_BYTES, "files may have {} bytes (ulimit -f unlimited)"),
@@ -41,7 +45,7 @@ def missing(
         free = found.f_bavail * found.f_frsize
         if found.f_flag & os.ST_RDONLY:
             yield f"{SHARED_MEMORY} is mounted read-only (mount a tmpfs there for writing)"
-        elif free < AGENT_BYTES:
+        elif free < LEAST_BYTES:
             yield f"{SHARED_MEMORY} has {free / 2**20:.1f} MiB free (docker: --shm-size=1g)"
     for limit, (least, text) in _LIMITS.items():
         allowed = resource.getrlimit(limit)[0] if limits is None else limits.get(limit, -1)

@@ -338,6 +338,13 @@ def preemptions(engine: Any) -> int:
     return int(engine.preempted)
 
 
+def replace_adapter(engine: Any, name: str, number: int, folder: str) -> None:
+    """Load other weights in place of an adapter's, as the API does with ``load_inplace``."""
+    from vllm.lora.request import LoRARequest
+
+    assert engine.llm_engine.add_lora(LoRARequest(name, number, folder, load_inplace=True))
+
+
 def reload_weights(engine: Any, checkpoint: str) -> None:
     """Load another checkpoint's weights into the running engine, as a trainer does."""
     engine.collective_rpc("reload_weights", kwargs={"weights_path": checkpoint})

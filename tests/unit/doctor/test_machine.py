@@ -55,7 +55,7 @@ def test_shared_memory():
     little = machine.shared_memory(stat=fake_stat(64 << 20))
     assert (little.state, little.found.split(":")[0]) == (State.NOTE, "64 MiB free of 64 GiB")
 
-    assert machine.shared_memory(stat=fake_stat(1 << 20)).state is State.BAD
+    assert machine.shared_memory(stat=fake_stat(1 << 19)).state is State.BAD
     assert machine.shared_memory(stat=fake_stat(8 * GIB, os.ST_RDONLY)).state is State.BAD
 
     def gone(path):

@@ -143,15 +143,14 @@ class Serving(RuleBasedStateMachine):
     def loads_hold_no_more_than_they_may_if_they_are_late(self):
         if hasattr(self, "engine") and self.most_held is not None:
             pins = self.engine.connector.pins
-            assert sum(pins.held.values()) <= self.most_held or len(pins) == 1
+            peers = [pin for pin in pins._pins.values() if pin.source == "peer"]
+            assert pins.held.get("peer", 0) <= self.most_held or len(peers) == 1
             blocks = [block for pin in pins._pins.values() for block in pin.blocks]
             assert len(blocks) == sum(pins.held.values())
             assert all(block.ref_cnt > 0 for block in blocks), "a load may write a block that is free"
-            late = {block.block_id for pin in pins._pins.values() if pin.late for block in pin.blocks}
+            late = [pin for pin in pins._pins.values() if pin.late]
             event("late reads hold blocks" if late else "no read is late")
-            assert len(late) <= max(
-                self.most_held, max(map(len, (p.blocks for p in pins._pins.values())), default=0)
-            )
+            assert pins.all_late_blocks == sum(len(pin.blocks) for pin in late)
 
     def teardown(self):
         if not hasattr(self, "engine"):

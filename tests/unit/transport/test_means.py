@@ -28,7 +28,7 @@ ENOUGH = {resource.RLIMIT_NOFILE: 1024}
     ("stat", "limits", "expected"),
     [
         (shm(64), ENOUGH, []),
-        (shm(1), ENOUGH, ["/dev/shm has 1.0 MiB free (docker: --shm-size=1g)"]),
+        (shm(0.5), ENOUGH, ["/dev/shm has 0.5 MiB free (docker: --shm-size=1g)"]),
         (shm(64, os.ST_RDONLY), {}, ["/dev/shm is mounted read-only (mount a tmpfs there for writing)"]),
         (gone, {}, ["/dev/shm cannot be used: No such file or directory (mount a tmpfs there)"]),
         (shm(64), {resource.RLIMIT_FSIZE: 1000}, ["files may have 1,000 bytes (ulimit -f unlimited)"]),

@@ -1,0 +1,60 @@
+"""Clocks that are set: nothing that an engine decides goes by the time of day, but for the ages of files.
+
+Leases, tickets, deadlines, caches of names and rates go by a monotonic clock, and messages between machines
+carry durations. So setting the clock, by hours or by NTP, ends no lease and keeps none.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import kvferry
+
+ROOT = Path(kvferry.__file__).parent
+WALL = {
+    ("time", "time"), ("time", "time_ns"), ("time", "ctime"), ("time", "localtime"), ("time", "gmtime"),
+    ("datetime", "now"), ("datetime", "utcnow"), ("datetime", "today"), ("date", "today"),
+}  # fmt: skip
+USES = {
+    "cache/weights.py": "whether a file may have changed within the last seconds, so is digested again",
+    "cli/bench.py": "the date in a file of measurements",
+    "cli/cache.py": "ages of chunks, for people",
+    "cli/explain.py": "ages of requests, for people",
+    "doctor/costs.py": "the age of a file of measurements, for people",
+    "engines/vllm/tracing.py": "spans, which are in wall time",
+    "explain/show.py": "times of requests, for people",
+    "observe/answering.py": "ages of requests, for people",
+    "observe/meeting_place.py": "the age of what a killed process has left",
+    "tiers/file_store.py": "times of files, see tests/unit/tiers/test_clocks.py",
+    "tiers/index.py": "times of files, see tests/unit/tiers/test_clocks.py",
+    "tiers/room.py": "times of files, see tests/unit/tiers/test_clocks.py",
+    "top/book.py": "times of figures, for people",
+    "top/lines.py": "times of figures, for people",
+}
+
+
+def reads_wall_clock(source: str) -> bool:
+    """Whether code names a function that reads the wall clock, or imports one by itself."""
+    for node in ast.walk(ast.parse(source)):
+        named: set[tuple[str | None, str]] = set()
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            named = {(node.value.id, node.attr)}
+        elif isinstance(node, ast.ImportFrom):
+            named = {(node.module, one.name) for one in node.names}
+        if named & WALL:
+            return True
+    return False
+
+
+def test_only_ages_of_files_and_texts_for_people_read_the_wall_clock() -> None:
+    found = [path for path in ROOT.rglob("*.py") if reads_wall_clock(path.read_text("utf-8"))]
+    assert {str(path.relative_to(ROOT)) for path in found} == USES.keys()
+
+
+def test_the_check_sees_every_spelling() -> None:
+    assert reads_wall_clock("import time\nuntil = time.time() + 3")
+    assert reads_wall_clock("clock = time.time_ns")
+    assert reads_wall_clock("from time import time as now")
+    assert reads_wall_clock("from datetime import datetime\ndatetime.now()")
+    assert not reads_wall_clock("import time\ntime.monotonic()")
