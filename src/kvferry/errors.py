@@ -10,6 +10,7 @@ KVFerryError
 ├── ProtocolError          a message of a peer that cannot be understood or is out of bounds
 ├── TransferError          bytes that could not be moved, or that cannot be trusted after they were
 ├── ChunkError             a chunk of a cache tier that cannot be written, or whose bytes cannot be believed
+│   └── OtherVersion       a chunk of another format version, which the release that wrote it can read
 └── beside the code that raises them, in `kvferry.transport`: NotAllowed; in `kvferry.serving`:
     LaunchError, ListenError, FleetLost (engines), MalformedBody (router), AskError (demo);
     in `kvferry.doctor`: CannotMeet, TooLong
@@ -66,3 +67,7 @@ class TransferError(KVFerryError):
 
 class ChunkError(KVFerryError):
     """A chunk of a cache tier that cannot be written, or whose bytes cannot be believed."""
+
+
+class OtherVersion(ChunkError):
+    """A chunk of another format version, which the release that wrote it can read."""

@@ -69,6 +69,8 @@ CALLS = {
     295: "pread",
     296: "pwrite",
     316: "rename",
+    327: "pread",
+    328: "pwrite",
     332: "stat",
 }
 """Calls on files, by number."""
@@ -76,7 +78,7 @@ WRITING = {"write", "create", "pwrite", "mkdir", "rename", "utime", "fdatasync",
 """What may find that there is no space."""
 CHANGING = {*WRITING, "unlink", "rmdir", "truncate", "ftruncate"}
 """What leaves a disk other than it was."""
-_MOVING = {17: 2, 18: 2, 295: 2, 296: 2}
+_MOVING = {17: 2, 18: 2, 295: 2, 296: 2, 327: 2, 328: 2}
 """Calls that move bytes, with the argument that says how many, or how many pieces."""
 
 

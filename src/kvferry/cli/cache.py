@@ -117,6 +117,8 @@ def verify(
             print(printable(str(one.path)))
             print("\n".join(wrapped(f"{one.why}{'; moved to quarantine' if one.moved else ''}", 2)))
         print(f"{found.chunks} chunks, {size(found.total_bytes)}: {len(found.bad)} bad")
+        if found.other_versions:
+            print(f"{found.other_versions} of other format versions; run the release that wrote them")
     if found.bad:
         raise typer.Exit(_BAD)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvferry.errors import ChunkError
+from kvferry.errors import ChunkError, OtherVersion
 from kvferry.tiers.checksum import (
     HEADER_DIGEST_BYTES,
     UNIT_DIGEST_BYTES,
@@ -63,7 +63,8 @@ def header_span(start: Buffer) -> int:
     """Bytes of the header with its padding, from the first 128 bytes of a file or more.
 
     Raises:
-        ChunkError: this is no chunk file, or of another format version, or its header is impossibly long.
+        OtherVersion: this is a chunk file of another format version.
+        ChunkError: this is no chunk file, or its header is impossibly long.
     """
     if len(start) < PREAMBLE.size:
         raise ChunkError(
@@ -73,7 +74,7 @@ def header_span(start: Buffer) -> int:
     if magic != MAGIC:
         raise ChunkError(f"no chunk file: it begins with {magic.hex()}, expected {MAGIC.hex()}")
     if version != VERSION:
-        raise ChunkError(f"a chunk of format version {version}; this release reads version {VERSION}")
+        raise OtherVersion(f"a chunk of format version {version}; this release reads version {VERSION}")
     shortest = PREAMBLE.size + GROUP.size + SECTION.size + UNIT_DIGEST_BYTES + HEADER_DIGEST_BYTES
     if not shortest <= header_bytes <= MAX_HEADER_BYTES:
         raise ChunkError(f"a header of {header_bytes} bytes; expected {shortest} to {MAX_HEADER_BYTES}")

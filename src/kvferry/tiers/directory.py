@@ -47,7 +47,8 @@ class Directory(Cache):
 
     def entries(self) -> Iterator[Entry]:
         """All files of the tier; see `Cache.entries`."""
-        return walk(self.where)
+        with _told(self.where):
+            yield from walk(self.where)
 
     @contextmanager
     def opened(self, entry: Entry) -> Iterator[Opened]:
@@ -61,7 +62,8 @@ class Directory(Cache):
     def space(self) -> Space:
         """What the directory may hold, as its ledger and its disk say."""
         capacity, charged = read_ledger(self.where) or (None, None)
-        disk = os.statvfs(self.where)
+        with _told(self.where):
+            disk = os.statvfs(self.where)
         return Space(capacity, charged, disk.f_bavail * disk.f_frsize)
 
     def collect(self, capacity: int | None = None) -> Collected:
@@ -84,7 +86,7 @@ class Directory(Cache):
         """Remove everything of kvferry's; other files, and folders that hold some, stay."""
         removed, removed_bytes = 0, 0
         marker = f"{self.where}/{MARKER}"
-        with _held(self.where, Ledger(self.where, _PATIENCE_SECONDS)):
+        with _held(self.where, Ledger(self.where, _PATIENCE_SECONDS)) as account:
             # The lock and the marker last: who is interrupted here can clear again.
             last = {Kind.LEDGER: 2, Kind.NOTE: 1}
             for entry in sorted(
@@ -95,6 +97,8 @@ class Directory(Cache):
                     os.unlink(entry.path)
                 except FileNotFoundError:
                     continue
+                # Now, not at the end: the rest may not be removed, and engines evict by what is charged.
+                account.release(entry.charged)
                 removed, removed_bytes = removed + 1, removed_bytes + size
             for folder in list(folders(self.where)):
                 # Where something else lies, the folder stays.
@@ -129,9 +133,16 @@ class _File(Opened):
 @contextmanager
 def _held(root: str, ledger: Ledger) -> Iterator[Account]:
     try:
-        with ledger.held() as account:
+        with _told(root), ledger.held() as account:
             yield account
     except Busy as error:
         raise ConfigError(f"{error}; see which process that is, and end it") from error
+
+
+@contextmanager
+def _told(root: str) -> Iterator[None]:
+    """Say to an operator what cannot be read or changed."""
+    try:
+        yield
     except OSError as error:
         raise cannot(root, error) from error

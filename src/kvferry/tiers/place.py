@@ -7,6 +7,7 @@ Only what carries one of the names made here is ever counted, moved or removed.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -217,7 +218,17 @@ def _scan(folder: str, *, links: bool = False) -> Iterator[tuple[str, bool, os.D
                 if links or not entry.is_symlink():
                     yield entry.name, entry.is_dir(follow_symlinks=False), entry
     except FileNotFoundError:
-        return
+        _check_gone(folder)
+
+
+def _check_gone(path: str) -> None:
+    """See that there is nothing any more; without it, what a mount denies for a moment would count as free.
+
+    Raises:
+        OSError: there is.
+    """
+    if os.path.lexists(path):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
 
 
 def _stat(
@@ -226,6 +237,7 @@ def _stat(
     try:
         status = entry.stat(follow_symlinks=False)
     except FileNotFoundError:
+        _check_gone(entry.path)
         return
     if kind is Kind.TEMPORARY and found is not None:
         charged, boot = int(found[1]), found[2]

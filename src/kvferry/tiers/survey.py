@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvferry.errors import ChunkError, Unnameable
+from kvferry.errors import ChunkError, OtherVersion, Unnameable
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.cache import Cache
 from kvferry.tiers.decode import read_header, verify
@@ -89,11 +89,19 @@ class Bad:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What reading everything has shown."""
+    """What reading everything has shown.
+
+    Attributes:
+        chunks: files.
+        total_bytes: of these.
+        bad: those that failed a check.
+        other_versions: chunks among them of other format versions, which other releases can check.
+    """
 
     chunks: int
     total_bytes: int
     bad: tuple[Bad, ...]
+    other_versions: int
 
 
 def holdings(cache: Cache) -> list[Holding]:
@@ -134,9 +142,13 @@ def verify_all(cache: Cache, *, quarantine: bool = False) -> Verdict:
         quarantine: move what is bad to quarantine; else nothing is changed.
     """
     chunks = [entry for entry in cache.entries() if entry.kind is Kind.CHUNK]
-    found = _of_each(chunks, lambda entry: _check(cache, entry, quarantine))
-    bad = tuple(Bad(entry.path, why, moved) for entry, (why, moved) in zip(chunks, found, strict=True) if why)
-    return Verdict(len(chunks), sum(entry.size for entry in chunks), bad)
+    found = list(_of_each(chunks, lambda entry: _check(cache, entry, quarantine)))
+    return Verdict(
+        len(chunks),
+        sum(entry.size for entry in chunks),
+        tuple(one for one in found if isinstance(one, Bad)),
+        sum(isinstance(one, OtherVersion) for one in found),
+    )
 
 
 def _of_each(entries: Sequence[Entry], read: Callable[[Entry], _Read]) -> Iterator[_Read]:
@@ -146,21 +158,23 @@ def _of_each(entries: Sequence[Entry], read: Callable[[Entry], _Read]) -> Iterat
             yield from pool.map(read, entries[at : at + _BATCH])
 
 
-def _check(cache: Cache, entry: Entry, quarantine: bool) -> tuple[str, bool]:
-    """Why a file is bad, and whether it was moved; empty if it is good, or gone."""
+def _check(cache: Cache, entry: Entry, quarantine: bool) -> Bad | OtherVersion | None:
+    """Why a file is bad, or cannot be checked by this release; None if it is good, or gone."""
     try:
         with cache.opened(entry) as opened:
             try:
                 header = verify(opened.read, opened.size)
                 if (header.chunk.namespace, header.chunk.key) != identity(entry.path):
                     raise ChunkError(f"the chunk of key {header.chunk.key.hex()}, under another name")
+            except OtherVersion as error:
+                return error
             except ChunkError as error:
-                return str(error), quarantine and opened.set_aside()
+                return Bad(entry.path, str(error), quarantine and opened.set_aside())
     except FileNotFoundError:
-        return "", False
+        return None
     except OSError as error:
-        return error.strerror or str(error), False
-    return "", False
+        return Bad(entry.path, error.strerror or str(error), moved=False)
+    return None
 
 
 def _holding(cache: Cache, namespace: str, entries: Sequence[Entry]) -> Holding:

@@ -8,9 +8,14 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
+from kvferry.cli.main import main
+from kvferry.errors import ConfigError
+from kvferry.tiers import survey
 from kvferry.tiers.directory import Directory
 from kvferry.tiers.format import Group, Section
 from kvferry.tiers.ledger import read_ledger
@@ -103,6 +108,80 @@ def test_verify_names_what_is_bad_and_moves_it_only_when_told_to(cache):
     assert "1 chunks" in kvferry("verify", cache)
 
 
+def of_other_version(path):
+    """Have a file say that it is of a later format version."""
+    with path.open("r+b") as file:
+        file.seek(8)
+        file.write(bytes([99]))
+
+
+def test_verify_leaves_chunks_of_other_releases_to_them(cache):
+    of_other_version(file_of(cache, 1))
+    said = kvferry("verify", cache, "--quarantine")
+    assert said.splitlines() == [
+        "4 chunks, 188 KiB: 0 bad",
+        "1 of other format versions; run the release that wrote them",
+    ]
+    assert file_of(cache, 1).exists()
+    assert json.loads(kvferry("verify", cache, "--json"))["other_versions"] == 1
+    spoil(file_of(cache, 2))
+    assert "1 bad" in kvferry("verify", cache, "--quarantine", code=1)
+    assert file_of(cache, 1).exists()
+
+
+@pytest.mark.parametrize("command", ["ls", "stat", "verify", "gc", "clear"])
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_what_another_user_may_not_do_is_told_in_one_sentence(command, capfd):
+    """Of a user who may enter the directory, but none of the folders in it."""
+    with TemporaryDirectory() as folder:
+        cache = Path(folder)
+        store = open_store(cache, capacity=1 << 20)
+        keep(store, 1)
+        for path in (cache, cache / "kvferry.json"):
+            path.chmod(0o755)
+        for before in ("ls", "stat", "verify", "gc"):
+            run(before, cache)  # imports what nobody else may read here
+        run("stat", cache / "absent")
+        before = total(cache)
+        capfd.readouterr()
+        child = os.fork()
+        if not child:
+            os.setegid(65534)
+            os.seteuid(65534)
+            os._exit(run(command, cache, *(["--yes"] if command == "clear" else [])))
+        _, status = os.waitpid(child, 0)
+        said, errors = capfd.readouterr()
+        assert (os.waitstatus_to_exitcode(status), said) == (2, ""), errors
+        assert re.fullmatch(
+            rf"kvferry: file tier: cannot use {cache}: Permission denied \({cache}/[^ ]+\); see to its "
+            r"owner, mode and mount\n",
+            errors,
+        )
+        assert total(cache) == before
+
+
+def run(*args) -> int:
+    """Run a command in this process; its exit code."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["kvferry", "cache", *map(str, args)])
+        try:
+            main()
+        except SystemExit as ended:
+            sys.stdout.flush()
+            return ended.code or 0
+    return 0
+
+
+@pytest.mark.parametrize("act", [survey.totals, Directory.collect, Directory.clear])
+def test_a_directory_that_vanishes_meanwhile_is_told(cache, tmp_path_factory, act):
+    operator = Directory(cache)
+    cache.rename(tmp_path_factory.mktemp("elsewhere") / "cache")
+    with pytest.raises(ConfigError, match=r"No such file or directory .*see to its owner, mode and mount"):
+        act(operator)
+    assert not cache.exists()
+    cache.mkdir()
+
+
 def test_gc_evicts_what_was_used_longest_ago(cache):
     os.utime(file_of(cache, 1), (0, 0))
     assert "0 files evicted" in kvferry("gc", cache)
@@ -156,6 +235,7 @@ def test_a_clear_that_is_interrupted_can_be_repeated(cache, monkeypatch):
         Directory(cache).clear()
     monkeypatch.undo()
     assert len(list(cache.rglob("*.kv"))) == 2
+    assert read_ledger(cache) == (1 << 20, total(cache))
     kvferry("clear", cache, "--yes")
     assert not list(cache.iterdir())
 
