@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kvferry.cache.tier_queue import REFRESH_SECONDS
 from support.vllm_engine.faulty import Case, Faulty, Plain
 from support.vllm_engine.pair import SOON, prompt
 from support.vllm_engine.tiered import chunk_files, spoil
@@ -207,3 +209,30 @@ def test_writes_that_hang_hold_up_no_answer(faulty: Faulty) -> None:
     faulty.nothing_held()
     faulty.forget(host=True)
     assert any(hits[0] > 0 for hits in faulty.right(TEXTS).values())
+
+
+def test_a_directory_that_goes_and_is_replaced_costs_its_chunks_and_nothing_else(faulty: Faulty) -> None:
+    text, away = TEXTS[4], faulty.directory.with_name("away")
+    faulty.right([text])
+    faulty.settle()
+    faulty.forget(host=True)
+    faulty.directory.rename(away)
+    try:
+        faulty.right([text, *TEXTS[:2]])  # the first load finds that its chunks have gone
+        faulty.nothing_held()
+        assert not faulty.directory.exists(), "it was made again"
+    finally:
+        faulty.directory.mkdir()
+    time.sleep(REFRESH_SECONDS + 1)
+    for served in (False, True):
+        faulty.forget(host=True)
+        hits = faulty.right([text])
+        assert all((tokens[0] > 0) is served for tokens in hits.values()), hits
+        faulty.nothing_held()
+    assert list(faulty.directory.rglob("*.kv")), "it was not filled"
+    shutil.rmtree(faulty.directory)
+    away.rename(faulty.directory)
+    time.sleep(REFRESH_SECONDS + 1)
+    faulty.forget(host=True)
+    assert all(tokens[0] > 0 for tokens in faulty.right([text]).values()), "what is back is not used"
+    faulty.nothing_held()
