@@ -7,9 +7,10 @@ whoever writes to the storage can compute it as well: neither digest has a key.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 from blake3 import blake3
-from xxhash import xxh3_128_digest
+from xxhash import xxh3_128, xxh3_128_digest
 
 UNIT_DIGEST_BYTES = 16
 HEADER_DIGEST_BYTES = 32
@@ -39,6 +40,14 @@ def unit_digests(data: Buffer, unit_bytes: int) -> bytes:
         end = min(begin + stretch, len(view))
         digests += [xxh3_128_digest(view[at : at + unit_bytes]) for at in range(begin, end, unit_bytes)]
     return b"".join(digests)
+
+
+def digest_of(pieces: Iterable[Buffer]) -> bytes:
+    """Digest of one unit, in pieces, each taken once the one before it is digested."""
+    digest = xxh3_128()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.digest()
 
 
 def header_digest(data: Buffer) -> bytes:

@@ -58,6 +58,20 @@ def read_all(fd: int, pieces: Sequence[Buffer], begin: int = 0) -> int:
     return _transfer(fd, pieces, lambda left, at: os.preadv(fd, left, begin + at))
 
 
+def read_more(fd: int, piece: memoryview, begin: int) -> int:
+    """Fill a piece of memory from a file from which `read_all` has read before; see there.
+
+    Takes less time than `read_all` where the page cache has what is read.
+    """
+    try:
+        read = os.preadv(fd, [piece], begin)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        read = 0
+    return read if read == len(piece) else read + read_all(fd, [piece[read:]], begin + read)
+
+
 def set_direct(fd: int, *, on: bool) -> bool:
     """Have a file go past the page cache, or through it; says whether it goes past it now.
 

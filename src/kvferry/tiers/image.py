@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 
 from kvferry.errors import ChunkError
 from kvferry.geometry.canonical import CanonicalGroup
-from kvferry.tiers.checksum import Buffer, unit_digests
+from kvferry.tiers.checksum import Buffer, digest_of, unit_digests
 from kvferry.tiers.decode import Header, check_units
 from kvferry.tiers.format import Chunk, Group, Section, aligned, encode_header
 
-PIECE_BYTES = 4 << 20
-"""Bytes of a body that are digested at a time, while those before or after them are moved."""
+PIECE_BYTES = 1 << 20
+"""Bytes of a body that are digested at a time, few enough to be in a core's own cache still."""
 
 
 def group_of(group: CanonicalGroup, tokens: int) -> Group:
@@ -72,7 +72,8 @@ def is_image(
     """
     written = _header(chunk, body, wait)
     wait(len(body))
-    return written == header and all(_is_zero(padding) for _, _, padding in _sections(chunk, body))
+    # A comparison of `bytes` takes a thirtieth of one with a view.
+    return written == bytes(header) and all(_is_zero(padding) for _, _, padding in _sections(chunk, body))
 
 
 def check_body(header: Header, body: memoryview) -> None:
@@ -107,16 +108,33 @@ def _header(chunk: Chunk, body: memoryview, wait: Callable[[int], object]) -> by
 
 
 def _digests(chunk: Chunk, body: memoryview, wait: Callable[[int], object]) -> Iterator[bytes]:
-    """Of the units of all sections, some at a time, as they come."""
+    """Of the units of all sections, piece by piece, as they come."""
     view = body.cast("B")
     for section, offset in zip(chunk.sections, chunk.offsets, strict=True):
-        begin = offset - chunk.offsets[0]
+        begin, unit_bytes = offset - chunk.offsets[0], section.unit_bytes
         end = begin + section.total_bytes
-        step = max(PIECE_BYTES // section.unit_bytes, 1) * section.unit_bytes
-        for at in range(begin, end, step):
-            stop = min(at + step, end)
-            wait(stop)
-            yield unit_digests(view[at:stop], section.unit_bytes)
+        if unit_bytes < PIECE_BYTES:
+            for at, stop in _pieces(begin, end, PIECE_BYTES // unit_bytes * unit_bytes):
+                wait(stop)
+                yield unit_digests(view[at:stop], unit_bytes)
+            continue
+        for first in range(begin, end, unit_bytes):
+            yield digest_of(_arriving(view, first, first + unit_bytes, wait))
+
+
+def _arriving(view: memoryview, begin: int, end: int, wait: Callable[[int], object]) -> Iterator[memoryview]:
+    for at, stop in _pieces(begin, end, PIECE_BYTES):
+        wait(stop)
+        yield view[at:stop]
+
+
+def _pieces(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
+    """Begins and ends of pieces of a range, each of `size` bytes but the last.
+
+    >>> list(_pieces(10, 25, 10))
+    [(10, 20), (20, 25)]
+    """
+    return ((at, min(at + size, end)) for at in range(begin, end, size))
 
 
 def _sections(chunk: Chunk, body: memoryview) -> Iterator[tuple[Section, memoryview, memoryview]]:

@@ -5,9 +5,16 @@ A chunk is digested piece by piece as it is read, while the processor's cache st
 
 from __future__ import annotations
 
-from kvferry.tiers.direct_io import read_all, whole_pages, write_all
+import time
+
+from kvferry.tiers.direct_io import read_all, read_more, whole_pages, write_all
 from kvferry.tiers.format import Chunk
 from kvferry.tiers.image import PIECE_BYTES, header_of, is_image, pad
+
+STORAGE_PIECE_BYTES = 4 << 20
+"""Bytes that are read at a time from a disk or a network, which take less time for fewer, larger pieces."""
+MEMORY_BYTES_PER_SECOND = 4e9
+"""Bytes come from memory, such as the page cache, if they come faster than this."""
 
 
 def write_image(fd: int, chunk: Chunk, body: memoryview) -> None:
@@ -55,14 +62,24 @@ class _Reading:
     def __init__(self, fd: int, header: memoryview, into: memoryview) -> None:
         self.header, self.done = header, 0
         self._fd, self._into, self._ended = fd, into, False
+        self._piece_bytes = PIECE_BYTES
 
     def read_up_to(self, size: int) -> None:
         """Read on until so many bytes of the body are there, or the file has ended."""
         while self.done < len(self.header) + size and not self._ended:
-            at = max(self.done - len(self.header), 0)
-            wanted = [self._into[at : at + PIECE_BYTES]]
-            if not self.done:
-                wanted.insert(0, self.header)
-            read = read_all(self._fd, wanted, self.done)
-            self._ended = read < sum(len(piece) for piece in wanted)
+            if self.done:
+                at = self.done - len(self.header)
+                piece = self._into[at : at + self._piece_bytes]
+                read, wanted = read_more(self._fd, piece, self.done), len(piece)
+            else:
+                read, wanted = self._begin()
             self.done += read
+            self._ended = read < wanted
+
+    def _begin(self) -> tuple[int, int]:
+        """Read the header and a first piece; bytes read, and bytes wanted."""
+        began, piece = time.perf_counter(), self._into[:PIECE_BYTES]
+        read = read_all(self._fd, (self.header, piece))
+        if read < MEMORY_BYTES_PER_SECOND * (time.perf_counter() - began):
+            self._piece_bytes = STORAGE_PIECE_BYTES
+        return read, len(self.header) + len(piece)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, strategies as st
@@ -20,10 +21,11 @@ LARGE = Chunk(bytes(32), bytes(20), (Group("full", 64, (Section("k", 5, 12 << 10
 
 @pytest.fixture(autouse=True, params=[4096, 2 * 4096, 4 << 20], ids=["page", "pages", "whole"])
 def piece(request):
-    """How much is read and digested at a time."""
+    """How much is read and digested at a time, from storage as from memory."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (images, image_io):
             patch.setattr(module, "PIECE_BYTES", request.param)
+        patch.setattr(image_io, "STORAGE_PIECE_BYTES", request.param)
         yield request.param
 
 
@@ -100,9 +102,45 @@ def test_a_broken_disk_is_an_error(fd, monkeypatch, name, after, piece):
 def test_what_was_read_is_digested_before_the_rest_is_read(fd, monkeypatch, piece):
     write_image(fd, LARGE, body_of(LARGE))
     done = []
-    move, digest = os.preadv, images.unit_digests
+    move = os.preadv
     monkeypatch.setattr(os, "preadv", lambda *args: done.append("read") or move(*args))
-    monkeypatch.setattr(images, "unit_digests", lambda *args: done.append("digest") or digest(*args))
+    for name in ("unit_digests", "digest_of"):
+        digest = partial(digests, getattr(images, name), done)
+        monkeypatch.setattr(images, name, digest)
     assert read_image(fd, LARGE, body_of(LARGE))
     last_read = len(done) - 1 - done[::-1].index("read")
     assert ("digest" in done[:last_read]) == (piece < LARGE.body_bytes)
+
+
+def digests(call, done, *args):
+    made = call(*args)
+    done.append("digest")
+    return made
+
+
+@pytest.mark.parametrize(("nanoseconds_per_byte", "sizes"), [(0.1, [5, 4, 4, 4, 3]), (1, [5, 8, 7])])
+def test_storage_is_read_in_larger_pieces_than_memory(fd, monkeypatch, nanoseconds_per_byte, sizes):
+    write_image(fd, LARGE, body_of(LARGE))
+    now, found, move = [0.0], [], os.preadv
+
+    def timed(*args):
+        read = move(*args)
+        now[0] += read * nanoseconds_per_byte * 1e-9
+        found.append(read // 4096)
+        return read
+
+    monkeypatch.setattr(os, "preadv", timed)
+    monkeypatch.setattr(image_io, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    for name, pages in (("PIECE_BYTES", 4), ("STORAGE_PIECE_BYTES", 8)):
+        monkeypatch.setattr(image_io, name, pages * 4096)
+    assert read_image(fd, LARGE, body_of(LARGE))
+    assert found == sizes
+
+
+def test_a_read_that_is_cut_short_goes_on(fd, monkeypatch):
+    body = body_of(LARGE)
+    write_image(fd, LARGE, body)
+    move, into = os.preadv, whole_pages(LARGE.body_bytes)
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: move(fd, [views[0][:4096]], at))
+    assert read_image(fd, LARGE, into)
+    assert into == body
