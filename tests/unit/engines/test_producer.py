@@ -215,6 +215,17 @@ def test_what_no_lease_is_left_for_is_not_offered(clock, monkeypatch, caplog) ->
     engine.offer("a")
     assert engine.end("b") == (False, write_nothing())
     assert "request b: not offered" in caplog.text
+    engine.hear(Released(["a"]))
+    assert engine.end("c") == (False, write_nothing()), "not before all workers have raised the word"
+    engine.producer.sent({"a"})
+    engine.offer("d")
+
+
+def test_what_has_no_certain_name_is_not_offered_and_takes_no_lease(clock, caplog) -> None:
+    engine = Engine()
+    assert engine.end("a", mm_features=[feature(1, None)]) == (False, write_nothing())
+    assert "request a: not offered" in caplog.text
+    assert engine.producer._book.held == []
 
 
 SAMPLES = [f"{number}_cmpl-1-0-12ab34cd" for number in range(3)]
