@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from fuzz.seeds import requests
 from kvferry.engines.vllm.refusals import Refusals
 from kvferry.observe.traces import Traces
 from kvferry.observe.watch import Watch
-from kvferry.transport.messages import MAX_TICKETS, Heartbeat, encode
+from kvferry.transport.messages import MAX_REQUEST_BYTES, MAX_TICKETS, Heartbeat, encode
 
 
 class Bytes(logging.Handler):
@@ -55,6 +55,22 @@ def connect_and_wait(keys: Any, port: int, stop: Any) -> None:
             pass
         held.append(one)
         if len(held) > 6000:
+            held.pop(0).close()
+
+
+def fill_frames(keys: Any, port: int, stop: Any) -> None:
+    """Strangers: send on each connection a frame as long as a message may be, but for its end."""
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+    frame = b"\x06" + MAX_REQUEST_BYTES.to_bytes(8, "big") + bytes(MAX_REQUEST_BYTES - 100)
+    held: list[socket.socket] = []
+    while not stop.is_set():
+        one = socket.socket()
+        one.settimeout(0.5)
+        with suppress(OSError):
+            one.connect((HOST, port))
+            one.sendall(greeting + frame)
+        held.append(one)
+        if len(held) > 2000:
             held.pop(0).close()
 
 
@@ -144,15 +160,14 @@ def row(name: str, rig: Rig, server: Any, client: Any, attack: Any, seconds: flo
         ready.acquire()
     for thread in inside:
         thread.start()
-    most = [0, 0, 0]
+    most = [0, 0, 0, 0]
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         time.sleep(0.2)
         while server.events:
             server.events.popleft()
-        most = [
-            max(a, b) for a, b in zip(most, (memory(), threading.active_count(), descriptors()), strict=True)
-        ]
+        now = memory(), threading.active_count(), descriptors(), server._listener._connections.open
+        most = [max(a, b) for a, b in zip(most, now, strict=True)]
     stop.set()
     ended.set()
     took = []
@@ -162,7 +177,8 @@ def row(name: str, rig: Rig, server: Any, client: Any, attack: Any, seconds: flo
         one.join(30)
     took = sorted(took) or [float("nan")]
     print(
-        f"{name:<28}{(most[0] - before) / 2**20:>9.1f}{most[1]:>9}{most[2]:>13}{log.count - said:>11}"
+        f"{name:<28}{(most[0] - before) / 2**20:>9.1f}"
+        f"{most[1]:>9}{most[2]:>13}{most[3]:>13}{log.count - said:>11}"
         f"{len(took):>11}{statistics.median(took) * 1e3:>10.1f}{took[-1] * 1e3:>10.1f}",
         flush=True,
     )
@@ -176,7 +192,7 @@ def main() -> None:
     logging.getLogger("kvferry").propagate = False
     print(f"floods of {seconds:g} s, one attacker each; handshakes of an honest peer in ms")
     print(
-        f"{'flood':<28}{'MiB more':>9}{'threads':>9}{'descriptors':>13}{'log bytes':>11}"
+        f"{'flood':<28}{'MiB more':>9}{'threads':>9}{'descriptors':>13}{'connections':>13}{'log bytes':>11}"
         f"{'handshakes':>11}{'median':>10}{'slowest':>10}"
     )
     with ExitStack() as stack:
@@ -185,6 +201,7 @@ def main() -> None:
         for name, attack in {
             "none": None,
             "strangers connect": connect_and_wait,
+            "strangers fill frames": fill_frames,
             "garbage with the key": garbage,
             "handshakes with the key": handshakes,
             f"heartbeats of {MAX_TICKETS} leases": heartbeats,

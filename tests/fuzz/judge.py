@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,13 +13,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-GROWTH_BYTES = 256 << 20
-"""What a listener may hold of one peer: 64 messages of 4 MiB that wait."""
+GROWTH_BYTES = 32 << 20
+"""Of a whole run, once all has been heard: what the allocator keeps in pieces after the largest messages."""
+MOST_HELD = 0.6
+"""Of the bytes of messages that are repeated: they are heard and dropped, so nothing of them may stay."""
+MOST_OBJECTS = 0.01
+"""Python's objects per message that is repeated, beside those that come and go."""
+_REPEATED, _REPEATED_BYTES = 10_000, 8 << 20
+_LIBC = ctypes.CDLL(None)
 MOST_CPU_SECONDS = 0.5
 """Of one message, under the tracer of lines, which makes handlers several times slower."""
 
 
-def seconds(default: float = 4.0) -> float:
+def seconds(default: float = 3.0) -> float:
     """How long one fuzzer runs."""
     return float(os.environ.get("KVFERRY_FUZZ_SECONDS", default))
 
@@ -28,14 +36,36 @@ def seed() -> int:
 
 
 def memory() -> int:
-    """Resident bytes of this process."""
+    """Resident bytes of this process, without what the allocator can give back."""
     gc.collect()
+    _LIBC.malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def descriptors() -> int:
     """Open descriptors of this process."""
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def holds_nothing(repeat: Callable[[], tuple[int, int]], heard: Callable[[], object]) -> None:
+    """Judge the memory that repeated messages leave behind.
+
+    Args:
+        repeat: sends the same messages once more; returns how many there are, and how many bytes.
+        heard: returns when all that was sent has been heard.
+    """
+    repeat()  # the largest room that they need
+    heard()
+    began, objects = memory(), sys.getallocatedblocks()
+    messages = size = 0
+    while size < _REPEATED_BYTES or messages < _REPEATED:
+        more, longer = repeat()
+        messages, size = messages + more, size + longer
+    heard()
+    grown, objects = memory() - began, sys.getallocatedblocks() - objects
+    print(f"{messages} repeated messages, {size >> 20} MiB: {grown >> 10} KiB and {objects} objects more")
+    assert grown < MOST_HELD * size
+    assert objects < 1000 + MOST_OBJECTS * messages
 
 
 class Costs:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import zmq
 
-from fuzz.seeds import CONTENT, GRANT
+from fuzz.seeds import CONTENT, GRANT, TOKENS
 from kvferry.geometry import Region
 from kvferry.geometry.rank import RankGeometry
 from kvferry.planning.template import names_absent
@@ -26,6 +27,8 @@ from transport.cards import cards, facts, ticket
 
 HOST = "127.0.0.1"
 BLOCKS, STRIDE, LEASES, UNITS, INCARNATION = 8, 4096, 4, 3, 77
+HONEST_RUN = 987_654_321
+"""Of the honest consumer: no message of a fuzzer has it by chance."""
 
 
 def new_keys() -> security.Keys:
@@ -63,7 +66,7 @@ class Rig:
             names_absent([card.geometry for card in ranks], ours)
 
         client = ControlClient(
-            facts("D", 9), check, self.keys, handshake_seconds=seconds, heartbeat_seconds=0.1
+            facts("D", HONEST_RUN), check, self.keys, handshake_seconds=seconds, heartbeat_seconds=0.1
         )
         self.stack.callback(client.close)
         return client
@@ -79,8 +82,8 @@ class Rig:
         self.stack.callback(dealer.close)
         return dealer
 
-    def hostile(self, replies: Any) -> int:
-        """Return the port of a peer with the key that answers everything with what `replies` returns."""
+    def hostile(self, replies: Callable[[bytes], list[list[bytes]]]) -> int:
+        """Return the port of a peer with the key that answers each message with what `replies` returns."""
         context = zmq.Context()
         router = context.socket(zmq.ROUTER)
         router.linger = 0
@@ -91,8 +94,8 @@ class Rig:
         def run() -> None:
             while not stop.is_set():
                 if router.poll(20):
-                    sender, *_ = router.recv_multipart()
-                    for frames in replies():
+                    sender, said = router.recv_multipart()
+                    for frames in replies(said):
                         router.send_multipart([sender, *frames])
 
         thread = threading.Thread(target=run, name="hostile")
@@ -115,12 +118,19 @@ def meet(client: ControlClient, port: int, limit: float = 20.0) -> float:
 
 def keep(client: ControlClient, server: ControlServer) -> None:
     """Have a lease, of the name ``honest``, that the client keeps alive."""
-    server.tickets.publish(ticket("honest"), "honest", 4, CONTENT, GRANT)
-    number = client.redeem((HOST, server.port), ticket("honest"), 4, CONTENT)
+    server.tickets.publish(ticket("honest"), "honest", TOKENS, CONTENT, GRANT)
+    assert redeem(client, server.port).grant == GRANT
+
+
+def redeem(client: ControlClient, port: int) -> Redeemed:
+    """Redeem the ticket of the name ``honest``; return the answer."""
+    number = client.redeem((HOST, port), ticket("honest"), TOKENS, CONTENT)
     answer = until(
         lambda: None if isinstance(a := client.redemption(number), Looking) else a, 20.0, "redemption"
     )
     assert isinstance(answer, Redeemed), answer
+    client.end_redemption(number)
+    return answer
 
 
 def alive(server: ControlServer) -> None:

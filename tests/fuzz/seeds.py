@@ -26,31 +26,52 @@ from kvferry.transport.messages import (
 from kvferry.transport.redeem import Grant, NotRedeemed, PromptContent, Redeem, Redeemed
 from transport.cards import cards, facts, ticket
 
-KEY = bytes(range(32))
-CONTENT = PromptContent("d" * 32)
+CHUNK_TOKENS = 256
+KEYS = bytes(range(32)), bytes(range(32, 64))
+CONTENT, TOKENS = PromptContent("d" * 32), 4
 GRANT = Grant.of(1, 2, [[1, 2, 3]])
+LEASES = ("a", "b", "c")
+"""Leases of a producer, whose tickets are in the messages; all are for the same prompt."""
+TURNS = ("t1", "t2")
+"""Leases of its turns, which begin with the same chunks."""
 
 
 def requests() -> list[bytes]:
     """Return what consumers say on the control channel."""
     said = facts("D", 9)
     keeper = structs.replace(said, keeps_turns=("127.0.0.1", 9), must_agree={"rope": {"theta": "1"}})
+    a, b, c, t, unknown, others = map(ticket, ("a", "b", "c", "t1", "unknown", "honest"))
+    other = PromptContent("e" * 32, "i" * 32, "adapter", "s" * 32)
+    near = [structs.replace(CONTENT, **{name: getattr(other, name)}) for name in ("items", "adapter", "salt")]
     found = [
         Hello(PROTOCOL, said),
         Hello(PROTOCOL, keeper),
         AskRanks(PROTOCOL, said),
-        Redeem(1, 7, ticket("a"), 4, CONTENT),
-        Heartbeat(7, [ticket("a"), ticket("b")]),
-        Release(7, [ticket("a")]),
-        Drop([ticket("b")]),
-        AskTurn(1, 256, [KEY, KEY[::-1]]),
+        *(Redeem(1, run, one, TOKENS, CONTENT) for run in (7, 8) for one in (a, b, c)),
+        *(Redeem(2, 7, one, TOKENS, CONTENT) for one in (t, unknown)),
+        *(Redeem(3, 7, a, TOKENS, content) for content in near),
+        *(Redeem(3, 7, one, TOKENS, other) for one in (a, others)),
+        Redeem(4, 7, a, TOKENS + 1, CONTENT),
+        Heartbeat(7, [a, b]),
+        Heartbeat(8, [a, a, c, unknown]),
+        Heartbeat(7, [t, others, ticket("t2")]),
+        Release(7, [a]),
+        Release(8, [a, a]),
+        Release(7, [a, b, t, others]),
+        Release(8, [b, c, unknown]),
+        Drop([b]),
+        Drop([a, b, c, t, others]),
+        AskTurn(1, CHUNK_TOKENS, list(KEYS)),
+        AskTurn(2, CHUNK_TOKENS, [KEYS[0], KEYS[0]]),
+        AskTurn(3, CHUNK_TOKENS // 2, list(KEYS)),
+        AskTurn(4, CHUNK_TOKENS, [KEYS[1]]),
     ]
     return [messages.encode(one) for one in found]
 
 
 def replies() -> list[bytes]:
     """Return what producers answer."""
-    turn = KeptTurn("P", 1, ticket("t"), GRANT, 40, 1, 1, [5, 6])
+    turn = KeptTurn("P", 1, ticket("t1"), GRANT, 40, 1, 1, [5, 6])
     found = [
         Accepted(facts()),
         Refused(["weights differ"]),

@@ -12,24 +12,32 @@ import numpy as np
 import pytest
 import zmq
 
-from fuzz.judge import Costs, judged, seconds, seed
+from fuzz.asking import Consumer, Reader, again
+from fuzz.judge import Costs, holds_nothing, judged, seconds, seed
+from fuzz.model import Model
 from fuzz.odd import Odd
 from fuzz.reached import Reached, methods
-from fuzz.rigs import BLOCKS, HOST, STRIDE, Rig, Worker, alive, keep, meet, until
-from fuzz.seeds import CONTENT, gather_replies, gather_requests, replies, requests
+from fuzz.rigs import BLOCKS, HOST, STRIDE, Rig, Worker, alive, keep, meet, redeem, until
+from fuzz.seeds import (
+    GRANT,
+    gather_requests,
+    requests,
+)
 from kvferry.planning.nest import Nest
 from kvferry.planning.plane import PoolNests
-from kvferry.transport import check_ranks, gather_messages, handshake, messages
+from kvferry.transport import check_ranks, gather_messages, gather_server, messages, turns
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import Card, ControlServer
 from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.gather_messages import Done, Gather, Gathered, GatherRoute, Introduce, encode
 from kvferry.transport.gather_server import GatherServer
-from kvferry.transport.handshake import Handshakes, Looking
+from kvferry.transport.handshake import Handshakes
 from kvferry.transport.inbox import Inbox
-from kvferry.transport.lease import LeaseWord
-from kvferry.transport.messages import PROTOCOL, Accepted, Ranks, encode as encode_reply
-from transport.cards import cards, facts, ticket
+from kvferry.transport.messages import PROTOCOL
+from kvferry.transport.redeem import PromptContent
+from kvferry.transport.redemptions import Redemptions
+from kvferry.transport.tickets import TicketBook
+from kvferry.transport.turns import Questions, TurnIndex
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
 
@@ -40,10 +48,10 @@ def rig():
         yield Rig(stack)
 
 
-def until_over(step, each: int = 50):
-    """Call `step` until the time is over, and nothing else; yields after every `each` calls."""
+def until_over(step, each: int = 50, least: int = 2000):
+    """Call `step` until the time is over, `least` times at least; yields after every `each` calls."""
     deadline, number = time.monotonic() + seconds(), 0
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline or number < least:
         step()
         number += 1
         if number % each == 0:
@@ -58,41 +66,46 @@ def said(reached: Reached, least: float) -> None:
 
 def test_a_producer_serves_on_whatever_a_peer_with_the_key_says(rig, caplog):
     odd = Odd(seed(), requests())
-    handlers = [ControlServer._serve, ControlServer._met, Card.answer, Inbox.put]
+    handlers = [ControlServer._serve, ControlServer._take, ControlServer._met, Card.answer, Inbox.put]
+    handlers += [ControlServer._redeem, ControlServer._hear, *methods(TicketBook, without=("__len__",))]
+    handlers += [TurnIndex.find, TurnIndex.leases, PromptContent.difference]
     with Reached(*handlers, messages.decode_request, messages.compare) as reached:
         server, honest = rig.server(), rig.client()
+        model = Model(server)
         server._serve = cost = Costs(server._serve)
         meet(honest, server.port)
         liar, slowest = rig.socket(server.port), 0.0
         keep(honest, server)
+
+        def say(frames: list[bytes]) -> None:
+            liar.send_multipart(frames)
+            while liar.poll(0):
+                liar.recv_multipart()
+
         with judged(caplog, cost):
-            for _ in until_over(lambda: liar.send_multipart(odd.frames())):
+            for _ in until_over(lambda: say(odd.frames()), each=200):
                 slowest = max(slowest, meet(honest, server.port))
                 alive(server)
+                assert redeem(honest, server.port).grant == GRANT
+            holds_nothing(again(odd, say), lambda: (meet(honest, server.port), alive(server)))
         assert server._thread.is_alive()
         assert honest._thread.is_alive()
         meet(honest, server.port)
+        assert not model.wrong, model.wrong[:5]
     print(
-        f"{cost.calls} messages, {cost.most * 1e3:.1f} ms at most; handshake {slowest * 1e3:.0f} ms at most"
+        f"{cost.calls} messages, {cost.most * 1e3:.1f} ms at most; handshake {slowest * 1e3:.0f} ms at most; "
+        f"{model.redeemed} redeemed, {model.ended} leases ended, {model.found} turns found"
     )
     assert server.rejected
-    said(reached, 0.75)
+    assert min(model.redeemed, model.ended, model.found) > 5
+    said(reached, 0.80)
 
 
 def test_a_consumer_goes_on_whatever_a_peer_with_the_key_answers(rig, caplog, monkeypatch):
-    monkeypatch.setattr(handshake, "REFUSAL_SECONDS", 0.0)
-    odd = Odd(seed(), replies())
-    good = [[encode_reply(Accepted(facts()))], [encode_reply(Ranks(list(cards())))]]
-
-    def lies() -> list[list[bytes]]:
-        kind = odd.draw.random()
-        if kind < 0.3:
-            return [odd.frames()]
-        if kind < 0.8:
-            return [good[0], odd.frames()]
-        return [*good, *(odd.frames() for _ in range(5))]
-
+    monkeypatch.setattr(turns, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(turns, "ASK_SECONDS", 0.05)
     handlers = methods(Handshakes, without=("__init__", "crowded", "deadlines"))
+    handlers += methods(Redemptions, Questions, without=("__init__",))
     checks = [
         one for one in vars(check_ranks).values() if getattr(one, "__module__", "") == check_ranks.__name__
     ]
@@ -101,29 +114,29 @@ def test_a_consumer_goes_on_whatever_a_peer_with_the_key_answers(rig, caplog, mo
     ) as reached:
         server, consumer = rig.server(), rig.client(0.5)
         consumer._receive = cost = Costs(consumer._receive)
-        port = rig.hostile(lies)
+        asking = Consumer(rig, consumer, server.port, lambda: cost.calls)
         meet(consumer, server.port)
         keep(consumer, server)
 
-        def ask() -> None:
-            consumer.forget((HOST, port))
-            consumer.look_up((HOST, port), 1)
-            number = consumer.redeem((HOST, port), ticket("x"), 4, CONTENT)
-            until(lambda: not isinstance(consumer.look_up((HOST, port), 1), Looking), 5.0, "an end")
-            if consumer.end_redemption(number):
-                consumer.release((HOST, port), ticket("x"))
+        def settled() -> None:
+            meet(consumer, server.port)
+            alive(server)
 
         with judged(caplog, cost):
-            for _ in until_over(ask, each=10):
-                meet(consumer, server.port)
-                alive(server)
+            for _ in until_over(asking.ask, each=10, least=100):
+                settled()
+            holds_nothing(asking.repeat, settled)
         assert consumer._thread.is_alive()
+        assert not consumer._redemptions._asked
+        assert not consumer._questions._open
         meet(consumer, server.port)
-    print(f"{cost.calls} messages, {cost.most * 1e3:.1f} ms at most")
+    print(f"{cost.calls} messages, {cost.most * 1e3:.1f} ms at most; {dict(asking.taken)}")
+    assert min(asking.taken[one] for one in ("Redeemed", "NotUsable", "turns")) > 5
     said(reached, 0.75)
 
 
-def test_a_worker_gathers_on_whatever_a_reader_with_the_key_says(rig, caplog):
+def test_a_worker_gathers_on_whatever_a_reader_with_the_key_says(rig, caplog, monkeypatch):
+    monkeypatch.setattr(gather_server, "WAIT_SECONDS", 0.3)
     handlers = methods(GatherServer, without=("__init__", "close", "_run"))
     checks = [gather_messages.decode_request, gather_messages._check, gather_messages._check_route]
     with Reached(*handlers, *checks, gather_messages._check_nest) as reached:
@@ -148,40 +161,36 @@ def test_a_worker_gathers_on_whatever_a_reader_with_the_key_says(rig, caplog):
                 assert "no room" in found.reason, "what it was asked before holds the area"
             honest.send(encode(Done(1)))
 
+        def say(frames: list[bytes]) -> None:
+            liar.send_multipart(frames)
+            while liar.poll(0):
+                liar.recv_multipart()
+
+        def settled() -> None:
+            served()
+            until(lambda: not worker.server._waiting, 10.0, "nobody waits")
+
         served()
         with judged(caplog, cost):
-            for _ in until_over(lambda: liar.send_multipart(odd.frames())):
+            for _ in until_over(lambda: say(odd.frames()), each=200):
                 served()
+            holds_nothing(again(odd, say), settled)
         assert worker.server._thread.is_alive()
     print(f"{cost.calls} messages, {cost.most * 1e3:.1f} ms at most")
     said(reached, 0.75)
 
 
 def test_a_reader_goes_on_whatever_a_worker_with_the_key_answers(rig, caplog):
-    odd = Odd(seed(), gather_replies())
-    route = GatherRoute(STRIDE, BLOCKS, 64, (PoolNests((0,), (Nest(0, 0, 64),)),))
     handlers = [GatherClient._receive, GatherClient.answer, GatherClient.ask, GatherClient._introduce]
     with Reached(*handlers, gather_messages.decode_reply) as reached:
-        port = rig.hostile(lambda: [odd.frames() for _ in range(3)])
-        context = rig.socket(port).context
-        reader = GatherClient(context, HOST, port, [route], rig.keys)
-        rig.stack.callback(reader.close)
-        lease = LeaseWord(3, 9, 1)
-        asked: list[int] = []
-
-        def ask() -> None:
-            asked.append(reader.ask(0, lease, np.array([1, 2]), 0))
-            time.sleep(0.001)
-            for chunk in asked[-5:]:
-                reader.answer(chunk)
-            if len(asked) > 5:
-                reader.done(asked.pop(0))
-
-        cost = Costs(ask)
+        asking = Reader(rig)
+        cost = Costs(asking.ask)
         with judged(caplog, cost):
-            for _ in until_over(cost):
-                assert len(reader._wanted) + len(reader._answers) < 20
-    print(f"{cost.calls} rounds, {cost.most * 1e3:.1f} ms at most")
+            for _ in until_over(cost, least=200):
+                pass
+            holds_nothing(asking.repeat, lambda: None)
+    print(f"{cost.calls} rounds, {asking.messages} answers, {cost.most * 1e3:.1f} ms at most")
+    assert asking.messages > cost.calls
     said(reached, 0.90)
 
 
@@ -233,7 +242,7 @@ def test_strangers_without_the_key_cost_a_known_peer_nothing(rig, caplog):
             one.close()
 
     with judged(caplog):
-        for _ in until_over(connect, each=20):
+        for _ in until_over(connect, each=20, least=100):
             with suppress(zmq.Again):  # few wait for a connection that never comes about
                 wrong.send(requests()[0], zmq.NOBLOCK)
             meet(honest, server.port)

@@ -6,7 +6,8 @@ Peers that are connected notice nothing. A peer that connects meanwhile is tried
 
 ZeroMQ can neither refuse a connection nor stop listening without closing those it has, hence the filter on
 the socket: SO_ATTACH_FILTER, see socket(7), with one instruction that takes no byte of any packet. ZeroMQ
-tells of connections after it has accepted them, so a flood goes some hundreds past the limit.
+tells of connections after it has accepted them, so a flood goes past the limit: by what it accepts until the
+listener's thread runs. It accepts no more once a thousand events wait, however long that takes.
 """
 
 from __future__ import annotations
@@ -62,12 +63,17 @@ class Connections:
         self._accepting: socket.socket | None = None
         listener.handshake_ivl = int(HANDSHAKE_SECONDS * 1000)
         listener.backlog = BACKLOG
-        self.events = listener.get_monitor_socket(
+        told = f"inproc://connections-{id(self)}"
+        listener.monitor(
+            told,
             zmq.EVENT_LISTENING
             | zmq.EVENT_ACCEPTED
             | zmq.EVENT_DISCONNECTED
-            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
         )
+        self.events: zmq.Socket[Any] = listener.context.socket(zmq.PAIR)
+        self.events.rcvhwm = 1  # beside the 1000 that the other end of it holds
+        self.events.connect(told)
 
     def count(self) -> None:
         """Process events of connections; stop or resume accepting."""
@@ -86,6 +92,12 @@ class Connections:
 
     def close(self) -> None:
         """Watch no more; before the socket is closed."""
+        # Where events wait for room, ZeroMQ holds a lock that `disable_monitor` needs. So make room, and let
+        # no more strangers in meanwhile.
+        self.count()
+        self._filter(_ATTACH_FILTER, _PROGRAM)
+        while self._next() is not None:
+            pass
         self._listener.disable_monitor()
         self.events.close(linger=0)
         if self._accepting is not None:

@@ -160,11 +160,14 @@ class ControlServer:
     def _serve(self) -> None:
         try:
             sender, data = self._listener.receive()
-            message = decode_request(data)
+            self._take(sender, decode_request(data))
         except ProtocolError as error:
             self.rejected += 1
             self._log.say("dropped", f"control channel: dropped a message: {error}")
-            return
+        except Exception as error:  # noqa: BLE001 - said in full; without this thread all leases end
+            self._log.say(type(error).__name__, "control channel: an unexpected error", error)
+
+    def _take(self, sender: bytes, message: Request) -> None:
         if isinstance(message, Redeem):
             self._redeem(sender, message)
         elif isinstance(message, Heartbeat | Release | Drop):

@@ -24,6 +24,10 @@ UNKNOWN: Final = (
     "the ticket is not of this engine"
 )
 RELEASED: Final = "this engine has redeemed the ticket before, and released it"
+MOST_CONSUMERS: Final = 256
+"""Runs of engines that may redeem one ticket; anyone with the key can make runs up."""
+
+CROWDED: Final = f"{MOST_CONSUMERS} engines have redeemed the ticket, and no more may"
 
 
 @dataclass(slots=True)
@@ -51,7 +55,10 @@ class _Open:
             return f"the ticket is for {self.tokens} tokens, not for {asked.tokens}"
         if (reason := asked.content.difference(self.content)) is not None:
             return reason
-        return RELEASED if asked.consumer in self.released else None
+        if asked.consumer in self.released:
+            return RELEASED
+        crowded = len(self.claimed | self.released) >= MOST_CONSUMERS and asked.consumer not in self.claimed
+        return CROWDED if crowded else None
 
 
 class TicketBook:
@@ -107,7 +114,7 @@ class TicketBook:
     def claimed(self, consumer: int, tickets: Iterable[bytes]) -> list[str]:
         """Return the leases of those of these tickets that the consumer has claimed."""
         with self._lock:
-            found = [self._open[ticket] for ticket in tickets if ticket in self._open]
+            found = [self._open[ticket] for ticket in dict.fromkeys(tickets) if ticket in self._open]
             return [one.lease for one in found if consumer in one.claimed]
 
     def release(self, consumer: int, tickets: Iterable[bytes]) -> list[str]:

@@ -101,7 +101,8 @@ class TurnIndex:
 
     def leases(self, tickets: Iterable[bytes]) -> list[str]:
         """The leases of those of these tickets that are of turns; whoever has found one may read it."""
-        return [found[2] for ticket in tickets if (found := self._turns.get(ticket)) is not None]
+        known = [self._turns.get(ticket) for ticket in dict.fromkeys(tickets)]
+        return [found[2] for found in known if found is not None]
 
     def find(self, question: AskTurn) -> Turns:
         """The turns that have most of these chunks, from the first on; of many, the last."""

@@ -1,8 +1,9 @@
 """Strangers who connect and say nothing: a listener has few of them, and serves those whom it knows."""
 
 import socket
+import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 import zmq
@@ -96,3 +97,18 @@ def test_a_frame_that_is_longer_than_the_limit_ends_the_connection(stack, listen
     assert heard(listener, dealer)
     dealer.send(bytes((1 << 20) + 1))
     look(listener, lambda: listener._connections.open == 0)
+
+
+def test_a_listener_that_nobody_looks_at_accepts_a_thousand_and_closes(stack):
+    listener = Listener("channel", HOST, 0, KEYS, 1 << 20, 1 << 20)
+    number = 0
+    with suppress(TimeoutError):
+        while number < 5000:
+            socket.create_connection((HOST, listener.port), timeout=2.0).close()
+            number += 1
+    # Each connection begins and ends, which are two events; a backlog waits for the kernel.
+    assert number < 1000, "ZeroMQ has stopped accepting"
+    closing = threading.Thread(target=listener.close, daemon=True)
+    closing.start()
+    closing.join(20.0)
+    assert not closing.is_alive()

@@ -22,6 +22,7 @@ from kvferry.transport.messages import (
     PROTOCOL,
     Accepted,
     AskRanks,
+    AskTurn,
     Heartbeat,
     Hello,
     KeptTurn,
@@ -372,6 +373,18 @@ def test_garbage_costs_the_server_nothing_and_is_counted(ends):
     assert not server.events
 
 
+def test_an_error_that_nobody_expects_costs_one_message(ends, monkeypatch, caplog):
+    server = ends.server()
+
+    def broken(question):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(server.turns, "find", broken)
+    ends.raw(server.port).send(encode(AskTurn(1, 16, [])))
+    until(lambda: "broken" in caplog.text)
+    assert isinstance(settled(ends.client(), server.port), Known)
+
+
 @pytest.mark.parametrize(
     "replies",
     [
@@ -578,6 +591,14 @@ def test_leases_of_others_are_neither_extended_nor_released(ends):
     other.release((HOST, server.port), claimed)
     granted(other, other.redeem((HOST, server.port), ticket("unknown"), 1, CONTENT))  # all before was heard
     assert not server.events
+
+
+def test_a_turn_that_a_heartbeat_names_often_is_one_lease(ends):
+    server = ends.server()
+    server.turns.publish(content(600), KeptTurn("D", 3, LEASE, GRANT, 600, 1, 0, []), "turn")
+    ends.raw(server.port).send(encode(Heartbeat(7, [LEASE] * 1000)))
+    until(lambda: server.events)
+    assert list(server.events) == [Claimed(["turn"])]
 
 
 def test_an_earlier_turn_is_kept_alive_by_whoever_has_found_it(ends):

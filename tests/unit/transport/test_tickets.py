@@ -9,7 +9,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvferry.transport.redeem import Grant, NotRedeemed, PromptContent, Redeem, Redeemed, new_ticket
-from kvferry.transport.tickets import RELEASED, UNKNOWN, TicketBook
+from kvferry.transport.tickets import CROWDED, MOST_CONSUMERS, RELEASED, UNKNOWN, TicketBook
 from support.locked import locked
 from transport.cards import ticket
 
@@ -82,6 +82,22 @@ def test_a_lease_ends_with_the_last_consumer_that_has_claimed_it():
     assert made.release(1, [ticket("a")]) == []
     assert made.release(2, [ticket("a"), ticket("a")]) == ["a"]
     assert refused(redeem(made, "a", 3)) == UNKNOWN
+
+
+def test_a_ticket_that_a_heartbeat_names_often_is_one_lease():
+    made = book("a")
+    redeem(made, "a")
+    assert made.claimed(1, [ticket("a")] * 4096) == ["a"]
+
+
+def test_runs_that_somebody_makes_up_fill_no_memory_and_cost_no_claim_that_stands():
+    made = book("a")
+    for consumer in range(MOST_CONSUMERS):
+        redeem(made, "a", consumer)
+    made.release(3, [ticket("a")])
+    assert refused(redeem(made, "a", MOST_CONSUMERS)) == CROWDED
+    assert refused(redeem(made, "a", 3)) == RELEASED
+    assert redeem(made, "a", 4) == Redeemed(8, RUN, GRANT)
 
 
 def test_a_rejected_request_ends_only_what_nobody_has_claimed():
