@@ -164,8 +164,6 @@ class ControlServer:
         except ProtocolError as error:
             self.rejected += 1
             self._log.say("dropped", f"control channel: dropped a message: {error}")
-        except Exception as error:  # noqa: BLE001 - said in full; without this thread all leases end
-            self._log.say(type(error).__name__, "control channel: an unexpected error", error)
 
     def _take(self, sender: bytes, message: Request) -> None:
         if isinstance(message, Redeem):
