@@ -180,8 +180,8 @@ def test_a_file_that_reads_differently_each_time_is_a_miss_and_stays(store, tmp_
     keep(store, 1)
     read = image_io.read_all
 
-    def misread(fd, pieces, begin):
-        done = read(fd, pieces, begin)
+    def misread(fd, pieces):
+        done = read(fd, pieces)
         pieces[0][40] ^= 1
         return done
 
