@@ -167,6 +167,10 @@ class Served:
         finally:
             file.unlink()
 
+    def chunks(self) -> list[Path]:
+        """Files of chunks that the decode engine's tiers have."""
+        return list((self._log.parent / "chunks").rglob("*.kv"))
+
     def close(self) -> None:
         self._client.close()
 

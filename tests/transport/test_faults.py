@@ -278,5 +278,5 @@ def test_closing_waits_for_what_is_in_flight_and_then_leaves_it_behind(world, ca
     began = time.monotonic()
     reader.thread.close(0.3)
     assert time.monotonic() - began >= 0.3
-    assert "still in flight after 0.3 s" in caplog.text
+    assert "reads have not ended 0.3 s after the engine began to stop" in caplog.text
     assert reader.agent.held["reads"] == 1
