@@ -76,7 +76,11 @@ def _no_pins(engine: Any) -> Iterator[None]:
 def _no_checksum(engine: Any) -> Iterator[None]:
     from kvferry.tiers import image_io
 
-    with mock.patch.object(image_io, "is_image", return_value=True):
+    def unchecked(chunk: Any, header: Any, body: memoryview, wait: Callable[[int], object]) -> bool:
+        wait(len(body))
+        return True
+
+    with mock.patch.object(image_io, "is_image", unchecked):
         yield
 
 
