@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from support.explain import events, explain
+from support.open_to_others import held, open_to_others, session
 from support.vllm_engine.both import Both, loads
 from support.vllm_engine.inside import distance
 from support.vllm_engine.lengths import every_length, limit_admissions, through
@@ -51,6 +53,25 @@ def test_what_a_peer_gave_is_stored_and_served_without_it(both: Both) -> None:
         assert loads(both.decode) == [len(asked)]
         assert distance(alone, reference) == 0.0
     both.nothing_held()
+
+
+def test_files_sockets_and_shared_memory_are_the_users_alone(both: Both) -> None:
+    both.through([both.own_words(prompt(512, 58))[0]])
+    both.forget()
+    has = held(pid for engine in both.engines for pid in session(engine.pid))
+    # A socket is bound under another name, and renamed once it listens.
+    sockets = {str(Path(name).with_suffix(".sock")) for name in has if name.endswith(".new")}
+    assert len(sockets) == len(both.engines), has
+    assert all(Path(name).is_socket() for name in sockets)
+    made = [path for folder in both.folders for path in folder.rglob("*")]
+    state = [*Path(os.environ["XDG_STATE_HOME"]).rglob("*")]
+    assert {path.suffix for path in made} >= {".kv", ".json", ""}
+    assert any(path.is_file() for path in state), "there is no key"
+    engines = {name for name in has if name.startswith(("/dev/shm/", "/tmp/", "/run/", "@"))}
+    logs = {str(engine.log) for engine in both.engines}
+    for path in (*made, *state):
+        assert path.lstat().st_mode & 0o077 == 0, path
+    assert open_to_others((engines | sockets) - logs) == {}
 
 
 def test_why_a_request_was_served_as_it_was_is_explained(both: Both) -> None:

@@ -15,6 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from kvferry.private_file import open_private
 from kvferry.serving.kv_config import kv_transfer_json
 from kvferry.serving.role import Role
 
@@ -92,7 +93,7 @@ class Engine:
         read_end, self._lifeline = os.pipe()
         guard = [sys.executable, "-m", "kvferry.serving.guard", str(read_end), str(grace_seconds)]
         try:
-            with log_path.open("wb") as log:
+            with open(log_path, "wb", opener=open_private) as log:
                 self._guard = subprocess.Popen(
                     [*guard, *spec.command()],
                     stdin=subprocess.DEVNULL,

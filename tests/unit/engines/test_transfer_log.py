@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 
 import pytest
 
@@ -52,6 +53,15 @@ def test_lines_are_added_to_what_is_there(tmp_path):
     for name in ("a", "b"):
         TransferLog(str(path), LABELS, 16, 1.0).write(name, "P", SPAN, READY, 0.5)
     assert [line["request_id"] for line in lines(path)] == ["a", "b"]
+
+
+def test_others_cannot_read_it_whatever_the_umask(tmp_path):
+    before = os.umask(0)
+    try:
+        TransferLog(str(tmp_path / "log"), (), 4, 1.0)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
 
 
 def test_without_a_file_nothing_happens():

@@ -99,6 +99,7 @@ def test_a_fleet_is_ready_when_every_engine_answers_and_leaves_nothing(tmp_path,
         shown = []
         fleet.wait_ready(lambda engines: shown.append([engine.state for engine in engines]))
         assert shown[-1] == [EngineState.READY] * 2
+        assert all(engine.log_path.stat().st_mode & 0o777 == 0o600 for engine in fleet.engines)
         assert fleet.prefill_urls == [specs[0].url]
         assert fleet.decode_urls == [specs[1].url]
         pids = pids_of(tmp_path, "prefill-0") + pids_of(tmp_path, "decode-0")

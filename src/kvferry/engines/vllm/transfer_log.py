@@ -7,12 +7,12 @@ import logging
 import os
 from collections.abc import Sequence
 from io import FileIO
-from pathlib import Path
 
 from kvferry.engines.vllm.meta import Report
 from kvferry.errors import ConfigError
 from kvferry.observe.events import LONGEST_ID
 from kvferry.planning.select import Span
+from kvferry.private_file import open_private
 from kvferry.terminal import shown
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class TransferLog:
         self._file: FileIO | None = None
         if path is not None:
             try:
-                self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - stays open
+                self._file = open(path, "ab", buffering=0, opener=open_private)  # noqa: SIM115
             except OSError as error:
                 raise ConfigError(
                     f"transfer_log {path}: {os.strerror(error.errno or 0)}; name a file that can be written"
