@@ -27,10 +27,11 @@ def written(
     kind: int = 0,
     sections: int = 1,
     backend: bytes = b"UCX",
+    backends: bytes | int = 1,
     count: int | None = None,
 ) -> bytes:
     """Metadata with one section of these rows."""
-    head = item(b"Agent", name) + item(b"Conns", 1) + item(b"t", backend) + item(b"c", address)
+    head = item(b"Agent", name) + item(b"Conns", backends) + item(b"t", backend) + item(b"c", address)
     section = (
         item(b"bknd", b"UCX") + item(b"nixlDList", b"nixlSDList") + item(b"t", kind.to_bytes(4, "little"))
     )

@@ -109,8 +109,7 @@ class Trial:
         After any reason the child may be damaged: `end` it.
         """
         try:
-            question = _Question(card.agent, card.words_address, card.incarnation)
-            self._connection.send_bytes(msgspec.msgpack.encode(question))
+            self._connection.send_bytes(question(card))
             if not self._connection.poll(max(seconds, 0.0)):
                 return "the process that tried its transport metadata did not come to an end"
             return self._connection.recv_bytes(_MOST_BYTES).decode()[:_MOST_SAID]
@@ -129,6 +128,11 @@ class Trial:
         except subprocess.TimeoutExpired:
             return "it closed its channel"
         return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def question(card: RankCard) -> bytes:
+    """Return the request to try a worker's metadata: everything that the verdict depends on."""
+    return msgspec.msgpack.encode(_Question(card.agent, card.words_address, card.incarnation))
 
 
 def _python_path() -> str:

@@ -129,6 +129,7 @@ def test_a_nest_that_would_write_elsewhere_or_endlessly_is_refused(nest, says):
         (introduce(stride=1 << 40), "not a gather request"),
         (Gather(1, 0, 0, 0, b"", 0), "0 bytes are no block ids"),
         (Gather(1, 0, 0, 0, b"12345", 0), "5 bytes are no block ids"),
+        (Gather(1, 0, 0, 0, bytes(4 * MAX_CELLS + 4), 0), "not a gather request"),
         (Gather(1 << 31, 0, 0, 0, ids(1), 0), "not a gather request"),
         (Gather(1, 0, 0, 1 << 32, ids(1), 0), "not a gather request"),
         (Gather(1, 0, 0, 0, ids(1), -1), "not a gather request"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import msgspec
 import pytest
 
 from kvferry.geometry import Region
+from kvferry.transport.messages import Outgoing
 from kvferry.transport.vetting import MAX_TRIALS, REFUSED_SECONDS, Vetting
 from support.clock import Clock
 from support.metadata import row, written
@@ -24,6 +26,8 @@ class Child:
     def ask(self, card, seconds: float) -> str:
         self.world.tried.append(card.incarnation)
         self.world.clock.now += self.world.takes
+        if self.world.fails is not None:
+            raise self.world.fails
         return self.world.says if seconds > 0 else "late"
 
     def end(self) -> None:
@@ -33,7 +37,7 @@ class Child:
 class World:
     def __init__(self) -> None:
         self.children, self.tried, self.says, self.unready, self.takes = [], [], "", "", 0.0
-        self.clock = Clock()
+        self.fails, self.clock = None, Clock()
         self.vetting = Vetting(self.start, self.clock)
 
     def start(self) -> Child:
@@ -47,10 +51,17 @@ class World:
         return verdict.reason
 
 
-def card(number: int = 1):
+def card(number: int = 1, **changes):
+    """Make a card whose metadata registers two places for lease words."""
     (one,) = cards()
-    regions = [*one.geometry.regions, Region(one.words_address, 8 * one.words)]
-    return msgspec.structs.replace(one, agent=written([row(r) for r in regions]), incarnation=number)
+    words = Region(one.words_address, 8 * one.words)
+    regions = [*one.geometry.regions, words, replace(words, address=elsewhere(one))]
+    one = msgspec.structs.replace(one, agent=written([row(r) for r in regions]), incarnation=number)
+    return msgspec.structs.replace(one, **changes)
+
+
+def elsewhere(one) -> int:
+    return one.words_address + (1 << 20)
 
 
 @pytest.fixture
@@ -64,6 +75,46 @@ def test_what_has_passed_is_not_tried_again(world):
     assert [world.verdict(card()) for _ in range(3)] == ["", "", ""]
     assert world.verdict(card(), card(2)) == ""
     assert (world.tried, len(world.children)) == ([1, 2], 1)
+
+
+@pytest.mark.parametrize("of", ["words", "run", "agent"])
+def test_what_the_child_is_asked_otherwise_is_tried_again(world, of):
+    one = card()
+    other = {
+        "words": card(words_address=elsewhere(one)),
+        "run": card(2),
+        "agent": card(agent=one.agent.replace(b"some address", b"same address")),
+    }[of]
+    assert [world.verdict(one), world.verdict(other), world.verdict(other)] == ["", "", ""]
+    assert world.tried == [1, other.incarnation]
+
+
+@pytest.mark.parametrize("lie", ["words", "regions", "outgoing"])
+def test_metadata_that_has_passed_covers_no_other_claim(world, lie):
+    one = card()
+    assert world.verdict(one) == ""
+    (region, *others) = one.geometry.regions
+    wider = replace(one.geometry, regions=(replace(region, length=region.length + 1), *others))
+    lies = {
+        "words": {"words": one.words + 1},
+        "regions": {"geometry": wider},
+        "outgoing": {"outgoing": Outgoing("h", 1, 1 << 45, 1 << 20, 1)},
+    }
+    assert "does not register" in world.verdict(card(**lies[lie]))
+
+
+def test_so_many_that_have_passed_are_remembered_and_the_oldest_is_tried_again(world, monkeypatch):
+    monkeypatch.setattr("kvferry.transport.vetting.MAX_PASSED", 2)
+    assert [world.verdict(card(number)) for number in (1, 2, 3, 3, 2, 1)] == [""] * 6
+    assert world.tried == [1, 2, 3, 1]
+
+
+def test_an_unexpected_error_refuses_one_peer_and_the_next_is_tried(world, caplog):
+    world.fails = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "nobody expects this")
+    assert "cannot be tried: " in world.verdict(card())
+    assert "nobody expects this" in caplog.text
+    world.fails = None
+    assert world.verdict(card()) == ""
 
 
 def test_a_refusal_replaces_the_child_and_stands_for_all_lanes(world):
