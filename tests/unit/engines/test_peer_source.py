@@ -272,7 +272,22 @@ def test_a_peer_that_is_refused_when_a_request_arrives_is_not_sent_its_ticket():
     engine = Engine(NOBODY)
     one = engine.arrive(offered())
     assert not engine.source.bids(one, 0)
+    engine.client.answer = KNOWN
+    assert not engine.source.bids(one, 0), "a claim of its ticket would never end"
     assert (engine.refused(), engine.client.claimed, engine.client.released) == (["nobody answers"], [], [])
+
+
+def test_a_peer_that_was_restarted_before_it_granted_a_ticket_is_met_anew(monkeypatch):
+    def look_up(self, address, incarnation=None):
+        return self.answer if incarnation in (None, self.answer.facts.incarnation) else Looking()
+
+    monkeypatch.setattr(Client, "look_up", look_up)
+    engine = Engine(Known(facts("engine", 10), cards()))
+    one = engine.arrive(offered())
+    assert engine.source.bids(one, 8) == (Bid(PEER, (Part("peer", 32),), looking=True),)
+    engine.client.answer = KNOWN
+    assert engine.source.bids(one, 8) == (Bid(PEER, (Part("peer", 32),)),)
+    assert (engine.refused(), engine.client.claimed) == ([], ["theirs"])
 
 
 def test_a_grant_has_a_block_table_for_each_group_of_the_peer():

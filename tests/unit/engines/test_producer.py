@@ -170,6 +170,31 @@ def redeem(engine: Engine, params: dict, content, consumer: int = 9) -> Redeemed
     )
 
 
+def test_only_requests_that_another_engine_asks_for_stop_short_of_their_last_token(monkeypatch) -> None:
+    cut = []
+    monkeypatch.setattr(producer, "trim_prompt", lambda one, *_: cut.append(one.request_id))
+    engine = Engine()
+    for name, params in ("a", None), ("b", {"do_remote_prefill": True}), ("c", {"do_remote_decode": True}):
+        one = request(name, range(8))
+        one.kv_transfer_params = params
+        engine.producer.on_new_request(one)
+    assert cut == ["c"]
+
+
+def test_a_prompt_is_completed_by_the_step_that_computes_the_last_of_it(clock) -> None:
+    engine = Engine()
+    one = request("a", range(8))
+    one.kv_transfer_params = {"do_remote_decode": True}
+    engine.producer.on_new_request(one)
+    found = []
+    for computed, scheduled in ((0, 4), (4, 3), (4, 4), (4, 5), (8, 1)):
+        one.num_computed_tokens = computed
+        found.append(engine.producer.completed_by({"a": scheduled, "b": 1}) == [one])
+    assert found == [False, False, True, True, False]
+    one.num_computed_tokens = 4
+    assert engine.producer.completed_by({"b": 4}) == []
+
+
 def test_a_ticket_is_exchanged_for_the_blocks_of_a_prompt_computed_from_the_same(clock, tmp_path) -> None:
     engine, lora = Engine(), adapter(tmp_path)
     name = settled(lambda: engine.producer._adapters.name(lora))

@@ -4,6 +4,7 @@ import os
 import stat
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -209,10 +210,15 @@ def test_a_secret_that_is_too_short_is_refused_with_both_lengths(secret_file):
         read_keys(str(secret_file))
 
 
-def test_a_file_that_is_far_too_long_is_no_secret(secret_file):
+def test_a_file_that_is_far_too_long_is_no_secret_and_is_not_read_whole(secret_file):
     secret_file.write_bytes(bytes(1 << 20))
-    with pytest.raises(ConfigError, match="holds more than 65536 bytes"):
-        read_keys(str(secret_file))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigError, match="holds more than 65536 bytes"):
+            read_keys(str(secret_file))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 19
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_secret_file_that_is_not_there_is_refused_by_name(tmp_path):

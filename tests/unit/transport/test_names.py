@@ -87,6 +87,10 @@ def test_a_name_that_is_not_listed_never_reaches_a_resolver(resolver, host, peer
 def test_an_address_that_is_not_allowed_is_refused_with_what_to_do(resolver):
     with pytest.raises(NotAllowed, match=r"10\.0\.0\.7 is none of the peers .*; list it in peers"):
         Names(listing("10.1.0.0/16"), resolve=resolver).place("10.0.0.7")
+    resolver.book["node7"] = ["10.0.0.8"]
+    listed = Names(peers_of(["localhost", "node7"], "127.0.0.1", None), resolve=resolver)
+    with pytest.raises(NotAllowed, match="is none of the peers"):
+        settled(lambda: listed.place("10.0.0.7"))
     with pytest.raises(NotAllowed, match=r"10\.0\.0\.7 is another machine, .*listens on loopback; set host"):
         Names(peers_of(None, "127.0.0.1", None), resolve=resolver).place("10.0.0.7")
     with pytest.raises(NotAllowed):
