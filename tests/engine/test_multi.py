@@ -31,7 +31,8 @@ from support.vllm_engine.tiered import chunk_files, spoil
 pytestmark = pytest.mark.engine
 
 TEXT = prompt(700, 7)
-HOST = {"type": "host", "capacity": "64MiB"}
+HOST_BYTES = 64 << 20
+HOST = {"type": "host", "capacity": HOST_BYTES}
 
 
 class Two:
@@ -118,6 +119,9 @@ def test_counts_of_both_are_told_apart(two: Two) -> None:
     assert not more.get("kvferry_hit_tokens_total disk tiers file")
     assert more["kvferry_tier_stored_chunks_total memory host"] > 0
     assert more["kvferry_tier_stored_chunks_total disk file"] > 0
+    for name in ("memory", "disk"):
+        capacity = after[f"kvferry_tier_capacity_bytes {name} host"]
+        assert HOST_BYTES * 3 / 4 < capacity <= HOST_BYTES, "it takes another size than was asked for"
 
 
 def test_each_tells_of_a_request_that_the_other_has_loaded(two: Two) -> None:
