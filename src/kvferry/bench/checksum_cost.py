@@ -1,106 +1,116 @@
 """What checksums cost where chunks are loaded from the page cache.
 
-Without them the same bytes are read by the same calls into the same memory. The files lie in memory (tmpfs),
-so that nothing hides the checksums: of a slower disk they are a smaller share.
-
-Files and arena are too large for the processor's caches, as those of an engine are. A load from memory waits
-for nothing, so its time is that of the thread on its core: what else a machine does counts less.
+Without them the same file is opened and read into the same memory by one call, and nobody looks at its bytes.
+The files lie in memory (tmpfs), so that nothing hides the checksums: of a slower disk they are a smaller
+share.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from itertools import cycle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TypeVar
+from unittest.mock import patch
 
 import numpy as np
 
 from kvferry.bench.chunks import CHUNK_TOKENS, chunk_group
+from kvferry.bench.prompt_loads import prompt_in_files
 from kvferry.bench.safety_cost import Cost, Job
-from kvferry.errors import ConfigError, TransferError
+from kvferry.errors import ConfigError
+from kvferry.tiers import file_store
 from kvferry.tiers.direct_io import read_all, whole_pages
 from kvferry.tiers.format import Chunk
-from kvferry.tiers.image import group_of
-from kvferry.tiers.image_io import read_image, write_image
 
 TARGET = 0.15
-"""Of the time of a load."""
+"""Of a load."""
 
+_PART = "checksum"
 _MEMORY = Path("/dev/shm")  # noqa: S108 - a file system in memory; the files are in a folder of mode 700
 _CACHES_BYTES = 128 << 20
-"""Together, at least as many as caches of processors have."""
-_LEAST_FILES = 4
-_PAIRS = 20
-"""Loads of a round, with checksums and without; the round's time is the median."""
+"""At least as many as caches of processors have."""
+_PROMPTS, _FILES = 5, 20
+"""Pairs of a round: loads of the prompt, and of one file; the round's time is the median."""
+
+_Took = TypeVar("_Took")
 
 
 def measure(job: Job, progress: Callable[[str], None]) -> list[Cost]:
-    """Measure loads of chunks of the model, with checksums and without.
+    """Measure loads of a prompt, and of its files one by one, with checksums and without.
 
     Raises:
         ConfigError: memory has no room for the files.
         TransferError: a chunk is damaged.
     """
-    chunk = Chunk(bytes(32), bytes(32), (group_of(chunk_group(job.reading), CHUNK_TOKENS),))
-    with _files(chunk) as files:
-        slots = [whole_pages(chunk.body_bytes) for _ in files]
-        header = whole_pages(chunk.offsets[0])
-        for slot in (*slots, header):
-            slot[:] = bytes(len(slot))
-
-        def checked(fd: int, slot: memoryview) -> bool:
-            return read_image(fd, chunk, slot)
-
-        def unchecked(fd: int, slot: memoryview) -> bool:
-            return read_all(fd, (header, slot)) == chunk.file_bytes
-
-        loads, places = (checked, unchecked), cycle(zip(files, slots, strict=True))
-        on, off = list[float](), list[float]()
-        for number in range(-1, job.repeats):
+    chunk_bytes = chunk_group(job.reading).chunk_bytes
+    chunks = max(job.tokens // CHUNK_TOKENS, -(-_CACHES_BYTES // chunk_bytes))
+    _check_room(2 * chunks * chunk_bytes)
+    with (
+        TemporaryDirectory(prefix="kvferry-bench-", dir=_MEMORY) as folder,
+        prompt_in_files(job.reading, chunks * CHUNK_TOKENS, Path(folder)) as loads,
+    ):
+        loads.check()
+        with _unchecked():
+            loads.check()
+        numbers = count()
+        prompts, files = [], []
+        for number in range(job.repeats):
             progress(f"loading, round {number + 1} of {job.repeats}")
-            seconds: tuple[list[float], ...] = ([], [])
-            for pair in range(_PAIRS):
-                for which in (0, 1) if pair % 2 else (1, 0):
-                    seconds[which].append(_time(loads[which], *next(places)))
-            if number >= 0:  # what the first load of all waits for is no load's
-                on.append(float(np.median(seconds[0])))
-                off.append(float(np.median(seconds[1])))
-    work = f"load of a chunk of {chunk.file_bytes >> 20} MiB from memory"
-    return [Cost("checksum", work, tuple(on), tuple(off), target=TARGET)]
+            prompts.append(_pairs(loads.load, _PROMPTS))
+            files.append(_pairs(lambda: loads.read(next(numbers) % loads.chunks), _FILES))
+    tokens, mebibytes = loads.chunks * CHUNK_TOKENS, loads.chunk_bytes >> 20
+    walls, cpus = (
+        [[[getattr(took, name) for took in side] for side in pair] for pair in prompts]
+        for name in ("wall", "cpu")
+    )
+    return [
+        _cost(f"load of {tokens:,} tokens into blocks, on the clock", walls, TARGET),
+        _cost("the same, of processors", cpus, TARGET),
+        _cost(f"of that, a file of {mebibytes} MiB read", files, None),
+    ]
 
 
-def _time(load: Callable[[int, memoryview], bool], fd: int, slot: memoryview) -> float:
-    started = time.thread_time()
-    good = load(fd, slot)
-    seconds = time.thread_time() - started
-    if not good:
-        raise TransferError("a chunk that was just written is damaged; check this machine's memory")
-    return seconds
+def _pairs(load: Callable[[], _Took], pairs: int) -> tuple[list[_Took], list[_Took]]:
+    """Load with checksums and without, which goes first in turn; what was taken with, and without."""
+    on, off = list[_Took](), list[_Took]()
+    for number in range(pairs):
+        if number % 2:
+            off.append(_without(load))
+        on.append(load())
+        if not number % 2:
+            off.append(_without(load))
+    return on, off
+
+
+def _without(load: Callable[[], _Took]) -> _Took:
+    with _unchecked():
+        return load()
+
+
+def _cost(work: str, rounds: Sequence[Sequence[Sequence[float]]], target: float | None) -> Cost:
+    on, off = (tuple(float(np.median(pair[side])) for pair in rounds) for side in (0, 1))
+    return Cost(_PART, work, on, off, target=target)
 
 
 @contextmanager
-def _files(chunk: Chunk) -> Iterator[list[int]]:
-    """Descriptors of files of a chunk, in memory."""
-    count = max(-(-_CACHES_BYTES // chunk.file_bytes), _LEAST_FILES)
-    count += 1 - count % 2  # an odd number: each is loaded with checksums and without, in turn
-    needed, free = count * chunk.file_bytes, shutil.disk_usage(_MEMORY).free
+def _unchecked() -> Iterator[None]:
+    """Have files believed, whatever they hold."""
+
+    def read(fd: int, chunk: Chunk, into: memoryview) -> bool:
+        return read_all(fd, (whole_pages(chunk.offsets[0]), into)) == chunk.file_bytes
+
+    with patch.object(file_store, "read_image", read):
+        yield
+
+
+def _check_room(needed: int) -> None:
+    free = shutil.disk_usage(_MEMORY).free
     if needed > free:
         raise ConfigError(
             f"{_MEMORY} has {free >> 20} MiB free, measuring checksums takes {needed >> 20} MiB; enlarge it, "
-            "or choose fewer layers"
+            "or choose fewer layers or tokens"
         )
-    body = whole_pages(chunk.body_bytes)
-    body[:] = np.random.default_rng(7).bytes(len(body))
-    with TemporaryDirectory(prefix="kvferry-bench-", dir=_MEMORY) as folder, ExitStack() as stack:
-        files = []
-        for number in range(count):
-            fd = os.open(Path(folder) / str(number), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
-            stack.callback(os.close, fd)
-            write_image(fd, chunk, body)
-            files.append(fd)
-        yield files

@@ -60,8 +60,17 @@ def _row(cost: Cost) -> list[str]:
         cost.work,
         duration(Spread.of(cost.on).median),
         duration(Spread.of(cost.off).median),
-        duration(cost.extra.median),
+        _difference(cost.extra.median),
         median if cost.target is None else f"[{colour}]{median}[/]",
         f"{share.low:.1%} to {share.high:.1%}",
         "" if cost.target is None else f"{cost.target:.0%}",
     ]
+
+
+def _difference(seconds: float) -> str:
+    """Seconds that may be less than none: a machine that does other things gives such rounds.
+
+    >>> _difference(1e-3), _difference(-1e-3)
+    ('1 ms', '-1 ms')
+    """
+    return duration(seconds) if seconds >= 0 else f"-{duration(-seconds)}"

@@ -320,8 +320,8 @@ def safety(
     """Measure what protections cost, on and off in one run.
 
     lease: a transfer between two processes, with the check that the producer still has the blocks, and
-    without. checksum: a chunk loaded from a file in memory. curve: what channels between engines say over
-    ZeroMQ, encrypted and plain, and its share of a transfer.
+    without. checksum: a prompt loaded from files in memory into an engine's blocks. curve: what channels
+    between engines say over ZeroMQ, encrypted and plain, and its share of a transfer.
     """
     from rich.console import Console
 

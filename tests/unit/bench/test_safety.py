@@ -1,14 +1,18 @@
 """What protections cost: figures of a round, and the sockets that encryption is measured over."""
 
+from contextlib import nullcontext
+
 import pytest
 import zmq
 from rich.console import Console
 
-from kvferry.bench import curve, safety_report
+from kvferry.bench import checksum_cost, curve, safety_report
 from kvferry.bench.engines import read_geometry
+from kvferry.bench.prompt_loads import prompt_in_files
 from kvferry.bench.safety import Measured
 from kvferry.bench.safety_cost import Cost, Job
 from kvferry.bench.transfer import machine
+from kvferry.errors import ConfigError, TransferError
 from kvferry.transport.messages import decode_request, numbered
 from support.keys import KEYS
 
@@ -49,3 +53,35 @@ def test_it_fits_80_columns():
     assert "0.10%" in text
     assert max(map(len, text.splitlines())) <= 80
     assert safety_report.as_json(measured)["costs"][0]["share"]["median"] == pytest.approx(1e-3)
+
+
+ONE_LAYER = read_geometry("Llama-3.1-8B", {"num_hidden_layers": 1})
+
+
+@pytest.mark.parametrize(
+    ("checksums", "noticed"),
+    [(nullcontext, "a prompt did not come"), (checksum_cost._unchecked, "bytes are not what they must be")],
+    ids=["with", "without"],
+)
+def test_damage_is_noticed_by_checksums_or_by_nothing_before_the_blocks(tmp_path, checksums, noticed):
+    with prompt_in_files(ONE_LAYER, 512, tmp_path) as loads, checksums():
+        loads.check()
+        file = max(tmp_path.rglob("*.kv"))
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(TransferError, match=noticed):
+            loads.check()
+
+
+def test_checksums_are_measured_in_loads_of_a_prompt_and_in_reads_of_its_files(monkeypatch, tmp_path):
+    monkeypatch.setattr(checksum_cost, "_MEMORY", tmp_path)
+    for name, value in (("_CACHES_BYTES", 1), ("_PROMPTS", 2), ("_FILES", 2)):
+        monkeypatch.setattr(checksum_cost, name, value)
+    costs = checksum_cost.measure(Job(("checksum",), ONE_LAYER, 512, 7), lambda _: None)
+    assert [cost.target for cost in costs] == [0.15, 0.15, None]
+    assert costs[0].work == "load of 512 tokens into blocks, on the clock"
+    assert all(len(cost.on) == len(cost.off) == 7 and min(cost.on + cost.off) > 0 for cost in costs)
+    monkeypatch.setattr(checksum_cost, "_CACHES_BYTES", 1 << 50)
+    with pytest.raises(ConfigError, match="measuring checksums takes"):
+        checksum_cost.measure(Job(("checksum",), ONE_LAYER, 512, 7), lambda _: None)

@@ -1,0 +1,187 @@
+"""A prompt loaded from files in memory as an engine loads it: from the order to the blocks of a rank.
+
+The scheduler's cache has the tier's threads read the chunks into host memory, and the rank's thread copies
+each to the blocks when it is there. An engine hands over what has arrived once per step; here that happens
+every 200 µs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+from kvferry.bench.chunks import CHUNK_TOKENS, Ranks
+from kvferry.bench.slow_tier import namespace
+from kvferry.cache.chunk_cache import ChunkCache
+from kvferry.cache.fetch import Fetch, Want
+from kvferry.cache.mover import ChunkMover
+from kvferry.cache.orders import ArenaCard, ChunkOrders, LoadPart, Piece, StoreOrder
+from kvferry.cache.tier_queue import TierQueue
+from kvferry.cache.writing import Behind
+from kvferry.errors import TransferError
+from kvferry.geometry.canonical import canonical_of
+from kvferry.geometry.models import ModelReading
+from kvferry.plan.side import Side
+from kvferry.tiers.eviction import POLICIES
+from kvferry.tiers.file_store import FileStore
+from kvferry.tiers.format import Group
+from kvferry.tiers.host import HostTier, Slot
+from kvferry.tiers.image import group_of
+from kvferry.tiers.outcome import Get, Put
+from kvferry.tiers.tags import TagTable
+
+_POLL_SECONDS = 200e-6
+_PATIENCE_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Took:
+    """Seconds of one load.
+
+    Attributes:
+        wall: on the clock.
+        cpu: of processors, of the threads that read and copy; the thread that waits for them is left out.
+    """
+
+    wall: float
+    cpu: float
+
+
+class PromptLoads:
+    """Chunks of a prompt in a directory, and an engine's cache and rank that load them.
+
+    Attributes:
+        chunks, chunk_bytes: of the prompt.
+    """
+
+    def __init__(self, ranks: Ranks, store: FileStore, group: Group, mover: ChunkMover) -> None:
+        """Store the prompt. Use `prompt_in_files`.
+
+        Args:
+            ranks: one has the prompt, the other is to have it; the arena is the cache's.
+            store: empty.
+            group: what a chunk is as a file.
+            mover: of the second rank.
+
+        Raises:
+            TransferError: a chunk cannot be stored.
+        """
+        self._ranks, self._store, self._group, self._mover = ranks, store, group, mover
+        self.chunks, self.chunk_bytes = ranks.chunks, ranks.chunk_bytes
+        self._keys = [blake2b(b"%d" % number, digest_size=32).digest() for number in range(self.chunks)]
+        self._fill(store)
+        geometry = ranks.destination.geometry
+        canonical = canonical_of([geometry], CHUNK_TOKENS)
+        host = HostTier(ranks.arena.region.length, [self.chunk_bytes], POLICIES["lru"], store.tags.table)
+        self._cache = ChunkCache(host, ranks.arena.bytes_at, canonical.groups, [Behind(TierQueue(store))])
+        mover.load(ChunkOrders(arena=ArenaCard(ranks.arena.name, (geometry,), CHUNK_TOKENS)))
+
+    def close(self) -> None:
+        """End the tier's threads."""
+        self._cache.shutdown(_PATIENCE_SECONDS)
+
+    def load(self) -> Took:
+        """Load the prompt, of which nothing is in host memory.
+
+        Raises:
+            TransferError: it did not come.
+        """
+        self._cache.clear()
+        wall, cpu = time.perf_counter(), _others_cpu()
+        fetch = self._cache.reading.fetch(
+            [Want(0, number, key, CHUNK_TOKENS) for number, key in enumerate(self._keys)]
+        )
+        copying: dict[str, Sequence[Slot]] = {}
+        while copying or not fetch.over:
+            time.sleep(_POLL_SECONDS)
+            self._cache.poll()
+            self._hand_over(fetch, copying)
+            for moved in self._mover.moved():
+                if moved.failure is not None:
+                    raise TransferError(f"a chunk was not copied to its blocks: {moved.failure}")
+                for slot in copying.pop(moved.key):
+                    self._cache.close(slot)
+            if time.perf_counter() - wall > _PATIENCE_SECONDS:
+                raise TransferError(f"a prompt has not come within {_PATIENCE_SECONDS:g} s")
+        if fetch.failure is not None:
+            raise TransferError(f"a prompt did not come: {fetch.failure}")
+        return Took(time.perf_counter() - wall, _others_cpu() - cpu)
+
+    def read(self, number: int) -> float:
+        """Read one chunk from its file into host memory, in this thread; its seconds of processor.
+
+        Raises:
+            TransferError: it did not come.
+        """
+        self._cache.clear()
+        into = self._ranks.arena.bytes_at(number * self.chunk_bytes, self.chunk_bytes)
+        cpu = time.thread_time()
+        what = self._store.get(self._keys[number], self._group, into)
+        seconds = time.thread_time() - cpu
+        if what is not Get.HIT:
+            raise TransferError(f"a chunk that was just stored is {what}; check this machine's memory")
+        return seconds
+
+    def check(self) -> None:
+        """Load the prompt into empty blocks and compare all of them.
+
+        Raises:
+            TransferError: other bytes came.
+        """
+        self._ranks.wipe()
+        self.load()
+        self._ranks.check()
+
+    def _fill(self, store: FileStore) -> None:
+        ranks = self._ranks
+        offsets = [number * self.chunk_bytes for number in range(self.chunks)]
+        pieces = tuple(Piece(0, number, offset) for number, offset in enumerate(offsets))
+        ranks.routes(stores=True).store(StoreOrder("", pieces, ranks.tables, range(ranks.tokens)))
+        for key, offset in zip(self._keys, offsets, strict=True):
+            done = store.put(key, self._group, ranks.arena.bytes_at(offset, self.chunk_bytes))
+            if done is not Put.STORED:
+                raise TransferError(f"a chunk is {done}, expected {Put.STORED}")
+
+    def _hand_over(self, fetch: Fetch, copying: dict[str, Sequence[Slot]]) -> None:
+        """Order the rank to copy what has arrived."""
+        if ready := fetch.take():
+            key, first = str(ready[0][0].number), not copying
+            pieces = tuple(sorted((Piece(0, w.number, s.offset) for w, s in ready), key=lambda p: p.number))
+            part = LoadPart(key, "", self._ranks.span, pieces, self._ranks.tables, first)
+            copying[key] = [slot for _, slot in ready]
+            self._mover.load(ChunkOrders(parts=[part]))
+
+
+def _others_cpu() -> float:
+    """Seconds of processor of all threads but this one."""
+    return time.process_time() - time.thread_time()
+
+
+@contextmanager
+def prompt_in_files(reading: ModelReading, tokens: int, folder: Path) -> Iterator[PromptLoads]:
+    """Store a prompt in files.
+
+    Args:
+        reading: what the model keeps.
+        tokens: of the prompt; whole chunks of them are stored, one at least.
+        folder: empty, for the files.
+
+    Raises:
+        ConfigError: memory or folder cannot be used.
+        TransferError: a chunk cannot be stored.
+    """
+    with ExitStack() as stack:
+        ranks = stack.enter_context(Ranks(reading, Side(), max(tokens // CHUNK_TOKENS, 1)))
+        (canonical,) = canonical_of([ranks.source.geometry], CHUNK_TOKENS).groups
+        group = group_of(canonical, CHUNK_TOKENS)
+        capacity = 2 * ranks.chunks * ranks.chunk_bytes
+        store = FileStore(folder, namespace(group), capacity=capacity, table=TagTable())
+        mover = ChunkMover((0, 0))
+        stack.callback(mover.close)
+        loads = PromptLoads(ranks, store, group, mover)
+        stack.callback(loads.close)
+        yield loads
