@@ -123,6 +123,19 @@ def test_samples_of_one_prompt_are_handed_over_once_and_leave_no_lease(pair: Pai
     pair.forget()
 
 
+def test_a_ticket_for_all_tokens_of_a_prompt_leaves_the_answer_right(pair: Pair) -> None:
+    """The engine computes the last token of a prompt in any case; recurrent state must not see it twice."""
+    text = prompt(257, 60)
+    reference = pair.reference([text[:-1]])[0]
+    offer = pair.prefill.call("prefill", [text])[0]["params"]
+    assert offer["remote_num_tokens"] == len(text) - 1
+    pair.agree(pair.decode.call("generate", [text[:-1]], [offer])[0], reference)
+    pair.decode.call("generate", [text], [offer])  # which ends the lease if the first one was refused
+    pair.prefill.call("step", SOON)
+    assert pair.prefill.call("counters")["leases"] == 0
+    pair.forget()
+
+
 def test_one_token_has_nothing_to_hand_over(pair: Pair) -> None:
     text = prompt(1, 5)
     answer = pair.through([text])[0]

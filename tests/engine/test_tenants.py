@@ -177,6 +177,34 @@ def test_chunks_of_one_tenant_are_found_by_no_other(tenants: Tenants, restarted:
     tenants.forget()
 
 
+def test_kv_of_an_adapter_is_not_used_once_another_was_loaded_in_its_place(tenants: Tenants) -> None:
+    """Its name and number stay, while a ticket, an earlier turn and chunks of the old weights are there."""
+    text, offered = prompt(LENGTH, 50), prompt(LENGTH, 51)
+    who, other = "other adapter", "adapter"
+    old, new, answer = (
+        tenants.say(tenants.prefill, *of) for of in ((text, who), (text, other), (offered, other))
+    )
+    assert distance(old, new) > NEAR
+    tenants.forget()
+    first = tenants.say(tenants.decode, text, who, tenants.offered(text, who), ANSWER)
+    offer = tenants.offered(offered, who)
+    tenants.settle()
+    for engine in (tenants.prefill, tenants.decode):
+        engine.call("replace_adapter", tenants.each[who]["adapter"], tenants.each[other]["adapter"])
+    by_ticket = tenants.say(tenants.decode, offered, who, offer)
+    assert by_ticket["hit"] == []
+    assert distance(by_ticket, answer) < NEAR
+    tenants.prefill.call("step", SOON)
+    assert tenants.prefill.call("reset_prefix_cache")
+    by_chunks = tenants.say(tenants.prefill, text, who)
+    assert by_chunks["hit"] == []
+    assert distance(by_chunks, new) < NEAR
+    tenants.prefill.call("new_loads")
+    tenants.say(tenants.prefill, text + first["tokens"] + prompt(20, 3), who)
+    assert tenants.prefill.call("new_loads") == [], "the earlier turn is of the old weights"
+    tenants.forget(host=True)
+
+
 def test_a_salt_is_nowhere_in_what_engines_write(tenants: Tenants) -> None:
     text = prompt(LENGTH, 30)
     first = tenants.say(tenants.decode, text, "salt", tenants.offered(text, "salt"), ANSWER)

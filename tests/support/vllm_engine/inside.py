@@ -153,10 +153,8 @@ def generate(
         adapter: folder of a LoRA adapter; or its name, "=", and the folder.
     """
     from vllm import SamplingParams
-    from vllm.lora.request import LoRARequest
 
-    named, _, folder = (adapter or "").rpartition("=")
-    lora = LoRARequest(named or folder, 1 + zlib.crc32(folder.encode()) % 1000, folder) if adapter else None
+    lora = _lora(adapter) if adapter else None
     salted = {"cache_salt": salt} if salt else {}
     params = params or [None] * len(prompts)
     sampling = [
@@ -173,6 +171,13 @@ def generate(
     outputs = engine.generate(texts, sampling, use_tqdm=False, lora_request=lora)
     outputs = outputs[: len(prompts)]  # what `add` added has higher numbers
     return [_answer(output) for output in outputs]
+
+
+def _lora(adapter: str) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    named, _, folder = adapter.rpartition("=")
+    return LoRARequest(named or folder, 1 + zlib.crc32(folder.encode()) % 1000, folder)
 
 
 def _answer(output: Any) -> dict[str, Any]:
@@ -338,11 +343,12 @@ def preemptions(engine: Any) -> int:
     return int(engine.preempted)
 
 
-def replace_adapter(engine: Any, name: str, number: int, folder: str) -> None:
-    """Load other weights in place of an adapter's, as the API does with ``load_inplace``."""
+def replace_adapter(engine: Any, folder: str, other: str) -> None:
+    """Load another adapter's weights in place of one that `generate` knows by its folder."""
     from vllm.lora.request import LoRARequest
 
-    assert engine.llm_engine.add_lora(LoRARequest(name, number, folder, load_inplace=True))
+    number = _lora(folder).lora_int_id
+    assert engine.llm_engine.add_lora(LoRARequest(folder, number, other, load_inplace=True))
 
 
 def reload_weights(engine: Any, checkpoint: str) -> None:
