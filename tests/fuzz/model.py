@@ -10,7 +10,6 @@ from kvferry.errors import ProtocolError
 from kvferry.transport.control_server import Claimed, ControlServer, Released
 from kvferry.transport.messages import (
     AskTurn,
-    Drop,
     Heartbeat,
     KeptTurn,
     Release,
@@ -76,23 +75,22 @@ class Model:
             found = [self._leases[one] for one in claimed if one in asked.tickets]
             found += [name for name in TURNS if ticket(name) in asked.tickets]
             self._due = Claimed(sorted(found)) if found else None
-        elif isinstance(asked, Release | Drop):
-            ended = [
-                self._leases[one] for one in self._leases if one in asked.tickets and self._ends(one, asked)
-            ]
+        elif isinstance(asked, Release):
+            named = [one for one in self._leases if one in asked.tickets]
+            ended = [self._leases[one] for one in named if self._ends(one, asked.consumer)]
             self._due = Released(sorted(ended)) if ended else None
         elif isinstance(asked, Redeem) and self._may_redeem(asked):
             self._claimed[asked.ticket].add(asked.consumer)
             self._due = Claimed([self._leases[asked.ticket]])
         return sender, data
 
-    def _ends(self, one: bytes, asked: Release | Drop) -> bool:
-        """Whether a lease ends: with the last consumer that has claimed it, or dropped before any has."""
+    def _ends(self, one: bytes, consumer: int) -> bool:
+        """Whether a lease ends: with the last consumer that has claimed it."""
         claimed = self._claimed[one]
-        if isinstance(asked, Drop) or asked.consumer not in claimed:
-            return isinstance(asked, Drop) and not claimed
-        claimed.discard(asked.consumer)
-        self._released[one].add(asked.consumer)
+        if consumer not in claimed:
+            return False
+        claimed.discard(consumer)
+        self._released[one].add(consumer)
         return not claimed
 
     def _may_redeem(self, asked: Redeem) -> bool:

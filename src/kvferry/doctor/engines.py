@@ -12,7 +12,7 @@ from kvferry.doctor import http_engine, ports
 from kvferry.doctor.finding import Finding, Section, bad, note, ok
 from kvferry.doctor.http_engine import Offered
 from kvferry.doctor.limits import each_within
-from kvferry.doctor.meeting import CannotMeet, Met, drop, meet
+from kvferry.doctor.meeting import CannotMeet, Met, give_back, meet
 from kvferry.errors import ConfigError
 from kvferry.geometry import RankGeometry
 from kvferry.observe.fetch import http_address
@@ -179,7 +179,7 @@ def _meet(control: Address, keys: Keys | None, offered: Offered | None) -> Met:
             f"engine {met.facts.engine_id} answers there, not {offered.engine_id}, which tells peers so",
             "set the connector's host to an address that is its machine's wherever peers are",
         )
-    drop(control, keys, offered.ticket)
+    give_back(control, keys, offered.ticket, http_engine.OFFERED)
     return met
 
 

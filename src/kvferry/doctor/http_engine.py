@@ -30,7 +30,9 @@ class _Ask(Protocol):
 
 
 _PROMPT = [11, 12, 13, 14]
-"""Token ids that any vocabulary has; the engine drops the last one."""
+"""Token ids that any vocabulary has."""
+OFFERED = _PROMPT[:-1]
+"""Token ids that an engine offers of it: the last one is computed by whoever takes the offer."""
 _RANK = "X-data-parallel-rank"
 """The header by which vLLM lets a data-parallel rank be chosen."""
 _TICKET = re.compile(r"[0-9a-f]{32}")

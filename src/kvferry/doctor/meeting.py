@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -23,6 +23,7 @@ import zmq
 
 import kvferry
 from kvferry.errors import KVFerryError, ProtocolError
+from kvferry.keys import prompt_digest
 from kvferry.transport import security
 from kvferry.transport.endpoint import endpoint
 from kvferry.transport.handshake import Address
@@ -32,17 +33,18 @@ from kvferry.transport.messages import (
     PROTOCOL,
     Accepted,
     AskRanks,
-    Drop,
     Facts,
     Hello,
     RankCard,
     Ranks,
     Refused,
+    Release,
     Reply,
     Request,
     decode_reply,
     encode,
 )
+from kvferry.transport.redeem import PromptContent, Redeem
 
 _ROUNDS = 7
 _GREETING_BYTES = 64
@@ -116,11 +118,20 @@ def meet(address: Address, keys: security.Keys | None, seconds: float) -> Met:
     return Met(address, accepted.facts, tuple(ranks.ranks), median(took))
 
 
-def drop(address: Address, keys: security.Keys, ticket: bytes) -> None:
-    """Let an engine have the blocks back that it keeps for a ticket that nobody redeems."""
+def give_back(address: Address, keys: security.Keys, ticket: bytes, tokens: Sequence[int]) -> None:
+    """Let an engine have the blocks back that it keeps for a ticket: redeem it, and release it.
+
+    Args:
+        address: host and port.
+        keys: CURVE keys.
+        ticket: of a prompt without images, adapter and cache salt.
+        tokens: token ids that the blocks hold.
+    """
+    consumer, content = new_incarnation(), PromptContent(prompt_digest(tokens))
     with _connected(address, keys) as channel:
         channel.linger = 1000
-        channel.send(encode(Drop([ticket])))
+        channel.send(encode(Redeem(0, consumer, ticket, len(tokens), content)))
+        channel.send(encode(Release(consumer, [ticket])))
 
 
 @contextmanager

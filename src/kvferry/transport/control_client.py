@@ -29,7 +29,6 @@ from kvferry.transport.messages import (
     MAX_REPLY_BYTES,
     MAX_TICKETS,
     AskTurn,
-    Drop,
     Facts,
     Heartbeat,
     KeptTurn,
@@ -151,10 +150,6 @@ class ControlClient:
     def release(self, address: Address, ticket: bytes) -> None:
         """Tell the producer that a lease is no longer needed."""
         self._command(address, Release(self._consumer, [ticket]))
-
-    def drop(self, address: Address, ticket: bytes) -> None:
-        """Tell the producer that the request of a ticket was rejected before its prompt was known."""
-        self._command(address, Drop([ticket]))
 
     def ask_turn(self, peers: Mapping[Address, int], content: Content) -> int | None:
         """Ask peers for an earlier turn that begins as this; the question's number, None if none is asked."""
@@ -283,7 +278,7 @@ class ControlClient:
             peer.held.update(message.tickets)
         elif isinstance(message, Release):
             peer.held.difference_update(message.tickets)
-        if opened and isinstance(message, Drop | Release):
+        if opened and isinstance(message, Release):
             self._close(poller, address)  # opened for this message alone, which still goes out
 
     def _close(self, poller: zmq.Poller, address: Address) -> set[bytes]:

@@ -25,7 +25,6 @@ from kvferry.transport.messages import (
     Accepted,
     AskRanks,
     AskTurn,
-    Drop,
     Facts,
     Heartbeat,
     Hello,
@@ -168,7 +167,7 @@ class ControlServer:
     def _take(self, sender: bytes, message: Request) -> None:
         if isinstance(message, Redeem):
             self._redeem(sender, message)
-        elif isinstance(message, Heartbeat | Release | Drop):
+        elif isinstance(message, Heartbeat | Release):
             self._hear(sender, message)
         elif isinstance(message, AskTurn):
             self._listener.send(sender, encode(self.turns.find(message)))
@@ -195,16 +194,12 @@ class ControlServer:
             claimed = Claimed(self.tickets.claimed(message.consumer, [message.ticket]))
             self.events.put(sender, claimed)  # a heartbeat will say it again
 
-    def _hear(self, sender: bytes, message: Heartbeat | Release | Drop) -> None:
+    def _hear(self, sender: bytes, message: Heartbeat | Release) -> None:
         if isinstance(message, Heartbeat):
             claimed = self.tickets.claimed(message.consumer, message.tickets)
             if leases := claimed + self.turns.leases(message.tickets):
                 self.events.put(sender, Claimed(leases))
-        elif leases := (
-            self.tickets.drop(message.tickets)
-            if isinstance(message, Drop)
-            else self.tickets.release(message.consumer, message.tickets)
-        ):
+        elif leases := self.tickets.release(message.consumer, message.tickets):
             # A ticket is closed once, so there are no more of these than leases.
             self.events.put(sender, Released(leases), always=True)
 

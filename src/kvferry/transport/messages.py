@@ -9,7 +9,6 @@
                           ◀──────    Redeemed(block tables, lease word) | NotRedeemed(reason)
     Heartbeat(tickets)    ──────▶    extends their leases    (no answer)
     Release(tickets)      ──────▶    ends this consumer's claims                (no answer)
-    Drop(tickets)         ──────▶    ends leases that nobody has claimed        (no answer)
     AskTurn(keys)         ──────▶    looks among earlier turns whose blocks it keeps
                           ◀──────    Turns(those that share most)
 
@@ -178,12 +177,6 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
     tickets: Tickets
 
 
-class Drop(msgspec.Struct, frozen=True, tag="drop"):
-    """Requests that came with these were rejected, so their prompts are not known and nobody redeems them."""
-
-    tickets: Tickets
-
-
 class AskTurn(msgspec.Struct, frozen=True, tag="ask-turn"):
     """Asks for an earlier turn that begins as a prompt does.
 
@@ -233,7 +226,7 @@ class Turns(msgspec.Struct, frozen=True, tag="turns"):
     kept: Annotated[list[KeptTurn], msgspec.Meta(max_length=MOST_TURNS)]
 
 
-Request: TypeAlias = Hello | AskRanks | Redeem | Heartbeat | Release | Drop | AskTurn
+Request: TypeAlias = Hello | AskRanks | Redeem | Heartbeat | Release | AskTurn
 Reply: TypeAlias = Accepted | Refused | Ranks | Redeemed | NotRedeemed | Turns
 Numbered: TypeAlias = Redeemed | NotRedeemed | Turns
 """Answers to questions that have a number; the others belong to a handshake."""

@@ -4,10 +4,10 @@ The engine's thread publishes a ticket when it grants the lease, and withdraws i
 a word is raised. The thread of the control channel redeems, and passes on who claims and who releases.
 
     OPEN ─redeemed─▶ CLAIMED by one or more consumers ─all of them have released it─▶ ENDED
-      └─dropped by a consumer that cannot redeem it──────────────────────────────────▲
     from any state: withdrawn, because its time is up or the cache was reset ────────┘
 
-A redemption that fails changes nothing: with a stolen ticket nobody can end the lease of its owner.
+A redemption that fails changes nothing, and only a consumer that has redeemed a ticket may release it. So a
+stolen ticket alone ends nobody's lease.
 """
 
 from __future__ import annotations
@@ -121,12 +121,6 @@ class TicketBook:
         """End a consumer's claims; return the leases that end with them, which nobody else has claimed."""
         with self._lock:
             return [lease for ticket in tickets if (lease := self._released(consumer, ticket)) is not None]
-
-    def drop(self, tickets: Iterable[bytes]) -> list[str]:
-        """Return the leases that end because their requests were rejected: those that nobody has claimed."""
-        with self._lock:
-            unclaimed = [t for t in dict.fromkeys(tickets) if t in self._open and not self._open[t].claimed]
-            return [self._open.pop(ticket).lease for ticket in unclaimed]
 
     def _released(self, consumer: int, ticket: bytes) -> str | None:
         found = self._open.get(ticket)

@@ -9,8 +9,9 @@ import pytest
 import zmq
 
 from kvferry.doctor import meeting
-from kvferry.doctor.meeting import CannotMeet, drop, meet
-from kvferry.transport.control_server import Card, ControlServer, Released
+from kvferry.doctor.meeting import CannotMeet, give_back, meet
+from kvferry.keys import prompt_digest
+from kvferry.transport.control_server import Card, Claimed, ControlServer, Released
 from kvferry.transport.messages import PROTOCOL
 from kvferry.transport.redeem import Grant, PromptContent
 from support.keys import KEYS, OTHER_KEYS
@@ -116,10 +117,11 @@ def test_another_protocol_is_refused_in_words(monkeypatch):
 
 def test_a_lease_is_given_back():
     with server() as one:
-        one.tickets.publish(ticket("a"), "cmpl-1", 4, PromptContent("tokens"), Grant.of(1, 2, [[1]]))
-        drop((HOST, one.port), KEYS, ticket("a"))
+        content = PromptContent(prompt_digest([5, 6, 7]))
+        one.tickets.publish(ticket("a"), "cmpl-1", 3, content, Grant.of(1, 2, [[1]]))
+        give_back((HOST, one.port), KEYS, ticket("a"), [5, 6, 7])
         until = time.monotonic() + 5
-        while not one.events:
+        while len(one.events) < 2:
             assert time.monotonic() < until
             time.sleep(0.005)
-        assert list(one.events) == [Released(["cmpl-1"])]
+        assert list(one.events) == [Claimed(["cmpl-1"]), Released(["cmpl-1"])]

@@ -18,7 +18,6 @@ class Client:
     def __init__(self) -> None:
         self.asked: list[PromptContent] = []
         self.released: list[bytes] = []
-        self.dropped: list[bytes] = []
         self.answers = True
 
     def redeem(self, address, ticket, tokens, content) -> int:
@@ -35,9 +34,6 @@ class Client:
 
     def release(self, address, ticket) -> None:
         self.released.append(ticket)
-
-    def drop(self, address, ticket) -> None:
-        self.dropped.append(ticket)
 
 
 def begin(claims: Claims, content=MINE, name="a"):
@@ -103,14 +99,3 @@ def test_a_prompt_whose_requests_have_ended_is_redeemed_anew_with_the_ticket():
     claims.end(other)
     claims.end(again)
     assert client.released == [ticket("a")]
-
-
-def test_the_ticket_of_a_rejected_request_is_dropped_unless_it_is_in_use_here():
-    claims = Claims(client := Client())
-    one = begin(claims)
-    claims.reject(AT, ticket("a"))
-    claims.reject(AT, ticket("b"))
-    assert client.dropped == [ticket("b")]
-    claims.end(one)
-    claims.reject(AT, ticket("a"))
-    assert client.dropped == [ticket("b"), ticket("a")]

@@ -42,7 +42,7 @@ class Client:
 
     def __init__(self, answer, redeemed=None):
         self.answer, self.redeemed, self.asked, self.claimed, self.waits = answer, redeemed, [], [], []
-        self.held, self.released, self.dropped, self.forgotten = [], [], [], []
+        self.held, self.released, self.forgotten = [], [], []
 
     def look_up(self, address, incarnation=None):
         return self.answer
@@ -64,9 +64,6 @@ class Client:
 
     def release(self, address, ticket):
         self.released.append(name_of(ticket))
-
-    def drop(self, address, ticket):
-        self.dropped.append(name_of(ticket))
 
     def forget(self, address):
         self.forgotten.append(address)
@@ -433,8 +430,8 @@ def test_a_ticket_with_another_prompt_does_not_release_what_a_request_here_reads
     assert engine.client.released == ["theirs"]
 
 
-def test_of_a_request_that_was_rejected_the_ticket_is_dropped():
-    """vLLM names its offer with a request of one made-up token."""
+def test_a_request_that_was_rejected_ends_no_lease():
+    """vLLM names its offer with a request of one made-up token; its ticket may be a stolen one."""
     engine = Engine()
     engine.arrive(offered("a"))
     for name, of in (("b", "theirs"), ("c", "another")):
@@ -443,7 +440,6 @@ def test_of_a_request_that_was_rejected_the_ticket_is_dropped():
         assert not engine.source.arrived(one, engine.bidding)
         engine.source.finished(name)
     assert engine.refused() == [], "nothing is wrong with its offer"
-    assert engine.client.dropped == ["another"], "what a sample still waits for is kept"
     assert (engine.client.claimed, engine.client.released) == (["theirs"], [])
 
 
@@ -557,10 +553,11 @@ def test_an_engine_that_has_left_takes_no_offer_and_asks_for_no_turn():
     engine.source.stop_reading("weights have changed")
     assert not engine.source.bids(before, 0)
     after = offered("b", "after")
-    assert not engine.source.arrived(after, Bidding(2))
-    assert engine.source.declined(after) == Lack("peer", Miss.REFUSED, detail="weights have changed")
+    assert engine.source.arrived(after, Bidding(2))
+    assert not engine.source.bids(after, 0)
+    assert engine.source.lack(after, 0) == Lack("peer", Miss.REFUSED, detail="weights have changed")
     assert engine.refused() == ["the cache was reset", "weights have changed"]
-    assert engine.client.dropped == ["after"]
+    assert engine.client.claimed == engine.client.released == ["before", "after"], "no lease waits to run out"
     assert not engine.source.arrived(request("c", [*TOKENS, 99]), Bidding(2))
     assert not engine.turns.asked
 

@@ -35,7 +35,6 @@ REQUESTS = [
     Sample(control, control.AskRanks(PROTOCOL, facts())),
     Sample(control, control.Heartbeat(9, [bytes(16), b"b" * 16])),
     Sample(control, control.Release(9, [bytes(16)])),
-    Sample(control, control.Drop([bytes(16)])),
     Sample(control, redeem.Redeem(7, 9, bytes(16), 40, redeem.PromptContent("t", "i", "ü", "s"))),
     Sample(control, control.AskTurn(7, 16, [bytes(32)])),
     Sample(

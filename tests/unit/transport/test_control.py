@@ -572,16 +572,6 @@ def test_a_release_is_heard_however_many_heartbeats_wait_for_the_engine(ends, mo
     until(lambda: list(server.events) == [Claimed(["lease"]), Released(["lease"])])
 
 
-def test_a_rejected_request_ends_a_lease_that_nobody_has_claimed(ends):
-    server, reader, other = ends.server(), ends.client(), ends.client(facts("E", 10))
-    claimed = redeem(reader, server, ticket("a"), "a")
-    publish(server, ticket("b"), "b")
-    for named in (claimed, ticket("b")):
-        other.drop((HOST, server.port), named)
-    until(lambda: Released(["b"]) in server.events)
-    assert list(server.events) == [Claimed(["a"]), Released(["b"])]
-
-
 def test_leases_of_others_are_neither_extended_nor_released(ends):
     server, reader, other = ends.server(), ends.client(), ends.client(facts("E", 10))
     claimed = redeem(reader, server, LEASE)
@@ -837,11 +827,10 @@ def test_where_a_peer_keeps_turns_must_be_an_address(ends):
     assert asker.keepers == {}
 
 
-@pytest.mark.parametrize("let_go", [ControlClient.drop, ControlClient.release])
-def test_tickets_of_made_up_addresses_that_are_let_go_leave_no_sockets(ends, let_go):
+def test_tickets_of_made_up_addresses_that_are_released_leave_no_sockets(ends):
     client = ends.client(heartbeat_seconds=600.0)
     for number in range(300):
-        let_go(client, (f"127.0.{number // 250}.{number % 250 + 1}", 9), LEASE)
+        client.release((f"127.0.{number // 250}.{number % 250 + 1}", 9), LEASE)
     until(lambda: not client._commands)
     until(lambda: not client._peers)
     assert isinstance(settled(client, ends.server().port), Known)

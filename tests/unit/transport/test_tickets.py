@@ -69,7 +69,6 @@ def test_a_stolen_ticket_is_worth_nothing_with_another_prompt_and_stays_its_owne
     redeem(made, "a", 1)
     assert says in refused(redeem(made, "a", 2, **change))
     assert made.claimed(2, [ticket("a")]) == made.release(2, [ticket("a")]) == []
-    assert made.drop([ticket("a")]) == []
     assert redeem(made, "a", 1) == Redeemed(8, RUN, GRANT)
 
 
@@ -100,11 +99,12 @@ def test_runs_that_somebody_makes_up_fill_no_memory_and_cost_no_claim_that_stand
     assert redeem(made, "a", 4) == Redeemed(8, RUN, GRANT)
 
 
-def test_a_rejected_request_ends_only_what_nobody_has_claimed():
-    made = book("a", "b")
-    redeem(made, "a")
-    assert made.drop([ticket("a"), ticket("b"), ticket("b"), ticket("c")]) == ["b"]
-    assert len(made) == 1
+def test_a_stolen_ticket_alone_ends_no_lease():
+    made = book("a")
+    assert made.release(1, [ticket("a")]) == []
+    refused(redeem(made, "a", 1, PromptContent("others")))
+    assert made.release(1, [ticket("a")]) == []
+    assert redeem(made, "a", 2) == Redeemed(8, RUN, GRANT)
 
 
 def test_a_reason_is_cut_to_what_a_message_may_carry():
@@ -149,7 +149,6 @@ def test_the_book_is_looked_at_and_changed_under_its_lock_alone():
         made.publish(ticket(name), name, 4, CONTENT, GRANT)
     redeem(made, "a")
     assert made.claimed(1, [ticket("a")]) == made.release(1, [ticket("a")]) == ["a"]
-    assert made.drop([ticket("b")]) == ["b"]
     made.withdraw("abc")
     assert len(made) == 0
 
@@ -199,13 +198,6 @@ class Tickets(RuleBasedStateMachine):
                     over.append(name)
                     del self.model[name]
         assert self.book.release(consumer, [ticket(name) for name in names]) == over
-
-    @rule(names=st.lists(NAMES, unique=True))
-    def drop(self, names: list[str]) -> None:
-        over = [name for name in names if name in self.model and not self.model[name][0]]
-        assert self.book.drop([ticket(name) for name in names]) == over
-        for name in over:
-            del self.model[name]
 
     @invariant()
     def holders_are_the_models(self) -> None:

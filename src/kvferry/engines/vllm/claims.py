@@ -96,8 +96,3 @@ class Claims:
             del self._shared[name]
             if shared.held:
                 self._client.release(*name)
-
-    def reject(self, address: Address, ticket: bytes) -> None:
-        """Let go of the lease of a request that was rejected, unless another request has claimed it."""
-        if (address, ticket) not in self._shared:
-            self._client.drop(address, ticket)

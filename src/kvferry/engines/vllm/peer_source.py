@@ -175,11 +175,8 @@ class PeerSource:
             if not self._stopped and self._turns.ask(request):
                 self._asking[name] = bidding
             return name in self._asking
-        if self._stopped:
-            self._refusals.say(name, PEER, self._stopped)
-        if self._stopped or was_rejected(request):
-            self._claims.reject(offer.address, offer.ticket)  # its prompt is not known here
-            return False
+        if was_rejected(request):
+            return False  # its prompt is not known here, so nobody redeems the ticket, and its lease runs out
         until = time.monotonic() + self._timeout
         pull = self._pulls[name] = _Pull(
             offer.address,
@@ -190,6 +187,8 @@ class PeerSource:
             until,
         )
         self._redeem(pull, request)
+        if self._stopped:
+            self._strike(name, self._stopped)  # which releases the lease that has just been claimed
         return True
 
     def declined(self, request: Any) -> Lack | None:

@@ -21,8 +21,7 @@ def waits_for_blocks(request: Any) -> bool:
 def was_rejected(request: Any) -> bool:
     """The API server refused this request, or its client left before the engine had it.
 
-    vLLM then sends a request of one made-up token, which ends at once, so that a connector can let go of what
-    another engine keeps for it.
+    vLLM then sends a request of one made-up token, which ends at once.
     """
     return bool(request.abort_immediately)
 
