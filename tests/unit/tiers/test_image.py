@@ -48,6 +48,17 @@ def test_an_image_is_what_verifies_and_nothing_else(chunk: Chunk, data: st.DataO
     assert not is_image(chunk, made[:start], memoryview(made)[start:])
 
 
+@given(CHUNKS)
+def test_no_byte_of_a_body_is_looked_at_before_it_is_there(chunk: Chunk) -> None:
+    good, start = image(chunk), chunk.offsets[0]
+    arriving = bytearray(b"\xff" * chunk.body_bytes)
+
+    def wait(size: int) -> None:
+        arriving[:size] = good[start : start + size]
+
+    assert is_image(chunk, good[:start], memoryview(arriving), wait)
+
+
 @pytest.mark.parametrize("at", [0, 107, 108, 4095, 4096, 4096 + 6143, 4096 + 6144, 4096 + 8191])
 def test_every_byte_of_a_body_counts(at: int) -> None:
     made = body()
