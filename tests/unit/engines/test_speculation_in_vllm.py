@@ -235,31 +235,35 @@ def test_the_state_that_is_offered_and_loaded_is_never_a_scratch_block(mode, dra
     )
 
 
-@pytest.mark.parametrize(("kinds", "ahead", "offered"), [
-    ((GroupKind.FULL,), 0, 99),
-    ((GroupKind.FULL,), 1, 99),
-    ((GroupKind.FULL,), 3, 97),
-    (HYBRID, 1, 99),
-    (HYBRID, 3, 99),
+@pytest.mark.parametrize(("kinds", "ahead", "prompt", "offered"), [
+    ((GroupKind.FULL,), 0, 100, 99),
+    ((GroupKind.FULL,), 1, 100, 99),
+    ((GroupKind.FULL,), 3, 100, 97),
+    ((GroupKind.FULL,), 3, 4, 1),
+    ((GroupKind.FULL,), 3, 3, 0),
+    ((GroupKind.FULL,), 3, 2, 0),
+    (HYBRID, 1, 100, 99),
+    (HYBRID, 3, 100, 99),
 ])  # fmt: skip
 def test_a_prefix_is_offered_up_to_where_all_modules_of_a_draft_have_seen_what_follows(
-    kinds, ahead, offered, monkeypatch
+    kinds, ahead, prompt, offered, monkeypatch
 ):
     monkeypatch.setattr("kvferry.engines.vllm.producer.finished_whole", lambda _: True)
     specs = [FULL, WINDOW, state(ahead, "align")][: len(kinds)]
     engine = Engine(specs, ahead, eagle=ahead > 0, modules=ahead)
-    request = engine.request(100)
+    request = engine.request(prompt)
     request.kv_transfer_params = {"do_remote_decode": True}
     giving = producer(engine, kinds, ahead)
     giving.on_new_request(request)
-    assert request.num_prompt_tokens == 99
-    assert request.sampling_params.allowed_token_ids == ([99] if ahead else None)
-    while request.num_computed_tokens < 99:
-        count = min(STEP, 99 - request.num_computed_tokens)
+    computed = prompt - 1
+    assert request.num_prompt_tokens == computed
+    assert request.sampling_params.allowed_token_ids == ([computed] if ahead else None)
+    while request.num_computed_tokens < computed:
+        count = min(STEP, computed - request.num_computed_tokens)
         engine.allocate(request, count)
         request.num_computed_tokens += count
     kept, said = giving.finished(request, engine.tables(request))
-    assert kept
+    assert kept == (offered > 0)
     assert said["remote_num_tokens"] == offered
 
 
