@@ -1,4 +1,4 @@
-"""The user's cache directory for kvferry; its content can be deleted at any time."""
+"""The user's home, and the cache directory for kvferry in it, whose content can be deleted at any time."""
 
 from __future__ import annotations
 
@@ -22,3 +22,8 @@ def user_cache(environment: Mapping[str, str] = os.environ) -> Path:
         raise ConfigError(
             f"user {os.geteuid()} has no home; set XDG_CACHE_HOME to a directory that it may write"
         ) from error
+
+
+def expanded(path: str) -> Path:
+    """Return a path with the home for its ``~``, or as it is where the system knows no such home."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - Path.expanduser raises

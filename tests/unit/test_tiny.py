@@ -58,6 +58,12 @@ def test_what_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_directory_that_cannot_be_written_is_named_with_the_way_out() -> None:
+    refused = "cannot keep thing in /proc/none: No such file or directory; set XDG_CACHE_HOME to a directory"
+    with pytest.raises(ConfigError, match=refused):
+        publish(Path("/proc/none"), "thing", Path.touch)
+
+
 def test_an_unknown_name_lists_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="qwen3, llama, gemma3"):
         tiny_checkpoint("gpt9", tmp_path)

@@ -377,9 +377,15 @@ def _folder(given: Path | None) -> Iterator[Path]:
     from kvferry.tiers.place import user_directory
 
     cache = Path(user_directory()).parent
-    cache.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix="bench-", dir=cache) as made:
-        yield Path(made)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        made = TemporaryDirectory(prefix="bench-", dir=cache)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make a folder in {cache}: {error.strerror}; name one with --path"
+        ) from error
+    with made as folder:
+        yield Path(folder)
 
 
 def _parts(said: str) -> tuple[str, ...]:

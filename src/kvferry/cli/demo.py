@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -50,10 +49,11 @@ def demo(
 
     from kvferry.serving.demo import Screen, Verdict, measure
     from kvferry.serving.signals import StopRequested, StopSignals
+    from kvferry.serving.temporary import temporary_folder
 
     check_output()
     screen = Screen(Console())
-    folder = log_dir or Path(tempfile.mkdtemp(prefix="kvferry-demo-"))
+    folder = log_dir or temporary_folder("kvferry-demo-")
     verdicts: list[Verdict] = []
     try:
         with StopSignals() as signals:

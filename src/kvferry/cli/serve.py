@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -49,6 +48,7 @@ def serve(
     from kvferry.serving.ports import listen
     from kvferry.serving.serve import serve_fleet
     from kvferry.serving.signals import StopSignals
+    from kvferry.serving.temporary import temporary_folder
 
     specs = fleet_specs(
         model,
@@ -63,7 +63,7 @@ def serve(
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     # The port first: engines take a while to start, and it may be in use.
     with StopSignals() as signals, listen(host, port) as sock, contextlib.suppress(KeyboardInterrupt):
-        logs = log_dir or Path(tempfile.mkdtemp(prefix="kvferry-"))
+        logs = log_dir or temporary_folder("kvferry-")
         console = Console(stderr=True)
         serve_fleet(
             specs, sock, logs, console, signals, announce=_announce, startup_timeout_seconds=startup_timeout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from pathlib import Path
 
 import msgspec
 
@@ -12,6 +11,7 @@ from kvferry.doctor.reads import Reads
 from kvferry.errors import ConfigError
 from kvferry.planning.strategy import Costs
 from kvferry.transport.costs import CostsFile, costs_of, found_default
+from kvferry.user_cache import expanded
 
 _FAR_OFF = 3.0
 """Times that a READ may take of what the costs say: busy machines differ by less."""
@@ -30,7 +30,7 @@ def check(path: str | None, found: Reads | None, now: datetime | None = None) ->
     subject = "costs"
     try:
         used = costs_of(path)
-        file = Path(path).expanduser() if path else found_default()
+        file = expanded(path) if path else found_default()
         written = None if file is None else msgspec.json.decode(file.read_bytes(), type=CostsFile)
     except ConfigError as error:
         return refused(subject, error, _CALIBRATE)

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvferry.errors import ConfigError
 from kvferry.plan.table import lookup, nearest
+from kvferry.user_cache import expanded
 
 _MAX_BYTES = 16 << 20
 _FILE = "config.json"
@@ -23,9 +24,9 @@ def find_config(model: str) -> tuple[str, Mapping[str, Any]]:
     Raises:
         ConfigError: there is no such model, or its file cannot be read; in one sentence.
     """
-    path = Path(model).expanduser()
-    if path.exists() or _looks_like_a_path(model):
-        found = path / _FILE if path.is_dir() else path
+    path = expanded(model)
+    if os.path.exists(path) or _looks_like_a_path(model):  # noqa: PTH110 - Path.exists raises where it may not look
+        found = path / _FILE if os.path.isdir(path) else path  # noqa: PTH112 - so does Path.is_dir
         return (found.parent.name if found.name == _FILE else found.stem) or model, _load(found)
     if (entry := lookup(model)) is not None:
         return entry.name, entry.config

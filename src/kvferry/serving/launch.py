@@ -10,7 +10,6 @@ guards of the engines see that and do the same.
 
 from __future__ import annotations
 
-import getpass
 import os
 import tempfile
 import time
@@ -21,10 +20,12 @@ from types import TracebackType
 from typing import Self
 
 from kvferry.errors import ConfigError, KVFerryError
+from kvferry.private_file import check_umask
 from kvferry.serving.engine import Engine, EngineSpec, EngineState
 from kvferry.serving.log_tail import telling_line
 from kvferry.serving.role import Role
 from kvferry.serving.specs import fleet_specs
+from kvferry.serving.temporary import compiled_code, temporary_for_engines
 
 __all__ = ["Engine", "EngineSpec", "EngineState", "Fleet", "LaunchError", "Role", "fleet_specs"]
 
@@ -74,11 +75,12 @@ class Fleet:
         """Start every engine; returns before they are ready.
 
         Raises:
-            ConfigError: the folder for logs cannot be made.
+            ConfigError: the umask, or the folder for logs or temporary files, cannot be used.
             LaunchError: a file or a process cannot be made.
         """
+        check_umask()
         try:
-            self._log_dir.mkdir(parents=True, exist_ok=True)
+            self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
                 f"cannot make the folder {self._log_dir} for the engines' logs: {error.strerror}; name "
@@ -94,11 +96,9 @@ class Fleet:
 
     def _start(self) -> None:
         # vLLM leaves sockets and files in the folder for temporary ones: engines get one that goes with them.
-        # Its path is short: a socket's has 107 characters at most.
-        self._temporary = tempfile.TemporaryDirectory(prefix="kvferry-", ignore_cleanup_errors=True)
+        self._temporary = temporary_for_engines()
         # What torch compiles for the first requests takes long and is kept where torch itself would keep it.
-        kept = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
-        compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(kept))
+        compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or compiled_code()
         own = {"TMPDIR": self._temporary.name, "TORCHINDUCTOR_CACHE_DIR": compiled}
         for spec in self._specs:
             log_path = self._log_dir / f"{spec.name}.log"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from kvferry.errors import ConfigError
@@ -13,6 +13,7 @@ from kvferry.serving.kv_config import kv_transfer_config
 from kvferry.serving.parallel import Parallel, parallel_of
 from kvferry.serving.ports import free_ports
 from kvferry.serving.role import Role
+from kvferry.user_cache import expanded
 
 # What differs from engine to engine, with what sets it for the fleet.
 _OURS = {
@@ -104,8 +105,18 @@ def _check_gpus(machine: Machine, name: str, size: Parallel) -> None:
 
 
 def _check_model(model: str) -> None:
-    if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().exists():
-        raise ConfigError(f"there is no model at {model}; give a folder that exists, or the id of a model")
+    if model.startswith(("/", "./", "../", "~")):
+        try:
+            expanded(model).stat()
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"there is no model at {model}; give a folder that exists, or the id of a model"
+            ) from error
+        except OSError as error:
+            raise ConfigError(
+                f"the model at {model} cannot be read: {error.strerror}; give a folder that user "
+                f"{os.geteuid()} may read, or the id of a model"
+            ) from error
 
 
 def _check_arguments(arguments: Sequence[str]) -> None:

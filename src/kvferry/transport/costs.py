@@ -15,7 +15,7 @@ import msgspec
 
 from kvferry.errors import ConfigError
 from kvferry.planning.strategy import Costs
-from kvferry.user_cache import user_cache
+from kvferry.user_cache import expanded, user_cache
 
 VERSION = 1
 _MAX_BYTES = 1 << 20
@@ -53,7 +53,7 @@ def costs_of(path: str | None = None) -> Costs:
         ConfigError: the file cannot be used; see `read_costs`.
     """
     if path is not None:
-        return read_costs(Path(path).expanduser())
+        return read_costs(expanded(path))
     found = found_default()
     return Costs() if found is None else read_costs(found)
 

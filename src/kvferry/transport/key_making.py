@@ -63,7 +63,7 @@ def own_directory(folder: Path, *, make: bool) -> Iterator[int]:
     except OSError as error:
         if isinstance(error, FileNotFoundError) and not make:
             raise
-        raise _unusable(folder, "it is a symbolic link" if folder.is_symlink() else _why(error)) from error
+        raise _unusable(folder, "it is a symbolic link" if _is_link(folder) else _why(error)) from error
     try:
         found = os.fstat(descriptor)
         if found.st_uid != os.geteuid():
@@ -111,6 +111,10 @@ def _unusable(folder: Path, why: str) -> ConfigError:
     return ConfigError(
         f"no secret_file is set, and {folder} cannot hold the key of this user's engines: {why}; {REMEDY}"
     )
+
+
+def _is_link(folder: Path) -> bool:
+    return os.path.islink(folder)  # noqa: PTH114 - Path.is_symlink raises where it may not look
 
 
 def _why(error: OSError) -> str:

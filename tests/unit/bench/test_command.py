@@ -50,6 +50,14 @@ def test_a_setting_that_cannot_be_used_is_named(arguments: tuple[str, ...], says
         _run(*arguments)
 
 
+def test_a_cache_that_cannot_be_written_to_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    with pytest.raises(
+        ConfigError, match=r"cannot make a folder in /proc/none/kvferry: .* name one with --path"
+    ):
+        _run("offload")
+
+
 @pytest.mark.parametrize("command", ["transfer", "layout", "calibrate", "offload"])
 def test_fewer_rounds_than_a_median_needs_are_refused(command: str) -> None:
     with pytest.raises(Exception, match="7"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,3 +72,13 @@ def test_an_engine_that_may_sleep_gets_no_connector(role: KVConnectorRole) -> No
     with pytest.raises(ConfigError, match="leave --enable-sleep-mode out"):
         KVFerryConnector(engine, role, "its own")
     assert KVFerryConnector.supports_sleep_mode is FerryMultiConnector.supports_sleep_mode is False
+
+
+@pytest.mark.parametrize("role", [SCHEDULER, WORKER])
+def test_an_engine_that_could_not_use_its_own_files_gets_no_connector(role: KVConnectorRole) -> None:
+    before = os.umask(0o777)
+    try:
+        with pytest.raises(ConfigError, match="umask is 0777"):
+            KVFerryConnector(config_of("umask"), role, "its own")
+    finally:
+        os.umask(before)

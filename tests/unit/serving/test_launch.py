@@ -93,6 +93,15 @@ def test_a_log_that_cannot_be_written_is_one_sentence(tmp_path):
         Fleet([spec], tmp_path).start()
 
 
+def test_only_the_user_may_enter_the_folder_of_the_logs_whatever_the_umask(tmp_path):
+    before = os.umask(0)
+    try:
+        with Fleet([], tmp_path / "logs"):
+            assert (tmp_path / "logs").stat().st_mode & 0o777 == 0o700
+    finally:
+        os.umask(before)
+
+
 def test_a_fleet_is_ready_when_every_engine_answers_and_leaves_nothing(tmp_path, script):
     specs = [script("prefill-0"), script("decode-0", role=Role.DECODE)]
     with Fleet(specs, tmp_path / "logs") as fleet:

@@ -30,6 +30,7 @@ from kvferry.engines.vllm.scheduler import ONE_HANDSHAKE, SchedulerHalf, sorted_
 from kvferry.engines.vllm.stats import FerryMetrics, FerryStats
 from kvferry.engines.vllm.worker import WorkerHalf
 from kvferry.errors import ConfigError
+from kvferry.private_file import check_umask
 from kvferry.tiers.names import kind_of
 
 
@@ -60,6 +61,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         share_logging()
         leave_cores_to_others(vllm_config)
+        check_umask()
         config = read_settings(vllm_config)
         check_fixed_memory(vllm_config, transfers=config.transfers)
         self._scheduler: SchedulerHalf | None = None

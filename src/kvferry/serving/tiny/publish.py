@@ -8,6 +8,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from kvferry.errors import ConfigError
+
 
 def digest(*parts: object) -> str:
     """Ten hex digits over the text of `parts`: equal parts, equal name."""
@@ -21,8 +23,18 @@ def publish(directory: Path, name: str, fill: Callable[[Path], None]) -> Path:
     wins and the work of the others is dropped; nobody ever sees a folder that is half written.
 
     Raises:
-        OSError: the directory cannot be written.
+        ConfigError: the directory cannot be written.
     """
+    try:
+        return _published(directory, name, fill)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot keep {name} in {directory}: {error.strerror}; set XDG_CACHE_HOME to a directory with "
+            "room that you may write"
+        ) from error
+
+
+def _published(directory: Path, name: str, fill: Callable[[Path], None]) -> Path:
     final = directory / name
     if final.is_dir():
         return final
