@@ -16,19 +16,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from faults import clients, crashes, network, storage, transfer  # noqa: F401 - declare kinds
+from faults import (  # noqa: F401 - declare kinds
+    clients,
+    crashes,
+    gathered,
+    network,
+    storage,
+    threads,
+    transfer,
+)
 from faults.kinds import KINDS
 from faults.mutants import MUTANTS
-from faults.plan import plan, rounds
+from faults.plan import plan, possible, rounds
+from faults.references import FAMILIES, Family, References
 from faults.report import campaign_part, write
 from faults.served import Stuck
-from faults.stage import FAMILIES, Family, References, Stage
+from faults.stage import Stage
 from faults.values import Fault, Leaks, Totals, Trial, Verdict, judged, totals
 from support.vllm_engine.process import EngineError
 
 TRIAL_SECONDS = 150.0
 """When a trial that hangs as a whole is given up, and counts as stuck."""
 TRIES_OF_A_MUTANT = 4
+IN_EVERY_FAMILY = ("lease words", "checksum")
+"""Protections that are switched off in every family: they show that its answers tell right from wrong."""
 
 
 @dataclass
@@ -38,13 +49,13 @@ class Outcome:
     Attributes:
         verdicts: of all faults.
         leaks: of all pairs of engines.
-        caught: by protection, what the campaign found without it; empty if it found nothing.
+        caught: by protection and family, what the campaign found without it; empty if it found nothing.
         seconds: it took.
     """
 
     verdicts: list[Verdict] = field(default_factory=list)
     leaks: Leaks = field(default_factory=Leaks)
-    caught: dict[str, str] = field(default_factory=dict)
+    caught: dict[tuple[str, str], str] = field(default_factory=dict)
     seconds: float = 0.0
 
     @property
@@ -88,26 +99,38 @@ def _say(verdict: Verdict) -> None:
 
 
 async def without(stage: Stage, protection: str) -> str:
-    """What the campaign finds if a protection is switched off; empty if it finds nothing."""
-    kinds = [name for name, kind in KINDS.items() if protection in kind.protections]
-    engines = (stage.prefill, stage.decode)
-    for engine in engines:
+    """What the campaign finds on both engines without a protection; empty if not every kind finds it.
+
+    A wrong answer counts, and what the protection forbids. That nothing was detected does not.
+    """
+    of_family = possible(KINDS, [stage.family.name])
+    found = []
+    for name in (name for name, kind in of_family.items() if protection in kind.protections):
+        for seed in range(TRIES_OF_A_MUTANT):
+            verdict = await _without(stage, protection, Fault(seed, name, stage.family.name, 31 * seed + 7))
+            if verdict.injected and (verdict.wrong or verdict.forbidden):
+                found.append(f"{name}: {verdict.note}")
+                break
+        else:
+            return ""
+    return "; ".join(found)
+
+
+async def _without(stage: Stage, protection: str, fault: Fault) -> Verdict:
+    """Inject a fault into engines without a protection."""
+    await stage.make_ready()
+    for engine in (stage.prefill, stage.decode):
         await engine.do("switch_off", protection)
     try:
-        for seed in range(TRIES_OF_A_MUTANT):
-            for name in kinds:
-                await stage.make_ready()
-                verdict = await try_fault(stage, Fault(seed, name, stage.family.name, 31 * seed + 7))
-                if verdict.injected and (verdict.wrong or verdict.stuck or not verdict.detected):
-                    return f"{name}: {verdict.note or 'not detected'}"
+        return await try_fault(stage, fault)
     finally:
+        engines = stage.prefill, stage.decode  # a trial may have put others in their place
         for engine in engines:
             await engine.do("switch_on")
             await engine.do("reset_all")
         await stage.rest()
         for engine in engines:
             await engine.do("forget_prefixes")
-    return ""
 
 
 async def with_family(
@@ -115,16 +138,14 @@ async def with_family(
 ) -> None:
     """Start a family's engines, inject its faults, switch protections off, and look at what is left."""
     await asyncio.to_thread(folder.mkdir, parents=True)
-    references = await asyncio.to_thread(
-        References, family, folder.parent / "checkpoints", folder / "single.log"
-    )
+    references = await asyncio.to_thread(References, family, folder.parent / "checkpoints", folder)
     stage = Stage(family, references, folder)
     await stage.start()
     try:
         outcome.verdicts += await against(stage, faults)
         for protection in protections:
-            outcome.caught[protection] = await without(stage, protection)
-            print(f"without {protection}: {outcome.caught[protection] or 'NOTHING WAS FOUND'}", flush=True)
+            found = outcome.caught[protection, family.name] = await without(stage, protection)
+            print(f"{family.name} without {protection}: {found or 'NOTHING WAS FOUND'}", flush=True)
     finally:
         left = await stage.stop()
         outcome.leaks += left
@@ -141,18 +162,24 @@ async def campaign(
         count: of faults.
         names: of families.
         folder: for logs, checkpoints and chunks.
-        mutants: switch protections off in turn as well, on the first family.
+        mutants: switch protections off in turn as well.
         only: names of kinds; all if empty.
     """
     began, outcome = time.monotonic(), Outcome()
-    kinds = {name: kind for name, kind in KINDS.items() if not only or name in only}
+    kinds = {name: kind for name, kind in possible(KINDS, names).items() if not only or name in only}
     faults = plan(seed, count, names, kinds)
-    for number, name in enumerate(names):
+    for name in names:
         mine = [fault for fault in faults if fault.family == name]
-        protections = list(MUTANTS) if mutants and number == 0 else []
+        protections = switched_off(name, [one for one, _ in outcome.caught]) if mutants else []
         await with_family(FAMILIES[name], mine, folder / name, outcome, protections)
     outcome.seconds = time.monotonic() - began
     return outcome
+
+
+def switched_off(family: str, before: Sequence[str]) -> list[str]:
+    """Return the protections to switch off on a family's engines: those that were not before, some always."""
+    caught_by = {protection for kind in possible(KINDS, [family]).values() for protection in kind.protections}
+    return [one for one in MUTANTS if one in caught_by and (one not in before or one in IN_EVERY_FAMILY)]
 
 
 def main() -> int:
@@ -193,7 +220,7 @@ def main() -> int:
                 command, given.families, KINDS, outcome.verdicts, found, outcome.caught, outcome.seconds
             ),
         )
-    missed = [name for name, caught in outcome.caught.items() if not caught]
+    missed = [f"{name} ({family})" for (name, family), caught in outcome.caught.items() if not caught]
     for problem in [
         *found.problems,
         *(f"without {name} nothing was found" for name in missed),

@@ -79,6 +79,8 @@ async def guessed(stage: Stage, trial: Trial, draw: random.Random) -> None:
     trial.injected = f"ticket {guess} in place of {params['remote_request_id']}"
     name = await stage.decoded(trial, text, {**params, "remote_request_id": guess}, salt)
     trial.detected = await declined(stage, name)
+    if await stage.told(name, "LoadBegan"):
+        trial.forbidden.append(f"request {name} loaded KV for a ticket that was never given out")
 
 
 @kind("stolen offer", CLIENT, "A client sends an offer again that another request has used up.", share=12)
@@ -100,12 +102,11 @@ async def twice(stage: Stage, trial: Trial, draw: random.Random) -> None:
     text, salt = stage.text(draw, 129), stage.salt(draw)
     mine = stage.name()
     params = await stage.prefilled(text, salt, mine)
-    salts = [stage.salt(draw) for _ in range(2)]
-    names = await asyncio.gather(*(stage.decoded(trial, text, params, each) for each in salts))
-    began = [await stage.told(name, "LoadBegan") for name in names]
+    names = await asyncio.gather(*(stage.decoded(trial, text, params, salt) for _ in range(2)))
+    began = sum([len(await stage.told(name, "LoadBegan")) for name in names])
     trial.injected = f"{len(names)} requests with lease {params['remote_request_id']}"
-    if await stage.prefill.until("lease_is_over", mine):
-        trial.detected = f"one lease ended once, after {sum(map(len, began))} loads"
+    if began and await stage.prefill.until("lease_is_over", mine):
+        trial.detected = f"one lease ended once, after {began} loads"
 
 
 @kind("client leaves between engines", CLIENT, "A client leaves after prefill: nobody ever claims the lease.")
@@ -175,7 +176,7 @@ async def same_id(stage: Stage, trial: Trial, draw: random.Random) -> None:
     params = await stage.prefilled(first, salts[0])
     found = await stage.decode.ask(mine, first, params, 6, salts[0])
     try:
-        await stage.decode.do("ask", mine, second, None, 6, salts[1])
+        await stage.decode.do("ask", mine, second, None, 6, salts[1], stage.references.adapter_of(second))
         trial.detected = "both were taken, under names of their own"
     except EngineError as error:
         trial.detected = f"the second was refused: {str(error).splitlines()[0]}"
@@ -199,8 +200,29 @@ async def other_salt(stage: Stage, trial: Trial, draw: random.Random) -> None:
     text, salts = stage.text(draw, 200), [stage.salt(draw) for _ in range(2)]
     await stage.decoded(trial, text, None, salts[0])
     await stage.decode.until("tiers_are_idle")
-    files = await stage.decode.do("files_of", text, salts[0])
+    files = await stage.files_of(text, salts[0])
     trial.injected = f"{len(files)} chunks of another tenant's in the tiers" if files else ""
     name = await stage.decoded(trial, text, None, salts[1])
-    loads = await stage.told(name, "LoadBegan")
-    trial.detected = "" if loads else "nothing was loaded for the second tenant"
+    if await stage.told(name, "LoadBegan"):
+        trial.forbidden.append(f"request {name} loaded what another tenant's salt has cached")
+    else:
+        trial.detected = "nothing was loaded for the second tenant"
+
+
+@kind(
+    "another adapter's prompt", CLIENT,
+    "A client comes with a prompt, and its ticket, under another LoRA adapter than it was computed with.",
+    families=("qwen3",), protections=("adapter",),
+)  # fmt: skip
+async def other_adapter(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salt = stage.text(draw, 200), stage.salt(draw)
+    params = await stage.prefilled(text, salt)
+    await stage.decoded(trial, text, None, salt)
+    await stage.decode.until("tiers_are_idle")
+    files = await stage.files_of(text, salt)
+    trial.injected = f"a ticket and {len(files)} chunks of another adapter" if files else ""
+    other = stage.references.other_adapter(text)
+    name = await stage.decoded(trial, text, params, salt, adapter=other)
+    trial.detected = await stage.failed(name)
+    if await stage.told(name, "LoadBegan"):
+        trial.forbidden.append(f"request {name} loaded what another adapter has computed")

@@ -6,6 +6,7 @@ import asyncio
 import random
 import signal
 
+from faults import other_weights
 from faults.kinds import kind
 from faults.stage import DEADLINE, LEASE, Stage
 from faults.values import Area, Trial
@@ -115,6 +116,30 @@ async def killed_storing(stage: Stage, trial: Trial, draw: random.Random) -> Non
     for text in texts:
         await stage.decoded(trial, text, None, salt)
     trial.detected = "what it had stored was sound" if trial.answers == len(texts) else ""
+
+
+@kind(
+    "weights reloaded",
+    ENGINE,
+    "A trainer gives the prefill engine other weights while it runs.",
+    together=1,
+    share=0.3,
+    protections=("weights",),
+    families=("gemma3",),
+)
+async def reloaded(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salt, mine = stage.text(draw, 200), stage.salt(draw), stage.name()
+    try:
+        await stage.prefill.do("reload_weights", str(stage.folder / other_weights.FOLDER))
+        trial.injected = "the prefill engine computes with other weights"
+        params = await stage.prefilled(text, salt)
+        await stage.decoded(trial, text, params, salt, mine)
+        trial.detected = await stage.failed(mine) or ("" if params else "the engine offers nothing any more")
+        if any(one["outcome"] == "ready" for one in await stage.told(mine, "LoadEnded")):
+            trial.forbidden.append(f"request {mine} loaded KV of other weights")
+    finally:
+        await stage.restart("prefill")
+    await stage.through(trial, stage.text(draw), stage.salt(draw))
 
 
 @kind(

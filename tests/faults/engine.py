@@ -78,10 +78,18 @@ def _answer(output: Any) -> dict[str, Any]:
 
 
 def ask(
-    engine: Any, name: str, text: list[int], params: dict[str, Any] | None, tokens: int, salt: str
+    engine: Any,
+    name: str,
+    text: list[int],
+    params: dict[str, Any] | None,
+    tokens: int,
+    salt: str,
+    adapter: str = "",
 ) -> None:
     """Add a request; its answer is sent when it has ended."""
     from vllm import SamplingParams
+
+    from support.vllm_engine.inside import lora_of
 
     sampling = SamplingParams(
         max_tokens=tokens,
@@ -91,7 +99,9 @@ def ask(
         extra_args={"kv_transfer_params": params} if params is not None else None,
     )
     salted = {"cache_salt": salt} if salt else {}
-    engine.llm_engine.add_request(name, {"prompt_token_ids": list(text), **salted}, sampling)
+    engine.llm_engine.add_request(
+        name, {"prompt_token_ids": list(text), **salted}, sampling, lora_request=lora_of(adapter)
+    )
 
 
 def known(engine: Any, name: str) -> str:

@@ -6,6 +6,7 @@ A fault is *armed*, for one request or for the next so many events, and counted 
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,9 +15,14 @@ from typing import Any
 
 import zmq
 
+from kvferry.transport.area import UNIT_BYTES
+from kvferry.transport.gather_messages import Gathered
 from kvferry.transport.handshake import NotUsable
 from support.vllm_engine.pages import negate
 from support.vllm_engine.tiers_inside import half, worker_half
+
+SLOW_SECONDS = 3.0
+"""A gathering that is slow: longer than a load may take."""
 
 
 @dataclass
@@ -59,6 +65,8 @@ def install(engine: Any) -> None:
     _hook_reads(worker_half(engine), hooks)
     _hook_leases(half(engine)._producer, hooks)
     _hook_control(half(engine)._client, half(engine)._server, hooks)
+    _hook_threads(engine, hooks)
+    _hook_gathering(worker_half(engine)._transfers._exposed._gatherer, hooks)
 
 
 def arm(engine: Any, fault: str, name: str = "", times: int = 1) -> None:
@@ -100,11 +108,16 @@ def forget_peers(engine: Any) -> int:
 
 
 def forgive(engine: Any) -> int:
-    """Let refusals of peers be over, which stand for a while; return how many there were."""
+    """Let refusals and silences of peers be over, which stand for a while; return how many were refused."""
     client = half(engine)._client
     refused = [at for at, answer in client._handshakes._answers.items() if isinstance(answer, NotUsable)]
     for address in refused:
         client.forget(address)
+    for lane in worker_half(engine)._transfers._lanes:
+        for peer in lane._links:
+            for source in peer.sources:
+                if source.client is not None:
+                    source.client.silent_until = 0.0
     return len(refused)
 
 
@@ -151,9 +164,9 @@ def port(engine: Any) -> int:
     return int(half(engine)._server.port)
 
 
-def public_key(engine: Any) -> bytes:
-    """The public half of the engines' key."""
-    return bytes(half(engine)._keys.public)
+def keys(engine: Any) -> tuple[bytes, bytes]:
+    """Both halves of the engines' key, the public one first."""
+    return bytes(half(engine)._keys.public), bytes(half(engine)._keys.secret)
 
 
 def _hear(hooks: Hooks, event: Any) -> None:
@@ -196,6 +209,51 @@ class _Refusing:
 def _post(inner: Any, hooks: Hooks, agent: Any, read: Any, *lists: Any) -> None:
     refused = hooks.take("refuse", hooks.of_load.get(read.order.key, ""))
     inner(_Refusing() if refused else agent, read, *lists)
+
+
+def _hook_threads(engine: Any, hooks: Hooks) -> None:
+    """Let something unexpected be raised in each of the threads."""
+    owners = [(lane, "_read_words", "break lane") for lane in worker_half(engine)._transfers._lanes]
+    owners += [
+        (half(engine)._client._redemptions, "hear", "break client"),
+        (half(engine)._server.tickets, "redeem", "break server"),
+        (worker_half(engine)._transfers._exposed._gatherer, "_gather", "break gather"),
+    ]
+    for owner, method, fault in owners:
+        setattr(owner, method, partial(_breaking, getattr(owner, method), hooks, fault))
+
+
+def _breaking(inner: Any, hooks: Hooks, fault: str, *args: Any) -> Any:
+    if hooks.take(fault):
+        raise RuntimeError(f"injected: {fault}")
+    return inner(*args)
+
+
+def _hook_gathering(server: Any, hooks: Hooks) -> None:
+    """Let requests to gather and their answers be lost, copies be slow, and images be given to others."""
+    ask, copy, answer = server._ask, server._copy, server._answer
+
+    def asked(sender: bytes, message: Any) -> None:
+        if not hooks.take("lose gather"):
+            ask(sender, message)
+
+    def copied(*args: Any) -> Any:
+        if hooks.take("slow gather"):
+            time.sleep(SLOW_SECONDS)
+        return copy(*args)
+
+    def answered(sender: bytes, reply: Any) -> None:
+        if hooks.take("lose gathered"):
+            return
+        if isinstance(reply, Gathered) and hooks.take("reuse images"):
+            held = server._readers[sender].lots.pop(reply.chunk)
+            server._free(held)
+            area = server.area
+            first = area.region.address - area._memory.data_ptr() + held.lot.unit * UNIT_BYTES
+            area._memory[first : first + held.lot.units * UNIT_BYTES].bitwise_xor_(0x80)
+        answer(sender, reply)
+
+    server._ask, server._copy, server._answer = asked, copied, answered
 
 
 def _hook_leases(producer: Any, hooks: Hooks) -> None:

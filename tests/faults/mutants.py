@@ -14,6 +14,7 @@ from unittest import mock
 from msgspec import structs
 
 from kvferry.tiers.index import Index
+from kvferry.transport.lease import LeaseWords
 from support.vllm_engine.tiers_inside import half, worker_half
 
 _NAME_DIGITS = 64
@@ -25,6 +26,57 @@ def _no_lease_words(engine: Any) -> Iterator[None]:
     with ExitStack() as patched:
         for lane in worker_half(engine)._transfers._lanes:
             patched.enter_context(mock.patch.object(lane, "_check_words", return_value=None))
+        yield
+
+
+@contextmanager
+def _no_raised_words(engine: Any) -> Iterator[None]:
+    """Blocks of leases that have ended are given back, and their words stay as they were."""
+    with mock.patch.object(LeaseWords, "end", return_value=None):
+        yield
+
+
+@contextmanager
+def _no_image_words(engine: Any) -> Iterator[None]:
+    """Images that were gathered are believed without a look at their word."""
+    from kvferry.transport.packed import PackedRead, _State
+
+    land = PackedRead._land
+
+    def lands(of: Any, chunk: Any) -> None:
+        chunk.state = _State.READING
+        land(of, chunk)
+
+    with mock.patch.object(PackedRead, "_land", lands):
+        yield
+
+
+@contextmanager
+def _no_peers(engine: Any) -> Iterator[None]:
+    from kvferry.transport.peers import Peers
+
+    with mock.patch.object(Peers, "allows", return_value=True):
+        yield
+
+
+@contextmanager
+def _no_weights(engine: Any) -> Iterator[None]:
+    """The engine does not notice that its weights change."""
+    from kvferry.engines.vllm.stale import StaleEpochs
+
+    with (
+        mock.patch.object(StaleEpochs, "changed", return_value=None),
+        mock.patch.object(LeaseWords, "void", return_value=None),
+    ):
+        yield
+
+
+@contextmanager
+def _no_adapter(engine: Any) -> Iterator[None]:
+    """Prompts are named as if they had no adapter."""
+    from kvferry.engines.vllm.adapters import Adapters
+
+    with mock.patch.object(Adapters, "name", return_value=""):
         yield
 
 
@@ -133,20 +185,28 @@ MUTANTS: dict[str, Callable[[Any], Any]] = {
     "digest": _no_digest,
     "ticket": _no_ticket,
     "pins": _no_pins,
+    "raised words": _no_raised_words,
+    "image words": _no_image_words,
     "checksum": _no_checksum,
     "key": _no_key,
+    "peers": _no_peers,
     "salt": _no_salt,
+    "adapter": _no_adapter,
+    "weights": _no_weights,
     "namespace": _no_namespace,
 }
 """Each protection, and kvferry without it."""
 
 
 def switch_off(engine: Any, protection: str) -> None:
-    """Do without a protection from now on."""
-    engine.mutant = MUTANTS[protection](engine)
-    engine.mutant.__enter__()
+    """Do without a protection from now on, if that is not so yet."""
+    if getattr(engine, "mutant", None) is None:
+        engine.mutant = MUTANTS[protection](engine)
+        engine.mutant.__enter__()
 
 
 def switch_on(engine: Any) -> None:
     """Do with it again."""
-    engine.mutant.__exit__(None, None, None)
+    mutant, engine.mutant = getattr(engine, "mutant", None), None
+    if mutant is not None:
+        mutant.__exit__(None, None, None)

@@ -15,6 +15,8 @@ from faults.values import Area, Trial
 from kvferry.transport.messages import PROTOCOL, Facts, Heartbeat, Hello, Release, encode
 
 NETWORK = Area.NETWORK
+STRANGER = "127.0.0.2"
+"""An address that is none of the peers, on this machine."""
 
 
 async def _armed(stage: Stage, trial: Trial, draw: random.Random, engine: Any, fault: str) -> str:
@@ -179,28 +181,81 @@ async def garbage(stage: Stage, trial: Trial, draw: random.Random) -> None:
     protections=("key",),
 )  # fmt: skip
 async def stranger(stage: Stage, trial: Trial, draw: random.Random) -> None:
-    port, public = await stage.prefill.do("port"), await stage.prefill.do("public_key")
+    port, (public, _) = await stage.prefill.do("port"), await stage.prefill.do("keys")
+    count, answered = await asyncio.to_thread(_speak, draw, f"tcp://127.0.0.1:{port}", public, None)
+    trial.injected = f"{count} messages under a key of its own"
+    if answered:
+        trial.forbidden.append("a stranger without the key was answered")
+    else:
+        trial.detected = "no answer"
+    await stage.through(trial, stage.text(draw), stage.salt(draw))
+
+
+def _speak(
+    draw: random.Random, endpoint: str, server: bytes, own: tuple[bytes, bytes] | None
+) -> tuple[int, bool]:
+    """Speak the protocol to a control port; how many messages were sent, and whether one was answered.
+
+    Args:
+        draw: of who is speaking.
+        endpoint: where to, as ZeroMQ spells it.
+        server: the port's public key.
+        own: the speaker's key, public half first; a new one if None.
+    """
     facts = Facts("stranger", draw.randrange(1, 1 << 32), "kvferry", {})
     messages = [Hello(PROTOCOL, facts), Heartbeat(7, [bytes(16)]), Release(7, [bytes(16)])]
+    context: Any = zmq.Context()
+    try:
+        peer = context.socket(zmq.DEALER)
+        peer.linger = 0
+        peer.curve_publickey, peer.curve_secretkey = own or zmq.curve_keypair()
+        peer.curve_serverkey = server
+        peer.connect(endpoint)
+        for message in messages:
+            peer.send(encode(message))
+        return len(messages), bool(peer.poll(500))
+    finally:
+        context.destroy(linger=0)
 
-    def speak() -> bool:
-        context: Any = zmq.Context()
-        try:
-            peer = context.socket(zmq.DEALER)
-            peer.linger = 0
-            peer.curve_publickey, peer.curve_secretkey = zmq.curve_keypair()
-            peer.curve_serverkey = public
-            peer.connect(f"tcp://127.0.0.1:{port}")
-            for message in messages:
-                peer.send(encode(message))
-            return bool(peer.poll(500))
-        finally:
-            context.destroy(linger=0)
 
-    answered = await asyncio.to_thread(speak)
-    trial.injected = f"{len(messages)} messages under a key of its own"
-    trial.detected = "" if answered else "no answer"
+@kind(
+    "stranger with the key", NETWORK,
+    "A machine that is none of the peers speaks the protocol under the engines' own key.",
+    protections=("peers",),
+)  # fmt: skip
+async def not_a_peer(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    port, own = await stage.prefill.do("port"), await stage.prefill.do("keys")
+    endpoint = f"tcp://{STRANGER}:0;127.0.0.1:{port}"
+    count, answered = await asyncio.to_thread(_speak, draw, endpoint, own[0], own)
+    trial.injected = f"{count} messages from {STRANGER}"
+    if answered:
+        trial.forbidden.append(f"{STRANGER}, which is none of the peers, was answered")
+    else:
+        trial.detected = "no answer"
     await stage.through(trial, stage.text(draw), stage.salt(draw))
+
+
+@kind(
+    "offer of a stranger's address", NETWORK,
+    "A client's offer names an address that is none of the peers, and something listens there.",
+    protections=("peers",),
+)  # fmt: skip
+async def dialled(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salt, met = stage.text(draw), stage.salt(draw), []
+    params = await stage.prefilled(text, salt)
+
+    async def meet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        met.append(1)
+        writer.close()
+
+    server = await asyncio.start_server(meet, STRANGER, 0)
+    port = server.sockets[0].getsockname()[1]
+    trial.injected = f"an offer that names {STRANGER} port {port}"
+    name = await stage.decoded(trial, text, {**params, "remote_host": STRANGER, "remote_port": port}, salt)
+    server.close()
+    trial.detected = await stage.failed(name)
+    if met:
+        trial.forbidden.append(f"the engine dialled {STRANGER}, which is none of the peers")
 
 
 @kind(

@@ -8,9 +8,12 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
+from faults.references import References
 from support.vllm_engine.pair import connector
 from support.vllm_engine.process import Engine
 
+FOLDER = "other-weights"
+"""Of the checkpoint, in that of the log."""
 SALTS = tuple(f"other weights {number}" for number in range(3))
 """Under which it has stored every prompt."""
 
@@ -29,19 +32,13 @@ def checkpoint(model: Path, folder: Path) -> Path:
 
 
 def store(
-    model: Path,
-    directory: Path,
-    texts: list[list[int]],
-    chunk_tokens: int,
-    options: dict[str, Any],
-    log: Path,
+    references: References, directory: Path, chunk_tokens: int, options: dict[str, Any], log: Path
 ) -> str:
-    """Have such an engine answer all texts under every salt; the name of its namespace.
+    """Have such an engine answer all prompts under every salt; the name of its namespace.
 
     Args:
-        model: the checkpoint whose weights it does not have.
+        references: the prompts, their adapters, and the checkpoint whose weights it does not have.
         directory: of the file tier, empty.
-        texts: prompts.
         chunk_tokens: of a chunk.
         options: of the engine.
         log: file for what it prints.
@@ -50,13 +47,15 @@ def store(
         {"type": "host", "capacity": "48MiB"},
         {"type": "file", "path": str(directory), "capacity": "1GiB"},
     ]
-    other = checkpoint(model, log.parent / "other-weights")
+    other = checkpoint(Path(references.model), log.parent / FOLDER)
     settings = connector(chunk_tokens=chunk_tokens, tiers=tiers)
     engine = Engine(log, model=str(other), **options, kv_transfer_config=settings)
     try:
         engine.ready()
         for salt in SALTS:
-            engine.call("generate", texts, tokens=1, salt=salt)
+            for adapter in references.adapters or [""]:
+                texts = [one for one in references.texts if references.adapter_of(one) == adapter]
+                engine.call("generate", texts, tokens=1, salt=salt, adapter=adapter or None)
             engine.call("settle_tiers")
     finally:
         engine.close()

@@ -7,15 +7,20 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from faults.values import Fault, Kind
 
+LONG = 4
+"""A plan of so many faults per kind is a long one."""
+
 
 def plan(seed: int, faults: int, families: Sequence[str], kinds: Mapping[str, Kind]) -> tuple[Fault, ...]:
-    """Draw a plan: every kind at least once, then by `Kind.share`; families in order, in equal parts.
+    """Draw a plan: every kind twice, or once in a short one, then by `Kind.share`.
+
+    Families get equal parts, but for kinds that need engines of certain families.
 
     Args:
         seed: decides everything.
         faults: at least as many as there are kinds.
         families: of engines; each is started once.
-        kinds: by name.
+        kinds: by name; all of them can be met in these families.
 
     Raises:
         ValueError: fewer faults than kinds.
@@ -24,12 +29,34 @@ def plan(seed: int, faults: int, families: Sequence[str], kinds: Mapping[str, Ki
         raise ValueError(f"{faults} faults are planned, there are {len(kinds)} kinds; plan at least as many")
     draw = random.Random(seed)
     names = sorted(kinds)
-    chosen = names + draw.choices(names, [kinds[name].share for name in names], k=faults - len(names))
+    certain = names * (2 if faults >= LONG * len(names) else 1)
+    shares = [kinds[name].share for name in names]
+    chosen = certain + draw.choices(names, shares, k=faults - len(certain))
     draw.shuffle(chosen)
     return tuple(
-        Fault(number, name, families[number * len(families) // faults], draw.randrange(1 << 31))
+        Fault(
+            number,
+            name,
+            _family(draw, families[number * len(families) // faults], families, kinds[name]),
+            draw.randrange(1 << 31),
+        )
         for number, name in enumerate(chosen)
     )
+
+
+def _family(draw: random.Random, of: str, families: Sequence[str], kind: Kind) -> str:
+    if not kind.families or of in kind.families:
+        return of
+    return draw.choice([name for name in families if name in kind.families])
+
+
+def possible(kinds: Mapping[str, Kind], families: Sequence[str]) -> dict[str, Kind]:
+    """Kinds that engines of these families can meet.
+
+    >>> list(possible({"x": Kind("x", "", "", None, families=("a",))}, ["a", "b"]))
+    ['x']
+    """
+    return {name: kind for name, kind in kinds.items() if not kind.families or {*kind.families} & {*families}}
 
 
 def rounds(faults: Sequence[Fault], kinds: Mapping[str, Kind]) -> Iterator[list[Fault]]:

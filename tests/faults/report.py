@@ -43,10 +43,19 @@ def campaign_part(
     kinds: Mapping[str, Kind],
     verdicts: Sequence[Verdict],
     found: Totals,
-    caught: Mapping[str, str],
+    caught: Mapping[tuple[str, str], str],
     seconds: float,
 ) -> str:
-    """The part that `make faults` writes."""
+    """The part that `make faults` writes.
+
+    Args:
+        command: repeats the campaign.
+        families: whose engines it met.
+        kinds: by name.
+        verdicts, found: of all faults, and their counts.
+        caught: what was found without a protection, by its name and the family.
+        seconds: it took.
+    """
     zeros = "\n".join(f"| {name} | {count} |" for name, count in found.zeros.items())
     return f"""
 Repeat it: `{command}`. It took {seconds / 60:.0f} minutes on this machine: {machine()}.
@@ -65,9 +74,9 @@ Families: {", ".join(families)}.
 {"".join(_row(kind, verdicts) for kind in _ordered(kinds))}
 With one protection switched off, the campaign finds:
 
-| protection | found without it |
-|---|---|
-{"".join(f"| {name} | {_cell(what)} |{chr(10)}" for name, what in caught.items())}
+| protection | family | found without it |
+|---|---|---|
+{"".join(f"| {name} | {family} | {_cell(what)} |{chr(10)}" for (name, family), what in caught.items())}
 """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ class Served(Engine):
 
     Attributes:
         died: why it ended; empty while it runs, or if the campaign has ended it.
+        adapter_of: the folder of a prompt's LoRA adapter; empty: it has none.
     """
 
     main = staticmethod(serve)
+    adapter_of: Callable[[list[int]], str]
 
     def listen(self) -> None:
         """Hear it from now on, in the running event loop; it is ready."""
@@ -52,13 +55,20 @@ class Served(Engine):
         return await asyncio.wait_for(found, seconds)
 
     async def ask(
-        self, name: str, text: list[int], params: dict[str, Any] | None, tokens: int, salt: str
+        self,
+        name: str,
+        text: list[int],
+        params: dict[str, Any] | None,
+        tokens: int,
+        salt: str,
+        adapter: str | None = None,
     ) -> asyncio.Future[Any]:
-        """Add a request; return what becomes its answer."""
+        """Add a request, with the prompt's own adapter if none is named; return what becomes its answer."""
         found = self._answers[name] = asyncio.get_running_loop().create_future()
         found.add_done_callback(_nobody_may_care)
         try:
-            await self.do("ask", name, text, params, tokens, salt)
+            of = self.adapter_of(text) if adapter is None else adapter
+            await self.do("ask", name, text, params, tokens, salt, of)
         except EngineError:
             del self._answers[name]
             raise

@@ -1,4 +1,4 @@
-"""A pair of engines with transfer and tiers, and what a single engine says to the campaign's prompts."""
+"""A pair of engines with transfer and tiers, under faults."""
 
 from __future__ import annotations
 
@@ -7,102 +7,25 @@ import itertools
 import random
 import re
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from faults import other_weights
+from faults.references import TOKENS, Family, References
 from faults.served import Served, Stuck, engine
 from faults.tier_hooks import unsound_files
 from faults.values import Leaks, Trial
 from kvferry.observe import meeting_place
 from kvferry.serving.router.bodies import ASK_FOR_KV
-from support.vllm_engine.inside import distance
-from support.vllm_engine.mtp import checkpoint_of, family_of
-from support.vllm_engine.pair import connector, prompt
-from support.vllm_engine.process import Engine
+from support.vllm_engine.pair import connector
 
+ALLOWED = "127.0.0.1"
+"""The one address of peers; all of 127.0.0.0/8 is this machine."""
 LEASE, DEADLINE, HANDSHAKE = 3.0, 2.0, 1.5
 """Seconds: short, so that what has to run out does so often."""
 CHUNK = 64
-TOKENS = 6
-LENGTHS = (70, 129, 200, 256, 300, 330, 390, 450)
-"""Of prompts: one chunk and more, whole chunks, longer than a window and than a step."""
-PROMPTS = 24
-TOLERANCE = 1e-4
-"""Of logprobs: these engines agree with themselves to the last bit, however a prompt is cut and batched."""
-LONG_TOKENS = 240
-"""Of answers that make a pool too small."""
 SHARED_MEMORY = Path("/dev/shm")
 _SHARED = re.compile(r"/dev/shm/(\S+)")
-
-
-@dataclass(frozen=True)
-class Family:
-    """Engines of one architecture.
-
-    Attributes:
-        name: of `kvferry.serving.tiny`.
-        options: of both engines.
-        prefill, decode: of one, on top.
-    """
-
-    name: str
-    options: dict[str, Any] = field(default_factory=dict)
-    prefill: dict[str, Any] = field(default_factory=dict)
-    decode: dict[str, Any] = field(default_factory=dict)
-
-
-FAMILIES = {
-    one.name: one
-    for one in (
-        Family(
-            "gemma3",
-            {"max_num_batched_tokens": 256, "block_size": 64, "max_num_seqs": 16},
-            {"num_gpu_blocks_override": 400},
-            {"num_gpu_blocks_override": 115},
-        ),
-        Family(
-            "qwen3",
-            {"max_num_batched_tokens": 256, "max_num_seqs": 16},
-            {"block_size": 32, "num_gpu_blocks_override": 400},
-            {"block_size": 64, "num_gpu_blocks_override": 60},
-        ),
-    )
-}
-
-
-class References:
-    """What a single engine without a connector says to the prompts of a family."""
-
-    def __init__(self, family: Family, checkpoints: Path, log: Path) -> None:
-        """Start it, ask it everything, and stop it."""
-        self.texts = [prompt(LENGTHS[n % len(LENGTHS)] + n, 7000 + n) for n in range(PROMPTS)]
-        self.long = [prompt(620 + 10 * n, 9000 + n) for n in range(4)]
-        model = str(checkpoint_of(family.name, checkpoints))
-        own = family_of(family.name).engine_options()
-        single = Engine(log, model=model, **own, max_num_batched_tokens=256)
-        try:
-            single.ready()
-            every = self.texts + self.long
-            answers = single.call("generate", every, tokens=TOKENS)
-            long = single.call("generate", self.long, tokens=LONG_TOKENS)
-            self._answers = {tuple(text): one for text, one in zip(every, answers, strict=True)}
-            self._answers |= {tuple(text): one for text, one in zip(self.long, long, strict=True)}
-        finally:
-            single.close()
-        self.model = model
-
-    def why_wrong(self, text: list[int], answer: dict[str, Any]) -> str:
-        """Why an answer is not the single engine's; empty if it is."""
-        reference, count = self._answers[tuple(text)], len(answer["tokens"])
-        if answer["finish"] != "length":
-            return f"it ended with {answer['finish']!r}"
-        cut = {"tokens": reference["tokens"][:count], "logprobs": reference["logprobs"][:count]}
-        apart = distance(answer, cut)
-        if apart > TOLERANCE:
-            return f"a prompt of {len(text)} tokens: {apart:.3g} from the single engine's answer"
-        return ""
 
 
 class Stage:
@@ -138,17 +61,11 @@ class Stage:
         self._free = [await one.do("free_blocks") for one in (self.prefill, self.decode)]
 
     def _store_other_weights(self) -> str:
-        options = {
-            **family_of(self.family.name).engine_options(),
-            **self.family.options,
-            **self.family.decode,
-        }
         return other_weights.store(
-            Path(self.references.model),
+            self.references,
             self.directory,
-            self.references.texts,
             CHUNK,
-            options,
+            self.family.options_of("decode"),
             self.folder / "other.log",
         )
 
@@ -172,13 +89,13 @@ class Stage:
             "handshake_seconds": HANDSHAKE,
             "late_blocks": 1.0,
             "chunk_tokens": CHUNK,
+            "peers": [ALLOWED],
             "tiers": tiers,
+            **self.family.connector,
         }
         options = {
             "model": self.references.model,
-            **family_of(self.family.name).engine_options(),
-            **self.family.options,
-            **getattr(self.family, role),
+            **self.family.options_of(role),
             "kv_transfer_config": connector(**settings),
         }
         log = self.folder / f"{role}-{next(self._logs)}.log"
@@ -188,6 +105,7 @@ class Stage:
     async def _ready(self, *engines: Served) -> None:
         for one in engines:
             await asyncio.to_thread(one.ready)
+            one.adapter_of = self.references.adapter_of
             one.listen()
 
     async def restart(self, role: str) -> None:
@@ -256,21 +174,24 @@ class Stage:
         salt: str,
         name: str = "",
         tokens: int = TOKENS,
+        adapter: str | None = None,
     ) -> str:
         """Ask an engine, and judge its answer; return the request's name."""
         name = name or self.name()
         try:
-            answer = await engine.answer(name, await engine.ask(name, text, params, tokens, salt))
+            answer = await engine.answer(name, await engine.ask(name, text, params, tokens, salt, adapter))
         except Stuck as stuck:
             trial.stuck.append(str(stuck))
             await engine.leave(name)
             return name
-        self.judge(trial, text, answer, name)
+        self.judge(trial, text, answer, name, adapter)
         return name
 
-    def judge(self, trial: Trial, text: list[int], answer: dict[str, Any], name: str) -> None:
+    def judge(
+        self, trial: Trial, text: list[int], answer: dict[str, Any], name: str, adapter: str | None = None
+    ) -> None:
         """Count an answer as right or wrong."""
-        if why := self.references.why_wrong(text, answer):
+        if why := self.references.why_wrong(text, answer, adapter):
             trial.wrong.append(f"request {name}: {why}")
         else:
             trial.answers += 1
@@ -283,6 +204,12 @@ class Stage:
         """What was said of a request, of one type of event."""
         said = await (engine or self.decode).do("told", name)
         return [one for one in said if one["event"] == event]
+
+    async def files_of(self, text: list[int], salt: str, namespace: str = "") -> list[str]:
+        """Paths of the chunks of a prompt in the file tier, in the engines' namespace or this one."""
+        adapter = self.references.adapter_of(text)
+        found: list[str] = await self.decode.do("files_of", text, salt, adapter, namespace)
+        return found
 
     async def failed(self, name: str) -> str:
         """How the loads of a request failed and why sources were refused it; empty if all went well."""

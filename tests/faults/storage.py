@@ -25,7 +25,7 @@ async def _stored(stage: Stage, trial: Trial, text: list[int], salt: str) -> lis
     await stage.decoded(trial, text, None, salt)
     for _ in range(100):
         await stage.decode.until("tiers_are_idle")
-        if files := await stage.decode.do("files_of", text, salt):
+        if files := await stage.files_of(text, salt):
             return [Path(each) for each in files]
         await asyncio.sleep(0.05)
     return []
@@ -280,6 +280,30 @@ async def writes_hang(stage: Stage, trial: Trial, draw: random.Random) -> None:
     await stage.decode.until("tiers_are_idle")
 
 
+@kind(
+    "two engines store at once",
+    STORAGE,
+    "Both engines compute and store one prompt at the same time.",
+    share=5,
+)
+async def both_store(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salt = stage.text(draw, 200), stage.salt(draw)
+    engines = stage.prefill, stage.decode
+    async with stage.storage:
+        await asyncio.gather(*(stage.asked(one, trial, text, None, salt) for one in engines))
+        for one in engines:
+            await one.until("tiers_are_idle")
+        files = await stage.files_of(text, salt)
+        trial.injected = f"{len(files)} chunks stored by both" if files else ""
+        loaded = []
+        for one in engines:
+            await one.do("forget_prefixes")
+            await one.do("clear_host")
+            name = await stage.asked(one, trial, text, None, salt)
+            loaded += [end["outcome"] for end in await stage.told(name, "LoadEnded", one)]
+    trial.detected = "each engine loaded them" if loaded == ["ready", "ready"] else ""
+
+
 @kind("copies fail", STORAGE, "Copies between blocks and host memory fail.", together=1, share=0.3)
 async def copies_fail(stage: Stage, trial: Trial, draw: random.Random) -> None:
     text, salt, mine = stage.text(draw, 200), stage.salt(draw), stage.name()
@@ -304,7 +328,10 @@ async def weights_differ(stage: Stage, trial: Trial, draw: random.Random) -> Non
     if asked is None:
         return
     (text, salt), mine = asked, stage.name()
-    files = await stage.decode.do("files_of", text, salt, stage.other_namespace)
+    files = await stage.files_of(text, salt, stage.other_namespace)
     trial.injected = f"{len(files)} chunks of other weights" if files else ""
     await stage.decoded(trial, text, None, salt, mine)
-    trial.detected = "" if await stage.told(mine, "LoadBegan") else "none of them was loaded"
+    if await stage.told(mine, "LoadBegan"):
+        trial.forbidden.append(f"request {mine} loaded chunks of other weights")
+    else:
+        trial.detected = "none of them was loaded"

@@ -15,15 +15,18 @@ from kvferry.tiers.place import chunk_path
 from support.vllm_engine.tiers_inside import half
 
 
-def files_of(engine: Any, text: list[int], salt: str, namespace: str = "") -> list[str]:
+def files_of(engine: Any, text: list[int], salt: str, adapter: str = "", namespace: str = "") -> list[str]:
     """Paths of the chunks of a prompt that are in the file tier, in the engine's namespace or this one."""
     from types import SimpleNamespace
 
     from kvferry.cache.prompt_chunks import PromptChunks
     from kvferry.engines.vllm.prompts import keys_of
+    from support.vllm_engine.inside import lora_of
 
     prompts, store = half(engine)._tiering._prompts, _store(engine)
-    request = SimpleNamespace(prompt_token_ids=text, mm_features=(), lora_request=None, cache_salt=salt)
+    request = SimpleNamespace(
+        prompt_token_ids=text, mm_features=(), lora_request=lora_of(adapter), cache_salt=salt
+    )
     keys = keys_of(request, text, prompts._canonical.chunk_tokens, prompts._adapters, prompts._epoch)
     chunks = PromptChunks(prompts._canonical.groups, keys)
     of = bytes.fromhex(namespace) if namespace else store._namespace

@@ -6,7 +6,8 @@ import asyncio
 import random
 
 from faults.kinds import kind
-from faults.stage import DEADLINE, LONG_TOKENS, Stage
+from faults.references import LONG_TOKENS
+from faults.stage import DEADLINE, Stage
 from faults.values import Area, Trial
 
 TRANSFER = Area.TRANSFER
@@ -15,7 +16,7 @@ TRANSFER = Area.TRANSFER
 @kind(
     "lease ends before the read", TRANSFER,
     "The producer's lease runs out and its blocks are overwritten before the consumer reads them.",
-    share=20, protections=("lease words",),
+    share=20, protections=("lease words", "raised words"),
 )  # fmt: skip
 async def reused(stage: Stage, trial: Trial, draw: random.Random) -> None:
     text, salt, mine, theirs = stage.text(draw, 200), stage.salt(draw), stage.name(), stage.name()
@@ -136,10 +137,11 @@ async def consumer_resets(stage: Stage, trial: Trial, draw: random.Random) -> No
 async def preempted(stage: Stage, trial: Trial, draw: random.Random) -> None:
     before = await stage.decode.do("preemptions")
     long = stage.references.long
-    offers = [await stage.prefilled(text, stage.salt(draw)) for text in long]
+    salts = [stage.salt(draw) for _ in long]
+    offers = [await stage.prefilled(text, salt) for text, salt in zip(long, salts, strict=True)]
     asked = [
-        asyncio.create_task(stage.decoded(trial, text, offer, stage.salt(draw), tokens=LONG_TOKENS))
-        for text, offer in zip(long, offers, strict=True)
+        asyncio.create_task(stage.decoded(trial, text, offer, salt, tokens=LONG_TOKENS))
+        for text, offer, salt in zip(long, offers, salts, strict=True)
     ]
     await stage.decode.until("runs", 2)
     await stage.decode.do("take_blocks")
@@ -147,7 +149,8 @@ async def preempted(stage: Stage, trial: Trial, draw: random.Random) -> None:
         await stage.decode.until("has_preempted", before)
     finally:
         await stage.decode.do("give_blocks")
-    await asyncio.gather(*asked)
+    names = await asyncio.gather(*asked)
     count = await stage.decode.do("preemptions") - before
-    trial.injected = f"{count} preemptions" if count else ""
+    loaded = sum([len(await stage.told(name, "LoadBegan")) for name in names])
+    trial.injected = f"{count} preemptions, {loaded} loads" if count and loaded else ""
     trial.detected = f"{trial.answers} answers after {count} preemptions" if count else ""

@@ -33,6 +33,7 @@ class Kind:
         together: most faults of a round that contains this kind; 1 for a fault of a whole engine.
         share: relative frequency in a plan.
         protections: names of the protections that this kind catches the lack of.
+        families: whose engines it needs; any if empty.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Kind:
     together: int = 16
     share: float = 10
     protections: tuple[str, ...] = ()
+    families: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class Trial:
         detected: evidence that kvferry noticed; empty if it did not.
         wrong: sentences about answers that are not the single engine's.
         stuck: sentences about requests that did not end.
+        forbidden: sentences about what a protection is there to prevent, and what happened all the same.
         answers: right answers.
     """
 
@@ -77,6 +80,7 @@ class Trial:
     detected: str = ""
     wrong: list[str] = field(default_factory=list)
     stuck: list[str] = field(default_factory=list)
+    forbidden: list[str] = field(default_factory=list)
     answers: int = 0
 
 
@@ -87,7 +91,7 @@ class Verdict:
     Attributes:
         fault: the entry of the plan.
         injected, detected: whether there is evidence.
-        recovered: every request of the trial ended with the right answer.
+        recovered: every request of the trial ended with the right answer, and nothing forbidden happened.
         wrong, stuck: how many answers and requests.
         note: evidence, or what went wrong.
     """
@@ -98,6 +102,7 @@ class Verdict:
     recovered: bool
     wrong: int
     stuck: int
+    forbidden: int
     note: str
 
 
@@ -129,8 +134,9 @@ def judged(fault: Fault, trial: Trial) -> Verdict:
     >>> judged(Fault(0, "x", "qwen3", 1), Trial("3 bytes changed", "", answers=1)).detected
     False
     """
-    recovered = bool(trial.answers) and not trial.wrong and not trial.stuck
-    note = "; ".join([*trial.wrong, *trial.stuck, trial.injected, trial.detected])
+    bad = [*trial.wrong, *trial.stuck, *trial.forbidden]
+    recovered = bool(trial.answers) and not bad
+    note = "; ".join(filter(None, [*bad, trial.injected, trial.detected]))
     return Verdict(
         fault,
         bool(trial.injected),
@@ -138,6 +144,7 @@ def judged(fault: Fault, trial: Trial) -> Verdict:
         recovered,
         len(trial.wrong),
         len(trial.stuck),
+        len(trial.forbidden),
         note,
     )
 

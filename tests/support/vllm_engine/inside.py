@@ -154,7 +154,6 @@ def generate(
     """
     from vllm import SamplingParams
 
-    lora = _lora(adapter) if adapter else None
     salted = {"cache_salt": salt} if salt else {}
     params = params or [None] * len(prompts)
     sampling = [
@@ -168,16 +167,17 @@ def generate(
         for p in params
     ]
     texts = [{"prompt_token_ids": list(p), **salted} for p in prompts]
-    outputs = engine.generate(texts, sampling, use_tqdm=False, lora_request=lora)
+    outputs = engine.generate(texts, sampling, use_tqdm=False, lora_request=lora_of(adapter))
     outputs = outputs[: len(prompts)]  # what `add` added has higher numbers
     return [_answer(output) for output in outputs]
 
 
-def _lora(adapter: str) -> Any:
+def lora_of(adapter: str | None) -> Any:
+    """vLLM's request for a LoRA adapter: its folder, or its name, "=", and the folder; None for none."""
     from vllm.lora.request import LoRARequest
 
-    named, _, folder = adapter.rpartition("=")
-    return LoRARequest(named or folder, 1 + zlib.crc32(folder.encode()) % 1000, folder)
+    named, _, folder = (adapter or "").rpartition("=")
+    return LoRARequest(named or folder, 1 + zlib.crc32(folder.encode()) % 1000, folder) if folder else None
 
 
 def _answer(output: Any) -> dict[str, Any]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
-from faults.campaign import KINDS
+from faults.campaign import IN_EVERY_FAMILY, KINDS, switched_off
 from faults.mutants import MUTANTS
-from faults.plan import plan, rounds
+from faults.plan import plan, possible, rounds
+from faults.references import FAMILIES
 from faults.values import Area, Fault, Kind
 
 FEW = {
@@ -21,11 +24,33 @@ def test_the_same_seed_makes_the_same_plan_and_another_one_another():
 
 
 def test_every_kind_and_every_family_is_planned():
-    found = plan(1, 500, ["a", "b", "c"], KINDS)
-    assert len(found) == 500
-    assert {fault.kind for fault in found} == set(KINDS)
+    found = plan(1, 510, list(FAMILIES), KINDS)
+    assert len(found) == 510
+    often = Counter(fault.kind for fault in found)
+    assert often.keys() == KINDS.keys()
+    assert min(often.values()) >= 2
+    assert all(fault.family in (KINDS[fault.kind].families or FAMILIES) for fault in found)
+    counts = [sum(fault.family == name for fault in found) for name in FAMILIES]
+    assert max(counts) - min(counts) < 60
+
+
+def test_families_share_a_plan_equally():
+    found = plan(1, 500, ["a", "b", "c"], FEW)
     counts = [sum(fault.family == name for fault in found) for name in ("a", "b", "c")]
     assert max(counts) - min(counts) <= 1
+
+
+def test_kinds_that_need_other_families_are_not_possible():
+    assert set(KINDS) - set(possible(KINDS, ["gemma3"])) > {"gathering is slow"}
+    assert not set(KINDS) - set(possible(KINDS, list(FAMILIES)))
+
+
+def test_every_protection_is_switched_off_in_some_family_and_some_in_all():
+    done: list[str] = []
+    for family in FAMILIES:
+        done += (here := switched_off(family, done))
+        assert {*IN_EVERY_FAMILY} <= {*here}
+    assert {*done} == {*MUTANTS}
 
 
 def test_fewer_faults_than_kinds_are_refused():

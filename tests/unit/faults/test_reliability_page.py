@@ -41,12 +41,18 @@ def test_every_public_report_has_a_test():
 def test_the_campaigns_part_is_written_between_its_marks_and_nothing_else_changes():
     verdict = judged(Fault(0, "preemption", "qwen3", 1), Trial("2 preemptions", "2 | answers", answers=1))
     body = campaign_part(
-        "make faults", ["qwen3"], KINDS, [verdict], totals([verdict], Leaks()), {"pins": "a|b"}, 90.0
+        "make faults",
+        ["qwen3"],
+        KINDS,
+        [verdict],
+        totals([verdict], Leaks()),
+        {("pins", "qwen3"): "a|b"},
+        90.0,
     )
     written = with_part(PAGE, "faults", body)
     assert "| engines" in written
     assert "| wrong outputs | 0 |" in written
-    assert "| pins | a/b |" in written
+    assert "| pins | qwen3 | a/b |" in written
     assert with_part(written, "faults", "") == with_part(PAGE, "faults", "")
 
 
