@@ -39,7 +39,7 @@ TRIAL_SECONDS = 150.0
 """When a trial that hangs as a whole is given up, and counts as stuck."""
 TRIES_OF_A_MUTANT = 4
 IN_EVERY_FAMILY = ("lease words", "checksum")
-"""Protections that are switched off in every family: they show that its answers tell right from wrong."""
+"""Protections that are switched off in every family: they show that its tolerance tells right from wrong."""
 
 
 @dataclass
@@ -50,12 +50,14 @@ class Outcome:
         verdicts: of all faults.
         leaks: of all pairs of engines.
         caught: by protection and family, what the campaign found without it; empty if it found nothing.
+        tolerances: of logprobs, by family.
         seconds: it took.
     """
 
     verdicts: list[Verdict] = field(default_factory=list)
     leaks: Leaks = field(default_factory=Leaks)
     caught: dict[tuple[str, str], str] = field(default_factory=dict)
+    tolerances: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
 
     @property
@@ -139,6 +141,8 @@ async def with_family(
     """Start a family's engines, inject its faults, switch protections off, and look at what is left."""
     await asyncio.to_thread(folder.mkdir, parents=True)
     references = await asyncio.to_thread(References, family, folder.parent / "checkpoints", folder)
+    outcome.tolerances[family.name] = references.tolerance
+    print(f"{family.name}: answers within {references.tolerance:.3g} are right", flush=True)
     stage = Stage(family, references, folder)
     await stage.start()
     try:
@@ -217,7 +221,7 @@ def main() -> int:
             given.report,
             "faults",
             campaign_part(
-                command, given.families, KINDS, outcome.verdicts, found, outcome.caught, outcome.seconds
+                command, outcome.tolerances, KINDS, outcome.verdicts, found, outcome.caught, outcome.seconds
             ),
         )
     missed = [f"{name} ({family})" for (name, family), caught in outcome.caught.items() if not caught]

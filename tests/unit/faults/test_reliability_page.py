@@ -42,7 +42,7 @@ def test_the_campaigns_part_is_written_between_its_marks_and_nothing_else_change
     verdict = judged(Fault(0, "preemption", "qwen3", 1), Trial("2 preemptions", "2 | answers", answers=1))
     body = campaign_part(
         "make faults",
-        ["qwen3"],
+        {"qwen3": 1e-4},
         KINDS,
         [verdict],
         totals([verdict], Leaks()),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from faults import served as module
-from faults.references import References
+from faults.references import TOLERANCE, References
 from faults.served import Served, Stuck
 from support.vllm_engine.process import EngineError
 
@@ -78,4 +78,5 @@ ANSWER = {"tokens": [1, 2], "logprobs": [{1: -0.1, 3: -2.0}, {2: -0.2}], "finish
 def test_an_answer_is_wrong_if_its_tokens_or_logprobs_are_others_or_it_ended_otherwise(change):
     references = object.__new__(References)
     references._answers, references._own = {((5, 6), ""): ANSWER}, {(5, 6): ""}
+    references.tolerance = TOLERANCE
     assert bool(references.why_wrong([5, 6], ANSWER | change)) == bool(change)
