@@ -65,7 +65,7 @@ def _no_weights(engine: Any) -> Iterator[None]:
     from kvferry.engines.vllm.stale import StaleEpochs
 
     with (
-        mock.patch.object(StaleEpochs, "changed", return_value=None),
+        mock.patch.object(StaleEpochs, "on_weights_changed", return_value=None),
         mock.patch.object(LeaseWords, "void", return_value=None),
     ):
         yield
