@@ -13,16 +13,14 @@ from faults.plan import possible
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 SEED = 3
-FAMILIES = ["qwen3"]
-"""Its requests have adapters and its reads are staged, so nearly every kind can meet it."""
 
 
 def test_no_fault_makes_an_answer_wrong_a_request_stuck_or_leaves_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Every kind of fault that engines of one family can meet."""
+    """Every kind of fault at least once, against engines of one family."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
-    count = len(possible(KINDS, FAMILIES))
-    outcome = asyncio.run(campaign(SEED, count, FAMILIES, tmp_path / "campaign", mutants=False))
+    count = len(possible(KINDS, ["gemma3"]))
+    outcome = asyncio.run(campaign(SEED, count, ["gemma3"], tmp_path / "campaign", mutants=False))
     bad = [one for one in outcome.verdicts if not (one.injected and one.detected and one.recovered)]
     assert not outcome.totals.problems, (outcome.totals.problems, bad, outcome.leaks.notes)
