@@ -79,7 +79,7 @@ async def guessed(stage: Stage, trial: Trial, draw: random.Random) -> None:
     trial.injected = f"ticket {guess} in place of {params['remote_request_id']}"
     name = await stage.decoded(trial, text, {**params, "remote_request_id": guess}, salt)
     trial.detected = await declined(stage, name)
-    if await stage.told(name, "LoadBegan"):
+    if await stage.from_peer(name, "LoadBegan"):
         trial.forbidden.append(f"request {name} loaded KV for a ticket that was never given out")
 
 

@@ -134,7 +134,8 @@ async def reloaded(stage: Stage, trial: Trial, draw: random.Random) -> None:
         trial.injected = "the prefill engine computes with other weights"
         params = await stage.prefilled(text, salt)
         await stage.decoded(trial, text, params, salt, mine)
-        trial.detected = await stage.failed(mine) or ("" if params else "the engine offers nothing any more")
+        offered = params["remote_num_tokens"] > 0
+        trial.detected = await stage.failed(mine) if offered else "the engine offers nothing any more"
         if any(one["outcome"] == "ready" for one in await stage.told(mine, "LoadEnded")):
             trial.forbidden.append(f"request {mine} loaded KV of other weights")
     finally:

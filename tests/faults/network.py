@@ -65,7 +65,7 @@ async def answers_garbled(stage: Stage, trial: Trial, draw: random.Random) -> No
 @kind("answers doubled", NETWORK, "The producer's answers arrive twice.", share=0.3, together=1)
 async def answers_doubled(stage: Stage, trial: Trial, draw: random.Random) -> None:
     name = await _armed(stage, trial, draw, stage.prefill, "double answers")
-    loads = await stage.told(name, "LoadEnded")
+    loads = await stage.from_peer(name, "LoadEnded")
     trial.detected = "the second was ignored" if len(loads) == 1 else ""
 
 

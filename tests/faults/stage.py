@@ -24,6 +24,8 @@ ALLOWED = "127.0.0.1"
 LEASE, DEADLINE, HANDSHAKE = 3.0, 2.0, 1.5
 """Seconds: short, so that what has to run out does so often."""
 CHUNK = 64
+DECISIVE = ("Refused", "LoadBegan", "LoadEnded", "Settled")
+"""Events that say why an answer came to be as it did, for a trial that noticed nothing."""
 SHARED_MEMORY = Path("/dev/shm")
 _SHARED = re.compile(r"/dev/shm/(\S+)")
 
@@ -185,6 +187,7 @@ class Stage:
             await engine.leave(name)
             return name
         self.judge(trial, text, answer, name, adapter)
+        trial.told += [f"{name} {one}" for one in await engine.do("told", name) if one["event"] in DECISIVE]
         return name
 
     def judge(
@@ -204,6 +207,10 @@ class Stage:
         """What was said of a request, of one type of event."""
         said = await (engine or self.decode).do("told", name)
         return [one for one in said if one["event"] == event]
+
+    async def from_peer(self, name: str, event: str) -> list[dict[str, Any]]:
+        """What the decode engine said of a request's loads from its peer; others come from the tiers."""
+        return [one for one in await self.told(name, event) if one["source"] == "peer"]
 
     async def files_of(self, text: list[int], salt: str, namespace: str = "") -> list[str]:
         """Paths of the chunks of a prompt in the file tier, in the engines' namespace or this one."""

@@ -15,6 +15,7 @@ def _declare(name: str, says: str, role: str, fault: str, families: tuple[str, .
     @kind(name, ENGINE, says, together=1, share=0.3, families=families)
     async def raised(stage: Stage, trial: Trial, draw: random.Random) -> None:
         await stage.decode.do("forgive")
+        await stage.through(trial, stage.text(draw, 129), stage.salt(draw))  # they have met
         engine = getattr(stage, role)
         before = await engine.do("disarm", fault)
         await engine.do("arm", fault)
@@ -25,7 +26,7 @@ def _declare(name: str, says: str, role: str, fault: str, families: tuple[str, .
         await stage.rest()
         await stage.decode.do("forgive")
         second = await stage.through(trial, stage.text(draw, 129), stage.salt(draw))
-        ends = [one["outcome"] for one in await stage.told(second, "LoadEnded")]
+        ends = [one["outcome"] for one in await stage.from_peer(second, "LoadEnded")]
         if ends != ["ready"]:
             trial.forbidden.append(f"the thread is gone: the next load ended {ends}, not ready")
 

@@ -74,6 +74,7 @@ class Trial:
         stuck: sentences about requests that did not end.
         forbidden: sentences about what a protection is there to prevent, and what happened all the same.
         answers: right answers.
+        told: what the engines said of its requests, where nothing was noticed.
     """
 
     injected: str = ""
@@ -82,6 +83,7 @@ class Trial:
     stuck: list[str] = field(default_factory=list)
     forbidden: list[str] = field(default_factory=list)
     answers: int = 0
+    told: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,7 @@ def judged(fault: Fault, trial: Trial) -> Verdict:
     """
     bad = [*trial.wrong, *trial.stuck, *trial.forbidden]
     recovered = bool(trial.answers) and not bad
-    note = "; ".join(filter(None, [*bad, trial.injected, trial.detected]))
+    note = "; ".join(filter(None, [*bad, trial.injected, trial.detected or " ".join(trial.told)]))
     return Verdict(
         fault,
         bool(trial.injected),
