@@ -347,7 +347,7 @@ def replace_adapter(engine: Any, folder: str, other: str) -> None:
     """Load another adapter's weights in place of one that `generate` knows by its folder."""
     from vllm.lora.request import LoRARequest
 
-    number = _lora(folder).lora_int_id
+    number = lora_of(folder).lora_int_id
     assert engine.llm_engine.add_lora(LoRARequest(folder, number, other, load_inplace=True))
 
 
