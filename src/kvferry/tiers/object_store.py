@@ -83,6 +83,13 @@ class ObjectStore(SlowTier):
     ) -> None:
         bucket = Bucket(url, options, timeout_seconds)
         self._url = bucket.url
+        if bucket.endpoint and not (bucket.endpoint.encrypted or bucket.endpoint.is_here):
+            _log.warning(
+                "object tier %s: %s is spoken to without encryption: who listens on the way reads chunks, "
+                "who can change what passes plants some; use https, or see that only engines are on that "
+                "network",
+                *(self._url, bucket.endpoint.shown),
+            )
         self._namespace = namespace.digest
         self._access = Access(bucket, rest_seconds, clock)
         self.tags = Tags(table)

@@ -85,7 +85,11 @@ def test_a_refusal_before_all_was_sent_lets_go_of_the_memory():
         (error("503 Slow Down", "SlowDown"), Fault.THROTTLED, "fewer requests (503 SlowDown); see"),
         (error("429 Too Many Requests", "X"), Fault.THROTTLED, "fewer requests (429 X); see"),
         (error("500 Oops", "InternalError"), Fault.SERVER, "error of its own (500 InternalError); see"),
-        (response("301 Moved"), Fault.UNEXPECTED, "incorrectly configured region); see whether endpoint"),
+        (
+            response("301 Moved"),
+            Fault.REDIRECTED,
+            "redirects requests (without saying where); give the server",
+        ),
         (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", Fault.UNEXPECTED, "error sending request); see whether endpoint"),
     ],
 )

@@ -84,6 +84,7 @@ class Bucket:
 
     Attributes:
         url: without a slash at its end.
+        endpoint: the server; None for the provider's own.
 
     Raises:
         ConfigError: the URL or an option cannot be used.
@@ -91,7 +92,7 @@ class Bucket:
 
     def __init__(self, url: str, options: Mapping[str, str], timeout_seconds: float) -> None:
         found = settings(url, options)
-        self.url = found.url
+        self.url, self.endpoint = found.url, found.endpoint
         self._half_seconds = timeout_seconds / 2
         try:
             self._store = _connect(found, self._half_seconds)

@@ -10,6 +10,9 @@ from __future__ import annotations
 import re
 from enum import StrEnum
 
+from kvferry.terminal import printable
+from kvferry.tiers.objects.endpoint import NOWHERE
+
 
 class Fault(StrEnum):
     """Why a request came to nothing."""
@@ -21,6 +24,8 @@ class Fault(StrEnum):
     NO_BUCKET = "there is no such bucket"
     THROTTLED = "it asks for fewer requests"
     SERVER = "it reports an error of its own"
+    REDIRECTED = "it redirects requests"
+    ODD_NAME = "an object there has a name that cannot be read"
     UNEXPECTED = "an answer that cannot be used"
     FORKED = "this process was forked from one that used it"
     RESTING = "it is left alone after failures"
@@ -39,6 +44,8 @@ _ADVICE = {
     Fault.NO_BUCKET: "make it, or mend the URL",
     Fault.THROTTLED: "see to its limits, or let fewer engines share it",
     Fault.SERVER: "see to its own logs",
+    Fault.REDIRECTED: "give the server that it names as endpoint, if it is trusted, or the bucket's region",
+    Fault.ODD_NAME: "remove it, and see who else writes there",
     Fault.UNEXPECTED: "see whether endpoint, region and URL are those of an object store",
     Fault.FORKED: "start processes by spawn",
     Fault.RESTING: "see what was reported before",
@@ -84,6 +91,8 @@ def _fault(said: str, debug: str) -> Fault:
 def _of_status(status: int) -> Fault:
     if status in (401, 403):
         return Fault.DENIED
+    if 300 <= status < 400:
+        return Fault.REDIRECTED
     if status == 404:
         return Fault.NO_BUCKET
     if status in (429, 503):
@@ -101,7 +110,7 @@ def _detail(said: str, debug: str) -> str:
 
 def _reason(said: str) -> str:
     """What follows which request it was."""
-    return re.sub(r"\?\S*", "", " ".join(said.rpartition(" - ")[2].split()))[:200]
+    return printable(re.sub(r"\?\S*", "", " ".join(said.rpartition(" - ")[2].split()))[:200])
 
 
 _NO_CREDENTIALS = r"169\.254\.169\.254|metadata\.google\.internal|MissingCredential"
@@ -110,7 +119,14 @@ _SKEWED = r"RequestTimeTooSkewed"
 
 _BROKEN = r"IncompleteMessage|ConnectionReset|ConnectionAborted|BrokenPipe"
 
+_AWAY = rf"\b{re.escape(NOWHERE)},"
+
+_BARE = r"inner: BareRedirect"
+
 _KINDS = (
+    (_AWAY, Fault.REDIRECTED),
+    (_BARE, Fault.REDIRECTED),
+    (r"\bInvalidPath \{", Fault.ODD_NAME),
     (r"kind: Timeout|TimedOut", Fault.TIMEOUT),
     (r"kind: Connect", Fault.UNREACHABLE),
     (_BROKEN, Fault.UNREACHABLE),
@@ -120,6 +136,9 @@ _DETAILS = (
     (_NO_CREDENTIALS, "no credentials were found"),
     (r"status code: (\d{3}).{0,200}?<Code>(\w{1,60})</Code>", r"\1 \2"),
     (r"status code: (\d{3})", r"\1"),
+    (_AWAY, "to another server"),
+    (_BARE, "without saying where"),
+    (r'\bInvalidPath \{.*?path: ("(?:[^"\\]|\\.){1,200}"?)', r"\1"),
     (r"dns error", "its name is not known"),
     (_BROKEN, "the connection broke off"),
     (r"InvalidCertificate\(\s*(\w{1,60})", r"TLS: \1"),

@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from threading import Lock
 
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.objects.access import Access
-from kvferry.tiers.objects.client import Listed
-from kvferry.tiers.objects.faults import Unavailable
+from kvferry.tiers.objects.client import Bucket, Listed
+from kvferry.tiers.objects.faults import Fault, Unavailable
 from kvferry.tiers.objects.known import Known
 from kvferry.tiers.place import chunk_name, key_of, note_name
 
@@ -53,7 +53,7 @@ class Lister:
         self._clock = clock
         self._due_at = clock()
         self._one = Lock()
-        self._noted = False
+        self._noted = self._told = False
 
     @property
     def due(self) -> bool:
@@ -82,7 +82,7 @@ class Lister:
         digest = self._namespace.digest
         try:
             with self._access.reading() as bucket, self._known.listing():
-                for page in bucket.list(digest.hex()):
+                for page in self._pages(bucket):
                     self._known.show(self._keys(page))
                     noted = noted or any(one.path == note_name(digest) for one in page)
                     time.sleep(_REST_SECONDS)
@@ -104,11 +104,39 @@ class Lister:
             with self._access.writing() as bucket:
                 bucket.put(note_name(digest), [self._namespace.note.encode("ascii")])
 
+    def _pages(self, bucket: Bucket) -> Iterator[Sequence[Listed]]:
+        """What lies in the namespace; where a name spoils the listing, what lies in folders without one."""
+        folder = self._namespace.digest.hex()
+        try:
+            yield from bucket.list(folder)
+        except Unavailable as error:
+            if error.fault is not Fault.ODD_NAME:
+                raise
+            if not self._told:
+                self._told = True
+                _log.warning(
+                    "object tier: %s (%s); %s; until then every folder is listed by itself",
+                    *(folder, error, error.fault.advice),
+                )
+            for number in range(256):
+                with _but_odd_names():
+                    yield from bucket.list(f"{folder}/{number:02x}")
+
     def _keys(self, page: Sequence[Listed]) -> Iterator[tuple[bytes, str]]:
         for one in page:
             key = key_of(one.path.rpartition("/")[2])
             if key is not None and one.path == chunk_name(self._namespace.digest, key):
                 yield key, one.tag
+
+
+@contextmanager
+def _but_odd_names() -> Iterator[None]:
+    """Go on where a name cannot be read."""
+    try:
+        yield
+    except Unavailable as error:
+        if error.fault is not Fault.ODD_NAME:
+            raise
 
 
 class _Enough(Exception):

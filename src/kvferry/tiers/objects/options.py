@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from kvferry.errors import ConfigError
+from kvferry.tiers.objects.endpoint import Endpoint, endpoint_of, only_there
 
 CLIENT = frozenset(
     (
@@ -79,12 +80,14 @@ class Settings:
         scheme: s3, gs, az or file.
         url: without a slash at its end; nothing secret is in it.
         store, client: settings of the store and of the connections to it, by obstore's names.
+        endpoint: the server; None for the provider's own.
     """
 
     scheme: str
     url: str
     store: dict[str, str]
     client: dict[str, str]
+    endpoint: Endpoint | None
 
 
 def is_url(where: str) -> bool:
@@ -96,8 +99,8 @@ def settings(url: str, options: Mapping[str, str]) -> Settings:
     """The settings of the client for a URL.
 
     Raises:
-        ConfigError: a URL of an unknown form, one with credentials in it, or an unknown option, with the
-            nearest known one.
+        ConfigError: a URL of an unknown form, one with credentials in it, an unknown option, with the
+            nearest known one, or a server without encryption where that is not allowed.
     """
     parts = urlsplit(url)
     known = _SCHEMES.get(parts.scheme)
@@ -117,7 +120,9 @@ def settings(url: str, options: Mapping[str, str]) -> Settings:
     variables = {name: os.environ.get(f"{_VARIABLES[parts.scheme]}_{name.upper()}") for name in CLIENT}
     client = {name: value for name, value in variables.items() if value is not None}
     client |= {name: value for name, value in options.items() if name not in known}
-    return Settings(parts.scheme, url.rstrip("/"), store, client)
+    if endpoint := endpoint_of(parts.scheme, _VARIABLES[parts.scheme], options):
+        client |= only_there(endpoint, parts.scheme, _VARIABLES[parts.scheme], options)
+    return Settings(parts.scheme, url.rstrip("/"), store, client, endpoint)
 
 
 def _check_known(name: str, scheme: str, known: frozenset[str]) -> None:

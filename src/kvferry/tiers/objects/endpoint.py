@@ -1,0 +1,109 @@
+"""The server that objects are kept on: the one that is configured, and no other.
+
+obstore follows redirects, to any server, and has no setting for that: `x-amz-security-token` and names of
+chunks would go there, and chunks be read from there. So requests to other hosts are sent to a proxy that does
+not exist. That can be done where all requests are for one host: an endpoint is given, and credentials that
+need no other server. What a provider's own servers redirect to, and what a proxy passes on, is up to them.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from kvferry.errors import ConfigError
+
+NOWHERE = "127.255.255.254:1"
+"""Nobody listens there: users may not."""
+
+_ENDPOINTS = {
+    "s3": ("aws_endpoint_url_s3", "endpoint", "endpoint_url"),
+    "gs": ("base_url",),
+    "az": ("endpoint",),
+}
+_CREDENTIALS = {
+    "s3": ("secret_access_key", "skip_signature"),
+    "gs": ("bearer_token", "skip_signature"),
+    "az": ("account_key", "sas_key", "skip_signature"),
+}
+"""Options that make credentials need no other server."""
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A server that is configured.
+
+    Attributes:
+        host: its name or address.
+        shown: scheme, host and port.
+        encrypted: by TLS.
+    """
+
+    host: str
+    shown: str
+    encrypted: bool
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is this machine."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+
+def endpoint_of(scheme: str, variables: str, options: Mapping[str, str]) -> Endpoint | None:
+    """The server that is configured; None for the provider's own.
+
+    Args:
+        scheme: s3, gs, az or file.
+        variables: what names of its environment variables begin with.
+        options: of the client.
+
+    Raises:
+        ConfigError: it is spoken to without encryption, and that is not allowed.
+    """
+    url = _given(_ENDPOINTS.get(scheme, ()), variables, options)
+    parts = urlsplit(url)
+    if not parts.hostname:
+        return None
+    found = Endpoint(
+        parts.hostname, f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}", parts.scheme != "http"
+    )
+    if not found.encrypted and not _is_true(_given(("allow_http",), variables, options)):
+        raise ConfigError(
+            f"object tier: {found.shown} is spoken to without encryption; use https, or, on a network that "
+            'only engines are on, set the option allow_http to "true"'
+        )
+    return found
+
+
+def only_there(
+    endpoint: Endpoint, scheme: str, variables: str, options: Mapping[str, str]
+) -> Mapping[str, str]:
+    """Settings of connections that let requests reach that server alone, where that can be done."""
+    needs_others = not any(
+        value and (name != "skip_signature" or _is_true(value))
+        for name in _CREDENTIALS[scheme]
+        if (value := _given((name,), variables, options))
+    )
+    proxied = any(os.environ.get(name) or os.environ.get(name.upper()) for name in _PROXIES)
+    if needs_others or proxied or _given(("proxy_url", "proxy_excludes"), variables, options):
+        return {}
+    return {"proxy_url": f"http://{NOWHERE}", "proxy_excludes": endpoint.host}
+
+
+def _given(names: tuple[str, ...], variables: str, options: Mapping[str, str]) -> str:
+    """The first of these options that has a value, there or in the environment."""
+    found = [options.get(name) for name in names]
+    found += [os.environ.get(f"{variables}_{name.removeprefix('aws_').upper()}") for name in names]
+    return next((value for value in found if value), "")
+
+
+def _is_true(value: str) -> bool:
+    """As obstore reads it."""
+    return value.lower() in ("1", "true", "on", "yes", "y")
