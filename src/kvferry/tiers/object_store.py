@@ -193,14 +193,19 @@ class ObjectStore(SlowTier):
         if done is not Get.HIT:
             self._known.distrust(chunk.key, found.tag)
         if done is Get.CORRUPT:
-            self._set_aside(chunk.key)
+            self._set_aside(chunk.key, found)
         return done, why
 
-    def _set_aside(self, key: bytes) -> None:
-        """Move a bad object to quarantine; where that is not allowed, the next store of it replaces it."""
+    def _set_aside(self, key: bytes, found: Found) -> None:
+        """Move a bad object to quarantine; where that is not allowed, the next store of it replaces it.
+
+        Not if another object is there: then the answer was a proxy's, or another engine has mended it.
+        """
+        name = chunk_name(self._namespace, key)
         with suppress(FileNotFoundError, Unavailable), self._access.writing() as bucket:
-            bucket.move(chunk_name(self._namespace, key), quarantine_name(self._namespace, key))
-            self._tally.add(quarantined=1)
+            if bucket.look(name) == (found.size, found.tag):
+                bucket.move(name, quarantine_name(self._namespace, key))
+                self._tally.add(quarantined=1)
 
 
 def _read(chunk: Chunk, found: Found, into: memoryview) -> str:

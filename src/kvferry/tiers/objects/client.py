@@ -114,16 +114,23 @@ class Bucket:
         try:
             with _asking():
                 obstore.put(self._store, path, views, use_multipart=False)
+        except FileNotFoundError as error:
+            raise Unavailable(Fault.NO_BUCKET) from error
         finally:
             self._let_go(views)
 
     def size(self, path: str) -> int | None:
         """Bytes of an object; None where there is none."""
+        return self.look(path)[0]
+
+    def look(self, path: str) -> tuple[int | None, str]:
+        """Bytes and tag of an object; None where there is none."""
         try:
             with _asking():
-                return obstore.head(self._store, path)["size"]
+                meta = obstore.head(self._store, path)
         except FileNotFoundError:
-            return None
+            return None, ""
+        return meta["size"], _tag(meta["e_tag"])
 
     def get(self, path: str) -> Found:
         """Begin to read an object."""
