@@ -26,6 +26,7 @@ from kvferry.serving.router.bodies import (
 from kvferry.serving.router.endpoint import Call, Endpoint, Ongoing
 from kvferry.serving.router.failures import Failures
 from kvferry.serving.router.flow import Completion, Flow
+from kvferry.serving.router.hop import Hop, loop
 from kvferry.serving.router.probe import probe_all, watch_down
 from kvferry.serving.router.replies import bad_request, unavailable
 from kvferry.serving.router.settings import RouterSettings
@@ -43,7 +44,7 @@ class RouterApp(Starlette):
         self._ongoing = Ongoing()
 
         def endpoint(handler: Callable[[Call, Send], Awaitable[None]]) -> Endpoint:
-            return Endpoint(handler, self._ongoing, settings.max_body_bytes)
+            return Endpoint(handler, self._ongoing, router.hop, settings.max_body_bytes)
 
         routes = [Route(path, endpoint(router.complete), methods=["POST"]) for path in (COMPLETIONS, CHAT)]
         routes += [
@@ -73,6 +74,7 @@ class _Router:
         self._settings = settings
         self._prefill = Pool("prefill", settings.prefill)
         self._decode = Pool("decode", settings.decode)
+        self.hop = Hop()
         self._client: httpx.AsyncClient
         self._flow: Flow
 
@@ -80,7 +82,7 @@ class _Router:
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
         """Hold the HTTP client, and probe engines that are down."""
         backends = (*self._prefill.backends, *self._decode.backends)
-        async with open_client(self._settings) as self._client, anyio.create_task_group() as group:
+        async with open_client(self._settings, self.hop) as self._client, anyio.create_task_group() as group:
             self._flow = Flow(self._settings, self._prefill, self._decode, self._client)
             group.start_soon(watch_down, self._client, backends, self._settings.probe_seconds)
             yield
@@ -121,8 +123,11 @@ class _Router:
         reply = failures.reply(call.echoed) if failures else unavailable("no decode engine can be reached")
         await reply.send(send, call.echoed)
 
-    async def health(self, _: Request) -> Response:
+    async def health(self, request: Request) -> Response:
         """Probe all engines and report their state; 503 if no decode engine is up."""
+        if self.hop.has_seen(request.headers.raw):
+            reply = loop()
+            return Response(reply.body, reply.status, media_type="application/json")
         pools = {"prefill": self._prefill.backends, "decode": self._decode.backends}
         await probe_all(self._client, [backend for backends in pools.values() for backend in backends])
         up = {role: any(backend.up for backend in backends) for role, backends in pools.items()}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import anyio
 from starlette.types import Message, Receive, Scope, Send
 
+from kvferry.serving.router.hop import Hop, loop
 from kvferry.serving.router.replies import Headers, bad_request, error_event, unavailable
 from kvferry.serving.router.upstream import relayed
 
@@ -26,7 +27,7 @@ class Call:
     Attributes:
         method: of HTTP.
         path: without a query.
-        headers: for the engine: the caller's, with an x-request-id.
+        headers: for the engine: the caller's, with an x-request-id and this router's Via.
         echoed: the x-request-id, for the answer.
         body: all of it.
     """
@@ -68,15 +69,22 @@ class Endpoint:
     """An ASGI application: reads a request and runs a handler, which is cancelled when the caller leaves."""
 
     def __init__(
-        self, handler: Callable[[Call, Send], Awaitable[None]], ongoing: Ongoing, max_body_bytes: int
+        self,
+        handler: Callable[[Call, Send], Awaitable[None]],
+        ongoing: Ongoing,
+        hop: Hop,
+        max_body_bytes: int,
     ) -> None:
         self._handler = handler
-        self._ongoing = ongoing
+        self._ongoing, self._hop = ongoing, hop
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         echoed = ((_REQUEST_ID, _request_id(scope)),)
+        if self._hop.has_seen(scope["headers"]):
+            await loop().send(send, echoed)
+            return
         try:
             body = await _read_body(receive, self._max_body_bytes)
         except _TooLarge as error:
@@ -84,7 +92,7 @@ class Endpoint:
             return
         if body is None:
             return
-        headers = relayed(scope["headers"]) + echoed
+        headers = self._hop.passed_on(relayed(scope["headers"]) + echoed)
         answer = _Answer(send)
         async with anyio.create_task_group() as group:
             self._ongoing.add(group.cancel_scope)

@@ -8,6 +8,7 @@ import anyio
 import httpx
 
 from kvferry.serving.router.backends import Backend
+from kvferry.serving.router.hop import LOOP_DETECTED
 from kvferry.serving.router.upstream import says
 
 _HEALTH_SECONDS = 3.0
@@ -26,6 +27,8 @@ async def probe(client: httpx.AsyncClient, backend: Backend) -> None:
     else:
         if response.status_code == 200:
             backend.mark_up()
+        elif response.status_code == LOOP_DETECTED:
+            backend.mark_down("it is this router itself, or a router that asks it")
         else:
             backend.mark_down(f"/health answers with status {response.status_code}")
 

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import httpx
 
+from kvferry.serving.router.hop import Hop
 from kvferry.serving.router.replies import Headers, Reply
 from kvferry.serving.router.settings import RouterSettings
 
@@ -41,7 +42,7 @@ def relayed(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
     return tuple((name.lower(), value) for name, value in headers if name.lower() not in _NOT_RELAYED)
 
 
-def open_client(settings: RouterSettings) -> httpx.AsyncClient:
+def open_client(settings: RouterSettings, hop: Hop) -> httpx.AsyncClient:
     """The client for all engines.
 
     A connection serves one request: an engine closes idle ones after a few seconds, and a request sent at
@@ -49,7 +50,9 @@ def open_client(settings: RouterSettings) -> httpx.AsyncClient:
     """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     timeout = httpx.Timeout(settings.decode_idle_seconds, connect=settings.connect_seconds)
-    return httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False, follow_redirects=False)
+    return httpx.AsyncClient(
+        headers=hop.passed_on(), limits=limits, timeout=timeout, trust_env=False, follow_redirects=False
+    )
 
 
 @asynccontextmanager
