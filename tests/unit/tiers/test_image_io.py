@@ -75,6 +75,16 @@ def test_a_file_that_ends_early_is_no_image_even_if_memory_holds_the_rest(
     assert in_file(lambda fd: read_image(fd, chunk, into), made)[0] is False
 
 
+def test_a_unit_of_several_pieces_is_digested_whole() -> None:
+    _, made = in_file(lambda fd: write_image(fd, LARGE, body_of(LARGE)))
+    verify_bytes(made)
+    into = whole_pages(LARGE.body_bytes)
+    for at in range(LARGE.offsets[0], LARGE.file_bytes, 2048):
+        spoiled = bytearray(made)
+        spoiled[at] ^= 1
+        assert in_file(lambda fd: read_image(fd, LARGE, into), spoiled)[0] is False
+
+
 @pytest.mark.parametrize("name", ["preadv", "pwritev"])
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_a_broken_disk_is_an_error(fd, monkeypatch, name, after, piece):
