@@ -61,7 +61,8 @@ class FakeEngine:
         dies_after: number of events after which its connection breaks; None for a stream that ends well.
         event_seconds: between two events.
         chunks: bytes of a stream, instead of the usual events.
-        seen: bodies, raw; paths and headers beside.
+        location: of its models, if they are elsewhere.
+        raw: bodies of completions; their headers and clients' ports beside.
         aborted: requests whose client left before the end.
     """
 
@@ -71,8 +72,10 @@ class FakeEngine:
     dies_after: int | None = None
     event_seconds: float = 0.0
     chunks: list[bytes] | None = None
+    location: str | None = None
     raw: list[bytes] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
+    ports: list[int] = field(default_factory=list)
     aborted: int = 0
     url: str = ""
 
@@ -94,6 +97,8 @@ class FakeEngine:
         return Response(status_code=200 if self.status < 500 else self.status)
 
     async def models(self, _: Request) -> Response:
+        if self.location is not None:
+            return Response(status_code=307, headers={"location": self.location})
         return JSONResponse({"data": [{"id": "m"}]}, self.status)
 
     async def tokenize(self, request: Request) -> Response:
@@ -102,6 +107,7 @@ class FakeEngine:
     async def complete(self, request: Request) -> Response:
         self.raw.append(await request.body())
         self.headers.append(dict(request.headers))
+        self.ports.append(request.client.port)
         body = json.loads(self.raw[-1])
         try:
             await asyncio.wait_for(_left(request), self.delay_seconds or 0.001)

@@ -101,6 +101,41 @@ def test_both_engines_see_the_callers_request_id_and_key(pair):
     assert answer.headers["x-request-id"] == "abc"
 
 
+def test_headers_of_one_connection_stay_on_it(pair):
+    """Compressed events could not be told apart, nor could a compressed offer be read."""
+    own = {"proxy-authorization": "Basic x", "te": "trailers", "keep-alive": "timeout=9", "upgrade": "h2c"}
+    pair.client.post("/v1/completions", json={"prompt": "x"}, headers={"accept-encoding": "gzip", **own})
+    for engine in (pair.prefill[0], pair.decode[0]):
+        assert not own.keys() & engine.headers[0].keys()
+        assert engine.headers[0]["accept-encoding"] == "identity"
+
+
+def test_no_connection_to_an_engine_is_used_twice(pair):
+    """An engine may close an idle one just when it is sent a request."""
+    for _ in range(3):
+        pair.complete()
+    for engine in (pair.prefill[0], pair.decode[0]):
+        assert len(set(engine.ports)) == 3
+
+
+def test_a_proxy_of_the_environment_is_not_asked(stage, fake, kv, nobody, monkeypatch):
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, nobody)
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "")
+    scene = stage([fake(hands_over=kv)], [fake()])
+    assert scene.complete().status_code == 200
+    assert len(scene.prefill[0].raw) == 1
+
+
+def test_no_engine_sends_the_router_elsewhere(stage, fake, kv):
+    elsewhere = fake()
+    scene = stage([fake(hands_over=kv), elsewhere], [one := fake()])
+    one.location = f"{elsewhere.url}/v1/models"
+    answer = scene.client.get("/v1/models")
+    assert (answer.status_code, answer.headers["location"]) == (307, one.location)
+
+
 def test_a_data_parallel_rank_is_the_decode_engines(pair):
     pair.client.post("/v1/completions", json={"prompt": "x"}, headers={"X-data-parallel-rank": "3"})
     assert "x-data-parallel-rank" not in pair.prefill[0].headers[0]
