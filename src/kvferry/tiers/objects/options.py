@@ -12,7 +12,7 @@ import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from kvferry.errors import ConfigError
 from kvferry.tiers.objects.endpoint import Endpoint, endpoint_of, only_there
@@ -111,6 +111,8 @@ def settings(url: str, options: Mapping[str, str]) -> Settings:
             f"object tier: the {parts.scheme}:// URL has more than a bucket and a path; known are {_FORMS}; "
             "credentials belong into the environment, or into options"
         )
+    if {".", ".."} & {unquote(name) for name in parts.path.split("/")}:
+        raise ConfigError(f"object tier: {url} has a folder called . or ..; write the path out")
     if bool(parts.netloc) is (parts.scheme == "file"):
         raise ConfigError(f"object tier: {url} names no place; known are {_FORMS}")
     for name in options:
