@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import uvicorn
 
+from kvferry.serving.heap import map_large_pieces
 from kvferry.serving.router import RouterApp
 
 _TICK_SECONDS = 0.2
@@ -35,6 +36,7 @@ def run_app(app: RouterApp, sock: socket.socket, keep_on: Callable[[], bool]) ->
         sock: is closed at the end.
         keep_on: asked five times a second; its False, or whatever it raises, ends the server.
     """
+    map_large_pieces()
     config = uvicorn.Config(
         app,
         log_level="warning",

@@ -1,0 +1,107 @@
+"""A router holds nothing of requests that are over, however they ended, and its heap has few holes."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import socket
+import subprocess
+import sys
+from collections import Counter
+from urllib.parse import urlsplit
+
+import pytest
+
+_KEPT = ("kvferry.serving", "httpx", "httpcore", "h11", "uvicorn", "starlette", "anyio")
+_ROUNDS = 5
+
+
+HEAP = """
+import asyncio, ctypes
+from kvferry.serving import run
+
+class Information(ctypes.Structure):
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Information
+libc.malloc.restype = ctypes.c_void_p
+libc.free.argtypes = [ctypes.c_void_p]
+run._serve = lambda *of: asyncio.sleep(0)
+run.run_app(None, None, lambda: False)
+libc.free(libc.malloc(1 << 20))
+before = libc.mallinfo2().hblks
+libc.malloc(256 << 10)
+print(libc.mallinfo2().hblks - before)
+"""
+"""How many pieces of memory are mapped for one that asyncio reads into, after a larger one was freed."""
+
+
+def held() -> Counter[str]:
+    """Objects of the router, its server and its client, by type."""
+    gc.collect()
+    names = (f"{type(one).__module__}.{type(one).__qualname__}" for one in gc.get_objects())
+    return Counter(name for name in names if name.startswith(_KEPT))
+
+
+def leave(url: str, raw: bytes, after: int) -> None:
+    """Send these bytes, read so many at least, and leave."""
+    parts = urlsplit(url)
+    with socket.create_connection((parts.hostname, parts.port)) as sock:
+        sock.sendall(raw)
+        heard = 0
+        while heard < after and (piece := sock.recv(64)):
+            heard += len(piece)
+
+
+def post(body: bytes, length: int | None = None) -> bytes:
+    """A completion as it goes over the wire."""
+    size = len(body) if length is None else length
+    return b"POST /v1/completions HTTP/1.1\r\nhost: r\r\ncontent-length: %d\r\n\r\n%s" % (size, body)
+
+
+def test_nothing_stays_of_requests_that_are_over(stage, fake, kv, eventually):
+    quiet = {"probe_seconds": 3600.0}
+    scene = stage([fake(hands_over=kv)], [fake()], **quiet)
+    cut = stage([fake(hands_over=kv)], [fake(dies_after=1)], **quiet)
+    slow = stage([fake(hands_over=kv)], [fake(event_seconds=0.5)], **quiet)
+    failing = stage([fake(status=500)], [fake(status=503)], **quiet)
+    stream = b'{"model": "m", "prompt": "x", "stream": true}'
+
+    def round_of_all_kinds() -> None:
+        assert scene.complete().status_code == 200
+        assert scene.complete(stream=True).content.endswith(b"[DONE]\n\n")
+        assert scene.client.get("/v1/models").status_code == 200
+        assert scene.client.get("/metrics").status_code == 404
+        for raw in (b"{", b"[]", b'{"prompt": "\xff"}'):
+            assert scene.client.post("/v1/completions", content=raw).status_code == 400
+        assert b"engine_failed" in cut.complete(stream=True).content
+        assert failing.complete().status_code == 503
+        url = str(scene.client.base_url)
+        leave(url, post(b"half", 100), 0)
+        leave(url, b"", 0)
+        leave(url, b"\x16\x03\x01\r\n\r\n", 1)
+        leave(str(slow.client.base_url), post(stream), 1)  # in the middle of a stream
+
+    round_of_all_kinds()
+    before = [held()]
+
+    def settled() -> bool:
+        """Connections end in their own time: see twice the same."""
+        before.append(held())
+        return before[-1] == before[-2]
+
+    eventually(settled)
+    most = before[-1]
+    for _ in range(_ROUNDS):
+        round_of_all_kinds()
+    eventually(lambda: not held() - most)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="of glibc since 2.33")
+def test_what_a_socket_is_read_into_is_no_part_of_the_heap():
+    done = subprocess.run(
+        [sys.executable, "-c", HEAP], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.stdout, done.stderr) == ("1\n", "")
