@@ -1,6 +1,7 @@
 """The network devices that UCX may listen on, by the address that the operator chose."""
 
 import os
+import threading
 
 import pytest
 
@@ -39,6 +40,24 @@ def test_another_address_is_its_device_and_all_rdma_devices(monkeypatch, tmp_pat
 def test_agents_made_in_the_block_are_kept_to_the_device():
     with listening_only_for("127.0.0.1"):
         assert os.environ[VARIABLE] == "lo"
+    assert VARIABLE not in os.environ
+
+
+def test_agents_of_two_threads_are_made_one_after_the_other():
+    """The variable is the whole process's: the block of one would end that of the other."""
+    inside = threading.Event()
+
+    def make():
+        with listening_only_for("127.0.0.1"):
+            inside.set()
+
+    other = threading.Thread(target=make)
+    with listening_only_for("127.0.0.1"):
+        other.start()
+        assert not inside.wait(0.2)
+        assert os.environ[VARIABLE] == "lo"
+    assert inside.wait(10.0)
+    other.join()
     assert VARIABLE not in os.environ
 
 

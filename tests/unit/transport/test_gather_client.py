@@ -10,6 +10,7 @@ from kvferry.planning.nest import Nest
 from kvferry.planning.plane import PoolNests
 from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.gather_messages import (
+    MAX_REPLY_BYTES,
     Done,
     Gather,
     Gathered,
@@ -102,6 +103,16 @@ def test_answers_come_in_any_order_and_garbage_between_them(ends):
     assert found == NotGathered(first, "no")
     assert client.answer(second) == Gathered(second, 2, 2, 2)
     assert not client._answers
+
+
+def test_an_answer_that_is_too_long_ends_the_connection(ends):
+    client, rank = ends
+    chunk = client.ask(0, TICKET, BLOCKS, 0)
+    rank.hear()
+    rank.say(bytes(MAX_REPLY_BYTES + 1))
+    rank.say(Gathered(chunk, 1, 2, 3))
+    assert not client.socket.poll(500), "neither comes"
+    assert client.answer(chunk) is None
 
 
 def test_an_answer_that_is_no_longer_wanted_is_forgotten(ends):

@@ -134,6 +134,31 @@ def test_what_was_disconnected_is_closed_when_nothing_uses_it(world):
     assert (peer.closed, list(world.links)) == (True, [])
 
 
+def test_a_connection_that_cannot_be_closed_keeps_no_other_open(world, caplog):
+    def failing():
+        raise RuntimeError("nobody expects this")
+
+    for name in "PQ":
+        world.links.connect(name, ())
+    first, second = (world.links.get(name) for name in "PQ")
+    first.close = failing
+    for name in "PQ":
+        world.links.disconnect(name)
+    world.links.let_go()
+    assert (second.closed, list(world.links)) == (True, [])
+    assert "closing the connection to P" in caplog.text
+
+
+def test_what_nobody_expects_of_a_peer_costs_that_peer(world, monkeypatch, caplog):
+    def failing(cards):
+        raise RuntimeError("nobody expects this")
+
+    monkeypatch.setattr(world.links, "_make", failing)
+    world.links.connect("P", ())
+    assert world.links.get("P") == "peer P cannot be read from: nobody expects this"
+    assert "please report it" in caplog.text
+
+
 def test_a_peer_is_not_connected_before_its_metadata_has_passed(world):
     world.verdict = None
     world.links.connect("P", ())
