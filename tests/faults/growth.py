@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -22,17 +23,19 @@ class Sample:
 
     Attributes:
         at: seconds since the beginning.
-        rss_mib, pss_mib: memory, and memory with what is shared counted once.
+        memory_mib: without pages of files, of which other programs on the machine share some; what these
+            processes share among them counts once.
         descriptors, threads: how many.
         log_kib: size of their logs.
+        shares_mib: memory by process.
     """
 
     at: float
-    rss_mib: float
-    pss_mib: float
+    memory_mib: float
     descriptors: int
     threads: int
     log_kib: float
+    shares_mib: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +51,9 @@ class Limit:
     ever: float
 
 
+_SHARES = re.compile(r"^Pss_(?:Anon|Shmem):\s+(\d+) kB$", re.MULTILINE)
 LIMITS = {
-    "rss_mib": Limit(30.0, 6.0),
-    "pss_mib": Limit(30.0, 6.0),
+    "memory_mib": Limit(30.0, 6.0),
     "descriptors": Limit(6.0, 3.0),
     "threads": Limit(3.0, 2.0),
     "log_kib": Limit(100.0, 10.0),
@@ -58,16 +61,25 @@ LIMITS = {
 """A leak of one MiB a minute, or of one descriptor in a hundred requests, is at least twice these."""
 
 
-def sample(at: float, pids: Iterable[int], logs: Iterable[Path]) -> Sample:
-    """Look at processes and all below them."""
-    every = [one for pid in pids for one in _family(pid)]
+def sample(at: float, pids: Mapping[str, int], logs: Iterable[Path]) -> Sample:
+    """Look at processes and all below them.
+
+    Args:
+        at: seconds since the beginning.
+        pids: of the processes, by their names.
+        logs: files.
+    """
+    every = [(f"{name}: {one.name()}", one) for name, pid in pids.items() for one in _family(pid)]
+    shares = Counter[str]()
+    for name, one in every:
+        shares[name] += _memory_bytes(one)
     return Sample(
         at,
-        sum(one.memory_info().rss for one in every) / 2**20,
-        sum(map(_pss_bytes, every)) / 2**20,
-        sum(one.num_fds() for one in every),
-        sum(one.num_threads() for one in every),
+        sum(shares.values()) / 2**20,
+        sum(one.num_fds() for _, one in every),
+        sum(one.num_threads() for _, one in every),
         sum(log.stat().st_size for log in logs) / 1024,
+        {name: round(held / 2**20, 1) for name, held in shares.items()},
     )
 
 
@@ -76,10 +88,10 @@ def _family(pid: int) -> list[psutil.Process]:
     return [root, *root.children(recursive=True)]
 
 
-def _pss_bytes(process: psutil.Process) -> int:
+def _memory_bytes(process: psutil.Process) -> int:
+    """The process's share of anonymous and shared memory."""
     text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
-    found = re.search(r"^Pss:\s+(\d+) kB$", text, re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
+    return 1024 * sum(int(found) for found in _SHARES.findall(text))
 
 
 def looked_at(samples: Sequence[Sample]) -> Sequence[Sample]:
@@ -90,7 +102,7 @@ def looked_at(samples: Sequence[Sample]) -> Sequence[Sample]:
 def slopes(samples: Sequence[Sample]) -> dict[str, float]:
     """Growth per hour of everything, after the first third of the samples; empty if they are too few.
 
-    >>> slopes([Sample(n * 60.0, 100.0 + n, 50.0, 10, 5, 1.0) for n in range(9)])["rss_mib"]
+    >>> slopes([Sample(n * 60.0, 100.0 + n, 10, 5, 1.0) for n in range(9)])["memory_mib"]
     60.0
     """
     seen = looked_at(samples)
@@ -101,6 +113,19 @@ def slopes(samples: Sequence[Sample]) -> dict[str, float]:
         name: round(float(np.polyfit(hours, [getattr(one, name) for one in seen], 1)[0]), 3) + 0.0
         for name in LIMITS
     }
+
+
+def largest_shares(samples: Sequence[Sample]) -> str:
+    """Which processes' memory has grown, the most first; empty if none by a MiB or more.
+
+    >>> grows = [Sample(n * 60.0, 9.0, 9, 9, 9.0, {"router: python": 5.0 + n}) for n in range(9)]
+    >>> largest_shares(grows)
+    'router: python +5.0 MiB'
+    """
+    seen = looked_at(samples)
+    first, last = seen[0].shares_mib, seen[-1].shares_mib
+    grown = sorted(((last[name] - first.get(name, 0.0), name) for name in last), reverse=True)
+    return ", ".join(f"{name} {by:+.1f} MiB" for by, name in grown if by >= 1)
 
 
 def growing(samples: Sequence[Sample]) -> list[str]:

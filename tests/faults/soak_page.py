@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median, quantiles
 
-from faults.growth import slopes, table
+from faults.growth import Sample, largest_shares, slopes, table
 from faults.report import machine
 from faults.soak_values import Answered, Soak, problems
 
@@ -31,7 +31,7 @@ It served {requests} requests in {minutes:.0f} minutes.
 
 Both engines and the router at rest. The first third of the time is left out of what grows: caches fill up.
 
-{table(soak.samples) if slopes(soak.samples) else "Too few samples."}
+{_growth(soak.samples) if slopes(soak.samples) else "Too few samples."}
 
 Tokens that were not computed. Loads: {loads}.
 
@@ -43,6 +43,10 @@ From a request to its last token, seconds:
 
 {_latency(soak.answers)}
 """
+
+
+def _growth(samples: Sequence[Sample]) -> str:
+    return f"{table(samples)}\n\nOf the memory: {largest_shares(samples) or 'no process has grown by a MiB'}."
 
 
 def _others(soak: Soak) -> int:

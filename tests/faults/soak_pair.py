@@ -53,9 +53,10 @@ class Pair:
     logs: Path
 
     @property
-    def pids(self) -> list[int]:
-        """Processes with everything below them."""
-        return [*(engine._guard.pid for engine in self.fleet.engines), self.router.pid]
+    def pids(self) -> dict[str, int]:
+        """Processes, which have others below them, by name."""
+        engines = {engine.spec.name: engine._guard.pid for engine in self.fleet.engines}
+        return {**engines, "router": self.router.pid}
 
     def deaths(self) -> list[str]:
         """Return a sentence about each process that has ended."""

@@ -21,13 +21,18 @@ LISTED = "the directory had been listed again by then"
 
 
 async def _stored(stage: Stage, trial: Trial, text: list[int], salt: str) -> list[Path]:
-    """Have the decode engine answer a prompt and store it; return the files of its chunks."""
-    await stage.decoded(trial, text, None, salt)
-    for _ in range(100):
-        await stage.decode.until("tiers_are_idle")
-        if files := await stage.files_of(text, salt):
-            return [Path(each) for each in files]
-        await asyncio.sleep(0.05)
+    """Have the decode engine answer a prompt and store it; return the files of its chunks.
+
+    A store is dropped where host memory is full of chunks of others; then the prompt is asked for again.
+    """
+    for _ in range(3):
+        await stage.decoded(trial, text, None, salt)
+        for _ in range(40):
+            await stage.decode.until("tiers_are_idle")
+            if files := await stage.files_of(text, salt):
+                return [Path(each) for each in files]
+            await asyncio.sleep(0.05)
+        await _forgotten(stage)
     return []
 
 

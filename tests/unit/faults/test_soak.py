@@ -32,7 +32,7 @@ def sound() -> Soak:
         [],
         answers=[Answered("short", 30.0 * n, 0.2) for n in range(12)],
         left=2,
-        samples=[Sample(60.0 * n, 100.0, 50.0, 20, 10, 1.0) for n in range(12)],
+        samples=[Sample(60.0 * n, 100.0, 20, 10, 1.0) for n in range(12)],
         tokens=Counter(dict.fromkeys(SOURCES, 9)),
         loads=Counter({"ready": 5}),
     )
