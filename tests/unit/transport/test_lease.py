@@ -122,6 +122,14 @@ def test_words_and_book_keep_in_step_over_many_leases():
         book.ended("a")
 
 
+def test_the_books_generation_wraps_as_the_words_do(book):
+    book._generations = [(1 << 32) - 1] * 2
+    book.grant("a")
+    book.end(["a"])
+    book.ended("a")
+    assert book.grant("b").generation == 0
+
+
 def test_a_generation_wraps_without_touching_the_incarnation():
     words = LeaseWords(0xFFFF_FFFF, 1)
     words.array[0] = 0xFFFF_FFFF_FFFF_FFFF
