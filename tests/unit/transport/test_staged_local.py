@@ -339,6 +339,81 @@ def test_a_lease_that_ends_between_chunks_is_a_failure(world):
     assert not result.peer_lost
 
 
+def ordered(world):
+    """An order of one block, its reader and its producer; they are connected."""
+    producer = world.engine(ranks(dense(), DENSE))
+    reader = world.engine(ranks(dense(), DENSE), 1000, strategy=Strategy.DIRECT)
+    reader.threads[0].connect("P", producer.cards)
+    tables = scattered_tables(dense(), 16, 1)
+    return producer, reader, ReadOrder("a", "P", Span(0, 16, 16), tables, tables, LeaseWord(0, 0, 1))
+
+
+def test_words_of_another_run_of_the_producer_lose_the_peer(world):
+    producer, reader, order = ordered(world)
+    words = producer.threads[0].words.array
+    reader.agents[0].before_post = lambda _: words.fill(7 << 32)
+    reader.threads[0].submit(order)
+    result = reader.result("a")
+    assert result.failure == "another run of the producer has the memory that was read"
+    assert result.peer_lost
+
+
+def test_a_word_that_did_not_arrive_is_not_the_one_of_the_read_before(world, monkeypatch):
+    producer, reader, order = ordered(world)
+    (agent,), words = reader.agents, producer.threads[0].words
+    reader.threads[0].submit(order)
+    assert reader.result("a").failure is None
+    inner = agent.post
+    monkeypatch.setattr(
+        agent, "post", lambda read: ReadState.DONE if read[1][0] == words.address else inner(read)
+    )
+    reader.threads[0].submit(replace(order, key="b"))
+    assert reader.result("b").failure is not None
+
+
+def test_a_read_that_the_transport_refuses_loses_the_peer(world, monkeypatch):
+    _, reader, order = ordered(world)
+
+    def refusing(read):
+        raise TransferError("no such peer")
+
+    monkeypatch.setattr(reader.agents[0], "post", refusing)
+    reader.threads[0].submit(order)
+    result = reader.result("a")
+    assert (result.failure, result.peer_lost) == ("the transport refused the read: no such peer", True)
+    assert reader.agents[0].held["reads"] == 0
+
+
+def test_an_order_that_cannot_be_planned_fails_alone(world, monkeypatch, caplog):
+    _, reader, order = ordered(world)
+
+    def failing(self, order):
+        raise RuntimeError("nobody expects this")
+
+    monkeypatch.setattr("kvferry.transport.peer.Peer.plan", failing)
+    reader.threads[0].submit(order)
+    assert reader.result("a").failure == "nobody expects this"
+    assert "please report it" in caplog.text
+    monkeypatch.undo()
+    reader.threads[0].submit(replace(order, key="b"))
+    assert reader.result("b").failure is None
+
+
+def test_a_lane_that_is_stopped_keeps_its_memory_until_nothing_is_in_flight(world, caplog):
+    _, reader, order = ordered(world)
+    (agent,), (lane,) = reader.agents, reader.threads[0]._lanes
+    agent.gate.clear()
+    reader.threads[0].submit(order)
+    until(lambda: agent.reads)
+    reader.threads[0].close(patience_seconds=0.2)
+    assert "reads have not ended" in caplog.text
+    assert agent.regions, "still registered"
+    agent.gate.set()
+    assert lane.join(10.0)
+    assert not agent.regions
+    assert reader.result("a").failure is None
+
+
 def test_a_read_that_hangs_and_holds_all_room_does_not_hold_up_others_for_long(world, monkeypatch):
     monkeypatch.setattr("kvferry.transport.packed.ROOM_SECONDS", 0.2)
     src, dst = wide(layout="LBNHC"), wide()
