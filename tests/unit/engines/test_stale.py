@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import methodcaller
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,25 +70,31 @@ def test_a_store_that_is_refused_is_said_to_have_failed() -> None:
     mover.close()
 
 
+CALLS = (
+    "reset_weights", "start_weight_update", "start_draft_weight_update", "update_weights",
+    "finish_weight_update",
+)  # fmt: skip
+
+
 class Worker:
-    """Has some of the calls that vLLM's workers have."""
+    """Has the calls that vLLM's workers have."""
 
     def __init__(self) -> None:
         self.done: list[Any] = []
         self.model = SimpleNamespace(load_weights=lambda of: self.done.append(("load", of)))
+        self.draft = SimpleNamespace(load_weights=lambda of: self.done.append(("draft", of)))
+        for name in CALLS:
+            setattr(self, name, lambda name=name: self.done.append(name))
         self.model_runner = SimpleNamespace(reload_weights=lambda: self.done.append("runner"))
 
     def get_model(self) -> Any:
         return self.model
 
     def get_draft_model(self) -> Any:
-        return None
+        return self.draft
 
     def reload_weights(self, *, weights_path: str) -> None:
         self.done.append(weights_path)
-
-    def finish_weight_update(self) -> None:
-        self.done.append("finish")
 
     def compute(self) -> None:
         self.done.append("compute")
@@ -97,9 +104,10 @@ class Worker:
     ("call", "done"),
     [
         (lambda one: one.reload_weights(weights_path="/there"), "/there"),
-        (lambda one: one.finish_weight_update(), "finish"),
+        *((methodcaller(name), name) for name in CALLS),
         (lambda one: one.model_runner.reload_weights(), "runner"),
         (lambda one: one.model.load_weights([1]), ("load", [1])),
+        (lambda one: one.draft.load_weights([1]), ("draft", [1])),
     ],
 )
 def test_every_way_of_changing_weights_is_told_before_it_begins(monkeypatch, call, done) -> None:
@@ -109,3 +117,12 @@ def test_every_way_of_changing_weights_is_told_before_it_begins(monkeypatch, cal
     worker.compute()
     call(worker)
     assert worker.done == ["compute", "told", done]
+
+
+def test_an_engine_without_a_draft_model_has_its_weights_watched(monkeypatch) -> None:
+    worker = Worker()
+    worker.draft = None
+    monkeypatch.setattr(weights, "worker_of", lambda _: worker)
+    weights.hook_weight_changes(None, lambda: worker.done.append("told"))
+    worker.update_weights()
+    assert worker.done == ["told", "update_weights"]
