@@ -6,6 +6,7 @@ import os
 import re
 import resource
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from kvferry.doctor.finding import Finding, bad, note, ok, refused
@@ -18,6 +19,8 @@ from kvferry.transport.means import LEAST_BYTES
 _ENOUGH_FILES = 65_535
 """What vLLM raises its own limit to, as far as it may."""
 _FEW_FILES = 1024
+_ENGINES_THREADS = 256
+"""An engine of one rank and its helpers had 115 on two cores."""
 _LITTLE_SHM = 1 << 30
 _COLLAPSES_SINCE = (6, 1)
 
@@ -71,6 +74,40 @@ def open_files(soft: int | None = None, hard: int | None = None) -> Finding:
             f"ulimit -n {min(most, _ENOUGH_FILES)} before kvferry router, if hundreds come at a time",
         )
     return ok(subject, f"{soft:,} may be open at a time")
+
+
+def threads(limit: int | None = None, used: int | None = None, user: int | None = None) -> Finding:
+    """Whether this user may start the threads of engines; the kernel counts those of all its processes.
+
+    Args:
+        limit: threads that the user may have, negative for any; by default this process's limit.
+        used: threads that it has; by default counted in ``/proc``.
+        user: its number, 0 for root, whom no limit binds; by default this process's.
+    """
+    subject = "threads"
+    limit = resource.getrlimit(resource.RLIMIT_NPROC)[0] if limit is None else limit
+    user = os.geteuid() if user is None else user
+    if limit < 0 or user == 0:
+        return ok(subject, "without limit")
+    used = _threads_of(user) if used is None else used
+    has = f"{used:,} of {limit:,} that this user may have (ulimit -u) are in use"
+    if limit - used < _ENGINES_THREADS:
+        return bad(
+            subject,
+            f"{has}: an engine of one rank has over a hundred, more on many cores",
+            f"ulimit -u {used + 4096} for whoever starts engines",
+        )
+    return ok(subject, has)
+
+
+def _threads_of(user: int) -> int:
+    """Return the number of threads of a user."""
+    count = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has just ended
+            if process.stat().st_uid == user:
+                count += len(list((process / "task").iterdir()))
+    return count
 
 
 def shared_memory(path: str = "/dev/shm", stat: Callable[[str], os.statvfs_result] = os.statvfs) -> Finding:  # noqa: S108
@@ -162,4 +199,12 @@ def large_pages(read: Read = read, release: str | None = None) -> Finding:
 
 def check() -> list[Finding]:
     """All of it."""
-    return [locked_memory(), open_files(), file_size(), shared_memory(), memory_files(), large_pages()]
+    return [
+        locked_memory(),
+        open_files(),
+        threads(),
+        file_size(),
+        shared_memory(),
+        memory_files(),
+        large_pages(),
+    ]

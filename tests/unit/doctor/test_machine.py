@@ -1,5 +1,6 @@
 import errno
 import os
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +27,32 @@ def test_locked_memory_matters_where_there_are_rdma_devices(limit, rdma, state):
 )
 def test_open_files(soft, hard, state):
     assert machine.open_files(soft, hard).state is state
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "user", "state"),
+    [
+        (-1, 9, 1000, State.OK),
+        (300, 200, 1000, State.BAD),
+        (300, 200, 0, State.OK),
+        (4096, 200, 1000, State.OK),
+    ],
+)
+def test_threads_of_a_user_are_limited_all_together(limit, used, user, state):
+    assert machine.threads(limit, used, user).state is state
+
+
+def test_the_threads_of_all_processes_of_a_user_are_counted():
+    ended = threading.Event()
+    waiting = [threading.Thread(target=ended.wait) for _ in range(300)]
+    for one in waiting:
+        one.start()
+    try:
+        assert machine._threads_of(os.geteuid()) > 300
+    finally:
+        ended.set()
+        for one in waiting:
+            one.join()
 
 
 def test_a_limit_of_files_is_one_of_memory_too():
@@ -88,6 +115,6 @@ def test_devices_are_those_of_the_kernel(tmp_path):
 
 
 def test_this_machine_can_be_looked_at():
-    assert len(machine.check()) == 6
+    assert len(machine.check()) == 7
     assert machine.read("/proc/self/stat").split()[0] == str(os.getpid())
     assert machine.read("/nowhere") is None
