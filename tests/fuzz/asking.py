@@ -21,8 +21,12 @@ from kvferry.transport.gather_messages import GatherRoute
 from kvferry.transport.handshake import Known, Looking
 from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import MOST_TURNS
+from kvferry.transport.redeem import Redeemed
 from kvferry.transport.turns import Content, shared_tokens
 from transport.cards import ticket
+
+_NOWHERE = (HOST, 1)
+"""The address of a producer that nobody has met, so a ticket of it is not answered."""
 
 
 def small(odd: Odd) -> list[list[bytes]]:
@@ -68,10 +72,15 @@ class Consumer:
         client.forget(there)
         client.look_up(there, 1)
         asked = client.redeem(there, ticket("x"), TOKENS, CONTENT)
+        # Of the next number, which the liar names now and then.
+        unanswered = client.redeem(_NOWHERE, ticket("x"), TOKENS, CONTENT)
         question = client.ask_turn({there: 1}, self._prompt)
         until(lambda: not isinstance(client.look_up(there, 1), Looking), 20.0, "an end")
         answer = client.redemption(asked, 0.05)
         self.taken[type(answer).__name__] += 1
+        lie = client.redemption(unanswered)
+        assert not isinstance(lie, Redeemed), f"the liar answered for another peer: {lie}"
+        client.end_redemption(unanswered)
         assert redeem(client, self._honest_port).grant == GRANT, "a lie was taken for another peer's answer"
         self._end(asked)
         if question is not None:
