@@ -378,6 +378,17 @@ def test_done_raises_the_word_and_frees_the_room(world):
     assert not any(world.area._taken)
 
 
+def test_room_is_free_only_once_its_word_is_raised(world, monkeypatch):
+    reader = world.reader(world.route(Nest(0, 0, 8)))
+    reader.say(ask(1))
+    held, seen = reader.hear(), []
+    inner = world.area.give_back
+    monkeypatch.setattr(world.area, "give_back", lambda lot: seen.append(world.word(held)) or inner(lot))
+    reader.say(Done(1))
+    world.idle()
+    assert seen == [INCARNATION << 32 | held.generation + 1]
+
+
 def test_another_introduction_frees_what_was_held(world):
     reader = world.reader(world.route(Nest(0, 0, 8)))
     reader.say(ask(1))
