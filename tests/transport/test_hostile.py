@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -127,6 +128,8 @@ def test_a_card_that_lies_costs_that_peer_and_writes_nothing(world, reader):
         assert result is not None, f"{what}: the worker no longer answers"
         assert result.failure is not None, what
         reader.thread.disconnect(what)
+    says = verdict(reader, spoiled(card, incarnation=card.incarnation + 1))
+    assert "memory of another process, or of another run" in says
     assert (large.pages(reader.memory.bytes)[2:] == large.pages(reader.before)[2:]).all()
     assert (large.pages(reader.memory.bytes)[0] == large.pages(reader.before)[0]).all()
     well(world, reader)
@@ -159,10 +162,12 @@ def test_the_child_ends_when_its_worker_closes(world, reader):
 def test_the_child_ends_with_a_worker_that_is_killed():
     program = """
 import os
+import signal
 import nixl
 from kvferry.transport.trial import Trial
 trial = Trial("127.0.0.1")
 print(trial._process.pid, repr(trial.wait_ready()), flush=True)
+trial._process.send_signal(signal.SIGSTOP)
 os.kill(os.getpid(), 9)
 """
     command = [sys.executable, "-c", program]
