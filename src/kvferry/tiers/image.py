@@ -15,8 +15,7 @@ from kvferry.tiers.decode import Header, check_units
 from kvferry.tiers.format import Chunk, Group, Section, aligned, encode_header
 
 PIECE_BYTES = 2 << 20
-"""Bytes of a body that are digested at a time: few enough to be in the processor's cache still, and enough for
-few steps in Python."""
+"""Bytes of a body digested at a time: they stay in the processor's cache, and Python takes few steps."""
 
 
 def group_of(group: CanonicalGroup, tokens: int) -> Group:
