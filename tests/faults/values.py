@@ -74,7 +74,7 @@ class Trial:
         stuck: sentences about requests that did not end.
         forbidden: sentences about what a protection is there to prevent, and what happened all the same.
         answers: right answers.
-        told: what the engines said of its requests, where nothing was noticed.
+        told: what the engines said of its requests; shown where nothing was noticed and nothing is wrong.
     """
 
     injected: str = ""
@@ -138,7 +138,8 @@ def judged(fault: Fault, trial: Trial) -> Verdict:
     """
     bad = [*trial.wrong, *trial.stuck, *trial.forbidden]
     recovered = bool(trial.answers) and not bad
-    note = "; ".join(filter(None, [*bad, trial.injected, trial.detected or " ".join(trial.told)]))
+    unnoticed = "" if trial.detected or bad else " ".join(trial.told)
+    note = "; ".join(filter(None, [*bad, trial.injected, trial.detected, unnoticed]))
     return Verdict(
         fault,
         bool(trial.injected),
