@@ -13,8 +13,10 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Awaitable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import httpx
 
@@ -36,6 +38,7 @@ LEAST_SECONDS = 60.0
 _RESTS = 8
 """Of a short soak."""
 _TENANTS = 12
+_T = TypeVar("_T")
 
 
 async def reference(url: str, model: str, seed: int) -> Soak:
@@ -114,6 +117,17 @@ async def soaked(soak: Soak, served: Pair, model: str, seconds: float, seed: int
         print(f"{at:.0f} s: {counts}, {held or 'nothing held'}, {soak.samples[-1]}", flush=True)
 
 
+async def interruptible(work: Awaitable[_T]) -> _T:
+    """Await work in which a signal may raise KeyboardInterrupt, which asyncio prints for every task it ends."""
+
+    def report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if not isinstance(context.get("exception"), KeyboardInterrupt):
+            loop.default_exception_handler(context)
+
+    asyncio.get_running_loop().set_exception_handler(report)
+    return await work
+
+
 def run(seconds: float, seed: int) -> Soak:
     """Start the engines, soak, and end them."""
     with tempfile.TemporaryDirectory(prefix="kvferry-", dir="/tmp") as runtime:
@@ -121,9 +135,9 @@ def run(seconds: float, seed: int) -> Soak:
         folder = Path(runtime) / "soak"
         model = str(tiny_checkpoint("qwen3", folder / "checkpoints"))
         with single(model, folder / "single") as url:
-            soak = asyncio.run(reference(url, model, seed))
+            soak = asyncio.run(interruptible(reference(url, model, seed)))
         with pair(model, folder) as served:
-            asyncio.run(soaked(soak, served, model, seconds, seed))
+            asyncio.run(interruptible(soaked(soak, served, model, seconds, seed)))
     return soak
 
 

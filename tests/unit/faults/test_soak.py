@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import subprocess
 import sys
 from collections import Counter
@@ -15,7 +17,7 @@ import pytest
 
 from faults.growth import Sample
 from faults.report import with_part
-from faults.soak import main
+from faults.soak import interruptible, main
 from faults.soak_page import report
 from faults.soak_pair import Pair
 from faults.soak_rest import HELD, held_of
@@ -110,3 +112,30 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_soak(
     with pytest.raises(SystemExit):
         main()
     assert "has no part 'soak'" in capsys.readouterr().err
+
+
+def test_a_signal_in_the_middle_of_a_task_ends_the_soak_without_a_traceback(caplog):
+    async def signalled() -> None:
+        raise KeyboardInterrupt
+
+    async def work() -> None:
+        await asyncio.gather(signalled(), asyncio.sleep(30))
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(interruptible(work()))
+    gc.collect()
+    assert not caplog.text
+
+
+def test_other_errors_of_a_task_that_nobody_awaits_are_still_reported(caplog):
+    async def broken() -> None:
+        raise ValueError("a fault of the soak itself")
+
+    async def work() -> None:
+        asyncio.create_task(broken())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    asyncio.run(interruptible(work()))
+    gc.collect()
+    assert "a fault of the soak itself" in caplog.text
