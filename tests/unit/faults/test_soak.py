@@ -132,9 +132,7 @@ def test_other_errors_of_a_task_that_nobody_awaits_are_still_reported(caplog):
         raise ValueError("a fault of the soak itself")
 
     async def work() -> None:
-        asyncio.create_task(broken())
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await asyncio.wait([asyncio.create_task(broken())])
 
     asyncio.run(interruptible(work()))
     gc.collect()
