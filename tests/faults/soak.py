@@ -118,7 +118,7 @@ async def soaked(soak: Soak, served: Pair, model: str, seconds: float, seed: int
 
 
 async def interruptible(work: Awaitable[_T]) -> _T:
-    """Await work in which a signal may raise KeyboardInterrupt, which asyncio prints for each task it ends."""
+    """Await work in which a signal may raise KeyboardInterrupt, which asyncio prints for every task."""
 
     def report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if not isinstance(context.get("exception"), KeyboardInterrupt):

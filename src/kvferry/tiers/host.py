@@ -16,7 +16,6 @@ were `used`: steps and loads in several parts have left them in another order.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -25,12 +24,10 @@ import numpy.typing as npt
 from kvferry.tiers.book import ArenaBook, Slot
 from kvferry.tiers.counters import Drop, HostCounters, Miss
 from kvferry.tiers.eviction import Policy
+from kvferry.tiers.gone import Gone
 from kvferry.tiers.tags import Tags, TagTable, tags_of
 
 __all__ = ["HostTier", "Slot"]
-
-_REMEMBERED = 1 << 16
-"""So many evicted keys are told from such as were never here."""
 
 
 class HostTier:
@@ -67,7 +64,7 @@ class HostTier:
         self._make_policy = policy
         self._policy = policy(self.capacity_bytes)
         self.tags = Tags(table)
-        self._evicted: OrderedDict[bytes, None] = OrderedDict()
+        self._evicted = Gone()
         self._most_evicted = (len(set(chunk_bytes)) + 1) * self._book.slabs.slab_bytes
 
     def __len__(self) -> int:
@@ -107,7 +104,6 @@ class HostTier:
         size = self._book.chunk_bytes[slot.group]
         self._policy.admit(slot.key, size)
         self.tags.add(slot.key)
-        self._evicted.pop(slot.key, None)
         self.counters.stored += 1
         self.counters.stored_bytes += size
         return True
@@ -155,7 +151,7 @@ class HostTier:
         self.counters.dropped[Drop.CLEARED] += self._book.clear()
         self._policy = self._make_policy(self.capacity_bytes)
         self.tags.clear()
-        self._evicted.clear()
+        self._evicted = Gone()
 
     def check_integrity(self) -> None:
         """Compare book and policy with themselves and with each other; takes time with the number of chunks.
@@ -199,9 +195,7 @@ class HostTier:
         self.tags.discard(key)
         self.counters.evicted += 1
         self.counters.evicted_bytes += size
-        self._evicted[key] = None
-        if len(self._evicted) > _REMEMBERED:
-            self._evicted.popitem(last=False)
+        self._evicted.add(key)
         return size
 
     def why_missed(self, key: bytes) -> Miss:
