@@ -29,7 +29,7 @@ from faults.kinds import KINDS
 from faults.mutants import MUTANTS
 from faults.plan import plan, possible, rounds
 from faults.references import FAMILIES, Family, References
-from faults.report import campaign_part, write
+from faults.report import campaign_part, page_with, write
 from faults.served import Stuck
 from faults.stage import Stage
 from faults.values import Fault, Leaks, Totals, Trial, Verdict, judged, totals
@@ -156,22 +156,34 @@ async def with_family(
         print(f"{family.name}: left {left}", flush=True)
 
 
-async def campaign(
-    seed: int, count: int, names: Sequence[str], folder: Path, *, mutants: bool, only: Sequence[str] = ()
-) -> Outcome:
-    """Run a whole campaign.
+def drawn(seed: int, count: int, names: Sequence[str], only: Sequence[str] = ()) -> tuple[Fault, ...]:
+    """Draw a campaign's plan.
 
     Args:
         seed: of the plan.
         count: of faults.
         names: of families.
+        only: names of kinds; all if empty.
+
+    Raises:
+        ValueError: fewer faults than kinds, or no engine of these families can meet any of the kinds.
+    """
+    kinds = {name: kind for name, kind in possible(KINDS, names).items() if not only or name in only}
+    if not kinds:
+        raise ValueError(f"{', '.join(only)}: engines of {', '.join(names)} cannot meet these kinds")
+    return plan(seed, count, names, kinds)
+
+
+async def campaign(faults: Sequence[Fault], names: Sequence[str], folder: Path, *, mutants: bool) -> Outcome:
+    """Run a whole campaign.
+
+    Args:
+        faults: the plan.
+        names: of families.
         folder: for logs, checkpoints and chunks.
         mutants: switch protections off in turn as well.
-        only: names of kinds; all if empty.
     """
     began, outcome = time.monotonic(), Outcome()
-    kinds = {name: kind for name, kind in possible(KINDS, names).items() if not only or name in only}
-    faults = plan(seed, count, names, kinds)
     for name in names:
         mine = [fault for fault in faults if fault.family == name]
         protections = switched_off(name, [one for one, _ in outcome.caught]) if mutants else []
@@ -195,21 +207,22 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="*", default=[], choices=list(KINDS))
     parser.add_argument("--no-mutants", action="store_true")
     parser.add_argument("--folder", type=Path, help="for logs, checkpoints and chunks; by default not kept")
-    parser.add_argument("--report", type=Path, help="the page whose part is written")
+    parser.add_argument("--report", type=page_with("faults"), help="the page whose part is written")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="kvferry-", dir="/tmp") as runtime:
-        os.environ["XDG_RUNTIME_DIR"] = runtime
-        folder = given.folder or Path(runtime) / "campaign"
-        outcome = asyncio.run(
-            campaign(
-                given.seed,
-                given.faults,
-                given.families,
-                folder,
-                mutants=not given.no_mutants,
-                only=given.kinds,
-            )
+    try:
+        faults = drawn(given.seed, given.faults, given.families, given.kinds)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        with tempfile.TemporaryDirectory(prefix="kvferry-", dir="/tmp") as runtime:
+            os.environ["XDG_RUNTIME_DIR"] = runtime
+            folder = given.folder or Path(runtime) / "campaign"
+            outcome = asyncio.run(campaign(faults, given.families, folder, mutants=not given.no_mutants))
+    except KeyboardInterrupt:
+        print(
+            "the campaign was stopped: its engines have ended, and no figures were written", file=sys.stderr
         )
+        return 130
     found = outcome.totals
     print(
         f"{found.faults} faults in {outcome.seconds:.0f} s: {found.injected} injected, "

@@ -26,7 +26,7 @@ def plan(seed: int, faults: int, families: Sequence[str], kinds: Mapping[str, Ki
         ValueError: fewer faults than kinds.
     """
     if faults < len(kinds):
-        raise ValueError(f"{faults} faults are planned, there are {len(kinds)} kinds; plan at least as many")
+        raise ValueError(f"{faults} faults are planned, there are {len(kinds)} kinds; plan that many or more")
     draw = random.Random(seed)
     names = sorted(kinds)
     certain = names * (2 if faults >= LONG * len(names) else 1)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from faults.values import Kind, Totals, Verdict
@@ -26,6 +27,19 @@ def with_part(text: str, name: str, body: str) -> str:
     if not found.search(text):
         raise ValueError(f"the page has no part {name!r} to write; add {_PART.format(name=name, body='')!r}")
     return found.sub(lambda _: _PART.format(name=name, body=body), text)
+
+
+def page_with(name: str) -> Callable[[str], Path]:
+    """An argument's type: the path of a page that has this part, or the figures would be lost."""
+
+    def page(text: str) -> Path:
+        try:
+            with_part(Path(text).read_text(), name, "")
+        except (OSError, ValueError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return Path(text)
+
+    return page
 
 
 def machine() -> str:

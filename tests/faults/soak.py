@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import httpx
 
 from faults.growth import sample
-from faults.report import with_part, write
+from faults.report import page_with, write
 from faults.soak_page import report
 from faults.soak_pair import Pair, pair, single
 from faults.soak_rest import counted, held_at_rest
@@ -155,21 +155,12 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _page(text: str) -> Path:
-    """Read the page's path; it must have the part, or an hour's figures would be lost."""
-    try:
-        with_part(Path(text).read_text(), "soak", "")
-    except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return Path(text)
-
-
 def main() -> int:
     """Soak from the command line; 1 if anything is not as it must be."""
     parser = argparse.ArgumentParser(prog="python -m faults.soak", description=__doc__)
     parser.add_argument("--seconds", type=_seconds, default=3600.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--report", type=_page, help="the page whose part is written")
+    parser.add_argument("--report", type=page_with("soak"), help="the page whose part is written")
     given = parser.parse_args()
     signals = StopSignals()
     try:

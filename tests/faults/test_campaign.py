@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.campaign import KINDS, campaign
+from faults.campaign import KINDS, campaign, drawn
 from faults.plan import possible
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
@@ -21,6 +21,7 @@ def test_no_fault_makes_an_answer_wrong_a_request_stuck_or_leaves_anything(
     """Every kind of fault at least once, against engines of one family."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
     count = len(possible(KINDS, ["gemma3"]))
-    outcome = asyncio.run(campaign(SEED, count, ["gemma3"], tmp_path / "campaign", mutants=False))
+    faults = drawn(SEED, count, ["gemma3"])
+    outcome = asyncio.run(campaign(faults, ["gemma3"], tmp_path / "campaign", mutants=False))
     bad = [one for one in outcome.verdicts if not (one.injected and one.detected and one.recovered)]
     assert not outcome.totals.problems, (outcome.totals.problems, bad, outcome.leaks.notes)
