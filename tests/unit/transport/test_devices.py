@@ -1,6 +1,7 @@
 """The network devices that UCX may listen on, by the address that the operator chose."""
 
 import os
+import queue
 import threading
 
 import pytest
@@ -43,20 +44,34 @@ def test_agents_made_in_the_block_are_kept_to_the_device():
     assert VARIABLE not in os.environ
 
 
-def test_agents_of_two_threads_are_made_one_after_the_other():
+def test_agents_of_two_threads_are_made_one_after_the_other(monkeypatch):
     """The variable is the whole process's: the block of one would end that of the other."""
-    inside = threading.Event()
+    events = queue.Queue()
+    lock = devices._lock
+
+    class Told:
+        """The module's lock, which tells who has to wait for it."""
+
+        def __enter__(self):
+            if not lock.acquire(blocking=False):
+                events.put("waits")
+                lock.acquire()
+
+        def __exit__(self, *_):
+            lock.release()
+
+    monkeypatch.setattr(devices, "_lock", Told())
 
     def make():
         with listening_only_for("127.0.0.1"):
-            inside.set()
+            events.put("inside")
 
     other = threading.Thread(target=make)
     with listening_only_for("127.0.0.1"):
         other.start()
-        assert not inside.wait(0.2)
+        assert events.get(timeout=60.0) == "waits"
         assert os.environ[VARIABLE] == "lo"
-    assert inside.wait(10.0)
+    assert events.get(timeout=60.0) == "inside"
     other.join()
     assert VARIABLE not in os.environ
 

@@ -109,10 +109,13 @@ def test_an_answer_that_is_too_long_ends_the_connection(ends):
     client, rank = ends
     chunk = client.ask(0, TICKET, BLOCKS, 0)
     rank.hear()
+    poller = zmq.Poller()
+    poller.register(client.socket, zmq.POLLIN)
+    poller.register(ended := client.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED), zmq.POLLIN)
     rank.say(bytes(MAX_REPLY_BYTES + 1))
     rank.say(Gathered(chunk, 1, 2, 3))
-    assert not client.socket.poll(500), "neither comes"
-    assert client.answer(chunk) is None
+    assert [socket for socket, _ in poller.poll(60_000)] == [ended]
+    assert client.answer(chunk) is None, "neither comes"
 
 
 def test_an_answer_that_is_no_longer_wanted_is_forgotten(ends):
