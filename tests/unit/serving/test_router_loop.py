@@ -5,6 +5,7 @@ import pytest
 
 from kvferry.serving.ports import listen, url_of
 from kvferry.serving.router import RouterSettings, router_app
+from kvferry.serving.router.hop import Hop
 
 
 @pytest.fixture
@@ -18,6 +19,13 @@ def test_engines_are_told_who_has_passed_a_request_on_and_through_whom_it_came(p
         first, own = engine.headers[0]["via"].split(", ")
         assert first == "1.1 front"
         assert own.startswith("1.1 kvferry-")
+
+
+def test_via_alone_tells_that_a_request_comes_back():
+    hop = Hop()
+    [(_, own)] = hop.passed_on()
+    assert hop.has_seen([(b"via", b"1.1 front, " + own)])
+    assert not hop.has_seen([(b"via", b"1.1 front"), (b"x-a", own)])
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
