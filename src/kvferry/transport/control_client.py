@@ -52,6 +52,9 @@ logger = logging.getLogger(__name__)
 MOST_UNRESOLVED = 4096
 """Commands that may wait for names of peers to be resolved."""
 
+_LINGER_MILLISECONDS = 500
+"""How long messages to a peer may still go out after its socket was closed."""
+
 _Command: TypeAlias = tuple[Address, Request | None]
 """A peer, and what to send it; None for the first message of a handshake."""
 
@@ -199,7 +202,7 @@ class ControlClient:
             except Exception as error:  # noqa: BLE001 - one peer's message must not silence all others
                 self._log.say(type(error).__name__, "control channel: an unexpected error", error)
         for peer in self._peers.values():
-            peer.socket.close(linger=500)
+            peer.socket.close(linger=_LINGER_MILLISECONDS)
         self._context.term()
 
     def _turn(self, poller: zmq.Poller, heard: list[Any]) -> None:
@@ -287,7 +290,7 @@ class ControlClient:
         if peer is None:
             return set()
         poller.unregister(peer.socket)
-        peer.socket.close(linger=500)
+        peer.socket.close(linger=_LINGER_MILLISECONDS)
         return peer.held
 
     def _close_if_idle(self, poller: zmq.Poller, address: Address) -> None:

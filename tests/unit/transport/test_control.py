@@ -486,6 +486,22 @@ def test_a_release_right_before_the_end_still_goes_out(ends):
     until(lambda: Released(["lease"]) in server.events)
 
 
+def test_what_is_asked_right_before_the_end_still_goes_out_to_a_peer_that_was_just_dialled(monkeypatch):
+    monkeypatch.setattr(control_client, "_LINGER_MILLISECONDS", 60_000)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        security.as_server(router, KEYS)
+        address = (HOST, router.bind_to_random_port(f"tcp://{HOST}"))
+        client = ControlClient(facts("D"), lambda ranks: None, KEYS)
+        client.look_up(address)
+        client.release(address, LEASE)
+        client.close()
+        assert router.poll(30_000)
+        router.recv_multipart()
+        assert router.poll(30_000)
+        assert router.recv_multipart()[-1] == encode(Release(client._consumer, [LEASE]))
+
+
 def test_a_ticket_travels_behind_the_first_message_to_a_new_peer(ends):
     server, client = ends.server(), ends.client()
     publish(server, LEASE)
