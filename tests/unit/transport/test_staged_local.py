@@ -28,6 +28,7 @@ from kvferry.transport.read_plan import ReadOrder
 from kvferry.transport.security import as_client
 from kvferry.transport.settings import TransferSettings
 from kvferry.transport.transfers import Transfers
+from kvferry.transport.vetting import Verdict
 from support.engines import EngineSpec, Family, GroupSpec, Interior, Stored, ranks
 from support.keys import KEYS
 from support.local_agent import LocalAgent, Trusting
@@ -397,6 +398,29 @@ def test_an_order_that_cannot_be_planned_fails_alone(world, monkeypatch, caplog)
     monkeypatch.undo()
     reader.threads[0].submit(replace(order, key="b"))
     assert reader.result("b").failure is None
+
+
+def test_orders_that_wait_for_their_peer_are_carried_out_in_the_order_in_which_they_came(world, monkeypatch):
+    asked = []
+
+    def ask(self, cards, wake):
+        asked.append((Verdict(), wake))
+        return asked[0][0]
+
+    monkeypatch.setattr(Trusting, "ask", ask)
+    producer = world.engine(ranks(dense(), DENSE))
+    reader = world.engine(ranks(dense(), DENSE), 1000, in_flight=1)
+    (thread,) = reader.threads
+    thread.connect("P", producer.cards)
+    tables = scattered_tables(dense(), 16, 1)
+    for key in "abc":
+        thread.submit(ReadOrder(key, "P", Span(0, 16, 16), tables, tables, LeaseWord(0, 0, 1)))
+    until(lambda: len(thread._lanes[0]._held) == 3)
+    [(verdict, wake)] = asked
+    verdict.reason = ""
+    wake()
+    until(lambda: reader.result("a") and reader.result("b") and reader.result("c"))
+    assert list(reader._results) == ["a", "b", "c"]
 
 
 def test_a_lane_that_is_stopped_keeps_its_memory_until_nothing_is_in_flight(world, caplog):
