@@ -1,12 +1,16 @@
 """What a caller gets when engines fail, and what engines see when callers leave."""
 
+import itertools
 import json
 import socket
 from urllib.parse import urlsplit
 
+import anyio
 import pytest
 
+from kvferry.serving.router.endpoint import Endpoint, Ongoing
 from kvferry.serving.router.failures import failure_of
+from kvferry.serving.router.hop import Hop
 from kvferry.serving.router.replies import Reply
 
 STREAM = {"model": "m", "prompt": "x", "stream": True}
@@ -152,6 +156,26 @@ def leave_during(scene, body: dict, ready) -> None:
     with socket.create_connection((address.host, address.port)) as sock:
         sock.sendall(head + raw)
         ready()
+
+
+def test_a_caller_who_leaves_before_the_end_of_the_request_is_not_served():
+    """What has come of its body may be a whole request."""
+    served, sent = [], []
+    half = {"type": "http.request", "body": b'{"prompt": "x"}', "more_body": True}
+    messages = itertools.chain([half], itertools.repeat({"type": "http.disconnect"}))
+
+    async def handler(call, send):
+        served.append(call)
+
+    async def receive():
+        return next(messages)
+
+    async def send(message):
+        sent.append(message)
+
+    endpoint = Endpoint(handler, Ongoing(), Hop(), 1000)
+    anyio.run(endpoint, {"method": "POST", "path": "/v1/completions", "headers": []}, receive, send)
+    assert served == sent == []
 
 
 def test_a_caller_who_leaves_while_the_prompt_is_computed_aborts_that(stage, fake, kv, eventually):

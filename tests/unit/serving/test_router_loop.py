@@ -26,15 +26,17 @@ def test_via_alone_tells_that_a_request_comes_back():
     [(_, own)] = hop.passed_on()
     assert hop.has_seen([(b"via", b"1.1 front, " + own)])
     assert not hop.has_seen([(b"via", b"1.1 front"), (b"x-a", own)])
+    assert not Hop().has_seen([(b"via", own)]), "another router may be before this one"
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
 def test_a_request_that_comes_back_is_refused_and_asks_no_engine(pair, path):
     pair.complete()
-    via = {"Via": f"{pair.decode[0].headers[0]['via']}, 1.1 other"}
+    via = {"Via": f"{pair.decode[0].headers[0]['via']}, 1.1 other", "X-Request-Id": "abc"}
     asked = len(pair.prefill[0].raw), len(pair.decode[0].raw)
     answer = pair.client.post(path, json={"prompt": "x"}, headers=via)
     assert (answer.status_code, answer.json()["error"]["code"]) == (508, "router_loop")
+    assert answer.headers["x-request-id"] == "abc"
     assert pair.client.get("/health", headers=via).status_code == 508
     assert (len(pair.prefill[0].raw), len(pair.decode[0].raw)) == asked
 

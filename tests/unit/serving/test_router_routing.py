@@ -4,6 +4,8 @@ import logging
 
 import pytest
 
+from kvferry.serving.router.upstream import relayed
+
 KV_KEYS = {"do_remote_decode", "do_remote_prefill", "remote_engine_id", "remote_block_ids"}
 
 
@@ -108,6 +110,11 @@ def test_headers_of_one_connection_stay_on_it(pair):
     for engine in (pair.prefill[0], pair.decode[0]):
         assert not own.keys() & engine.headers[0].keys()
         assert engine.headers[0]["accept-encoding"] == "identity"
+
+
+def test_names_of_headers_are_relayed_in_lower_case():
+    """As ASGI asks for; engines write them as they like."""
+    assert relayed([(b"Content-Length", b"1"), (b"X-A", b"B")]) == ((b"x-a", b"B"),)
 
 
 def test_no_connection_to_an_engine_is_used_twice(pair):
