@@ -1,12 +1,15 @@
 """HTTP addresses that answer like engines, and control servers without an engine, on real sockets."""
 
 import json
+import os
+import socket
 import threading
 import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from msgspec import structs
 
 from kvferry.doctor import http_engine
 from kvferry.doctor.engines import Target, look_at, target
@@ -15,6 +18,7 @@ from kvferry.errors import ConfigError
 from kvferry.keys import prompt_digest
 from kvferry.serving.role import Role
 from kvferry.transport.control_server import Card, Claimed, ControlServer, Released
+from kvferry.transport.messages import Outgoing
 from kvferry.transport.redeem import Grant, PromptContent
 from support.keys import KEYS
 from transport.cards import cards, facts, ticket
@@ -263,6 +267,27 @@ def test_an_engine_that_does_not_answer_costs_only_itself(control, monkeypatch):
     assert said(first)["HTTP"].state is State.BAD
     assert "who" in said(second)
     assert [each.met is None for each in seen] == [True, False]
+
+
+def test_every_open_port_of_an_engine_is_listed_with_who_may_use_it():
+    (card,) = cards()
+    with (
+        socket.create_server((HOST, 0)) as gathers,
+        socket.create_server(("0.0.0.0", 0)) as ucx,
+    ):
+        port, anybodys = (one.getsockname()[1] for one in (gathers, ucx))
+        card = structs.replace(card, outgoing=Outgoing(HOST, port, 1 << 40, 4096, 1))
+        server = ControlServer(HOST, 0, Card(facts(), (card,)), KEYS)
+        try:
+            (section,), _ = look_at([target(f"kvferry://{HOST}:{server.port}")], KEYS)
+        finally:
+            server.close()
+    found = said(section)
+    for of, purpose in ((server.port, "control channel"), (port, "gather channel")):
+        assert found[f"port {HOST}:{of}"].found.startswith(f"{purpose} (process {os.getpid()}, ")
+        assert found[f"port {HOST}:{of}"].found.endswith("lets in holders of the key only")
+    assert found[f"port 0.0.0.0:{anybodys}"].state is State.NOTE
+    assert "open to whoever reaches it" in found[f"port 0.0.0.0:{anybodys}"].found
 
 
 def test_loopback_told_by_an_engine_that_serves_others_is_noted(control):

@@ -183,6 +183,20 @@ def test_the_router_serves_until_a_signal(fake, serve_app, kv, number, code):
     assert answer.status_code == 200
 
 
+@pytest.mark.parametrize("trusts", [False, True])
+def test_the_router_keeps_kv_transfer_params_of_callers_only_if_it_is_told_to(fake, serve_app, kv, trusts):
+    engine, sent = fake(), {"prompt": "x", "kv_transfer_params": {"remote_engine_id": "the front's"}}
+    with serve_app(fake(hands_over=kv).app()) as prefill, serve_app(engine.app()) as decode:
+        command = [*KVFERRY, "router", "--prefill", prefill, "--decode", decode, "--port", "0"]
+        command += ["--trust-kv-transfer-params"] * trusts
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            url = process.stdout.readline().split()[-1]
+            answer = httpx.post(f"{url}/completions", json=sent, trust_env=False)
+            process.terminate()
+            assert (answer.status_code, process.wait(20)) == (200, 0)
+    assert engine.bodies[0]["kv_transfer_params"] == (sent["kv_transfer_params"] if trusts else kv)
+
+
 def test_the_router_serves_where_standard_output_is_closed(fake, serve_app, kv, tmp_path):
     with serve_app(fake(hands_over=kv).app()) as prefill, serve_app(fake().app()) as decode:
         with socket.create_server(("127.0.0.1", 0)) as probe:

@@ -164,6 +164,12 @@ def test_the_memory_is_there_from_the_start():
         assert os.fstat(arena.name.fd).st_blocks * 512 >= SIZE
 
 
+def test_the_memory_takes_no_room_of_dev_shm():
+    """Containers have 64 MiB there unless they are told otherwise."""
+    with arena_of() as arena:
+        assert os.fstat(arena.name.fd).st_dev != Path("/dev/shm").stat().st_dev
+
+
 def test_a_closed_arena_is_unmapped_once_nobody_looks_at_it():
     before = open_files()
     arena = Arena.create(SIZE)

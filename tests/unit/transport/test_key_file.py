@@ -162,6 +162,23 @@ def test_a_home_that_cannot_be_written_is_refused_with_the_way_out(tmp_path, mon
         read_keys(None)
 
 
+def test_a_home_on_a_read_only_file_system_serves_the_key_that_it_has_or_is_refused_with_the_way_out(
+    tmp_path, monkeypatch
+):
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], check=False).returncode:
+        pytest.skip("may not mount a small disk")
+    try:
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "old"))
+        made = read_keys(None)
+        subprocess.run(["mount", "-o", "remount,ro", tmp_path], check=True)
+        assert read_keys(None) == made
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "new"))
+        with pytest.raises(ConfigError, match=r"cannot hold the key .*: Read-only file system; set secret_f"):
+            read_keys(None)
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
 def test_a_file_in_place_of_the_keys_directory_is_refused_with_the_way_out(state):
     state.mkdir()
     (state / "kvferry").touch(0o600)
