@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 import anyio
 import pytest
 
+from kvferry.serving.ports import listen, url_of
 from kvferry.serving.router.endpoint import Endpoint, Ongoing
 from kvferry.serving.router.failures import failure_of
 from kvferry.serving.router.hop import Hop
@@ -59,6 +60,15 @@ def test_a_prefill_engine_that_hands_over_nothing_is_not_the_end(stage, fake, kv
     assert "kv_transfer_params" not in alone.decode[0].bodies[0]
 
 
+def test_that_a_prefill_engine_hands_over_nothing_is_logged_when_it_changes(stage, fake, kv, caplog):
+    engine = fake()
+    scene = stage([engine], [fake()])
+    for engine.hands_over in (None, None, kv, kv, None):
+        scene.complete()
+    said = [line for line in caplog.messages if engine.url in line]
+    assert ["without kv_transfer_params" in line for line in said] == [True, False, True]
+
+
 def test_a_prefill_engine_that_takes_too_long_is_given_up_and_aborted(stage, fake, eventually):
     scene = stage([fake(delay_seconds=60)], [fake()], prefill_seconds=0.2)
     assert scene.complete().status_code == 200
@@ -87,6 +97,31 @@ def test_a_dead_decode_engine_is_routed_around_with_the_kv(stage, fake, kv, nobo
     scene = stage([fake(hands_over=kv)], [nobody, fake()])
     assert scene.complete().status_code == 200
     assert scene.decode[1].bodies[0]["kv_transfer_params"] == kv
+
+
+def test_a_decode_engine_that_is_down_is_asked_rather_than_none(stage, fake, nobody, serve_app):
+    scene = stage([fake()], [nobody], probe_seconds=3600.0)
+    assert scene.complete().status_code == 503
+    with serve_app(fake().app(), urlsplit(nobody).port):
+        assert scene.client.get("/v1/models").status_code == 200
+        assert scene.complete().status_code == 200
+
+
+def test_an_engine_that_does_not_answer_a_small_request_is_given_up(stage, fake, monkeypatch):
+    monkeypatch.setattr("kvferry.serving.router.app._PASS_SECONDS", 0.2)
+    with listen("127.0.0.1", 0) as silent:
+        answer = stage([fake()], [url_of(silent)]).client.get("/v1/models")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_failed")
+    assert "no answer in 0.2 s" in answer.json()["error"]["message"]
+
+
+def test_an_error_of_the_router_itself_is_said_in_openais_form(stage, fake, monkeypatch):
+    async def failing(*_):
+        raise RuntimeError("nobody expects this")
+
+    monkeypatch.setattr("kvferry.serving.router.flow.Flow.complete", failing)
+    answer = stage([fake()], [fake()]).complete()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "router_error")
 
 
 @pytest.mark.parametrize("stream", [False, True])

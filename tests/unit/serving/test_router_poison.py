@@ -125,13 +125,14 @@ def test_the_last_decode_engine_that_dies_of_a_request_is_named_and_clients_do_n
 
 
 def test_a_small_request_that_is_tried_again_is_not_logged_as_given_up(stage, mortals, caplog):
-    scene = stage(mortals("prefill", 1), mortals("decode", 2))
+    scene = stage(mortals("prefill", 1), mortals("decode", 3))
     answer = scene.client.post("/tokenize", json={"prompt": POISON["decode"]})
     assert answer.status_code == 500
     assert dead(scene.decode) == 2
     given_up = [line for line in caplog.messages if "is not tried again" in line]
     assert len(given_up) == 1
     assert "2 engines failed" in given_up[0]
+    assert sum("is down" in line for line in caplog.messages) == 2
 
 
 def test_an_engines_own_error_is_a_failure_with_this_request_in_flight(scene):
