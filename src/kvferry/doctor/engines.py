@@ -176,8 +176,8 @@ def _meet(control: Address, keys: Keys | None, offered: Offered | None) -> Met:
         return met
     if offered.engine_id != met.facts.engine_id:
         raise CannotMeet(
-            f"engine {met.facts.engine_id} answers there, not {offered.engine_id}, which tells peers so",
-            "set the connector's host to an address that is its machine's wherever peers are",
+            f"engine {offered.engine_id} tells peers this address, but {met.facts.engine_id} answers there",
+            "set the connector's host to an address that leads peers to its machine",
         )
     give_back(control, keys, offered.ticket, http_engine.OFFERED)
     return met
@@ -191,7 +191,7 @@ def _ranks(
     for number, offered in enumerate(others, 1):
         rank = f"data-parallel rank {number}"
         if offered is None or offered.engine_id in known:
-            what = "offers no KV" if offered is None else "does not answer: another rank does in its place"
+            what = "offers no KV" if offered is None else "does not answer: another rank answers in its place"
             found.append(
                 note(
                     rank,
@@ -237,7 +237,7 @@ def _told(url: str, control: Address) -> list[Finding]:
     return [
         note(
             "control channel",
-            f"it tells peers {control[0]} but serves on {host}: engines of its machine alone can exchange KV",
+            f"it tells peers {control[0]} but serves on {host}: only engines of its machine can exchange KV",
             "set the connector's host to an address that others reach, and one secret_file for all",
         )
     ]

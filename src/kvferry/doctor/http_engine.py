@@ -100,7 +100,11 @@ async def _look(url: str, seconds: float, headers: Mapping[str, str]) -> AtUrl:
                 await _ask_for_kv(ask, seen, engines)
         except ProtocolError as error:
             seen.findings.append(
-                bad("HTTP", f"no answer: {error}", "see that it is an engine, up, and reachable from here")
+                bad(
+                    "HTTP",
+                    f"no answer: {error}",
+                    "check that it is an engine, that it is up, and that this machine can reach it",
+                )
             )
     return seen
 
@@ -145,7 +149,7 @@ def _is_engine(answer: Reply, seen: AtUrl) -> bool:
         seen.findings.append(
             bad(
                 "HTTP",
-                "something answers there that is no vLLM: it has no /version",
+                "what answers there is not vLLM: it has no /version",
                 "give an engine's own address",
             )
         )
@@ -171,7 +175,7 @@ def _connector(answer: Reply, seen: AtUrl) -> int:
         seen.findings.append(ok("metrics", "kvferry's are on its /metrics"))
     else:
         others = f", but {' and '.join(shown)}'s are" if shown else ""
-        seen.findings.append(note("metrics", f"none of kvferry's on its /metrics{others}"))
+        seen.findings.append(note("metrics", f"kvferry's are not on its /metrics{others}"))
     return max(1, len(set(_ENGINE.findall(answer.text)))) if answer.fine else 1
 
 
@@ -195,7 +199,7 @@ async def _ask_for_kv(ask: _Ask, seen: AtUrl, engines: int) -> None:
         seen.findings.append(
             bad(
                 "completion",
-                f"a prompt of {len(_PROMPT)} tokens is answered {answer.status}",
+                f"a prompt of {len(_PROMPT)} tokens gets status {answer.status}",
                 "see the engine's log",
             )
         )
@@ -216,7 +220,7 @@ async def _ask_for_kv(ask: _Ask, seen: AtUrl, engines: int) -> None:
             bad(
                 "connector",
                 f"{what}: it does not run KVFerryConnector, or not with transfer on",
-                'start it with --kv-transfer-config "$(kvferry config --role ...)"; --transfer with tiers',
+                'start it with --kv-transfer-config "$(kvferry config --role ...)"; add --transfer to tiers',
             )
         )
 

@@ -54,7 +54,7 @@ def key(secret_file: str | None) -> Finding:
     mode = f"{stat.S_IMODE(place.path.stat().st_mode):o}"
     return ok(
         subject,
-        f"{place} (mode {mode}), fingerprint {keys.fingerprint}: engines with the same one can exchange KV",
+        f"{place} (mode {mode}), fingerprint {keys.fingerprint}: engines that have the same can exchange KV",
     )
 
 
@@ -63,7 +63,7 @@ def who_may(config: ConnectorConfig, host: str) -> Finding:
     subject = "host"
     told = config.advertise_host or host
     if is_loopback(host):
-        return ok(subject, f"{told}: engines of this machine alone can exchange KV")
+        return ok(subject, f"{told}: only engines of this machine can exchange KV")
     if config.secret_file is not None:
         where = f" at {', '.join(config.peers)} (peers)" if config.peers else ""
         return ok(subject, f"{told}: whoever has the key{where} can exchange KV")
@@ -106,7 +106,7 @@ def address(host: str, port: int) -> list[Finding]:
             sock.bind(place)
         except OSError as error:
             return [_cannot_listen(host, port, error)]
-    return [ok(subject, f"{port} is free" if port else "any free one, another at every start")]
+    return [ok(subject, f"{port} is free" if port else "any free port, a new one at every start")]
 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> Finding:

@@ -71,7 +71,7 @@ def open_files(soft: int | None = None, hard: int | None = None) -> Finding:
         return note(
             subject,
             f"{soft:,} (ulimit -n): vLLM raises its own limit, kvferry router does not; a request takes two",
-            f"ulimit -n {min(most, _ENOUGH_FILES)} before kvferry router, if hundreds come at a time",
+            f"ulimit -n {min(most, _ENOUGH_FILES)} before kvferry router, for hundreds of requests at once",
         )
     return ok(subject, f"{soft:,} may be open at a time")
 
@@ -128,13 +128,13 @@ def shared_memory(path: str = "/dev/shm", stat: Callable[[str], os.statvfs_resul
     if free < LEAST_BYTES:
         return bad(
             subject,
-            f"{room}: semaphores and locks of processes are there, and an engine does not start",
+            f"{room}: processes keep semaphores and locks there, so no engine starts",
             "docker: --shm-size=1g; remove files there that nobody uses",
         )
     if free < _LITTLE_SHM:
         return note(
             subject,
-            f"{room}: vLLM's and UCX's queues are there; the host tier is not, and needs none of it",
+            f"{room}: vLLM and UCX keep queues there; the host tier needs none of it",
             "docker: --shm-size=8g or --ipc=host, for engines of several ranks",
         )
     return ok(subject, f"{room}; the host tier needs none of it")
@@ -180,9 +180,7 @@ def large_pages(read: Read = read, release: str | None = None) -> Finding:
             subject, f"this kernel ({version}) has none: {slow}", "use a kernel with them, if that matters"
         )
     if enabled[1] == "never":
-        later = (
-            "what is in use is copied to them" if collapses else f"and Linux {version} cannot copy to them"
-        )
+        later = "memory in use is copied to them" if collapses else f"and Linux {version} cannot copy to them"
         return note(
             subject,
             f"off (transparent_hugepage/enabled is never), {later}: {slow}",
@@ -191,8 +189,8 @@ def large_pages(read: Read = read, release: str | None = None) -> Finding:
     if not collapses:
         return note(
             subject,
-            f"on ({enabled[1]}), but Linux {version} cannot copy to them what is in use, as the host tier is",
-            "Linux 6.1 or newer can",
+            f"on ({enabled[1]}), but Linux {version} cannot copy memory in use (the host tier) to them",
+            "use Linux 6.1 or newer",
         )
     return ok(subject, f"on ({enabled[1]}), for shared memory as well")
 

@@ -193,16 +193,16 @@ def _mechanism(address: Address, seconds: float) -> str:
     except TimeoutError as error:
         if not heard:
             raise CannotMeet(
-                f"no answer within {seconds:g} s", "see that it is up, and that no firewall is between"
+                f"no answer within {seconds:g} s", "check that it is up, and that no firewall is in between"
             ) from error
     except OSError as error:
         raise CannotMeet(
             f"it cannot be reached: {error.strerror or error}",
-            "see that it is up, and that the address is the one of its kv_transfer_params",
+            "check that it is up, and that the address is the one in its kv_transfer_params",
         ) from error
     if len(heard) < _GREETING_BYTES or heard[0] != 0xFF:
         raise CannotMeet(
             "what listens there is no control channel of an engine",
-            "give remote_host and remote_port of its kv_transfer_params, or its HTTP address with http://",
+            "give remote_host and remote_port from its kv_transfer_params, or its HTTP address with http://",
         )
     return heard[_MECHANISM].rstrip(b"\0").decode("ascii", "replace")

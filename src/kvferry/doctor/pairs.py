@@ -106,7 +106,7 @@ def _pair(there: Met, here: Met, costs: Costs, local: str) -> list[Finding]:
         found.append(
             note(
                 "weights",
-                "are compared by the model's name alone, where a checkpoint is not on its machine's disk",
+                "are compared by the model's name alone, because a checkpoint is not on its engine's disk",
                 "load the checkpoint from a folder, so that its content is compared",
             )
         )
@@ -134,9 +134,9 @@ def _link(there: Met, here: Met, local: str) -> Finding:
     took = " and ".join(map(duration, sorted(met.round_trip_seconds for met in (there, here))))
     channel = f"asked from here, control channels answer in {took}"
     if there.address[0] == here.address[0]:
-        way = f"one machine; two processes of the one that runs this read {local}" if local else "one machine"
+        way = f"one machine; two processes where the doctor runs read {local}" if local else "one machine"
     else:
-        way = "two machines; the speed between them was not measured, nor which way UCX takes there"
+        way = "two machines; neither the speed between them nor UCX's transport there was measured"
     return ok("link", f"{way}; {channel}")
 
 
@@ -198,8 +198,8 @@ def _windows(there: Met, here: Met) -> list[Finding]:
     return [
         note(
             "windows",
-            f"blocks of {theirs} tokens there, {ours} here: a load may fill the block in which a window "
-            "begins in part, and such a block serves one request",
+            f"blocks of {theirs} tokens there, {ours} here: a load may fill only part of the block in "
+            "which a window begins, and such a block serves one request",
             "use the same block size on both where prompts share prefixes",
         )
     ]

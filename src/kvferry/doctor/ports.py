@@ -19,7 +19,7 @@ _PROC = Path("/proc")
 _LISTEN = "0A"
 _TABLES = (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6))
 _CHILD = "kvferry.transport.trial"
-_SHUT = "shut it to all but peers: docs/network.md has a firewall rule and a NetworkPolicy"
+_SHUT = "close it to all but peers: docs/network.md has a firewall rule and a NetworkPolicy"
 
 
 @dataclass(frozen=True, slots=True, order=True)

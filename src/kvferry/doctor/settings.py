@@ -58,11 +58,15 @@ def _json(path: str) -> dict[str, Any]:
         why = os.strerror(error.errno or 0)
         raise ConfigError(f"--config {path}: {why}; name the file with the settings") from error
     if len(text) > _MOST_BYTES:
-        raise ConfigError(f"--config {path} is larger than 1 MiB, no configuration is; name another file")
+        raise ConfigError(
+            f"--config {path} is larger than 1 MiB, which no configuration is; name another file"
+        )
     try:
         given = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--config {path} is no JSON ({error}); `kvferry config` prints some") from error
+        raise ConfigError(
+            f"--config {path} is no JSON ({error}); `kvferry config` prints a configuration"
+        ) from error
     if not isinstance(given, dict):
         raise ConfigError(
             f"--config {path} holds a JSON {type(given).__name__}; it must be an object, as "
@@ -101,14 +105,10 @@ def _of_transfer(given: Mapping[str, Any], *, alone: bool = True) -> Given:
     if not ours:
         return Given(
             (),
-            (
-                note(
-                    "settings", f"kv_connector is {name!r}, which is not kvferry's; nothing of it is checked"
-                ),
-            ),
+            (note("settings", f"kv_connector is {name!r}, which is not kvferry's; it is not checked"),),
         )
     configs_ = list[ConnectorConfig]()
-    found_.append(note("settings", f"{_OURS} within {name}; of the others nothing is checked"))
+    found_.append(note("settings", f"{_OURS} within {name}; the others are not checked"))
     for number, each in enumerate(ours):
         read = _of_transfer(each, alone=name != _MULTI)
         configs_ += read.configs
@@ -144,7 +144,7 @@ def _around(given: Mapping[str, Any]) -> list[Finding]:
         found.append(
             bad(
                 "kv_load_failure_policy",
-                f"is {policy!r}: a request whose load fails would fail, and the engine does not start so",
+                f"is {policy!r}: a request whose load fails would fail too, so the engine does not start",
                 'set it to "recompute"',
             )
         )

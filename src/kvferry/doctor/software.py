@@ -47,7 +47,7 @@ def connector(probe: Probe = _import_connector) -> list[Finding]:
     told = {name: value for line in said(ended.out) for name, value in line.items()}
     if "connector" not in told:
         what = "vLLM itself cannot be imported" if "version" not in told else "vLLM does not take it"
-        return [bad(subject, f"{what}: {ended.last_words}", f"mend the installation: {_INSTALL}")]
+        return [bad(subject, f"{what}: {ended.last_words}", f"repair the installation: {_INSTALL}")]
     found = [ok(subject, f"vLLM {told['version']} loads it, for {told['device']}")]
     if told["connector"] and told["platform"]:
         hybrid = ok(
@@ -84,15 +84,15 @@ def weights_memory(path: Path | None, digests: int) -> Finding:
     if path is None:
         return note(
             subject,
-            "this user has no home: weights are read whole at every start of an engine, several GB/s",
+            "this user has no home: every engine start reads all weights again, at several GB/s",
             "set XDG_CACHE_HOME to a folder that stays",
         )
     there = next(folder for folder in path.parents if folder.exists())
     if not os.access(path if path.exists() else there, os.W_OK):
         return note(
             subject,
-            f"{path} cannot be written: weights are read whole at every start of an engine, several GB/s",
-            "mend its owner and mode, or set XDG_CACHE_HOME",
+            f"{path} cannot be written: every engine start reads all weights again, at several GB/s",
+            "correct its owner and mode, or set XDG_CACHE_HOME",
         )
     if not digests:
         return ok(subject, f"none were read here yet; digests will be remembered in {path}")

@@ -67,7 +67,7 @@ def host(settings: HostSettings, room: Callable[[], tuple[int, str] | None] = av
         return bad(
             subject,
             f"{size(asked)} are asked for, {size(available)} are {where}: the engine would not start",
-            "lower the tier's capacity, unless an engine that runs has it already",
+            "lower the tier's capacity, unless a running engine holds that memory already",
         )
     return ok(subject, f"{size(asked)} of the {size(available)} {where}")
 
@@ -119,12 +119,12 @@ def file(
         yield note(
             subject,
             "no direct I/O there: chunks go through the page cache, at the cost of memory and a core's time",
-            "another file system, if that matters",
+            "use another file system, if that matters",
         )
     if path == wanted and told["mode"] & _OTHERS:
         yield note(
             subject,
-            f"{path} has mode {told['mode']:o}: others on this machine can get at chunks, which tell prompts",
+            f"{path} has mode {told['mode']:o}: others here can reach chunks, which reveal prompts",
             f"chmod 700 {path}, unless that is wanted",
         )
 
@@ -182,16 +182,16 @@ def _mount(subject: str, path: str, mount: Mount) -> Finding:
     if mount.in_memory:
         return note(
             subject,
-            f"{where}: it is memory, and gone at the next start of the machine",
-            "a disk, or a larger host tier",
+            f"{where}: it is memory, and lost when the machine restarts",
+            "use a disk, or a larger host tier",
         )
     if mount.is_layer:
-        return note(subject, f"{where}: it goes with the container", "a volume of its own")
+        return note(subject, f"{where}: it is lost with the container", "use a separate volume")
     if mount.is_network:
         return note(
             subject,
-            f"{where}: several machines may share it, all engines as the same user; it hangs with its server",
-            "keep it, if it is meant to be shared; else a local disk is faster",
+            f"{where}: machines can share it if all engines run as one user; it hangs if its server does",
+            "keep it to share it; otherwise a local disk is faster",
         )
     return ok(subject, where)
 

@@ -184,7 +184,10 @@ def test_another_engine_at_the_address_that_peers_are_told_is_not_taken_for_it()
     finally:
         server.close()
     assert seen.met is None
-    assert "engine somebody answers there, not P" in said(section)["control channel"].found
+    assert (
+        "engine P tells peers this address, but somebody answers there"
+        in said(section)["control channel"].found
+    )
 
 
 def test_credentials_are_used_and_not_shown():
@@ -231,12 +234,12 @@ def test_a_router_leads_to_its_engines(control):
     ("changes", "subject", "state", "words"),
     [
         ({"/version": {"version": "0.31.0"}}, "vLLM", State.BAD, "0.31.0; kvferry is tested with"),
-        ({"/version": 404}, "HTTP", State.BAD, "no vLLM"),
+        ({"/version": 404}, "HTTP", State.BAD, "is not vLLM"),
         ({"/metrics": "vllm:nixl_xfer 1"}, "metrics", State.NOTE, "but NixlConnector's are"),
         ({"/metrics": 403}, "metrics", State.NOTE, "answers 403"),
         ({"/v1/models": 401}, "HTTP", State.BAD, "/v1/models answers 401"),
         ({"/v1/models": {"data": []}}, "HTTP", State.BAD, "names no model"),
-        ({"/v1/completions": 500}, "completion", State.BAD, "is answered 500"),
+        ({"/v1/completions": 500}, "completion", State.BAD, "gets status 500"),
         ({"/v1/completions": {}}, "connector", State.BAD, "offers no KV"),
         (
             {"/v1/completions": {"kv_transfer_params": NIXLS}},

@@ -52,7 +52,7 @@ def test_the_machines_key_is_looked_at_and_not_made(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("extra", "state", "said"),
     [
-        ({}, State.OK, "engines of this machine alone"),
+        ({}, State.OK, "only engines of this machine"),
         ({"host": "10.0.0.7"}, State.NOTE, "no secret_file: only this user's engines on this machine"),
         ({"host": "10.0.0.7", "secret_file": "x"}, State.OK, "whoever has the key"),
         (

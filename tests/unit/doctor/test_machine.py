@@ -95,8 +95,8 @@ def test_shared_memory():
     ("files", "release", "state", "said"),
     [
         (MADVISE, "6.18.0", State.OK, "for shared memory as well"),
-        (MADVISE, "5.15.0-91-generic", State.NOTE, "cannot copy to them what is in use"),
-        (NEVER, "6.1.0", State.NOTE, "what is in use is copied to them"),
+        (MADVISE, "5.15.0-91-generic", State.NOTE, "cannot copy memory in use"),
+        (NEVER, "6.1.0", State.NOTE, "memory in use is copied to them"),
         (NEVER, "5.15.0", State.NOTE, "and Linux 5.15.0 cannot"),
         ({}, "6.1.0", State.NOTE, "has none"),
     ],

@@ -132,8 +132,8 @@ def test_loopback_is_of_no_use_to_another_machine():
 @pytest.mark.parametrize(
     ("addresses", "said"),
     [
-        ((NEAR, NEAR), "two processes of the one that runs this read by cma"),
-        ((("10.0.0.1", 1), ("10.0.0.2", 1)), "the speed between them was not measured"),
+        ((NEAR, NEAR), "two processes where the doctor runs read by cma"),
+        ((("10.0.0.1", 1), ("10.0.0.2", 1)), "neither the speed between them nor"),
     ],
 )
 def test_of_the_link_no_more_is_said_than_was_measured(addresses, said):

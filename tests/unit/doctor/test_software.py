@@ -71,4 +71,4 @@ def test_whether_weights_are_read_at_every_start(tmp_path, monkeypatch):
     assert "digests of 3 files" in software.weights_memory(memory, 3).found
     monkeypatch.setattr(software.os, "access", lambda *_: False)
     found = software.weights_memory(memory, 3)
-    assert (found.state, "read whole at every start" in found.found) == (State.NOTE, True)
+    assert (found.state, "every engine start reads all weights again" in found.found) == (State.NOTE, True)

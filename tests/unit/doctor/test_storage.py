@@ -84,9 +84,9 @@ def test_a_capacity_must_fit(settings, room, state, said):
     ("mount", "said"),
     [
         (Mount("/kv", "tmpfs", "tmpfs"), "it is memory"),
-        (Mount("/kv", "nfs4", "server:/export"), "several machines may share it"),
-        (Mount("/kv", "fuse.s3fs", "s3fs"), "several machines may share it"),
-        (Mount("/", "overlay", "overlay"), "it goes with the container"),
+        (Mount("/kv", "nfs4", "server:/export"), "machines can share it"),
+        (Mount("/kv", "fuse.s3fs", "s3fs"), "machines can share it"),
+        (Mount("/", "overlay", "overlay"), "it is lost with the container"),
     ],
 )
 def test_what_a_directory_is_on_is_said(mount, said):
