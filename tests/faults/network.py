@@ -17,6 +17,10 @@ from kvferry.transport.messages import PROTOCOL, Facts, Heartbeat, Hello, Releas
 NETWORK = Area.NETWORK
 STRANGER = "127.0.0.2"
 """An address that is none of the peers, on this machine."""
+GREETING_BYTES = 64
+"""What ZeroMQ says to everybody (ZMTP 3.1, section 3)."""
+CLOSED_SECONDS = 20.0
+"""How long a stranger waits for its connection to be closed: ten times as long as it may take."""
 
 
 async def _armed(stage: Stage, trial: Trial, draw: random.Random, engine: Any, fault: str) -> str:
@@ -160,18 +164,27 @@ async def garbage(stage: Stage, trial: Trial, draw: random.Random) -> None:
     port = await stage.prefill.do("port")
     size = draw.choice([1, 10, 64, 1000, 100_000])
 
-    def send() -> int:
-        with socket.create_connection(("127.0.0.1", port), 5) as stranger:
-            stranger.sendall(draw.randbytes(size))
-            stranger.settimeout(0.5)
-            try:
-                return len(stranger.recv(4096))
-            except OSError:
-                return 0
+    said = draw.randbytes(size)
 
-    heard = await asyncio.to_thread(send)
+    def send() -> tuple[int, bool]:
+        """How many bytes came back, and whether the engine closed the connection."""
+        heard = 0
+        with socket.create_connection(("127.0.0.1", port), 5) as stranger:
+            stranger.settimeout(CLOSED_SECONDS)
+            try:
+                stranger.sendall(said)
+                while data := stranger.recv(4096):
+                    heard += len(data)
+            except TimeoutError:
+                return heard, False
+            except ConnectionError:
+                pass  # closed, with bytes of ours unread
+        return heard, True
+
+    heard, closed = await asyncio.to_thread(send)
     trial.injected = f"{size} random bytes"
-    trial.detected = f"{heard} bytes of greeting came back, and no answer"
+    if closed and heard <= GREETING_BYTES:
+        trial.detected = f"the engine closed the connection after {heard} bytes of greeting"
     await stage.through(trial, stage.text(draw), stage.salt(draw))
 
 

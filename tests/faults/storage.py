@@ -14,6 +14,7 @@ from pathlib import Path
 from faults.kinds import kind
 from faults.stage import DEADLINE, Stage
 from faults.values import Area, Trial
+from kvferry.tiers.outcome import Put
 from support.vllm_engine.tiered import spoil
 
 STORAGE = Area.STORAGE
@@ -190,6 +191,12 @@ async def directory_removed(stage: Stage, trial: Trial, draw: random.Random) -> 
         trial.detected = ""  # it must be usable again
 
 
+def dropped_since(before: dict[str, int], now: dict[str, int]) -> dict[str, int]:
+    """Return how many stores were dropped meanwhile, by why; what was stored does not count."""
+    more = {why: n - before.get(why, 0) for why, n in now.items() if Put(why).dropped}
+    return {why: n for why, n in more.items() if n}
+
+
 @kind(
     "file system is full",
     STORAGE,
@@ -206,11 +213,9 @@ async def full(stage: Stage, trial: Trial, draw: random.Random) -> None:
         await stage.decode.until("tiers_are_idle")
     finally:
         await stage.decode.do("limit_files", -1)
-    now = await stage.decode.do("dropped")
-    new = {name: n - before.get(name, 0) for name, n in now.items() if name not in ("stored", "present")}
-    refused = sum(new.values())
-    trial.injected = f"{refused} writes refused by the kernel" if refused else ""
-    trial.detected = ", ".join(f"{n} {name}" for name, n in new.items() if n)
+    new = dropped_since(before, await stage.decode.do("dropped"))
+    trial.injected = f"{sum(new.values())} writes refused by the kernel" if new else ""
+    trial.detected = ", ".join(f"{n} {name}" for name, n in new.items())
     await stage.decoded(trial, text, None, stage.salt(draw))
 
 
@@ -229,9 +234,9 @@ async def write_fails(stage: Stage, trial: Trial, draw: random.Random) -> None:
     await stage.decoded(trial, text, None, salt)
     await stage.decode.until("tiers_are_idle")
     count = await stage.decode.do("disarm", "errno _write") - before
-    now = await stage.decode.do("dropped")
+    new = dropped_since(seen, await stage.decode.do("dropped"))
     trial.injected = f"{count} writes failed with {errno.errorcode[number]}" if count else ""
-    trial.detected = "" if now == seen else ", ".join(f"{n} {name}" for name, n in now.items())
+    trial.detected = ", ".join(f"{n} {name}" for name, n in new.items())
     await stage.decode.do("forget_prefixes")
     await stage.decoded(trial, text, None, salt)
 

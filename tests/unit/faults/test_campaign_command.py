@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from faults.campaign import main
+from faults import campaign
+from faults.campaign import Outcome, main
+from faults.values import Fault, Leaks, Trial, judged
 
 
 @pytest.mark.parametrize(
@@ -36,3 +38,36 @@ def test_what_cannot_be_run_is_refused_in_words(
         main()
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+GOOD = Trial("3 bytes changed", "checksum", answers=1)
+
+
+@pytest.mark.parametrize(
+    ("trial", "leaks", "caught", "problem"),
+    [
+        (GOOD, Leaks(), "a wrong answer", ""),
+        (Trial("3 bytes changed", "checksum", wrong=["r1"], answers=1), Leaks(), "x", "1 wrong outputs"),
+        (GOOD, Leaks(blocks=2), "x", "2 leaked blocks"),
+        (GOOD, Leaks(), "", "without pins (gemma3) nothing was found"),
+    ],
+)
+def test_a_campaign_fails_if_anything_is_wrong_or_a_protection_is_not_missed(
+    trial: Trial,
+    leaks: Leaks,
+    caught: str,
+    problem: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def ran(*_: object, **__: object) -> Outcome:
+        return Outcome(
+            [judged(Fault(0, "preemption", "gemma3", 1), trial)], leaks, {("pins", "gemma3"): caught}
+        )
+
+    monkeypatch.setattr(campaign, "campaign", ran)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "")  # main sets it
+    monkeypatch.setattr("sys.argv", ["campaign"])
+    assert main() == bool(problem)
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("BAD ")]
+    assert (f"BAD {problem}" in said) if problem else not said
