@@ -63,7 +63,7 @@ class Agent:
             raise ConfigError(_not_started(error)) from error
         if not self._nixl.backends:
             raise ConfigError(
-                f"NIXL has none of the backends {list(backends)}, it offers {self._nixl.plugin_list}"
+                f"NIXL has none of the backends {list(backends)}; it offers {self._nixl.plugin_list}"
             )
         self._registered: list[Any] = []
         self._uses: Counter[str] = Counter()
@@ -85,7 +85,7 @@ class Agent:
             parse(metadata)
         except ProtocolError as error:
             raise ConfigError(
-                f"this NIXL writes its metadata otherwise than 1.5 ({error}), so no peer could check it; "
+                f"this NIXL does not write metadata as 1.5 does ({error}), so no peer could check it; "
                 "install nixl 1.5"
             ) from error
         return metadata
@@ -156,7 +156,7 @@ class Agent:
         try:
             self._nixl.release_xfer_handle(handle)
         except Exception as error:  # noqa: BLE001 - of a READ that is finished: nothing can land any more
-            logger.debug("transport error while giving a read back: %s", error)
+            logger.debug("transport error while releasing a read: %s", error)
 
     def release_list(self, handle: Any) -> None:
         """Give a prepared list back."""
@@ -170,5 +170,5 @@ class Agent:
 
 
 def _not_started(error: Exception) -> str:
-    why = " and ".join(missing()) or "UCX's lines before this one say why, and kvferry doctor may"
+    why = " and ".join(missing()) or "UCX's lines before this one say why; kvferry doctor may say more"
     return f"NIXL does not start here ({error}): {why}"

@@ -302,7 +302,7 @@ class ControlClient:
     def _wait_for_name(self, command: _Command) -> None:
         """Keep a command until its peer's name is resolved, in the order in which commands came."""
         if len(self._unresolved) >= MOST_UNRESOLVED:
-            raise NotAllowed(f"{MOST_UNRESOLVED} commands wait for names to be resolved already")
+            raise NotAllowed(f"{MOST_UNRESOLVED} commands already wait for names to be resolved")
         self._unresolved.append(command)
         self._unnamed.add(command[0])
 
@@ -323,7 +323,7 @@ class ControlClient:
         try:
             peer.socket.send(encode(message), zmq.DONTWAIT)
         except zmq.Again:
-            logger.debug("control channel: a peer takes no more messages, dropped %s", type(message).__name__)
+            logger.debug("control channel: a peer takes no more messages; dropped %s", type(message).__name__)
 
     def _receive(self, address: Address) -> None:
         peer = self._peers[address]

@@ -34,7 +34,8 @@ def with_gather_address(card: RankCard, address: Address, names: Names, log: Lim
         log.say(
             f"{address}",
             f"peer at {shown(host)}:{port}: rank TP{rank.tp_rank} PP{rank.pp_rank} gathers at "
-            f"{shown(card.outgoing.host)}, which is not dialled, so it is read without: {shown(why, 200)}",
+            f"{shown(card.outgoing.host)}, which is not dialled, so it is read without gathering: "
+            f"{shown(why, 200)}",
         )
         return msgspec.structs.replace(card, outgoing=None)
     return msgspec.structs.replace(card, outgoing=msgspec.structs.replace(card.outgoing, host=place))

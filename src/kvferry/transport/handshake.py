@@ -205,7 +205,8 @@ class Handshakes:
             if now >= handshake.began + patience:
                 self.refuse(
                     address,
-                    f"no answer within {patience:g} s; is it up and reachable, and has it the same key?",
+                    f"no answer within {patience:g} s; is it up and reachable, and does it have the "
+                    "same key?",
                 )
 
     def is_refused(self, address: Address) -> bool:

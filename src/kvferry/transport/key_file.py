@@ -139,7 +139,7 @@ def _secret_in(descriptor: int, place: KeyPlace, closed_to: int, owners: tuple[i
             raise ConfigError(
                 f"{place} can be used by others than its owner (mode {stat.S_IMODE(found.st_mode):o}), who "
                 f"would be peers of this engine; chmod 600 {place.path} (a Kubernetes Secret: defaultMode "
-                "0400), and if others have had it, make a new one"
+                "0400), and if others may have read it, make a new key"
             )
         text = os.read(descriptor, MAX_SECRET_BYTES + 1).strip()
     except OSError as error:

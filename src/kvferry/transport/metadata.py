@@ -76,7 +76,7 @@ def parse(data: bytes) -> Metadata:
     items.exactly(b"", b"MemSection")
     sections = items.number(b"nixlSecElms")
     if sections > len(KINDS):
-        raise ProtocolError(f"transport metadata of {sections} kinds of memory, there are {len(KINDS)}")
+        raise ProtocolError(f"transport metadata of {sections} kinds of memory; there are {len(KINDS)}")
     regions = tuple(region for _ in range(sections) for region in _section(items))
     items.end()
     return Metadata(name, regions, bytes(items.sealed))
@@ -97,8 +97,8 @@ def check_card(card: RankCard) -> Metadata:
     for region in claimed:
         if region not in registered:
             raise ProtocolError(
-                f"its card names {region.length} bytes of {region.memory} at {region.address:#x}, which its "
-                "transport metadata does not register"
+                f"the handshake names {region.length} bytes of {region.memory} at {region.address:#x}, which "
+                "the transport metadata does not register"
             )
     return metadata
 
@@ -112,13 +112,15 @@ def _section(items: _Items) -> Iterator[Region]:
         raise ProtocolError(f"transport metadata names memory kind {kind}, known are 0 to {len(KINDS) - 1}")
     count = items.number(b"n")
     if not 1 <= count <= MAX_ROWS:
-        raise ProtocolError(f"transport metadata registers {count} regions of a kind, 1 to {MAX_ROWS} may be")
+        raise ProtocolError(
+            f"transport metadata registers {count} regions of a kind, expected 1 to {MAX_ROWS}"
+        )
     for _ in range(count):
         row = items.followed(b"", MAX_AGENT_BYTES, _AFTER_KEY)
         address, length, device = (int.from_bytes(row[at : at + 8], "little") for at in range(0, _ROW, 8))
         if len(row) < _ROW or length < 1 or address + length > _MOST_ADDRESS or device >= 1 << 31:
             raise ProtocolError(
-                f"transport metadata registers {length} bytes at {address:#x}, which cannot be"
+                f"transport metadata registers {length} bytes at {address:#x}, which is impossible"
             )
         _check_key(row[_ROW:])
         yield Region(address, length, KINDS[kind], device)
@@ -158,7 +160,7 @@ class _Items:
         if not 1 <= length <= most or self._data[start + length : start + length + 1] != _END:
             raise ProtocolError(
                 f"transport metadata: {length} bytes of {tag.decode() or 'an item'!r} at byte {self._at}, "
-                f"{len(self._data) - start} are left and {most} may be"
+                f"but {len(self._data) - start} are left and at most {most} are allowed"
             )
         found = self._data[start : start + length]
         self._at = start + length + 1

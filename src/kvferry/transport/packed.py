@@ -244,7 +244,7 @@ class PackedRead:
     def _go_direct(self, chunk: _Chunk, reason: str) -> None:
         """These cells are not packed: every run is a descriptor."""
         if self._route.direct is None:
-            self._fail(chunk, f"cells that can only move packed were not: {reason}")
+            self._fail(chunk, f"cells that can only move packed were not packed: {reason}")
             return
         self._give_back(chunk)
         chunk.direct = True

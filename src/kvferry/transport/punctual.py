@@ -36,7 +36,7 @@ class Punctual:
         if now - self._due > LATE_SECONDS and now - self._said > _QUIET_SECONDS:
             self._said = now
             logger.warning(
-                "%s: kept from running for %.1f s; peers may take us for dead: are there more busy processes "
-                "on this machine than cores?",
+                "%s: did not run for %.1f s; peers may take this engine for dead: are there more busy "
+                "processes on this machine than cores?",
                 self._name, now - self._due,
             )  # fmt: skip

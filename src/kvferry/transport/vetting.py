@@ -154,7 +154,7 @@ class Vetting:
         if self._trial is None:
             self._replace()
         if self._trial is None:
-            return "no process can be started that tries transport metadata; see the log of this engine"
+            return "the process that tries transport metadata cannot be started; see the log of this engine"
         if reason := self._trial.wait_ready():
             self._replace()
         return reason

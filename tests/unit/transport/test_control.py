@@ -264,7 +264,7 @@ def test_a_silent_peer_is_given_up_after_handshake_seconds(ends):
         began = time.monotonic()
         answer = settled(client, silent.getsockname()[1])
         assert 0.3 <= time.monotonic() - began < 5.0
-        reason = "no answer within 0.3 s; is it up and reachable, and has it the same key?"
+        reason = "no answer within 0.3 s; is it up and reachable, and does it have the same key?"
         assert answer == NotUsable(reason)
 
 
@@ -743,7 +743,7 @@ def test_who_has_another_key_gets_nothing_and_both_sides_say_so(ends, caplog):
     assert isinstance(settled(client, server.port), NotUsable)
     assert not server.events
     assert server.rejected == 0, "it did not get as far as a message"
-    here, there = "a client was turned away because it has another key", "has it the same key?"
+    here, there = "a client was turned away because it has another key", "does it have the same key?"
     until(lambda: all(any(text in said for said in caplog.messages) for text in (here, there)))
 
 

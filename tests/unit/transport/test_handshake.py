@@ -60,7 +60,7 @@ def test_a_silent_peer_is_given_up_at_its_deadline_and_not_before(handshakes, cl
     clock.now += 0.1
     handshakes.give_up_on_silent()
     assert handshakes.known(PEER, 1) == NotUsable(
-        "no answer within 5 s; is it up and reachable, and has it the same key?"
+        "no answer within 5 s; is it up and reachable, and does it have the same key?"
     )
 
 

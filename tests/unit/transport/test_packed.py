@@ -255,7 +255,9 @@ def test_what_the_source_refuses_goes_direct_or_fails_in_words(direct):
     table.transport.end()
     table.run()
     assert table.transport.posted == ["direct"] * direct
-    assert table.read.failure == (None if direct else "cells that can only move packed were not: too much")
+    assert table.read.failure == (
+        None if direct else "cells that can only move packed were not packed: too much"
+    )
     assert table.scattered == []
     assert table.all_given_back()
 

@@ -37,7 +37,7 @@ def test_coming_back_in_time_or_early_is_not_worth_a_word(late):
 
 def test_coming_back_late_is_said_with_how_late(late):
     [said] = late(0.2, 4.1)
-    assert said.startswith("a thread: kept from running for 4.1 s")
+    assert said.startswith("a thread: did not run for 4.1 s")
 
 
 def test_it_is_said_once_a_minute(late, clock):

@@ -159,7 +159,7 @@ def test_a_machine_without_room_for_a_process_refuses_in_words(world, caplog):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     world.vetting._start = full
-    assert world.verdict(card()).startswith("no process can be started that tries transport metadata")
+    assert world.verdict(card()).startswith("the process that tries transport metadata cannot be started")
     assert "temporarily unavailable" in caplog.text
 
 

@@ -71,7 +71,7 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise MalformedBody(f"the request body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
-        raise MalformedBody(f"the request body is a JSON {type(body).__name__}, it must be an object")
+        raise MalformedBody(f"the request body is a JSON {type(body).__name__}; it must be an object")
     return body
 
 
