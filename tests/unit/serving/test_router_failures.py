@@ -9,6 +9,7 @@ import anyio
 import pytest
 
 from kvferry.serving.ports import listen, url_of
+from kvferry.serving.router.bodies import handed_over
 from kvferry.serving.router.endpoint import Endpoint, Ongoing
 from kvferry.serving.router.failures import failure_of
 from kvferry.serving.router.hop import Hop
@@ -58,6 +59,16 @@ def test_a_prefill_engine_that_hands_over_nothing_is_not_the_end(stage, fake, kv
     alone = stage([fake(hands_over={}), fake(hands_over="nonsense")], [fake()])
     assert alone.complete().status_code == 200
     assert "kv_transfer_params" not in alone.decode[0].bodies[0]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"{", b"\xff", b"[]", b"5", b"[" * 100_000, b"{}", b'{"kv_transfer_params": {}}',
+     b'{"kv_transfer_params": [1]}'],
+    ids=lambda answer: repr(answer[:30]),
+)  # fmt: skip
+def test_an_answer_without_an_offer_of_kv_hands_over_nothing(answer):
+    assert handed_over(answer) is None
 
 
 def test_that_a_prefill_engine_hands_over_nothing_is_logged_when_it_changes(stage, fake, kv, caplog):

@@ -63,6 +63,8 @@ def test_the_prefill_engine_computes_the_prompt_and_one_token(pair):
         {"prompt_logprobs": 1},
         {"echo": True, "logprobs": 0},
         {"use_beam_search": True, "n": 2},
+        {"prompt_embeds": "AAAA"},
+        {"max_completion_tokens": 0},
         {"max_tokens": 0, "echo": True},
     ],
     ids=lambda body: next(iter(body)),
@@ -197,6 +199,8 @@ def test_a_body_beyond_the_bound_is_refused(stage, fake):
     scene = stage([fake()], [fake()], max_body_bytes=1000)
     answer = scene.complete(prompt="x" * 1000)
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+    sizes = {size: scene.client.post("/tokenize", content=b"1" * size).status_code for size in (1000, 1001)}
+    assert sizes == {1000: 200, 1001: 413}
 
 
 def test_health_says_which_engines_are_up(stage, fake, nobody):
