@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator
 
 import anyio
 import httpx
+import pytest
 
-from kvferry.serving.router.events import relay_events
+from kvferry.serving.router.events import is_events, relay_events
 
 
 class Burst(httpx.AsyncByteStream):
@@ -33,3 +34,52 @@ def test_a_burst_of_events_ends_with_its_caller() -> None:
 
     anyio.run(relayed)
     assert sent == [b"", b"data: 0\n\n"]
+
+
+class Breaking(httpx.AsyncByteStream):
+    """These chunks, and then a connection that breaks."""
+
+    def __init__(self, *chunks: bytes) -> None:
+        self.chunks = chunks
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for chunk in self.chunks:
+            yield chunk
+        raise httpx.ReadError("reset")
+
+
+def relayed(*chunks: bytes) -> tuple[str | None, list[bytes]]:
+    """What is said to be wrong with a stream of these chunks that breaks, and what the caller gets of it."""
+    sent: list[bytes] = []
+
+    async def send(message) -> None:
+        sent.append(message.get("body", b""))
+
+    async def relay() -> str | None:
+        return await relay_events(httpx.Response(200, stream=Breaking(*chunks)), send, ())
+
+    return anyio.run(relay), sent[1:]
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
+def test_an_event_ends_with_either_kind_of_empty_line(end) -> None:
+    fault, (first, last) = relayed(b"data: 1" + end + b"da")
+    assert fault == "ReadError: reset"
+    assert first == b"data: 1" + end
+    assert b"engine_failed" in last
+
+
+def test_an_engine_that_breaks_the_connection_after_its_last_event_is_at_no_fault() -> None:
+    assert relayed(b"data: [DONE]\n\n: bye") == (None, [b"data: [DONE]\n\n", b": bye"])
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "are"),
+    [
+        (200, "text/event-stream; charset=utf-8", True),
+        (500, "text/event-stream", False),
+        (200, "text/html", False),
+    ],
+)
+def test_events_have_their_type_and_are_no_error(status, kind, are) -> None:
+    assert is_events(httpx.Response(status, headers={"content-type": kind})) is are

@@ -104,6 +104,28 @@ def test_a_prefill_engine_that_is_back_is_asked_again(stage, fake, kv, nobody, s
     assert "kv_transfer_params" in scene.decode[0].bodies[-1]
 
 
+def test_a_prefill_engine_that_takes_too_long_counts_as_one_that_failed(stage, fake):
+    scene = stage([fake(delay_seconds=60)], [fake(status=500), fake()], prefill_seconds=0.2)
+    answer = scene.complete()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_failed")
+    assert scene.decode[1].raw == []
+
+
+def test_errors_of_two_decode_engines_are_named_together(stage, fake, kv):
+    scene = stage([fake(hands_over=kv)], [fake(status=500), fake(status=500), fake()])
+    answer = scene.complete()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_failed")
+    assert all(engine.url in answer.json()["error"]["message"] for engine in scene.decode[:2])
+    assert scene.decode[2].raw == []
+
+
+def test_an_engine_that_fails_and_is_not_well_is_asked_no_more(stage, fake, kv):
+    scene = stage([fake(status=500), fake(hands_over=kv)], [fake()], probe_seconds=3600.0)
+    for _ in range(3):
+        assert scene.complete().status_code == 200
+    assert [len(engine.raw) for engine in scene.prefill] == [1, 3]
+
+
 def test_a_dead_decode_engine_is_routed_around_with_the_kv(stage, fake, kv, nobody):
     scene = stage([fake(hands_over=kv)], [nobody, fake()])
     assert scene.complete().status_code == 200
