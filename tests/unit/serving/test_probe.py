@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from kvferry.serving.router.backends import Backend
-from kvferry.serving.router.probe import probe
+from kvferry.serving.router.probe import probe, watch_down
 
 
 class Endless(httpx.AsyncByteStream):
@@ -33,3 +33,23 @@ def test_of_an_answer_that_does_not_end_only_the_status_is_read(status, up):
 
     anyio.run(ask)
     assert (backend.up, body.taken) == (up, 0)
+
+
+def test_only_engines_that_are_down_are_asked_in_the_background():
+    up, down = (Backend("decode", f"http://{name}") for name in ("up", "down"))
+    down.mark_down("gone")
+    asked = []
+
+    async def watch():
+        def answer(request):
+            asked.append(request.url.host)
+            if len(asked) == 4:
+                scope.cancel()
+            return httpx.Response(503)
+
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+            with anyio.CancelScope() as scope:
+                await watch_down(client, [up, down], 0.0)
+
+    anyio.run(watch)
+    assert asked == ["down"] * 4

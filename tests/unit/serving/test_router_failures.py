@@ -132,12 +132,13 @@ def test_a_dead_decode_engine_is_routed_around_with_the_kv(stage, fake, kv, nobo
     assert scene.decode[1].bodies[0]["kv_transfer_params"] == kv
 
 
-def test_a_decode_engine_that_is_down_is_asked_rather_than_none(stage, fake, nobody, serve_app):
+def test_a_decode_engine_that_is_down_is_asked_rather_than_none(stage, fake, nobody, serve_app, caplog):
     scene = stage([fake()], [nobody], probe_seconds=3600.0)
     assert scene.complete().status_code == 503
     with serve_app(fake().app(), urlsplit(nobody).port):
         assert scene.client.get("/v1/models").status_code == 200
         assert scene.complete().status_code == 200
+    assert f"decode engine {nobody} is up again" in caplog.messages
 
 
 def test_an_engine_that_does_not_answer_a_small_request_is_given_up(stage, fake, monkeypatch):
@@ -193,7 +194,7 @@ def test_a_decode_engines_word_that_the_request_is_wrong_is_the_answer(stage, fa
     assert scene.decode[1].raw == []
 
 
-def test_a_decode_engine_that_dies_in_the_middle_ends_the_stream_with_an_error(stage, fake, kv):
+def test_a_decode_engine_that_dies_in_the_middle_ends_the_stream_with_an_error(stage, fake, kv, caplog):
     scene = stage([fake(hands_over=kv)], [fake(dies_after=2)])
     answer = scene.complete(stream=True)
     *before, last = events(answer)
@@ -201,6 +202,7 @@ def test_a_decode_engine_that_dies_in_the_middle_ends_the_stream_with_an_error(s
     error = json.loads(last.removeprefix(b"data: "))["error"]
     assert error["code"] == "engine_failed"
     assert error.keys() == {"message", "type", "param", "code"}
+    assert any(f"decode engine {scene.decode[0].url} is down" in line for line in caplog.messages)
 
 
 def test_half_an_event_of_an_engine_that_died_is_not_passed_on(stage, fake, kv):
@@ -244,6 +246,43 @@ def test_a_caller_who_leaves_before_the_end_of_the_request_is_not_served():
     endpoint = Endpoint(handler, Ongoing(), Hop(), 1000)
     anyio.run(endpoint, {"method": "POST", "path": "/v1/completions", "headers": []}, receive, send)
     assert served == sent == []
+
+
+START = {"type": "http.response.start", "status": 200, "headers": []}
+PART, END = ({"type": "http.response.body", "body": b"x", "more_body": more} for more in (True, False))
+
+
+@pytest.mark.parametrize(
+    ("sent", "added"),
+    [
+        ((), ["http.response.start", "http.response.body"]),
+        ((START,), ["http.response.body"]),
+        ((START, PART), ["http.response.body"]),
+        ((START, PART, END), []),
+    ],
+    ids=["nothing", "start", "part", "all"],
+)
+def test_an_answer_is_cut_short_only_where_something_is_missing(sent, added):
+    ongoing, messages = Ongoing(), []
+
+    async def handler(call, send):
+        for message in sent:
+            await send(message)
+        ongoing.end()
+
+    requests = iter([{"type": "http.request", "body": b"{}"}])
+
+    async def receive():
+        return next(requests, None) or await anyio.sleep_forever()
+
+    async def send(message):
+        messages.append(message)
+
+    endpoint = Endpoint(handler, ongoing, Hop(), 1000)
+    anyio.run(endpoint, {"method": "POST", "path": "/v1/completions", "headers": []}, receive, send)
+    assert messages[: len(sent)] == list(sent)
+    assert [message["type"] for message in messages[len(sent) :]] == added
+    assert not added or b"router_stopped" in messages[-1]["body"]
 
 
 def test_a_caller_who_leaves_while_the_prompt_is_computed_aborts_that(stage, fake, kv, eventually):

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 
+from kvferry.serving.ports import listen, url_of
 from kvferry.serving.router.upstream import relayed
 
 KV_KEYS = {"do_remote_decode", "do_remote_prefill", "remote_engine_id", "remote_block_ids"}
@@ -119,6 +120,25 @@ def test_names_of_headers_are_relayed_in_lower_case():
     assert relayed([(b"Content-Length", b"1"), (b"X-A", b"B")]) == ((b"x-a", b"B"),)
 
 
+HOP_BY_HOP = [
+    "connection",
+    "keep-alive",
+    "proxy-authenticate",
+    "proxy-authorization",
+    "proxy-connection",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+]
+"""RFC 9110, section 7.6.1."""
+
+
+@pytest.mark.parametrize("name", [*HOP_BY_HOP, "content-length", "date", "expect", "host", "server"])
+def test_no_header_of_one_connection_is_relayed(name):
+    assert relayed([(name.encode(), b"x")]) == ()
+
+
 def test_no_connection_to_an_engine_is_used_twice(pair):
     """An engine may close an idle one just when it is sent a request."""
     for _ in range(3):
@@ -214,6 +234,14 @@ def test_health_says_which_engines_are_up(stage, fake, nobody):
 def test_health_is_503_without_a_decode_engine(stage, fake, nobody):
     health = stage([fake()], [nobody]).client.get("/health")
     assert (health.status_code, health.json()["status"]) == (503, "unavailable")
+
+
+def test_health_says_which_engine_does_not_answer(stage, monkeypatch):
+    monkeypatch.setattr("kvferry.serving.router.probe._HEALTH_SECONDS", 0.2)
+    with listen("127.0.0.1", 0) as silent:
+        health = stage([url_of(silent)], [url_of(silent)]).client.get("/health")
+    assert health.status_code == 503
+    assert health.json()["decode"][0]["reason"] == "/health does not answer in 0.2 s"
 
 
 def test_health_is_degraded_without_a_prefill_engine(stage, fake, nobody):
