@@ -178,9 +178,7 @@ class PackedRead:
             return True
 
     def _begin(self, chunk: _Chunk) -> bool:
-        if self.failure is not None:
-            self._over(chunk)
-        elif self._way.gather < 0:
+        if self._way.gather < 0:
             chunk.state = _State.GATHERED
         elif self._source.is_silent(self._clock()):
             self._go_direct(chunk, "it has not answered lately")
@@ -208,7 +206,6 @@ class PackedRead:
         if state is ReadState.IN_FLIGHT:
             return False
         self._bench.agent.release(chunk.handle)
-        chunk.handle = None
         if state is ReadState.FAILED:
             self._fail(chunk, "the transport failed while reading", peer_lost=True)
         elif chunk.state is _State.READING and chunk.gathered is not None and not chunk.direct:
@@ -269,7 +266,7 @@ class PackedRead:
             if not self._bench.free_words:
                 return False
             chunk.word = self._bench.free_words.pop()
-        if self._way.scatter is not None and chunk.lot is None:
+        if self._way.scatter is not None:
             chunk.lot = self._bench.landing.take(len(chunk.cells), self._way.stride)
             return chunk.lot is not None
         return True
@@ -304,7 +301,7 @@ class PackedRead:
         if gathered and int(self._bench.words[chunk.word]) != self._word(gathered):
             self._fail(chunk, "the source used its staging area for others before it was read")
             return
-        if chunk.lot is not None and not chunk.direct and self.failure is None:
+        if chunk.lot is not None and self.failure is None:
             self._scatter(chunk, chunk.lot)
         self._over(chunk)
 

@@ -159,11 +159,13 @@ def test_a_staged_chunk_is_asked_for_read_checked_and_scattered():
     table.run()
     assert (table.source.asked, table.transport.posted) == ([(3, [1], 0)], [])
     assert table.read.waits_for_source
+    assert not table.read.in_flight
     table.answer()
     table.run()
     assert table.transport.posted == ["images"]
     assert table.indices == [(6, 0)]
     assert not table.read.waits_for_source
+    assert table.read.in_flight
     table.transport.end()
     table.run()
     assert table.transport.posted == ["images", "word"]
@@ -243,6 +245,19 @@ def test_only_so_many_chunks_are_under_way():
     table.run()
     assert len(table.source.asked) == AHEAD + 2
     assert [blocks for _, blocks, _ in table.source.asked] == [[n] for n in range(1, AHEAD + 3)]
+
+
+def test_every_look_takes_chunks_as_far_as_they_get_and_asks_for_more():
+    table = Table(cells=AHEAD + 1, words=8)
+    table.run()
+    table.answer()
+    table.read.advance()
+    assert table.transport.posted == ["images"] * AHEAD
+    table.transport.end()
+    table.read.advance()
+    table.transport.end()
+    table.read.advance()
+    assert len(table.source.asked) == AHEAD + 1
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -393,6 +408,26 @@ def test_a_read_that_fails_in_flight_is_a_failure_and_nothing_is_scattered(gathe
     assert table.read.failure == "the transport failed while reading"
     assert table.read.peer_lost
     assert table.scattered == []
+    assert table.all_given_back()
+
+
+def test_a_peer_that_is_lost_stays_lost_whatever_fails_after_it():
+    table = Table(cells=2)
+    table.transport.word = WORD + 1
+    table.run()
+    table.source.answers[1] = Gathered(1, 6, 71, 9)
+    table.run()
+    table.transport.end()
+    table.run()
+    assert table.transport.posted == ["images", "word"]
+    table.source.answers[2] = Gathered(2, 7, 71, 9)
+    table.run()
+    table.transport.states[3] = ReadState.FAILED
+    table.run()
+    assert table.read.failure == "the transport failed while reading"
+    table.transport.end()
+    table.run()
+    assert table.read.peer_lost
     assert table.all_given_back()
 
 
