@@ -357,6 +357,22 @@ def test_it_is_reclaimed_while_others_speak_without_pause(world):
     pytest.fail("a reader that is gone holds its room for as long as others speak")
 
 
+def test_the_word_of_a_part_of_the_area_that_was_given_often_is_said_in_full(world):
+    generation = 0x81234567
+    world.words.array[LEASES] = INCARNATION << 32 | generation
+    reader = world.reader(world.route(Nest(0, 0, 8)))
+    reader.say(ask(1))
+    found = reader.hear()
+    assert (found.word, found.generation) == (LEASES, generation)
+
+
+def test_it_does_not_look_for_silent_readers_after_every_message(world):
+    world.now += 2.0
+    world.idle()
+    world.idle()  # it looks between two messages
+    assert world.server._swept == world.now
+
+
 def test_done_for_a_chunk_that_nobody_has_changes_nothing(world):
     reader, stranger = world.reader(world.route(Nest(0, 0, 8))), world.reader()
     reader.say(ask(1))
