@@ -155,12 +155,17 @@ async def reset(stage: Stage, trial: Trial, draw: random.Random) -> None:
     salt = stage.salt(draw)
     asked = [asyncio.create_task(stage.through(trial, text, salt)) for text in texts]
     await asyncio.sleep(draw.random() * 0.3)
+    counts = []
     for engine in (stage.prefill, stage.decode):
-        await engine.do("reset_all")
-    trial.injected = "both were reset"
+        asked.append(asyncio.create_task(stage.asked(engine, trial, stage.text(draw), None, salt)))
+        await asyncio.sleep(0)  # the engine takes the request, and both commands, before its next step
+        count, _ = await asyncio.gather(engine.do("under_way"), engine.do("reset_all"))
+        counts.append(count)
+    if all(counts):
+        trial.injected = f"{' and '.join(map(str, counts))} requests were under way when the two were reset"
     await asyncio.gather(*asked)
     mine = stage.name()
     await stage.decode.do("forget_prefixes")
     await stage.decoded(trial, texts[0], None, salt, mine)
     at_hand = [one["at_hand"] for one in await stage.told(mine, "Settled")]
-    trial.detected = f"{len(texts)} answers beside the reset" if trial.answers > len(texts) else str(at_hand)
+    trial.detected = f"{len(asked)} answers beside the reset" if trial.answers > len(asked) else str(at_hand)

@@ -112,6 +112,16 @@ def known(engine: Any, name: str) -> str:
     return ""
 
 
+def named(engine: Any, name: str) -> int:
+    """How many requests of this name are in the scheduler, each under a name of its own there."""
+    return sum(inner.split("-")[0] == name for inner in _scheduler(engine).requests)
+
+
+def under_way(engine: Any) -> int:
+    """How many requests are in the scheduler."""
+    return len(_scheduler(engine).requests)
+
+
 def forget_prefixes(engine: Any) -> int:
     """Forget every cached block that no request uses; return how many there were."""
     pool = _scheduler(engine).kv_cache_manager.block_pool

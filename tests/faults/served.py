@@ -35,7 +35,7 @@ class Served(Engine):
         self.died = ""
         self._numbers = itertools.count()
         self._values: dict[int, asyncio.Future[Any]] = {}
-        self._answers: dict[str, asyncio.Future[Any]] = {}
+        self._answers: dict[str, list[asyncio.Future[Any]]] = {}
         self._expected_to_live = True
         asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._hear)
 
@@ -63,14 +63,19 @@ class Served(Engine):
         salt: str,
         adapter: str | None = None,
     ) -> asyncio.Future[Any]:
-        """Add a request, with the prompt's own adapter if none is named; return what becomes its answer."""
-        found = self._answers[name] = asyncio.get_running_loop().create_future()
+        """Add a request, with the prompt's own adapter if none is named; return what becomes its answer.
+
+        Of requests with one name, the first that ends answers the first that was asked.
+        """
+        found = asyncio.get_running_loop().create_future()
+        self._answers.setdefault(name, []).append(found)
         found.add_done_callback(_nobody_may_care)
         try:
             of = self.adapter_of(text) if adapter is None else adapter
             await self.do("ask", name, text, params, tokens, salt, of)
         except EngineError:
-            del self._answers[name]
+            if found in self._answers.get(name, ()):
+                self._answers[name].remove(found)
             raise
         return found
 
@@ -111,13 +116,23 @@ class Served(Engine):
         if kind == "died":
             self._end(str(value))
             return
-        waiting = (self._answers if kind == "done" else self._values).pop(which, None)
+        waiting = self._asked(which) if kind == "done" else self._values.pop(which, None)
         if waiting is None or waiting.done():
             return
         if kind == "error":
             waiting.set_exception(EngineError(f"{value}\nsee {self.log}"))
         else:
             waiting.set_result(value)
+
+    def _asked(self, name: str) -> asyncio.Future[Any] | None:
+        """Take out the oldest request of a name that has no answer."""
+        asked = self._answers.get(name)
+        if not asked:
+            return None
+        found = asked.pop(0)
+        if not asked:
+            del self._answers[name]
+        return found
 
     def _end(self, why: str) -> None:
         asyncio.get_running_loop().remove_reader(self._pipe.fileno())
@@ -126,7 +141,7 @@ class Served(Engine):
         self._fail(why)
 
     def _fail(self, why: str) -> None:
-        for waiting in (*self._values.values(), *self._answers.values()):
+        for waiting in (*self._values.values(), *itertools.chain(*self._answers.values())):
             if not waiting.done():
                 waiting.set_exception(EngineError(why))
         self._values.clear()

@@ -25,8 +25,6 @@ from kvferry.transport.control_server import Card, ControlServer
 from transport.cards import cards, facts
 
 HOST = "127.0.0.1"
-ONLY_ANSWERS = {"one id for two requests", "caches reset"}
-"""What these do cannot fail, and it shows in nothing but answers, which must be right."""
 GARBAGE = "garbage on the control port"
 
 
@@ -168,7 +166,7 @@ def test_nothing_is_found_where_nothing_happens(
     with says(b"", closes=False) as port:
         trial, verdict = tried(name, tmp_path, port)
     assert trial.answers or not verdict.recovered
-    assert (verdict.injected and verdict.detected) == (name in ONLY_ANSWERS), trial
+    assert not (verdict.injected and verdict.detected), trial
 
 
 @pytest.mark.parametrize(

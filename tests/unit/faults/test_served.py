@@ -63,6 +63,23 @@ def test_a_request_without_an_answer_is_stuck(tmp_path, monkeypatch):
         asyncio.run(wait())
 
 
+def test_each_of_two_requests_with_one_name_has_its_answer(tmp_path):
+    async def ask_twice() -> list[Any]:
+        one, theirs = made(tmp_path / "log")
+        one.adapter_of = lambda _: ""
+        asking = [asyncio.create_task(one.ask("r1", [token], None, 6, "")) for token in (1, 2, 3)]
+        await asyncio.sleep(0)
+        for reply in (("value", 0, None), ("error", 1, "refused"), ("value", 2, None)):
+            theirs.send(reply)
+        first, refused, last = await asyncio.gather(*asking, return_exceptions=True)
+        assert isinstance(refused, EngineError)
+        for answer in ("one", "two", "nobody's"):
+            theirs.send(("done", "r1", answer))
+        return [await one.answer("r1", found) for found in (first, last)]
+
+    assert asyncio.run(ask_twice()) == ["one", "two"]
+
+
 ANSWER = {"tokens": [1, 2], "logprobs": [{1: -0.1, 3: -2.0}, {2: -0.2}], "finish": "length"}
 
 
