@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvferry.doctor.ports import listening
 from support.namespaces import Host
+from support.open_to_others import session
 from support.vllm_engine.inside import distance
 from support.vllm_engine.pair import SOON, Pair, Setup, connector, prompt
 
@@ -25,13 +27,17 @@ def pair(
     secret.write_text("what both hosts know and no one else")
     secret.chmod(0o600)
     options, environments = [], []
-    for host in hosts:
-        settings = {"host": "0.0.0.0", "advertise_host": host.address, "secret_file": str(secret)}
+    everywhere = {"host": "0.0.0.0", "advertise_host": hosts[0].address}
+    for host, place, environment in zip(
+        hosts,
+        (everywhere, {"host": hosts[1].address}),
+        ({"UCX_NET_DEVICES": hosts[0].device}, {}),
+        strict=True,
+    ):
+        settings = {**place, "secret_file": str(secret)}
         settings |= {"handshake_seconds": HANDSHAKE, "load_timeout_seconds": LOAD}
         options.append({"kv_transfer_config": connector(**settings)})
-        environments.append(
-            {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": host.device, "VLLM_HOST_IP": host.address}
-        )
+        environments.append({"UCX_TLS": "tcp,self", "VLLM_HOST_IP": host.address, **environment})
     yield running.pair(
         Setup(
             "gemma3",
@@ -58,6 +64,14 @@ def test_an_answer_over_the_wire_is_a_single_engines(pair: Pair, hosts: tuple[Ho
         assert hosts[1].received_bytes() - before > pages, "the bytes took another way"
         pair.agree(answer, pair.reference([text])[0])
         pair.forget()
+
+
+def test_every_port_of_an_engine_is_on_the_address_that_it_was_given_or_on_loopback(
+    pair: Pair, hosts: tuple[Host, Host]
+) -> None:
+    addresses = [one.address for process in session(pair.decode.pid) for one in listening(process)]
+    assert addresses.count(hosts[1].address) > 2, "both channels and UCX listen"
+    assert set(addresses) <= {hosts[1].address, "127.0.0.1"}
 
 
 def test_a_spoiled_block_changes_the_answer(pair: Pair) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 _PREFIX = "kvferry-test-"
+OTHER_NETWORK = "10.178.0."
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000
 
@@ -64,6 +65,8 @@ class Host:
 def two_hosts() -> Iterator[tuple[Host, Host]]:
     """Two hosts that reach each other and nothing else, gone when the block is left.
 
+    Each has a second network device, of address 10.178.0.1 or 10.178.0.2, that leads nowhere.
+
     Raises:
         NotPermitted: they cannot be made here.
     """
@@ -80,7 +83,9 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
             raise NotPermitted(f"network namespaces cannot be made here: {_said(error)}") from error
         for host in hosts:
             _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", host.device)
-            for device in ("lo", host.device):
+            _ip("-n", host.name, "link", "add", "other", "type", "veth", "peer", "name", "nowhere")
+            _ip("-n", host.name, "address", "add", f"{OTHER_NETWORK}{host.address[-1]}/24", "dev", "other")
+            for device in ("lo", host.device, "other", "nowhere"):
                 _ip("-n", host.name, "link", "set", device, "up")
         yield hosts
     finally:
