@@ -10,6 +10,7 @@ from typing import Any
 
 from faults.kinds import kind
 from faults.stage import LEASE, Stage
+from faults.storage import stored
 from faults.values import Area, Trial
 from kvferry.serving.router.bodies import ASK_FOR_KV
 from support.vllm_engine.process import EngineError
@@ -209,9 +210,8 @@ async def same_id(stage: Stage, trial: Trial, draw: random.Random) -> None:
 )  # fmt: skip
 async def other_salt(stage: Stage, trial: Trial, draw: random.Random) -> None:
     text, salts = stage.text(draw, 200), [stage.salt(draw) for _ in range(2)]
-    await stage.decoded(trial, text, None, salts[0])
-    await stage.decode.until("tiers_are_idle")
-    files = await stage.files_of(text, salts[0])
+    async with stage.storage:
+        files = await stored(stage, trial, text, salts[0])
     trial.injected = f"{len(files)} chunks of another tenant's in the tiers" if files else ""
     name = await stage.decoded(trial, text, None, salts[1])
     if await stage.told(name, "LoadBegan"):
@@ -228,9 +228,8 @@ async def other_salt(stage: Stage, trial: Trial, draw: random.Random) -> None:
 async def other_adapter(stage: Stage, trial: Trial, draw: random.Random) -> None:
     text, salt = stage.text(draw, 200), stage.salt(draw)
     params = await stage.prefilled(text, salt)
-    await stage.decoded(trial, text, None, salt)
-    await stage.decode.until("tiers_are_idle")
-    files = await stage.files_of(text, salt)
+    async with stage.storage:
+        files = await stored(stage, trial, text, salt)
     trial.injected = f"a ticket and {len(files)} chunks of another adapter" if files else ""
     other = stage.references.other_adapter(text)
     name = await stage.decoded(trial, text, params, salt, adapter=other)

@@ -218,6 +218,12 @@ class Stage:
         found: list[str] = await self.decode.do("files_of", text, salt, adapter, namespace)
         return found
 
+    async def tokens_at_hand(self, text: list[int], salt: str, engine: Served | None = None) -> int:
+        """Tokens of a prompt that an engine, by default that for decode, would load from its tiers now."""
+        adapter = self.references.adapter_of(text)
+        found: int = await (engine or self.decode).do("tokens_at_hand", text, salt, adapter)
+        return found
+
     async def failed(self, name: str) -> str:
         """How the loads of a request failed and why sources were refused it; empty if all went well."""
         ends = await self.told(name, "LoadEnded")

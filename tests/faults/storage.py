@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from faults.kinds import kind
+from faults.served import Served
 from faults.stage import DEADLINE, Stage
 from faults.values import Area, Trial
 from kvferry.tiers.outcome import Put
@@ -21,26 +22,25 @@ STORAGE = Area.STORAGE
 LISTED = "the directory had been listed again by then"
 
 
-async def _stored(stage: Stage, trial: Trial, text: list[int], salt: str) -> list[Path]:
+async def stored(stage: Stage, trial: Trial, text: list[int], salt: str) -> list[Path]:
     """Have the decode engine answer a prompt and store it; return the files of its chunks.
 
-    A store is dropped where host memory is full of chunks of others; then the prompt is asked for again.
+    A chunk is not stored where host memory is full of chunks of others. If the others do not suffice for a
+    load, the prompt is asked for again.
     """
-    for _ in range(3):
+    for _ in range(4):
         await stage.decoded(trial, text, None, salt)
-        for _ in range(40):
-            await stage.decode.until("tiers_are_idle")
-            if files := await stage.files_of(text, salt):
-                return [Path(each) for each in files]
-            await asyncio.sleep(0.05)
+        await stage.decode.until("tiers_are_idle")
         await _forgotten(stage)
+        if await stage.tokens_at_hand(text, salt):
+            return [Path(each) for each in await stage.files_of(text, salt)]
     return []
 
 
-async def _forgotten(stage: Stage) -> None:
-    """Leave the decode engine nothing but what is in storage."""
-    await stage.decode.do("forget_prefixes")
-    await stage.decode.do("clear_host")
+async def _forgotten(stage: Stage, engine: Served | None = None) -> None:
+    """Leave an engine, that for decode if none is named, nothing but what is in storage."""
+    await (engine or stage.decode).do("forget_prefixes")
+    await (engine or stage.decode).do("clear_host")
 
 
 def _digest(paths: list[Path]) -> str:
@@ -98,7 +98,7 @@ async def _damaged_alone(
     how: tuple[str, Callable[[Path, random.Random], None]],
 ) -> None:
     (text, salt, mine), (what, damage) = asked, how
-    paths = await _stored(stage, trial, text, salt)
+    paths = await stored(stage, trial, text, salt)
     before = _digest(paths)
     for path in paths:
         damage(path, draw)
@@ -146,7 +146,7 @@ async def swapped(stage: Stage, trial: Trial, draw: random.Random) -> None:
 async def _swapped_alone(stage: Stage, trial: Trial, draw: random.Random) -> None:
     salt, mine = stage.salt(draw), stage.name()
     first, second = draw.sample([one for one in stage.references.texts if len(one) >= 300], 2)
-    mine_files, theirs = await _stored(stage, trial, first, salt), await _stored(stage, trial, second, salt)
+    mine_files, theirs = await stored(stage, trial, first, salt), await stored(stage, trial, second, salt)
     pairs = [(a, b) for a, b in zip(mine_files, theirs, strict=False) if a.stat().st_size == b.stat().st_size]
     before = _digest(mine_files)
     for one, other in pairs:
@@ -174,7 +174,7 @@ async def _swapped_alone(stage: Stage, trial: Trial, draw: random.Random) -> Non
 )
 async def directory_removed(stage: Stage, trial: Trial, draw: random.Random) -> None:
     text, salt, mine = stage.text(draw, 200), stage.salt(draw), stage.name()
-    files = await _stored(stage, trial, text, salt)
+    files = await stored(stage, trial, text, salt)
     namespaces = {path.parents[1] for path in files}
     for folder in namespaces:
         shutil.rmtree(folder, ignore_errors=True)
@@ -187,7 +187,7 @@ async def directory_removed(stage: Stage, trial: Trial, draw: random.Random) -> 
     if not trial.detected and not await stage.told(mine, "LoadBegan"):
         trial.detected = LISTED
     other = stage.salt(draw)
-    if not await _stored(stage, trial, text, other):
+    if not await stored(stage, trial, text, other):
         trial.detected = ""  # it must be usable again
 
 
@@ -244,7 +244,7 @@ async def write_fails(stage: Stage, trial: Trial, draw: random.Random) -> None:
 @kind("disk errors on read", STORAGE, "Reads of chunks fail with EIO.", together=1, share=0.3)
 async def read_fails(stage: Stage, trial: Trial, draw: random.Random) -> None:
     text, salt, mine = stage.text(draw, 200), stage.salt(draw), stage.name()
-    await _stored(stage, trial, text, salt)
+    await stored(stage, trial, text, salt)
     await _forgotten(stage)
     before, misses = await stage.decode.do("disarm", "errno _get"), await stage.decode.do("missed")
     await stage.decode.do("fail_files", "_get", errno.EIO, 1 + draw.randrange(4))
@@ -264,7 +264,7 @@ async def read_fails(stage: Stage, trial: Trial, draw: random.Random) -> None:
 )
 async def reads_hang(stage: Stage, trial: Trial, draw: random.Random) -> None:
     text, salt, mine = stage.text(draw, 200), stage.salt(draw), stage.name()
-    await _stored(stage, trial, text, salt)
+    await stored(stage, trial, text, salt)
     await _forgotten(stage)
     await stage.decode.do("hang_files", "get")
     try:
@@ -300,15 +300,18 @@ async def both_store(stage: Stage, trial: Trial, draw: random.Random) -> None:
     text, salt = stage.text(draw, 200), stage.salt(draw)
     engines = stage.prefill, stage.decode
     async with stage.storage:
-        await asyncio.gather(*(stage.asked(one, trial, text, None, salt) for one in engines))
-        for one in engines:
-            await one.until("tiers_are_idle")
+        for _ in range(4):
+            await asyncio.gather(*(stage.asked(one, trial, text, None, salt) for one in engines))
+            for one in engines:
+                await one.until("tiers_are_idle")
+                await _forgotten(stage, one)
+            if all([await stage.tokens_at_hand(text, salt, one) for one in engines]):
+                break
         files = await stage.files_of(text, salt)
         trial.injected = f"{len(files)} chunks stored by both" if files else ""
         loaded = []
         for one in engines:
-            await one.do("forget_prefixes")
-            await one.do("clear_host")
+            await _forgotten(stage, one)
             name = await stage.asked(one, trial, text, None, salt)
             loaded += [end["outcome"] for end in await stage.told(name, "LoadEnded", one)]
     trial.detected = "each engine loaded them" if loaded == ["ready", "ready"] else ""
@@ -317,7 +320,7 @@ async def both_store(stage: Stage, trial: Trial, draw: random.Random) -> None:
 @kind("copies fail", STORAGE, "Copies between blocks and host memory fail.", together=1, share=0.3)
 async def copies_fail(stage: Stage, trial: Trial, draw: random.Random) -> None:
     text, salt, mine = stage.text(draw, 200), stage.salt(draw), stage.name()
-    await _stored(stage, trial, text, salt)
+    await stored(stage, trial, text, salt)
     await stage.decode.do("forget_prefixes")
     before = await stage.decode.do("disarm", "copy")
     await stage.decode.do("fail_copies", 1)

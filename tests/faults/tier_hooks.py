@@ -17,21 +17,37 @@ from support.vllm_engine.tiers_inside import half
 
 def files_of(engine: Any, text: list[int], salt: str, adapter: str = "", namespace: str = "") -> list[str]:
     """Paths of the chunks of a prompt that are in the file tier, in the engine's namespace or this one."""
+    store, chunks = _store(engine), _chunks_of(engine, text, salt, adapter)
+    of = bytes.fromhex(namespace) if namespace else store._namespace
+    paths = (chunk_path(store._root, of, key) for key in chunks.every(len(text)))
+    return [path for path in paths if Path(path).exists()]
+
+
+def tokens_at_hand(engine: Any, text: list[int], salt: str, adapter: str = "") -> int:
+    """Tokens of a prompt that the tiers would offer now to an engine that has none of them."""
+    tiering = half(engine)._tiering
+    return (
+        _chunks_of(engine, text, salt, adapter)
+        .look_up(
+            len(text), 0, tiering._cache.reading.places, in_full=tiering.source._keeps_windows(len(text))
+        )
+        .tokens
+    )
+
+
+def _chunks_of(engine: Any, text: list[int], salt: str, adapter: str) -> Any:
     from types import SimpleNamespace
 
     from kvferry.cache.prompt_chunks import PromptChunks
     from kvferry.engines.vllm.prompts import keys_of
     from support.vllm_engine.inside import lora_of
 
-    prompts, store = half(engine)._tiering._prompts, _store(engine)
+    prompts = half(engine)._tiering._prompts
     request = SimpleNamespace(
         prompt_token_ids=text, mm_features=(), lora_request=lora_of(adapter), cache_salt=salt
     )
     keys = keys_of(request, text, prompts._canonical.chunk_tokens, prompts._adapters, prompts._epoch)
-    chunks = PromptChunks(prompts._canonical.groups, keys)
-    of = bytes.fromhex(namespace) if namespace else store._namespace
-    paths = (chunk_path(store._root, of, key) for key in chunks.every(len(text)))
-    return [path for path in paths if Path(path).exists()]
+    return PromptChunks(prompts._canonical.groups, keys)
 
 
 def tiers_are_idle(engine: Any) -> bool:
