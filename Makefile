@@ -12,7 +12,7 @@ PYTHON := $(VENV)/bin/python
 ENGINE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 # Processes that run unit tests.
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
-# Options of `make demo`: MODEL=path-or-id, ARGS="--prompts 3 ...".
+# Options of `make demo`: MODEL=path-or-id, ARGS="--prompts 3 ...". ARGS also holds the command of `make bench`.
 MODEL ?=
 ARGS ?=
 # Of `make faults` and `make soak`.
@@ -91,12 +91,15 @@ faults: $(VENV)/.dev ## inject FAULTS= faults drawn from SEED= into running engi
 soak: $(VENV)/.dev ## serve mixed traffic for SECONDS_OF_SOAK= and check every answer; writes docs/reliability.md
 	PYTHONPATH=tests $(PYTHON) -m faults.soak --seconds '$(SECONDS_OF_SOAK)' --seed '$(SEED)' --report docs/reliability.md
 
-.PHONY: fuzz flood
+.PHONY: fuzz flood bench
 fuzz: $(VENV)/.dev ## odd messages to both channels for long (KVFERRY_FUZZ_SECONDS=, KVFERRY_FUZZ_SEED=)
 	KVFERRY_FUZZ_SECONDS=$${KVFERRY_FUZZ_SECONDS:-120} $(PYTHON) -m pytest -s tests/fuzz
 
 flood: $(VENV)/.dev ## floods of both channels: memory, threads, descriptors, log, and how an honest peer is served
 	$(PYTHON) tests/fuzz/flood.py
+
+bench: $(VENV)/.dev ## benchmarks of kvferry's own design (ARGS="layout --help")
+	$(PYTHON) -m benchmarks $(ARGS)
 
 ##@ Build
 .PHONY: wheel clean
@@ -105,7 +108,7 @@ wheel: $(VENV)/.dev ## build dist/kvferry-*.whl
 
 clean: ## remove builds and the caches of the tools; .venv stays
 	rm -rf dist build .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
-	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src benchmarks tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .PHONY: help
 help: ## list the targets

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.bench.object_server import BUCKET
+from benchmarks.object_server import BUCKET
 from support.object_server import s3
 from support.vllm_engine.inside import distance
 from support.vllm_engine.pair import prompt

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from kvferry.bench.object_server import ObjectServer, object_server
+from benchmarks.object_server import ObjectServer, object_server
 
 Answer = bytes | Callable[[bytes], bytes]
 

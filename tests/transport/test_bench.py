@@ -14,15 +14,17 @@ from pathlib import Path
 import pytest
 import typer
 
-from kvferry.bench import calibrate_report, layout, layout_report, report, safety, safety_report
-from kvferry.bench.calibrate import Job as CalibrateJob, calibrate
-from kvferry.bench.cells import WAYS
+from benchmarks.layout import measure as layout, report as layout_report
+from benchmarks.layout.cells import WAYS
+from benchmarks.safety import measure as safety, report as safety_report
+from benchmarks.safety.cost import SafetyJob
+from kvferry.bench import calibrate_report, report
+from kvferry.bench.calibrate import CalibrationJob, calibrate
 from kvferry.bench.engines import Engine, engine, read_geometry
 from kvferry.bench.link import Producer
 from kvferry.bench.movers import Ferry
 from kvferry.bench.reader import Reader
-from kvferry.bench.safety_cost import Job as SafetyJob
-from kvferry.bench.transfer import Job, machine, measure
+from kvferry.bench.transfer import TransferJob, machine, measure
 from kvferry.cli.bench import register
 from kvferry.errors import TransferError
 from kvferry.plan.side import Side
@@ -55,7 +57,12 @@ def reader():
 
 
 def test_everything_is_measured_once_through() -> None:
-    measured = measure(Job(TINY, Side(), TOKENS, "scattered", 7, planned_tokens=4096), _quiet)
+    measured = measure(
+        TransferJob(
+            reading=TINY, side=Side(), tokens=TOKENS, order="scattered", repeats=7, planned_tokens=4096
+        ),
+        _quiet,
+    )
     loaded = json.loads(json.dumps(report.as_json(measured)))
     assert loaded["comparison"]["ferry"]["bytes"] == BLOCKS * BLOCK_BYTES
     assert [series["bytes"] for series in loaded["comparison"]["others"]][1:] == [BLOCKS * BLOCK_BYTES] * 2
@@ -108,7 +115,9 @@ def test_a_producer_that_dies_is_one_sentence(reader: Reader) -> None:
 )
 def test_layouts_are_compared_in_every_way(model: str, fewer: dict[str, int]) -> None:
     changes = {"num_hidden_layers": 8, **fewer}
-    job = layout.Job(("LBNHC", "BHLNC"), ((2, 1), (1, 2)), 7, 320, planned_tokens=2048)
+    job = layout.LayoutJob(
+        layouts=("LBNHC", "BHLNC"), parallel=((2, 1), (1, 2)), repeats=7, tokens=320, planned_tokens=2048
+    )
     table = layout.measure(job, read_geometry(model, changes), _quiet)
     left_out = [cell for cell, _ in table.left_out]
     hybrid = model.startswith("Qwen")
@@ -129,7 +138,12 @@ def test_a_pinned_strategy_is_what_moves(reader: Reader) -> None:
 
 
 def test_encryption_is_measured_beside_the_same_talk_without() -> None:
-    job = SafetyJob(("curve",), read_geometry("Llama-3.1-8B", {"num_hidden_layers": 2}), 512, 7)
+    job = SafetyJob(
+        parts=("curve",),
+        reading=read_geometry("Llama-3.1-8B", {"num_hidden_layers": 2}),
+        tokens=512,
+        repeats=7,
+    )
     measured = safety.measure(job, _quiet)
     trip, connecting, direct, staged = measured.costs
     assert (trip.target, connecting.target, direct.target, staged.target) == (None, None, 0.02, 0.02)
@@ -158,7 +172,15 @@ def test_costs_are_fitted_and_nothing_is_written(tmp_path: Path, monkeypatch, ca
 
 
 def test_costs_are_written_where_they_are_wanted(tmp_path: Path) -> None:
-    small = CalibrateJob(7, None, (1 << 12, 1 << 16), 1 << 20, 64, (1024,), (1 << 14,), 1 << 18)
+    small = CalibrationJob(
+        repeats=7,
+        read_sizes=(1 << 12, 1 << 16),
+        read_bytes=1 << 20,
+        read_descriptors=64,
+        runs=(1024,),
+        cells=(1 << 14,),
+        copy_bytes=1 << 18,
+    )
     found = calibrate(small, _quiet)
     facts = calibrate_report.facts(machine(), found)
     write_costs(tmp_path / "costs.json", found.costs, "now", facts)

@@ -42,8 +42,8 @@ _SMALL_RUN, _LARGE_RUN = 64, 2048
 _LANE_RUNS = 2 << 10, 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationJob:
     """What is measured.
 
     Attributes:
@@ -83,7 +83,7 @@ class Calibrated:
     ask: Spread
 
 
-def calibrate(job: Job, progress: Callable[[str], None]) -> Calibrated:
+def calibrate(job: CalibrationJob, progress: Callable[[str], None]) -> Calibrated:
     """Measure and fit.
 
     Raises:
@@ -125,7 +125,7 @@ def _plain() -> ModelReading:
     return read_geometry("Llama-3.1-8B", {"num_hidden_layers": 8})
 
 
-def _reads(job: Job, raw: RawReads, room: int) -> Fit:
+def _reads(job: CalibrationJob, raw: RawReads, room: int) -> Fit:
     lists = []
     for size in job.read_sizes:
         count = min(job.read_descriptors, min(job.read_bytes, room) // size)
@@ -136,7 +136,7 @@ def _reads(job: Job, raw: RawReads, room: int) -> Fit:
     return fit(work, seconds)
 
 
-def _lanes_gain(job: Job, reader: Reader, alone: RawReads, run: int, room: int) -> float:
+def _lanes_gain(job: CalibrationJob, reader: Reader, alone: RawReads, run: int, room: int) -> float:
     """How many times as fast as one lane as many as a worker has read: the same bytes, shared out."""
     lanes, size = TransferSettings().lanes, min(room, run * job.read_descriptors)
     with ExitStack() as stack:
@@ -155,7 +155,7 @@ def _lanes_gain(job: Job, reader: Reader, alone: RawReads, run: int, room: int) 
     return float(np.clip(np.median(one / all_of_them), 1, lanes))
 
 
-def _copies(job: Job) -> Fit:
+def _copies(job: CalibrationJob) -> Fit:
     copies = [
         copy
         for run in job.runs
@@ -252,7 +252,7 @@ class _Asking:
         return seconds
 
 
-def _overlap(job: Job, asking: _Asking, raw: RawReads, size: int) -> float:
+def _overlap(job: CalibrationJob, asking: _Asking, raw: RawReads, size: int) -> float:
     """Share of the shorter of gathering and reading that is hidden when both are done at once."""
     lists = raw.large(size)
     timed: list[Callable[[], float]] = [

@@ -12,7 +12,7 @@ from rich.table import Table
 from kvferry.bench.peers import Readiness
 from kvferry.bench.rounds import Comparison, Series
 from kvferry.bench.stats import Spread
-from kvferry.bench.transfer import Measured
+from kvferry.bench.transfer import MeasuredTransfer
 from kvferry.plan.units import size
 
 SAME_DESCRIPTORS = 1
@@ -22,7 +22,7 @@ TARGET_PLANNING_SECONDS = 5e-3
 TARGET_READY_SECONDS = 0.2
 
 
-def show(measured: Measured, console: Console) -> None:
+def show(measured: MeasuredTransfer, console: Console) -> None:
     """Print it; fits 80 columns."""
     _show_job(measured, console)
     _show_comparison(measured.comparison, console)
@@ -30,7 +30,7 @@ def show(measured: Measured, console: Console) -> None:
     _show_hooks(measured, console)
 
 
-def as_json(measured: Measured) -> dict[str, Any]:
+def as_json(measured: MeasuredTransfer) -> dict[str, Any]:
     """Everything, in seconds and bytes, with what is derived beside it."""
     comparison, job = measured.comparison, measured.job
     whole = {
@@ -52,7 +52,7 @@ def as_json(measured: Measured) -> dict[str, Any]:
     return whole
 
 
-def _show_job(measured: Measured, console: Console) -> None:
+def _show_job(measured: MeasuredTransfer, console: Console) -> None:
     job, machine, pages = measured.job, measured.machine, measured.blocks * measured.layers
     console.print(
         f"[bold]{job.reading.cache.name}[/]: {job.tokens:,} tokens in {measured.blocks:,} {job.order} blocks "
@@ -89,7 +89,7 @@ def _show_comparison(comparison: Comparison, console: Console) -> None:
     )
 
 
-def _show_planning(measured: Measured, console: Console) -> None:
+def _show_planning(measured: MeasuredTransfer, console: Console) -> None:
     plan = measured.planning
     console.print(
         f"[bold]Planning[/] {plan.tokens:,} tokens, {plan.pages:,} pages, both sides scattered",
@@ -126,7 +126,7 @@ def _show_readiness(found: Sequence[Readiness], console: Console) -> None:
     console.print(table)
 
 
-def _show_hooks(measured: Measured, console: Console) -> None:
+def _show_hooks(measured: MeasuredTransfer, console: Console) -> None:
     times = measured.hooks
     console.print(
         f"\n[bold]Inside hooks[/] per step, {times.in_flight} requests of {times.tokens:,} tokens under way, "

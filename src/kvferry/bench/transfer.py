@@ -20,8 +20,8 @@ MIN_REPEATS = 7
 PLANNED_TOKENS = 131_072
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferJob:
     """What is measured.
 
     Attributes:
@@ -58,8 +58,8 @@ class Machine:
     transports: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredTransfer:
     """All results of a job.
 
     Attributes:
@@ -71,7 +71,7 @@ class Measured:
         readiness: what getting ready for peers of other block sizes takes, of some hybrids.
     """
 
-    job: Job
+    job: TransferJob
     blocks: int
     layers: int
     page_bytes: int
@@ -83,7 +83,7 @@ class Measured:
     readiness: tuple[peers.Readiness, ...]
 
 
-def measure(job: Job, progress: Callable[[str], None]) -> Measured:
+def measure(job: TransferJob, progress: Callable[[str], None]) -> MeasuredTransfer:
     """Do a job; sets UCX_TLS in this process if the job says so.
 
     Raises:
@@ -108,10 +108,18 @@ def measure(job: Job, progress: Callable[[str], None]) -> Measured:
     making = planning.making(job.reading, job.planned_tokens, job.repeats, settings)
     readiness = peers.measure(job.repeats)
     (group,) = lay_out(dst.model, dst.shape)[0].groups
-    return Measured(
-        job, dst.blocks, len(group.layers), group.layers[0].page.page_bytes, machine(),
-        comparison, hook_times, planned, making, readiness,
-    )  # fmt: skip
+    return MeasuredTransfer(
+        job=job,
+        blocks=dst.blocks,
+        layers=len(group.layers),
+        page_bytes=group.layers[0].page.page_bytes,
+        machine=machine(),
+        comparison=comparison,
+        hooks=hook_times,
+        planning=planned,
+        making=making,
+        readiness=readiness,
+    )
 
 
 def machine() -> Machine:

@@ -65,10 +65,15 @@ def _options(
 
 
 def main() -> None:
-    """Run a command; what kvferry raises becomes one sentence and an exit code."""
+    """Run the command line that `sys.argv` holds, and end the process."""
+    run(app)
+
+
+def run(commands: typer.Typer) -> None:
+    """Run one of some commands; an error of kvferry's becomes one sentence and an exit code."""
     with whole_output():
         try:
-            app()
+            commands()
         except ConfigError as error:
             _end(error, _USAGE)
         except KVFerryError as error:

@@ -15,35 +15,41 @@ from kvferry.bench.peers import Readiness
 from kvferry.bench.planning import Arithmetic
 from kvferry.bench.rounds import Comparison, Series
 from kvferry.bench.stats import Spread
-from kvferry.bench.transfer import Job, Machine, Measured
+from kvferry.bench.transfer import Machine, MeasuredTransfer, TransferJob
 from kvferry.plan.side import Side
 
 
-def _measured(ferry_seconds: tuple[float, ...], planning_ms: float = 1.0, ready_ms: float = 30.0) -> Measured:
+def _measured(
+    ferry_seconds: tuple[float, ...], planning_ms: float = 1.0, ready_ms: float = 30.0
+) -> MeasuredTransfer:
     size = 512 << 20
     raw = tuple(
         Series(name, size, (0.1, 0.1, 0.1))
         for name in ("(a) raw NIXL, 2 MiB descriptors", "(b) raw NIXL, same descriptors", "(c) memcpy")
     )
     wide = Spread(planning_ms / 1e3, 108.53e-3, 1162.35e-3)
-    return Measured(
-        Job(read_geometry("Llama-3.1-8B"), Side(), 4096, "scattered", 9),
-        256,
-        32,
-        64 << 10,
-        Machine(128, "Some Long-named Processor 9654P 96-Core @ 3.70GHz", "rc,cuda_copy,cuda_ipc,sm,self"),
-        Comparison(Series("kvferry", size, ferry_seconds), raw, (1e-3, 0.1, 1e-3, 1e-3)),
-        HookTimes(1500, 40, 4, 1024, 3e-6, 4e-5, 0.048),
-        Arithmetic(131_072, 262_144, ("direct",), wide, wide, wide, wide),
-        wide,
-        tuple(
+    return MeasuredTransfer(
+        job=TransferJob(
+            reading=read_geometry("Llama-3.1-8B"), side=Side(), tokens=4096, order="scattered", repeats=9
+        ),
+        blocks=256,
+        layers=32,
+        page_bytes=64 << 10,
+        machine=Machine(
+            128, "Some Long-named Processor 9654P 96-Core @ 3.70GHz", "rc,cuda_copy,cuda_ipc,sm,self"
+        ),
+        comparison=Comparison(Series("kvferry", size, ferry_seconds), raw, (1e-3, 0.1, 1e-3, 1e-3)),
+        hooks=HookTimes(1500, 40, 4, 1024, 3e-6, 4e-5, 0.048),
+        planning=Arithmetic(131_072, 262_144, ("direct",), wide, wide, wide, wide),
+        making=wide,
+        readiness=tuple(
             Readiness(name, (4, 16), (12_345, 6_789), 1_234_567, Spread(ready_ms / 1e3, 1e-3, ready_ms / 1e3))
             for name in ("Nemotron-3-Nano-30B-A3B", "Kimi-K3")
         ),
     )
 
 
-def _shown(measured: Measured) -> str:
+def _shown(measured: MeasuredTransfer) -> str:
     out = io.StringIO()
     report.show(measured, Console(file=out, width=80, highlight=False))
     return out.getvalue()

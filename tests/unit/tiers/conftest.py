@@ -5,7 +5,7 @@ from itertools import count
 
 import pytest
 
-from kvferry.bench.object_server import BUCKET
+from benchmarks.object_server import BUCKET
 from kvferry.tiers.objects.client import Bucket
 from support.object_server import Server, s3
 from support.stores import Clock, open_store

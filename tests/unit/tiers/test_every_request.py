@@ -13,7 +13,7 @@ from itertools import count
 
 import pytest
 
-from kvferry.bench.object_server import BUCKET
+from benchmarks.object_server import BUCKET
 from kvferry.tiers.object_store import ObjectStore
 from kvferry.tiers.objects.client import Bucket
 from kvferry.tiers.outcome import Get, Put

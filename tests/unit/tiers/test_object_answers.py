@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from kvferry.bench.object_server import BUCKET
+from benchmarks.object_server import BUCKET
 from kvferry.tiers.direct_io import whole_pages
 from kvferry.tiers.format import Chunk
 from kvferry.tiers.objects.faults import Fault

@@ -1,0 +1,28 @@
+"""The commands of `python -m benchmarks`."""
+
+from __future__ import annotations
+
+import typer
+
+from benchmarks.choice.command import choice
+from benchmarks.layout.command import layout
+from benchmarks.offload.command import offload
+from benchmarks.redeem.command import redeem
+from benchmarks.safety.command import safety
+from kvferry.cli.main import run
+from kvferry.cli.printed import check_output
+
+app = typer.Typer(
+    name="python -m benchmarks",
+    help="Measure kvferry's own design: layouts, protections, tiers and policies.",
+    no_args_is_help=True,
+    add_completion=False,
+    callback=check_output,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+for _command in (layout, offload, choice, safety, redeem):
+    app.command()(_command)
+
+if __name__ == "__main__":
+    run(app)

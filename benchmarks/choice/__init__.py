@@ -1,0 +1,1 @@
+"""Policies for choosing a source, compared on a replayed workload."""

@@ -1,0 +1,1 @@
+"""Layouts, parallel sizes and strategies, compared."""

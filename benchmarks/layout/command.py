@@ -1,0 +1,87 @@
+"""`python -m benchmarks layout`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvferry.cli.bench_options import REPEATS_HELP, parse_layouts, progress_line
+from kvferry.cli.options import write
+from kvferry.errors import ConfigError
+
+_MODELS = "Llama-3.1-8B,Qwen3-0.6B,Qwen3-Next-80B-A3B"
+
+
+def layout(
+    geometry: Annotated[
+        str,
+        typer.Option(
+            help="Models whose KV cache to move, as `kvferry plan` takes them, separated by commas."
+        ),
+    ] = _MODELS,
+    layouts: Annotated[
+        str, typer.Option(help="Orders of the axes in memory, the same on both sides.")
+    ] = "LBNHC,LBHNC,BLHNC,BHLNC",
+    parallel: Annotated[
+        str, typer.Option(help="Tensor-parallel ranks of the producer, and of the reader.")
+    ] = "1:1,2:1,1:2,4:2",
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the request; by default as many as fill 128 MiB.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=7, help=REPEATS_HELP)] = 9,
+    transports: Annotated[
+        str | None, typer.Option(help="UCX_TLS for both processes, e.g. tcp,self; by default unchanged.")
+    ] = None,
+    lanes: Annotated[int, typer.Option(min=1, max=16, help="Reading threads.")] = 2,
+    plot: Annotated[Path | None, typer.Option(help="SVG file to write with a plot of the table.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON: all rounds, in seconds and bytes.")
+    ] = False,
+) -> None:
+    """Compare memory layouts, parallel sizes and strategies.
+
+    A request with scattered blocks moves, over NIXL between two processes, from an engine to one rank of
+    another: direct, over-read, staged, and as the planner chooses. Speeds are multiples of raw NIXL's at
+    2 MiB in the same round.
+    """
+    from rich.console import Console
+
+    from benchmarks.layout import report
+    from benchmarks.layout.measure import LayoutJob, measure
+    from benchmarks.layout.plot import picture
+    from kvferry.bench.engines import read_geometry
+    from kvferry.bench.transfer import machine
+
+    if plot is not None and plot.suffix != ".svg":
+        raise ConfigError(f"--plot {plot} is not an .svg file, which is the only kind that is written")
+    readings = [read_geometry(name) for name in geometry.split(",")]
+    job = LayoutJob(
+        layouts=parse_layouts(layouts),
+        parallel=_parse_parallel(parallel),
+        repeats=repeats,
+        tokens=tokens,
+        transports=transports,
+        lanes=lanes,
+    )
+    with progress_line() as progress:
+        tables = [measure(job, reading, progress) for reading in readings]
+    if plot is not None:
+        write(plot, picture(tables))
+    if as_json:
+        print(json.dumps(report.as_json(tables, machine())))
+    else:
+        report.show(tables, machine(), repeats, Console(highlight=False))
+
+
+def _parse_parallel(text: str) -> tuple[tuple[int, int], ...]:
+    """Split pairs such as ``2:1`` at commas: ranks of the producer, ranks of the reader."""
+    found = []
+    for pair in text.split(","):
+        numbers = pair.split(":")
+        if len(numbers) != 2 or not all(number.isdecimal() and int(number) for number in numbers):
+            raise ConfigError(f"--parallel {pair} is not two numbers of ranks, like 2:1")
+        found.append((int(numbers[0]), int(numbers[1])))
+    return tuple(found)

@@ -1,0 +1,205 @@
+"""`benchmarks layout`: what memory layout, tensor parallelism and strategy make of a transfer.
+
+One process holds engines of every layout and size, all ranks of each; the other reads as one rank of engines
+of every layout and size. All are up at once, so that a round can move every cell in every way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from math import lcm
+
+import numpy as np
+
+from benchmarks.layout.cells import CHOSEN, WAYS, Cell, Row, Table, runs_of
+from kvferry.bench import planning
+from kvferry.bench.engines import Engine, engine, span_of
+from kvferry.bench.link import Producer, use_transports
+from kvferry.bench.movers import Ferry, Mover, RawNixl
+from kvferry.bench.raw import RawReads
+from kvferry.bench.reader import Reader
+from kvferry.bench.rounds import Series, run_rounds
+from kvferry.errors import ConfigError, GeometryError
+from kvferry.geometry import GroupKind
+from kvferry.geometry.models import ModelReading
+from kvferry.plan.side import Side, block_tokens
+from kvferry.planning.select import needed
+from kvferry.planning.strategy import Strategy
+from kvferry.transport.costs import costs_of
+from kvferry.transport.settings import TransferSettings
+
+LAYOUTS = ("LBNHC", "LBHNC", "BLHNC", "BHLNC")
+PARALLEL = ((1, 1), (2, 1), (1, 2), (4, 2))
+MOVED_BYTES = 128 << 20
+PLANNED_TOKENS = 131_072
+RAW_EVERY = 8
+"""Moves in a round for each of raw NIXL's."""
+_POLL_SECONDS = 2e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutJob:
+    """What is measured.
+
+    Attributes:
+        layouts, parallel: rows and columns of cells: layouts, and ranks of both sides.
+        repeats: rounds.
+        tokens: of the request; None for about `MOVED_BYTES` on one rank.
+        transports: value of UCX_TLS, None to leave it as it is.
+        lanes: threads that read.
+        planned_tokens: of the request that is planned.
+    """
+
+    layouts: tuple[str, ...] = LAYOUTS
+    parallel: tuple[tuple[int, int], ...] = PARALLEL
+    repeats: int = 9
+    tokens: int | None = None
+    transports: str | None = None
+    lanes: int = 2
+    planned_tokens: int = PLANNED_TOKENS
+
+
+def measure(job: LayoutJob, reading: ModelReading, progress: Callable[[str], None]) -> Table:
+    """Move one request of a model in every cell and way.
+
+    Raises:
+        ConfigError: no cell can be, or memory or NIXL cannot be had.
+        TransferError: the other process died, or other bytes arrived than were asked for.
+    """
+    settings = use_transports(job.transports)
+    tokens = moved_tokens(job, reading)
+    found = _Engines.of(job, reading, tokens)
+    transfer = TransferSettings(costs=costs_of(), lanes=job.lanes)
+    with ExitStack() as stack:
+        progress(f"{reading.cache.name}: starting the producer process")
+        producer = stack.enter_context(Producer(list(found.sources.values()), settings))
+        peers = {key: number for number, key in enumerate(found.sources)}
+        readers: dict[tuple[str, int], Reader] = {}
+        for key, dst in found.destinations.items():
+            read = [peers[c.layout, c.src_tp] for c in found.cells if (c.layout, c.dst_tp) == key]
+            readers[key] = stack.enter_context(Reader(dst, producer, read, settings=transfer))
+        ferries = {
+            (cell, way): Ferry(
+                f"{cell} {way}", readers[cell.layout, cell.dst_tp], found.sources[cell.layout, cell.src_tp],
+                peers[cell.layout, cell.src_tp], None if way == CHOSEN else Strategy(way), _POLL_SECONDS,
+            )
+            for cell in found.cells
+            for way in WAYS
+        }  # fmt: skip
+        largest = max(readers.values(), key=lambda reader: reader.bytes)
+        raw = stack.enter_context(closing(RawReads(largest, next(iter(largest.cards)))))
+        lists = raw.large(largest.cache.buffer.nbytes)
+        raws = [RawNixl("raw NIXL", raw, lists) for _ in range(-(-len(ferries) // RAW_EVERY))]
+        movers: list[Mover] = [*ferries.values(), *raws]
+        times = run_rounds(movers, job.repeats, lambda said: progress(f"{reading.cache.name}: {said}"))
+    speed = [lists.bytes / float(np.median(s)) / 1e9 for s in zip(*times[len(ferries) :], strict=True)]
+    series = {
+        key: Series(ferry.name, ferry.bytes, tuple(seconds))
+        for (key, ferry), seconds in zip(ferries.items(), times, strict=False)
+    }
+    progress(f"{reading.cache.name}: planning {job.planned_tokens:,} tokens")
+    rows = [
+        _row(job, reading, cell, found, {w: series[cell, w] for w in WAYS}, ferries[cell, CHOSEN], speed)
+        for cell in found.cells
+    ]
+    return Table(reading.cache.name, tokens, tuple(speed), tuple(rows), tuple(found.left_out))
+
+
+def moved_tokens(job: LayoutJob, reading: ModelReading) -> int:
+    """Tokens of the request, in whole blocks of every engine."""
+    step = lcm(*(_block_tokens(reading, tp) for tp in {tp for pair in job.parallel for tp in pair}))
+    if job.tokens is not None:
+        return -(-job.tokens // step) * step
+    tokens = step
+    while _bytes(reading, tokens + step) <= MOVED_BYTES:
+        tokens += step
+    return tokens
+
+
+def _block_tokens(reading: ModelReading, tp: int) -> int:
+    """Of an engine of so many ranks; 1 if there can be none, which is said where it is made."""
+    try:
+        return block_tokens(reading, Side(tp=tp))[0]
+    except GeometryError:
+        return 1
+
+
+def _bytes(reading: ModelReading, tokens: int) -> int:
+    """What a request comes to, over all ranks."""
+    total = 0
+    for store in reading.cache.layers:
+        low, high = needed(store.kind, store.reach, span_of(tokens))
+        total += store.whole_bytes * (1 if store.kind is GroupKind.STATE else high - low)
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class _Engines:
+    """Everything that is set up.
+
+    Attributes:
+        sources, destinations: by layout and ranks.
+        cells: that can be.
+        left_out: cells that cannot, and why.
+    """
+
+    sources: dict[tuple[str, int], Engine] = field(default_factory=dict)
+    destinations: dict[tuple[str, int], Engine] = field(default_factory=dict)
+    cells: list[Cell] = field(default_factory=list)
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+
+    @staticmethod
+    def of(job: LayoutJob, reading: ModelReading, tokens: int) -> _Engines:
+        found = _Engines()
+        for layout in job.layouts:
+            for pair in job.parallel:
+                found.add(Cell(layout, *pair), reading, tokens)
+        if not found.cells:
+            raise ConfigError("; ".join(f"{cell}: {why}" for cell, why in found.left_out))
+        return found
+
+    def add(self, cell: Cell, reading: ModelReading, tokens: int) -> None:
+        try:
+            src, dst = pair_of(cell, reading, tokens)
+        except GeometryError as error:
+            self.left_out.append((str(cell), str(error)))
+            return
+        self.sources.setdefault((cell.layout, cell.src_tp), src)
+        self.destinations.setdefault((cell.layout, cell.dst_tp), dst)
+        self.cells.append(cell)
+
+
+def pair_of(cell: Cell, reading: ModelReading, tokens: int) -> tuple[Engine, Engine]:
+    """Both engines of a cell.
+
+    Raises:
+        GeometryError: one of them cannot be; says why.
+    """
+    src, dst = (
+        engine(f"{cell.layout}/{tp}", reading, Side(tp=tp, layout=cell.layout), tokens, "scattered", seed)
+        for seed, tp in ((1, cell.src_tp), (2, cell.dst_tp))
+    )
+    return src, dst
+
+
+def _row(
+    job: LayoutJob,
+    reading: ModelReading,
+    cell: Cell,
+    found: _Engines,
+    ways: dict[str, Series],
+    chosen: Ferry,
+    speed: Sequence[float],
+) -> Row:
+    src, dst = found.sources[cell.layout, cell.src_tp], found.destinations[cell.layout, cell.dst_tp]
+    ratios = {
+        way: tuple(s.bytes / t / 1e9 / raw for t, raw in zip(s.seconds, speed, strict=True))
+        for way, s in ways.items()
+    }
+    step = lcm(src.shape.block_tokens, dst.shape.block_tokens)
+    long = pair_of(cell, reading, -(-job.planned_tokens // step) * step)
+    planned = planning.measure(*long, max(5, np.size(speed)), lanes=job.lanes)
+    strategy = "+".join(dict.fromkeys(s for s in chosen.strategies if s))
+    return Row(cell, runs_of(src, dst), strategy, ways, ratios, planned)

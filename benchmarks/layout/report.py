@@ -1,0 +1,105 @@
+"""The table of layouts, for people and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table as Grid
+
+from benchmarks.layout.cells import CHOSEN, Row, Table
+from benchmarks.layout.verdicts import verdicts
+from kvferry.bench.stats import Spread
+from kvferry.bench.transfer import Machine
+from kvferry.plan.units import size
+from kvferry.planning.strategy import Strategy
+
+
+def show(tables: Sequence[Table], machine: Machine, repeats: int, console: Console) -> None:
+    """Print it; fits 80 columns."""
+    transports = "not set" if machine.transports is None else machine.transports
+    console.print(
+        f"{machine.cores} cores, {machine.cpu}, UCX_TLS {transports}; two processes; median of {repeats} "
+        "interleaved rounds; scattered blocks; by: direct, over-read, staged",
+        highlight=False,
+    )
+    for table in tables:
+        _show_table(table, console)
+    console.print()
+    for verdict in verdicts(tables):
+        said = "[green]reached[/]" if verdict.reached else f"[red]missed by {len(verdict.missed)}[/]"
+        console.print(f"{verdict.target}: {said} of {verdict.cells}", highlight=False)
+        for missed in verdict.missed:
+            console.print(f"  {missed}", highlight=False)
+
+
+def as_json(tables: Sequence[Table], machine: Machine) -> dict[str, Any]:
+    """Everything, in seconds and bytes."""
+    return {
+        "machine": asdict(machine),
+        "tables": [_table_json(table) for table in tables],
+        "verdicts": [{**asdict(verdict), "reached": verdict.reached} for verdict in verdicts(tables)],
+    }
+
+
+def _table_json(table: Table) -> dict[str, Any]:
+    return {
+        "model": table.model,
+        "tokens": table.tokens,
+        "raw_gigabytes_per_second": table.raw,
+        "left_out": dict(table.left_out),
+        "cells": [
+            {
+                **asdict(row.cell),
+                "run_bytes": asdict(row.runs),
+                "chosen": row.strategy,
+                "ways": {
+                    str(way): {"bytes": s.bytes, "seconds": s.seconds, "of_raw": row.ratios[way]}
+                    for way, s in row.ways.items()
+                },
+                "planning": asdict(row.planning),
+            }
+            for row in table.rows
+        ],
+    }
+
+
+def _show_table(table: Table, console: Console) -> None:
+    speed = Spread.of(table.raw)
+    sizes = sorted({row.ways[CHOSEN].bytes for row in table.rows}, reverse=True)
+    console.print(
+        f"\n[bold]{table.model}[/]: {table.tokens:,} tokens, {' or '.join(map(size, sizes))} to one rank; "
+        f"raw NIXL at 2 MiB: {speed.median:.2f} GB/s ({speed.low:.2f}-{speed.high:.2f}) = 1",
+        highlight=False,
+    )
+    grid = Grid(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for title in ("layout", "TP"):
+        grid.add_column(title, no_wrap=True)
+    for title in ("run", *Strategy, CHOSEN, "range"):
+        grid.add_column(title, justify="right", no_wrap=True)
+    grid.add_column("by", no_wrap=True)
+    grid.add_column("plan ms", justify="right", no_wrap=True)
+    for row in table.rows:
+        grid.add_row(*_cells(row))
+    console.print(grid)
+    if table.left_out:
+        cells = [cell for cell, _ in table.left_out]
+        console.print(
+            f"left out: {', '.join(cells)}; the first since {table.left_out[0][1]}", highlight=False
+        )
+
+
+def _cells(row: Row) -> list[str]:
+    chosen = row.ratio(CHOSEN)
+    return [
+        row.cell.layout,
+        f"{row.cell.src_tp}→{row.cell.dst_tp}",
+        size(row.runs.both),
+        *(f"{row.ratio(way).median:.2f}" for way in Strategy),
+        f"[bold]{chosen.median:.2f}[/]",
+        f"{chosen.low:.2f}-{chosen.high:.2f}",
+        "+".join(name[0] for name in row.strategy.split("+")),
+        f"{row.planning.ours.median * 1e3:.2f}",
+    ]

@@ -1,0 +1,1 @@
+"""What tiers cost a scheduler and an engine, and what they bring."""

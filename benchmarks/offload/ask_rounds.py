@@ -1,0 +1,167 @@
+"""Five sources are asked for prompts by turns, whoever has how much of them (`sources`).
+
+On the clock is what an engine's step waits for: what the connector does until it says how many tokens can be
+loaded. A request is asked for first in the step that would admit it, and again in every one in which it
+waits. Digesting its keys happens as it comes in, and is told apart. Its ticket has been redeemed before the
+clock starts. No prompt comes twice in a row.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from benchmarks.offload.asking import SHARES, Asking, Asks, Times
+from benchmarks.offload.sources import SLOW, Asker, Kept, chunks_of, model
+from kvferry.bench.chunks import CHUNK_TOKENS
+from kvferry.cache.prompt_chunks import PromptChunks
+from kvferry.errors import TransferError
+from kvferry.geometry import GroupKind
+from kvferry.geometry.canonical import Canonical
+from kvferry.keys.chunk import ChunkKeys
+
+LAYERS = {
+    "attention": (GroupKind.FULL,),
+    "hybrid": (GroupKind.FULL, GroupKind.SLIDING, GroupKind.STATE),
+}
+POLICIES = ("weight", "cost")
+ALL, EACH, PEER = PLACES = ("all five", "each a part", "the peer")
+
+_PROMPTS, _AGAIN = 8, 3
+_VOCABULARY = 128_000
+_TIERS = 1 + len(SLOW)
+_SHARE_OF = {"places": 0, "bids": 1, "head": 2, "tail": 2}
+
+
+def measure(path: Path, tokens: int, rounds: int, progress: Callable[[str], None]) -> Asking:
+    """Ask for prompts of every kind.
+
+    Args:
+        path: folder for what names chunks, which is removed again.
+        tokens: of the longest prompt, a few more than of the others: no two of a kind are cut alike.
+        rounds: requests of each kind, and as many to see what takes their time; one more of either comes
+            before them that does not count.
+        progress: told what is going on.
+
+    Raises:
+        TransferError: other tokens were offered than there are.
+    """
+    progress("making chunks to ask for")
+    models = {name: model(name, kinds) for name, kinds in LAYERS.items()}
+    canonical = chunks_of(models["hybrid"])
+    draw = np.random.default_rng(17)
+    prompts = {
+        place: [draw.integers(0, _VOCABULARY, tokens - n).tolist() for n in range(_PROMPTS)]
+        for place in PLACES
+    }
+    keys: list[list[bytes]] = [[] for _ in range(_TIERS)]
+    for place in (ALL, EACH):
+        for prompt in prompts[place]:
+            _keep(canonical, prompt, place, keys)
+    found = defaultdict[tuple[str, str, str], list[_Took]](list)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="bench-", dir=path)))
+        kept = Kept(stack, folder, canonical, keys)
+        askers = {
+            (name, policy): Asker(stack, models[name], kept, policy)
+            for name, policy in product(LAYERS, POLICIES)
+        }
+        progress(f"asking for prompts of {tokens:,} tokens")
+        for number, asker, place in product(range(2 * rounds + 2), askers, PLACES):
+            prompt = prompts[place][number // 2 % _PROMPTS]
+            took = _ask(askers[asker], f"{number} {place}", prompt, place, timed=number % 2 > 0)
+            if number > 1:
+                found[*asker, place].append(took)
+    asks = tuple(_asks(*kind, took) for kind, took in found.items())
+    return Asking(tokens, tokens // CHUNK_TOKENS, tuple(map(len, keys)), rounds, asks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Took:
+    """Seconds of one request; with shares if they were looked at, which takes time itself."""
+
+    arriving: float
+    first: float
+    again: tuple[float, ...]
+    shares: tuple[float, ...] | None
+
+
+def _keep(canonical: Canonical, prompt: list[int], place: str, keys: list[list[bytes]]) -> None:
+    """Add the keys that each tier has of a prompt."""
+    chunks, count = (
+        PromptChunks(canonical.groups, ChunkKeys(CHUNK_TOKENS, prompt)),
+        len(prompt) // CHUNK_TOKENS,
+    )
+    for group, number in product(range(len(canonical.groups)), range(count)):
+        for tier in range(_TIERS) if place == ALL else (number * _TIERS // count,):
+            keys[tier].append(chunks.key(group, number))
+
+
+def _ask(asker: Asker, name: str, prompt: list[int], place: str, *, timed: bool) -> _Took:
+    offered = len(prompt) // 2 if place == EACH else len(prompt) - 1
+    one = asker.request(name, prompt, offered)
+    times = [time.perf_counter()]
+    asker.admission.on_new_request(one)
+    arriving = time.perf_counter() - times[0]
+    asker.wait_redeemed(one)
+    times = [time.perf_counter()]
+    with _shares(asker) if timed else nullcontext() as inside:
+        tokens = asker.admission.matched(one, 0)
+        times.append(time.perf_counter())
+    for _ in range(_AGAIN):
+        asker.admission.matched(one, 0)
+        times.append(time.perf_counter())
+    asker.finished(name)
+    if tokens is None or tokens < offered:
+        raise TransferError(f"{tokens} tokens are offered of a prompt of which a peer alone has {offered}")
+    first, *again = np.diff(times).tolist()
+    shares = None if inside is None else (*inside, first - sum(inside))
+    return _Took(arriving, first, tuple(again), shares)
+
+
+@contextmanager
+def _shares(asker: Asker) -> Iterator[list[float]]:
+    """Seconds inside what admission calls, as of `SHARES` but the last; inside two, the inner's."""
+    seconds, inner = [0.0] * (len(SHARES) - 1), [0.0]
+
+    def timed(call: Callable[..., Any], share: int, *args: Any, **named: Any) -> Any:
+        before, inner[0], began = inner[0], 0.0, time.perf_counter()
+        try:
+            return call(*args, **named)
+        finally:
+            took = time.perf_counter() - began
+            seconds[share] += took - inner[0]
+            inner[0] = before + took
+
+    askers = (asker.cache.reading, *asker.sources)
+    owners = [(owner, name) for owner in askers for name in _SHARE_OF if hasattr(owner, name)]
+    for owner, name in owners:
+        setattr(owner, name, partial(timed, getattr(owner, name), _SHARE_OF[name]))
+    try:
+        yield seconds
+    finally:
+        for owner, name in owners:
+            delattr(owner, name)
+
+
+def _asks(layers: str, policy: str, place: str, took: Sequence[_Took]) -> Asks:
+    whole = [one for one in took if one.shares is None]
+    return Asks(
+        layers,
+        policy,
+        place,
+        Times.of([one.arriving for one in took]),
+        Times.of([one.first for one in whole]),
+        Times.of([seconds for one in took for seconds in one.again]),
+        tuple(np.median([one.shares for one in took if one.shares], axis=0).tolist()),
+    )

@@ -1,0 +1,72 @@
+"""The parts of `benchmarks offload` that start a real engine: it is started once for both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from benchmarks.checkpoint import token_bytes, write_checkpoint
+from benchmarks.offload import first_token, tier_hooks
+from benchmarks.offload.first_token import FirstToken
+from benchmarks.offload.tier_hooks import HookCost
+from benchmarks.served import Served, tiered
+
+HOOKS, TTFT = "hooks", "ttft"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What an engine is to show.
+
+    Attributes:
+        prompt_tokens: of the prompt whose first token is waited for.
+        rounds: such prompts.
+        steps: that decode.
+        model: changes to the checkpoint's configuration.
+    """
+
+    prompt_tokens: int = 16_384
+    rounds: int = 3
+    steps: int = 64
+    model: tuple[tuple[str, int], ...] = ()
+
+
+def measure(
+    asked: Asked, parts: Collection[str], path: Path, progress: Callable[[str], None]
+) -> tuple[HookCost | None, FirstToken | None]:
+    """Start an engine and ask it.
+
+    Args:
+        asked: for what.
+        parts: `HOOKS`, `TTFT` or both.
+        path: folder for checkpoint and chunks, which are removed again.
+        progress: told what is going on.
+
+    Raises:
+        TransferError: it did not do what it was asked for.
+    """
+    progress("starting an engine")
+    batch = tier_hooks.REQUESTS * (tier_hooks.PROMPT_TOKENS + asked.steps + 256)
+    longest = max(asked.prompt_tokens + 256, tier_hooks.PROMPT_TOKENS + asked.steps + 256)
+    each = token_bytes(dict(asked.model))
+    prompt_bytes = asked.prompt_tokens * each
+    with TemporaryDirectory(prefix="bench-", dir=path) as folder:
+        model = write_checkpoint(Path(folder, "model"), longest, dict(asked.model))
+        chunks = Path(folder, "chunks")
+        chunks.mkdir()
+        room = 2 * max(batch, longest) * each + (64 << 20)
+        tiers = [
+            {"type": "host", "capacity": room},
+            {"type": "file", "path": str(chunks), "capacity": room + asked.rounds * prompt_bytes},
+        ]
+        with closing(Served(model, longest, tier_hooks.REQUESTS, room, tiered(tiers))) as served:
+            hooks = tier_hooks.measure(served, asked.steps, progress) if HOOKS in parts else None
+            first = (
+                first_token.measure(served, asked.prompt_tokens, prompt_bytes, asked.rounds, progress)
+                if TTFT in parts
+                else None
+            )
+    return hooks, first

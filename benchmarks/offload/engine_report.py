@@ -1,0 +1,77 @@
+"""What tiers cost and bring a real engine, for people and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.offload.first_token import FirstToken
+from benchmarks.offload.tier_hooks import TARGET_SHARE, HookCost
+from benchmarks.phrases import PLACES, seconds, verdict
+from kvferry.bench.stats import Spread
+from kvferry.plan.units import duration, size
+
+_MOST_HOOKS = 3
+
+
+def show_hooks(hooks: HookCost, console: Console) -> None:
+    """Print time inside hooks; fits 80 columns."""
+    console.print(
+        f"\n[bold]Inside hooks[/] of tiers that have nothing for {hooks.requests} requests of "
+        f"{hooks.prompt_tokens} tokens",
+        highlight=False,
+    )
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("steps that", no_wrap=True)
+    for title in ("steps", "in hooks", "p99", "longest", "a step", "share"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for name, times in (("compute and store", hooks.storing), ("decode", hooks.decoding)):
+        table.add_row(
+            name,
+            str(len(times.steps)),
+            duration(Spread.of(times.hooks).median),
+            duration(times.p99),
+            duration(max(times.hooks)),
+            duration(Spread.of(times.steps).median),
+            f"{times.share.median:.2%}",
+        )
+    console.print(table)
+    most = ", ".join(f"{name} {duration(s)}" for name, s in list(hooks.by_hook.items())[:_MOST_HOOKS])
+    console.print(
+        f"target under {TARGET_SHARE:.0%} of a decoding step of this engine's model: "
+        f"{verdict(reached=hooks.reached)}\n"
+        f"decoding, most of it in {most}; a request comes in: {duration(hooks.arriving.median)}",
+        highlight=False,
+    )
+
+
+def hooks_json(hooks: HookCost) -> dict[str, Any]:
+    """All steps, in seconds."""
+    shares = {name: asdict(getattr(hooks, name).share) for name in ("storing", "decoding")}
+    return {**asdict(hooks), "share": shares, "reached": hooks.reached}
+
+
+def show_first_token(first: FirstToken, console: Console) -> None:
+    """Print when first tokens come; fits 80 columns."""
+    console.print(
+        f"\n[bold]First token[/] of a prompt of {first.tokens:,} tokens, {size(first.bytes)} of KV cache",
+        highlight=False,
+    )
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("the prompt is", no_wrap=True)
+    for title in ("after", "as fast as computing it"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_row("computed", seconds(Spread.of(first.computed)), "")
+    for tier, took in first.warm.items():
+        times = first.times(tier)
+        said = f"{times.median:.1f}x ({times.low:.1f}-{times.high:.1f})"
+        table.add_row(PLACES[tier], seconds(Spread.of(took)), said)
+    console.print(table)
+
+
+def first_token_json(first: FirstToken) -> dict[str, Any]:
+    """All rounds, in seconds."""
+    return {**asdict(first), "as_fast": {tier: asdict(first.times(tier)) for tier in first.warm}}

@@ -1,0 +1,105 @@
+"""What the tiers cost a scheduler and an engine, and what they bring.
+
+- ``lookup``: time to find a long prompt's chunks in an index of many.
+- ``asking``: time to ask a peer and four tiers for a prompt; loads vLLM.
+- ``hooks``: time inside the connector's hooks per step of an engine; starts vLLM in this process.
+- ``ttft``: time to a prompt's first token from every tier; starts vLLM in this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.offload import engine_parts, lookup
+from benchmarks.offload.asking import Asking
+from benchmarks.offload.engine_parts import HOOKS, TTFT, Asked
+from benchmarks.offload.first_token import FirstToken
+from benchmarks.offload.lookup import LookUp
+from benchmarks.offload.tier_hooks import HookCost
+from kvferry.bench.chunks import CHUNK_TOKENS, chunk_group
+from kvferry.bench.transfer import Machine, machine
+from kvferry.geometry.models import ModelReading
+
+PARTS = ("lookup", "asking", HOOKS, TTFT)
+ASKED_FOR = 10
+"""Times for every round of other parts that sources are asked: few would say nothing of p99."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadJob:
+    """The parts to measure, and how.
+
+    Attributes:
+        reading: model whose chunks are looked up; its layers are alike.
+        parts: names from `PARTS`.
+        repeats: counted rounds; one more round comes before them.
+        path: existing folder for chunk files; the files made there are removed.
+        stored: chunks in the index.
+        prompt_tokens: length of the prompt that is looked up and asked for.
+        asked: requests to the engine, for the parts that start one.
+    """
+
+    reading: ModelReading
+    parts: tuple[str, ...]
+    repeats: int
+    path: Path
+    stored: int = 1_000_000
+    prompt_tokens: int = 131_072
+    asked: Asked = field(default_factory=Asked)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredOffload:
+    """The results of a job.
+
+    Attributes:
+        job, machine: what was measured, and where.
+        chunk_tokens, chunk_bytes: size of one chunk of the model.
+        lookup, asking, hooks, first_token: None for parts that the job does not name.
+    """
+
+    job: OffloadJob
+    machine: Machine
+    chunk_tokens: int
+    chunk_bytes: int
+    lookup: LookUp | None = None
+    asking: Asking | None = None
+    hooks: HookCost | None = None
+    first_token: FirstToken | None = None
+
+
+def measure(job: OffloadJob, progress: Callable[[str], None]) -> MeasuredOffload:
+    """Measure every part that the job names.
+
+    Args:
+        job: the parts to measure.
+        progress: called with a line of text before each step.
+
+    Raises:
+        ConfigError: memory or folder cannot be used.
+        TransferError: an engine or a tier did not answer as it must.
+    """
+    group = chunk_group(job.reading)
+    looked_up = None
+    if "lookup" in job.parts:
+        looked_up = lookup.measure(group, job.prompt_tokens, job.stored, job.repeats, progress)
+    asking = None
+    if "asking" in job.parts:
+        from benchmarks.offload import ask_rounds  # noqa: PLC0415 - loads vLLM, and only this part needs it
+
+        asking = ask_rounds.measure(job.path, job.prompt_tokens, ASKED_FOR * job.repeats, progress)
+    hooks, first = None, None
+    if engine_wanted := tuple(part for part in (HOOKS, TTFT) if part in job.parts):
+        hooks, first = engine_parts.measure(job.asked, engine_wanted, job.path, progress)
+    return MeasuredOffload(
+        job=job,
+        machine=machine(),
+        chunk_tokens=CHUNK_TOKENS,
+        chunk_bytes=group.chunk_bytes,
+        lookup=looked_up,
+        asking=asking,
+        hooks=hooks,
+        first_token=first,
+    )

@@ -1,0 +1,116 @@
+"""What checksums cost where chunks are loaded from the page cache.
+
+Without them the same file is opened and read into the same memory by one call, and nobody looks at its bytes.
+The files lie in memory (tmpfs), so that nothing hides the checksums: of a slower disk they are a smaller
+share.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TypeVar
+from unittest.mock import patch
+
+import numpy as np
+
+from benchmarks.safety.cost import Cost, SafetyJob
+from benchmarks.safety.prompt_loads import prompt_in_files
+from kvferry.bench.chunks import CHUNK_TOKENS, chunk_group
+from kvferry.errors import ConfigError
+from kvferry.tiers import file_store
+from kvferry.tiers.direct_io import read_all, whole_pages
+from kvferry.tiers.format import Chunk
+
+TARGET = 0.15
+"""Of a load."""
+
+_PART = "checksum"
+_MEMORY = Path("/dev/shm")  # noqa: S108 - a file system in memory; the files are in a folder of mode 700
+_CACHES_BYTES = 128 << 20
+"""At least as many as caches of processors have."""
+_PROMPTS, _FILES = 5, 20
+"""Pairs of a round: loads of the prompt, and of one file; the round's time is the median."""
+
+_Took = TypeVar("_Took")
+
+
+def measure(job: SafetyJob, progress: Callable[[str], None]) -> list[Cost]:
+    """Measure loads of a prompt, and of its files one by one, with checksums and without.
+
+    Raises:
+        ConfigError: memory has no room for the files.
+        TransferError: a chunk is damaged.
+    """
+    chunk_bytes = chunk_group(job.reading).chunk_bytes
+    chunks = max(job.tokens // CHUNK_TOKENS, -(-_CACHES_BYTES // chunk_bytes))
+    _check_room(2 * chunks * chunk_bytes)
+    with (
+        TemporaryDirectory(prefix="kvferry-bench-", dir=_MEMORY) as folder,
+        prompt_in_files(job.reading, chunks * CHUNK_TOKENS, Path(folder)) as loads,
+    ):
+        loads.check()
+        with _unchecked():
+            loads.check()
+        numbers = count()
+        prompts, files = [], []
+        for number in range(job.repeats):
+            progress(f"loading, round {number + 1} of {job.repeats}")
+            prompts.append(_pairs(loads.load, _PROMPTS))
+            files.append(_pairs(lambda: loads.read(next(numbers) % loads.chunks), _FILES))
+    tokens, mebibytes = loads.chunks * CHUNK_TOKENS, loads.chunk_bytes >> 20
+    walls, cpus = (
+        [[[getattr(took, name) for took in side] for side in pair] for pair in prompts]
+        for name in ("wall", "cpu")
+    )
+    return [
+        _cost(f"load of {tokens:,} tokens into blocks, on the clock", walls, TARGET),
+        _cost("the same, of processors", cpus, TARGET),
+        _cost(f"of that, a file of {mebibytes} MiB read", files, None),
+    ]
+
+
+def _pairs(load: Callable[[], _Took], pairs: int) -> tuple[list[_Took], list[_Took]]:
+    """Load with checksums and without, which goes first in turn; what was taken with, and without."""
+    on, off = list[_Took](), list[_Took]()
+    for number in range(pairs):
+        if number % 2:
+            off.append(_without(load))
+        on.append(load())
+        if not number % 2:
+            off.append(_without(load))
+    return on, off
+
+
+def _without(load: Callable[[], _Took]) -> _Took:
+    with _unchecked():
+        return load()
+
+
+def _cost(work: str, rounds: Sequence[Sequence[Sequence[float]]], target: float | None) -> Cost:
+    on, off = (tuple(float(np.median(pair[side])) for pair in rounds) for side in (0, 1))
+    return Cost(_PART, work, on, off, target=target)
+
+
+@contextmanager
+def _unchecked() -> Iterator[None]:
+    """Have files believed, whatever they hold."""
+
+    def read(fd: int, chunk: Chunk, into: memoryview) -> bool:
+        return read_all(fd, (whole_pages(chunk.offsets[0]), into)) == chunk.file_bytes
+
+    with patch.object(file_store, "read_image", read):
+        yield
+
+
+def _check_room(needed: int) -> None:
+    free = shutil.disk_usage(_MEMORY).free
+    if needed > free:
+        raise ConfigError(
+            f"{_MEMORY} has {free >> 20} MiB free, measuring checksums takes {needed >> 20} MiB; enlarge it, "
+            "or choose fewer layers or tokens"
+        )

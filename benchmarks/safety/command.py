@@ -1,0 +1,46 @@
+"""`python -m benchmarks safety`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from kvferry.cli.bench_options import parse_names, progress_line
+from kvferry.cli.options import given
+
+
+def safety(
+    parts: Annotated[
+        str, typer.Option(help="Parts to measure, separated by commas: lease, checksum, curve.")
+    ] = "lease,checksum,curve",
+    geometry: Annotated[
+        str, typer.Option(help="Model whose KV cache to move, as `kvferry plan` takes it.")
+    ] = "Llama-3.1-8B",
+    layers: Annotated[int, typer.Option(min=1, help="Overrides the model's.")] = 8,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the request that is moved.")] = 4096,
+    repeats: Annotated[int, typer.Option(min=7, help="Rounds; each with and without.")] = 15,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: all rounds, in seconds.")] = False,
+) -> None:
+    """Measure what protections cost, on and off in one run.
+
+    lease: a transfer between two processes, with the check that the producer still has the blocks, and
+    without. checksum: a prompt loaded from files in memory into an engine's blocks. curve: what channels
+    between engines say over ZeroMQ, encrypted and plain, and its share of a transfer.
+    """
+    from rich.console import Console
+
+    from benchmarks.safety import report
+    from benchmarks.safety.cost import SafetyJob
+    from benchmarks.safety.measure import PARTS, measure
+    from kvferry.bench.engines import read_geometry
+
+    chosen = parse_names(parts, PARTS, "parts")
+    reading = read_geometry(geometry, given(num_hidden_layers=layers))
+    with progress_line() as progress:
+        measured = measure(SafetyJob(parts=chosen, reading=reading, tokens=tokens, repeats=repeats), progress)
+    if as_json:
+        print(json.dumps(report.as_json(measured)))
+    else:
+        report.show(measured, Console(highlight=False))

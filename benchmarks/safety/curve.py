@@ -1,0 +1,213 @@
+"""What CURVE costs: the channels' messages over raw ZeroMQ sockets, encrypted and plain.
+
+kvferry has no plain channel, so its messages are replayed here, of the same sizes and in the same order, over
+a socket pair of either kind. A transfer is moved by kvferry itself; what it says meanwhile is then replayed.
+The replay waits for every answer before it asks again, which kvferry does not, so it shows the most that
+encryption can add.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import zmq
+
+from benchmarks.safety.cost import Cost, SafetyJob
+from kvferry.bench.engines import engine
+from kvferry.bench.link import Producer, use_transports
+from kvferry.bench.movers import Ferry
+from kvferry.bench.reader import Reader
+from kvferry.plan.side import Side
+from kvferry.planning.strategy import Strategy
+from kvferry.transport import security
+from kvferry.transport.door import Door
+from kvferry.transport.gather_messages import Done, Gather, Gathered, encode
+from kvferry.transport.messages import Release, encode as encode_control
+from kvferry.transport.packed import chunks_of
+from kvferry.transport.peers import ANYBODY
+from kvferry.transport.read_plan import ReadPlan
+from kvferry.transport.redeem import Grant, PromptContent, Redeem, Redeemed, new_ticket
+
+TARGET = 0.02
+"""Of the time of a transfer."""
+
+_PART = "curve"
+_QUESTION, _ANSWER = bytes(512), bytes(4096)
+_SMALL_ANSWER = encode(Gathered(1, 1, 1, 1))
+_END = b"end"
+_HOST = "127.0.0.1"
+_ROUND_TRIPS = 50
+_REPLAYS = 20
+
+_Talk = Sequence[tuple[bytes, bytes]]
+"""What the reader says, and the answer; empty where none is due."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Two sockets of one kind, each with a thread of its own."""
+
+    client: zmq.Socket[Any]
+
+    def say(self, talk: _Talk) -> float:
+        """Return the seconds that a talk takes; its end is answered too."""
+        started = time.perf_counter()
+        for question, answer in [*talk, (_END, _END)]:
+            self.client.send_multipart([question, answer])
+            if answer:
+                self.client.recv()
+        return time.perf_counter() - started
+
+
+def measure(job: SafetyJob, progress: Callable[[str], None]) -> list[Cost]:
+    """Measure round trips, connecting, and whole transfers."""
+    keys = security.random_keys()
+    with _pair(keys) as on, _pair(None) as off:
+        progress("asking over both kinds of socket")
+        trip: _Talk = [(_QUESTION, _ANSWER)] * _ROUND_TRIPS
+        found = [_cost(f"{_ROUND_TRIPS} round trips of {len(_ANSWER)} bytes", trip, on, off, job.repeats)]
+        found.append(_connecting(keys, job.repeats))
+        for strategy in (Strategy.DIRECT, Strategy.STAGED):
+            progress(f"moving {job.tokens:,} tokens, {strategy.value}")
+            found.append(_transfer(job, strategy, on, off))
+    return found
+
+
+def _cost(work: str, talk: _Talk, on: _Pair, off: _Pair, repeats: int) -> Cost:
+    for pair in (on, off):
+        pair.say(talk)
+    rounds = [_both(number, lambda: on.say(talk), lambda: off.say(talk)) for number in range(repeats)]
+    with_it, without = zip(*rounds, strict=True)
+    return Cost(_PART, work, with_it, without)
+
+
+def _both(number: int, on: Callable[[], float], off: Callable[[], float]) -> tuple[float, float]:
+    """Return seconds of both, which go first in turn."""
+    if number % 2:
+        without = off()
+        return on(), without
+    return on(), off()
+
+
+def _connecting(keys: security.Keys, repeats: int) -> Cost:
+    """Measure a new connection and its first round trip, once per peer."""
+
+    def connected(of: security.Keys | None) -> float:
+        with _listening(of) as port:
+            started = time.perf_counter()
+            with _client(of, port) as client:
+                client.say([(_QUESTION, _ANSWER)])
+                return time.perf_counter() - started
+
+    connected(keys)
+    rounds = [_both(number, lambda: connected(keys), lambda: connected(None)) for number in range(repeats)]
+    on, off = zip(*rounds, strict=True)
+    return Cost(_PART, "a connection and its first answer", on, off)
+
+
+def _transfer(job: SafetyJob, strategy: Strategy, on: _Pair, off: _Pair) -> Cost:
+    """Measure what a transfer says, as a share of its time."""
+    # Short runs on one side, so that there is something to stage.
+    sides = Side(layout="LBNHC"), Side(layout="LBHNC" if strategy is Strategy.STAGED else "LBNHC")
+    source, destination = (
+        engine(name, job.reading, side, job.tokens, "scattered", seed)
+        for seed, (name, side) in enumerate(zip(("source", "destination"), sides, strict=True), 1)
+    )
+    moved, talks = list[float](), list[tuple[float, float]]()
+    with Producer([source], use_transports(None)) as producer, Reader(destination, producer) as reader:
+        ferry = Ferry("kvferry", reader, source, strategy=strategy)
+        ferry.move()
+        for number in range(job.repeats):
+            moved.append(ferry.move())
+            talk = _talk_of(ferry.plan, [table.tolist() for table in source.tables], job.tokens)
+            talks.append(_both(number, partial(_often, on, talk), partial(_often, off, talk)))
+    work = f"{len(talk)} messages of a {'+'.join(dict.fromkeys(ferry.strategies))} transfer"
+    with_it, without = zip(*talks, strict=True)
+    return Cost(_PART, work, with_it, without, tuple(moved), TARGET)
+
+
+def _often(pair: _Pair, talk: _Talk) -> float:
+    """Return the mean seconds of a talk, which is short beside what else the machine does."""
+    return sum(pair.say(talk) for _ in range(_REPLAYS)) / _REPLAYS
+
+
+def _talk_of(plan: ReadPlan | None, tables: Sequence[list[int]], tokens: int) -> _Talk:
+    """Return what schedulers and workers say for one transfer.
+
+    Args:
+        plan: of the transfer.
+        tables: block tables that are granted.
+        tokens: of the request.
+    """
+    ticket, digest = new_ticket(), secrets.token_hex(16)
+    redeem = Redeem(1, 1, ticket, tokens, PromptContent(digest, salt=digest))
+    redeemed = Redeemed(1, 1, Grant.of(0, 1, tables))
+    talk = [(encode_control(redeem), encode_control(redeemed))]
+    ranks = plan.ranks if plan is not None else ()
+    for packed in (each for rank in ranks for each in rank.packed if each.way.gather >= 0):
+        for cells in chunks_of(packed.way, packed.cells):
+            talk.append((encode(Gather(1, 0, 0, 1, bytes(4 * len(cells)), 0)), _SMALL_ANSWER))
+            talk.append((encode(Done(1)), b""))
+    talk.append((encode_control(Release(1, [ticket])), b""))
+    return talk
+
+
+@contextmanager
+def _pair(keys: security.Keys | None) -> Iterator[_Pair]:
+    with _listening(keys) as port, _client(keys, port) as pair:
+        pair.say([])
+        yield pair
+
+
+@contextmanager
+def _client(keys: security.Keys | None, port: int) -> Iterator[_Pair]:
+    context: zmq.Context[Any] = zmq.Context()
+    socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
+    socket.linger = 0
+    if keys is not None:
+        security.as_client(socket, keys)
+    socket.connect(f"tcp://{_HOST}:{port}")
+    try:
+        yield _Pair(socket)
+    finally:
+        socket.close()
+        context.term()
+
+
+@contextmanager
+def _listening(keys: security.Keys | None) -> Iterator[int]:
+    """Answer in a thread as each question says."""
+    context: zmq.Context[Any] = zmq.Context()
+    door = Door(context, keys, ANYBODY) if keys is not None else None
+    socket: zmq.Socket[Any] = context.socket(zmq.ROUTER)
+    socket.linger = 0
+    if keys is not None:
+        security.as_server(socket, keys)
+    port = socket.bind_to_random_port(f"tcp://{_HOST}")
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.is_set():
+            if socket.poll(50):
+                sender, _, answer = socket.recv_multipart()
+                if answer:
+                    socket.send_multipart([sender, answer])
+        socket.close()
+
+    thread = threading.Thread(target=run, name="bench-echo", daemon=True)
+    thread.start()
+    try:
+        yield port
+    finally:
+        ended.set()
+        thread.join()
+        if door is not None:
+            door.close()
+        context.term()

@@ -1,0 +1,37 @@
+"""`benchmarks safety`: what each protection costs, beside the same work without it, in one run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from benchmarks.safety import checksum as checksum_cost, curve, lease as lease_cost
+from benchmarks.safety.cost import Cost, SafetyJob
+from kvferry.bench.transfer import Machine, machine
+
+PARTS: Mapping[str, Callable[[SafetyJob, Callable[[str], None]], list[Cost]]] = {
+    "lease": lease_cost.measure,
+    "checksum": checksum_cost.measure,
+    "curve": curve.measure,
+}
+"""A protection to what measures it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSafety:
+    """All costs, and where they were measured."""
+
+    job: SafetyJob
+    machine: Machine
+    costs: tuple[Cost, ...]
+
+
+def measure(job: SafetyJob, progress: Callable[[str], None]) -> MeasuredSafety:
+    """Measure the parts of a job, one after the other.
+
+    Raises:
+        ConfigError: memory or NIXL cannot be had.
+        TransferError: something could not be moved.
+    """
+    costs = [cost for part in job.parts for cost in PARTS[part](job, progress)]
+    return MeasuredSafety(job, machine(), tuple(costs))

@@ -1,0 +1,91 @@
+"""`kvferry bench tiers`: the speed of every tier, beside that of the same bytes without kvferry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvferry.bench import file_tier, host_tier, object_tier
+from kvferry.bench.chunks import CHUNK_TOKENS, Ranks, chunk_group
+from kvferry.bench.contest import Speed, run
+from kvferry.bench.transfer import Machine, machine
+from kvferry.geometry.models import ModelReading
+from kvferry.plan.side import Side
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiersJob:
+    """The tiers to measure, and how.
+
+    Attributes:
+        reading: model whose chunks are stored and loaded; its layers are alike.
+        sides: engines that chunks come from and go to, each measured by itself.
+        depths: chunks in flight at a time.
+        repeats: counted rounds; one more round comes before them.
+        path: existing folder for the file tier; the files made there are removed.
+        url: object storage, or None to leave it out.
+    """
+
+    reading: ModelReading
+    sides: tuple[Side, ...]
+    depths: tuple[int, ...]
+    repeats: int
+    path: Path
+    url: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredTiers:
+    """The results of a job.
+
+    Attributes:
+        job, machine: what was measured, and where.
+        chunk_tokens, chunk_bytes: size of one chunk of the model.
+        speeds: one per tier, direction and depth.
+    """
+
+    job: TiersJob
+    machine: Machine
+    chunk_tokens: int
+    chunk_bytes: int
+    speeds: tuple[Speed, ...]
+
+
+def measure(job: TiersJob, progress: Callable[[str], None]) -> MeasuredTiers:
+    """Store and load chunks in every tier.
+
+    Args:
+        job: the tiers to measure.
+        progress: called with a line of text before each step.
+
+    Raises:
+        ConfigError: memory, folder or storage cannot be used.
+        TransferError: a chunk did not come back as it was.
+    """
+    group = chunk_group(job.reading)
+    speeds: list[Speed] = []
+    for side in job.sides:
+        with Ranks(job.reading, side, max(job.depths)) as ranks, ExitStack() as stack:
+            contests = host_tier.contests(stack, ranks, job.depths)
+            speeds += run(contests, job.repeats, _prefixed(progress, f"host tier, {side.layout}"))
+            host_tier.prove(contests, ranks)
+    with ExitStack() as stack:
+        contests = file_tier.contests(stack, group, job.path, job.depths)
+        speeds += run(contests, job.repeats, _prefixed(progress, "file tier"))
+    if job.url is not None:
+        with ExitStack() as stack:
+            contests = object_tier.contests(stack, group, job.url, job.depths)
+            speeds += run(contests, job.repeats, _prefixed(progress, "object tier"))
+    return MeasuredTiers(
+        job=job,
+        machine=machine(),
+        chunk_tokens=CHUNK_TOKENS,
+        chunk_bytes=group.chunk_bytes,
+        speeds=tuple(speeds),
+    )
+
+
+def _prefixed(progress: Callable[[str], None], where: str) -> Callable[[str], None]:
+    return lambda text: progress(f"{where}: {text}")

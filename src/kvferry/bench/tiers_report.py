@@ -1,0 +1,105 @@
+"""The speed of every tier, for people and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvferry.bench.contest import Speed
+from kvferry.bench.rounds import Series
+from kvferry.bench.tiers import MeasuredTiers
+from kvferry.plan.units import size
+
+
+def show(measured: MeasuredTiers, console: Console) -> None:
+    """Print it; fits 80 columns."""
+    job, machine = measured.job, measured.machine
+    console.print(
+        f"[bold]{job.reading.cache.name}[/]: chunks of {measured.chunk_tokens} tokens, "
+        f"{size(measured.chunk_bytes)}\n"
+        f"{machine.cores} cores, {machine.cpu}; median and range of {job.repeats} interleaved rounds",
+        highlight=False,
+    )
+    _show_speeds(measured.speeds, console)
+    _show_notes(measured.speeds, console)
+
+
+def as_json(measured: MeasuredTiers) -> dict[str, Any]:
+    """Return all rounds, in seconds and bytes, with the figures derived from them."""
+    job = measured.job
+    return {
+        "geometry": job.reading.cache.name,
+        "machine": asdict(measured.machine),
+        **{name: getattr(job, name) for name in ("depths", "repeats")},
+        "engines": [{"layout": side.layout, "block_tokens": side.block_tokens} for side in job.sides],
+        "path": str(job.path),
+        "object": job.url,
+        **{name: getattr(measured, name) for name in ("chunk_tokens", "chunk_bytes")},
+        "speeds": [_speed_json(speed) for speed in measured.speeds],
+    }
+
+
+def _show_speeds(speeds: Sequence[Speed], console: Console) -> None:
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for title in ("tier", "way"):
+        table.add_column(title, no_wrap=True)
+    for title in ("depth", "GB/s", "limit", "ratio", "range", "target"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("the limit", no_wrap=True)
+    for speed in speeds:
+        table.add_row(*_speed_row(speed))
+    console.print("\n[bold]Tiers[/]: speed, and that of the same bytes without us", highlight=False)
+    console.print(table)
+
+
+def _speed_json(speed: Speed) -> dict[str, Any]:
+    return {
+        **asdict(speed),
+        "limit": speed.limit.name,
+        "gigabytes_per_second": {
+            series.name: asdict(series.gigabytes_per_second)
+            for series in (speed.ours, *speed.limits, *speed.asides)
+        },
+        "ratio": asdict(speed.ratio),
+        "reached": speed.reached,
+    }
+
+
+def _speed_row(speed: Speed) -> list[str]:
+    ratio, colour = speed.ratio, "green" if speed.reached else "red"
+    return [
+        speed.tier,
+        speed.way,
+        str(speed.depth),
+        _gigabytes(speed.ours),
+        _gigabytes(speed.limit),
+        f"[{colour}]{ratio.median:.2f}[/]",
+        f"{ratio.low:.2f}-{ratio.high:.2f}",
+        f"{speed.target:.1f}",
+        speed.limit.name,
+    ]
+
+
+def _show_notes(speeds: Sequence[Speed], console: Console) -> None:
+    """What explains a result, and what depth brings, per tier and way."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for title in ("tier", "way"):
+        table.add_column(title, no_wrap=True)
+    for title in ("beside the least depth", "what explains it, of the limit"):
+        table.add_column(title)
+    kinds = dict.fromkeys((speed.tier, speed.way) for speed in speeds)
+    for kind in kinds:
+        first, *rest = sorted((s for s in speeds if (s.tier, s.way) == kind), key=lambda s: s.depth)
+        gains = ", ".join(f"{one.depth}: {one.ours.times(first.ours).median:.2f}x" for one in rest)
+        why = ", ".join(f"{a.name}: {a.times(first.limit).median:.2f}" for a in first.asides)
+        table.add_row(*kind, gains, why)
+    console.print()
+    console.print(table)
+
+
+def _gigabytes(series: Series) -> str:
+    return f"{series.gigabytes_per_second.median:.2f}"

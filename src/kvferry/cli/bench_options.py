@@ -1,0 +1,75 @@
+"""Options that several measuring commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from kvferry.errors import ConfigError
+
+REPEATS_HELP = "Rounds; each moves the bytes once in every way."
+
+
+def parse_names(text: str, known: Collection[str], option: str) -> tuple[str, ...]:
+    """Split names at commas.
+
+    Args:
+        text: value of the option, such as ``lookup,hooks``.
+        known: names that are allowed.
+        option: name of the option, for the error.
+
+    Raises:
+        ConfigError: a name is not known.
+    """
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"--{option} {unknown[0]} is not known; choose of {', '.join(known)}")
+    return names
+
+
+def parse_layouts(text: str) -> tuple[str, ...]:
+    """Split layouts at commas, in upper or lower case.
+
+    Raises:
+        ConfigError: a layout is not known.
+    """
+    from kvferry.geometry.layout import LAYOUTS
+
+    return parse_names(text.upper(), LAYOUTS, "layouts")
+
+
+@contextmanager
+def progress_line() -> Iterator[Callable[[str], None]]:
+    """Yield a function that replaces the text of a status line on standard error."""
+    from rich.console import Console
+
+    with Console(stderr=True).status("starting") as status:
+        yield lambda text: status.update(f"{text} ...")
+
+
+@contextmanager
+def work_folder(path: Path | None) -> Iterator[Path]:
+    """Yield the folder that `--path` names, or a new one in the user's cache, which is removed afterwards.
+
+    Raises:
+        ConfigError: the folder is missing, or none can be made.
+    """
+    if path is not None:
+        if not path.is_dir():
+            raise ConfigError(f"--path {path} is no folder; make it, or choose another")
+        yield path
+        return
+    from kvferry.tiers.place import user_directory
+
+    cache = Path(user_directory()).parent
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        made = TemporaryDirectory(prefix="bench-", dir=cache)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make a folder in {cache}: {error.strerror}; name one with --path"
+        ) from error
+    with made as folder:
+        yield Path(folder)

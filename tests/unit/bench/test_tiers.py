@@ -1,0 +1,79 @@
+"""Tiers are measured with real chunks, in seconds where they are small."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvferry.bench import fio, tiers, tiers_report
+from kvferry.bench.chunks import CHUNK_TOKENS, Ranks, chunk_group
+from kvferry.bench.engines import read_geometry
+from kvferry.bench.host_tier import contests, prove
+from kvferry.bench.slow_tier import Bodies, Loads, queue_over, store_all
+from kvferry.errors import ConfigError, TransferError
+from kvferry.plan.side import Side
+from support.stores import open_store
+
+TINY = read_geometry("Llama-3.1-8B", {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 32})
+CHUNK_BYTES = 2 * 2 * 2 * 32 * 2 * CHUNK_TOKENS
+
+
+def quiet(_: str) -> None:
+    """Progress is not looked at."""
+
+
+@pytest.mark.parametrize("has_fio", [False, True])
+def test_all_tiers_are_measured_once_through(tmp_path: Path, monkeypatch, has_fio: bool) -> None:
+    if has_fio and not fio.has_fio():
+        pytest.skip("there is no fio here")
+    monkeypatch.setattr("kvferry.bench.file_tier.has_fio", lambda: has_fio)
+    folders = [tmp_path / name for name in ("files", "objects")]
+    for folder in folders:
+        folder.mkdir()
+    files, objects = folders
+    job = tiers.TiersJob(
+        reading=TINY,
+        sides=(Side(layout="LBNHC"), Side(layout="BHLNC", block_tokens=64)),
+        depths=(1, 3),
+        repeats=2,
+        path=files,
+        url=objects.as_uri(),
+    )
+    measured = tiers.measure(job, quiet)
+    assert [(s.tier, s.way, s.depth) for s in measured.speeds] == [
+        (tier, way, depth)
+        for tier in ("host, LBNHC", "host, BHLNC", "file", "object")
+        for depth in (1, 3)
+        for way in ("store", "load")
+    ]
+    bytes_of = {(s.tier.startswith("host"), s.ours.bytes) for s in measured.speeds}
+    assert bytes_of == {(True, 3 * CHUNK_BYTES), (False, 8 * CHUNK_BYTES)}
+    assert [len(s.limits) for s in measured.speeds if s.tier == "file"] == [1 + has_fio] * 4
+    assert [path for folder in folders for path in folder.rglob("*") if path.is_file()] == []
+    json.dumps(tiers_report.as_json(measured))
+
+
+def test_a_rank_that_got_other_bytes_is_noticed() -> None:
+    with Ranks(TINY, Side(layout="LBNHC"), 2) as ranks, ExitStack() as stack:
+        made = contests(stack, ranks, (2,))
+        prove(made, ranks)
+        store, load = made
+        load.ours.move = store.ours.move
+        with pytest.raises(TransferError, match="are not what they must be"):
+            prove(made, ranks)
+
+
+def test_a_chunk_that_is_not_in_a_tier_ends_the_benchmark(tmp_path: Path) -> None:
+    group = chunk_group(TINY)
+    with Bodies(group, CHUNK_TOKENS, 8) as bodies, queue_over(open_store(tmp_path)) as queue:
+        store_all(queue, bodies, 7, 2)
+        with pytest.raises(TransferError, match="file tier: a chunk is absent, expected hit"):
+            Loads(queue, bodies, bodies, 8).move()
+
+
+def test_a_model_with_chunks_of_several_kinds_is_refused() -> None:
+    with pytest.raises(ConfigError, match="layers of several kinds"):
+        chunk_group(read_geometry("gpt-oss-20b"))

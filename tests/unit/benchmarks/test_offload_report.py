@@ -1,0 +1,132 @@
+"""What is reported of offloading follows from what was measured, and fits a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks.offload import report as offload_report, tier_hooks
+from benchmarks.offload.asking import Asking, Asks, Times
+from benchmarks.offload.first_token import FirstToken
+from benchmarks.offload.lookup import Looks, LookUp
+from benchmarks.offload.measure import MeasuredOffload, OffloadJob
+from benchmarks.offload.tier_hooks import HookClock, HookCost, StepTimes
+from kvferry.bench.engines import read_geometry
+from kvferry.bench.stats import Spread
+from kvferry.bench.transfer import Machine
+from support.clock import Clock
+
+HOOKS = HookCost(
+    16,
+    520,
+    StepTimes((2e-3, 1e-3), (0.2, 0.2)),
+    StepTimes((1e-4, 2e-4, 3e-4), (0.01, 0.01, 0.06)),
+    Spread(3e-5, 2e-5, 1e-4),
+    {"get_kv_connector_stats": 8.1e-5, "build_connector_meta": 6.1e-5, "start_load_kv": 1e-6, "other": 1e-7},
+)
+FIRST = FirstToken(16_384, 128 << 20, (50.0, 40.0, 60.0), {"host": (0.5, 0.4, 0.5), "file": (1.0, 1.0, 1.0)})
+
+
+def asks(place: str, first_us: float) -> Asks:
+    """Of a hybrid under the policy whose names are longest."""
+    times = Times(first_us / 1e6, 1.162e-3)
+    shares = (316e-6, 712e-6, 135e-6, 189e-6)
+    return Asks("attention", "weight", place, Times(4e-3, 5e-3), times, Times(4e-4, 9e-4), shares)
+
+
+def measured(look_ms: float = 1.0, ask_us: float = 900) -> MeasuredOffload:
+    wide = Spread(look_ms / 1e3, 0.9e-3, 1162e-3)
+    looks = tuple(Looks(place, 131_072, wide, wide) for place in ("host", "file", "nowhere"))
+    return MeasuredOffload(
+        job=OffloadJob(
+            reading=read_geometry("Llama-3.1-8B"), parts=("lookup", "hooks"), repeats=7, path=Path("/tmp")
+        ),
+        machine=Machine(128, "Some Long-named Processor 9654P 96-Core @ 3.70GHz", None),
+        chunk_tokens=256,
+        chunk_bytes=16 << 20,
+        lookup=LookUp(131_072, 512, 1_000_000, 64_292, wide, looks),
+        asking=Asking(131_072, 512, (15_339,) * 4, 70, (asks("all five", 700), asks("each a part", ask_us))),
+        hooks=HOOKS,
+        first_token=FIRST,
+    )
+
+
+def shown(of: MeasuredOffload) -> str:
+    out = io.StringIO()
+    offload_report.show(of, Console(file=out, width=80, highlight=False))
+    return out.getvalue()
+
+
+def test_it_fits_80_columns_and_cuts_nothing_off() -> None:
+    text = shown(measured())
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+
+
+@pytest.mark.parametrize(("look_ms", "says"), [(2.9, "reached"), (3.1, "missed")])
+def test_a_look_has_three_milliseconds(look_ms: float, says: str) -> None:
+    assert f"target under 3 ms: {says}" in shown(measured(look_ms=look_ms))
+
+
+@pytest.mark.parametrize(("ask_us", "says"), [(990, "reached"), (1010, "missed")])
+def test_no_step_waits_a_millisecond_for_five_sources(ask_us: float, says: str) -> None:
+    text = " ".join(shown(measured(ask_us=ask_us)).split())
+    assert f"target under 1 ms: {says} the longest first, attention, weight, each a part: finding" in text
+
+
+def test_the_share_of_hooks_is_the_median_over_steps_of_their_share() -> None:
+    assert HOOKS.decoding.share.median == pytest.approx(0.01)
+    assert HOOKS.decoding.p99 == 3e-4
+    assert not HOOKS.reached
+    text = " ".join(shown(measured()).split())
+    assert "decode 3 200 µs 300 µs 300 µs 10 ms 1.00%" in text
+    assert "target under 1% of a decoding step of this engine's model: missed" in text
+    assert "get_kv_connector_stats 81 µs, build_connector_meta 61 µs, start_load_kv 1 µs;" in text
+
+
+def test_a_first_token_is_compared_with_computing_it_in_the_same_round() -> None:
+    assert FIRST.times("host") == Spread(100.0, 100.0, 120.0)
+    text = " ".join(shown(measured()).split())
+    assert "in files 1.0 s (1.0 s-1.0 s) 50.0x (40.0-60.0)" in text
+
+
+class Connector:
+    """Of an engine, with one hook that calls another."""
+
+    def __init__(self, time: Clock) -> None:
+        self._time = time
+
+    def outer(self) -> str:
+        self._time.now += 2
+        return self.inner()
+
+    def inner(self) -> str:
+        self._time.now += 1
+        return "done"
+
+
+def test_what_one_hook_calls_of_another_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    time = Clock()
+    monkeypatch.setattr(tier_hooks.time, "perf_counter", time)
+    connector = Connector(time)
+    own = dict(vars(connector))
+    clock = HookClock([connector])
+    assert connector.outer() == "done"
+    assert clock.take() == {"outer": 3.0}
+    connector.inner()
+    assert clock.take() == {"inner": 1.0}
+    clock.remove()
+    connector.outer()
+    assert not clock.take()
+    assert vars(connector) == own
+
+
+def test_json_has_the_rounds_and_what_follows_from_them() -> None:
+    loaded = json.loads(json.dumps(offload_report.as_json(measured())))
+    assert loaded["lookup"]["reached"] is True
+    assert loaded["hooks"]["share"]["decoding"]["median"] == pytest.approx(0.01)
+    assert loaded["first_token"]["as_fast"]["file"]["median"] == 50.0

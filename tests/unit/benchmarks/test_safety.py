@@ -1,0 +1,91 @@
+"""What protections cost: figures of a round, and the sockets that encryption is measured over."""
+
+from contextlib import nullcontext
+
+import pytest
+import zmq
+from rich.console import Console
+
+from benchmarks.safety import checksum as checksum_cost, curve, report as safety_report
+from benchmarks.safety.cost import Cost, SafetyJob
+from benchmarks.safety.measure import MeasuredSafety
+from benchmarks.safety.prompt_loads import prompt_in_files
+from kvferry.bench.engines import read_geometry
+from kvferry.bench.transfer import machine
+from kvferry.errors import ConfigError, TransferError
+from kvferry.transport.messages import decode_request, numbered
+from support.keys import KEYS
+
+
+def test_a_share_is_taken_within_a_round_and_compared_with_its_target():
+    cost = Cost("curve", "talk", (3.0, 4.0, 9.0), (2.0, 2.0, 2.0), (100.0, 100.0, 100.0), 0.02)
+    assert (cost.extra.median, cost.share.median, cost.share.high) == (2.0, 0.02, 0.07)
+    assert cost.reached
+    assert not Cost("curve", "talk", (3.0,), (2.0,), (10.0,), 0.02).reached
+    assert Cost("curve", "talk", (3.0,), (2.0,)).share.median == 0.5
+
+
+@pytest.mark.parametrize("keys", [KEYS, None])
+def test_a_pair_answers_what_it_is_asked_and_waits_for_the_rest(keys):
+    with curve._pair(keys) as pair:
+        assert pair.say([(b"claim", b""), (b"ask", b"answer"), (b"done", b"")]) > 0
+        assert pair.client.getsockopt(zmq.MECHANISM) == (zmq.CURVE if keys else zmq.NULL)
+        assert not pair.client.poll(50), "nothing is left"
+
+
+def test_a_transfer_that_asks_for_no_gathering_redeems_a_ticket_and_gives_it_back():
+    (redeem, redeemed), (release, nothing) = curve._talk_of(None, [[5, 6], [7]], 512)
+    asked, given_back = decode_request(redeem), decode_request(release)
+    assert (asked.tokens, given_back.tickets, nothing) == (512, [asked.ticket], b"")
+    assert numbered(redeemed).grant.block_ids == ([5, 6], [7])
+
+
+def test_it_fits_80_columns():
+    costs = (
+        Cost("curve", "18 messages of a staged transfer", (3e-3,) * 7, (2e-3,) * 7, (1.0,) * 7, 0.02),
+        Cost("curve", "a connection and its first answer", (3e-3,) * 7, (2e-3,) * 7),
+    )
+    job = SafetyJob(parts=("curve",), reading=read_geometry("Qwen3-0.6B"), tokens=4096, repeats=7)
+    console = Console(width=80, record=True, highlight=False)
+    measured = MeasuredSafety(job, machine(), costs)
+    safety_report.show(measured, console)
+    text = console.export_text()
+    assert "0.10%" in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert safety_report.as_json(measured)["costs"][0]["share"]["median"] == pytest.approx(1e-3)
+
+
+ONE_LAYER = read_geometry("Llama-3.1-8B", {"num_hidden_layers": 1})
+
+
+@pytest.mark.parametrize(
+    ("checksums", "noticed"),
+    [(nullcontext, "a prompt did not come"), (checksum_cost._unchecked, "bytes are not what they must be")],
+    ids=["with", "without"],
+)
+def test_damage_is_noticed_by_checksums_or_by_nothing_before_the_blocks(tmp_path, checksums, noticed):
+    with prompt_in_files(ONE_LAYER, 512, tmp_path) as loads, checksums():
+        loads.check()
+        file = max(tmp_path.rglob("*.kv"))
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(TransferError, match=noticed):
+            loads.check()
+
+
+def test_checksums_are_measured_in_loads_of_a_prompt_and_in_reads_of_its_files(monkeypatch, tmp_path):
+    monkeypatch.setattr(checksum_cost, "_MEMORY", tmp_path)
+    for name, value in (("_CACHES_BYTES", 1), ("_PROMPTS", 2), ("_FILES", 2)):
+        monkeypatch.setattr(checksum_cost, name, value)
+    costs = checksum_cost.measure(
+        SafetyJob(parts=("checksum",), reading=ONE_LAYER, tokens=512, repeats=7), lambda _: None
+    )
+    assert [cost.target for cost in costs] == [0.15, 0.15, None]
+    assert costs[0].work == "load of 512 tokens into blocks, on the clock"
+    assert all(len(cost.on) == len(cost.off) == 7 and min(cost.on + cost.off) > 0 for cost in costs)
+    monkeypatch.setattr(checksum_cost, "_CACHES_BYTES", 1 << 50)
+    with pytest.raises(ConfigError, match="measuring checksums takes"):
+        checksum_cost.measure(
+            SafetyJob(parts=("checksum",), reading=ONE_LAYER, tokens=512, repeats=7), lambda _: None
+        )
