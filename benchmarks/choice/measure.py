@@ -36,7 +36,7 @@ from kvferry.bench.stats import Spread
 from kvferry.bench.transfer import Machine, machine
 from kvferry.errors import TransferError
 from kvferry.geometry.canonical import CanonicalGroup
-from kvferry.tiers.object_store import ObjectStore
+from kvferry.tiers.objects.tier import ObjectStore
 
 POLICIES = ("weight", "first", "cost")
 CONNECTORS, TIERS = "connectors", "tiers"

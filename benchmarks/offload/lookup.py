@@ -22,11 +22,11 @@ from kvferry.cache.writing import Behind
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.chunk import ChunkKeys
 from kvferry.tiers.eviction import POLICIES
-from kvferry.tiers.format import Group
-from kvferry.tiers.host import HostTier
+from kvferry.tiers.format.chunk import Group
+from kvferry.tiers.host.tier import HostTier
+from kvferry.tiers.index.key_table import Tags, TagTable
 from kvferry.tiers.outcome import Get, Put, TierStats
-from kvferry.tiers.slow import SlowTier
-from kvferry.tiers.tags import Tags, TagTable
+from kvferry.tiers.storage_tier import SlowTier
 
 PLACES = ("host", "file", "nowhere")
 TARGET_SECONDS = 3e-3

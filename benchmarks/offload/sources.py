@@ -46,14 +46,14 @@ from kvferry.observe.fold import Fold
 from kvferry.observe.traces import Traces
 from kvferry.observe.watch import Watch
 from kvferry.tiers.eviction import POLICIES
-from kvferry.tiers.file_store import FileStore
-from kvferry.tiers.host import HostTier
-from kvferry.tiers.image import group_of
+from kvferry.tiers.files.tier import FileStore
+from kvferry.tiers.format.body import group_of
+from kvferry.tiers.host.tier import HostTier
+from kvferry.tiers.index.key_table import TagTable
 from kvferry.tiers.names import FILE, HOST, OBJECT, PEER, numbered
-from kvferry.tiers.object_store import ObjectStore
-from kvferry.tiers.place import chunk_path
-from kvferry.tiers.slow import SlowTier
-from kvferry.tiers.tags import TagTable
+from kvferry.tiers.objects.tier import ObjectStore
+from kvferry.tiers.paths import chunk_path
+from kvferry.tiers.storage_tier import SlowTier
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import Card, ControlServer
 from kvferry.transport.handshake import Known

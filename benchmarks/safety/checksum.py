@@ -22,9 +22,9 @@ from benchmarks.safety.cost import Cost, SafetyJob
 from benchmarks.safety.prompt_loads import prompt_in_files
 from kvferry.bench.chunks import CHUNK_TOKENS, chunk_group
 from kvferry.errors import ConfigError
-from kvferry.tiers import file_store
-from kvferry.tiers.direct_io import read_all, whole_pages
-from kvferry.tiers.format import Chunk
+from kvferry.tiers.files import tier as file_store
+from kvferry.tiers.files.direct_io import read_all, whole_pages
+from kvferry.tiers.format.chunk import Chunk
 
 TARGET = 0.15
 """Of a load."""

@@ -27,12 +27,12 @@ from kvferry.geometry.canonical import canonical_of
 from kvferry.geometry.models import ModelReading
 from kvferry.plan.side import Side
 from kvferry.tiers.eviction import POLICIES
-from kvferry.tiers.file_store import FileStore
-from kvferry.tiers.format import Group
-from kvferry.tiers.host import HostTier, Slot
-from kvferry.tiers.image import group_of
+from kvferry.tiers.files.tier import FileStore
+from kvferry.tiers.format.body import group_of
+from kvferry.tiers.format.chunk import Group
+from kvferry.tiers.host.tier import HostTier, Slot
+from kvferry.tiers.index.key_table import TagTable
 from kvferry.tiers.outcome import Get, Put
-from kvferry.tiers.tags import TagTable
 
 _POLL_SECONDS = 200e-6
 _PATIENCE_SECONDS = 60.0

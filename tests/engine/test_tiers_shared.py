@@ -11,8 +11,8 @@ from typing import Self
 import pytest
 
 from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
-from kvferry.tiers.directory import Directory
-from kvferry.tiers.ledger import Busy, Ledger
+from kvferry.tiers.files.admin import Directory
+from kvferry.tiers.files.ledger import Busy, Ledger
 from kvferry.tiers.survey import verify_all
 from support.vllm_engine.faulty import Case, Plain
 from support.vllm_engine.pair import connector, prompt

@@ -13,7 +13,7 @@ from unittest import mock
 
 from msgspec import structs
 
-from kvferry.tiers.index import Index
+from kvferry.tiers.files.directory_index import Index
 from kvferry.transport.lease import LeaseWords
 from support.vllm_engine.tiers_inside import half, worker_half
 
@@ -126,7 +126,7 @@ def _no_pins(engine: Any) -> Iterator[None]:
 
 @contextmanager
 def _no_checksum(engine: Any) -> Iterator[None]:
-    from kvferry.tiers import image_io
+    from kvferry.tiers.files import chunk_file as image_io
 
     def unchecked(chunk: Any, header: Any, body: memoryview, wait: Callable[[int], object]) -> bool:
         wait(len(body))

@@ -6,7 +6,7 @@ import hashlib
 import os
 import signal
 
-from kvferry.tiers.arena import Arena
+from kvferry.tiers.host.arena import Arena
 
 CHUNK_BYTES = 280 << 10
 """Of a chunk; every one of two ranks writes a half."""

@@ -6,9 +6,9 @@ import hashlib
 
 from hypothesis import strategies as st
 
-from kvferry.tiers.direct_io import whole_pages
-from kvferry.tiers.format import Chunk, Group, Section
-from kvferry.tiers.image import header_of, pad
+from kvferry.tiers.files.direct_io import whole_pages
+from kvferry.tiers.format.body import header_of, pad
+from kvferry.tiers.format.chunk import Chunk, Group, Section
 
 _NAMES = st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=31)
 _SECTIONS = st.builds(Section, _NAMES, st.integers(1, 9), st.one_of(st.integers(1, 40), st.just(4096)))

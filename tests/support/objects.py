@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from kvferry.tiers.direct_io import whole_pages
-from kvferry.tiers.format import Group
-from kvferry.tiers.object_store import ObjectStore
+from kvferry.tiers.files.direct_io import whole_pages
+from kvferry.tiers.format.chunk import Group
+from kvferry.tiers.objects.tier import ObjectStore
 from kvferry.tiers.outcome import Get, Put
 from support.chunk_files import key
 from support.object_server import Server

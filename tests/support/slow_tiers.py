@@ -9,10 +9,10 @@ from typing import Any
 from unittest.mock import patch
 
 from kvferry.cache.tier_queue import TierQueue
-from kvferry.tiers.format import Group
+from kvferry.tiers.format.chunk import Group
+from kvferry.tiers.index.key_table import Tags, TagTable
 from kvferry.tiers.outcome import Get, Put, TierStats
-from kvferry.tiers.slow import SlowTier
-from kvferry.tiers.tags import Tags, TagTable
+from kvferry.tiers.storage_tier import SlowTier
 
 GARBAGE = 0xEE
 """What a chunk that is no hit leaves in memory."""

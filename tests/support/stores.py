@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvferry.keys import Namespace
-from kvferry.tiers.direct_io import whole_pages
-from kvferry.tiers.file_store import FileStore
-from kvferry.tiers.format import Chunk, Group, Section
+from kvferry.tiers.files.direct_io import whole_pages
+from kvferry.tiers.files.tier import FileStore
+from kvferry.tiers.format.chunk import Chunk, Group, Section
 from kvferry.tiers.outcome import Get, Put
 from support.chunk_files import body_of, key
 

@@ -17,7 +17,7 @@ NOBODY = 54321
 REFUSED = "kvferry.errors.ConfigError: "
 
 IMPORTS = """
-import kvferry.transport.costs, kvferry.tiers.place, kvferry.cache.weights, kvferry.doctor.costs
+import kvferry.transport.costs, kvferry.tiers.paths, kvferry.cache.weights, kvferry.doctor.costs
 import kvferry.plan.find, kvferry.serving.specs, kvferry.serving.temporary, kvferry.transport.key_file
 """
 """Before the process is another user's: it may not be allowed to read the interpreter's folder."""
@@ -43,7 +43,7 @@ def test_the_directory_is_below_the_users_cache():
 
 
 def test_a_user_without_a_home_is_told_what_to_set():
-    assert said("kvferry.tiers.place.user_directory()") == (
+    assert said("kvferry.tiers.paths.user_directory()") == (
         f"kvferry.errors.ConfigError: user {NOBODY} has no home; "
         "set XDG_CACHE_HOME to a directory that it may write"
     )

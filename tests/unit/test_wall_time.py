@@ -26,9 +26,9 @@ USES = {
     "explain/show.py": "times of requests, for people",
     "observe/answering.py": "ages of requests, for people",
     "observe/meeting_place.py": "the age of what a killed process has left",
-    "tiers/file_store.py": "times of files, see tests/unit/tiers/test_clocks.py",
-    "tiers/index.py": "times of files, see tests/unit/tiers/test_clocks.py",
-    "tiers/room.py": "times of files, see tests/unit/tiers/test_clocks.py",
+    "tiers/file_store.py": "times of files, see tests/unit/tiers/files/test_clocks.py",
+    "tiers/index.py": "times of files, see tests/unit/tiers/files/test_clocks.py",
+    "tiers/room.py": "times of files, see tests/unit/tiers/files/test_clocks.py",
     "top/book.py": "times of figures, for people",
     "top/lines.py": "times of figures, for people",
 }

@@ -18,7 +18,7 @@ from kvferry.geometry.models import ModelReading
 from kvferry.plan.side import Side
 from kvferry.planning.chunks import Stretch
 from kvferry.planning.template import build_templates
-from kvferry.tiers.arena import Arena
+from kvferry.tiers.host.arena import Arena
 
 CHUNK_TOKENS = 256
 

@@ -18,8 +18,8 @@ from kvferry.bench.movers import Mover
 from kvferry.bench.raw_files import ThreadReads, ThreadWrites, random_pages, write_file
 from kvferry.bench.slow_tier import Bodies, Loads, Stores, chunks_at, namespace, queue_over, store_all
 from kvferry.geometry.canonical import CanonicalGroup
-from kvferry.tiers.file_store import FileStore
-from kvferry.tiers.format import Chunk
+from kvferry.tiers.files.tier import FileStore
+from kvferry.tiers.format.chunk import Chunk
 
 STORE_RATIO, LOAD_RATIO = 0.7, 0.8
 

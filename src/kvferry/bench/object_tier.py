@@ -21,10 +21,10 @@ from kvferry.bench.raw_files import random_pages
 from kvferry.bench.slow_tier import Bodies, Loads, Stores, chunks_at, namespace, queue_over, store_all
 from kvferry.errors import TransferError
 from kvferry.geometry.canonical import CanonicalGroup
-from kvferry.tiers.format import Chunk
-from kvferry.tiers.object_store import ObjectStore
+from kvferry.tiers.format.chunk import Chunk
 from kvferry.tiers.objects.client import Bucket
 from kvferry.tiers.objects.faults import Unavailable
+from kvferry.tiers.objects.tier import ObjectStore
 
 TARGET_RATIO = 0.8
 _PATIENCE_SECONDS = 60.0

@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
-from kvferry.tiers.direct_io import read_all, whole_pages, write_all
+from kvferry.tiers.files.direct_io import read_all, whole_pages, write_all
 
 _Item = TypeVar("_Item")
 

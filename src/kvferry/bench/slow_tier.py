@@ -18,11 +18,11 @@ from kvferry.cache.tier_queue import Done, Read, TierQueue
 from kvferry.errors import TransferError
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.namespace import Namespace
-from kvferry.tiers.arena import Arena
-from kvferry.tiers.format import Group
-from kvferry.tiers.image import group_of
+from kvferry.tiers.format.body import group_of
+from kvferry.tiers.format.chunk import Group
+from kvferry.tiers.host.arena import Arena
 from kvferry.tiers.outcome import Get, Put
-from kvferry.tiers.slow import SlowTier
+from kvferry.tiers.storage_tier import SlowTier
 
 _POLL_SECONDS = 200e-6
 _PATIENCE_SECONDS = 60.0

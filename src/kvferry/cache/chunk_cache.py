@@ -23,12 +23,12 @@ from kvferry.cache.tier_queue import Read
 from kvferry.cache.writing import Behind, Writing
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.planning.coverage import NOWHERE
-from kvferry.tiers.counters import Miss as HostMiss
-from kvferry.tiers.format import Group
-from kvferry.tiers.host import HostTier, Slot
-from kvferry.tiers.image import group_of
+from kvferry.tiers.format.body import group_of
+from kvferry.tiers.format.chunk import Group
+from kvferry.tiers.host.counters import Miss as HostMiss
+from kvferry.tiers.host.tier import HostTier, Slot
+from kvferry.tiers.index.key_table import tags_of
 from kvferry.tiers.outcome import Get, Put
-from kvferry.tiers.tags import tags_of
 
 
 class ChunkCache:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvferry.tiers.host import Slot
+from kvferry.tiers.host.tier import Slot
 from kvferry.tiers.outcome import Get
 
 

@@ -20,7 +20,7 @@ from kvferry.cache.chunk_routes import ChunkRoutes
 from kvferry.cache.orders import ArenaCard, ChunkOrders, LoadEnd, LoadPart, Moved, StoreOrder
 from kvferry.errors import KVFerryError, TransferError
 from kvferry.geometry.canonical import canonical_of
-from kvferry.tiers.arena import Arena
+from kvferry.tiers.host.arena import Arena
 
 logger = logging.getLogger(__name__)
 

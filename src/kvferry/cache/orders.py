@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from kvferry.geometry import RankGeometry
 from kvferry.planning.chunks import Stretch
 from kvferry.planning.select import Span
-from kvferry.tiers.arena import ArenaName
+from kvferry.tiers.host.arena import ArenaName
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.chunk import ChunkKeys
 from kvferry.planning.coverage import Coverage, Cut, Places, coverage, to_load
 from kvferry.planning.select import Span
-from kvferry.tiers.tags import TAG_BYTES, Uint64s, tags_of
+from kvferry.tiers.index.key_table import TAG_BYTES, Uint64s, tags_of
 
 
 class PromptChunks:

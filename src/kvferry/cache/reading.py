@@ -17,11 +17,11 @@ from kvferry.cache.counts import CacheCounts
 from kvferry.cache.fetch import Fetch, Want
 from kvferry.cache.writing import Writing
 from kvferry.planning.coverage import NOWHERE, Places
-from kvferry.tiers.format import Group
-from kvferry.tiers.host import HostTier, Slot
+from kvferry.tiers.format.chunk import Group
+from kvferry.tiers.host.tier import HostTier, Slot
+from kvferry.tiers.index.key_table import MOST_PLACES, Uint64s, tags_of
 from kvferry.tiers.names import HOST
 from kvferry.tiers.outcome import Get
-from kvferry.tiers.tags import MOST_PLACES, Uint64s, tags_of
 
 
 @dataclass(slots=True)

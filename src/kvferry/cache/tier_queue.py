@@ -21,10 +21,10 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.tiers.around import Around
-from kvferry.tiers.format import Group
+from kvferry.tiers.files.usage import Around
+from kvferry.tiers.format.chunk import Group
 from kvferry.tiers.outcome import Get, Put
-from kvferry.tiers.slow import SlowTier
+from kvferry.tiers.storage_tier import SlowTier
 
 logger = logging.getLogger(__name__)
 

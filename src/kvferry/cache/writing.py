@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.cache.tier_queue import TierQueue
-from kvferry.tiers.format import Group
-from kvferry.tiers.host import HostTier, Slot
+from kvferry.tiers.format.chunk import Group
+from kvferry.tiers.host.tier import HostTier, Slot
 
 WRITE_BACK_SHARE = 0.5
 """Of host memory: how much of it chunks may fill before write-back writes."""

@@ -61,7 +61,7 @@ def work_folder(path: Path | None) -> Iterator[Path]:
             raise ConfigError(f"--path {path} is no folder; make it, or choose another")
         yield path
         return
-    from kvferry.tiers.place import user_directory
+    from kvferry.tiers.paths import user_directory
 
     cache = Path(user_directory()).parent
     try:

@@ -15,7 +15,7 @@ from kvferry.errors import ConfigError
 from kvferry.terminal import printable, report_width, wrapped
 
 if TYPE_CHECKING:
-    from kvferry.tiers.cache import Cache
+    from kvferry.tiers.admin import Cache
 
 _BAD = 1
 
@@ -189,12 +189,12 @@ def _cache(where: str, options: list[str] | None) -> Cache:
     from kvferry.tiers.objects.options import is_url
 
     if is_url(where):
-        from kvferry.tiers.objects.cache import ObjectCache
+        from kvferry.tiers.objects.admin import ObjectCache
 
         return ObjectCache(where, pairs(options))
     if options:
         raise ConfigError(f"--option is for URLs of object storage; {where} is a path")
-    from kvferry.tiers.directory import Directory
+    from kvferry.tiers.files.admin import Directory
 
     return Directory(where)
 

@@ -103,8 +103,8 @@ def connector() -> None:
 
 def path(where: str) -> None:
     """A directory of the file tier: whose, how much room, and what the file system does with a file there."""
-    from kvferry.tiers.ledger import read_ledger  # noqa: PLC0415
-    from kvferry.tiers.opening import check_directory  # noqa: PLC0415
+    from kvferry.tiers.files.ledger import read_ledger  # noqa: PLC0415
+    from kvferry.tiers.files.opening import check_directory  # noqa: PLC0415
 
     _say(real=os.path.realpath(where))
     try:
@@ -125,7 +125,7 @@ def path(where: str) -> None:
 
 def twins(*paths: str) -> None:
     """Of each path, which of those before it is the same directory."""
-    from kvferry.tiers.place import twin_of  # noqa: PLC0415
+    from kvferry.tiers.paths import twin_of  # noqa: PLC0415
 
     for number, path in enumerate(paths):
         _say(path=path, twin=twin_of(path, paths[:number]))
@@ -133,7 +133,7 @@ def twins(*paths: str) -> None:
 
 def _write(name: str) -> None:
     """Write, lock and remove a file of a page."""
-    from kvferry.tiers.direct_io import set_direct, whole_pages  # noqa: PLC0415
+    from kvferry.tiers.files.direct_io import set_direct, whole_pages  # noqa: PLC0415
 
     page = whole_pages(4096)
     page[:] = bytes(4096)

@@ -18,10 +18,10 @@ from kvferry.engines.vllm.tier_config import FileSettings, HostSettings, ObjectS
 from kvferry.errors import ConfigError
 from kvferry.memory.available import available_memory
 from kvferry.plan.units import size
+from kvferry.tiers.files.opening import DEFAULT_SHARE
 from kvferry.tiers.objects.client import Bucket
 from kvferry.tiers.objects.faults import Unavailable
-from kvferry.tiers.opening import DEFAULT_SHARE
-from kvferry.tiers.place import user_directory
+from kvferry.tiers.paths import user_directory
 from kvferry.tiers.sizes import parse_size
 
 _PATH_SECONDS = 10.0

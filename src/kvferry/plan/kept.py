@@ -14,8 +14,8 @@ from kvferry.geometry.models import ModelReading
 from kvferry.plan.choices import Choice, Prompt
 from kvferry.plan.side import Side, block_tokens, shape
 from kvferry.plan.snapshots import LAST_ONLY, STEP_TOKENS, Steps
-from kvferry.tiers.format import NAMESPACE_BYTES, Chunk
-from kvferry.tiers.image import group_of
+from kvferry.tiers.format.body import group_of
+from kvferry.tiers.format.chunk import NAMESPACE_BYTES, Chunk
 
 PROMPT_TOKENS = 128 << 10
 _NAME = bytes(NAMESPACE_BYTES)

@@ -9,9 +9,9 @@ from typing import TypeVar
 
 from kvferry.errors import ChunkError, OtherVersion, Unnameable
 from kvferry.keys.namespace import Namespace
-from kvferry.tiers.cache import Cache
-from kvferry.tiers.decode import read_header, verify
-from kvferry.tiers.place import Entry, Kind, identity
+from kvferry.tiers.admin import Cache
+from kvferry.tiers.format.decode import read_header, verify
+from kvferry.tiers.paths import Entry, Kind, identity
 
 _LONGEST_NOTE = 1 << 20
 # Files that are read at once: what is far away takes its time to begin.

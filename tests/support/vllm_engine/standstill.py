@@ -15,7 +15,7 @@ PEERS, FILES = "peers", "files"
 
 def declare() -> None:
     """Hold up posts of READs to peers, and reads of chunk files, where a test wants it."""
-    from kvferry.tiers import image_io
+    from kvferry.tiers.files import chunk_file as image_io
     from kvferry.transport.agent import Agent
 
     folder = Path(os.environ[FOLDER])

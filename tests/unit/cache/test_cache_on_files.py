@@ -17,10 +17,10 @@ from kvferry.cache.writing import Behind
 from kvferry.geometry.canonical import canonical_of
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.tiers.eviction import POLICIES
-from kvferry.tiers.file_store import FileStore
-from kvferry.tiers.host import HostTier
+from kvferry.tiers.files.tier import FileStore
+from kvferry.tiers.host.tier import HostTier
+from kvferry.tiers.index.key_table import TagTable
 from kvferry.tiers.outcome import Get, Put
-from kvferry.tiers.tags import TagTable
 from support.models import attention, model
 from support.stores import NAMESPACE
 

@@ -21,7 +21,7 @@ from kvferry.geometry.canonical import canonical_of
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.geometry.store import LayerStore
 from kvferry.tiers.eviction import POLICIES
-from kvferry.tiers.host import HostTier
+from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.outcome import Get, Put
 from support.clock import Clock
 from support.models import attention, model, state

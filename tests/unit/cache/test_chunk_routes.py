@@ -16,7 +16,7 @@ from kvferry.geometry.store import LayerStore, ModelCache, Stored
 from kvferry.memory.owned import allocate
 from kvferry.planning.chunks import stretch_of
 from kvferry.planning.select import Span
-from kvferry.tiers.arena import Arena
+from kvferry.tiers.host.arena import Arena
 
 KV = tuple(Stored(name, 2, 4, (("content", 8),)) for name in ("k", "v"))
 STATE = Stored("ssm", 4, 4, (("width", 6),)), Stored("conv", 2, 0, (("width", 5),))

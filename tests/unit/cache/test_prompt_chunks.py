@@ -12,7 +12,7 @@ from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.chunk import ChunkKeys
 from kvferry.planning.coverage import NOWHERE
 from kvferry.planning.select import Span
-from kvferry.tiers.tags import tags_of
+from kvferry.tiers.index.key_table import tags_of
 
 FULL, STATE = CanonicalGroup(GroupKind.FULL, 0, ()), CanonicalGroup(GroupKind.STATE, 0, ())
 

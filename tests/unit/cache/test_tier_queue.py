@@ -8,7 +8,7 @@ import time
 import pytest
 
 from kvferry.cache.tier_queue import STUCK_SECONDS, Read, TierQueue, Wrote
-from kvferry.tiers.direct_io import whole_pages
+from kvferry.tiers.files.direct_io import whole_pages
 from kvferry.tiers.outcome import Get, Put
 from support.chunk_files import key
 from support.clock import Clock

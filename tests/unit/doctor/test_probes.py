@@ -41,6 +41,6 @@ def test_only_what_direct_io_refuses_is_written_otherwise(tmp_path, capsys, monk
         return write(fd, data, at)
 
     monkeypatch.setattr(probes.os, "pwrite", once)
-    monkeypatch.setattr("kvferry.tiers.direct_io.set_direct", lambda fd, on: on)
+    monkeypatch.setattr("kvferry.tiers.files.direct_io.set_direct", lambda fd, on: on)
     probes.path(str(tmp_path))
     assert told(capsys).get(key) in (False, os.strerror(errno.EIO))

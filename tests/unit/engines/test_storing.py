@@ -25,7 +25,7 @@ from kvferry.observe.events import StoreBegan, StoreEnded
 from kvferry.observe.watch import Watch
 from kvferry.planning.select import Span, first_seen
 from kvferry.tiers.eviction import POLICIES
-from kvferry.tiers.host import HostTier
+from kvferry.tiers.host.tier import HostTier
 from support.block_pool import BlockPool, request
 from support.models import attention, model, state
 

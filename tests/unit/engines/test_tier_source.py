@@ -22,9 +22,9 @@ from kvferry.geometry.canonical.length import WINDOW_GRAIN
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.observe.events import Lack, Miss, Moved
 from kvferry.planning.select import Span
-from kvferry.tiers.around import Around
 from kvferry.tiers.eviction import POLICIES
-from kvferry.tiers.host import HostTier
+from kvferry.tiers.files.usage import Around
+from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.names import TIERS
 from kvferry.tiers.outcome import Get
 from support.block_pool import request

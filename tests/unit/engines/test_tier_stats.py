@@ -13,9 +13,9 @@ from kvferry.geometry.canonical import canonical_of
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.observe.events import TierTold
 from kvferry.observe.watch import Watch
-from kvferry.tiers.around import Around
 from kvferry.tiers.eviction import POLICIES
-from kvferry.tiers.host import HostTier
+from kvferry.tiers.files.usage import Around
+from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.outcome import Get, Put
 from support.clock import Clock
 from support.models import attention, model

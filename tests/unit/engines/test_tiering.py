@@ -10,7 +10,7 @@ from kvferry.engines.vllm.tier_config import FileSettings
 from kvferry.engines.vllm.tiering import _canonical, _default_directory, _open
 from kvferry.errors import ConfigError
 from kvferry.geometry import Group, GroupKind, Layer, RankGeometry, Region, opaque_page
-from kvferry.tiers.tags import TagTable
+from kvferry.tiers.index.key_table import TagTable
 
 
 def test_the_default_directory_is_made_for_the_user_alone(tmp_path, monkeypatch):

@@ -75,7 +75,7 @@ def small_group() -> Iterator[Path]:
 def test_a_host_tier_beyond_a_containers_memory_is_refused_and_not_killed(small_group: Path) -> None:
     lines = (
         "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid())); "
-        "from kvferry.tiers.arena import Arena; Arena.create(int(sys.argv[2]))"
+        "from kvferry.tiers.host.arena import Arena; Arena.create(int(sys.argv[2]))"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 

@@ -24,7 +24,7 @@ from kvferry.engines.vllm.version import installed, vllm_version
 from kvferry.errors import ConfigError
 from kvferry.geometry.canonical import Canonical
 from kvferry.keys.namespace import Namespace
-from kvferry.tiers.format import VERSION
+from kvferry.tiers.format.chunk import VERSION
 from kvferry.transport.messages import Fact, Facts
 
 logger = logging.getLogger(__name__)

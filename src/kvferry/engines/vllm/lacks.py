@@ -8,7 +8,7 @@ from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.prompt_chunks import PromptChunks
 from kvferry.observe.events import Lack, Miss
 from kvferry.planning.coverage import Coverage
-from kvferry.tiers.counters import Miss as HostMiss
+from kvferry.tiers.host.counters import Miss as HostMiss
 from kvferry.tiers.names import TIERS
 
 _REMEMBERED = {HostMiss.EVICTED: Miss.EVICTED, HostMiss.FILLING: Miss.STORING}

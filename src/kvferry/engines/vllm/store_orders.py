@@ -19,7 +19,7 @@ from kvferry.observe.events import StoreBegan, StoreEnded
 from kvferry.observe.watch import Watch
 from kvferry.planning.chunks import Stretch
 from kvferry.planning.select import NULL_BLOCK
-from kvferry.tiers.host import Slot
+from kvferry.tiers.host.tier import Slot
 
 MOST_PINNED = 0.25
 """Of the engine's blocks: what stores may hold back from it."""

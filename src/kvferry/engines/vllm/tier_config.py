@@ -11,9 +11,9 @@ import msgspec
 
 from kvferry.engines.vllm.choices import check_text, unusable
 from kvferry.errors import ConfigError
+from kvferry.tiers.index.key_table import MOST_PLACES
 from kvferry.tiers.names import FILE, HOST, OBJECT
 from kvferry.tiers.sizes import parse_size
-from kvferry.tiers.tags import MOST_PLACES
 
 Write = Literal["through", "back"]
 

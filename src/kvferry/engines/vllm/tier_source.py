@@ -37,7 +37,7 @@ from kvferry.observe.events import Lack, Miss, Moved
 from kvferry.planning.chunks import Stretch
 from kvferry.planning.coverage import NOWHERE, Coverage
 from kvferry.planning.select import first_seen
-from kvferry.tiers.host import Slot
+from kvferry.tiers.host.tier import Slot
 from kvferry.tiers.names import HOST, TIERS
 from kvferry.tiers.outcome import Get
 

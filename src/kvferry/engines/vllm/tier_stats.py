@@ -13,7 +13,7 @@ from kvferry.engines.vllm.store_orders import StoreOrders
 from kvferry.engines.vllm.tier_source import TierSource
 from kvferry.observe.events import TierTold
 from kvferry.observe.watch import Watch, harmless
-from kvferry.tiers.counters import Drop
+from kvferry.tiers.host.counters import Drop
 from kvferry.tiers.names import HOST
 
 

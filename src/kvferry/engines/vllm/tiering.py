@@ -33,17 +33,17 @@ from kvferry.geometry.canonical import Canonical, canonical_of
 from kvferry.geometry.canonical.length import check_reach, check_windows, chunk_length, snapshots_apart
 from kvferry.keys.namespace import Namespace
 from kvferry.observe.watch import Watch
-from kvferry.tiers.arena import Arena, available_bytes
 from kvferry.tiers.eviction import POLICIES
-from kvferry.tiers.file_store import FileStore
-from kvferry.tiers.host import HostTier
+from kvferry.tiers.files.opening import cannot
+from kvferry.tiers.files.tier import FileStore
+from kvferry.tiers.host.arena import Arena, available_bytes
+from kvferry.tiers.host.tier import HostTier
+from kvferry.tiers.index.key_table import TagTable
 from kvferry.tiers.names import HOST, numbered
-from kvferry.tiers.object_store import ObjectStore
-from kvferry.tiers.opening import cannot
-from kvferry.tiers.place import twin_of, user_directory
+from kvferry.tiers.objects.tier import ObjectStore
+from kvferry.tiers.paths import twin_of, user_directory
 from kvferry.tiers.sizes import parse_size
-from kvferry.tiers.slow import SlowTier
-from kvferry.tiers.tags import TagTable
+from kvferry.tiers.storage_tier import SlowTier
 from kvferry.transport.messages import Fact
 
 logger = logging.getLogger(__name__)

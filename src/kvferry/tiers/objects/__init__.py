@@ -1,5 +1,6 @@
-"""Object storage as `tiers.object_store` and an operator's commands use it.
+"""The object tier: the same chunk files in object storage that many machines share.
 
-`options` says which settings there are, `client` makes requests that end in time, `faults` puts into words
-what came of those that failed, and `known` remembers which chunks are there.
+`options` defines the settings of the client, `client` makes requests with a deadline, `faults` explains
+requests that failed, `access` stops asking a store that keeps failing, and `known` remembers which chunks
+are there.
 """

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from threading import Lock
 
-from kvferry.tiers.breaker import Breaker
+from kvferry.tiers.objects.circuit_breaker import Breaker
 from kvferry.tiers.objects.client import Bucket
 from kvferry.tiers.objects.faults import Fault, Unavailable
 

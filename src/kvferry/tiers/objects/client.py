@@ -23,10 +23,10 @@ from obstore import exceptions
 from obstore.store import LocalStore, from_url
 
 from kvferry.errors import ConfigError
-from kvferry.tiers.checksum import Buffer
+from kvferry.tiers.format.checksum import Buffer
 from kvferry.tiers.objects.faults import Fault, Unavailable, is_of_the_bucket, unavailable
 from kvferry.tiers.objects.options import Settings, settings
-from kvferry.tiers.place import MARKER
+from kvferry.tiers.paths import MARKER
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore as Store, RetryConfig, S3Config

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from threading import Lock
 
-from kvferry.tiers.gone import Gone
-from kvferry.tiers.tags import Tags
+from kvferry.tiers.index.key_table import Tags
+from kvferry.tiers.index.recently_evicted import Gone
 
 MOST = 1 << 22
 """Keys of a namespace, at most: a listing without end takes no more memory than that."""

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.tiers.index.key_table import Tags, tags_of
 from kvferry.tiers.objects.known import Known
-from kvferry.tiers.tags import Tags, tags_of
 from support.chunk_files import key
 
 

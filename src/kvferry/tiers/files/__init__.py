@@ -1,0 +1,1 @@
+"""The file tier: chunk files in a directory that several processes share, within one capacity."""

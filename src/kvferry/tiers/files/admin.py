@@ -1,0 +1,148 @@
+"""A directory of the file tier, as an operator sees it and sees to it while engines may be using it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from kvferry.errors import ConfigError
+from kvferry.tiers.admin import Cache, Collected, Opened, Space
+from kvferry.tiers.files import chunk_io
+from kvferry.tiers.files.ledger import Account, Ledger, read_ledger
+from kvferry.tiers.files.lock_handoff import Busy
+from kvferry.tiers.files.opening import cannot, check_directory, read_marker
+from kvferry.tiers.files.quarantine import set_aside
+from kvferry.tiers.files.regular_file import open_plain
+from kvferry.tiers.files.space import Room
+from kvferry.tiers.format.checksum import Buffer
+from kvferry.tiers.outcome import Tally
+from kvferry.tiers.paths import MARKER, Entry, Kind, folders, walk
+
+# Engines may be counting a large directory.
+_PATIENCE_SECONDS = 60.0
+
+
+class Directory(Cache):
+    """A directory of the file tier.
+
+    Args:
+        path: the directory.
+
+    Raises:
+        ConfigError: it is none.
+    """
+
+    notes_use = True
+    no_capacity = "unknown: the ledger is damaged"
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.where = os.path.abspath(path)
+        check_directory(self.where)
+        if read_marker(self.where) is None:
+            raise ConfigError(
+                f"{self.where} is no cache of kvferry: it has no {MARKER}; name the directory that has it"
+            )
+
+    def entries(self) -> Iterator[Entry]:
+        """All files of the tier; see `Cache.entries`."""
+        with _told(self.where):
+            yield from walk(self.where)
+
+    @contextmanager
+    def opened(self, entry: Entry) -> Iterator[Opened]:
+        """Open a file for reading; see `Cache.opened`."""
+        fd = open_plain(entry.path, os.O_RDONLY)
+        try:
+            yield _File(self.where, entry.path, fd, os.fstat(fd).st_size)
+        finally:
+            os.close(fd)
+
+    def space(self) -> Space:
+        """What the directory may hold, as its ledger and its disk say."""
+        capacity, charged = read_ledger(self.where) or (None, None)
+        with _told(self.where):
+            disk = os.statvfs(self.where)
+        return Space(capacity, charged, disk.f_bavail * disk.f_frsize)
+
+    def collect(self, capacity: int | None = None) -> Collected:
+        """Sweep what dead writers left, count anew, and evict what was used longest ago."""
+        tally = Tally()
+        ledger = Ledger(self.where, _PATIENCE_SECONDS)
+        room = Room(self.where, ledger, tally, lambda _: None)
+        with _held(self.where, ledger) as account:
+            goal = account.capacity if capacity is None else capacity
+            if not goal and capacity is None:
+                raise ConfigError(
+                    f"the ledger of {self.where} was lost, and the capacity with it; give a capacity"
+                )
+            room.settle(account)
+            room.make_room(account, account.capacity - goal)
+            done = tally.stats()
+            return Collected(done.swept, done.evicted, done.evicted_bytes, account.used, goal)
+
+    def clear(self) -> tuple[int, int]:
+        """Remove everything of kvferry's; other files, and folders that hold some, stay."""
+        removed, removed_bytes = 0, 0
+        marker = f"{self.where}/{MARKER}"
+        with _held(self.where, Ledger(self.where, _PATIENCE_SECONDS)) as account:
+            # The lock and the marker last: who is interrupted here can clear again.
+            last = {Kind.LEDGER: 2, Kind.NOTE: 1}
+            for entry in sorted(
+                walk(self.where), key=lambda one: (last.get(one.kind, 0), one.path == marker)
+            ):
+                try:
+                    size = os.lstat(entry.path).st_size
+                    os.unlink(entry.path)
+                except FileNotFoundError:
+                    continue
+                # Now, not at the end: the rest may not be removed, and engines evict by what is charged.
+                account.release(entry.charged)
+                removed, removed_bytes = removed + 1, removed_bytes + size
+            for folder in list(folders(self.where)):
+                # Where something else lies, the folder stays.
+                with suppress(OSError):
+                    os.rmdir(folder)
+        return removed, removed_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _File(Opened):
+    """A file that is open.
+
+    Attributes:
+        root: the directory.
+        path: its name.
+        fd: where it is open.
+        size: bytes.
+    """
+
+    root: str
+    path: str
+    fd: int
+    size: int
+
+    def read(self, offset: int, size: int) -> Buffer:
+        return chunk_io.read(self.fd, offset, size)
+
+    def set_aside(self) -> bool:
+        return set_aside(self.root, Ledger(self.root), os.fstat(self.fd), self.path)
+
+
+@contextmanager
+def _held(root: str, ledger: Ledger) -> Iterator[Account]:
+    try:
+        with _told(root), ledger.held() as account:
+            yield account
+    except Busy as error:
+        raise ConfigError(f"{error}; see which process that is, and end it") from error
+
+
+@contextmanager
+def _told(root: str) -> Iterator[None]:
+    """Say to an operator what cannot be read or changed."""
+    try:
+        yield
+    except OSError as error:
+        raise cannot(root, error) from error

@@ -1,0 +1,199 @@
+"""How many bytes a directory may hold and does hold, agreed on by all processes that use it.
+
+The ledger is one small file. It is read and written under an exclusive flock on it, which the threads of a
+process hand on to one another (`relay`). Its number is never less than what the files add up
+to: bytes are charged before a file is made and released after one is gone, so a process that is killed in
+between leaves the number too large, and `count` mends that.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from kvferry.tiers.files.lock_handoff import Busy, Relay
+from kvferry.tiers.files.regular_file import open_plain, read_plain
+from kvferry.tiers.format.checksum import header_digest
+from kvferry.tiers.paths import LEDGER, Kind, walk
+
+LEDGER_BYTES = 64
+_MAGIC = b"KVFLEDGR"
+_VERSION = 1
+_MOST = (1 << 64) - 1
+_FIELDS = struct.Struct("<8s II QQ 16x")
+_PAUSE_SECONDS = 0.001
+
+
+class Account:
+    """The ledger while it is held. Changes are written at once.
+
+    Attributes:
+        capacity: bytes that all files may add up to.
+        used: bytes that they add up to, or more.
+        lost: the ledger could not be read, so this was counted.
+    """
+
+    def __init__(self, fd: int, root: str, capacity: int) -> None:
+        self._fd = fd
+        self._root = root
+        found = _parse(os.pread(fd, LEDGER_BYTES, 0))
+        self.lost = found is None
+        self.capacity, self.used = found or (capacity, 0)
+        if found is None:
+            self.count()
+
+    def close(self) -> None:
+        """Let others have it."""
+        # What a mount reports only now is of writes that are over; the file is closed whatever it reports.
+        with suppress(OSError):
+            os.close(self._fd)
+
+    def charge(self, size: int) -> None:
+        """Count `size` bytes as used; before they are."""
+        self._set(self.capacity, self.used + size)
+
+    def release(self, size: int) -> None:
+        """Count `size` bytes as free; after they are."""
+        self._set(self.capacity, max(0, self.used - size))
+
+    def limit(self, capacity: int) -> None:
+        """Change the capacity, for all processes."""
+        self._set(capacity, self.used)
+
+    def count(self) -> None:
+        """Count all files again. Takes a walk of the directory."""
+        # The ledger counts as what it is after its first write, which may be this one.
+        others = sum(entry.charged for entry in walk(self._root) if entry.kind is not Kind.LEDGER)
+        self._set(self.capacity, LEDGER_BYTES + others)
+
+    def _set(self, capacity: int, used: int) -> None:
+        # A name may say that any number of bytes was reserved for it.
+        used = min(used, _MOST)
+        fields = _FIELDS.pack(_MAGIC, _VERSION, 0, capacity, used)
+        os.pwrite(self._fd, fields + _digest(fields), 0)
+        self.capacity, self.used = capacity, used
+
+
+class Ledger:
+    """The ledger of one directory, to be held.
+
+    Args:
+        root: the directory; it stays on the device where it is first held.
+        lock_seconds: how long to wait for other processes, unless `held` is told.
+        clock: monotonic seconds.
+        sleep: waits that many seconds.
+
+    Attributes:
+        capacity: bytes, what a ledger that is lost is made anew with.
+        after_loss: called when it was, held.
+        after_swap: called when another directory has taken the place of the one before; raises OSError if it
+            is not to be used.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        lock_seconds: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.capacity = 0
+        self.after_loss: Callable[[Account], None] = lambda _: None
+        self.after_swap: Callable[[], None] = lambda: None
+        self._root = root
+        self._path = f"{root}/{LEDGER}"
+        self._lock_seconds = lock_seconds
+        self._clock = clock
+        self._sleep = sleep
+        self._known: os.stat_result | None = None
+        self._relay = Relay(self._path, self._get, Account.close, clock, sleep)
+
+    @contextmanager
+    def held(self, seconds: float | None = None) -> Iterator[Account]:
+        """Hold it: no other process charges, releases, makes or renames a file meanwhile.
+
+        Args:
+            seconds: how long to wait, if not as long as always.
+
+        Raises:
+            Busy: others held it for that long.
+            OSError: it cannot be opened or written, or another release wrote it; ESTALE when another disk is
+                mounted here than before.
+        """
+        with self._relay.had(self._lock_seconds if seconds is None else seconds) as account:
+            yield account
+
+    def _get(self, deadline: float) -> Account:
+        fd = self._lock(deadline)
+        try:
+            account = Account(fd, self._root, self.capacity)
+            if account.capacity:
+                self.capacity = account.capacity
+            elif self.capacity:
+                # Made anew by a process that did not know it.
+                account.limit(self.capacity)
+            if account.lost:
+                self.after_loss(account)
+        except BaseException:
+            os.close(fd)
+            raise
+        return account
+
+    def _lock(self, deadline: float) -> int:
+        start = self._clock()
+        while True:
+            fd = self._open()
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Whoever cleared the directory has unlinked what was locked here.
+                if os.path.samestat(os.fstat(fd), os.stat(self._path)):
+                    return fd
+            except (BlockingIOError, FileNotFoundError):
+                pass
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+            if (now := self._clock()) >= deadline:
+                raise Busy(f"{self._path} was held by other processes for {now - start:.2g} s")
+            self._sleep(_PAUSE_SECONDS)
+
+    def _open(self) -> int:
+        # An unmounted disk leaves an empty folder on another one, which must not be filled.
+        found, known = os.stat(self._root), self._known
+        if known is not None and found.st_dev != known.st_dev:
+            raise OSError(errno.ESTALE, "another file system is mounted here than at the start", self._root)
+        if known is not None and found.st_ino != known.st_ino:
+            self.after_swap()
+        self._known = found
+        return open_plain(self._path, os.O_RDWR | os.O_CREAT)
+
+
+def read_ledger(root: str) -> tuple[int, int] | None:
+    """Capacity and bytes used as the ledger has them, without holding it; None if there is none to read."""
+    try:
+        return _parse(read_plain(f"{root}/{LEDGER}", LEDGER_BYTES))
+    except OSError:
+        return None
+
+
+def _digest(fields: bytes) -> bytes:
+    return header_digest(fields)[: LEDGER_BYTES - _FIELDS.size]
+
+
+def _parse(data: bytes) -> tuple[int, int] | None:
+    fields = data[: _FIELDS.size]
+    if len(data) != LEDGER_BYTES or data[_FIELDS.size :] != _digest(fields):
+        return None
+    magic, version, _, capacity, used = _FIELDS.unpack(fields)
+    if magic != _MAGIC:
+        return None
+    if version != _VERSION:
+        told = f"its ledger is of version {version}, this release knows version {_VERSION}"
+        raise OSError(errno.ESTALE, told)
+    return capacity, used

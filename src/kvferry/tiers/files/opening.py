@@ -1,0 +1,186 @@
+"""Taking a directory into use: whose it is, how much it may hold, what was left behind in it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+from contextlib import suppress
+
+from kvferry.errors import ConfigError
+from kvferry.keys.namespace import Namespace
+from kvferry.tiers.files.direct_io import write_all
+from kvferry.tiers.files.ledger import Account, Ledger
+from kvferry.tiers.files.lock_handoff import Busy
+from kvferry.tiers.files.permissions import exposed
+from kvferry.tiers.files.regular_file import is_plain, make_folder, open_plain, read_plain
+from kvferry.tiers.files.space import Room
+from kvferry.tiers.paths import DIRECTORY_VERSION, MARKER, NAMESPACE_NOTE, QUARANTINE, temporary_path
+
+# Of the free space, what a directory may hold if nobody says.
+DEFAULT_SHARE = 10
+
+# Others may be counting a large directory.
+_PATIENCE_SECONDS = 60.0
+
+_SIGNATURE = "file tier"
+
+_log = logging.getLogger(__name__)
+
+
+def check_directory(root: str) -> None:
+    """See that a directory is there and not of another version.
+
+    Raises:
+        ConfigError: it is not, or it is.
+    """
+    if not os.path.isdir(root):
+        found = "is no directory" if os.path.exists(root) else "does not exist"
+        raise ConfigError(f"file tier: {root} {found}; make the directory, or mount the disk it is on")
+    version = read_marker(root)
+    if version is not None and version != DIRECTORY_VERSION:
+        raise ConfigError(
+            f"file tier: {root} was written as directory version {version}, this release knows version "
+            f"{DIRECTORY_VERSION}; name another directory, or empty this one with the release that wrote it"
+        )
+
+
+def read_marker(root: str) -> object | None:
+    """Version of the directory as its marker says, None where there is no marker.
+
+    Raises:
+        ConfigError: there is a marker that cannot be understood.
+    """
+    path = f"{root}/{MARKER}"
+    try:
+        found = json.loads(read_plain(path, 4096))
+        if found["kvferry"] != _SIGNATURE:
+            raise KeyError
+        version: object = found["directory"]
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"file tier: {path} is not what kvferry writes; name another directory") from error
+    except OSError as error:
+        raise cannot(root, error) from error
+    return version
+
+
+def take_into_use(root: str, ledger: Ledger, room: Room, namespace: Namespace, capacity: int | None) -> None:
+    """Sweep, count, set the capacity and keep it, and write the notes.
+
+    Args:
+        root: the directory, checked.
+        ledger: its ledger; the capacity it falls back to is set.
+        room: its space.
+        namespace: the one that will be used.
+        capacity: bytes for all files of all processes; None: as it was, or a tenth of the free space.
+
+    Raises:
+        ConfigError: the directory cannot be used, or not with that capacity.
+    """
+    try:
+        if who := exposed(root):
+            _log.warning(
+                "file tier %s: %s; a chunk that they write is used like the engine's own: let only this user "
+                "write there (chmod 700), or see that only engines run as them",
+                root,
+                who,
+            )
+        with ledger.held(_PATIENCE_SECONDS) as account:
+            room.settle(account)
+            account.limit(_capacity(root, account, capacity))
+            ledger.capacity = account.capacity
+            room.make_room(account)
+            _furnish(root, namespace, account, room)
+        ledger.after_swap = lambda: _check_again(root)
+        # A directory that an operator clears is furnished again by the engines that go on using it.
+        ledger.after_loss = lambda account: _furnish_again(root, namespace, account, room)
+    except Busy as error:
+        raise ConfigError(f"file tier: {error}; see which process that is, and end it") from error
+    except OSError as error:
+        raise cannot(root, error) from error
+
+
+def cannot(root: str, error: OSError) -> ConfigError:
+    """What to tell about a directory that gives an error."""
+    said = error.strerror or str(error)
+    where = error.filename or root
+    return ConfigError(f"file tier: cannot use {root}: {said} ({where}); see to its owner, mode and mount")
+
+
+def _capacity(root: str, account: Account, asked: int | None) -> int:
+    space = os.statvfs(root)
+    free = space.f_bavail * space.f_frsize
+    if asked is None:
+        return account.capacity or (free + account.used) // DEFAULT_SHARE
+    if asked > free + account.used:
+        raise ConfigError(
+            f"file tier: {_size(free)} free and {_size(account.used)} of cache under {root}, capacity asks "
+            f"for {_size(asked)}; lower the capacity or free space"
+        )
+    return asked
+
+
+def _furnish(root: str, namespace: Namespace, account: Account, room: Room) -> None:
+    """Make what every directory has, where it is missing. The ledger is held."""
+    folder = f"{root}/{namespace.digest.hex()}"
+    make_folder(root, f"{root}/{QUARANTINE}")
+    make_folder(root, folder)
+    marker = json.dumps({"kvferry": _SIGNATURE, "directory": DIRECTORY_VERSION}, indent=1, sort_keys=True)
+    _note(f"{root}/{MARKER}", marker + "\n", account, room)
+    _note(f"{folder}/{NAMESPACE_NOTE}", namespace.note, account, room)
+
+
+def _check_again(root: str) -> None:
+    try:
+        check_directory(root)
+    except ConfigError as error:
+        raise OSError(errno.ESTALE, str(error)) from error
+
+
+def _furnish_again(root: str, namespace: Namespace, account: Account, room: Room) -> None:
+    # Notes are for people; no store is dropped because one cannot be written.
+    with suppress(ConfigError, OSError):
+        _furnish(root, namespace, account, room)
+
+
+def _note(path: str, text: str, account: Account, room: Room) -> None:
+    """Write a note that is not there yet. The ledger is held."""
+    if is_plain(path):
+        return
+    data = text.encode("ascii")
+    if not room.make_room(account, len(data)):
+        needed = _size(account.used + len(data))
+        raise ConfigError(
+            f"file tier: a capacity of {_size(account.capacity)} cannot hold the {needed} that are needed "
+            "before the first chunk; raise the capacity"
+        )
+    temporary = temporary_path(path, len(data))
+    account.charge(len(data))
+    fd = -1
+    try:
+        fd = open_plain(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        write_all(fd, [data])
+        os.rename(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(temporary)
+        account.release(len(data))
+        raise
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _size(size: int) -> str:
+    """A number of bytes, to be read.
+
+    >>> _size(1000), _size(5 << 30)
+    ('1000 bytes', '5.0 GiB')
+    """
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{size} bytes"

@@ -1,0 +1,286 @@
+"""Making room before a byte is written: reserve, then write, then commit or abandon.
+
+What must go is the file that was used longest ago, of any namespace, chunk or quarantined. Files are looked
+through outside the ledger's lock and listed in order of use; each is looked at again before it goes, because
+other processes use, evict and write as well.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import Lock
+
+from kvferry.tiers.files.least_recent import LISTED, oldest
+from kvferry.tiers.files.ledger import Account, Ledger
+from kvferry.tiers.files.lock_handoff import Busy
+from kvferry.tiers.files.regular_file import check_folders, is_plain, open_plain
+from kvferry.tiers.outcome import Tally
+from kvferry.tiers.paths import Entry, Kind, boot_id, temporary_path, walk
+
+# Where another machine's locks may not be seen, its temporary files are left alone for so long.
+FOREIGN_LEFTOVER_SECONDS = 900.0
+
+# A file that was used later than this from now has its time from a clock that was wrong.
+_AHEAD_SECONDS = 300.0
+
+_EVICTABLE = (Kind.CHUNK, Kind.QUARANTINED)
+_LATEST = 1 << 62
+
+
+class Full(Exception):
+    """No room can be made.
+
+    Attributes:
+        hopeless: not even if the directory were empty.
+    """
+
+    def __init__(self, size: int, account: Account) -> None:
+        super().__init__(f"{size} bytes do not fit; {account.used} of {account.capacity} are in use")
+        self.hopeless = size > account.capacity
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a walk has found.
+
+    Attributes:
+        temporary: files that are being written, or were.
+        listed: ranks of the files that may go, and their paths, those to go first.
+        more: whether there are more that may go.
+        charged: bytes that all files count for.
+    """
+
+    temporary: list[Entry]
+    listed: list[tuple[int, str]]
+    more: bool
+    charged: int
+
+
+class Room:
+    """The space of one directory. Any thread may use it.
+
+    Args:
+        root: the directory.
+        ledger: its ledger.
+        tally: counts what was evicted and swept.
+        gone: told the path of every file that had to go.
+        clock: seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        ledger: Ledger,
+        tally: Tally,
+        gone: Callable[[str], None],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._root = root
+        self._ledger = ledger
+        self._tally = tally
+        self._gone = gone
+        self._clock = clock
+        # Ranks and paths, of one walk; changed only while the ledger is held. What came or was
+        # used after the walk, and what the walk saw but did not list, is newer than all of these.
+        self._oldest: deque[tuple[int, str]] = deque()
+        self._more = False
+        self._walking = Lock()
+
+    def reserve(self, final: str, size: int) -> tuple[int, str]:
+        """Make room for a file and make it, empty, under a temporary name.
+
+        Returns:
+            Its descriptor, open for writing and flocked, and its path.
+
+        Raises:
+            Full: there is nothing left to evict, or the file is larger than the capacity.
+            Busy: the ledger cannot be had.
+            OSError: the file cannot be made.
+        """
+        with self._ledger.held() as account:
+            if size > account.capacity:
+                raise Full(size, account)
+            if self._evict_to(account, account.capacity - size):
+                return self._create(account, final, size)
+        # One thread walks; the others find that there is room, or something to evict.
+        with self._walking:
+            with self._ledger.held() as account:
+                if self._evict_to(account, account.capacity - size):
+                    return self._create(account, final, size)
+            found = self._look()
+            with self._ledger.held() as account:
+                self._take_in(found, account)
+                if self.make_room(account, size):
+                    return self._create(account, final, size)
+                # Before giving up: killed writers may have charged bytes for files that they never made.
+                self.settle(account)
+                if self.make_room(account, size):
+                    return self._create(account, final, size)
+                raise Full(size, account)
+
+    def commit(self, temporary: str, final: str, size: int) -> bool:
+        """Give a written file its name, unless another process was first.
+
+        Returns:
+            Whether it has it; if not, the temporary file is gone and its bytes are released.
+
+        Raises:
+            Busy, OSError: it cannot be renamed; it is still there.
+        """
+        with self._ledger.held() as account:
+            if not is_plain(final):
+                os.rename(temporary, final)
+                return True
+            os.unlink(temporary)
+            account.release(size)
+            return False
+
+    def abandon(self, temporary: str, size: int) -> None:
+        """Remove a file that could not be written, and release its bytes.
+
+        If that cannot be done now, the file stays, emptied, and charged as its name says: it is a leftover
+        that the next sweep finds once its writer has closed it.
+        """
+        with suppress(OSError):
+            os.close(open_plain(temporary, os.O_WRONLY | os.O_TRUNC))
+        # Held from before it is gone: who counts in between would not see it, and it would be released twice.
+        with suppress(Busy, OSError), self._ledger.held() as account:
+            os.unlink(temporary)
+            account.release(size)
+
+    def settle(self, account: Account) -> None:
+        """Remove what dead writers left, and count all files again. Takes walks of the directory."""
+        self._take_in(self._look(), account)
+        account.count()
+
+    def make_room(self, account: Account, size: int = 0) -> bool:
+        """Evict until `size` bytes more than are in use are within the capacity; says whether they are.
+
+        Takes walks of the directory if more must go than are listed.
+        """
+        goal, before = account.capacity - size, -1
+        while goal >= 0 and not self._evict_to(account, goal):
+            if not self._more or account.used == before:
+                return False
+            before = account.used
+            self._take_in(self._look(), account)
+        return goal >= 0
+
+    def _create(self, account: Account, final: str, size: int) -> tuple[int, str]:
+        """Make an empty temporary file for `size` bytes, which are charged first."""
+        check_folders(self._root, final)
+        path, fd = temporary_path(final, size), -1
+        account.charge(size)
+        try:
+            fd = open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            # Nobody sweeps while the ledger is held, so nobody can have locked it.
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if fd >= 0:
+                os.close(fd)
+                os.unlink(path)
+            account.release(size)
+            raise
+        return fd, path
+
+    def _evict_to(self, account: Account, goal: int) -> bool:
+        while account.used > goal and self._oldest:
+            rank, path = self._oldest.popleft()
+            try:
+                check_folders(self._root, path)
+                status = os.lstat(path)
+                if self._rank(status.st_mtime_ns, status.st_size) > rank:
+                    # Used since: no older than what is not listed. The next walk lists it again.
+                    continue
+                os.unlink(path)
+            except OSError:
+                # Evicted by another process, or not ours to remove: the next one then.
+                continue
+            account.release(status.st_size)
+            self._tally.add(evicted=1, evicted_bytes=status.st_size)
+            self._gone(path)
+        return account.used <= goal
+
+    def _look(self) -> _Found:
+        temporary: list[Entry] = []
+        charged = 0
+
+        def evictable() -> Iterator[tuple[int, str]]:
+            nonlocal charged
+            for entry in walk(self._root):
+                charged += entry.charged
+                if entry.kind in _EVICTABLE:
+                    yield self._rank(entry.used_ns, entry.size), entry.path
+                elif entry.kind is Kind.TEMPORARY:
+                    temporary.append(entry)
+
+        listed, more = oldest(evictable(), LISTED)
+        return _Found(temporary, listed, more, charged)
+
+    def _rank(self, used_ns: int, size: int) -> int:
+        """When a file was last used; before all others if that is not to be believed, or it cannot be ours.
+
+        A file of the future would outlast all that is stored until then, were it believed.
+        """
+        ahead = used_ns / 1e9 - self._clock() > _AHEAD_SECONDS
+        strange = ahead or size > (self._ledger.capacity or size)
+        return min(max(used_ns, 0), _LATEST) - (_LATEST if strange else 0)
+
+    def _take_in(self, found: _Found, account: Account) -> None:
+        """Sweep what a walk has found of dead writers, and list what can be evicted."""
+        if found.charged > account.used:
+            # Others have put files there without a word. What is released has to have been charged.
+            account.count()
+        self._tally.add(swept=sweep(found.temporary, account, self._clock))
+        self._oldest = deque(found.listed)
+        self._more = found.more
+
+
+def sweep(found: Sequence[Entry], account: Account, clock: Callable[[], float] = time.time) -> int:
+    """Remove what dead writers left behind.
+
+    A writer holds a flock on its file, so what can be locked has none. Files of another boot must be older
+    than 15 minutes as well, since a shared mount may not show the locks of other machines.
+
+    Args:
+        found: temporary files of the directory.
+        account: its ledger, held; the bytes are released.
+        clock: seconds since 1970.
+
+    Returns:
+        How many files were removed.
+    """
+    here, swept = boot_id(), 0
+    for entry in found:
+        young = abs(clock() - entry.used_ns / 1e9) < FOREIGN_LEFTOVER_SECONDS
+        if (entry.boot != here and young) or _has_writer(entry.path):
+            continue
+        with suppress(OSError):
+            os.unlink(entry.path)
+            account.release(entry.charged)
+            swept += 1
+    return swept
+
+
+def _has_writer(path: str) -> bool:
+    if not is_plain(path):
+        return False
+    try:
+        fd = open_plain(path, os.O_RDWR)
+    except OSError:
+        # Gone, or another user's.
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(fd)

@@ -1,0 +1,228 @@
+"""What a chunk file is: its parts, where they lie, and how they become bytes.
+
+A file is one chunk: a header, which says whose bytes these are and has a digest of every unit, then one
+*section* after another, each from a multiple of 4096 bytes on. A section is `units` pieces of `unit_bytes`; a
+unit is the smallest piece that a tensor-parallel rank may need alone, so a rank reads one run of units.
+`docs/format.md` is the specification, byte by byte. A chunk has exactly one image: the same parts always
+become the same bytes.
+
+>>> group = Group("full", tokens=256, sections=(Section("kv", units=8, unit_bytes=1 << 20),))
+>>> chunk = Chunk(bytes(32), bytes(range(16)), (group,))
+>>> chunk.header_bytes, chunk.offsets, chunk.file_bytes
+(384, (4096,), 8392704)
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
+
+from kvferry.errors import ChunkError
+from kvferry.tiers.format.checksum import (
+    HEADER_DIGEST_BYTES,
+    UNIT_DIGEST_BYTES,
+    header_digest,
+)
+
+MAGIC = b"KVFCHUNK"
+VERSION = 2
+ALIGNMENT = 4096
+NAMESPACE_BYTES = 32
+KEY_BYTES = range(16, 33)
+NAME_BYTES = range(1, 32)
+# A header is read whole before its digest is known to be right: this bounds what a damaged length can cost.
+MAX_HEADER_BYTES = 16 << 20
+
+PREAMBLE = struct.Struct("<8s II Q II 32s B32s 31s")
+GROUP = struct.Struct("<B31s II")
+SECTION = struct.Struct("<B31s QQ II")
+
+_U32 = (1 << 32) - 1
+_U64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Units of one kind, in the order of the axis that ranks share out.
+
+    Attributes:
+        name: what they are, unique in its group: 1 to 31 printable ASCII characters.
+        units: how many, at least 1.
+        unit_bytes: bytes of one, at least 1.
+    """
+
+    name: str
+    units: int
+    unit_bytes: int
+
+    def __post_init__(self) -> None:
+        _check_name("section", self.name)
+        if not (1 <= self.units <= _U32 and 1 <= self.unit_bytes <= _U64):
+            raise ChunkError(
+                f"section {self.name} has {self.units} units of {self.unit_bytes} bytes; expected 1 or more"
+            )
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all units."""
+        return self.units * self.unit_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What a chunk has of one KV cache group.
+
+    Attributes:
+        name: the group, unique in the chunk: 1 to 31 printable ASCII characters.
+        tokens: tokens whose content the sections hold; 0 for what belongs to a position, not to tokens.
+        sections: at least one, of different names.
+    """
+
+    name: str
+    tokens: int
+    sections: tuple[Section, ...]
+
+    def __post_init__(self) -> None:
+        _check_name("group", self.name)
+        if not 0 <= self.tokens <= _U32:
+            raise ChunkError(f"group {self.name} holds {self.tokens} tokens; expected 0 to {_U32}")
+        _check_different(f"group {self.name}", "section", [section.name for section in self.sections])
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the parts of a chunk file lie. All offsets and sizes are in bytes.
+
+    Attributes:
+        sections: those of all groups, in order of the file.
+        tables: the group table and the section table.
+        header_bytes: header with its digest, without what pads it to 4096.
+        offsets: where each section begins.
+        file_bytes: the whole file.
+    """
+
+    sections: tuple[Section, ...]
+    tables: bytes
+    header_bytes: int
+    offsets: tuple[int, ...]
+    file_bytes: int
+
+    @staticmethod
+    @lru_cache(maxsize=16)
+    def of(groups: tuple[Group, ...]) -> Layout:
+        """The layout of a chunk of these groups.
+
+        Raises:
+            ChunkError: they are no chunk.
+        """
+        _check_different("chunk", "group", [group.name for group in groups])
+        sections = tuple(section for group in groups for section in group.sections)
+        digests = UNIT_DIGEST_BYTES * sum(section.units for section in sections)
+        tables = GROUP.size * len(groups) + SECTION.size * len(sections)
+        header_bytes = PREAMBLE.size + tables + digests + HEADER_DIGEST_BYTES
+        if header_bytes > MAX_HEADER_BYTES:
+            too_long = f"a header of {header_bytes} bytes; at most {MAX_HEADER_BYTES}"
+            raise ChunkError(f"{too_long}: use larger units")
+        sizes = (aligned(section.total_bytes) for section in sections)
+        *offsets, file_bytes = accumulate(sizes, initial=aligned(header_bytes))
+        if file_bytes > _U64:
+            raise ChunkError(f"a chunk of {file_bytes} bytes; at most {_U64}")
+        rows = [
+            *(GROUP.pack(*_name(group.name), group.tokens, len(group.sections)) for group in groups),
+            *(
+                SECTION.pack(*_name(one.name), offset, one.unit_bytes, one.units, 0)
+                for one, offset in zip(sections, offsets, strict=True)
+            ),
+        ]
+        return Layout(sections, b"".join(rows), header_bytes, tuple(offsets), file_bytes)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Whose bytes a chunk is, and where they lie in its file.
+
+    Attributes:
+        namespace: 32 bytes, the fingerprint of model and format.
+        key: 16 to 32 bytes, the hash that names the content.
+        groups: at least one, of different names.
+        layout: where they lie, found from the groups.
+    """
+
+    namespace: bytes
+    key: bytes
+    groups: tuple[Group, ...]
+    layout: Layout = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if len(self.namespace) != NAMESPACE_BYTES:
+            raise ChunkError(f"a namespace of {len(self.namespace)} bytes; expected {NAMESPACE_BYTES}")
+        if len(self.key) not in KEY_BYTES:
+            raise ChunkError(f"a key of {len(self.key)} bytes; expected {KEY_BYTES[0]} to {KEY_BYTES[-1]}")
+        object.__setattr__(self, "layout", Layout.of(self.groups))
+
+    @property
+    def sections(self) -> tuple[Section, ...]:
+        """Those of all groups, in order of the file."""
+        return self.layout.sections
+
+    @property
+    def header_bytes(self) -> int:
+        """Header with its digest, without what pads it to 4096."""
+        return self.layout.header_bytes
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each section begins."""
+        return self.layout.offsets
+
+    @property
+    def file_bytes(self) -> int:
+        """The whole file."""
+        return self.layout.file_bytes
+
+    @property
+    def body_bytes(self) -> int:
+        """The file without its header."""
+        return self.file_bytes - self.offsets[0]
+
+
+def aligned(size: int) -> int:
+    """`size` bytes, rounded up to where the next section may begin."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def encode_header(chunk: Chunk, digests: bytes) -> bytes:
+    """The header, padded to where the body begins.
+
+    Args:
+        chunk: what the header describes.
+        digests: of all units, in order of the file, 16 bytes each.
+    """
+    layout = chunk.layout
+    preamble = PREAMBLE.pack(
+        *(MAGIC, VERSION, layout.header_bytes, layout.file_bytes, len(chunk.groups), len(layout.sections)),
+        *(chunk.namespace, len(chunk.key), chunk.key, b""),
+    )
+    header = b"".join((preamble, layout.tables, digests))
+    return (header + header_digest(header)).ljust(layout.offsets[0], b"\0")
+
+
+def _name(name: str) -> tuple[int, bytes]:
+    return len(name), name.encode("ascii")
+
+
+def _check_name(what: str, name: str) -> None:
+    if len(name) not in NAME_BYTES or not (name.isascii() and name.isprintable()):
+        raise ChunkError(
+            f"a {what} named {name!r}; expected 1 to {NAME_BYTES[-1]} printable ASCII characters"
+        )
+
+
+def _check_different(whole: str, what: str, names: Sequence[str]) -> None:
+    if not names:
+        raise ChunkError(f"a {whole} without a {what}; expected at least one")
+    if len(set(names)) < len(names):
+        raise ChunkError(f"the {what}s of a {whole} are named {', '.join(names)}; expected different names")

@@ -1,0 +1,219 @@
+"""Reading a chunk file: nothing in it is believed before it was checked.
+
+`header_span` says from the first bytes how long the header is, `decode_header` reads it, `check_units`
+compares units with the header's digests, `verify` reads everything. They raise `ChunkError` and nothing else,
+whatever the bytes are; no length that a file states is used before it is known to lie within what is at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry.errors import ChunkError, OtherVersion
+from kvferry.tiers.format.checksum import (
+    HEADER_DIGEST_BYTES,
+    UNIT_DIGEST_BYTES,
+    Buffer,
+    header_digest,
+    unit_digests,
+)
+from kvferry.tiers.format.chunk import (
+    GROUP,
+    KEY_BYTES,
+    MAGIC,
+    MAX_HEADER_BYTES,
+    NAME_BYTES,
+    PREAMBLE,
+    SECTION,
+    VERSION,
+    Chunk,
+    Group,
+    Section,
+    aligned,
+    encode_header,
+)
+
+# Of a body, as much as is read and compared at once.
+_STEP_BYTES = 8 << 20
+
+# The bytes of a file from an offset on, as many as asked for, or fewer at its end.
+Read = Callable[[int, int], Buffer]
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a header says, its own digest checked.
+
+    Attributes:
+        chunk: whose bytes they are and where they lie.
+        digests: of all units, in order of the file, 16 bytes each.
+    """
+
+    chunk: Chunk
+    digests: bytes
+
+    def digests_of(self, section: int, first: int, units: int) -> bytes:
+        """Digests of `units` units from `first` on, of the section of that index."""
+        before = sum(one.units for one in self.chunk.sections[:section]) + first
+        return self.digests[before * UNIT_DIGEST_BYTES : (before + units) * UNIT_DIGEST_BYTES]
+
+
+def header_span(start: Buffer) -> int:
+    """Bytes of the header with its padding, from the first 128 bytes of a file or more.
+
+    Raises:
+        OtherVersion: this is a chunk file of another format version.
+        ChunkError: this is no chunk file, or its header is impossibly long.
+    """
+    if len(start) < PREAMBLE.size:
+        raise ChunkError(
+            f"{len(start)} bytes are no chunk file; its header alone has {PREAMBLE.size} or more"
+        )
+    magic, version, header_bytes = PREAMBLE.unpack_from(start)[:3]
+    if magic != MAGIC:
+        raise ChunkError(f"no chunk file: it begins with {magic.hex()}, expected {MAGIC.hex()}")
+    if version != VERSION:
+        raise OtherVersion(f"a chunk of format version {version}; this release reads version {VERSION}")
+    shortest = PREAMBLE.size + GROUP.size + SECTION.size + UNIT_DIGEST_BYTES + HEADER_DIGEST_BYTES
+    if not shortest <= header_bytes <= MAX_HEADER_BYTES:
+        raise ChunkError(f"a header of {header_bytes} bytes; expected {shortest} to {MAX_HEADER_BYTES}")
+    return aligned(header_bytes)
+
+
+def decode_header(data: Buffer) -> Header:
+    """Read a header.
+
+    Args:
+        data: the file's first `header_span` bytes, or more.
+
+    Raises:
+        ChunkError: it is damaged, contradicts itself, or is not the one image that its chunk has.
+    """
+    span = header_span(data)
+    if len(data) < span:
+        raise ChunkError(f"a header cut off after {len(data)} of {span} bytes")
+    header = bytes(memoryview(data)[:span])
+    _, _, header_bytes, file_bytes, groups, sections, namespace, key_bytes, key, _ = PREAMBLE.unpack_from(
+        header
+    )
+    signed = header_bytes - HEADER_DIGEST_BYTES
+    if header_digest(header[:signed]) != header[signed:header_bytes]:
+        raise ChunkError("a header whose checksum is not that of its bytes")
+    if key_bytes not in KEY_BYTES:
+        raise ChunkError(f"a key of {key_bytes} bytes; expected {KEY_BYTES[0]} to {KEY_BYTES[-1]}")
+    tables = PREAMBLE.size + groups * GROUP.size + sections * SECTION.size
+    if tables > signed:
+        raise ChunkError(f"{groups} groups and {sections} sections in a header of {header_bytes} bytes")
+    chunk = Chunk(namespace, key[:key_bytes], _groups(header, groups, sections))
+    if (chunk.header_bytes, chunk.file_bytes) != (header_bytes, file_bytes):
+        raise ChunkError(
+            f"lengths of {header_bytes} and {file_bytes} bytes; its sections make {chunk.header_bytes} and "
+            f"{chunk.file_bytes}"
+        )
+    digests = header[tables:signed]
+    if encode_header(chunk, digests) != header:
+        raise ChunkError("a header with bytes that mean nothing; expected zeros and sections in order")
+    return Header(chunk, digests)
+
+
+def check_units(header: Header, section: int, first: int, data: Buffer) -> None:
+    """Compare units with their digests.
+
+    Args:
+        header: of the file.
+        section: index of their section.
+        first: the first unit at hand.
+        data: that one and those after it, whole.
+
+    Raises:
+        ChunkError: some unit is not what was written; the sentence names the first.
+    """
+    one = header.chunk.sections[section]
+    found = unit_digests(data, one.unit_bytes)
+    expected = header.digests_of(section, first, len(found) // UNIT_DIGEST_BYTES)
+    if found == expected:
+        return
+    pairs = range(0, len(found), UNIT_DIGEST_BYTES)
+    wrong = next(
+        at for at in pairs if found[at : at + UNIT_DIGEST_BYTES] != expected[at : at + UNIT_DIGEST_BYTES]
+    )
+    unit = first + wrong // UNIT_DIGEST_BYTES
+    raise ChunkError(f"unit {unit} of section {one.name} is not what was written: its checksum differs")
+
+
+def read_header(read: Read, file_bytes: int) -> Header:
+    """The header of a file, whose length is what it says.
+
+    Args:
+        read: gives the file's bytes.
+        file_bytes: as many as the file has.
+
+    Raises:
+        ChunkError: it is no chunk file, or not a whole one.
+    """
+    header = decode_header(read(0, header_span(read(0, PREAMBLE.size))))
+    check_length(header, file_bytes)
+    return header
+
+
+def verify(read: Read, file_bytes: int) -> Header:
+    """Check every byte of a file, header, units and padding.
+
+    Args:
+        read: gives the file's bytes.
+        file_bytes: as many as the file has.
+
+    Raises:
+        ChunkError: any byte is not what was written, or there are more or fewer than there were.
+    """
+    header = read_header(read, file_bytes)
+    for index, (section, offset) in enumerate(zip(header.chunk.sections, header.chunk.offsets, strict=True)):
+        step = max(1, _STEP_BYTES // section.unit_bytes)
+        for first in range(0, section.units, step):
+            size = min(step, section.units - first) * section.unit_bytes
+            data = read(offset + first * section.unit_bytes, size)
+            if len(data) != size:
+                raise ChunkError(f"section {section.name} ends after {len(data)} of {size} bytes")
+            check_units(header, index, first, data)
+        end = offset + section.total_bytes
+        padding = offset + aligned(section.total_bytes) - end
+        if bytes(read(end, padding)) != bytes(padding):
+            raise ChunkError(f"bytes between sections after {section.name} that are not zero")
+    return header
+
+
+def check_length(header: Header, file_bytes: int) -> None:
+    """Compare a file's length with what its header says.
+
+    Raises:
+        ChunkError: they differ.
+    """
+    if file_bytes != header.chunk.file_bytes:
+        raise ChunkError(f"a file of {file_bytes} bytes; its header says {header.chunk.file_bytes}")
+
+
+def verify_bytes(data: Buffer) -> Header:
+    """`verify` of a file that is in memory."""
+    view = memoryview(data)
+    return verify(lambda at, size: view[at : at + size], len(view))
+
+
+def _groups(header: bytes, groups: int, sections: int) -> tuple[Group, ...]:
+    """The groups of a header whose tables are known to lie within it."""
+    at = PREAMBLE.size + groups * GROUP.size
+    rows = SECTION.iter_unpack(header[at : at + sections * SECTION.size])
+    found = [Section(_name(size, name), units, unit_bytes) for size, name, _, unit_bytes, units, _ in rows]
+    made = []
+    for size, name, tokens, count in GROUP.iter_unpack(header[PREAMBLE.size : at]):
+        made.append(Group(_name(size, name), tokens, tuple(found[:count])))
+        del found[:count]
+    if found:
+        raise ChunkError(f"{len(found)} sections that belong to no group")
+    return tuple(made)
+
+
+def _name(size: int, name: bytes) -> str:
+    if size not in NAME_BYTES:
+        raise ChunkError(f"a name of {size} bytes; expected 1 to {NAME_BYTES[-1]}")
+    return name[:size].decode("latin-1")

@@ -1,0 +1,195 @@
+"""Host memory that all ranks of a node share.
+
+One process creates it, the others attach by an `ArenaName`; all see the same bytes, each at an address of its
+own, so places in it are told as offsets. Who may write where is not decided here (`host.slot_table`).
+
+It is a memfd: a file of shared memory that has no name in any file system. Nothing of it is ever in
+``/dev/shm``, so a crash can leave nothing there, and the size of ``/dev/shm`` (64 MiB in many containers)
+does not bound it; the kernel frees it when the last process that maps it is gone, however it went. It is
+sealed against shrinking, so that no process can make another's access fail, and all of it is taken at once:
+memory that cannot be had is an error at start, not a killed engine later. While it is used already, it is
+copied to large pages.
+
+Attaching opens ``/proc/<pid>/fd/<fd>`` of the owner: same machine, same user, same process namespace. The
+file is believed by its token, so another process that got the number does not pass for the owner.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import ConfigError, TransferError
+from kvferry.geometry import Region
+from kvferry.memory.available import available_memory
+from kvferry.memory.copy import Slots
+from kvferry.memory.pages import Collapsing, map_shared
+from kvferry.memory.sealed import sealed_file
+from kvferry.memory.space import Space
+
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE, since Linux 5.14: take the memory now, and say so if there is none."""
+_STEP_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaName:
+    """What a process attaches by.
+
+    Attributes:
+        pid, fd: the owner, and its file.
+        token: 32 hexadecimal digits that no other arena has.
+        size: bytes.
+    """
+
+    pid: int
+    fd: int
+    token: str
+    size: int
+
+
+class Arena:
+    """One process's view of the shared memory; create() it or attach() to it.
+
+    Attributes:
+        name: what others attach by.
+        memory: uint8 of shape (size,), shared. Zero at first. Must not be used after `close`.
+        region: the same, by this process's addresses.
+        collapsing: of the owner: large pages for all who attach.
+    """
+
+    def __init__(self, fd: int, name: ArenaName) -> None:
+        """Map it; owns `fd` from here on. Use `create` or `attach`."""
+        self._fd = fd
+        self.name = name
+        self._map, self._skip = map_shared(fd, name.size)
+        self.memory: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8, name.size, self._skip)
+        self.region = Region(self.memory.ctypes.data, name.size, "DRAM", 0)
+        self._space = Space([self.region])
+        self.collapsing: Collapsing | None = None
+
+    @classmethod
+    def create(cls, size: int) -> Arena:
+        """Take `size` bytes of host memory, rounded up to whole pages; this process is the owner.
+
+        Raises:
+            ConfigError: the machine has not so much, or makes no sealed memory files.
+        """
+        size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        available, where = _available()
+        if size > available:
+            raise ConfigError(_too_large(size, f"{available / 2**30:.1f} GiB are {where}"))
+        token = secrets.token_hex(16)
+        fd = sealed_file(_file_name(token), size)
+        try:
+            arena = cls(fd, ArenaName(os.getpid(), fd, token, size))
+        except OSError as error:
+            os.close(fd)
+            raise ConfigError(_too_large(size, str(error))) from error
+        arena._populate()
+        arena.collapsing = Collapsing(arena.region)
+        return arena
+
+    @classmethod
+    def attach(cls, name: ArenaName) -> Arena:
+        """Map what another process of this machine created.
+
+        Raises:
+            TransferError: it is not there, or is another.
+        """
+        path = f"/proc/{name.pid}/fd/{name.fd}"
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise TransferError(
+                f"no shared memory at {path}: {error.strerror}; its owner has ended, or runs as another "
+                "user or in another process namespace"
+            ) from error
+        try:
+            found, size = str(Path(f"/proc/self/fd/{fd}").readlink()), os.fstat(fd).st_size
+            if _file_name(name.token) not in found or size != name.size:
+                raise TransferError(
+                    f"{path} is {found} of {size} bytes, expected arena {name.token} of {name.size} "
+                    "bytes: its owner has ended"
+                )
+            return cls(fd, name)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def slots(self, offset: int, stride: int) -> Slots:
+        """Images of a stride, the first at `offset`, for `memory.copy.Loops`."""
+        return Slots(self._space, self.region.address + offset, stride)
+
+    def bytes_at(self, offset: int, size: int) -> memoryview:
+        """`size` bytes from `offset` on, writable, nothing is copied."""
+        return memoryview(self._map)[self._skip + offset : self._skip + offset + size]
+
+    def close(self) -> None:
+        """Give up this view; with the owner's, nobody can attach any more. Idempotent.
+
+        While arrays over the memory are alive it stays mapped, and is unmapped with the last of them.
+        """
+        if self._fd < 0:
+            return
+        if self.collapsing is not None:
+            self.collapsing.stop()
+        os.close(self._fd)
+        self._fd = -1
+        del self.memory, self._space
+        with suppress(BufferError):
+            self._map.close()
+
+    def _populate(self) -> None:
+        """Take all the memory now, mapped where the kernel can (since Linux 5.14), reserved elsewhere.
+
+        Raises:
+            ConfigError: there is not so much.
+        """
+        size = self.name.size
+        try:
+            for at in range(0, size, _STEP_BYTES):  # other threads of this process get their turn
+                step = min(_STEP_BYTES, size - at)
+                try:
+                    self._map.madvise(_POPULATE_WRITE, self._skip + at, step)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                    os.posix_fallocate(self._fd, at, step)
+        except OSError as error:
+            self.close()
+            raise ConfigError(_too_large(size, str(error))) from error
+
+
+def _file_name(token: str) -> str:
+    return f"kvferry-{token}"
+
+
+def available_bytes() -> int:
+    """Return the bytes of memory that can be had, of this machine and of this process's control group.
+
+    Raises:
+        ConfigError: the kernel does not say.
+    """
+    return _available()[0]
+
+
+def _available() -> tuple[int, str]:
+    if (found := available_memory()) is None:
+        raise ConfigError(
+            "host tier: how much memory is available cannot be read from /proc/meminfo; mount /proc, or "
+            "configure no tiers"
+        )
+    return found
+
+
+def _too_large(size: int, found: str) -> str:
+    return f"host tier: {size / 2**30:.1f} GiB of shared memory are asked for, {found}; lower its capacity"

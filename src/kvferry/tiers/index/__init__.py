@@ -1,0 +1,1 @@
+"""Which chunks each tier has, and which it lost lately, answered from memory."""

@@ -1,0 +1,234 @@
+"""Chunks in object storage: a bucket that engines on many machines share.
+
+Every call blocks, and any thread may make it. A chunk is one object, the same bytes as the chunk's file
+elsewhere; it appears whole or not at all, and what was read is compared with its checksums before it counts.
+A chunk has one image only, so two that store it at once do no harm.
+
+Nothing here raises because of a network, a store or another process: what a request came to is counted, and
+the first of each kind is said. Every request has a deadline; after some failures in a row the store is left
+alone for a while, reads and writes each by themselves, since it may allow or manage only one of them.
+
+What the store does not have is a capacity, and a note of what was used when: old objects are removed by the
+bucket's own rules, or by `kvferry cache gc`, by when they were stored.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from types import MappingProxyType
+
+from kvferry.errors import ChunkError
+from kvferry.keys.namespace import Namespace
+from kvferry.tiers.format.body import check_body, check_size, header_of, pad
+from kvferry.tiers.format.chunk import Chunk, Group
+from kvferry.tiers.format.decode import read_header
+from kvferry.tiers.index.key_table import Tags, TagTable
+from kvferry.tiers.names import OBJECT
+from kvferry.tiers.objects.access import Access
+from kvferry.tiers.objects.bucket_index import Lister
+from kvferry.tiers.objects.client import Bucket, Found
+from kvferry.tiers.objects.faults import Fault, Unavailable
+from kvferry.tiers.objects.known import Known
+from kvferry.tiers.objects.stream import Stream
+from kvferry.tiers.outcome import Get, Put, Tally, TierStats
+from kvferry.tiers.paths import chunk_name, quarantine_name
+from kvferry.tiers.storage_tier import SlowTier
+
+_log = logging.getLogger(__name__)
+
+_ADVICE = {
+    Get.CORRUPT: "see who else writes there; it is computed anew",
+    Get.OTHER_SHAPE: "the namespace is the same, the groups are not: tell kvferry's authors",
+}
+
+
+class ObjectStore(SlowTier):
+    """The chunks of one namespace under a URL, which may hold others and be used by other processes.
+
+    It is used in the process that makes it, not in one that is forked from that. Making it looks at the store
+    for no longer than one fetch may take, and does not mind if there is no answer.
+
+    Args:
+        url: s3://bucket/path, gs://bucket/path, az://container/path or file:///path.
+        namespace: whose chunks are stored and fetched; its note is written if it is not there.
+        options: settings of the client, by obstore's names: endpoint, region, allow_http, and so on. What is
+            not among them, credentials above all, is read from the environment.
+        timeout_seconds: how long a fetch may take; a store asks first, and may take as long again. A request
+            has half of it, to the end of its answer: large chunks on a slow line need more.
+        rest_seconds: how long the store is left alone after failures.
+        listing_seconds: how long a listing is thought to be good; one of many chunks is many requests.
+        clock: monotonic seconds.
+        table: for the tags of all places of a cache.
+
+    Raises:
+        ConfigError: the URL is of an unknown form, or an option is unknown or cannot be used.
+    """
+
+    name = OBJECT
+
+    def __init__(
+        self,
+        url: str,
+        namespace: Namespace,
+        options: Mapping[str, str] = MappingProxyType({}),
+        *,
+        timeout_seconds: float = 20.0,
+        rest_seconds: float = 30.0,
+        listing_seconds: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+        table: TagTable | None = None,
+    ) -> None:
+        bucket = Bucket(url, options, timeout_seconds)
+        self._url = bucket.url
+        if bucket.endpoint and not (bucket.endpoint.encrypted or bucket.endpoint.is_here):
+            _log.warning(
+                "object tier %s: %s is spoken to without encryption: who listens on the way reads chunks, "
+                "who can change what passes plants some; use https, or see that only engines are on that "
+                "network",
+                *(self._url, bucket.endpoint.shown),
+            )
+        self._namespace = namespace.digest
+        self._access = Access(bucket, rest_seconds, clock)
+        self.tags = Tags(table)
+        self._known = Known(self.tags)
+        self._lister = Lister(self._access, namespace, self._known, listing_seconds, clock)
+        self._tally = Tally()
+        self._lister.list(timeout_seconds)
+
+    @property
+    def stats(self) -> TierStats:
+        """What this process did with the store since it was opened."""
+        return self._tally.stats()
+
+    @property
+    def faults(self) -> dict[Fault, int]:
+        """Requests that came to nothing because of the store, by reason."""
+        return self._access.faults
+
+    def __len__(self) -> int:
+        """Chunks of the namespace, as far as is known."""
+        return len(self._known)
+
+    def had(self, key: bytes) -> bool:
+        """Whether a chunk was known lately; see `SlowTier.had`."""
+        return key in self._known.gone
+
+    @property
+    def resting(self) -> bool:
+        """Whether the store is left alone after failures: nobody is to wait for it."""
+        return self._access.unread
+
+    def put(self, key: bytes, group: Group, body: memoryview) -> Put:
+        """Keep a chunk; see `SlowTier.put`. One that is known to be there is not sent again."""
+        chunk = Chunk(self._namespace, key, (group,))
+        check_size(chunk, body)
+        try:
+            done = Put.PRESENT if key in self._known else self._put(chunk, body)
+        except Unavailable:
+            done = Put.IO_ERROR
+        self._tally.put(done, chunk.file_bytes)
+        return done
+
+    def get(self, key: bytes, group: Group, into: memoryview) -> Get:
+        """Fetch a chunk; see `SlowTier.get`."""
+        chunk = Chunk(self._namespace, key, (group,))
+        check_size(chunk, into)
+        why = ""
+        try:
+            done, why = self._get(chunk, into)
+        except FileNotFoundError:
+            done = Get.ABSENT
+            self._known.discard(key)
+        except Unavailable as error:
+            done = Get.IO_ERROR
+            if error.fault is not Fault.RESTING:
+                self._known.discard(key)
+        if self._tally.get(done, into.nbytes) and why:
+            _log.warning(
+                "object tier %s: chunk %s is not used: %s (%s); %s",
+                self._url,
+                key.hex(),
+                done,
+                why,
+                _ADVICE[done],
+            )
+        return done
+
+    def refresh(self) -> int:
+        """Learn what other processes have stored and removed, if the last listing is not good any more.
+
+        Returns:
+            1 where that changed something, else 0.
+        """
+        return self._lister.list() if self._lister.due else 0
+
+    def close(self) -> None:
+        """Nothing stays open between calls but connections, which go with the store."""
+
+    def _put(self, chunk: Chunk, body: memoryview) -> Put:
+        path = chunk_name(self._namespace, chunk.key)
+        with self._access.writing() as bucket:
+            # To ask takes less than to send again what another engine stored, and does not replace an object
+            # that others are reading, which some stores do not keep apart.
+            there = not self._known.is_bad(chunk.key) and bucket.size(path) == chunk.file_bytes
+            if not there:
+                pad(chunk, body)
+                bucket.put(path, [header_of(chunk, body), body])
+        self._known.add(chunk.key)
+        return Put.PRESENT if there else Put.STORED
+
+    def _get(self, chunk: Chunk, into: memoryview) -> tuple[Get, str]:
+        """Fetch it; with what is wrong with it."""
+        with self._access.reading() as bucket:
+            found = bucket.get(chunk_name(self._namespace, chunk.key))
+            try:
+                why = _read(chunk, found, into)
+            except ChunkError as error:
+                done, why = Get.CORRUPT, str(error)
+            else:
+                done = Get.OTHER_SHAPE if why else Get.HIT
+        if done is not Get.HIT:
+            self._known.distrust(chunk.key, found.tag)
+        if done is Get.CORRUPT:
+            self._set_aside(chunk.key, found)
+        return done, why
+
+    def _set_aside(self, key: bytes, found: Found) -> None:
+        """Move a bad object to quarantine; where that is not allowed, the next store of it replaces it.
+
+        Not if another object is there: then the answer was a proxy's, or another engine has mended it.
+        """
+        name = chunk_name(self._namespace, key)
+        with suppress(FileNotFoundError, Unavailable), self._access.writing() as bucket:
+            if bucket.look(name) == (found.size, found.tag):
+                bucket.move(name, quarantine_name(self._namespace, key))
+                self._tally.add(quarantined=1)
+
+
+def _read(chunk: Chunk, found: Found, into: memoryview) -> str:
+    """Read and check the body of an object; says what else it holds if it is a good one of other groups.
+
+    Raises:
+        ChunkError: it is not what was written.
+    """
+    stream = Stream(found.pieces)
+    header = read_header(stream.read, found.size)
+    if (header.chunk.namespace, header.chunk.key) != (chunk.namespace, chunk.key):
+        raise ChunkError(f"the chunk of key {header.chunk.key.hex()}")
+    if header.chunk.groups != chunk.groups:
+        return f"it holds {_shape(header.chunk)}; {_shape(chunk)} was wanted"
+    stream.fill(header.chunk.offsets[0], into)
+    check_body(header, into)
+    return ""
+
+
+def _shape(chunk: Chunk) -> str:
+    """What a chunk holds, to be read."""
+    return " and ".join(
+        f"{group.tokens} tokens of {group.name}, "
+        + ", ".join(f"{one.name} {one.units} x {one.unit_bytes}" for one in group.sections)
+        for group in chunk.groups
+    )

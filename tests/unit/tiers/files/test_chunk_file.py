@@ -1,0 +1,157 @@
+"""Chunks go to files and come back whole, digested piece by piece as they are read."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, strategies as st
+
+from kvferry.tiers.files import chunk_file as image_io
+from kvferry.tiers.files.chunk_file import read_image, write_image
+from kvferry.tiers.files.direct_io import whole_pages
+from kvferry.tiers.format import body as images
+from kvferry.tiers.format.chunk import Chunk, Group, Section
+from kvferry.tiers.format.decode import verify_bytes
+from support.chunk_files import CHUNKS, body_of, image
+
+LARGE = Chunk(bytes(32), bytes(20), (Group("full", 64, (Section("k", 5, 12 << 10), Section("v", 3, 4100))),))
+
+
+@pytest.fixture(autouse=True, params=[4096, 2 * 4096, 4 << 20], ids=["page", "pages", "whole"])
+def piece(request):
+    """How much is read and digested at a time, from storage as from memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (images, image_io):
+            patch.setattr(module, "PIECE_BYTES", request.param)
+        patch.setattr(image_io, "STORAGE_PIECE_BYTES", request.param)
+        yield request.param
+
+
+@pytest.fixture
+def fd(tmp_path):
+    found = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    yield found
+    os.close(found)
+
+
+def in_file(call, content=b""):
+    """What a call says of a file, and what the file holds then."""
+    fd = os.memfd_create("chunk")
+    try:
+        os.pwrite(fd, content, 0)
+        return call(fd), os.pread(fd, 1 << 20, 0)
+    finally:
+        os.close(fd)
+
+
+@given(CHUNKS)
+def test_what_is_written_is_the_image_and_is_read_as_such(chunk: Chunk) -> None:
+    body = body_of(chunk)
+    _, written = in_file(lambda fd: write_image(fd, chunk, body))
+    assert written == image(chunk)
+    verify_bytes(written)
+    into = whole_pages(chunk.body_bytes)
+    assert in_file(lambda fd: read_image(fd, chunk, into), written)[0] is True
+    assert into == body
+
+
+@given(CHUNKS, st.data())
+def test_what_is_not_the_image_is_told(chunk: Chunk, data: st.DataObject) -> None:
+    made = bytearray(image(chunk))
+    made[data.draw(st.integers(0, len(made) - 1))] ^= data.draw(st.integers(1, 255))
+    into = whole_pages(chunk.body_bytes)
+    assert in_file(lambda fd: read_image(fd, chunk, into), made)[0] is False
+
+
+@given(CHUNKS, st.data())
+def test_a_file_that_ends_early_is_no_image_even_if_memory_holds_the_rest(
+    chunk: Chunk, data: st.DataObject
+) -> None:
+    made = image(chunk)[: data.draw(st.integers(0, chunk.file_bytes - 1))]
+    into = whole_pages(chunk.body_bytes)
+    into[:] = image(chunk)[chunk.offsets[0] :]
+    assert in_file(lambda fd: read_image(fd, chunk, into), made)[0] is False
+
+
+def test_a_unit_of_several_pieces_is_digested_whole() -> None:
+    _, made = in_file(lambda fd: write_image(fd, LARGE, body_of(LARGE)))
+    verify_bytes(made)
+    into = whole_pages(LARGE.body_bytes)
+    for at in range(LARGE.offsets[0], LARGE.file_bytes, 2048):
+        spoiled = bytearray(made)
+        spoiled[at] ^= 1
+        assert in_file(lambda fd: read_image(fd, LARGE, into), spoiled)[0] is False
+
+
+@pytest.mark.parametrize("name", ["preadv", "pwritev"])
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_broken_disk_is_an_error(fd, monkeypatch, name, after, piece):
+    write_image(fd, LARGE, body_of(LARGE))
+    calls = []
+
+    def broken(*args):
+        calls.append(args)
+        if len(calls) > after:
+            raise OSError(5, "broken")
+        return move(*args)
+
+    move = getattr(os, name)
+    monkeypatch.setattr(os, name, broken)
+    moving = partial(read_image if name == "preadv" else write_image, fd, LARGE, body_of(LARGE))
+    pieces = -(-LARGE.body_bytes // piece) if name == "preadv" else 1
+    if after < pieces:
+        with pytest.raises(OSError, match="broken"):
+            moving()
+    else:
+        moving()
+        assert len(calls) == pieces
+
+
+def test_what_was_read_is_digested_before_the_rest_is_read(fd, monkeypatch, piece):
+    write_image(fd, LARGE, body_of(LARGE))
+    done = []
+    move = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *args: done.append("read") or move(*args))
+    for name in ("unit_digests", "digest_of"):
+        digest = partial(digests, getattr(images, name), done)
+        monkeypatch.setattr(images, name, digest)
+    assert read_image(fd, LARGE, body_of(LARGE))
+    last_read = len(done) - 1 - done[::-1].index("read")
+    assert ("digest" in done[:last_read]) == (piece < LARGE.body_bytes)
+
+
+def digests(call, done, *args):
+    made = call(*args)
+    done.append("digest")
+    return made
+
+
+@pytest.mark.parametrize(("nanoseconds_per_byte", "sizes"), [(0.1, [5, 4, 4, 4, 3]), (1, [5, 8, 7])])
+def test_storage_is_read_in_larger_pieces_than_memory(fd, monkeypatch, nanoseconds_per_byte, sizes):
+    write_image(fd, LARGE, body_of(LARGE))
+    now, found, move = [0.0], [], os.preadv
+
+    def timed(*args):
+        read = move(*args)
+        now[0] += read * nanoseconds_per_byte * 1e-9
+        found.append(read // 4096)
+        return read
+
+    monkeypatch.setattr(os, "preadv", timed)
+    monkeypatch.setattr(image_io, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    for name, pages in (("PIECE_BYTES", 4), ("STORAGE_PIECE_BYTES", 8)):
+        monkeypatch.setattr(image_io, name, pages * 4096)
+    assert read_image(fd, LARGE, body_of(LARGE))
+    assert found == sizes
+
+
+def test_a_read_that_is_cut_short_goes_on(fd, monkeypatch):
+    body = body_of(LARGE)
+    write_image(fd, LARGE, body)
+    move, into = os.preadv, whole_pages(LARGE.body_bytes)
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: move(fd, [views[0][:4096]], at))
+    assert read_image(fd, LARGE, into)
+    assert into == body

@@ -1,0 +1,167 @@
+"""A lock that threads hand on and processes compete for."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import suppress
+from multiprocessing import get_context
+
+import pytest
+
+from kvferry.tiers.files.lock_handoff import Busy, Relay
+
+
+class Lock:
+    """What is had: counts how often it was got and given back, and by how many at once."""
+
+    def __init__(self):
+        self.got, self.given, self.now = 0, 0, 0
+
+    def get(self, deadline):
+        self.got += 1
+        self.now += 1
+        assert self.now == 1
+        return self
+
+    def give(self):
+        self.given += 1
+        self.now -= 1
+
+
+class Clock:
+    def __init__(self):
+        self.now, self.slept = 100.0, []
+
+    def __call__(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+@pytest.fixture
+def lock():
+    return Lock()
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def relay(lock, clock):
+    return Relay("the lock", lock.get, Lock.give, clock, clock.sleep)
+
+
+def queued(relay, threads, work):
+    """Let threads queue up while this one has it; each then does `work` while it has it."""
+
+    def have(number):
+        with relay.had(30):
+            work(number)
+
+    waiting = [threading.Thread(target=have, args=(number,)) for number in range(threads)]
+    with relay.had(30):
+        for one in waiting:
+            one.start()
+        while relay._own.waiting < threads:
+            time.sleep(0.001)
+    for one in waiting:
+        one.join()
+
+
+def test_it_is_given_back_when_nobody_waits(relay, lock):
+    for times in (1, 2):
+        with relay.had(1) as had:
+            assert had is lock
+            assert (lock.got, lock.given) == (times, times - 1)
+        assert lock.given == times
+
+
+def test_threads_hand_it_on_one_at_a_time(relay, lock):
+    inside, most = [], []
+
+    def work(number):
+        inside.append(number)
+        most.append(len(inside))
+        time.sleep(0.001)
+        inside.remove(number)
+
+    queued(relay, 8, work)
+    assert most == [1] * 8
+    assert (lock.got, lock.given) == (1, 1)
+
+
+def test_what_was_had_for_long_is_left_to_other_processes_for_a_moment(relay, lock, clock):
+    def work(_number):
+        clock.now += 0.009
+
+    queued(relay, 8, work)
+    # It is had at once, by three more while it is not for longer than 20 ms, and so on.
+    assert lock.got == lock.given == 3
+    assert clock.slept == [0.002, 0.002]
+
+
+def test_who_fails_while_having_it_hands_nothing_on(relay, lock):
+    def have():
+        with suppress(ConnectionError), relay.had(30):
+            raise ConnectionError
+
+    waiting = [threading.Thread(target=have) for _ in range(3)]
+    with relay.had(30):
+        for one in waiting:
+            one.start()
+        while relay._own.waiting < 3:
+            time.sleep(0.001)
+    for one in waiting:
+        one.join()
+    # The first of them was handed it.
+    assert (lock.got, lock.given) == (3, 3)
+
+
+def test_what_cannot_be_got_is_not_had_by_anybody(lock, clock):
+    def get(deadline):
+        if lock.got == 0:
+            lock.got += 1
+            raise Busy("other processes")
+        return lock.get(deadline)
+
+    relay = Relay("the lock", get, Lock.give, clock, clock.sleep)
+    with pytest.raises(Busy, match="other processes"), relay.had(1):
+        pass
+    with relay.had(1) as had:
+        assert had is lock
+
+
+def test_who_waits_too_long_is_told_and_nothing_is_kept_for_him(relay, lock):
+    done = []
+
+    def late():
+        try:
+            with relay.had(0.01):
+                pass
+        except Busy as busy:
+            done.append(str(busy))
+
+    thread = threading.Thread(target=late)
+    with relay.had(1):
+        thread.start()
+        thread.join()
+    assert done == ["the lock was held by this process for 0.01 s"]
+    assert (lock.got, lock.given) == (1, 1)
+
+
+def test_a_forked_process_does_not_have_what_a_thread_of_its_parent_has(relay, lock):
+    def child():
+        with relay.had(1):
+            os._exit(7 if (lock.got, lock.given) == (2, 1) else 1)
+
+    with relay.had(1):
+        forked = get_context("fork").Process(target=child)
+        forked.start()
+        forked.join()
+    assert forked.exitcode == 7

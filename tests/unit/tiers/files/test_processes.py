@@ -1,0 +1,212 @@
+"""Several processes, one directory, a small capacity; some of them are killed while they write."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import time
+from contextlib import suppress
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from kvferry.tiers.files import direct_io, ledger as ledgers
+from kvferry.tiers.files.chunk_io import verify_file
+from kvferry.tiers.files.ledger import Ledger, read_ledger
+from kvferry.tiers.outcome import Get, Put
+from support.stores import FILE_BYTES, fetch, keep, open_store, temporaries, total
+
+_SPAWN = get_context("spawn")
+_CAPACITY = 20 * FILE_BYTES
+_NUMBERS = 60
+_SECONDS = 10.0
+_KILLS = 20
+
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(120)]
+
+
+def work(path: Path, seed: int, report: Path, fetching: bool = True) -> None:
+    """Store and fetch until killed or told to stop; report what became of it."""
+    draw = random.Random(seed)
+    store = open_store(path, lock_seconds=25)
+    write = os.pwritev
+
+    def in_steps(fd, pieces, at):
+        # Slow enough to be caught in the middle.
+        time.sleep(draw.random() * 0.002)
+        return write(fd, pieces[:1], at)
+
+    direct_io.os.pwritev = in_steps
+    report.with_suffix(".begun").touch()
+    wrong = 0
+    while not report.with_suffix(".stop").exists():
+        number = draw.randrange(_NUMBERS)
+        if fetching and draw.random() < 0.5:
+            done, right = fetch(store, number)
+            wrong += done is Get.HIT and not right
+        else:
+            keep(store, number)
+    stats = store.stats
+    report.write_text(
+        json.dumps({"puts": stats.puts, "gets": stats.gets, "wrong": wrong, "swept": stats.swept})
+    )
+
+
+def watch(path: Path, report: Path) -> None:
+    """Add up all files, again and again, while nobody can make, rename or remove one."""
+    ledger = Ledger(str(path), 30)
+    report.with_suffix(".begun").touch()
+    worst, samples, short = 0, 0, 0
+    while not report.with_suffix(".stop").exists():
+        with ledger.held() as account:
+            found = total(path)
+            worst, samples = max(worst, found), samples + 1
+            short += account.used < found
+        time.sleep(0.001)
+    report.write_text(json.dumps({"worst": worst, "samples": samples, "short": short}))
+
+
+def wait_begun(reports: Path, *names: str) -> None:
+    """Until these processes have: to start takes seconds on a busy machine."""
+    deadline = time.monotonic() + 60
+    while not all((reports / f"{name}.begun").exists() for name in names):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def run(path: Path, reports: Path) -> tuple[dict, list[dict]]:
+    """Three processes that store and fetch, one that watches; one of the three is killed over and over."""
+    watcher = _SPAWN.Process(target=watch, args=(path, reports / "watch"))
+    steady = [_SPAWN.Process(target=work, args=(path, seed, reports / f"{seed}")) for seed in (1, 2)]
+    for process in (watcher, *steady):
+        process.start()
+    wait_begun(reports, "watch", "1", "2")
+    deadline, kills, draw = time.monotonic() + _SECONDS, 0, random.Random(0)
+    context = get_context("fork")
+    while time.monotonic() < deadline or kills < _KILLS:
+        victim = context.Process(target=work, args=(path, 100 + kills, reports / "victim"))
+        victim.start()
+        victim.join(draw.uniform(0.05, 0.3))
+        victim.kill()
+        victim.join()
+        kills += 1
+    for name in ("watch", "1", "2"):
+        (reports / f"{name}.stop").touch()
+    for process in (watcher, *steady):
+        process.join(30)
+        assert process.exitcode == 0
+    read = [json.loads((reports / name).read_text()) for name in ("watch", "1", "2")]
+    return read[0], read[1:]
+
+
+def test_processes_that_are_killed_while_they_write_break_nothing(tmp_path):
+    path, reports = tmp_path / "cache", tmp_path / "reports"
+    path.mkdir()
+    reports.mkdir()
+    open_store(path, capacity=_CAPACITY)
+    watched, worked = run(path, reports)
+    assert watched["samples"] > 100
+    assert watched["worst"] <= _CAPACITY
+    assert watched["short"] == 0
+    for one in worked:
+        assert one["wrong"] == 0
+        assert Get.CORRUPT not in one["gets"]
+        assert set(one["puts"]) <= {Put.STORED, Put.PRESENT}
+        assert one["gets"][Get.HIT] > 20
+        assert one["puts"][Put.STORED] > 20
+    assert not list((path / "quarantine").iterdir())
+    for chunk in path.rglob("*.kv"):
+        with chunk.open("rb") as file:
+            verify_file(file.fileno())
+    open_store(path)
+    assert not temporaries(path)
+    assert read_ledger(path) == (_CAPACITY, total(path))
+    assert watched["worst"] > _CAPACITY - 3 * FILE_BYTES
+
+
+def test_the_disk_itself_never_sees_more_than_the_capacity(tmp_path):
+    # A disk of just the capacity, and the blocks of the three small files: what is too much gives ENOSPC.
+    size = _CAPACITY + 3 * 4096
+    mounted = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", tmp_path]
+    if subprocess.run(mounted, check=False).returncode:
+        pytest.skip("may not mount a small disk")
+    reports = tmp_path.with_name(tmp_path.name + "-reports")
+    reports.mkdir()
+    try:
+        open_store(tmp_path, capacity=_CAPACITY)
+        # No fetches: an evicted file takes space for as long as somebody has it open.
+        workers = [
+            _SPAWN.Process(target=work, args=(tmp_path, n, reports / f"{n}", False)) for n in (1, 2, 3)
+        ]
+        for one in workers:
+            one.start()
+        wait_begun(reports, "1", "2", "3")
+        deadline, most = time.monotonic() + 5, 0
+        while time.monotonic() < deadline:
+            space = os.statvfs(tmp_path)
+            most = max(most, (space.f_blocks - space.f_bfree) * space.f_frsize)
+        for n in (1, 2, 3):
+            (reports / f"{n}.stop").touch()
+        for one in workers:
+            one.join(30)
+            assert one.exitcode == 0
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+    assert _CAPACITY - 2 * FILE_BYTES < most <= size
+    for n in (1, 2, 3):
+        puts = json.loads((reports / f"{n}").read_text())["puts"]
+        assert set(puts) <= {Put.STORED, Put.PRESENT}
+        assert puts[Put.STORED] > 20
+
+
+@pytest.mark.parametrize("call", range(1, 14))
+def test_a_store_killed_at_any_system_call_leaves_nothing_wrong(tmp_path, call):
+    store = open_store(tmp_path, capacity=3 * FILE_BYTES)
+    for number in (1, 2):
+        keep(store, number)
+    killed = get_context("fork").Process(target=die_at, args=(tmp_path, call))
+    killed.start()
+    killed.join()
+    assert killed.exitcode in (0, -9)
+    assert read_ledger(tmp_path)[1] >= total(tmp_path)
+    assert total(tmp_path) <= 3 * FILE_BYTES
+    for chunk in tmp_path.rglob("*.kv"):
+        with chunk.open("rb") as file:
+            verify_file(file.fileno())
+    for number in (4, 5, 6):
+        assert keep(store, number) is Put.STORED
+        assert total(tmp_path) <= 3 * FILE_BYTES
+    open_store(tmp_path)
+    assert read_ledger(tmp_path)[1] == total(tmp_path)
+    assert not temporaries(tmp_path)
+
+
+def die_at(path: Path, call: int) -> None:
+    """Store a chunk for which another must go, and be killed before the n-th call that changes the disk."""
+    store = open_store(path)
+    left = [call]
+
+    def counted(real):
+        def calling(*args, **kwargs):
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), 9)
+            return real(*args, **kwargs)
+
+        return calling
+
+    for module, name in (
+        (ledgers.os, "pwrite"),
+        (ledgers.os, "unlink"),
+        (ledgers.os, "rename"),
+        (ledgers.os, "utime"),
+        (direct_io.os, "pwritev"),
+        (ledgers.fcntl, "flock"),
+    ):
+        setattr(module, name, counted(getattr(module, name)))
+    with suppress(OSError):
+        keep(store, 3)
+    os._exit(0)

@@ -1,0 +1,84 @@
+"""What must go for new chunks: the oldest first, however many there are and whoever walks."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given, strategies as st
+
+from kvferry.tiers.files import space as room
+from kvferry.tiers.files.least_recent import oldest
+from kvferry.tiers.files.ledger import read_ledger
+from kvferry.tiers.outcome import Put
+from support.chunk_files import key
+from support.stores import FILE_BYTES, file_of, keep, open_store, total
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.text(max_size=2))), st.integers(1, 5))
+def test_the_oldest_are_listed_in_order_and_whether_there_are_more(files, most):
+    listed, more = oldest(iter(files), most)
+    assert [used for used, _ in listed] == sorted(used for used, _ in files)[:most]
+    assert more == (len(files) > most)
+    left = list(files)
+    for one in listed:
+        left.remove(one)
+
+
+@pytest.fixture
+def few_listed(monkeypatch):
+    monkeypatch.setattr(room, "LISTED", 3)
+
+
+def test_more_go_than_are_listed_at_once(tmp_path, clock, few_listed):
+    store = open_store(tmp_path, capacity=1 << 20, clock=clock)
+    for number in range(12):
+        clock.now += 60
+        keep(store, number)
+    open_store(tmp_path, capacity=4 * FILE_BYTES, clock=clock)
+    assert total(tmp_path) <= 4 * FILE_BYTES
+    assert [file_of(tmp_path, number).exists() for number in range(12)] == [False] * 9 + [True] * 3
+
+
+def test_the_oldest_go_first_from_walk_to_walk(tmp_path, clock, few_listed):
+    store = open_store(tmp_path, capacity=8 * FILE_BYTES, clock=clock)
+    for number in range(30):
+        clock.now += 60
+        assert keep(store, number) is Put.STORED
+        there = [file_of(tmp_path, earlier).exists() for earlier in range(number + 1)]
+        assert there == sorted(there)
+        assert total(tmp_path) <= 8 * FILE_BYTES
+    assert sum(there) == 7
+
+
+def test_files_that_cannot_be_removed_do_not_keep_it_walking(tmp_path, monkeypatch, few_listed):
+    store = open_store(tmp_path, capacity=8 * FILE_BYTES)
+    for number in range(7):
+        keep(store, number)
+    monkeypatch.setattr(room.os, "unlink", refused)
+    assert keep(store, 7) is Put.FULL
+    assert store.stats.evicted == 0
+
+
+def test_threads_that_need_room_share_a_walk(tmp_path, monkeypatch):
+    store = open_store(tmp_path, capacity=40 * FILE_BYTES)
+    for number in range(39):
+        keep(store, number)
+    walks, walk = [], room.walk
+
+    def slow(root):
+        walks.append(root)
+        time.sleep(0.05)
+        return walk(root)
+
+    monkeypatch.setattr(room, "walk", slow)
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(lambda number: keep(store, number), range(100, 116))) == {Put.STORED}
+    assert len(walks) == 1
+    assert not store.known([key(0)])
+    assert read_ledger(tmp_path)[1] == total(tmp_path)
+
+
+def refused(path):
+    raise PermissionError(path)

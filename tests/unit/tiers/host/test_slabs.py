@@ -1,0 +1,67 @@
+"""Slots of several sizes in one memory."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvferry.errors import ConfigError
+from kvferry.tiers.host.slabs import Slabs
+
+
+def test_slots_never_overlap_and_everything_given_back_is_there_again():
+    chance = random.Random(3)
+    slabs, taken = Slabs(1000, [7, 20]), {}
+    for _ in range(3000):
+        stride = chance.choice([7, 20])
+        if chance.random() < 0.55 and slabs.has_room(stride):
+            offset = slabs.take(stride)
+            assert all(at + size <= offset or offset + stride <= at for at, size in taken.items())
+            assert 0 <= offset <= slabs.capacity_bytes - stride
+            taken[offset] = stride
+        elif taken:
+            offset = chance.choice(list(taken))
+            del taken[offset]
+            slabs.give(offset)
+        assert slabs.used_bytes == sum(taken.values())
+        slabs.check_integrity()
+    for offset in taken:
+        slabs.give(offset)
+    slabs.check_integrity()
+    assert sum(slabs.take(20) is not None for _ in range(1000)) == slabs.count * (slabs.slab_bytes // 20)
+    assert slabs.take(7) is None
+
+
+def test_one_size_alone_has_all_of_the_memory():
+    slabs = Slabs(1_000_003, [1000])
+    assert sum(slabs.take(1000) is not None for _ in range(2000)) == 1000
+
+
+@pytest.mark.parametrize("strides", [(6 << 20, 38 << 20), (4096, 400 << 20), (3, 7, 11, 13)])
+def test_hardly_anything_is_lost_at_the_ends_of_slabs(strides):
+    capacity = 200 * max(strides)
+    slabs = Slabs(capacity, strides)
+    for stride in strides:
+        usable = slabs.count * (slabs.slab_bytes // stride) * stride
+        assert usable > 0.9 * capacity
+
+
+def test_a_slab_is_offered_to_another_size_when_as_much_is_free():
+    slabs = Slabs(600, [10, 30])
+    per_slab = slabs.slab_bytes // 10
+    offsets = [slabs.take(10) for _ in range(slabs.count * per_slab)]
+    assert not slabs.has_room(30)
+    for offset in offsets[: per_slab - 1]:
+        slabs.give(offset)
+    assert slabs.crowding(30) == []
+    slabs.give(offsets[-1])
+    assert slabs.crowding(30) == [offsets[0] // slabs.slab_bytes, offsets[-1] // slabs.slab_bytes]
+    assert slabs.crowding(10) == []
+    slabs.give(offsets[per_slab - 1])
+    assert slabs.has_room(30)
+
+
+def test_a_capacity_without_a_slab_for_every_size_is_refused():
+    with pytest.raises(ConfigError, match="chunks of 2 sizes up to 80 bytes need 160 or more"):
+        Slabs(159, [10, 80])

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import pytest
+
+from kvferry.tiers.objects.circuit_breaker import Breaker
+from support.clock import Clock
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def breaker(clock):
+    return Breaker(3, 30.0, clock)
+
+
+def fail(breaker: Breaker, times: int = 1) -> None:
+    for _ in range(times):
+        breaker.leave(breaker.enter(), worked=False)
+
+
+def work(breaker: Breaker) -> None:
+    breaker.leave(breaker.enter(), worked=True)
+
+
+def test_failures_in_a_row_open_it(breaker):
+    fail(breaker, 2)
+    work(breaker)
+    fail(breaker, 2)
+    assert not breaker.resting
+    fail(breaker)
+    assert breaker.resting
+    assert breaker.enter() is None
+
+
+def test_after_its_rest_one_is_let_through(breaker, clock):
+    fail(breaker, 3)
+    clock.now = 29.9
+    assert breaker.enter() is None
+    clock.now = 30.0
+    assert not breaker.resting
+    ticket = breaker.enter()
+    assert ticket is not None
+    assert breaker.enter() is None
+    assert breaker.resting
+    breaker.leave(ticket, worked=True)
+    assert not breaker.resting
+    fail(breaker, 2)
+    assert not breaker.resting
+
+
+def test_if_that_one_fails_it_rests_again(breaker, clock):
+    fail(breaker, 3)
+    clock.now = 40.0
+    fail(breaker)
+    clock.now = 69.9
+    assert breaker.enter() is None
+    clock.now = 70.0
+    work(breaker)
+    assert not breaker.resting
+
+
+def test_what_was_let_in_before_says_nothing_about_now(breaker, clock):
+    tickets = [breaker.enter() for _ in range(8)]
+    for ticket in tickets[:3]:
+        breaker.leave(ticket, worked=False)
+    clock.now = 20.0
+    for ticket in tickets[3:6]:
+        breaker.leave(ticket, worked=False)
+    breaker.leave(tickets[6], worked=True)
+    assert breaker.resting
+    clock.now = 30.0
+    ticket = breaker.enter()
+    assert ticket is not None
+    breaker.leave(tickets[7], worked=True)
+    assert breaker.resting
+    breaker.leave(ticket, worked=False)
+    clock.now = 59.9
+    assert breaker.resting
