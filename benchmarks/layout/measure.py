@@ -130,7 +130,7 @@ def _bytes(reading: ModelReading, tokens: int) -> int:
     """What a request comes to, over all ranks."""
     total = 0
     for store in reading.cache.layers:
-        low, high = needed(store.kind, store.reach, span_of(tokens))
+        low, high = needed(store.kind, store.attention_span, span_of(tokens))
         total += store.whole_bytes * (1 if store.kind is GroupKind.STATE else high - low)
     return total
 

@@ -48,14 +48,14 @@ def test_an_engine_keeps_what_was_read(family: str, checkpoints: Path, tmp_path:
         config["mamba_ssm_cache_dtype"] = "float32"
     reading = read_model(config, options["dtype"])
     ours = {
-        (number, store.kind, store.reach, store.whole_bytes)
+        (number, store.kind, store.attention_span, store.whole_bytes)
         for number, stores in enumerate(per_layer(reading))
         for store in stores
     }
     assert ours == {
-        (_number(name, len(reading.kept)), KINDS[kind], reach, size)
+        (_number(name, len(reading.kept)), KINDS[kind], attention_span, size)
         for group in theirs
-        for name, kind, reach, size in group
+        for name, kind, attention_span, size in group
     }
     groups = shape(reading, Side(), 1).groups
     assert Counter(len(group.layers) for group in groups) == Counter(map(len, theirs))

@@ -73,14 +73,14 @@ class Kept:
 
 
 def chunk_of(
-    families: Sequence[Family], kind: GroupKind, reach: int, tokens: range, finest: Finest
+    families: Sequence[Family], kind: GroupKind, attention_span: int, tokens: range, finest: Finest
 ) -> np.ndarray:
     """The bytes of one chunk, uint8; `tokens` is ignored for a snapshot."""
     positions = np.zeros(1, np.int64) if kind is GroupKind.STATE else np.array(tokens)
     sections: dict[int, list[np.ndarray]] = defaultdict(list)
     items: dict[int, int] = defaultdict(int)
     for number, family in enumerate(families):
-        if (family.kind, family.reach) != (kind, reach):
+        if (family.kind, family.attention_span) != (kind, attention_span):
             continue
         fields: dict[int, list[np.ndarray]] = defaultdict(list)
         for stored in sorted(family.fields, key=lambda f: (-f.item_bytes, f.name)):
@@ -161,13 +161,13 @@ def _groups(draw: st.DrawFn, families: Sequence[Family], one_size: bool) -> tupl
     """Layers that need the same dealt out to groups in any way, of any block size."""
     alike: dict[tuple[GroupKind, int], list[int]] = defaultdict(list)
     for number, family in enumerate(families):
-        alike[family.kind, family.reach].append(number)
+        alike[family.kind, family.attention_span].append(number)
     size = st.tuples(st.integers(1, 8), st.integers(1, 3))
     same = draw(size)
     groups = []
-    for (kind, reach), numbers in alike.items():
+    for (kind, attention_span), numbers in alike.items():
         turns = draw(st.integers(1, min(2, len(numbers))))
         for turn in range(turns):
             tokens, kernels = same if one_size else draw(size)
-            groups.append(GroupSpec(kind, reach, tuple(numbers[turn::turns]), tokens, kernels))
+            groups.append(GroupSpec(kind, attention_span, tuple(numbers[turn::turns]), tokens, kernels))
     return tuple(draw(st.permutations(groups)))

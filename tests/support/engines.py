@@ -54,7 +54,7 @@ class Family:
     """What a layer stores. `opaque_bytes` > 0: no fields, but a page of so many bytes nobody can read."""
 
     kind: GroupKind
-    reach: int = 0
+    attention_span: int = 0
     fields: tuple[Stored, ...] = ()
     opaque_bytes: int = 0
     opaque_sharded: bool = False
@@ -82,7 +82,7 @@ class GroupSpec:
     """A group of one engine: layer numbers, and its block as kernel blocks of so many tokens."""
 
     kind: GroupKind
-    reach: int
+    attention_span: int
     layers: tuple[int, ...]
     kernel_tokens: int
     kernels: int = 1
@@ -161,7 +161,7 @@ def _rank(
             Layer(layer_name(n), address + slot * slot_stride, block_stride, pages[n])
             for slot, n in enumerate(layers)
         )
-        groups.append(Group(group.kind, group.block_tokens, group.reach, placed))
+        groups.append(Group(group.kind, group.block_tokens, group.attention_span, placed))
     return RankGeometry(
         tp_rank, spec.tp, stage, len(spec.stages), spec.num_blocks, tuple(groups), (Region(address, length),)
     )
@@ -201,8 +201,8 @@ class _Place:
                 axes.insert(0, Axis("head", ((count, self.head_stride),), start, stored.heads))
             axes += _dense(stored, scale)
             fields.append(Field(stored.name, stored.item_bytes, at, tuple(axes)))
-        reach = max(field.extent()[1] for field in fields)
-        return PageFormat("attention", self.kernels * self.tokens, reach, tuple(fields))
+        extent = max(field.extent()[1] for field in fields)
+        return PageFormat("attention", self.kernels * self.tokens, extent, tuple(fields))
 
 
 def _dense(stored: Stored, scale: int = 1) -> list[Axis]:

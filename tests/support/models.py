@@ -18,12 +18,17 @@ def model(*stores: LayerStore) -> ModelCache:
 
 
 def attention(
-    heads: int = 4, k: int = 3, v: int = 3, item: int = 2, kind: GroupKind = GroupKind.FULL, reach: int = 0
+    heads: int = 4,
+    k: int = 3,
+    v: int = 3,
+    item: int = 2,
+    kind: GroupKind = GroupKind.FULL,
+    attention_span: int = 0,
 ) -> LayerStore:
     """K and V of so many elements per head."""
     widths = {"k": k, "v": v}
     return LayerStore(
-        kind, reach, tuple(Stored(n, item, heads, (("content", w),)) for n, w in widths.items())
+        kind, attention_span, tuple(Stored(n, item, heads, (("content", w),)) for n, w in widths.items())
     )
 
 

@@ -102,7 +102,7 @@ def expect(
         layer.name: layer.page.block_tokens for src in srcs for g in src.groups for layer in g.layers
     }
     for group, span, table in zip(dst.groups, spans, tables, strict=True):
-        needs = visible(group.kind, group.reach, span)
+        needs = visible(group.kind, group.attention_span, span)
         for layer in group.layers:
             for field in layer.page.fields:
                 blocks = np.flatnonzero(table)
@@ -118,7 +118,7 @@ def expect(
     return Expected(before, value, must)
 
 
-def visible(kind: GroupKind, reach: int, span: Span) -> set[int]:
+def visible(kind: GroupKind, attention_span: int, span: Span) -> set[int]:
     """Tokens that the next computed token attends to, that the source has and the destination has not.
 
     The next computed token is the first that is not loaded, but the last prompt token is always computed.
@@ -126,9 +126,9 @@ def visible(kind: GroupKind, reach: int, span: Span) -> set[int]:
     next_token = span.total if span.total < span.prompt else span.prompt - 1
     missing = range(span.have, span.total)
     if kind is GroupKind.SLIDING:
-        return {t for t in missing if t > next_token - reach}
+        return {t for t in missing if t > next_token - attention_span}
     if kind is GroupKind.CHUNKED:
-        return {t for t in missing if t // reach >= next_token // reach}
+        return {t for t in missing if t // attention_span >= next_token // attention_span}
     return set(missing)
 
 

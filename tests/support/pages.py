@@ -28,7 +28,7 @@ def state_page(heads: int = 2, start: int = 0, total: int = 0) -> PageFormat:
 def rank_of(
     *pages: PageFormat,
     kind: GroupKind = GroupKind.FULL,
-    reach: int = 0,
+    attention_span: int = 0,
     blocks: int = 8,
     tp: tuple[int, int] = (0, 1),
     address: int = ADDRESS,
@@ -40,7 +40,7 @@ def rank_of(
         layers.append(Layer(f"layers.{number}", at, page.page_bytes, page))
         at += blocks * page.page_bytes
     tokens = pages[0].block_tokens or 16
-    group = Group(kind, tokens, reach, tuple(layers))
+    group = Group(kind, tokens, attention_span, tuple(layers))
     return RankGeometry(*tp, 0, 1, blocks, (group,), (Region(address, at - address),))
 
 
@@ -53,7 +53,7 @@ def cross_layer(rank: RankGeometry) -> RankGeometry:
     for layer in group.layers:
         layers.append(Layer(layer.name, at, stride, layer.page))
         at += layer.page.page_bytes
-    moved = Group(group.kind, group.block_tokens, group.reach, tuple(layers))
+    moved = Group(group.kind, group.block_tokens, group.attention_span, tuple(layers))
     return RankGeometry(
         rank.tp_rank, rank.tp_size, rank.pp_rank, rank.pp_size, rank.num_blocks, (moved,), rank.regions
     )

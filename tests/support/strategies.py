@@ -73,8 +73,8 @@ def token_kinds(draw: st.DrawFn, fields: tuple[Stored, ...]) -> Family:
     kind = draw(st.sampled_from((GroupKind.FULL, GroupKind.SLIDING, GroupKind.CHUNKED)))
     if fields and fields[0].name == "latent":
         kind = GroupKind.MLA
-    reach = draw(st.integers(1, 24)) if kind in (GroupKind.SLIDING, GroupKind.CHUNKED) else 0
-    return Family(kind, reach, fields)
+    attention_span = draw(st.integers(1, 24)) if kind in (GroupKind.SLIDING, GroupKind.CHUNKED) else 0
+    return Family(kind, attention_span, fields)
 
 
 @st.composite
@@ -139,7 +139,7 @@ def groupings(
         size = one_size if alike or draw(st.booleans()) else draw(sizes)
         if any(families[of_layer[n]].opaque_bytes for n in layers):
             size = (opaque_tokens, 1)
-        groups.append(GroupSpec(family.kind, family.reach, layers, *size))
+        groups.append(GroupSpec(family.kind, family.attention_span, layers, *size))
     return tuple(draw(st.permutations(groups)))
 
 
@@ -205,7 +205,9 @@ def _cells_per_group(
             token
             for dst, span in zip(dst_groups, spans, strict=True)
             if set(dst.layers) & set(group.layers)
-            for token in cells_of(visible(dst.kind, dst.reach, span), group.block_tokens, dst.block_tokens)
+            for token in cells_of(
+                visible(dst.kind, dst.attention_span, span), group.block_tokens, dst.block_tokens
+            )
         }
         for group in groups
     ]

@@ -41,7 +41,7 @@ from kvferry.cache.speeds import Speeds
 from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.admission import Admission
 from kvferry.engines.vllm.compat.frees import defer_frees
-from kvferry.engines.vllm.compat.specs import kind_of, reach_of
+from kvferry.engines.vllm.compat.specs import attention_span_of, kind_of
 from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.headroom import Headroom
 from kvferry.engines.vllm.meta import Report, SchedulerMeta, WorkerMeta
@@ -181,7 +181,8 @@ class PlayedConnector(KVConnectorBase_V1, SupportsHMA):
         specs = [group.kv_cache_spec for group in config.kv_cache_groups]
         kinds = tuple(kind_of(spec) for spec in specs)
         groups = [
-            Group(kind, spec.block_size, reach_of(spec), ()) for kind, spec in zip(kinds, specs, strict=True)
+            Group(kind, spec.block_size, attention_span_of(spec), ())
+            for kind, spec in zip(kinds, specs, strict=True)
         ]
         self.sources = [Played("tiers"), Played("peer")]
         self.admissions, self.most = Counter[str](), 0

@@ -146,5 +146,5 @@ def _positions(store: LayerStore, block_tokens: int, tokens: int) -> tuple[int, 
     """First and last position of a group's table that is needed."""
     if store.kind is GroupKind.STATE:
         return 0, 1
-    low, high = needed(store.kind, store.reach, span_of(tokens))
+    low, high = needed(store.kind, store.attention_span, span_of(tokens))
     return low // block_tokens, -(-high // block_tokens)

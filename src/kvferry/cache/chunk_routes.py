@@ -125,7 +125,7 @@ class ChunkRoutes:
             for each in routes:
                 here = self._rank.groups[each.route.dst_group]
                 table = part.tables[each.route.dst_group].table()
-                each.copies.clear(uncovered(each.route, here.kind, here.reach, part.span, table))
+                each.copies.clear(uncovered(each.route, here.kind, here.attention_span, part.span, table))
 
 
 @dataclass(frozen=True, slots=True)

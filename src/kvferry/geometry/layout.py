@@ -236,7 +236,7 @@ def place_rank(model: ModelCache, engine: EngineShape, rank: int, address: int) 
             Layer(layer_name(n), where.page(j, 0), where.block_stride, page) for j, n in enumerate(numbers)
         )
         maps.append(where)
-        groups.append(Group(store.kind, shape.block_tokens, store.reach, layers))
+        groups.append(Group(store.kind, shape.block_tokens, store.attention_span, layers))
     region = Region(address, engine.num_blocks * pool.block_bytes)
     geometry = RankGeometry(
         tp_rank, engine.tp, stage, len(engine.stages), engine.num_blocks, tuple(groups), (region,)

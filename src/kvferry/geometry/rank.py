@@ -97,30 +97,30 @@ class Group:
     Attributes:
         kind: what a continuation needs of it.
         block_tokens: tokens per (manager) block.
-        reach: window in tokens for SLIDING, chunk in tokens for CHUNKED, 0 otherwise.
+        attention_span: window in tokens for SLIDING, chunk in tokens for CHUNKED, 0 otherwise.
         layers: this rank's layers of the group; empty on a pipeline rank that has none.
     """
 
     kind: GroupKind
     block_tokens: int
-    reach: int
+    attention_span: int
     layers: tuple[Layer, ...]
 
     def __post_init__(self) -> None:
         if self.block_tokens < 1:
             raise GeometryError(f"group {self.kind}: block of {self.block_tokens} tokens")
-        if (self.kind in (GroupKind.SLIDING, GroupKind.CHUNKED)) != (self.reach > 0):
-            raise GeometryError(f"group {self.kind}: reach of {self.reach} tokens")
+        if (self.kind in (GroupKind.SLIDING, GroupKind.CHUNKED)) != (self.attention_span > 0):
+            raise GeometryError(f"group {self.kind}: an attention span of {self.attention_span} tokens")
 
     @property
     def label(self) -> str:
         """Name for people and metrics, e.g. ``sliding_window(64)``."""
-        return group_label(self.kind, self.reach)
+        return group_label(self.kind, self.attention_span)
 
 
-def group_label(kind: GroupKind, reach: int) -> str:
+def group_label(kind: GroupKind, attention_span: int) -> str:
     """Name of a group for people and metrics, e.g. ``sliding_window(64)``."""
-    return f"{kind}({reach})" if reach else str(kind)
+    return f"{kind}({attention_span})" if attention_span else str(kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,12 +201,12 @@ class _Registered:
 def _overlaps(field: Field, blocks: int, block_stride: int) -> bool:
     """Whether two elements of a field, of the same block or of two, share a byte.
 
-    Loops that nest do not: each stride clears everything that the smaller ones reach.
+    Loops that nest do not: each stride clears everything that the smaller ones cover.
     """
     loops = [(blocks, block_stride), *(loop for axis in field.axes for loop in axis.loops)]
-    reach = field.item_bytes
+    extent = field.item_bytes
     for stride, count in sorted((abs(stride), count) for count, stride in loops if count > 1):
-        if stride < reach:
+        if stride < extent:
             return True
-        reach += (count - 1) * stride
+        extent += (count - 1) * stride
     return False

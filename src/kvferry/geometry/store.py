@@ -49,15 +49,16 @@ class LayerStore:
     """What one layer keeps.
 
     Attributes:
-        kind: what a continuation needs of it; layers of one kind and reach that keep the same are one group.
-        reach: window in tokens for SLIDING, chunk in tokens for CHUNKED, 0 otherwise.
+        kind: what a continuation needs of it. Layers that agree in kind, attention span and fields are one
+            group.
+        attention_span: window in tokens for SLIDING, chunk in tokens for CHUNKED, 0 otherwise.
         fields: per token, or per snapshot for STATE.
         block_tokens: tokens of a block, where the model decides it; 0: the engine does.
         state_tokens: tokens that one stored entry stands for; such pages move whole.
     """
 
     kind: GroupKind
-    reach: int
+    attention_span: int
     fields: tuple[Stored, ...]
     block_tokens: int = 0
     state_tokens: int = 1

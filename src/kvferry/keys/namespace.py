@@ -115,10 +115,10 @@ class Namespace:
 def differences(a: Namespace, b: Namespace) -> tuple[str, ...]:
     r"""What tells two namespaces apart, a sentence each, in the order of the facts' names.
 
-    >>> a = Namespace('{\n "reach": 64\n}\n')
-    >>> b = Namespace('{\n "kind": "mla",\n "reach": 128\n}\n')
+    >>> a = Namespace('{\n "window": 64\n}\n')
+    >>> b = Namespace('{\n "kind": "mla",\n "window": 128\n}\n')
     >>> differences(a, b)
-    ('kind: the first has none, the second has "mla"', 'reach: the first has 64, the second has 128')
+    ('kind: the first has none, the second has "mla"', 'window: the first has 64, the second has 128')
     """
     return tuple(_differences("", a.facts, b.facts))
 

@@ -66,8 +66,11 @@ class Space:
         first = nest.src if side == "src" else nest.dst
         distances = [loop.src if side == "src" else loop.dst for loop in nest.loops]
         counts = [loop.count for loop in nest.loops]
-        reach = [(n - 1) * d for n, d in zip((count, *counts), (stride, *distances), strict=True)]
-        low, high = first + sum(min(r, 0) for r in reach), first + sum(max(r, 0) for r in reach) + nest.run
+        attention_span = [(n - 1) * d for n, d in zip((count, *counts), (stride, *distances), strict=True)]
+        low, high = (
+            first + sum(min(r, 0) for r in attention_span),
+            first + sum(max(r, 0) for r in attention_span) + nest.run,
+        )
         at = bisect.bisect_right(self._starts, low) - 1
         region = self._regions[at] if at >= 0 else None
         if region is None or high > region.address + region.length:

@@ -190,7 +190,7 @@ def _one_table(stores: Iterable[LayerStore]) -> bool:
 
 def _needs(store: LayerStore) -> tuple[GroupKind, int]:
     """What decides which tokens a layer needs. Latents are full attention."""
-    return GroupKind.FULL if store.kind is GroupKind.MLA else store.kind, store.reach
+    return GroupKind.FULL if store.kind is GroupKind.MLA else store.kind, store.attention_span
 
 
 def page_bytes(store: LayerStore, tp: int, tokens: int) -> int:

@@ -75,7 +75,7 @@ class Prompt:
     def _coarser(self, steps: Steps, every: int) -> Iterator[tuple[Steps, int]]:
         """Settings that keep fewer windows."""
         yield steps, every
-        if any(group.reach for group in self.canonical.groups):
+        if any(group.attention_span for group in self.canonical.groups):
             thinned = (chunks * self.canonical.chunk_tokens for chunks in _THINNED)
             yield from ((steps, tokens) for tokens in thinned if tokens > every)
 

@@ -101,8 +101,8 @@ def forecast(
     for number, dst in enumerate(setting.dsts):
         for route in (route for template in setting.templates(number) for route in template.routes):
             group = dst.groups[route.dst_group]
-            cells = setting.cells(route, group.kind, group.reach)
-            full = setting.cells(route, _without_reach(group.kind), 0)
+            cells = setting.cells(route, group.kind, group.attention_span)
+            full = setting.cells(route, _without_window(group.kind), 0)
             sums[setting.dst_rows[route.dst_group]].add(number, route, cells, full, pricing)
     counts = Counter(reading.cache.layers)
     full_bytes = _full_bytes(reading, setting.kinds, [each.full_bytes for each in sums], counts)
@@ -119,7 +119,7 @@ def forecast(
 
 def _row(setting: Setting, number: int, layers: int, moved: Moved) -> Row:
     store = setting.kinds[number]
-    low, high = needed(store.kind, store.reach, setting.span)
+    low, high = needed(store.kind, store.attention_span, setting.span)
     here, there = (
         [n for n, row in enumerate(rows) if row == number] for rows in (setting.src_rows, setting.dst_rows)
     )
@@ -127,7 +127,7 @@ def _row(setting: Setting, number: int, layers: int, moved: Moved) -> Row:
     return Row(store, layers, len(there), high - low, *pages, moved)
 
 
-def _without_reach(kind: GroupKind) -> GroupKind:
+def _without_window(kind: GroupKind) -> GroupKind:
     return GroupKind.FULL if kind in (GroupKind.SLIDING, GroupKind.CHUNKED) else kind
 
 

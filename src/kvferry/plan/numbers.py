@@ -37,7 +37,7 @@ def _row(row: Row) -> dict[str, Any]:
     kept = row.layers * row.store.bytes_of(1)
     return {
         "kind": row.store.kind.value,
-        "reach": row.store.reach,
+        "attention_span": row.store.attention_span,
         "fields": [field.name for field in row.store.fields],
         "layers": row.layers,
         "block_tables": row.tables,

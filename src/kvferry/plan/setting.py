@@ -44,10 +44,10 @@ class Setting:
         """
         return build_templates(self.srcs, self.dsts[number])
 
-    def cells(self, route: Route, kind: GroupKind, reach: int) -> Cells:
+    def cells(self, route: Route, kind: GroupKind, attention_span: int) -> Cells:
         """What moves of a route, were its group of this kind."""
         src, dst = self.here.by_group[route.src_group], self.there.by_group[route.dst_group]
-        return select_cells(route, kind, reach, self.span, src, dst)
+        return select_cells(route, kind, attention_span, self.span, src, dst)
 
 
 def set_up(

@@ -45,7 +45,7 @@ def show(forecast: Forecast, console: Console) -> None:
 def describe(store: LayerStore) -> str:
     """What a layer keeps, in few words: ``full attention``, ``window 1,024``, ``latent``."""
     name = store.fields[0].name if store.kind is GroupKind.MLA else _NAMES[store.kind]
-    return f"{name} {store.reach:,}" if store.reach else name
+    return f"{name} {store.attention_span:,}" if store.attention_span else name
 
 
 def _heading(forecast: Forecast) -> Iterator[str]:

@@ -61,7 +61,7 @@ def _group(one: KeptGroup, chunk_tokens: int) -> Iterator[str]:
 def _choices(kept: Kept) -> Table:
     """A line per choice, the one that was asked for first."""
     state = any(group.is_state for group in kept.groups)
-    thinned = any(group.group.reach for group in kept.groups) or any(
+    thinned = any(group.group.attention_span for group in kept.groups) or any(
         choice.snapshot_tokens != kept.chunk_tokens for choice in kept.choices
     )
     titles = ("retention", "tokens\nper step", "snapshots") if state else ()

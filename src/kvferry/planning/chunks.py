@@ -135,8 +135,8 @@ def cells_to_load(
     """
     table = blocks.table()
     if not route.cell_tokens:
-        return [select_cells(route, group.kind, group.reach, span, np.ones(1, np.int64), table)]
-    low, high = needed(group.kind, group.reach, span)
+        return [select_cells(route, group.kind, group.attention_span, span, np.ones(1, np.int64), table)]
+    low, high = needed(group.kind, group.attention_span, span)
     check_part(route, group.kind, span)
     low = max(low // route.cell_tokens * route.cell_tokens, span.have)
     chunks, found = chunk_table(numbers), []

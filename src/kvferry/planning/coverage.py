@@ -50,7 +50,7 @@ class Continued(Protocol):
         """What a continuation needs of the group."""
 
     @property
-    def reach(self) -> int:
+    def attention_span(self) -> int:
         """Window or attention chunk in tokens, else 0."""
 
 
@@ -167,7 +167,7 @@ class Coverage:
         span, found = Span(self.cut.have, end, self.cut.prompt, (min(self.cut.first, end), end)), []
         for number, (group, slowest) in enumerate(zip(self.groups, self.slowest, strict=True)):
             if slowest[at] == NOWHERE:
-                run = _chunks(needed(group.kind, group.reach, span), group.kind, self.cut)
+                run = _chunks(needed(group.kind, group.attention_span, span), group.kind, self.cut)
                 found.append(Missing(number, int(run[self.places[number, run].argmax()])))
         return tuple(found)
 
@@ -275,7 +275,7 @@ def to_load(
             f"a prefix of {span.ends} tokens ends on no boundary of {cut.tokens} tokens in chunks of "
             f"{cut.chunk_tokens}, or beyond the {farthest(groups, cut.prompt)} that may be used"
         )
-    return tuple(_chunks(needed(group.kind, group.reach, span), group.kind, cut) for group in groups)
+    return tuple(_chunks(needed(group.kind, group.attention_span, span), group.kind, cut) for group in groups)
 
 
 def _chunks(tokens: tuple[int, int], kind: GroupKind, cut: Cut) -> Int64s:
@@ -302,7 +302,7 @@ def _slowest(group: Continued, cut: Cut, ends: Int64s, places: Places) -> Places
         run[: max(cut.have, cut.first) // cut.chunk_tokens] = 0
         return np.maximum.accumulate(run, out=run)
     computed, after = np.minimum(ends, cut.prompt - 1), np.arange(1, len(ends) + 1)
-    low = np.maximum(first_seen(group.kind, group.reach, computed), cut.have)
+    low = np.maximum(first_seen(group.kind, group.attention_span, computed), cut.have)
     bounds = np.empty((len(ends), 2), np.int64)
     bounds[:, 0], bounds[:, 1] = np.where(low < ends, low // cut.chunk_tokens, after), after
     found = np.maximum.reduceat(np.concatenate((places, _NONE)), bounds.ravel())[::2]

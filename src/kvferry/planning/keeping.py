@@ -52,12 +52,13 @@ def keeps_chunk(group: Continued, number: int, chunk_tokens: int, every: int, en
         every: distance of positions at which windows are kept, a multiple of `chunk_tokens`.
         ends: other ends of prefixes, `last_ends`.
     """
-    if every == chunk_tokens or not group.reach:
+    if every == chunk_tokens or not group.attention_span:
         return True
     first = number * chunk_tokens
     offered = ((first // every + 1) * every, *ends)
     return any(
-        first < end and first_seen(group.kind, group.reach, end - 1) < first + chunk_tokens for end in offered
+        first < end and first_seen(group.kind, group.attention_span, end - 1) < first + chunk_tokens
+        for end in offered
     )
 
 

@@ -70,7 +70,7 @@ def sees_all(kind: GroupKind) -> bool:
     return kind in (GroupKind.FULL, GroupKind.MLA)
 
 
-def first_seen(kind: GroupKind, reach: int, next_token: Position) -> Position:
+def first_seen(kind: GroupKind, attention_span: int, next_token: Position) -> Position:
     """Return the first token that `next_token` sees; all tokens if it is below 0.
 
     Takes one position or an array of them.
@@ -79,13 +79,13 @@ def first_seen(kind: GroupKind, reach: int, next_token: Position) -> Position:
     (40, 32)
     """
     if kind is GroupKind.SLIDING:
-        return next_token - reach + 1
+        return next_token - attention_span + 1
     if kind is GroupKind.CHUNKED:
-        return next_token // reach * reach
+        return next_token // attention_span * attention_span
     return next_token * 0
 
 
-def needed(kind: GroupKind, reach: int, span: Span) -> tuple[int, int]:
+def needed(kind: GroupKind, attention_span: int, span: Span) -> tuple[int, int]:
     """Return the tokens ``[low, high)`` that a continuation needs and the destination lacks.
 
     >>> needed(GroupKind.SLIDING, 24, Span(have=0, total=64, prompt=64))   # next: 63, sees 40..63
@@ -103,22 +103,22 @@ def needed(kind: GroupKind, reach: int, span: Span) -> tuple[int, int]:
     elif span.ends < span.total:
         low = span.ends
     else:
-        low = max(span.have, first_seen(kind, reach, span.next_token))
+        low = max(span.have, first_seen(kind, attention_span, span.next_token))
     return min(low, span.ends), span.ends
 
 
-def unseen_from(kind: GroupKind, reach: int, end: int) -> int:
+def unseen_from(kind: GroupKind, attention_span: int, end: int) -> int:
     """Return the first token that sees nothing before `end`, in a window or in chunked attention.
 
     >>> unseen_from(GroupKind.SLIDING, 24, 64), unseen_from(GroupKind.CHUNKED, 32, 48)
     (87, 64)
     """
     if kind is GroupKind.CHUNKED:
-        return -(-end // reach) * reach
-    return end + reach - 1
+        return -(-end // attention_span) * attention_span
+    return end + attention_span - 1
 
 
-def part_block(kind: GroupKind, reach: int, block_tokens: int, span: Span, grain: int) -> int | None:
+def part_block(kind: GroupKind, attention_span: int, block_tokens: int, span: Span, grain: int) -> int | None:
     """Return the position of the destination block whose beginning is not loaded; None if there is none.
 
     Only the first block of a window can be one: the source need not keep tokens before the window.
@@ -129,13 +129,13 @@ def part_block(kind: GroupKind, reach: int, block_tokens: int, span: Span, grain
     True
 
     Args:
-        kind, reach, block_tokens: of the destination's group.
+        kind, attention_span, block_tokens: of the destination's group.
         span: how much is loaded.
         grain: content comes from the last multiple of so many tokens on, at or before what is needed.
     """
-    if not reach:
+    if not attention_span:
         return None
-    low, high = needed(kind, reach, span)
+    low, high = needed(kind, attention_span, span)
     first = low // block_tokens
     return first if low < high and max(first * block_tokens, span.have) < low // grain * grain else None
 
@@ -162,7 +162,7 @@ class Cells:
 
 
 def select_cells(
-    route: Route, kind: GroupKind, reach: int, span: Span, src_table: Int64s, dst_table: Int64s
+    route: Route, kind: GroupKind, attention_span: int, span: Span, src_table: Int64s, dst_table: Int64s
 ) -> Cells:
     """Return the cells of `route` that a request moves.
 
@@ -170,7 +170,7 @@ def select_cells(
 
     Args:
         route: which layers, retiled how.
-        kind, reach: of the destination's group.
+        kind, attention_span: of the destination's group.
         span: how much is moved.
         src_table, dst_table: block ids by position, int64.
 
@@ -178,7 +178,7 @@ def select_cells(
         TransferError: a needed block is missing, null or not in the pool on either side, or the
             destination's prefix ends inside a cell (writing the rest would overwrite what others read).
     """
-    low, high = needed(kind, reach, span)
+    low, high = needed(kind, attention_span, span)
     if low >= high:
         empty = np.zeros(0, np.int64)
         return Cells(empty, empty, empty)
@@ -205,7 +205,7 @@ def select_cells(
     return _cells(route, src_table[src_at], dst_table[dst_at], cells)
 
 
-def uncovered(route: Route, kind: GroupKind, reach: int, span: Span, dst_table: Int64s) -> Int64s:
+def uncovered(route: Route, kind: GroupKind, attention_span: int, span: Span, dst_table: Int64s) -> Int64s:
     """Return destination blocks that a load fills in part and that hold nothing of this prompt yet.
 
     Attention reads the rest of such a block with weight 0, where a NaN that its last owner left would still
@@ -214,7 +214,7 @@ def uncovered(route: Route, kind: GroupKind, reach: int, span: Span, dst_table: 
     Returns:
         Ids, int64, at most two: blocks at both ends.
     """
-    low, high = needed(kind, reach, span)
+    low, high = needed(kind, attention_span, span)
     if low >= high or route.dst_cells == 1 or not route.cell_tokens:
         return dst_table[:0]
     first, last = low // route.cell_tokens, -(-high // route.cell_tokens)
@@ -256,15 +256,17 @@ def _cells(route: Route, src: Int64s, dst: Int64s, number: Int64s) -> Cells:
     return Cells(src, dst, number)
 
 
-def blocks_needed(kind: GroupKind, reach: int, block_tokens: int, span: Span, table: Int64s) -> Int64s:
+def blocks_needed(
+    kind: GroupKind, attention_span: int, block_tokens: int, span: Span, table: Int64s
+) -> Int64s:
     """Return ids of the blocks of `table` that `needed` tokens lie in; int64, ascending by position.
 
     Args:
-        kind, reach, block_tokens: properties of the group.
+        kind, attention_span, block_tokens: properties of the group.
         span: the tokens that move.
         table: block ids by position; of a state group, the one block with the snapshot.
     """
-    low, high = needed(kind, reach, span)
+    low, high = needed(kind, attention_span, span)
     if low >= high:
         return table[:0]
     if kind is GroupKind.STATE:
@@ -272,7 +274,9 @@ def blocks_needed(kind: GroupKind, reach: int, block_tokens: int, span: Span, ta
     return table[low // block_tokens : -(-high // block_tokens)]
 
 
-def blocks_begun(kind: GroupKind, reach: int, block_tokens: int, span: Span, table: Int64s) -> Int64s:
+def blocks_begun(
+    kind: GroupKind, attention_span: int, block_tokens: int, span: Span, table: Int64s
+) -> Int64s:
     """Return ids of the blocks that `needed` tokens lie in and that hold nothing of this prompt yet.
 
     >>> table = np.arange(10, 16)
@@ -280,11 +284,11 @@ def blocks_begun(kind: GroupKind, reach: int, block_tokens: int, span: Span, tab
     [12, 13]
 
     Args:
-        kind, reach, block_tokens, span, table: as of `blocks_needed`.
+        kind, attention_span, block_tokens, span, table: as of `blocks_needed`.
     """
-    ids = blocks_needed(kind, reach, block_tokens, span, table)
+    ids = blocks_needed(kind, attention_span, block_tokens, span, table)
     if kind is not GroupKind.STATE:  # its snapshot is written as a whole
-        first = needed(kind, reach, span)[0] // block_tokens
+        first = needed(kind, attention_span, span)[0] // block_tokens
         ids = ids[int(first * block_tokens < span.have) :]
     found: Int64s = ids[ids != NULL_BLOCK]
     return found
@@ -305,7 +309,7 @@ def written(kind: GroupKind, block_tokens: int, span: Span) -> slice:
     return slice(span.have // block_tokens, None if last else 0)
 
 
-def most_written(kind: GroupKind, reach: int, block_tokens: int, span: Span) -> int:
+def most_written(kind: GroupKind, attention_span: int, block_tokens: int, span: Span) -> int:
     """Return an upper bound of the blocks of a group that a load may write: those of `written` not null.
 
     >>> span = Span(have=16, total=64, prompt=65)
@@ -316,5 +320,5 @@ def most_written(kind: GroupKind, reach: int, block_tokens: int, span: Span) -> 
         return 0
     if kind is GroupKind.STATE:
         return STATE_BLOCKS
-    first = span.begins if sees_all(kind) else max(span.have, first_seen(kind, reach, span.total))
+    first = span.begins if sees_all(kind) else max(span.have, first_seen(kind, attention_span, span.total))
     return -(-span.ends // block_tokens) - first // block_tokens

@@ -349,9 +349,13 @@ def kept_too_little(srcs: Sequence[RankGeometry], dst: RankGeometry) -> list[str
     for group in dst.groups:
         for layer in group.layers:
             other = theirs.get(layer.identity)
-            if other is None or not other.reach:
+            if other is None or not other.attention_span:
                 continue
-            if not group.reach or group.kind is not other.kind or group.reach > other.reach:
+            if (
+                not group.attention_span
+                or group.kind is not other.kind
+                or group.attention_span > other.attention_span
+            ):
                 found[f"{other.label} there, {group.label} here"].append(layer.name)
     hint = "run both with the same cache manager"
     return [f"{_named_layers(names)}: {text}; {hint}" for text, names in found.items()]

@@ -111,6 +111,8 @@ def _check_agreement(ranks: Sequence[RankGeometry]) -> None:
             f"{len(ranks)} ranks at {len(places)} places, parallel sizes (pp, tp) {sorted(sizes)[:4]}; "
             f"expected {expected} ranks of one size, each at its own place"
         )
-    groups = {tuple((one.kind, one.block_tokens, one.reach) for one in rank.groups) for rank in ranks}
+    groups = {
+        tuple((one.kind, one.block_tokens, one.attention_span) for one in rank.groups) for rank in ranks
+    }
     if len(groups) > 1:
         raise ProtocolError("the peer's ranks have different KV cache groups; all must have the same")

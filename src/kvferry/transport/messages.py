@@ -31,7 +31,7 @@ from kvferry.transport.check_ranks import check_ranks
 from kvferry.transport.redeem import Grant, NotRedeemed, Redeem, Redeemed, Run, Ticket
 from kvferry.transport.wire import reading
 
-PROTOCOL = 5
+PROTOCOL = 6
 MAX_REQUEST_BYTES = 4 << 20
 """Longest message that a producer's listener accepts, before authentication too."""
 MAX_REPLY_BYTES = 64 << 20

@@ -103,7 +103,12 @@ class Peer:
                 group = self._ours.groups[route.dst_group]
                 dst_table = order.dst_tables[route.dst_group]
                 cells = select_cells(
-                    route, group.kind, group.reach, order.span, order.src_tables[route.src_group], dst_table
+                    route,
+                    group.kind,
+                    group.attention_span,
+                    order.span,
+                    order.src_tables[route.src_group],
+                    dst_table,
                 )
                 cells = order.share.of(cells, route.cell_bytes, number)
                 number += 1
@@ -118,7 +123,7 @@ class Peer:
                     direct.append(prepared.direct_indices(cells))
                 else:
                     packed.append(PackedCells(prepared, way, cells))
-                left = uncovered(route, group.kind, group.reach, order.span, dst_table)
+                left = uncovered(route, group.kind, group.attention_span, order.span, dst_table)
                 if len(left) and len(left := left[np.isin(left, cells.dst_block)]):
                     clears.append((prepared.clearing, left))
             if direct or packed:
@@ -144,7 +149,7 @@ class Peer:
         for number, loops in self._absent:
             group = self._ours.groups[number]
             table = order.dst_tables[number]
-            ids = blocks_begun(group.kind, group.reach, group.block_tokens, order.span, table)
+            ids = blocks_begun(group.kind, group.attention_span, group.block_tokens, order.span, table)
             found.append((loops, ids))
         return found
 

@@ -204,10 +204,10 @@ def _kept(layer: Any, engine: Any) -> dict[str, Any]:
     found = {"spec": type(spec).__name__, "block_tokens": spec.block_size}
     if hasattr(spec, "shapes"):
         return {**found, "bytes": spec.real_page_size_bytes}
-    reach = (getattr(spec, key, None) for key in ("sliding_window", "attention_chunk_size", "rswa_window"))
+    spans = (getattr(spec, key, None) for key in ("sliding_window", "attention_chunk_size", "rswa_window"))
     return {
         **found,
-        "reach": next((each for each in reach if each), 0),
+        "reach": next((each for each in spans if each), 0),
         "heads": spec.num_heads,
         "bytes": spec.num_heads * spec.state_content_size_bytes,
         "state_tokens": int(spec.tokens_per_state),

@@ -804,7 +804,9 @@ def kept(engine: Any) -> list[list[tuple[str, str, int, int]]]:
         (spec,) = iter_layer_specs(group.kv_cache_spec)
         state = hasattr(spec, "shapes")
         size = spec.real_page_size_bytes // (1 if state else spec.block_size)
-        reach = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None) or 0
+        attention_span = (
+            getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None) or 0
+        )
         kind = get_kv_cache_spec_kind(group.kv_cache_spec).value
-        found.append([(name, kind, reach, size) for name in group.layer_names])
+        found.append([(name, kind, attention_span, size) for name in group.layer_names])
     return found

@@ -23,8 +23,10 @@ def digests_of(worker: Any, tables: Any, span: Span) -> Digests:
     """Digests of all that a continuation over `span` needs: equal for equal content in whatever layout."""
     result = {}
     for group, table in zip(worker._geometry.groups, tables, strict=True):
-        ids = blocks_needed(group.kind, group.reach, group.block_tokens, span, np.array(table, np.int64))
-        low, high = needed(group.kind, group.reach, span)
+        ids = blocks_needed(
+            group.kind, group.attention_span, group.block_tokens, span, np.array(table, np.int64)
+        )
+        low, high = needed(group.kind, group.attention_span, span)
         at = 0 if group.kind is GroupKind.STATE else low // group.block_tokens * group.block_tokens
         for layer in group.layers:
             for head, field in (each for whole in layer.page.fields for each in _by_head(whole)):

@@ -83,7 +83,9 @@ def _where(tables: list[list[int]], tokens: int) -> Any:
         if group.kind is not GroupKind.STATE:
             continue
         span = Span(0, tokens, tokens + 1)
-        (block,) = blocks_needed(group.kind, group.reach, group.block_tokens, span, np.array(table, np.int64))
+        (block,) = blocks_needed(
+            group.kind, group.attention_span, group.block_tokens, span, np.array(table, np.int64)
+        )
         for layer in group.layers:
             yield half._geometry.tp_rank, layer, layer.address + int(block) * layer.block_stride
 

@@ -17,8 +17,8 @@ from kvferry.tiers.index.key_table import tags_of
 FULL, STATE = CanonicalGroup(GroupKind.FULL, 0, ()), CanonicalGroup(GroupKind.STATE, 0, ())
 
 
-def windowed(kind, reach):
-    return CanonicalGroup(kind, reach, ())
+def windowed(kind, attention_span):
+    return CanonicalGroup(kind, attention_span, ())
 
 
 GROUPS = st.lists(
@@ -46,9 +46,9 @@ def usable(groups, tokens, chunk, have, stored, end):
             if end > len(tokens) - 1:
                 return False
         elif group.kind is GroupKind.SLIDING:
-            needed = [t for t in needed if t > following - group.reach]
+            needed = [t for t in needed if t > following - group.attention_span]
         elif group.kind is GroupKind.CHUNKED:
-            needed = [t for t in needed if t // group.reach == following // group.reach]
+            needed = [t for t in needed if t // group.attention_span == following // group.attention_span]
         for first in {t // chunk * chunk for t in needed}:
             if key_of(tokens, chunk, number, min(first + chunk, end)) not in stored:
                 return False

@@ -26,7 +26,7 @@ def windowed(tokens: int = 16):
     """Cards of an engine whose two layers have a window of 32 tokens."""
     group = GroupSpec(GroupKind.SLIDING, 32, (0, 1), tokens)
     spec = EngineSpec(1, (2,), (group,), "LBNHC", Interior(), 8, 1 << 40)
-    family = replace(ATTENTION, kind=GroupKind.SLIDING, reach=32)
+    family = replace(ATTENTION, kind=GroupKind.SLIDING, attention_span=32)
     (card,) = cards()
     return tuple(msgspec.structs.replace(card, geometry=rank) for rank in ranks(spec, [family] * 2))
 

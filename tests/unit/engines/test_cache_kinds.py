@@ -139,15 +139,15 @@ CASES: dict[Make, tuple[GroupKind, int, int, int]] = {
     ring_of_keys: (GroupKind.STATE, 4, 0, 4 * 64 * 2),
     streams: (GroupKind.SLIDING, 4, 4, 4 * 64 * 2),
 }
-"""What each is: kind, tokens of a block, reach, and the bytes of a page that hold something."""
+"""What each is: kind, tokens of a block, attention span, and the bytes of a page that hold something."""
 of_each = pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 
 
 @of_each
 def test_each_moves_whole_as_the_kind_that_its_spec_says(make: Make) -> None:
     (group,) = described(make).groups
-    kind, block, reach, page_bytes = CASES[make]
-    assert (group.kind, group.block_tokens, group.reach) == (kind, block, reach)
+    kind, block, attention_span, page_bytes = CASES[make]
+    assert (group.kind, group.block_tokens, group.attention_span) == (kind, block, attention_span)
     (layer,) = group.layers
     assert layer.page.opaque
     assert layer.page.page_bytes == page_bytes
@@ -159,12 +159,12 @@ def test_pages_of_equal_engines_move_and_others_are_refused(make: Make) -> None:
     here, there = described(make), described(make)
     (template,) = build_templates([there], here)
     (route,) = template.routes
-    kind, block, reach, _ = CASES[make]
+    kind, block, attention_span, _ = CASES[make]
     if kind is not GroupKind.STATE:
         table = np.arange(1, BLOCKS, dtype=np.int64)
         tokens = 3 * block + 1
-        cells = select_cells(route, kind, reach, Span(0, tokens, tokens + 1), table, table)
-        first = max(tokens - reach + 1, 0) // block if reach else 0
+        cells = select_cells(route, kind, attention_span, Span(0, tokens, tokens + 1), table, table)
+        first = max(tokens - attention_span + 1, 0) // block if attention_span else 0
         assert cells.src_block.tolist() == table[first:4].tolist()
     with pytest.raises(GeometryError, match="has no canonical form"):
         canonical_of([here], 64)

@@ -51,9 +51,11 @@ MANY = settings(max_examples=2 * settings.default.max_examples)
 def rank(kinds: Sequence[tuple[GroupKind, int]], blocks: Sequence[int], address: int) -> RankGeometry:
     """An engine of one rank whose groups have a layer each."""
     groups, at = [], address
-    for number, ((kind, reach), tokens) in enumerate(zip(kinds, blocks, strict=True)):
+    for number, ((kind, attention_span), tokens) in enumerate(zip(kinds, blocks, strict=True)):
         page = state_page(1) if kind is STATE else kv_page(tokens, heads=1, width=1, item=1)
-        groups.append(Group(kind, tokens, reach, (Layer(f"layers.{number}", at, page.page_bytes, page),)))
+        groups.append(
+            Group(kind, tokens, attention_span, (Layer(f"layers.{number}", at, page.page_bytes, page),))
+        )
         at += BLOCKS * page.page_bytes
     return RankGeometry(0, 1, 0, 1, BLOCKS, tuple(groups), (Region(address, at - address),))
 
@@ -63,7 +65,7 @@ class Case:
     """A prompt, and who has what of it.
 
     Attributes:
-        kinds: kind and reach of every group.
+        kinds: kind and attention span of every group.
         ours, theirs: tokens of a block, by group, of the engine and of its peer.
         chunk_tokens: of the tiers.
         prompt, offered, have: tokens of the prompt, of which the peer offers so many, and are here.
@@ -102,13 +104,13 @@ class Case:
 
     def looked_at(self, group: int, end: int, here: int) -> set[int]:
         """Tokens that are not here, and that the first token to be computed after `end` looks at."""
-        (kind, reach), following = self.kinds[group], end if end < self.prompt else self.prompt - 1
+        (kind, attention_span), following = self.kinds[group], end if end < self.prompt else self.prompt - 1
         return {
             token
             for token in range(here, end)
             if kind in SEES_ALL
-            or (kind is SLIDING and following - token < reach)
-            or (kind is CHUNKED and following // reach == token // reach)
+            or (kind is SLIDING and following - token < attention_span)
+            or (kind is CHUNKED and following // attention_span == token // attention_span)
         }
 
 
@@ -273,12 +275,18 @@ class Engine:
             group, to = self.case.rank.groups[route.dst_group], found[route.dst_group]
             table = np.array(order.dst_tables[route.dst_group])
             cells = select_cells(
-                route, group.kind, group.reach, span, np.array(order.src_tables[route.src_group]), table
+                route,
+                group.kind,
+                group.attention_span,
+                span,
+                np.array(order.src_tables[route.src_group]),
+                table,
             )
             if route.cell_tokens:
                 to.take(route, cells, range(BLOCKS))
                 to.cleared |= {
-                    int(block) - 1 for block in uncovered(route, group.kind, group.reach, span, table)
+                    int(block) - 1
+                    for block in uncovered(route, group.kind, group.attention_span, span, table)
                 }
             else:
                 to.snapshots += [self.case.offered] * len(cells)
@@ -296,7 +304,7 @@ class Engine:
                 chunks = numbers[canonical]
                 table = Stretch(0, (1,) if of.kind is STATE else tuple(range(1, BLOCKS)))
                 if route.cell_tokens:
-                    left = uncovered(route, group.kind, group.reach, span, table.table())
+                    left = uncovered(route, group.kind, group.attention_span, span, table.table())
                     to.cleared |= {int(block) - 1 for block in left}
                 if not chunks:
                     continue
@@ -344,11 +352,12 @@ def test_loads_of_an_offer_bring_each_token_that_is_looked_at_once_and_nothing_e
 def boundaries(case: Case) -> list[int]:
     """Where a prefix from tiers may end: after chunks; at the end of the prompt if all may be loaded."""
     last = case.prompt
-    for (kind, reach), size in zip(case.kinds, case.ours, strict=True):
+    for (kind, attention_span), size in zip(case.kinds, case.ours, strict=True):
         firsts = {
-            at // reach * reach if kind is CHUNKED else max(0, at - reach + 1) for at in (last - 1, last)
+            at // attention_span * attention_span if kind is CHUNKED else max(0, at - attention_span + 1)
+            for at in (last - 1, last)
         }
-        if reach and len({first // size for first in firsts}) > 1:
+        if attention_span and len({first // size for first in firsts}) > 1:
             last -= 1  # of the block before the last one's window the engine has let go
             break
     ends = [*range(case.chunk_tokens, last + 1, case.chunk_tokens)]

@@ -23,7 +23,7 @@ BLOCK, STEP, LONGEST = 16, 64, 400
 LIKE = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 FULL = FullAttentionSpec(**LIKE)
 REACHING = [
-    *(SlidingWindowSpec(sliding_window=reach, **LIKE) for reach in (7, 20, 32)),
+    *(SlidingWindowSpec(sliding_window=attention_span, **LIKE) for attention_span in (7, 20, 32)),
     ChunkedLocalAttentionSpec(attention_chunk_size=48, **LIKE),
 ]
 LOADS = st.tuples(st.integers(1, 300), st.sampled_from([0, 0, 1, 30, 64, 100]))

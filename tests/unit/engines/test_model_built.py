@@ -99,7 +99,7 @@ def built() -> dict[tuple[str, int], dict[str, Any]]:
 
 
 def theirs(layers: list[dict[str, Any]], count: int) -> Counter[Any]:
-    """(layer, kind, reach, heads on rank 0, bytes of an entry or snapshot on rank 0, tokens of an entry)."""
+    """(layer, kind, attention span, heads, bytes of an entry or snapshot on rank 0, tokens of an entry)."""
     return Counter(
         (
             # What Falcon-H1 has beside attention is numbered on from the last layer.
@@ -120,7 +120,7 @@ def ours(config: dict[str, Any], tp: int) -> tuple[Counter[Any], int]:
         for store in stores:
             inside = interior_of(store, 1, 1, 0, tp)
             heads = 0 if inside.snapshot else inside.heads
-            found[number, store.kind, store.reach, heads, inside.page_bytes, store.state_tokens] += 1
+            found[number, store.kind, store.attention_span, heads, inside.page_bytes, store.state_tokens] += 1
     return found, len(reading.kept)
 
 

@@ -150,5 +150,7 @@ def test_a_token_has_as_many_bytes_as_vllms(name, cache_dtype):
     layers = read_model(config, cache_dtype).cache.layers
     tokens = [layer for layer in layers if layer.kind is not GroupKind.STATE]
     # What has a window may have other heads, an indexer is a cache of its own.
-    plain = [layer for layer in tokens if not layer.reach and layer.fields[0].name != "indexer"] or tokens
+    plain = [
+        layer for layer in tokens if not layer.attention_span and layer.fields[0].name != "indexer"
+    ] or tokens
     assert {layer.whole_bytes for layer in plain} == {vllm_token_bytes(config, cache_dtype)}

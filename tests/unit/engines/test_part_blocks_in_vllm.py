@@ -35,8 +35,8 @@ SHAPES = {
     "larger": [(F, 16, 0), (S, 32, 40)],
     "only": [(S, 16, 40)],
 }
-"""Groups of an engine: kind, tokens of a block, reach. (Of chunked attention no block is ever filled in part:
-it begins to look where a block begins.)"""
+"""Groups of an engine: kind, tokens of a block, attention span. (Of chunked attention no block is ever filled
+in part: it begins to look where a block begins.)"""
 MODES = {
     "dense": {},
     "latest": {"retention": 0},
@@ -48,11 +48,11 @@ MODES = {
 LONGEST, BLOCKS = 380, 120
 
 
-def spec(kind: GroupKind, block: int, reach: int, extra: int) -> Any:
+def spec(kind: GroupKind, block: int, attention_span: int, extra: int) -> Any:
     like = {"block_size": block, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
     if kind is F:
         return FullAttentionSpec(**like)
-    return SlidingWindowSpec(sliding_window=reach, extra_retained_tokens=extra, **like)
+    return SlidingWindowSpec(sliding_window=attention_span, extra_retained_tokens=extra, **like)
 
 
 @dataclass
@@ -80,9 +80,10 @@ class Engine:
         extra = max(0, self.more.get("num_prefill_lookahead", 0) - 1)
         groups, sizes = SHAPES[self.shape], [block for _, block, _ in SHAPES[self.shape]]
         common, self.unit = math.lcm(*sizes), math.gcd(*sizes)
-        self.windows = [reach for _, _, reach in groups]
+        self.windows = [attention_span for _, _, attention_span in groups]
         self.groups = tuple(
-            Group(kind, size, reach + extra * (kind is S), ()) for kind, size, reach in groups
+            Group(kind, size, attention_span + extra * (kind is S), ())
+            for kind, size, attention_span in groups
         )
         config = KVCacheConfig(
             BLOCKS,
@@ -159,15 +160,15 @@ class Engine:
     def lets_go(self, total: int) -> bool:
         """The engine would let go of what the last token sees, so that token is not loaded."""
         return any(
-            first_seen(one.kind, one.reach, total - 1) // one.block_tokens
-            != first_seen(one.kind, one.reach, total) // one.block_tokens
+            first_seen(one.kind, one.attention_span, total - 1) // one.block_tokens
+            != first_seen(one.kind, one.attention_span, total) // one.block_tokens
             for one in self.groups
-            if one.reach and total >= one.reach
+            if one.attention_span and total >= one.attention_span
         )
 
     def promote(self, one: Request, span: Span, grains: list[int]) -> None:
         for number, (group, grain) in enumerate(zip(self.groups, grains, strict=True)):
-            low, high = needed(group.kind, group.reach, span)
+            low, high = needed(group.kind, group.attention_span, span)
             if low < high:
                 self.write(one, number, max(low // grain * grain, span.have, 0), high)
         self.manager.cache_blocks(one, one.num_computed_tokens)
@@ -201,7 +202,7 @@ class Engine:
         self.watch.goes_on(one.request_id)
         for number, group in enumerate(self.groups):
             self.write(one, number, first, first + count)
-            low = first_seen(group.kind, self.windows[number], first) if group.reach else 0
+            low = first_seen(group.kind, self.windows[number], first) if group.attention_span else 0
             self.wrong += self.missing(one, self.tables(one), number, low, first + count)
         one.num_computed_tokens = first + count
         if one.num_computed_tokens == one.num_tokens:
@@ -240,10 +241,10 @@ class Engine:
     def check_hit(self, one: Request, tables: Any, have: int) -> None:
         self.hits += bool(have)
         for number, group in enumerate(self.groups if have else ()):
-            low = first_seen(group.kind, self.windows[number], have) if group.reach else 0
+            low = first_seen(group.kind, self.windows[number], have) if group.attention_span else 0
             self.wrong += self.missing(one, tables, number, low, have)
-            if group.reach:
-                begin = max(first_seen(group.kind, group.reach, have), 0) // group.block_tokens
+            if group.attention_span:
+                begin = max(first_seen(group.kind, group.attention_span, have), 0) // group.block_tokens
                 self.believed += self.missing(one, tables, number, begin * group.block_tokens, have)
 
 

@@ -327,8 +327,10 @@ def test_content_comes_in_what_blocks_of_both_sides_have_in_common(theirs, grain
     assert engine.source.grains(load) == (1,), "nothing is known of it"
 
 
-def as_kind(rank, kind, reach):
-    return replace(rank, groups=tuple(replace(group, kind=kind, reach=reach) for group in rank.groups))
+def as_kind(rank, kind, attention_span):
+    return replace(
+        rank, groups=tuple(replace(group, kind=kind, attention_span=attention_span) for group in rank.groups)
+    )
 
 
 SLIDING, CHUNKED, FULL = GroupKind.SLIDING, GroupKind.CHUNKED, GroupKind.FULL

@@ -42,8 +42,8 @@ from kvferry.engines.vllm.compat import specs
 from kvferry.engines.vllm.compat.specs import (
     KINDS,
     REFUSED,
+    attention_span_of,
     kind_of,
-    reach_of,
     snapshot_tokens,
     state_position,
 )
@@ -117,14 +117,14 @@ def test_every_spec_of_the_installed_vllm_is_moved_or_refused() -> None:
 
 @each_moved
 def test_a_group_of_one_spec_is_of_its_kind_however_it_is_wrapped(spec: Any) -> None:
-    kind, reach = kind_of(spec), reach_of(spec)
-    assert (kind in (GroupKind.SLIDING, GroupKind.CHUNKED)) == (reach > 0)
+    kind, attention_span = kind_of(spec), attention_span_of(spec)
+    assert (kind in (GroupKind.SLIDING, GroupKind.CHUNKED)) == (attention_span > 0)
     assert (kind is GroupKind.STATE) == (specs.is_recurrent(spec) or specs.is_ring(spec))
     assert (kind is GroupKind.MLA) == (
-        kind is not GroupKind.STATE and not reach and specs.is_replicated(spec)
+        kind is not GroupKind.STATE and not attention_span and specs.is_replicated(spec)
     )
     wrapped = UniformTypeKVCacheSpecs(block_size=spec.block_size, kv_cache_specs={"a": spec, "b": spec})
-    assert (kind_of(wrapped), reach_of(wrapped)) == (kind, reach)
+    assert (kind_of(wrapped), attention_span_of(wrapped)) == (kind, attention_span)
 
 
 @pytest.mark.parametrize(("spec", "words"), NOT_MOVED, ids=lambda one: type(one).__name__)
@@ -151,7 +151,7 @@ def test_a_group_of_several_specs_is_one_kind_or_refused() -> None:
 
     assert kind_of(group(LATENT, spec_of(MLAAttentionSpec, tokens_per_state=4))) is GroupKind.MLA
     assert kind_of(group(LATENT, spec_of(FullAttentionSpec))) is GroupKind.FULL
-    windows = [spec_of(SlidingWindowSpec, sliding_window=reach) for reach in (40, 41)]
+    windows = [spec_of(SlidingWindowSpec, sliding_window=attention_span) for attention_span in (40, 41)]
     with pytest.raises(ConfigError, match="continued differently"):
         kind_of(group(*windows))
 
@@ -214,12 +214,14 @@ each_positional = pytest.mark.parametrize(
 
 @each_positional
 def test_what_the_next_token_sees_is_held_by_vllm_and_selected(spec: Any) -> None:
-    size, kind, reach = spec.block_size, kind_of(spec), reach_of(spec)
+    size, kind, attention_span = spec.block_size, kind_of(spec), attention_span_of(spec)
     for tokens in range(1, 200, 7):
         table = Managed(spec).table(tokens)
         held = {at for at, block in enumerate(table) if block}
-        seen = max(first_seen(kind, reach, tokens), 0)
-        selected = blocks_needed(kind, reach, size, Span(0, tokens, tokens + 1), np.array(table)).tolist()
+        seen = max(first_seen(kind, attention_span, tokens), 0)
+        selected = blocks_needed(
+            kind, attention_span, size, Span(0, tokens, tokens + 1), np.array(table)
+        ).tolist()
         assert 0 not in selected, "vLLM has freed what is said to be needed"
         assert {table.index(block) for block in selected} == {at for at in held if (at + 1) * size > seen}
         if kind is not GroupKind.CHUNKED:  # vLLM may free fewer blocks of a chunk than nobody sees
@@ -251,7 +253,7 @@ def test_a_prefix_that_is_covered_is_one_that_vllm_would_take(spec: Any, cached:
     )
     places = np.array([[0 if at in cached else NOWHERE for at in range(count)]], np.int64)
     cut = Cut(count * size, size, request.num_tokens)
-    found, _ = coverage([LayerStore(kind_of(spec), reach_of(spec), ())], cut, places).longest()
+    found, _ = coverage([LayerStore(kind_of(spec), attention_span_of(spec), ())], cut, places).longest()
     assert found == hit
 
 

@@ -107,9 +107,9 @@ class Engine:
                 continue
             next_ = one.num_computed_tokens
             seen = (
-                next_ - group.reach + 1
+                next_ - group.attention_span + 1
                 if group.kind is GroupKind.SLIDING
-                else next_ // group.reach * group.reach
+                else next_ // group.attention_span * group.attention_span
             )
             for at in range(min(max(seen, 0) // group.block_tokens, len(table))):
                 if not table[at].is_null:
@@ -186,8 +186,10 @@ class Engine:
             begin, last = piece.number * CHUNK, min((piece.number + 1) * CHUNK, order.at_hand.stop)
             first = max(begin, order.at_hand.start)
             assert tokens == last - begin
-            grain = length.content_grain(of.kind, of.reach, CHUNK)
-            assert first == begin or first <= first_seen(of.kind, of.reach, last - 1) // grain * grain
+            grain = length.content_grain(of.kind, of.attention_span, CHUNK)
+            assert (
+                first == begin or first <= first_seen(of.kind, of.attention_span, last - 1) // grain * grain
+            )
             held = [self.content[table[at // BLOCK]][at % BLOCK] for at in range(first, last)]
             assert held == [held[-1][: at + 1] for at in range(first, last)]
             found.add(held[-1])
@@ -413,7 +415,7 @@ def test_what_is_being_stored_is_not_stored_twice():
 
 def windows(engine):
     """Chunks of the window that are ordered."""
-    return [number for group, number in engine.numbers() if engine.canonical.groups[group].reach]
+    return [number for group, number in engine.numbers() if engine.canonical.groups[group].attention_span]
 
 
 def test_blocks_that_a_window_has_not_let_go_yet_are_stored():

@@ -309,7 +309,7 @@ def test_an_order_that_is_no_part_of_a_load_is_somebody_elses():
 
 def test_content_of_chunks_begins_where_their_writers_count_on_it():
     engine = Engine()
-    groups = [Group(GroupKind.SLIDING, 4, reach, ()) for reach in (CHUNK, CHUNK - 1)]
+    groups = [Group(GroupKind.SLIDING, 4, attention_span, ()) for attention_span in (CHUNK, CHUNK - 1)]
     source = TierSource(
         engine.cache, engine.prompts, (*RANKS[0].groups, *groups), CANONICAL, Refusals(), 30.0
     )

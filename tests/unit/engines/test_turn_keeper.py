@@ -101,7 +101,7 @@ class Engine:
 def whole(monkeypatch):
     monkeypatch.setattr(turn_keeper, "finished_whole", lambda one: not getattr(one, "aborted", False))
     for module in (turn_keeper, room):
-        monkeypatch.setattr(module, "reach_of", lambda _: WINDOW)
+        monkeypatch.setattr(module, "attention_span_of", lambda _: WINDOW)
     monkeypatch.setattr(room, "waits_for_blocks", lambda one: getattr(one, "waits", False))
     monkeypatch.setattr(turn_keeper.time, "monotonic", lambda: 5.0)
 

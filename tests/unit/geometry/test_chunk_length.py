@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.errors import ConfigError
 from kvferry.geometry.canonical.length import (
-    check_reach,
+    check_prompt_length,
     check_windows,
     chunk_length,
     divisor,
@@ -38,12 +38,12 @@ def test_groups_of_different_blocks_share_their_common_boundaries():
 )
 def test_what_could_never_be_loaded_is_refused_with_what_to_set(chunk, apart, longest, said):
     with pytest.raises(ConfigError, match=said):
-        check_reach(chunk, apart, longest)
+        check_prompt_length(chunk, apart, longest)
 
 
 @pytest.mark.parametrize(("chunk", "apart", "longest"), [(256, 1, 256), (256, 1056, 8448), (176, 1056, 1056)])
 def test_what_can_be_loaded_is_not(chunk, apart, longest):
-    check_reach(chunk, apart, longest)
+    check_prompt_length(chunk, apart, longest)
 
 
 def test_no_block_of_a_window_is_cut() -> None:

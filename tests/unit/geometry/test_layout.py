@@ -164,13 +164,13 @@ def test_a_pipeline_rank_without_layers_of_a_group_has_the_group_empty():
 
 
 def test_layers_that_keep_the_same_are_a_group_in_order_of_appearance():
-    window = attention(kind=GroupKind.SLIDING, reach=8)
-    other = attention(kind=GroupKind.SLIDING, reach=9)
+    window = attention(kind=GroupKind.SLIDING, attention_span=8)
+    other = attention(kind=GroupKind.SLIDING, attention_span=9)
     assert group_layers(model(window, attention(), window, other, attention())) == ((0, 2), (1, 4), (3,))
 
 
 def test_without_state_pages_lie_side_by_side_in_blocks_as_large_as_the_widest_group():
-    window, full = attention(kind=GroupKind.SLIDING, reach=8), attention(heads=1)
+    window, full = attention(kind=GroupKind.SLIDING, attention_span=8), attention(heads=1)
     (rank,) = lay_out(model(window, full, full, full, window), EngineShape(1, (5,), 4, "BLHNC", 7), (0,))
     rank.check()
     wide, narrow = rank.groups
@@ -181,7 +181,7 @@ def test_without_state_pages_lie_side_by_side_in_blocks_as_large_as_the_widest_g
 
 
 def test_a_group_may_have_blocks_of_its_own():
-    window, full = attention(kind=GroupKind.SLIDING, reach=8), attention(heads=1)
+    window, full = attention(kind=GroupKind.SLIDING, attention_span=8), attention(heads=1)
     groups = (GroupShape((0,), 4), GroupShape((1,), 16))
     (rank,) = lay_out(model(window, full), EngineShape(1, (2,), 4, "LBNHC", 7, groups=groups), (0,))
     assert [group.block_tokens for group in rank.groups] == [4, 16]
@@ -190,7 +190,7 @@ def test_a_group_may_have_blocks_of_its_own():
 
 
 def test_large_groups_are_dealt_out_so_that_each_has_layers_on_every_pipeline_rank():
-    window = attention(kind=GroupKind.SLIDING, reach=8)
+    window = attention(kind=GroupKind.SLIDING, attention_span=8)
     parts = [window, window, attention(), window, window, attention()]
     counts = {window: 2, attention(): 1}
     assert group_layers(model(*parts), counts) == ((0, 3), (1, 4), (2, 5))
@@ -264,7 +264,7 @@ def test_engines_of_other_models_are_refused():
 @pytest.mark.parametrize(("layout", "kernels"), SPLITS)
 def test_strides_and_fields_describe_the_same_bytes(layout, kernels):
     """A page map is computed with by kernels, fields by the planner: they must never part."""
-    window = attention(kind=GroupKind.SLIDING, reach=8)
+    window = attention(kind=GroupKind.SLIDING, attention_span=8)
     stores = (attention(), window, window)
     placed = place_rank(model(*stores), EngineShape(2, (3,), 4, layout, 5, 4 // kernels), 1, 1 << 20)
     for group, where in zip(placed.geometry.groups, placed.maps, strict=True):

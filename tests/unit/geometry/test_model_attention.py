@@ -27,15 +27,17 @@ def dense(model_type="llama", layers=4, **more):
 
 
 def kept(config, dtype="auto"):
-    """(kind, reach, bytes of a token or snapshot) of every layer."""
-    return [(layer.kind, layer.reach, layer.whole_bytes) for layer in model_cache(config, dtype).layers]
+    """(kind, attention span, bytes of a token or snapshot) of every layer."""
+    return [
+        (layer.kind, layer.attention_span, layer.whole_bytes) for layer in model_cache(config, dtype).layers
+    ]
 
 
 def windows(config):
     """Window of every layer, 0 for none."""
     layers = model_cache(config).layers
-    assert all((layer.kind is SLIDING) == (layer.reach > 0) for layer in layers)
-    return [layer.reach for layer in layers]
+    assert all((layer.kind is SLIDING) == (layer.attention_span > 0) for layer in layers)
+    return [layer.attention_span for layer in layers]
 
 
 def test_grouped_queries_keep_k_and_v_of_their_kv_heads():

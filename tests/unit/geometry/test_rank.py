@@ -89,12 +89,12 @@ def test_snapshots_belong_to_state_groups_and_nothing_else_does(page, kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "reach"),
+    ("kind", "attention_span"),
     [(GroupKind.SLIDING, 0), (GroupKind.CHUNKED, 0), (GroupKind.FULL, 8), (GroupKind.STATE, 8)],
 )
-def test_windows_and_chunks_have_a_reach_and_nothing_else_has(kind, reach):
-    with pytest.raises(GeometryError, match="reach"):
-        Group(kind, 16, reach, ())
+def test_windows_and_chunks_have_an_attention_span_and_nothing_else_has(kind, attention_span):
+    with pytest.raises(GeometryError, match="attention span"):
+        Group(kind, 16, attention_span, ())
 
 
 def with_layer(rank: RankGeometry, **changes) -> RankGeometry:

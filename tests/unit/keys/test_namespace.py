@@ -34,10 +34,10 @@ FACTS = st.recursive(
 PART = Part("layers.0", "kv", 2, (("content", 128),))
 
 
-def form(part=PART, kind=GroupKind.FULL, reach=0, axis=("head", 4), chunk_tokens=256) -> list[str]:
+def form(part=PART, kind=GroupKind.FULL, attention_span=0, axis=("head", 4), chunk_tokens=256) -> list[str]:
     """What chunks of a model with one group of one field are."""
     section = Section(*axis, 0 if kind is GroupKind.STATE else chunk_tokens, (part,))
-    return list(Canonical(chunk_tokens, (CanonicalGroup(kind, reach, (section,)),)).describe())
+    return list(Canonical(chunk_tokens, (CanonicalGroup(kind, attention_span, (section,)),)).describe())
 
 
 def made(**changes) -> Namespace:
@@ -111,7 +111,7 @@ def test_it_is_the_same_in_another_process_with_another_hash_seed(seed):
         {"form": form()[:-1]},
         {"form": form(chunk_tokens=128)},
         {"form": form(kind=GroupKind.MLA)},
-        {"form": form(kind=GroupKind.SLIDING, reach=65)},
+        {"form": form(kind=GroupKind.SLIDING, attention_span=65)},
         {"form": form(kind=GroupKind.STATE)},
         {"form": form(axis=("head", 8))},
         {"form": form(axis=("", 1))},

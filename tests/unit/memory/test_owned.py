@@ -93,7 +93,7 @@ def test_recurrent_fields_lie_where_the_geometry_says(layout, device):
 @pytest.mark.parametrize("layout", COMPACT)
 def test_groups_overlay_the_same_bytes_block_by_block(layout):
     """What one group writes in block 2 is in block 2 of the others' layers in that slot, and nowhere else."""
-    window = attention(kind=GroupKind.SLIDING, reach=8)
+    window = attention(kind=GroupKind.SLIDING, attention_span=8)
     cache = allocate(model(attention(), window, state()), EngineShape(1, (3,), 4, layout, 4), 0, "cpu")
     pages = cache.views(torch.int16)
     pages["layers.0"][2] = -1
@@ -216,7 +216,7 @@ def move(srcs, dst: OwnedCache, src_tables, dst_tables) -> None:
         for route in template.routes:
             group = dst.geometry.groups[route.dst_group]
             cells = select_cells(
-                route, group.kind, group.reach, Span(0, 24, 25),
+                route, group.kind, group.attention_span, Span(0, 24, 25),
                 src_tables[route.src_group], dst_tables[route.dst_group],
             )  # fmt: skip
             pieces = as_addresses(route, cells)

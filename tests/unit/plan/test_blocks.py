@@ -13,7 +13,7 @@ from kvferry.geometry.store import LayerStore, Stored
 from kvferry.plan.blocks import base_tokens, block_sizes, group_counts
 from support.models import attention
 
-WIDE = attention(heads=4, kind=GroupKind.SLIDING, reach=8)
+WIDE = attention(heads=4, kind=GroupKind.SLIDING, attention_span=8)
 NARROW = attention(heads=1)
 LAYERS = [WIDE] * 10 + [NARROW] * 2
 

@@ -88,7 +88,7 @@ JSON_KEYS = {
     "strategy", "read_descriptors", "read_bytes", "seconds", "groups", "notes", "tiers",
 }  # fmt: skip
 GROUP_KEYS = JSON_KEYS - {"model", "source", "destination", "groups", "notes", "tiers"} | {
-    "kind", "reach", "fields", "layers", "block_tables",
+    "kind", "attention_span", "fields", "layers", "block_tables",
 }  # fmt: skip
 
 TIER_KEYS = {
@@ -112,7 +112,12 @@ def test_json_has_every_number_for_the_whole_and_for_each_group(capsys, config):
         "block_run_bytes": 4096, "strategy": "direct", "read_descriptors": 40, "read_bytes": 163840,
     }  # fmt: skip
     assert {key: said[key] for key in expected} == {key: group[key] for key in expected} == expected
-    assert (group["kind"], group["reach"], group["layers"], group["tokens"]) == ("full_attention", 0, 4, 159)
+    assert (group["kind"], group["attention_span"], group["layers"], group["tokens"]) == (
+        "full_attention",
+        0,
+        4,
+        159,
+    )
     assert (group["fields"], group["block_tables"]) == (["k", "v"], 1)
     assert 0 < said["seconds"] == group["seconds"] < 1
 

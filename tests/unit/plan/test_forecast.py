@@ -91,7 +91,7 @@ def test_the_last_prompt_token_is_not_moved_so_one_that_opens_a_block_saves_it()
 def test_a_window_moves_the_blocks_that_hold_it():
     window, full = planned(WINDOWED).rows
     # Next is token 159, which sees 96 to 159: four blocks; the last one computes itself.
-    assert (window.layers, window.store.reach, window.moved.pages) == (5, 64, 5 * 4)
+    assert (window.layers, window.store.attention_span, window.moved.pages) == (5, 64, 5 * 4)
     assert (full.layers, full.moved.pages) == (1, 10)
     assert window.tokens == 63
     assert window.moved.full_bytes == 5 * 10 * PAGE

@@ -84,7 +84,7 @@ def test_a_layer_of_the_model_itself_must_be_there():
 def test_a_window_of_a_draft_may_differ():
     one = with_draft(ALL)
     (group,) = one.groups
-    window = replace(one, groups=(replace(group, kind=GroupKind.SLIDING, reach=32),))
+    window = replace(one, groups=(replace(group, kind=GroupKind.SLIDING, attention_span=32),))
     assert kept_too_little([window], one)
     assert not kept_too_little(
         [with_draft(window, "other")], replace(one, groups=(replace(group, layers=group.layers[2:]),))
@@ -122,7 +122,7 @@ def test_clearing_touches_the_absent_layers_of_these_blocks_and_nothing_else(acr
 
 
 @pytest.mark.parametrize(
-    ("kind", "reach", "span", "expected"),
+    ("kind", "attention_span", "span", "expected"),
     [
         (GroupKind.FULL, 0, Span(0, 40, 41), [10, 11, 12]),
         (GroupKind.FULL, 0, Span(16, 40, 41), [11, 12]),
@@ -132,8 +132,8 @@ def test_clearing_touches_the_absent_layers_of_these_blocks_and_nothing_else(acr
         (GroupKind.SLIDING, 20, Span(0, 64, 65, (0, 40)), []),
     ],
 )
-def test_which_blocks_hold_nothing_yet(kind, reach, span, expected):
-    assert blocks_begun(kind, reach, 16, span, np.arange(10, 15)).tolist() == expected
+def test_which_blocks_hold_nothing_yet(kind, attention_span, span, expected):
+    assert blocks_begun(kind, attention_span, 16, span, np.arange(10, 15)).tolist() == expected
 
 
 @pytest.mark.parametrize("have", [0, 16, 40])

@@ -90,7 +90,7 @@ def check_chunks(case, group, pool, table, memory, written) -> None:
     expected, times = before.copy(), np.zeros(len(before), np.int64)
     for chunk, slot in enumerate(table.tolist()):
         tokens = range(chunk * case.chunk_tokens, (chunk + 1) * case.chunk_tokens)
-        value = chunk_of(case.families, group.kind, group.reach, tokens, case.finest)
+        value = chunk_of(case.families, group.kind, group.attention_span, tokens, case.finest)
         assert len(value) == group.content_bytes
         for section, start in zip(group.sections, group.starts, strict=True):
             at, part, value = slot * stride + start, value[: section.bytes], value[section.bytes :]
@@ -111,7 +111,12 @@ def load(case: Kept, pools, tables, memories, how: str) -> None:
                 group, span = rank.groups[route.dst_group], case.spans[route.dst_group]
                 at_hand = needed_slots(case, group, span, tables[route.src_group])
                 cells = select_cells(
-                    route, group.kind, group.reach, span, at_hand, case.reader.tables[route.dst_group]
+                    route,
+                    group.kind,
+                    group.attention_span,
+                    span,
+                    at_hand,
+                    case.reader.tables[route.dst_group],
                 )
                 carry(route, cells, source, memory, writes, how)
         expected.check(memory.bytes)
@@ -123,7 +128,7 @@ def needed_slots(case: Kept, group, span: Span, table: np.ndarray) -> np.ndarray
     """Null slots for chunks that nobody needs: a window does not ask for what is before it."""
     if group.kind is GroupKind.STATE:
         return table
-    chunks = {token // case.chunk_tokens for token in visible(group.kind, group.reach, span)}
+    chunks = {token // case.chunk_tokens for token in visible(group.kind, group.attention_span, span)}
     return np.where(np.isin(np.arange(len(table)), sorted(chunks)), table, 0)
 
 

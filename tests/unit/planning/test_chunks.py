@@ -23,7 +23,7 @@ KINDS = st.sampled_from([GroupKind.FULL, GroupKind.SLIDING, GroupKind.CHUNKED])
 @dataclass(frozen=True)
 class Continued:
     kind: GroupKind
-    reach: int
+    attention_span: int
 
 
 def routes(block: int, chunk: int) -> tuple[Route, Route]:
@@ -96,18 +96,18 @@ def test_chunks_are_filled_from_all_cells_that_hold_their_tokens(data, block, ch
 
 
 @settings(max_examples=200, deadline=None)
-@given(data=st.data(), block=SIZES, chunk=SIZES, kind=KINDS, reach=st.integers(1, 40))
-def test_what_parts_of_a_load_bring_is_what_it_brings_at_once(data, block, chunk, kind, reach):
+@given(data=st.data(), block=SIZES, chunk=SIZES, kind=KINDS, attention_span=st.integers(1, 40))
+def test_what_parts_of_a_load_bring_is_what_it_brings_at_once(data, block, chunk, kind, attention_span):
     _, into = routes(block, chunk)
     total = data.draw(st.integers(1, TOKENS))
     have = data.draw(st.integers(0, (total - 1) // into.cell_tokens)) * into.cell_tokens
     span = Span(have, total, data.draw(st.sampled_from([total, total + 1, total + 50])))
-    group = Continued(kind, 0 if kind is GroupKind.FULL else reach)
-    low, high = needed(kind, group.reach, span)
+    group = Continued(kind, 0 if kind is GroupKind.FULL else attention_span)
+    low, high = needed(kind, group.attention_span, span)
     assume(low < high)
     numbers = list(range(low // chunk, -(-high // chunk)))
     blocks = Stretch(0, tuple(blocks_of(block)))
-    everything = select_cells(into, kind, group.reach, span, slots(numbers), blocks.table())
+    everything = select_cells(into, kind, group.attention_span, span, slots(numbers), blocks.table())
     split = data.draw(st.permutations(numbers))
     cut = data.draw(st.integers(0, len(split)))
     found = set()

@@ -20,8 +20,8 @@ FULL, SLIDING, CHUNKED, MLA, STATE = (
 MANY = settings(max_examples=5 * settings.default.max_examples)
 
 
-def group(kind: GroupKind, reach: int = 0) -> LayerStore:
-    return LayerStore(kind, reach, ())
+def group(kind: GroupKind, attention_span: int = 0) -> LayerStore:
+    return LayerStore(kind, attention_span, ())
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ def seen(group: LayerStore, cut: Cut, end: int) -> list[int]:
         token
         for token in range(min(cut.have, end), end)
         if (group.kind in (FULL, MLA) and token >= cut.first)
-        or (group.kind is SLIDING and computed - token < group.reach)
-        or (group.kind is CHUNKED and computed // group.reach == token // group.reach)
+        or (group.kind is SLIDING and computed - token < group.attention_span)
+        or (group.kind is CHUNKED and computed // group.attention_span == token // group.attention_span)
     ]
 
 
@@ -203,7 +203,7 @@ def test_the_chunks_are_those_of_the_tokens_that_a_hand_over_moves(case: Case):
         span = Span(case.cut.have, end, case.cut.prompt, (case.cut.first, end))
         for group, chunks in zip(case.groups, loaded(case, end), strict=True):
             if group.kind is not STATE:
-                low, high = needed(group.kind, group.reach, span)
+                low, high = needed(group.kind, group.attention_span, span)
                 size = case.cut.chunk_tokens
                 assert chunks.tolist() == (list(range(low // size, -(-high // size))) if low < high else [])
 
@@ -226,7 +226,7 @@ PROMPT = Cut(tokens=64, chunk_tokens=16, prompt=100)
 
 
 @pytest.mark.parametrize(
-    ("kind", "reach", "row", "tokens"),
+    ("kind", "attention_span", "row", "tokens"),
     [
         (FULL, 0, "xxxx", 64), (FULL, 0, "xx.x", 32), (FULL, 0, ".xxx", 0), (MLA, 0, "xxx.", 48),
         (SLIDING, 17, "...x", 64), (SLIDING, 18, "...x", 0), (SLIDING, 18, "..xx", 64),
@@ -239,8 +239,8 @@ PROMPT = Cut(tokens=64, chunk_tokens=16, prompt=100)
         (STATE, 0, "...x", 64), (STATE, 0, "x.x.", 48), (STATE, 0, "....", 0),
     ],
 )  # fmt: skip
-def test_each_kind_continues_from_what_its_next_token_sees(kind, reach, row, tokens):
-    assert prefix([group(kind, reach)], PROMPT, row).tokens == tokens
+def test_each_kind_continues_from_what_its_next_token_sees(kind, attention_span, row, tokens):
+    assert prefix([group(kind, attention_span)], PROMPT, row).tokens == tokens
 
 
 def test_the_prefix_is_where_all_can_continue_not_where_the_shortest_ends():

@@ -73,10 +73,15 @@ def test_chunked_attention_needs_the_current_chunk():
     assert needed(CHUNKED, 32, Span(0, 64, 65)) == (64, 64)
 
 
-@pytest.mark.parametrize(("kind", "reach"), [(FULL, 0), (SLIDING, 24), (CHUNKED, 32)])
-def test_a_full_local_hit_moves_nothing(kind, reach):
+@pytest.mark.parametrize(("kind", "attention_span"), [(FULL, 0), (SLIDING, 24), (CHUNKED, 32)])
+def test_a_full_local_hit_moves_nothing(kind, attention_span):
     assert (
-        len(select_cells(route(), kind, reach, Span(64, 64, 64), table(1, 2, 3, 4), table(4, 3, 2, 1))) == 0
+        len(
+            select_cells(
+                route(), kind, attention_span, Span(64, 64, 64), table(1, 2, 3, 4), table(4, 3, 2, 1)
+            )
+        )
+        == 0
     )
     assert len(select_cells(state_route(), STATE, 0, Span(64, 64, 64), table(1), table(2))) == 0
 
@@ -135,17 +140,17 @@ def test_a_state_table_names_one_block():
 
 
 @pytest.mark.parametrize(
-    ("kind", "reach"), [(FULL, 0), (SLIDING, 50)], ids=["at the prefix", "past the prefix"]
+    ("kind", "attention_span"), [(FULL, 0), (SLIDING, 50)], ids=["at the prefix", "past the prefix"]
 )
-def test_a_cell_that_would_overwrite_the_local_prefix_is_an_error(kind, reach):
+def test_a_cell_that_would_overwrite_the_local_prefix_is_an_error(kind, attention_span):
     with pytest.raises(TransferError, match="prefix ends at token 8, inside the cell of 16 tokens from 0"):
-        select_cells(route(), kind, reach, Span(8, 60, 60), np.arange(1, 5), np.arange(1, 5))
+        select_cells(route(), kind, attention_span, Span(8, 60, 60), np.arange(1, 5), np.arange(1, 5))
 
 
-@pytest.mark.parametrize(("kind", "reach"), [(FULL, 0), (SLIDING, 24), (CHUNKED, 32)])
+@pytest.mark.parametrize(("kind", "attention_span"), [(FULL, 0), (SLIDING, 24), (CHUNKED, 32)])
 @pytest.mark.parametrize(("src_tokens", "dst_tokens"), [(16, 48), (32, 48), (48, 16), (16, 16), (24, 64)])
 def test_uncovered_are_blocks_that_cells_fill_in_part_and_that_held_nothing(
-    src_tokens, dst_tokens, kind, reach
+    src_tokens, dst_tokens, kind, attention_span
 ):
     found = replace(route(src_tokens, dst_tokens), src_blocks=40, dst_blocks=40)
     ids = np.arange(1, 40)
@@ -153,11 +158,11 @@ def test_uncovered_are_blocks_that_cells_fill_in_part_and_that_held_nothing(
     for have in range(0, 100, found.cell_tokens):
         for total in range(have, 200, 7):
             span = Span(have, total, total + 1)
-            cells = select_cells(found, kind, reach, span, ids, ids)
+            cells = select_cells(found, kind, attention_span, span, ids, ids)
             blocks, counts = np.unique(cells.dst_block, return_counts=True)
             partial = blocks[counts < found.dst_cells]
             wanted = [b for b in partial.tolist() if (b - 1) * dst_tokens >= have]
-            assert uncovered(found, kind, reach, span, ids).tolist() == wanted
+            assert uncovered(found, kind, attention_span, span, ids).tolist() == wanted
             seen += len(wanted)
     assert (seen > 0) == (found.dst_cells > 1)
 
@@ -168,7 +173,7 @@ def test_a_snapshot_leaves_nothing_uncovered():
 
 @given(
     kind=st.sampled_from([FULL, SLIDING, CHUNKED]),
-    reach=st.integers(1, 40),
+    attention_span=st.integers(1, 40),
     block=st.integers(1, 24),
     grain=st.integers(1, 24),
     have=st.integers(0, 8),
@@ -176,16 +181,16 @@ def test_a_snapshot_leaves_nothing_uncovered():
     rest=st.integers(0, 3),
 )
 def test_a_part_block_is_one_whose_beginning_was_not_there_and_is_not_loaded(
-    kind, reach, block, grain, have, total, rest
+    kind, attention_span, block, grain, have, total, rest
 ):
     span = Span(min(have * block, total), total, total + rest)
-    low, high = needed(kind, 0 if kind is FULL else reach, span)
+    low, high = needed(kind, 0 if kind is FULL else attention_span, span)
     loaded = {*range(low // grain * grain, high), *range(span.have)} if low < high else set(range(high))
     touched = {token // block for token in range(low, high)}
     parts = [
         at for at in touched if any(t not in loaded for t in range(at * block, min(at * block + block, high)))
     ]
-    found = part_block(kind, 0 if kind is FULL else reach, block, span, grain)
+    found = part_block(kind, 0 if kind is FULL else attention_span, block, span, grain)
     assert ([] if found is None else [found]) == parts
 
 
@@ -195,10 +200,10 @@ def test_a_part_block_is_one_whose_beginning_was_not_there_and_is_not_loaded(
     st.integers(1, 40),
     st.sampled_from([(16, 16), (8, 32), (32, 8), (12, 8)]),
 )
-def test_parts_of_a_prefix_bring_what_it_brings_at_once_and_nothing_twice(data, kind, reach, blocks):
+def test_parts_of_a_prefix_bring_what_it_brings_at_once_and_nothing_twice(data, kind, attention_span, blocks):
     """Split where a block of the destination ends."""
     of = state_route() if kind is STATE else route(*blocks)
-    reach = reach if kind in (SLIDING, CHUNKED) else 0
+    attention_span = attention_span if kind in (SLIDING, CHUNKED) else 0
     total = data.draw(st.integers(1, 96))
     have = data.draw(st.integers(0, (total - 1) // 32)) * 32
     span = Span(have, total, data.draw(st.sampled_from([total, total + 1, total + 50])))
@@ -207,11 +212,11 @@ def test_parts_of_a_prefix_bring_what_it_brings_at_once_and_nothing_twice(data, 
     src, dst = (table(*range(1, 1 + (1 if kind is STATE else -(-96 // size)))) for size in blocks)
     of = replace(of, src_blocks=99, dst_blocks=99)
     assume(middle < total)
-    moved = [triples(select_cells(of, kind, reach, part, src, dst)) for part in parts]
+    moved = [triples(select_cells(of, kind, attention_span, part, src, dst)) for part in parts]
     assert sum(map(len, moved)) == len(set().union(*moved))
-    assert set().union(*moved) == triples(select_cells(of, kind, reach, span, src, dst))
-    cleared = [set(uncovered(of, kind, reach, part, dst).tolist()) for part in parts]
-    assert set().union(*cleared) == set(uncovered(of, kind, reach, span, dst).tolist())
+    assert set().union(*moved) == triples(select_cells(of, kind, attention_span, span, src, dst))
+    cleared = [set(uncovered(of, kind, attention_span, part, dst).tolist()) for part in parts]
+    assert set().union(*cleared) == set(uncovered(of, kind, attention_span, span, dst).tolist())
     (head, tail), (of_head, of_tail) = cleared, ({block for _, block, _ in one} for one in moved)
     assert not head & of_tail
     assert not tail & of_head, "what another part fills is cleared"
@@ -243,18 +248,20 @@ SPANS = st.builds(
 @given(
     st.sampled_from((FULL, MLA, SLIDING, CHUNKED)), st.integers(1, 40), st.integers(1, 24), SPANS, st.data()
 )
-def test_blocks_begun_hold_something_that_is_needed_and_nothing_that_is_there(kind, reach, block, span, data):
+def test_blocks_begun_hold_something_that_is_needed_and_nothing_that_is_there(
+    kind, attention_span, block, span, data
+):
     count = -(-span.total // block)
     ids = [at + 10 if data.draw(st.booleans()) else 0 for at in range(count)]
-    reach = reach if kind in (SLIDING, CHUNKED) else 0
-    low, high = needed(kind, reach, span)
+    attention_span = attention_span if kind in (SLIDING, CHUNKED) else 0
+    low, high = needed(kind, attention_span, span)
     tokens = [set(range(at * block, at * block + block)) for at in range(count)]
     expected = [
         ids[at]
         for at in range(count)
         if ids[at] and tokens[at] & set(range(low, high)) and not tokens[at] & set(range(span.have))
     ]
-    assert blocks_begun(kind, reach, block, span, table(*ids)).tolist() == expected
+    assert blocks_begun(kind, attention_span, block, span, table(*ids)).tolist() == expected
 
 
 @pytest.mark.parametrize(("span", "begun"), [(Span(0, 64, 65), [7]), (Span(24, 64, 65), [7])])
@@ -264,15 +271,15 @@ def test_the_block_of_a_snapshot_is_begun_wherever_the_prefix_here_ends(span, be
 
 
 @given(st.sampled_from((FULL, MLA, SLIDING, CHUNKED)), st.integers(1, 40), st.integers(1, 24), SPANS)
-def test_a_load_writes_as_many_blocks_as_are_not_null_where_it_may_write(kind, reach, block, span):
-    reach = reach if kind in (SLIDING, CHUNKED) else 0
-    seen_from = first_seen(kind, reach, span.total)
+def test_a_load_writes_as_many_blocks_as_are_not_null_where_it_may_write(kind, attention_span, block, span):
+    attention_span = attention_span if kind in (SLIDING, CHUNKED) else 0
+    seen_from = first_seen(kind, attention_span, span.total)
     expected = [
         at
         for at in range(-(-span.total // block))[written(kind, block, span)]
         if at * block + block > seen_from
     ]
-    assert most_written(kind, reach, block, span) == len(expected)
+    assert most_written(kind, attention_span, block, span) == len(expected)
 
 
 def test_a_load_writes_two_blocks_of_recurrent_state_with_its_last_part():

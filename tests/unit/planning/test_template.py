@@ -140,7 +140,9 @@ def test_a_state_and_a_token_cache_do_not_stand_for_each_other():
 
 
 def test_a_window_may_be_read_from_an_engine_that_keeps_everything():
-    (template,) = build_templates([rank_of(kv_page())], rank_of(kv_page(), kind=GroupKind.SLIDING, reach=8))
+    (template,) = build_templates(
+        [rank_of(kv_page())], rank_of(kv_page(), kind=GroupKind.SLIDING, attention_span=8)
+    )
     assert template.routes
 
 

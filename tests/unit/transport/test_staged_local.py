@@ -60,7 +60,9 @@ HYBRID = (
 
 def hybrid(tp=1, block=16, layout="LBHNC") -> EngineSpec:
     kinds = ((FULL, 0), (GroupKind.SLIDING, 24), (GroupKind.STATE, 0))
-    groups = tuple(GroupSpec(kind, reach, (i,), block) for i, (kind, reach) in enumerate(kinds))
+    groups = tuple(
+        GroupSpec(kind, attention_span, (i,), block) for i, (kind, attention_span) in enumerate(kinds)
+    )
     return EngineSpec(tp, (3,), groups, layout, Interior(), 60)
 
 

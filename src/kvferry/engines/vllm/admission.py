@@ -35,7 +35,7 @@ from kvferry.cache.pins import Pins
 from kvferry.cache.policies import Choice
 from kvferry.cache.waiting import Waiting
 from kvferry.engines.vllm.admission_events import OTHER_PART, AdmissionEvents
-from kvferry.engines.vllm.compat.specs import reach_of, state_position
+from kvferry.engines.vllm.compat.specs import attention_span_of, state_position
 from kvferry.engines.vllm.headroom import Headroom
 from kvferry.engines.vllm.meta import BlockIds, Report, SchedulerMeta, WorkerMeta
 from kvferry.engines.vllm.must_compute import must_compute
@@ -119,7 +119,7 @@ class Admission:
         self._sources, self._choice = tuple(sources), choice
         self._events = AdmissionEvents(watch, choice.policy)
         self._blocks = [
-            (kind, reach_of(group.kv_cache_spec), int(group.kv_cache_spec.block_size))
+            (kind, attention_span_of(group.kv_cache_spec), int(group.kv_cache_spec.block_size))
             for kind, group in zip(kinds, self._groups, strict=True)
         ]
         self._grain = grain_of((kind, block) for kind, _, block in self._blocks)

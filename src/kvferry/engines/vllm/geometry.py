@@ -10,7 +10,7 @@ import torch
 
 from kvferry.engines.vllm.compat.layers import attention_layer, conv_channels_first
 from kvferry.engines.vllm.compat.models import pools_every_token
-from kvferry.engines.vllm.compat.specs import is_recurrent, is_ring, kind_of, reach_of, spec_of_layer
+from kvferry.engines.vllm.compat.specs import attention_span_of, is_recurrent, is_ring, kind_of, spec_of_layer
 from kvferry.engines.vllm.content import page_of_attention, scales_of, whole_page
 from kvferry.engines.vllm.drafts import draft_layers
 from kvferry.engines.vllm.heads import shards
@@ -56,7 +56,7 @@ def describe_cache(
         Group(
             kind,
             group.kv_cache_spec.block_size,
-            reach_of(group.kv_cache_spec),
+            attention_span_of(group.kv_cache_spec),
             tuple(
                 replace(
                     _layer(

@@ -16,7 +16,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.engines.vllm.compat.specs import kind_of, reach_of
+from kvferry.engines.vllm.compat.specs import attention_span_of, kind_of
 from kvferry.geometry import GroupKind
 from kvferry.planning.select import STATE_BLOCKS, first_seen, sees_all
 
@@ -26,7 +26,7 @@ class Headroom:
     """Decides whether a load leaves enough free blocks. Only the engine's thread calls it.
 
     Attributes:
-        groups: kind, reach and block size of every group; empty if none has a window.
+        groups: kind, attention span and block size of every group; empty if none has a window.
         step_tokens: most tokens of a request that one step computes.
         pool: the engine's block pool.
     """
@@ -43,8 +43,8 @@ class Headroom:
         for group in kv_cache_config.kv_cache_groups:
             spec = group.kv_cache_spec
             kind = kind_of(spec)
-            groups.append((kind, reach_of(spec), int(spec.block_size)))
-        if not any(reach for _, reach, _ in groups):
+            groups.append((kind, attention_span_of(spec), int(spec.block_size)))
+        if not any(attention_span for _, attention_span, _ in groups):
             return cls()
         step_tokens = vllm_config.scheduler_config.max_num_batched_tokens + vllm_config.num_speculative_tokens
         return cls(groups, int(step_tokens), pool)
@@ -83,7 +83,9 @@ class Headroom:
 
     def _takes(self, total: int) -> int:
         """Return the blocks that a request with `total` tokens holds if it has none yet."""
-        seen_from = [max(first_seen(kind, reach, total), 0) for kind, reach, _ in self.groups]
+        seen_from = [
+            max(first_seen(kind, attention_span, total), 0) for kind, attention_span, _ in self.groups
+        ]
         return sum(
             _between(group, first // group[2] * group[2], total)
             for group, first in zip(self.groups, seen_from, strict=True)

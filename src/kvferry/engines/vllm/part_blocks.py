@@ -76,7 +76,7 @@ class PartBlocks:
     def refuses(self, span: Span, grains: Sequence[int]) -> bool:
         """Whether such a load would fill a block in part, and there must be none; see `begin`."""
         return self._refused and any(
-            part_block(group.kind, group.reach, group.block_tokens, span, grain) is not None
+            part_block(group.kind, group.attention_span, group.block_tokens, span, grain) is not None
             for group, grain in zip(self._groups, grains, strict=True)
         )
 
@@ -93,9 +93,9 @@ class PartBlocks:
         found = []
         for number, (group, ids, grain) in enumerate(zip(self._groups, tables, grains, strict=True)):
             size = group.block_tokens
-            at = part_block(group.kind, group.reach, size, span, grain)
+            at = part_block(group.kind, group.attention_span, size, span, grain)
             if at is not None:
-                until = unseen_from(group.kind, group.reach, (at + 1) * size)
+                until = unseen_from(group.kind, group.attention_span, (at + 1) * size)
                 found.append(_Part(number, at, ids[at], until))
         if found:
             self._parts[request.request_id] = found

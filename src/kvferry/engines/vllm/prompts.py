@@ -39,7 +39,9 @@ class Prompts:
     def widest(self) -> int:
         """Number of the group that needs most chunks of a prefix: attention to all tokens, or the longest."""
         groups = self._canonical.groups
-        kinds = [(one.kind is not GroupKind.STATE, not one.reach, one.reach) for one in groups]
+        kinds = [
+            (one.kind is not GroupKind.STATE, not one.attention_span, one.attention_span) for one in groups
+        ]
         return kinds.index(max(kinds))
 
     def add(self, request: Any) -> PromptChunks | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvferry.engines.vllm.compat.requests import waits_for_blocks
-from kvferry.engines.vllm.compat.specs import reach_of
+from kvferry.engines.vllm.compat.specs import attention_span_of
 from kvferry.geometry import GroupKind
 from kvferry.planning.select import sees_all
 
@@ -45,7 +45,7 @@ class BlocksWanted:
 
     def _of_group(self, kind: GroupKind, spec: Any, tokens: int) -> int:
         if not sees_all(kind):
-            tokens = min(tokens, reach_of(spec) + self._ahead + spec.block_size)
+            tokens = min(tokens, attention_span_of(spec) + self._ahead + spec.block_size)
         return 1 + -(-tokens // int(spec.block_size))
 
 

@@ -72,7 +72,7 @@ class Storing:
             for one in canonical.groups
         ]
         self._canonical = canonical.groups
-        self._grains = [content_grain(one.kind, one.reach, self._chunk) for one in canonical.groups]
+        self._grains = [content_grain(one.kind, one.attention_span, self._chunk) for one in canonical.groups]
         self._state = next((n for n, g in enumerate(canonical.groups) if g.kind is GroupKind.STATE), None)
         states = [] if self._state is None else self._parts[self._state]
         self._block = snapshots_apart(*(groups[number].block_tokens for number in states)) if states else 0
@@ -188,9 +188,10 @@ class Storing:
         """
         one, low, high = self._canonical[group], number * self._chunk, min((number + 1) * self._chunk, until)
         needed = max(
-            low, first_seen(one.kind, one.reach, high - 1) // self._grains[group] * self._grains[group]
+            low,
+            first_seen(one.kind, one.attention_span, high - 1) // self._grains[group] * self._grains[group],
         )
-        looked = first_seen(one.kind, one.reach, found) if one.reach and found else 0
+        looked = first_seen(one.kind, one.attention_span, found) if one.attention_span and found else 0
         since = low
         for part in self._parts[group]:
             size = self._groups[part].block_tokens

@@ -125,7 +125,7 @@ class TierSource:
         self.copy_seconds: list[float] = []
         chunk_tokens = canonical.chunk_tokens
         self._cache, self._prompts, self._groups = cache, prompts, groups
-        self._grains = tuple(content_grain(one.kind, one.reach, chunk_tokens) for one in groups)
+        self._grains = tuple(content_grain(one.kind, one.attention_span, chunk_tokens) for one in groups)
         self._refusals, self._timeout, self._apart = refusals, timeout_seconds, apart
         self._widest = prompts.widest
         self._asked: dict[str, _Asked] = {}
@@ -317,10 +317,10 @@ class TierSource:
         The engine computes the last token again, but has freed blocks that the token after it does not see.
         """
         return all(
-            first_seen(one.kind, one.reach, tokens - 1) // one.block_tokens
-            == first_seen(one.kind, one.reach, tokens) // one.block_tokens
+            first_seen(one.kind, one.attention_span, tokens - 1) // one.block_tokens
+            == first_seen(one.kind, one.attention_span, tokens) // one.block_tokens
             for one in self._groups
-            if one.reach and tokens >= one.reach
+            if one.attention_span and tokens >= one.attention_span
         )
 
     def _part(self, loading: _Loading, pieces: list[Piece]) -> LoadPart:

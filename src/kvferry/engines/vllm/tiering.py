@@ -15,7 +15,12 @@ from kvferry.cache.orders import ArenaCard, MovedByAll
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.cache.writing import Behind
 from kvferry.engines.vllm.adapters import Adapters
-from kvferry.engines.vllm.compat.specs import has_rings, names_prompts_only, reach_of, snapshot_tokens
+from kvferry.engines.vllm.compat.specs import (
+    attention_span_of,
+    has_rings,
+    names_prompts_only,
+    snapshot_tokens,
+)
 from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.identity import namespace_of
 from kvferry.engines.vllm.meta import BlockIds, SchedulerMeta, WorkerMeta
@@ -30,7 +35,12 @@ from kvferry.engines.vllm.tier_stats import TierTeller
 from kvferry.errors import ConfigError, GeometryError, Incompatible, Unnameable
 from kvferry.geometry import RankGeometry
 from kvferry.geometry.canonical import Canonical, canonical_of
-from kvferry.geometry.canonical.length import check_reach, check_windows, chunk_length, snapshots_apart
+from kvferry.geometry.canonical.length import (
+    check_prompt_length,
+    check_windows,
+    chunk_length,
+    snapshots_apart,
+)
 from kvferry.keys.namespace import Namespace
 from kvferry.observe.watch import Watch
 from kvferry.tiers.eviction import POLICIES
@@ -223,10 +233,10 @@ def _canonical(
         )
     apart = snapshots_apart(*(block for block in blocks if block))
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    block = lcm(*(spec.block_size for spec in specs if reach_of(spec)))
+    block = lcm(*(spec.block_size for spec in specs if attention_span_of(spec)))
     tokens = chunk_length(config.chunk_tokens, apart, block)
     check_windows(tokens, block)
-    check_reach(tokens, apart, vllm_config.model_config.max_model_len)
+    check_prompt_length(tokens, apart, vllm_config.model_config.max_model_len)
     try:
         canonical = canonical_of(ranks, tokens)
         check_storable(canonical, ranks)

@@ -21,7 +21,7 @@ from typing import Any
 
 from kvferry.cache.pins import Pins
 from kvferry.engines.vllm.compat.requests import finished_whole
-from kvferry.engines.vllm.compat.specs import reach_of
+from kvferry.engines.vllm.compat.specs import attention_span_of
 from kvferry.engines.vllm.meta import BlockIds
 from kvferry.engines.vllm.room import BlocksWanted, first_to_go
 from kvferry.engines.vllm.turn_names import TurnNames
@@ -230,5 +230,5 @@ class TurnKeeper:
             if gone and sees_all(kind):
                 return None
             if gone:
-                least = max(least, unseen_from(kind, reach_of(spec), gone * spec.block_size))
+                least = max(least, unseen_from(kind, attention_span_of(spec), gone * spec.block_size))
         return least if least <= tokens else None

@@ -240,7 +240,7 @@ class WorkerHalf:
     def _needed(self, span: Span, tables: BlockIds) -> list[Int64s]:
         groups = self._described().groups
         return [
-            blocks_needed(group.kind, group.reach, group.block_tokens, span, table)
+            blocks_needed(group.kind, group.attention_span, group.block_tokens, span, table)
             for group, table in zip(groups, _arrays(tables), strict=True)
         ]
 

@@ -78,7 +78,9 @@ def canonical_of(ranks: Sequence[RankGeometry], chunk_tokens: int) -> Canonical:
                         f"layer {layer.name!r}: ranks of one engine describe it differently, "
                         f"{found} and {stored[layer.identity]}"
                     )
-    kinds = sorted({(of.kind, of.reach) for of in stored.values()}, key=lambda kind: group_label(*kind))
+    kinds = sorted(
+        {(of.kind, of.attention_span) for of in stored.values()}, key=lambda kind: group_label(*kind)
+    )
     return Canonical(chunk_tokens, tuple(_group(*kind, stored, chunk_tokens) for kind in kinds))
 
 
@@ -87,7 +89,7 @@ class _StoredLayer:
     """What a layer keeps over all ranks: its kind, and (axis, total, part) of every field."""
 
     kind: GroupKind
-    reach: int
+    attention_span: int
     fields: tuple[tuple[str, int, Part], ...]
 
 
@@ -115,7 +117,7 @@ def _stored(group: Group, layer: Layer) -> _StoredLayer:
         )
     found = [_sharded(layer, field, group.kind) for field in layer.page.fields]
     found.sort(key=lambda one: (-one[2].item_bytes, one[2].field))
-    return _StoredLayer(group.kind, group.reach, tuple(found))
+    return _StoredLayer(group.kind, group.attention_span, tuple(found))
 
 
 def _sharded(layer: Layer, field: Field, kind: GroupKind) -> tuple[str, int, Part]:
@@ -136,15 +138,17 @@ def _sharded(layer: Layer, field: Field, kind: GroupKind) -> tuple[str, int, Par
     return name, total, Part(layer.identity, field.name, field.item_bytes, inner, layer.scales)
 
 
-def _group(kind: GroupKind, reach: int, stored: dict[str, _StoredLayer], chunk_tokens: int) -> CanonicalGroup:
+def _group(
+    kind: GroupKind, attention_span: int, stored: dict[str, _StoredLayer], chunk_tokens: int
+) -> CanonicalGroup:
     sections: dict[tuple[str, int], list[Part]] = {}
     for layer in sorted(stored, key=_by_number):
-        if (stored[layer].kind, stored[layer].reach) == (kind, reach):
+        if (stored[layer].kind, stored[layer].attention_span) == (kind, attention_span):
             for axis, total, part in stored[layer].fields:
                 sections.setdefault((axis, total), []).append(part)
     tokens = 0 if kind is GroupKind.STATE else chunk_tokens
     found = [Section(axis, total, tokens, tuple(parts)) for (axis, total), parts in sections.items()]
-    return CanonicalGroup(kind, reach, tuple(sorted(found, key=_by_element)))
+    return CanonicalGroup(kind, attention_span, tuple(sorted(found, key=_by_element)))
 
 
 def _by_number(name: str) -> tuple[tuple[int, int, str], ...]:

@@ -134,18 +134,18 @@ class CanonicalGroup:
     An engine may spread them over several groups of its own: it has as many block tables, a chunk has not.
 
     Attributes:
-        kind, reach: as of `Group`.
+        kind, attention_span: as of `Group`.
         sections: in the order in which they lie.
     """
 
     kind: GroupKind
-    reach: int
+    attention_span: int
     sections: tuple[Section, ...]
 
     @property
     def label(self) -> str:
         """Name, the same as `Group.label` of every engine's group that is part of it."""
-        return group_label(self.kind, self.reach)
+        return group_label(self.kind, self.attention_span)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ def chunk_length(asked: int | None, apart: int, block: int = 1) -> int:
     return max(fits, default=block if apart == 1 else lcm(apart, block) if apart % block else block)
 
 
-def content_grain(kind: GroupKind, reach: int, chunk_tokens: int) -> int:
+def content_grain(kind: GroupKind, attention_span: int, chunk_tokens: int) -> int:
     """Content of a chunk begins at the last multiple of so many tokens, at or before what its end looks at.
 
     What a window has left behind its writer may have no more of: there are zeros before that.
@@ -43,14 +43,14 @@ def content_grain(kind: GroupKind, reach: int, chunk_tokens: int) -> int:
     (128, 256)
 
     Args:
-        kind, reach: of the group.
+        kind, attention_span: of the group.
         chunk_tokens: tokens of a chunk.
     """
-    whole = not reach or (kind is GroupKind.SLIDING and reach >= chunk_tokens)
+    whole = not attention_span or (kind is GroupKind.SLIDING and attention_span >= chunk_tokens)
     return chunk_tokens if whole else WINDOW_GRAIN
 
 
-def check_reach(chunk_tokens: int, apart: int, longest: int) -> None:
+def check_prompt_length(chunk_tokens: int, apart: int, longest: int) -> None:
     """See that a prompt of `longest` tokens (``max_model_len``) has a chunk that can be loaded.
 
     Raises:

@@ -64,7 +64,7 @@ def chunk_pool(
         _layer(name, fields, scales[name], address, stride) for name, fields in _fields(group).items()
     )
     groups = tuple(
-        Group(other.kind, canonical.chunk_tokens, other.reach, layers if other is group else ())
+        Group(other.kind, canonical.chunk_tokens, other.attention_span, layers if other is group else ())
         for other in canonical.groups
     )
     region = Region(address, (slots - 1) * stride + group.chunk_bytes, memory, device)

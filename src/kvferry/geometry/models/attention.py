@@ -69,10 +69,10 @@ class AttentionReader:
             fields.append(Stored(name, item, heads, (("content", width),)))
             if self.cache_dtype in SCALED:
                 fields.append(Stored(f"{name}.scale", 4, heads))
-        kept = LayerStore(_KINDS[mixer], self._reach(mixer, layer), tuple(fields))
+        kept = LayerStore(_KINDS[mixer], self._attention_span(mixer, layer), tuple(fields))
         return (kept, *block_indexer(self.config, layer, self.model_dtype))
 
-    def _reach(self, mixer: Mixer, layer: int) -> int:
+    def _attention_span(self, mixer: Mixer, layer: int) -> int:
         if mixer is Mixer.SLIDING:
             if (each := self.config.listed("sliding_windows", self.config.layers)) is not None:
                 return whole("sliding_windows", each[layer], 1)

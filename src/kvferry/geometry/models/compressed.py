@@ -72,5 +72,7 @@ def _compressor(name: str, width: int, ratio: int) -> LayerStore:
     return _latents(GroupKind.SLIDING, name, groups * 2 * width * 4, _COMPRESSOR_BLOCK[ratio], groups * ratio)
 
 
-def _latents(kind: GroupKind, name: str, size: int, block: int, reach: int, ratio: int = 1) -> LayerStore:
-    return LayerStore(kind, reach, (Stored(name, 1, 0, (("content", size),)),), block, ratio)
+def _latents(
+    kind: GroupKind, name: str, size: int, block: int, attention_span: int, ratio: int = 1
+) -> LayerStore:
+    return LayerStore(kind, attention_span, (Stored(name, 1, 0, (("content", size),)),), block, ratio)

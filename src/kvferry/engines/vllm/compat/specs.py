@@ -98,7 +98,7 @@ def kind_of(spec: KVCacheSpec) -> GroupKind:
     kinds = {_kind_of_layer(one) for one in layer_specs(spec).values()}
     if kinds == {GroupKind.FULL, GroupKind.MLA}:
         return GroupKind.FULL
-    if len(kinds) > 1 or len({_reach_of_layer(one) for one in layer_specs(spec).values()}) > 1:
+    if len(kinds) > 1 or len({_attention_span_of_layer(one) for one in layer_specs(spec).values()}) > 1:
         names = ", ".join(sorted({type(one).__name__ for one in layer_specs(spec).values()}))
         raise ConfigError(f"one KV cache group holds layers that are continued differently ({names})")
     return kinds.pop()
@@ -123,12 +123,12 @@ def _kind_of_layer(spec: KVCacheSpec) -> GroupKind:
     return kind
 
 
-def reach_of(spec: KVCacheSpec) -> int:
+def attention_span_of(spec: KVCacheSpec) -> int:
     """Window or chunk in tokens, 0 for other kinds."""
-    return max(_reach_of_layer(one) for one in layer_specs(spec).values())
+    return max(_attention_span_of_layer(one) for one in layer_specs(spec).values())
 
 
-def _reach_of_layer(spec: Any) -> int:
+def _attention_span_of_layer(spec: Any) -> int:
     if isinstance(spec, SlidingWindowSpec):
         return int(spec.sliding_window) + int(spec.extra_retained_tokens)
     if isinstance(spec, ChunkedLocalAttentionSpec):
