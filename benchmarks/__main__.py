@@ -7,6 +7,7 @@ import typer
 from benchmarks.choice.command import choice
 from benchmarks.layout.command import layout
 from benchmarks.offload.command import offload
+from benchmarks.overhead.command import overhead
 from benchmarks.redeem.command import redeem
 from benchmarks.safety.command import safety
 from kvferry.cli.main import run
@@ -21,7 +22,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _command in (layout, offload, choice, safety, redeem):
+for _command in (overhead, layout, offload, choice, safety, redeem):
     app.command()(_command)
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.overhead.planning import Arithmetic
 from kvferry.bench.engines import Engine
-from kvferry.bench.planning import Arithmetic
 from kvferry.bench.rounds import Series
 from kvferry.bench.stats import Spread
 from kvferry.geometry.layout import lay_out

@@ -14,7 +14,7 @@ from math import lcm
 import numpy as np
 
 from benchmarks.layout.cells import CHOSEN, WAYS, Cell, Row, Table, runs_of
-from kvferry.bench import planning
+from benchmarks.overhead import planning
 from kvferry.bench.engines import Engine, engine, span_of
 from kvferry.bench.link import Producer, use_transports
 from kvferry.bench.movers import Ferry, Mover, RawNixl

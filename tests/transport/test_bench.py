@@ -16,6 +16,7 @@ import typer
 
 from benchmarks.layout import measure as layout, report as layout_report
 from benchmarks.layout.cells import WAYS
+from benchmarks.overhead.measure import OverheadJob, measure as measure_overhead
 from benchmarks.safety import measure as safety, report as safety_report
 from benchmarks.safety.cost import SafetyJob
 from kvferry.bench import calibrate_report, report
@@ -58,15 +59,18 @@ def reader():
 
 def test_everything_is_measured_once_through() -> None:
     measured = measure(
-        TransferJob(
-            reading=TINY, side=Side(), tokens=TOKENS, order="scattered", repeats=7, planned_tokens=4096
-        ),
+        TransferJob(reading=TINY, side=Side(), tokens=TOKENS, order="scattered", repeats=7),
         _quiet,
     )
     loaded = json.loads(json.dumps(report.as_json(measured)))
     assert loaded["comparison"]["ferry"]["bytes"] == BLOCKS * BLOCK_BYTES
     assert [series["bytes"] for series in loaded["comparison"]["others"]][1:] == [BLOCKS * BLOCK_BYTES] * 2
     assert all(len(series["seconds"]) == 7 for series in loaded["comparison"]["others"])
+
+
+def test_hooks_and_planning_are_measured_while_requests_move() -> None:
+    job = OverheadJob(reading=TINY, planned_tokens=4096, moved_tokens=TOKENS, repeats=7)
+    measured = measure_overhead(job, _quiet)
     assert measured.hooks.loads > measured.hooks.in_flight
     assert 0 < measured.hooks.median <= measured.hooks.p99 <= measured.hooks.longest
     assert measured.planning.pages == 512

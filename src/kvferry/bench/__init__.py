@@ -4,7 +4,6 @@
 - `producer`, `link`: the other process, and our hold on it.
 - `reader`, `steps`: the decode side, and what an engine's hooks do on every step.
 - `raw`, `movers`: the ways of moving the same bytes that are compared; `rounds`: the comparison.
-- `planning`, `hooks`: what a request costs the decode side besides; `peers`: what a new peer costs.
 - `transfer`, `report`: one request, for people and as JSON.
 - `contest`: kvferry against the limit; `chunks`, `host_tier`, `slow_tier`, `file_tier`, `raw_files`, `fio`,
   `object_tier`, `tiers`, `tiers_report`: the speed of every tier.

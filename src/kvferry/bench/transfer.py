@@ -7,17 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.bench import hooks, peers, planning, rounds
+from kvferry.bench import rounds
 from kvferry.bench.engines import engine
 from kvferry.bench.link import Producer, use_transports
 from kvferry.bench.reader import Reader
-from kvferry.bench.stats import Spread
 from kvferry.geometry.layout import lay_out
 from kvferry.geometry.models import ModelReading
 from kvferry.plan.side import Side
 
 MIN_REPEATS = 7
-PLANNED_TOKENS = 131_072
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +29,6 @@ class TransferJob:
         order: how block tables lie, see `engines.engine`.
         repeats: rounds, at least MIN_REPEATS.
         transports: value of UCX_TLS, None to leave it as it is.
-        planned_tokens: of the request that is planned.
     """
 
     reading: ModelReading
@@ -40,7 +37,6 @@ class TransferJob:
     order: str
     repeats: int
     transports: str | None = None
-    planned_tokens: int = PLANNED_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +61,7 @@ class MeasuredTransfer:
     Attributes:
         job, machine: what was measured, and where.
         blocks, layers, page_bytes: of the request that was moved.
-        comparison, hooks: of that request.
-        planning: our arithmetic for the long request.
-        making: seconds that NIXL takes to make a transfer of its pages.
-        readiness: what getting ready for peers of other block sizes takes, of some hybrids.
+        comparison: of that request, in every way.
     """
 
     job: TransferJob
@@ -77,10 +70,6 @@ class MeasuredTransfer:
     page_bytes: int
     machine: Machine
     comparison: rounds.Comparison
-    hooks: hooks.HookTimes
-    planning: planning.Arithmetic
-    making: Spread
-    readiness: tuple[peers.Readiness, ...]
 
 
 def measure(job: TransferJob, progress: Callable[[str], None]) -> MeasuredTransfer:
@@ -98,15 +87,6 @@ def measure(job: TransferJob, progress: Callable[[str], None]) -> MeasuredTransf
     )
     with Producer([src], settings) as producer, Reader(dst, producer) as reader:
         comparison = rounds.compare(reader, src, job.repeats, progress)
-        hook_times = hooks.measure(reader, src, progress)
-    progress(f"planning {job.planned_tokens:,} tokens")
-    long_src, long_dst = (
-        engine(name, job.reading, job.side, job.planned_tokens, "scattered", seed)
-        for seed, name in enumerate(("source", "destination"), 1)
-    )
-    planned = planning.measure(long_src, long_dst, job.repeats)
-    making = planning.making(job.reading, job.planned_tokens, job.repeats, settings)
-    readiness = peers.measure(job.repeats)
     (group,) = lay_out(dst.model, dst.shape)[0].groups
     return MeasuredTransfer(
         job=job,
@@ -115,10 +95,6 @@ def measure(job: TransferJob, progress: Callable[[str], None]) -> MeasuredTransf
         page_bytes=group.layers[0].page.page_bytes,
         machine=machine(),
         comparison=comparison,
-        hooks=hook_times,
-        planning=planned,
-        making=making,
-        readiness=readiness,
     )
 
 

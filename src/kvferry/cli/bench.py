@@ -50,8 +50,7 @@ def transfer(
     """Move KV cache over NIXL, beside raw NIXL and memcpy.
 
     Between two processes. kvferry's time is that of a request: from the moment its blocks are known until
-    they may be used, with planning, posting, the lease check and the acknowledgement. Also measured:
-    planning a long request, and the time spent inside an engine's hooks while transfers run.
+    they may be used, with planning, posting, the lease check and the acknowledgement.
     """
     from rich.console import Console
 

@@ -14,8 +14,8 @@ from benchmarks.layout.cells import CHOSEN, WAYS, Cell, Row, Runs, Table, runs_o
 from benchmarks.layout.measure import LayoutJob, moved_tokens, pair_of
 from benchmarks.layout.plot import picture
 from benchmarks.layout.verdicts import verdicts
+from benchmarks.overhead.planning import Arithmetic, measure
 from kvferry.bench.engines import read_geometry
-from kvferry.bench.planning import Arithmetic, measure
 from kvferry.bench.rounds import Series
 from kvferry.bench.stats import Spread
 from kvferry.bench.transfer import Machine

@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from benchmarks.overhead.planning import OnPaper
 from kvferry.bench.engines import engine, read_geometry
-from kvferry.bench.planning import OnPaper
 from kvferry.bench.stats import Spread
 from kvferry.plan.side import Side, layout_of
 

@@ -1,0 +1,86 @@
+"""The parts of `benchmarks overhead`, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from benchmarks.overhead import hooks, planning, readiness
+from kvferry.bench.engines import Engine, engine
+from kvferry.bench.link import Producer, use_transports
+from kvferry.bench.reader import Reader
+from kvferry.bench.stats import Spread
+from kvferry.bench.transfer import Machine, machine
+from kvferry.geometry.models import ModelReading
+from kvferry.plan.side import Side
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverheadJob:
+    """The requests to plan and to move.
+
+    Attributes:
+        reading: model of both engines, which have one rank each; its layers are alike.
+        side: set-up of both engines.
+        planned_tokens: tokens of the request that is planned.
+        moved_tokens: tokens that are under way while hooks run.
+        repeats: counted rounds of planning and of getting ready.
+        transports: value of UCX_TLS, or None to leave it unchanged.
+    """
+
+    reading: ModelReading
+    side: Side = field(default_factory=Side)
+    planned_tokens: int = 131_072
+    moved_tokens: int = 4096
+    repeats: int = 9
+    transports: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredOverhead:
+    """The results of a job.
+
+    Attributes:
+        job, machine: what was measured, and where.
+        planning: kvferry's arithmetic for the request.
+        making: seconds in which NIXL makes a transfer of its pages.
+        readiness: getting ready for peers with other block sizes, for some hybrid models.
+        hooks: time inside the hooks of a step.
+    """
+
+    job: OverheadJob
+    machine: Machine
+    planning: planning.Arithmetic
+    making: Spread
+    readiness: tuple[readiness.Readiness, ...]
+    hooks: hooks.HookTimes
+
+
+def measure(job: OverheadJob, progress: Callable[[str], None]) -> MeasuredOverhead:
+    """Measure every part; sets UCX_TLS in this process if the job names transports.
+
+    Raises:
+        ConfigError: memory or NIXL cannot be had.
+        TransferError: the other process died, or something could not be moved.
+    """
+    settings = use_transports(job.transports)
+    progress(f"planning {job.planned_tokens:,} tokens")
+    planned = planning.measure(*_pair(job, job.planned_tokens), job.repeats)
+    making = planning.making(job.reading, job.planned_tokens, job.repeats, settings)
+    progress("getting ready for peers")
+    ready = readiness.measure(job.repeats)
+    progress("starting the producer process")
+    src, dst = _pair(job, job.moved_tokens)
+    with Producer([src], settings) as producer, Reader(dst, producer) as reader:
+        hook_times = hooks.measure(reader, src, progress)
+    return MeasuredOverhead(
+        job=job, machine=machine(), planning=planned, making=making, readiness=ready, hooks=hook_times
+    )
+
+
+def _pair(job: OverheadJob, tokens: int) -> tuple[Engine, Engine]:
+    src, dst = (
+        engine(name, job.reading, job.side, tokens, seed=seed)
+        for seed, name in enumerate(("source", "destination"), 1)
+    )
+    return src, dst
