@@ -106,7 +106,7 @@ class Played:
         tokens = min(self.total.get(request.request_id, 0), request.num_tokens) - have
         return [Bid(self.name, (Part(self.name, tokens),))] if tokens > 0 else []
 
-    def head(self, request: Any, have: int, grain: int) -> Bid | None:
+    def head(self, request: Any, have: int, alignment_tokens: int) -> Bid | None:
         return None
 
     tail = head
@@ -133,7 +133,7 @@ class Played:
     def begin(self, load: Load, request: Any) -> None:
         self.begun.append(load)
 
-    def grains(self, load: Load) -> tuple[int, ...]:
+    def alignments(self, load: Load) -> tuple[int, ...]:
         return (BLOCK,) * len(load.tables)
 
     def origin(self, load: Load) -> str:

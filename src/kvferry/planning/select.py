@@ -118,7 +118,9 @@ def unseen_from(kind: GroupKind, attention_span: int, end: int) -> int:
     return end + attention_span - 1
 
 
-def part_block(kind: GroupKind, attention_span: int, block_tokens: int, span: Span, grain: int) -> int | None:
+def part_block(
+    kind: GroupKind, attention_span: int, block_tokens: int, span: Span, alignment_tokens: int
+) -> int | None:
     """Return the position of the destination block whose beginning is not loaded; None if there is none.
 
     Only the first block of a window can be one: the source need not keep tokens before the window.
@@ -131,13 +133,14 @@ def part_block(kind: GroupKind, attention_span: int, block_tokens: int, span: Sp
     Args:
         kind, attention_span, block_tokens: of the destination's group.
         span: how much is loaded.
-        grain: content comes from the last multiple of so many tokens on, at or before what is needed.
+        alignment_tokens: loaded content begins at the last multiple of it, at or before what is needed.
     """
     if not attention_span:
         return None
     low, high = needed(kind, attention_span, span)
     first = low // block_tokens
-    return first if low < high and max(first * block_tokens, span.have) < low // grain * grain else None
+    loaded_from = low // alignment_tokens * alignment_tokens
+    return first if low < high and max(first * block_tokens, span.have) < loaded_from else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

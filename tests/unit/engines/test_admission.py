@@ -57,7 +57,7 @@ class Stand:
     looking: bool = False
     serves: bool = True
     strikes: bool = True
-    grain: int = BLOCK
+    alignment_tokens: int = BLOCK
     miss: Miss | None = None
     head_until: int = 0
     has_room: bool = True
@@ -82,8 +82,8 @@ class Stand:
     def bids(self, request, have):
         return [offer(self.name, self.total - have, self.looking)] if self.total > have else []
 
-    def head(self, request, have, grain):
-        tokens = self.head_until // grain * grain - have
+    def head(self, request, have, alignment_tokens):
+        tokens = self.head_until // alignment_tokens * alignment_tokens - have
         return offer(self.name, tokens) if tokens > 0 else None
 
     def tail(self, request, have, first):
@@ -100,8 +100,8 @@ class Stand:
     def origin(self, load):
         return f"{self.name} of {load.request_id}"
 
-    def grains(self, load):
-        return self.grain, self.grain
+    def alignments(self, load):
+        return self.alignment_tokens, self.alignment_tokens
 
     def ended(self, load, report):
         self.heard.append(("ended", report.failure))
@@ -635,7 +635,7 @@ def loaded_in_part(source):
 
 
 def test_a_block_that_was_loaded_in_part_leaves_the_prefix_cache_when_its_request_goes_on():
-    engine, one, part = loaded_in_part(Stand("one", 24, grain=2))
+    engine, one, part = loaded_in_part(Stand("one", 24, alignment_tokens=2))
     engine.allocate(one, 0)
     assert part.block_hash is None
     assert all(
@@ -644,13 +644,13 @@ def test_a_block_that_was_loaded_in_part_leaves_the_prefix_cache_when_its_reques
 
 
 def test_a_block_that_was_loaded_in_part_leaves_the_prefix_cache_with_the_step():
-    engine, _, part = loaded_in_part(Stand("one", 24, grain=2))
+    engine, _, part = loaded_in_part(Stand("one", 24, alignment_tokens=2))
     engine.admission.hand_over(SchedulerMeta("engine"))
     assert part.block_hash is None
 
 
 def test_a_request_that_may_have_found_it_before_is_looked_up_again():
-    source = Stand("one", 24, grain=2)
+    source = Stand("one", 24, alignment_tokens=2)
     engine, _, part = loaded_in_part(source)
     other = request("b", range(PROMPT))
     assert engine.admission.matched(other, 20) is None
@@ -659,7 +659,7 @@ def test_a_request_that_may_have_found_it_before_is_looked_up_again():
 
 
 def test_being_told_twice_of_blocks_is_no_sign_that_they_are_cached():
-    source, other = Stand("one", 24, grain=2), request("b", range(PROMPT))
+    source, other = Stand("one", 24, alignment_tokens=2), request("b", range(PROMPT))
     engine = Engine(source)
     one = engine.arrive()
     engine.admit(one)
@@ -679,7 +679,7 @@ def test_blocks_that_are_loaded_whole_stay_in_the_prefix_cache():
 
 
 def test_blocks_of_another_request_are_not_those_that_were_given_back():
-    engine, one, part = loaded_in_part(Stand("one", 24, grain=2))
+    engine, one, part = loaded_in_part(Stand("one", 24, alignment_tokens=2))
     tables = tuple([block.block_id for block in table] for table in engine.held["a"])
     engine.allocate(one, 0)
     assert part.block_id not in engine.parts.without("a", tables)[1]
@@ -693,7 +693,7 @@ def test_blocks_of_another_request_are_not_those_that_were_given_back():
 
 
 def test_blocks_that_a_failed_load_gave_back_are_nobodys_parts():
-    source = Stand("one", 24, grain=2)
+    source = Stand("one", 24, alignment_tokens=2)
     engine = Engine(source)
     one = engine.arrive()
     engine.admit(one)
@@ -705,7 +705,7 @@ def test_blocks_that_a_failed_load_gave_back_are_nobodys_parts():
 
 
 def test_blocks_that_a_preempted_request_gave_back_are_nobodys_parts():
-    source = Stand("one", 24, grain=2)
+    source = Stand("one", 24, alignment_tokens=2)
     engine = Engine(source)
     one = engine.arrive()
     engine.admit(one)
@@ -1211,14 +1211,14 @@ TestCounting.settings = settings(max_examples=80, stateful_step_count=30, deadli
 
 
 def test_beside_others_a_bid_that_would_fill_a_block_in_part_is_not_taken():
-    fine, coarse = Stand("fine", 24, grain=2), Stand("coarse", 16)
+    fine, coarse = Stand("fine", 24, alignment_tokens=2), Stand("coarse", 16)
     alone = Engine(fine, coarse)
     assert alone.admit(alone.arrive()) == 24
     engine = Engine(fine, coarse, whole=True)
     assert engine.admit(engine.arrive()) == 16
     fine.looking = True
     assert engine.admit(engine.arrive("c")) is None, "what it will turn out to be is not known"
-    fine.looking, fine.grain = False, BLOCK
+    fine.looking, fine.alignment_tokens = False, BLOCK
     assert engine.admit(engine.arrive("d")) == 24
 
 

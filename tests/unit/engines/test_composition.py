@@ -21,7 +21,7 @@ from kvferry.cache.bids import Bidding
 from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.meta import SchedulerMeta
 from kvferry.engines.vllm.offer import Offer, write_offer
-from kvferry.engines.vllm.offers import grain_of, offers_of
+from kvferry.engines.vllm.offers import common_alignment, offers_of
 from kvferry.engines.vllm.peer_source import PeerSource
 from kvferry.engines.vllm.prompts import Prompts
 from kvferry.engines.vllm.refusals import Refusals
@@ -240,10 +240,10 @@ class Engine:
         assert self.tiers.arrived(self.one, bidding)
         assert self.peer.arrived(self.one, bidding)
         self.sources = [self.peer, self.tiers] if case.peer_first else [self.tiers, self.peer]
-        self.grain = grain_of((one.kind, one.block_tokens) for one in case.rank.groups)
+        self.alignment_tokens = common_alignment((one.kind, one.block_tokens) for one in case.rank.groups)
 
     def offers(self) -> list[Any]:
-        return offers_of(self.sources, self.one, self.case.have, self.grain)
+        return offers_of(self.sources, self.one, self.case.have, self.alignment_tokens)
 
     def loads(self, offer: Any, here: int) -> list[tuple[Span, list[Brought]]]:
         """What each load of an offer brings, by group; `here` tokens are here by now."""
@@ -386,14 +386,14 @@ def test_all_that_two_have_together_is_offered(case: Case) -> None:
     }
     groups, expected = range(len(case.kinds)), set()
     seeing = [number for number in groups if case.kinds[number][0] in SEES_ALL]
-    grain = lcm(*(case.ours[number] for number in seeing))
+    alignment_tokens = lcm(*(case.ours[number] for number in seeing))
     begun = min(
         max((end for end in boundaries(case) if not lacks(case, number, end, 0)), default=case.have)
         for number in seeing
     )
-    if case.have < (meeting := begun // grain * grain) < case.offered:
+    if case.have < (meeting := begun // alignment_tokens * alignment_tokens) < case.offered:
         expected.add((engine.tiers.name, meeting, case.offered))
-    meeting = case.offered // grain * grain
+    meeting = case.offered // alignment_tokens * alignment_tokens
     ends = [
         end
         for end in boundaries(case)

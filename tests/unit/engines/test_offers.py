@@ -23,8 +23,8 @@ class Source:
     def bids(self, request, have):
         return [bid(self.name, self.tokens - have)] if self.tokens > have else []
 
-    def head(self, request, have, grain):
-        end = self.tokens // grain * grain
+    def head(self, request, have, alignment_tokens):
+        end = self.tokens // alignment_tokens * alignment_tokens
         return bid(self.name, end - have) if end > have else None
 
     def tail(self, request, have, first):
@@ -46,9 +46,11 @@ def test_each_has_something_alone_and_one_the_beginning_of_what_the_other_has_th
     assert found[-1].last is FAR
 
 
-@pytest.mark.parametrize(("sources", "grain"), [([FAR], 16), ([NEAR, FAR], 0), ([FAR, Source("no", 9)], 16)])
-def test_nothing_is_composed_of_one_source_or_without_a_beginning_that_layers_need(sources, grain):
-    assert all(len(offer.legs) == 1 for offer in offers_of(sources, None, 0, grain))
+@pytest.mark.parametrize(
+    ("sources", "alignment_tokens"), [([FAR], 16), ([NEAR, FAR], 0), ([FAR, Source("no", 9)], 16)]
+)
+def test_nothing_is_composed_of_one_source_or_without_a_beginning_that_layers_need(sources, alignment_tokens):
+    assert all(len(offer.legs) == 1 for offer in offers_of(sources, None, 0, alignment_tokens))
 
 
 def test_what_one_source_has_is_all_of_a_load():

@@ -147,14 +147,14 @@ class Engine:
             return
         self.waiting.remove(one)
         self.watch.forget(one.request_id)
-        grains = [self.grain(group.block_tokens, have) for group in self.groups]
+        alignments = [self.alignment_tokens(group.block_tokens, have) for group in self.groups]
         tables = tuple([block.block_id for block in table] for table in self.tables(one))
-        self.watch.begin(one, tables, span, grains)
+        self.watch.begin(one, tables, span, alignments)
         self.parts += self.watch.without(one.request_id, tables) != tables
         one.num_computed_tokens = span.total
-        self.loading.append((one, span, grains))
+        self.loading.append((one, span, alignments))
 
-    def grain(self, block: int, have: int) -> int:
+    def alignment_tokens(self, block: int, have: int) -> int:
         return self.draw.choice([n for n in range(1, block + 1) if block % n == 0 and have % n == 0])
 
     def lets_go(self, total: int) -> bool:
@@ -166,11 +166,11 @@ class Engine:
             if one.attention_span and total >= one.attention_span
         )
 
-    def promote(self, one: Request, span: Span, grains: list[int]) -> None:
-        for number, (group, grain) in enumerate(zip(self.groups, grains, strict=True)):
+    def promote(self, one: Request, span: Span, alignments: list[int]) -> None:
+        for number, (group, alignment_tokens) in enumerate(zip(self.groups, alignments, strict=True)):
             low, high = needed(group.kind, group.attention_span, span)
             if low < high:
-                self.write(one, number, max(low // grain * grain, span.have, 0), high)
+                self.write(one, number, max(low // alignment_tokens * alignment_tokens, span.have, 0), high)
         self.manager.cache_blocks(one, one.num_computed_tokens)
         one.num_computed_tokens -= one.num_computed_tokens == one.num_tokens
         self.promoted.append(one)

@@ -317,14 +317,14 @@ def test_all_requests_of_a_step_share_the_time_to_wait_for_their_tickets(monkeyp
     assert waits_said[-1] == STEP_WAIT_SECONDS
 
 
-@pytest.mark.parametrize(("theirs", "grain"), [(4, 4), (16, 16), (24, 8), (64, 16)])
-def test_content_comes_in_what_blocks_of_both_sides_have_in_common(theirs, grain):
+@pytest.mark.parametrize(("theirs", "alignment_tokens"), [(4, 4), (16, 16), (24, 8), (64, 16)])
+def test_content_comes_in_what_blocks_of_both_sides_have_in_common(theirs, alignment_tokens):
     peer = RankCard(ranks(spec(block_tokens=theirs), [ATTENTION] * 2)[0], b"metadata", 4096, 64, 1)
     engine = Engine(Known(facts("engine", 11), (peer,)))
     load = engine.begin(engine.arrive(offered()))
-    assert engine.source.grains(load) == (grain,)
+    assert engine.source.alignments(load) == (alignment_tokens,)
     engine.client.answer = NOBODY
-    assert engine.source.grains(load) == (1,), "nothing is known of it"
+    assert engine.source.alignments(load) == (1,), "nothing is known of it"
 
 
 def as_kind(rank, kind, attention_span):
@@ -348,7 +348,7 @@ def test_groups_are_told_by_their_layers_whatever_they_are_called(ours, theirs):
     (template,) = build_templates([peer], mine)
     assert {route.cell_tokens for route in template.routes} == {32}
     engine = Engine(Known(facts("engine", 11), (RankCard(peer, b"metadata", 4096, 64, 1),)), [mine])
-    assert engine.source.grains(engine.begin(engine.arrive(offered()))) == (32,)
+    assert engine.source.alignments(engine.begin(engine.arrive(offered()))) == (32,)
 
 
 def test_a_peer_whose_late_reads_hold_too_much_is_refused():

@@ -52,8 +52,8 @@ PLAIN, WINDOWED, HYBRID, CHUNKED = (
 
 
 @pytest.fixture(autouse=True)
-def _grain(monkeypatch):
-    monkeypatch.setattr(length, "WINDOW_GRAIN", BLOCK)
+def _alignment_tokens(monkeypatch):
+    monkeypatch.setattr(length, "WINDOW_ALIGNMENT_TOKENS", BLOCK)
 
 
 class Engine:
@@ -186,9 +186,11 @@ class Engine:
             begin, last = piece.number * CHUNK, min((piece.number + 1) * CHUNK, order.at_hand.stop)
             first = max(begin, order.at_hand.start)
             assert tokens == last - begin
-            grain = length.content_grain(of.kind, of.attention_span, CHUNK)
+            alignment_tokens = length.content_alignment(of.kind, of.attention_span, CHUNK)
             assert (
-                first == begin or first <= first_seen(of.kind, of.attention_span, last - 1) // grain * grain
+                first == begin
+                or first
+                <= first_seen(of.kind, of.attention_span, last - 1) // alignment_tokens * alignment_tokens
             )
             held = [self.content[table[at // BLOCK]][at % BLOCK] for at in range(first, last)]
             assert held == [held[-1][: at + 1] for at in range(first, last)]
@@ -442,9 +444,9 @@ def test_what_a_window_has_let_go_of_is_not_needed_of_a_chunk():
     engine.end()
 
 
-@pytest.mark.parametrize(("grain", "kept"), [(4, [0, 1]), (8, [1])])
-def test_a_chunk_begins_where_readers_of_larger_blocks_count_on_it(monkeypatch, grain, kept):
-    monkeypatch.setattr(length, "WINDOW_GRAIN", grain)
+@pytest.mark.parametrize(("alignment_tokens", "kept"), [(4, [0, 1]), (8, [1])])
+def test_a_chunk_begins_where_readers_of_larger_blocks_count_on_it(monkeypatch, alignment_tokens, kept):
+    monkeypatch.setattr(length, "WINDOW_ALIGNMENT_TOKENS", alignment_tokens)
     engine = Engine(geometry(attention(), LayerStore(GroupKind.SLIDING, 4, attention().fields)))
     one = arrived(engine, range(24))
     engine.step((one, 7))

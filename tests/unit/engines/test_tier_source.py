@@ -18,7 +18,7 @@ from kvferry.engines.vllm.source import Load
 from kvferry.engines.vllm.tier_source import TierSource
 from kvferry.geometry import Group, GroupKind
 from kvferry.geometry.canonical import canonical_of
-from kvferry.geometry.canonical.length import WINDOW_GRAIN
+from kvferry.geometry.canonical.length import WINDOW_ALIGNMENT_TOKENS
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.observe.events import Lack, Miss, Moved
 from kvferry.planning.select import Span
@@ -314,7 +314,7 @@ def test_content_of_chunks_begins_where_their_writers_count_on_it():
         engine.cache, engine.prompts, (*RANKS[0].groups, *groups), CANONICAL, Refusals(), 30.0
     )
     load = Load("a#1", "a", "a", 1, Bid(TIERS, ()), Span(0, CHUNK, PROMPT), ([], [], []), 0.0)
-    assert source.grains(load) == (CHUNK, CHUNK, WINDOW_GRAIN)
+    assert source.alignments(load) == (CHUNK, CHUNK, WINDOW_ALIGNMENT_TOKENS)
 
 
 def parts(bids):

@@ -175,22 +175,26 @@ def test_a_snapshot_leaves_nothing_uncovered():
     kind=st.sampled_from([FULL, SLIDING, CHUNKED]),
     attention_span=st.integers(1, 40),
     block=st.integers(1, 24),
-    grain=st.integers(1, 24),
+    alignment_tokens=st.integers(1, 24),
     have=st.integers(0, 8),
     total=st.integers(1, 120),
     rest=st.integers(0, 3),
 )
 def test_a_part_block_is_one_whose_beginning_was_not_there_and_is_not_loaded(
-    kind, attention_span, block, grain, have, total, rest
+    kind, attention_span, block, alignment_tokens, have, total, rest
 ):
     span = Span(min(have * block, total), total, total + rest)
     low, high = needed(kind, 0 if kind is FULL else attention_span, span)
-    loaded = {*range(low // grain * grain, high), *range(span.have)} if low < high else set(range(high))
+    loaded = (
+        {*range(low // alignment_tokens * alignment_tokens, high), *range(span.have)}
+        if low < high
+        else set(range(high))
+    )
     touched = {token // block for token in range(low, high)}
     parts = [
         at for at in touched if any(t not in loaded for t in range(at * block, min(at * block + block, high)))
     ]
-    found = part_block(kind, 0 if kind is FULL else attention_span, block, span, grain)
+    found = part_block(kind, 0 if kind is FULL else attention_span, block, span, alignment_tokens)
     assert ([] if found is None else [found]) == parts
 
 

@@ -39,7 +39,7 @@ from kvferry.engines.vllm.compat.specs import attention_span_of, state_position
 from kvferry.engines.vllm.headroom import Headroom
 from kvferry.engines.vllm.meta import BlockIds, Report, SchedulerMeta, WorkerMeta
 from kvferry.engines.vllm.must_compute import must_compute
-from kvferry.engines.vllm.offers import Offer, grain_of, offers_of
+from kvferry.engines.vllm.offers import Offer, common_alignment, offers_of
 from kvferry.engines.vllm.part_blocks import PartBlocks
 from kvferry.engines.vllm.request_phase import RequestPhase
 from kvferry.engines.vllm.source import Load, Source
@@ -122,7 +122,7 @@ class Admission:
             (kind, attention_span_of(group.kv_cache_spec), int(group.kv_cache_spec.block_size))
             for kind, group in zip(kinds, self._groups, strict=True)
         ]
-        self._grain = grain_of((kind, block) for kind, _, block in self._blocks)
+        self._alignment_tokens = common_alignment((kind, block) for kind, _, block in self._blocks)
         self._known: dict[str, _RequestState] = {}
         self._loads: dict[str, tuple[Source, Load]] = {}
         self._given_up: dict[str, str] = {}
@@ -304,7 +304,7 @@ class Admission:
 
     def _offers(self, known: _RequestState, request: Any, have: int) -> list[Offer]:
         """Return the offers that may be taken."""
-        found = offers_of(known.sources, request, have, self._grain)
+        found = offers_of(known.sources, request, have, self._alignment_tokens)
         return [offer for offer in found if not self._in_part(offer, request, have)]
 
     def _has_room(self, offer: Offer, request: Any, have: int) -> bool:
@@ -338,7 +338,7 @@ class Admission:
             self._pin(load, blocks.blocks)
             source.begin(load, request)
             self._events.began(source, load)
-        self._parts.begin(request, load.tables, span, source.grains(load))
+        self._parts.begin(request, load.tables, span, source.alignments(load))
 
     def _in_part(self, offer: Offer, request: Any, have: int) -> bool:
         """Return whether an offer would fill a block in part where that is not allowed.
@@ -348,7 +348,7 @@ class Admission:
         source, bid = offer.legs[-1]
         span = Span(have, have + offer.bid.tokens, request.num_tokens)
         load = Load("", request.request_id, "", 1, bid, span, (), 0.0)
-        return not offer.bid.looking and self._parts.refuses(span, source.grains(load))
+        return not offer.bid.looking and self._parts.refuses(span, source.alignments(load))
 
     def _settle(self, request_id: str, known: _RequestState) -> None:
         known.phase = RequestPhase.SERVED

@@ -51,37 +51,37 @@ class Offer:
         return found
 
 
-def grain_of(blocks: Iterable[tuple[GroupKind, int]]) -> int:
+def common_alignment(blocks: Iterable[tuple[GroupKind, int]]) -> int:
     """Return the tokens at multiples of which two parts may meet; 0 if no layer needs a beginning.
 
     Args:
         blocks: kind and block size in tokens of every group of the engine.
 
-    >>> grain_of([(GroupKind.FULL, 48), (GroupKind.MLA, 32), (GroupKind.SLIDING, 7)])
+    >>> common_alignment([(GroupKind.FULL, 48), (GroupKind.MLA, 32), (GroupKind.SLIDING, 7)])
     96
     """
     found = [tokens for kind, tokens in blocks if sees_all(kind)]
     return lcm(*found) if found else 0
 
 
-def offers_of(sources: Sequence[Source], request: Any, have: int, grain: int) -> list[Offer]:
+def offers_of(sources: Sequence[Source], request: Any, have: int, alignment_tokens: int) -> list[Offer]:
     """Return the offers of each source, then those of two together.
 
     Args:
         sources: those that may serve the request.
         request: vLLM's.
         have: tokens that the engine has.
-        grain: see `grain_of`.
+        alignment_tokens: parts meet at multiples of it, see `common_alignment`.
     """
     found = [Offer(bid, ((one, bid),)) for one in sources for bid in one.bids(request, have)]
-    if len(sources) > 1 and grain:
-        found += _composed(sources, request, have, grain)
+    if len(sources) > 1 and alignment_tokens:
+        found += _composed(sources, request, have, alignment_tokens)
     return found
 
 
-def _composed(sources: Sequence[Source], request: Any, have: int, grain: int) -> Iterator[Offer]:
+def _composed(sources: Sequence[Source], request: Any, have: int, alignment_tokens: int) -> Iterator[Offer]:
     for first in sources:
-        if (head := first.head(request, have, grain)) is None:
+        if (head := first.head(request, have, alignment_tokens)) is None:
             continue
         for last in sources:
             tail = last.tail(request, have, have + head.tokens) if last is not first else None

@@ -73,27 +73,30 @@ class PartBlocks:
         """Another connector fills blocks of this request in the step that uses them: all may prove wrong."""
         self._doubted.add(request_id)
 
-    def refuses(self, span: Span, grains: Sequence[int]) -> bool:
+    def refuses(self, span: Span, alignments: Sequence[int]) -> bool:
         """Whether such a load would fill a block in part, and there must be none; see `begin`."""
         return self._refused and any(
-            part_block(group.kind, group.attention_span, group.block_tokens, span, grain) is not None
-            for group, grain in zip(self._groups, grains, strict=True)
+            part_block(group.kind, group.attention_span, group.block_tokens, span, alignment_tokens)
+            is not None
+            for group, alignment_tokens in zip(self._groups, alignments, strict=True)
         )
 
-    def begin(self, request: Any, tables: BlockIds, span: Span, grains: Sequence[int]) -> None:
+    def begin(self, request: Any, tables: BlockIds, span: Span, alignments: Sequence[int]) -> None:
         """A load fills these tables; what an earlier one filled in part is the request's no more.
 
         Args:
             request: vLLM's.
             tables: destination blocks by position per group.
             span: how much is loaded.
-            grains: tokens per group, see `part_block`.
+            alignments: `alignment_tokens` of `part_block`, per group.
         """
         self.forget(request.request_id)
         found = []
-        for number, (group, ids, grain) in enumerate(zip(self._groups, tables, grains, strict=True)):
+        for number, (group, ids, alignment_tokens) in enumerate(
+            zip(self._groups, tables, alignments, strict=True)
+        ):
             size = group.block_tokens
-            at = part_block(group.kind, group.attention_span, size, span, grain)
+            at = part_block(group.kind, group.attention_span, size, span, alignment_tokens)
             if at is not None:
                 until = unseen_from(group.kind, group.attention_span, (at + 1) * size)
                 found.append(_Part(number, at, ids[at], until))

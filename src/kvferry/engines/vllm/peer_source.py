@@ -145,7 +145,7 @@ class PeerSource:
             adapters: the engine's LoRA adapters.
         """
         self._adapters = adapters
-        self._groups, self._grains = _blocks_of(ranks), dict[str, tuple[int, ...]]()
+        self._groups, self._alignments = _blocks_of(ranks), dict[str, tuple[int, ...]]()
         # The engine computes the last token of a prompt even if all of it is loaded. Attention writes the
         # same once more; recurrent state would have seen the token twice.
         self._computed_again = any(one.kind is GroupKind.STATE for rank in ranks for one in rank.groups)
@@ -209,10 +209,10 @@ class PeerSource:
         pull.bid = self._bid(pull, request, have)
         return (pull.bid,) if pull.bid is not None else ()
 
-    def head(self, request: Any, have: int, grain: int) -> Bid | None:
+    def head(self, request: Any, have: int, alignment_tokens: int) -> Bid | None:
         """See `Source.head`."""
         bid, tokens = self._last_bid(request)
-        return _shorter(bid, tokens // grain * grain - have)
+        return _shorter(bid, tokens // alignment_tokens * alignment_tokens - have)
 
     def tail(self, request: Any, have: int, first: int) -> Bid | None:
         """See `Source.tail`."""
@@ -257,19 +257,19 @@ class PeerSource:
             )
         )
 
-    def grains(self, load: Load) -> tuple[int, ...]:
+    def alignments(self, load: Load) -> tuple[int, ...]:
         """Return tokens per group: the common divisor of both sides' blocks."""
         pull = self._pulls[load.request_id]
         answer = self._client.look_up(pull.address, pull.incarnation)
         if not isinstance(answer, Known):
             return (1,) * len(self._groups)
-        if pull.peer not in self._grains:
+        if pull.peer not in self._alignments:
             theirs = _blocks_of(card.geometry for card in answer.ranks)
-            self._grains[pull.peer] = tuple(
+            self._alignments[pull.peer] = tuple(
                 gcd(block, *(tokens for tokens, names in theirs if names & layers))
                 for block, layers in self._groups
             )
-        return self._grains[pull.peer]
+        return self._alignments[pull.peer]
 
     def origin(self, load: Load) -> str:
         """Return PEER."""
@@ -334,7 +334,7 @@ class PeerSource:
         meta.disconnects = [name for name, used in self._connected.items() if now - used > UNUSED_SECONDS]
         for name in meta.disconnects:
             del self._connected[name]
-            self._grains.pop(name, None)
+            self._alignments.pop(name, None)
         meta.orders, self._orders = self._orders, []
 
     def _redeem(self, pull: _Pull, request: Any) -> None:

@@ -80,7 +80,7 @@ class Source(Protocol):
     def lack(self, request: Any, have: int) -> Lack:
         """Return why the last `bids` were none."""
 
-    def head(self, request: Any, have: int, grain: int) -> Bid | None:
+    def head(self, request: Any, have: int, alignment_tokens: int) -> Bid | None:
         """Return a bid for the beginning of a prefix whose rest another source has.
 
         It brings only layers that see all tokens. Called after `bids`, with the same arguments.
@@ -88,7 +88,7 @@ class Source(Protocol):
         Args:
             request: vLLM's.
             have: tokens that the engine has.
-            grain: the beginning ends at a multiple of so many tokens.
+            alignment_tokens: the beginning ends at a multiple of it.
         """
 
     def tail(self, request: Any, have: int, first: int) -> Bid | None:
@@ -100,7 +100,7 @@ class Source(Protocol):
     def begin(self, load: Load, request: Any) -> None:
         """Order the load of a bid that was taken."""
 
-    def grains(self, load: Load) -> tuple[int, ...]:
+    def alignments(self, load: Load) -> tuple[int, ...]:
         """Return tokens per group: loaded content begins at a multiple of them, at or before a window."""
 
     def origin(self, load: Load) -> str:

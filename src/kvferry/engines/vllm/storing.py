@@ -28,7 +28,7 @@ from kvferry.engines.vllm.prompts import Prompts
 from kvferry.engines.vllm.store_orders import StoreOrders
 from kvferry.geometry import Group, GroupKind
 from kvferry.geometry.canonical import Canonical
-from kvferry.geometry.canonical.length import content_grain, snapshots_apart
+from kvferry.geometry.canonical.length import content_alignment, snapshots_apart
 from kvferry.planning.chunks import Stretch, stretch_of
 from kvferry.planning.keeping import keeps_chunk, keeps_snapshot, last_ends
 from kvferry.planning.select import NULL_BLOCK, first_seen
@@ -72,7 +72,9 @@ class Storing:
             for one in canonical.groups
         ]
         self._canonical = canonical.groups
-        self._grains = [content_grain(one.kind, one.attention_span, self._chunk) for one in canonical.groups]
+        self._alignments = [
+            content_alignment(one.kind, one.attention_span, self._chunk) for one in canonical.groups
+        ]
         self._state = next((n for n, g in enumerate(canonical.groups) if g.kind is GroupKind.STATE), None)
         states = [] if self._state is None else self._parts[self._state]
         self._block = snapshots_apart(*(groups[number].block_tokens for number in states)) if states else 0
@@ -189,7 +191,9 @@ class Storing:
         one, low, high = self._canonical[group], number * self._chunk, min((number + 1) * self._chunk, until)
         needed = max(
             low,
-            first_seen(one.kind, one.attention_span, high - 1) // self._grains[group] * self._grains[group],
+            first_seen(one.kind, one.attention_span, high - 1)
+            // self._alignments[group]
+            * self._alignments[group],
         )
         looked = first_seen(one.kind, one.attention_span, found) if one.attention_span and found else 0
         since = low

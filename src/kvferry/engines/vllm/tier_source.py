@@ -32,7 +32,7 @@ from kvferry.engines.vllm.refusals import Refusals
 from kvferry.engines.vllm.source import Load
 from kvferry.geometry import Group
 from kvferry.geometry.canonical import Canonical
-from kvferry.geometry.canonical.length import content_grain
+from kvferry.geometry.canonical.length import content_alignment
 from kvferry.observe.events import Lack, Miss, Moved
 from kvferry.planning.chunks import Stretch
 from kvferry.planning.coverage import NOWHERE, Coverage
@@ -125,7 +125,9 @@ class TierSource:
         self.copy_seconds: list[float] = []
         chunk_tokens = canonical.chunk_tokens
         self._cache, self._prompts, self._groups = cache, prompts, groups
-        self._grains = tuple(content_grain(one.kind, one.attention_span, chunk_tokens) for one in groups)
+        self._alignments = tuple(
+            content_alignment(one.kind, one.attention_span, chunk_tokens) for one in groups
+        )
         self._refusals, self._timeout, self._apart = refusals, timeout_seconds, apart
         self._widest = prompts.widest
         self._asked: dict[str, _Asked] = {}
@@ -184,10 +186,12 @@ class TierSource:
             return ()
         return (Bid("names of chunks", (Part(HOST, most),), looking=True),)
 
-    def head(self, request: Any, have: int, grain: int) -> Bid | None:
+    def head(self, request: Any, have: int, alignment_tokens: int) -> Bid | None:
         """See `Source.head`."""
         found = self._asked[request.request_id].looked
-        return None if found is None else self._part_of(found, have, found.beginning // grain * grain)
+        if found is None:
+            return None
+        return self._part_of(found, have, found.beginning // alignment_tokens * alignment_tokens)
 
     def tail(self, request: Any, have: int, first: int) -> Bid | None:
         """See `Source.tail`."""
@@ -220,9 +224,9 @@ class TierSource:
         self._brought[load.key] = _Brought()
         self._begins.append(LoadBegin(load.key, load.request_id, self._timeout, load.attempt, load.loads))
 
-    def grains(self, load: Load) -> tuple[int, ...]:
+    def alignments(self, load: Load) -> tuple[int, ...]:
         """Return the tokens at which content of chunks begins, the same for every writer."""
-        return self._grains
+        return self._alignments
 
     def origin(self, load: Load) -> str:
         """Return the slowest tier that the load waits for."""

@@ -10,8 +10,9 @@ from kvferry.geometry.rank import GroupKind
 CHUNK_TOKENS = 256
 """Of a chunk, where nothing else is set; less where snapshots would not lie at its end."""
 
-WINDOW_GRAIN = 128
-"""See `content_grain`; blocks of windows usually divide it. With another, raise the form's FORMAT."""
+# A multiple of the usual block sizes of windows.
+WINDOW_ALIGNMENT_TOKENS = 128
+"""Alignment of content in chunks of short windows. A change needs another `form.FORMAT`."""
 
 
 def chunk_length(asked: int | None, apart: int, block: int = 1) -> int:
@@ -34,12 +35,13 @@ def chunk_length(asked: int | None, apart: int, block: int = 1) -> int:
     return max(fits, default=block if apart == 1 else lcm(apart, block) if apart % block else block)
 
 
-def content_grain(kind: GroupKind, attention_span: int, chunk_tokens: int) -> int:
-    """Content of a chunk begins at the last multiple of so many tokens, at or before what its end looks at.
+def content_alignment(kind: GroupKind, attention_span: int, chunk_tokens: int) -> int:
+    """Return the alignment of a chunk's content, in tokens.
 
-    What a window has left behind its writer may have no more of: there are zeros before that.
+    The writer may have freed tokens that the window no longer covers; the chunk has zeros for them. Valid content
+    begins at the last multiple of this alignment, at or before the first token that the chunk's end sees.
 
-    >>> content_grain(GroupKind.SLIDING, 128, 256), content_grain(GroupKind.SLIDING, 1024, 256)
+    >>> content_alignment(GroupKind.SLIDING, 128, 256), content_alignment(GroupKind.SLIDING, 1024, 256)
     (128, 256)
 
     Args:
@@ -47,7 +49,7 @@ def content_grain(kind: GroupKind, attention_span: int, chunk_tokens: int) -> in
         chunk_tokens: tokens of a chunk.
     """
     whole = not attention_span or (kind is GroupKind.SLIDING and attention_span >= chunk_tokens)
-    return chunk_tokens if whole else WINDOW_GRAIN
+    return chunk_tokens if whole else WINDOW_ALIGNMENT_TOKENS
 
 
 def check_prompt_length(chunk_tokens: int, apart: int, longest: int) -> None:
