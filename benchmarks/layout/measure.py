@@ -27,7 +27,7 @@ from kvferry.geometry.models import ModelReading
 from kvferry.plan.side import Side, block_tokens
 from kvferry.planning.select import needed
 from kvferry.planning.strategy import Strategy
-from kvferry.transport.costs import costs_of
+from kvferry.transport.costs_file import load_costs
 from kvferry.transport.settings import TransferSettings
 
 LAYOUTS = ("LBNHC", "LBHNC", "BLHNC", "BHLNC")
@@ -71,7 +71,7 @@ def measure(job: LayoutJob, reading: ModelReading, progress: Callable[[str], Non
     settings = use_transports(job.transports)
     tokens = moved_tokens(job, reading)
     found = _Engines.of(job, reading, tokens)
-    transfer = TransferSettings(costs=costs_of(), lanes=job.lanes)
+    transfer = TransferSettings(costs=load_costs(), lanes=job.lanes)
     with ExitStack() as stack:
         progress(f"{reading.cache.name}: starting the producer process")
         producer = stack.enter_context(Producer(list(found.sources.values()), settings))

@@ -55,8 +55,8 @@ from kvferry.tiers.objects.tier import ObjectStore
 from kvferry.tiers.paths import chunk_path
 from kvferry.tiers.storage_tier import SlowTier
 from kvferry.transport.control_client import ControlClient
-from kvferry.transport.control_server import Card, ControlServer
-from kvferry.transport.handshake import Known
+from kvferry.transport.control_server import ControlServer, ProducerCard
+from kvferry.transport.handshake import PeerInfo
 from kvferry.transport.messages import Facts, RankCard
 from kvferry.transport.redeem import Grant, new_ticket
 from kvferry.transport.security import random_keys
@@ -199,7 +199,7 @@ class Asker:
         card = RankCard(ranks[0], b"", 4096, 64, _INCARNATION)
         theirs, ours = (Facts(name, _INCARNATION, "kvferry bench", {}) for name in ("peer", "engine"))
         keys = random_keys()
-        server = stack.enter_context(closing(ControlServer(_HOST, 0, Card(theirs, (card,)), keys)))
+        server = stack.enter_context(closing(ControlServer(_HOST, 0, ProducerCard(theirs, (card,)), keys)))
         client = stack.enter_context(closing(ControlClient(ours, lambda _: None, keys)))
         self._tickets, self._address, self._groups = server.tickets, (_HOST, server.port), ranks[0].groups
         log = TransferLog(None, [group.label for group in canonical.groups], _BLOCK_TOKENS, 1.0)
@@ -221,7 +221,7 @@ class Asker:
             Watch(Fold(), Traces(100)),
         )
         ends = time.monotonic() + _PATIENCE_SECONDS
-        while not isinstance(client.look_up(self._address, _INCARNATION), Known):
+        while not isinstance(client.look_up(self._address, _INCARNATION), PeerInfo):
             if time.monotonic() > ends:
                 raise TransferError(f"a peer in this process does not answer at {_HOST}:{server.port}")
             time.sleep(0.001)

@@ -30,14 +30,14 @@ from kvferry.plan.side import Side
 from kvferry.planning.pieces import Int64s
 from kvferry.planning.strategy import LANE_BYTES
 from kvferry.transport.agent import Agent
-from kvferry.transport.area import Area
-from kvferry.transport.costs import costs_of
+from kvferry.transport.connected_peer import ConnectedPeer
+from kvferry.transport.costs_file import load_costs
 from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import Outgoing, RankCard
-from kvferry.transport.packed import chunks_of
-from kvferry.transport.peer import Peer
+from kvferry.transport.packed_read import segments_of
 from kvferry.transport.read_plan import ReadOrder, Share
 from kvferry.transport.settings import TransferSettings
+from kvferry.transport.staging import StagingArea
 
 _WORDS = Region(1 << 30, 4096)
 _TICKET = LeaseWord(0, 0, 1)
@@ -154,11 +154,13 @@ class OnPaper:
     def __init__(self, src: Engine, dst: Engine, rank: int) -> None:
         self.ours = lay_out(dst.model, dst.shape)[rank]
         self.strategies: tuple[str, ...] = ()
-        settings = TransferSettings(costs=costs_of())
-        self._landing = Area(settings.staging_bytes, self.ours.regions[0])
+        settings = TransferSettings(costs=load_costs())
+        self._landing = StagingArea(settings.staging_bytes, self.ours.regions[0])
         self._context: zmq.Context[Any] = zmq.Context()
         paper = _Paper()
-        self._peer = Peer(paper, self.ours, self._cards(src), _WORDS, self._landing, self._context, settings)
+        self._peer = ConnectedPeer(
+            paper, self.ours, self._cards(src), _WORDS, self._landing, self._context, settings
+        )
 
         self.descriptors = paper.descriptors
 
@@ -167,7 +169,7 @@ class OnPaper:
         started = time.perf_counter()
         plan = self._peer.plan(order)
         packed = (part for source in plan.ranks for part in source.packed)
-        chunks = ((part.way, cells) for part in packed for cells in chunks_of(part.way, part.cells))
+        chunks = ((part.way, cells) for part in packed for cells in segments_of(part.way, part.cells))
         for way, cells in itertools.islice(chunks, 1):
             way.indices(cells, 0, 0)
         first = time.perf_counter()

@@ -25,8 +25,8 @@ from kvferry.geometry import GroupKind
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.geometry.store import LayerStore, ModelCache, Stored
 from kvferry.transport.control_client import ControlClient
-from kvferry.transport.control_server import Card, ControlServer
-from kvferry.transport.handshake import Address, Known, Looking
+from kvferry.transport.control_server import ControlServer, ProducerCard
+from kvferry.transport.handshake import Address, PeerInfo, Pending
 from kvferry.transport.messages import Facts, RankCard
 from kvferry.transport.redeem import Grant, PromptContent, Redeemed, new_ticket
 from kvferry.transport.security import Keys, random_keys
@@ -113,7 +113,7 @@ def _met(one: ControlClient, address: Address, ticket: bytes | None, tokens: int
     began = time.perf_counter()
     one.look_up(address)
     number = None if ticket is None else one.redeem(address, ticket, tokens, _CONTENT)
-    while not isinstance(one.look_up(address), Known):
+    while not isinstance(one.look_up(address), PeerInfo):
         _check(began)
         time.sleep(0.0001)
     if number is not None:
@@ -135,7 +135,7 @@ def _redeemed(one: ControlClient, address: Address, ticket: bytes, tokens: int) 
 def _wait(one: ControlClient, number: int) -> None:
     answer = one.redemption(number, _PATIENCE_SECONDS)
     if not isinstance(answer, Redeemed):
-        why = "it does not answer" if isinstance(answer, Looking) else answer.reason
+        why = "it does not answer" if isinstance(answer, Pending) else answer.reason
         raise TransferError(f"the producer's process does not redeem a ticket: {why}")
 
 
@@ -169,7 +169,7 @@ def _produce(pipe: Connection, tickets: Sequence[bytes], tokens: int, keys: Keys
     cache = ModelCache("bench", (LayerStore(GroupKind.FULL, 0, rows),))
     (rank,) = lay_out(cache, EngineShape(1, (1,), _BLOCK_TOKENS, "LBNHC", 2))
     facts = Facts("bench-producer", _RUN, "kvferry bench", {})
-    server = ControlServer(_HOST, 0, Card(facts, (RankCard(rank, b"", 4096, 64, _RUN),)), keys)
+    server = ControlServer(_HOST, 0, ProducerCard(facts, (RankCard(rank, b"", 4096, 64, _RUN),)), keys)
     table = list(range(1, 1 + -(-tokens // _BLOCK_TOKENS)))
     for number, ticket in enumerate(tickets):
         server.tickets.publish(ticket, str(number), tokens, _CONTENT, Grant.of(0, 0, [table]))

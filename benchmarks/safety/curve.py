@@ -27,11 +27,11 @@ from kvferry.bench.reader import Reader
 from kvferry.plan.side import Side
 from kvferry.planning.strategy import Strategy
 from kvferry.transport import security
-from kvferry.transport.door import Door
+from kvferry.transport.allowed_peers import ANY_PEER
+from kvferry.transport.authenticator import Authenticator
 from kvferry.transport.gather_messages import Done, Gather, Gathered, encode
 from kvferry.transport.messages import Release, encode as encode_control
-from kvferry.transport.packed import chunks_of
-from kvferry.transport.peers import ANYBODY
+from kvferry.transport.packed_read import segments_of
 from kvferry.transport.read_plan import ReadPlan
 from kvferry.transport.redeem import Grant, PromptContent, Redeem, Redeemed, new_ticket
 
@@ -152,7 +152,7 @@ def _talk_of(plan: ReadPlan | None, tables: Sequence[list[int]], tokens: int) ->
     talk = [(encode_control(redeem), encode_control(redeemed))]
     ranks = plan.ranks if plan is not None else ()
     for packed in (each for rank in ranks for each in rank.packed if each.way.gather >= 0):
-        for cells in chunks_of(packed.way, packed.cells):
+        for cells in segments_of(packed.way, packed.cells):
             talk.append((encode(Gather(1, 0, 0, 1, bytes(4 * len(cells)), 0)), _SMALL_ANSWER))
             talk.append((encode(Done(1)), b""))
     talk.append((encode_control(Release(1, [ticket])), b""))
@@ -172,7 +172,7 @@ def _client(keys: security.Keys | None, port: int) -> Iterator[_Pair]:
     socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
     socket.linger = 0
     if keys is not None:
-        security.as_client(socket, keys)
+        security.secure_client(socket, keys)
     socket.connect(f"tcp://{_HOST}:{port}")
     try:
         yield _Pair(socket)
@@ -185,11 +185,11 @@ def _client(keys: security.Keys | None, port: int) -> Iterator[_Pair]:
 def _listening(keys: security.Keys | None) -> Iterator[int]:
     """Answer in a thread as each question says."""
     context: zmq.Context[Any] = zmq.Context()
-    door = Door(context, keys, ANYBODY) if keys is not None else None
+    door = Authenticator(context, keys, ANY_PEER) if keys is not None else None
     socket: zmq.Socket[Any] = context.socket(zmq.ROUTER)
     socket.linger = 0
     if keys is not None:
-        security.as_server(socket, keys)
+        security.secure_server(socket, keys)
     port = socket.bind_to_random_port(f"tcp://{_HOST}")
     ended = threading.Event()
 

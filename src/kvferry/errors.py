@@ -11,7 +11,7 @@ KVFerryError
 ├── TransferError          bytes that could not be moved, or that cannot be trusted after they were
 ├── ChunkError             a chunk of a cache tier that cannot be written, or whose bytes cannot be believed
 │   └── OtherVersion       a chunk of another format version, which the release that wrote it can read
-└── beside the code that raises them, in `kvferry.transport`: NotAllowed; in `kvferry.serving`:
+└── beside the code that raises them, in `kvferry.transport`: AddressNotAllowed; in `kvferry.serving`:
     LaunchError, ListenError, FleetLost (engines), MalformedBody (router), AskError (demo);
     in `kvferry.doctor`: CannotMeet, TooLong
 """

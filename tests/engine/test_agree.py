@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
-from kvferry.transport.messages import compare
+from kvferry.transport.messages import compare_facts
 from support.vllm_engine.inside import distance
 from support.vllm_engine.odd_models import PHI3, checkpoint
 from support.vllm_engine.pair import connector, prompt
@@ -119,7 +119,7 @@ DIFFER: list[tuple[str, Options, Options, list[str]]] = [
 def test_engines_that_differ_in_what_decides_content_say_in_which_keys(
     engines: Engines, name: str, one: Options, other: Options, said: list[str]
 ) -> None:
-    found = compare(engines.facts(name, **one), engines.facts(name, **other))
+    found = compare_facts(engines.facts(name, **one), engines.facts(name, **other))
     assert len(found) == len(said), found
     for sentence, expected in zip(found, said, strict=True):
         start, star, _ = expected.partition("*")
@@ -139,13 +139,13 @@ AGREE: list[tuple[str, Options, Options]] = [
 def test_engines_that_differ_in_nothing_that_decides_content_agree(
     engines: Engines, name: str, one: Options, other: Options
 ) -> None:
-    assert compare(engines.facts(name, **one), engines.facts(name, **other)) == []
+    assert compare_facts(engines.facts(name, **one), engines.facts(name, **other)) == []
 
 
 def test_the_same_checkpoint_in_another_folder_is_the_same(engines: Engines) -> None:
     copy = engines.folder / "copy of the model"
     shutil.copytree(engines.model("qwen3"), copy)
-    assert compare(engines.facts("qwen3"), engines.facts("qwen3", model=str(copy))) == []
+    assert compare_facts(engines.facts("qwen3"), engines.facts("qwen3", model=str(copy))) == []
 
 
 def test_other_factors_of_long_prompts_move_nothing(engines: Engines) -> None:
@@ -201,7 +201,7 @@ def test_one_name_of_other_adapters_moves_nothing_and_one_adapter_of_other_names
     engines: Engines, adapter: Callable[[str, int], str]
 ) -> None:
     host = engines.host
-    assert compare(host.call("facts"), engines.start("phi3", max_model_len=512, **LORA)) == []
+    assert compare_facts(host.call("facts"), engines.start("phi3", max_model_len=512, **LORA)) == []
     here = adapter("here", 1)
     there = shutil.copytree(here, engines.folder / "there")
     for theirs, moves in ((f"yours={there}", True), (f"mine={adapter('other', 2)}", False)):

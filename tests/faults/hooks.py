@@ -15,9 +15,9 @@ from typing import Any
 
 import zmq
 
-from kvferry.transport.area import UNIT_BYTES
 from kvferry.transport.gather_messages import Gathered
-from kvferry.transport.handshake import NotUsable
+from kvferry.transport.handshake import Unusable
+from kvferry.transport.staging import UNIT_BYTES
 from support.vllm_engine.pages import negate
 from support.vllm_engine.tiers_inside import half, worker_half
 
@@ -110,7 +110,7 @@ def forget_peers(engine: Any) -> int:
 def forgive(engine: Any) -> int:
     """Let refusals and silences of peers be over, which stand for a while; return how many were refused."""
     client = half(engine)._client
-    refused = [at for at, answer in client._handshakes._answers.items() if isinstance(answer, NotUsable)]
+    refused = [at for at, answer in client._handshakes._answers.items() if isinstance(answer, Unusable)]
     for address in refused:
         client.forget(address)
     for lane in worker_half(engine)._transfers._lanes:

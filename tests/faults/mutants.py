@@ -39,12 +39,12 @@ def _no_raised_words(engine: Any) -> Iterator[None]:
 @contextmanager
 def _no_image_words(engine: Any) -> Iterator[None]:
     """Images that were gathered are believed without a look at their word."""
-    from kvferry.transport.packed import PackedRead, _State
+    from kvferry.transport.packed_read import PackedRead, _SegmentState
 
     land = PackedRead._land
 
     def lands(of: Any, chunk: Any) -> None:
-        chunk.state = _State.READING
+        chunk.state = _SegmentState.READING
         land(of, chunk)
 
     with mock.patch.object(PackedRead, "_land", lands):
@@ -53,9 +53,9 @@ def _no_image_words(engine: Any) -> Iterator[None]:
 
 @contextmanager
 def _no_peers(engine: Any) -> Iterator[None]:
-    from kvferry.transport.peers import Peers
+    from kvferry.transport.allowed_peers import AllowedPeers
 
-    with mock.patch.object(Peers, "allows", return_value=True):
+    with mock.patch.object(AllowedPeers, "allows", return_value=True):
         yield
 
 
@@ -82,9 +82,9 @@ def _no_adapter(engine: Any) -> Iterator[None]:
 
 @contextmanager
 def _no_digest(engine: Any) -> Iterator[None]:
-    from kvferry.transport.tickets import _Open
+    from kvferry.transport.tickets import _OpenTicket
 
-    with mock.patch.object(_Open, "refusal", return_value=None):
+    with mock.patch.object(_OpenTicket, "refusal", return_value=None):
         yield
 
 
@@ -138,9 +138,9 @@ def _no_checksum(engine: Any) -> Iterator[None]:
 
 @contextmanager
 def _no_key(engine: Any) -> Iterator[None]:
-    from kvferry.transport.door import Door
+    from kvferry.transport.authenticator import Authenticator
 
-    with mock.patch.object(Door, "_verdict", return_value=(b"200", b"OK")):
+    with mock.patch.object(Authenticator, "_verdict", return_value=(b"200", b"OK")):
         yield
 
 

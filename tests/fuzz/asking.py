@@ -18,11 +18,11 @@ from kvferry.planning.plane import PoolNests
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.gather_messages import GatherRoute
-from kvferry.transport.handshake import Known, Looking
+from kvferry.transport.handshake import PeerInfo, Pending
 from kvferry.transport.lease import LeaseWord
-from kvferry.transport.messages import MOST_TURNS
+from kvferry.transport.messages import MAX_TURNS
 from kvferry.transport.redeem import Redeemed
-from kvferry.transport.turns import Content, shared_tokens
+from kvferry.transport.turns import TurnContent, shared_tokens
 from transport.cards import ticket
 
 _NOWHERE = (HOST, 1)
@@ -62,7 +62,7 @@ class Consumer:
         """Args: heard: returns how many messages the client has heard."""
         self.taken = Counter[str]()
         self._client, self._honest_port, self._heard = client, honest_port, heard
-        self._lies, self._prompt = Lies(seed()), Content(CHUNK_TOKENS, KEYS, range(600))
+        self._lies, self._prompt = Lies(seed()), TurnContent(CHUNK_TOKENS, KEYS, range(600))
         self._told = small(Odd(seed(), replies()))
         self._there = HOST, rig.hostile(self._lies)
 
@@ -75,7 +75,7 @@ class Consumer:
         # Of the next number, which the liar names now and then.
         unanswered = client.redeem(_NOWHERE, ticket("x"), TOKENS, CONTENT)
         question = client.ask_turn({there: 1}, self._prompt)
-        until(lambda: not isinstance(client.look_up(there, 1), Looking), 20.0, "an end")
+        until(lambda: not isinstance(client.look_up(there, 1), Pending), 20.0, "an end")
         answer = client.redemption(asked, 0.05)
         self.taken[type(answer).__name__] += 1
         lie = client.redemption(unanswered)
@@ -88,7 +88,7 @@ class Consumer:
 
     def repeat(self) -> tuple[int, int]:
         """Be told the same hundreds of messages; return how many were heard, and how many bytes."""
-        while not isinstance(self._client.look_up(self._there, 1), Known):
+        while not isinstance(self._client.look_up(self._there, 1), PeerInfo):
             self.ask()
         told = self._lies.more = self._told
         heard = self._heard() + len(told)
@@ -102,7 +102,7 @@ class Consumer:
         while (found := self._client.turns(question)) is None:
             time.sleep(0.001)
         assert {address for address, _ in found} <= {self._there}
-        assert len(found) <= MOST_TURNS
+        assert len(found) <= MAX_TURNS
         assert all(0 <= shared_tokens(self._prompt, kept) <= 600 for _, kept in found)
         self.taken["turns"] += bool(found)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from fuzz.seeds import CHUNK_TOKENS, CONTENT, GRANT, KEYS, LEASES, TOKENS, TURNS
 from kvferry.errors import ProtocolError
-from kvferry.transport.control_server import Claimed, ControlServer, Released
+from kvferry.transport.control_server import ControlServer, LeasesClaimed, LeasesReleased
 from kvferry.transport.messages import (
     AskTurn,
     Heartbeat,
@@ -19,7 +19,7 @@ from kvferry.transport.messages import (
 )
 from kvferry.transport.redeem import NotRedeemed, Redeem, Redeemed
 from kvferry.transport.tickets import MOST_CONSUMERS
-from kvferry.transport.turns import Content
+from kvferry.transport.turns import TurnContent
 from transport.cards import ticket
 
 HONEST = "honest"
@@ -43,14 +43,14 @@ class Model:
         self._claimed: dict[bytes, set[int]] = defaultdict(set)
         self._released: dict[bytes, set[int]] = defaultdict(set)
         self._message: Any = None
-        self._due: Claimed | Released | None = None
+        self._due: LeasesClaimed | LeasesReleased | None = None
         self._receive, self._send = server._listener.receive, server._listener.send
         self._put = server.events.put
         for name in (*LEASES, HONEST):
             self._grant(name)
         for name in TURNS:
             kept = KeptTurn("P", 1, ticket(name), GRANT, 3 * CHUNK_TOKENS, 1, 0, [])
-            server.turns.publish(Content(CHUNK_TOKENS, KEYS, range(3 * CHUNK_TOKENS)), kept, name)
+            server.turns.publish(TurnContent(CHUNK_TOKENS, KEYS, range(3 * CHUNK_TOKENS)), kept, name)
         server._listener.receive = self._heard  # type: ignore[method-assign]
         server._listener.send = self._said  # type: ignore[method-assign]
         server.events.put = self._told  # type: ignore[method-assign]
@@ -74,14 +74,14 @@ class Model:
             claimed = [one for one in self._leases if asked.consumer in self._claimed[one]]
             found = [self._leases[one] for one in claimed if one in asked.tickets]
             found += [name for name in TURNS if ticket(name) in asked.tickets]
-            self._due = Claimed(sorted(found)) if found else None
+            self._due = LeasesClaimed(sorted(found)) if found else None
         elif isinstance(asked, Release):
             named = [one for one in self._leases if one in asked.tickets]
             ended = [self._leases[one] for one in named if self._ends(one, asked.consumer)]
-            self._due = Released(sorted(ended)) if ended else None
+            self._due = LeasesReleased(sorted(ended)) if ended else None
         elif isinstance(asked, Redeem) and self._may_redeem(asked):
             self._claimed[asked.ticket].add(asked.consumer)
-            self._due = Claimed([self._leases[asked.ticket]])
+            self._due = LeasesClaimed([self._leases[asked.ticket]])
         return sender, data
 
     def _ends(self, one: bytes, consumer: int) -> bool:
@@ -112,11 +112,11 @@ class Model:
             self.found += bool(said.kept)
             self.wrong += [f"{kept} for {asked}" for kept in said.kept if not _may_find(asked, kept)]
 
-    def _told(self, sender: bytes, event: Claimed | Released, **options: Any) -> bool:
+    def _told(self, sender: bytes, event: LeasesClaimed | LeasesReleased, **options: Any) -> bool:
         due, self._due = self._due, None
         if due != type(event)(sorted(event.leases)):
             self.wrong.append(f"{event} in place of {due} for {self._message}")
-        elif isinstance(event, Released):
+        elif isinstance(event, LeasesReleased):
             self.ended += 1
             for name in event.leases:
                 self._grant(name)

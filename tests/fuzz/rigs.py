@@ -16,13 +16,13 @@ from kvferry.geometry import Region
 from kvferry.geometry.rank import RankGeometry
 from kvferry.planning.template import names_absent
 from kvferry.transport import security
-from kvferry.transport.area import UNIT_BYTES, Area
 from kvferry.transport.control_client import ControlClient
-from kvferry.transport.control_server import Card, ControlServer
+from kvferry.transport.control_server import ControlServer, ProducerCard
 from kvferry.transport.gather_server import GatherServer
-from kvferry.transport.handshake import Known, Looking
+from kvferry.transport.handshake import PeerInfo, Pending
 from kvferry.transport.lease import LeaseWords
 from kvferry.transport.redeem import Redeemed
+from kvferry.transport.staging import UNIT_BYTES, StagingArea
 from transport.cards import cards, facts, ticket
 
 HOST = "127.0.0.1"
@@ -54,7 +54,7 @@ class Rig:
 
     def server(self) -> ControlServer:
         """Return a producer's end, of one rank."""
-        server = ControlServer(HOST, 0, Card(facts(), cards()), self.keys)
+        server = ControlServer(HOST, 0, ProducerCard(facts(), cards()), self.keys)
         self.stack.callback(server.close)
         return server
 
@@ -76,7 +76,7 @@ class Rig:
         context = zmq.Context()
         dealer = context.socket(zmq.DEALER)
         dealer.linger, dealer.sndhwm, dealer.sndtimeo = 0, 8, 10_000
-        security.as_client(dealer, self.keys if authentic else new_keys())
+        security.secure_client(dealer, self.keys if authentic else new_keys())
         dealer.connect(f"tcp://{HOST}:{port}")
         self.stack.callback(context.term)
         self.stack.callback(dealer.close)
@@ -87,7 +87,7 @@ class Rig:
         context = zmq.Context()
         router = context.socket(zmq.ROUTER)
         router.linger = 0
-        security.as_server(router, self.keys)
+        security.secure_server(router, self.keys)
         port = router.bind_to_random_port(f"tcp://{HOST}")
         stop = threading.Event()
 
@@ -110,9 +110,9 @@ def meet(client: ControlClient, port: int, limit: float = 20.0) -> float:
     client.forget((HOST, port))
     began = time.monotonic()
     answer = until(
-        lambda: None if isinstance(a := client.look_up((HOST, port), 1), Looking) else a, limit, "handshake"
+        lambda: None if isinstance(a := client.look_up((HOST, port), 1), Pending) else a, limit, "handshake"
     )
-    assert isinstance(answer, Known), answer
+    assert isinstance(answer, PeerInfo), answer
     return time.monotonic() - began
 
 
@@ -129,7 +129,7 @@ def redeem(client: ControlClient, port: int) -> Redeemed:
         client.look_up((HOST, port))
         number = client.redeem((HOST, port), ticket("honest"), TOKENS, CONTENT)
         answer = until(
-            lambda n=number: None if isinstance(a := client.redemption(n), Looking) else a, 20.0, "redemption"
+            lambda n=number: None if isinstance(a := client.redemption(n), Pending) else a, 20.0, "redemption"
         )
         client.end_redemption(number)
         if isinstance(answer, Redeemed):
@@ -151,7 +151,7 @@ class Worker:
         self.pool = np.random.default_rng(1).integers(0, 256, BLOCKS * STRIDE, np.uint8)
         self.address = int(self.pool.ctypes.data)
         region = Region(self.address, len(self.pool))
-        self.area = Area(UNITS * UNIT_BYTES, region)
+        self.area = StagingArea(UNITS * UNIT_BYTES, region)
         self.words = LeaseWords(INCARNATION, LEASES)
         first = self.words.extend(UNITS)
         geometry = RankGeometry(0, 1, 0, 1, BLOCKS, (), (region,))

@@ -27,17 +27,17 @@ from kvferry.planning.nest import Nest
 from kvferry.planning.plane import PoolNests
 from kvferry.transport import check_ranks, gather_messages, gather_server, messages, turns
 from kvferry.transport.control_client import ControlClient
-from kvferry.transport.control_server import Card, ControlServer
+from kvferry.transport.control_server import ControlServer, ProducerCard
+from kvferry.transport.fair_queue import FairQueue
 from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.gather_messages import Done, Gather, Gathered, GatherRoute, Introduce, encode
 from kvferry.transport.gather_server import GatherServer
 from kvferry.transport.handshake import Handshakes
-from kvferry.transport.inbox import Inbox
 from kvferry.transport.messages import PROTOCOL
 from kvferry.transport.redeem import PromptContent
 from kvferry.transport.redemptions import Redemptions
 from kvferry.transport.tickets import TicketBook
-from kvferry.transport.turns import Questions, TurnIndex
+from kvferry.transport.turns import TurnIndex, TurnQueries
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
 
@@ -66,10 +66,16 @@ def said(reached: Reached, least: float) -> None:
 
 def test_a_producer_serves_on_whatever_a_peer_with_the_key_says(rig, caplog):
     odd = Odd(seed(), requests())
-    handlers = [ControlServer._serve, ControlServer._take, ControlServer._met, Card.answer, Inbox.put]
+    handlers = [
+        ControlServer._serve,
+        ControlServer._take,
+        ControlServer._met,
+        ProducerCard.answer,
+        FairQueue.put,
+    ]
     handlers += [ControlServer._redeem, ControlServer._hear, *methods(TicketBook, without=("__len__",))]
     handlers += [TurnIndex.find, TurnIndex.leases, PromptContent.difference]
-    with Reached(*handlers, messages.decode_request, messages.compare) as reached:
+    with Reached(*handlers, messages.decode_request, messages.compare_facts) as reached:
         server, honest = rig.server(), rig.client()
         model = Model(server)
         server._serve = cost = Costs(server._serve)
@@ -105,12 +111,12 @@ def test_a_consumer_goes_on_whatever_a_peer_with_the_key_answers(rig, caplog, mo
     monkeypatch.setattr(turns, "SILENT_SECONDS", 0.0)
     monkeypatch.setattr(turns, "ASK_SECONDS", 0.05)
     handlers = methods(Handshakes, without=("__init__", "crowded", "deadlines"))
-    handlers += methods(Redemptions, Questions, without=("__init__",))
+    handlers += methods(Redemptions, TurnQueries, without=("__init__",))
     checks = [
         one for one in vars(check_ranks).values() if getattr(one, "__module__", "") == check_ranks.__name__
     ]
     with Reached(
-        ControlClient._receive, *handlers, *checks, messages.decode_reply, messages.numbered
+        ControlClient._receive, *handlers, *checks, messages.decode_reply, messages.decode_numbered
     ) as reached:
         server, consumer = rig.server(), rig.client(0.5)
         consumer._receive = cost = Costs(consumer._receive)

@@ -1,6 +1,6 @@
 """The CURVE keys that engines of a test share."""
 
-from kvferry.transport.security import derive
+from kvferry.transport.security import derive_keys
 
-KEYS = derive(b"what all engines of a test share")
-OTHER_KEYS = derive(b"what engines of somebody else share")
+KEYS = derive_keys(b"what all engines of a test share")
+OTHER_KEYS = derive_keys(b"what engines of somebody else share")

@@ -13,14 +13,14 @@ from kvferry.errors import TransferError
 from kvferry.geometry import Region
 from kvferry.transport.agent import ReadState
 from kvferry.transport.messages import RankCard
-from kvferry.transport.vetting import Verdict
+from kvferry.transport.metadata_validation import ValidationResult
 
 
 class Trusting:
     """Lets every peer pass: a local agent's metadata is its name."""
 
-    def ask(self, cards: Sequence[RankCard], wake: Callable[[], None]) -> Verdict:
-        return Verdict("")
+    def ask(self, cards: Sequence[RankCard], wake: Callable[[], None]) -> ValidationResult:
+        return ValidationResult("")
 
     def warm(self) -> None:
         pass

@@ -56,7 +56,7 @@ from kvferry.observe.events import Lack, Miss
 from kvferry.observe.watch import Watch
 from kvferry.serving.tiny import tiny_checkpoint
 from kvferry.tiers.names import TIERS
-from kvferry.transport.control_server import Claimed, Released
+from kvferry.transport.control_server import LeasesClaimed, LeasesReleased
 from kvferry.transport.tickets import TicketBook
 from kvferry.transport.turns import TurnIndex
 
@@ -275,7 +275,7 @@ class OfferingConnector(PlayedConnector):
         )
         channel = SimpleNamespace(port=7, tickets=TicketBook(1), turns=TurnIndex())
         self.producer.start(channel, pool, 1)
-        self.heard: deque[Claimed | Released] = deque()
+        self.heard: deque[LeasesClaimed | LeasesReleased] = deque()
         self.ended: set[str] = set()
 
     def on_new_request(self, request: Any) -> None:

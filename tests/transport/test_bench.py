@@ -30,7 +30,7 @@ from kvferry.cli.bench import register
 from kvferry.errors import TransferError
 from kvferry.plan.side import Side
 from kvferry.planning.strategy import Strategy
-from kvferry.transport.costs import read_costs, write_costs
+from kvferry.transport.costs_file import read_costs, write_costs
 
 pytestmark = pytest.mark.transport
 

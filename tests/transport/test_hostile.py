@@ -18,9 +18,9 @@ import pytest
 
 from kvferry.doctor.ports import listening
 from kvferry.geometry import Region
-from kvferry.transport import vetting
-from kvferry.transport.devices import VARIABLE, _ipv4
+from kvferry.transport import metadata_validation
 from kvferry.transport.messages import Outgoing
+from kvferry.transport.network_devices import VARIABLE, _ipv4
 from support.metadata import mutations, value
 from transport import large
 from transport.test_faults import well
@@ -67,7 +67,7 @@ def test_metadata_that_ends_a_process_ends_the_child_alone(world, reader):
 
 
 def test_a_worker_survives_any_damage_to_metadata(world, reader, monkeypatch):
-    monkeypatch.setattr(vetting, "TRY_SECONDS", 1.0)
+    monkeypatch.setattr(metadata_validation, "TRY_SECONDS", 1.0)
     (card,) = world.shared_producer(large.SPEC, large.FAMILIES, seed=50).cards
     became = Counter()
     for what, agent in mutations(card.agent, MUTATIONS, SEED):
@@ -163,7 +163,7 @@ def test_the_child_ends_with_a_worker_that_is_killed():
 import os
 import signal
 import nixl
-from kvferry.transport.trial import Trial
+from kvferry.transport.metadata_sandbox import Trial
 trial = Trial("127.0.0.1")
 print(trial._process.pid, repr(trial.wait_ready()), flush=True)
 trial._process.send_signal(signal.SIGSTOP)

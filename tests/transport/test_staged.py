@@ -12,7 +12,7 @@ import pytest
 from kvferry.geometry import GroupKind
 from kvferry.planning.select import Span
 from kvferry.planning.strategy import Strategy
-from kvferry.transport import packed
+from kvferry.transport import packed_read
 from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.gather_messages import Gathered
 from kvferry.transport.lease import LeaseWord
@@ -138,7 +138,7 @@ def test_a_peer_that_would_have_to_gather_and_does_not_is_a_failure_in_words(
 def test_a_gather_port_where_nobody_listens_costs_patience_once_and_the_bytes_come(
     world, make_producer, monkeypatch
 ):
-    monkeypatch.setattr(packed, "ASK_SECONDS", 0.5)
+    monkeypatch.setattr(packed_read, "ASK_SECONDS", 0.5)
     asked, ask = [], GatherClient.ask
     monkeypatch.setattr(GatherClient, "ask", lambda self, *chunk: asked.append(chunk) or ask(self, *chunk))
     (card,) = make_producer().cards
@@ -156,7 +156,7 @@ def test_a_gather_port_where_nobody_listens_costs_patience_once_and_the_bytes_co
 def test_a_source_that_stops_holds_up_nobody_and_its_reads_end_once_it_goes_on(
     over_tcp, world, make_producer, monkeypatch
 ):
-    monkeypatch.setattr(packed, "ASK_SECONDS", 0.5)
+    monkeypatch.setattr(packed_read, "ASK_SECONDS", 0.5)
     reader = world.reader(RANK, settings=settings())
     stopped, well = (world.producer(SRC, FAMILIES, FROM) for _ in range(2))
     reader.thread.connect("stopped", stopped.cards)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from kvferry.transport.verbs import LIBRARY, load_first
+from kvferry.transport.rdma_libraries import LIBRARY, preload
 
 pytestmark = pytest.mark.transport
 
@@ -16,7 +16,7 @@ assert any(LIBRARY in line for line in open("/proc/self/maps")), "NIXL does not 
 """
 
 
-@pytest.mark.skipif(not load_first(), reason=f"no {LIBRARY} here")
+@pytest.mark.skipif(not preload(), reason=f"no {LIBRARY} here")
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_process_that_made_an_agent_exits_with_0(kept):
     program = f"LIBRARY = {LIBRARY!r}\n{PROGRAM}" + ("" if kept else "del agent\n")

@@ -1,8 +1,9 @@
 """`kvferry bench calibrate`: what reading, copying and asking cost on this machine.
 
 The three are measured apart, each through the code that does it in a transfer: READs between two processes
-through `transport.agent`, gathers and scatters through `memory.copy`, asking through the gather channel.
-Sizes are taken in an order drawn anew every round: a slow minute of the machine does not fall on one of them.
+through `transport.agent`, gathers and scatters through `memory.cell_copies`, asking through the gather
+channel. Sizes are taken in an order drawn anew every round: a slow minute of the machine does not fall on one
+of them.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from kvferry.bench.stats import Spread
 from kvferry.errors import TransferError
 from kvferry.geometry import Region
 from kvferry.geometry.models import ModelReading
-from kvferry.memory.copy import Loops, Slots
-from kvferry.memory.space import Space
+from kvferry.memory.address_space import AddressSpace
+from kvferry.memory.cell_copies import CellCopies, StagedCells
 from kvferry.plan.side import Side
 from kvferry.planning.nest import Loop, Nest
 from kvferry.planning.plane import ONE_CELL, PoolNests
@@ -185,8 +186,10 @@ class _Copy:
         if side == "dst":
             nest = Nest(here, there, run, tuple(Loop(loop.count, loop.dst, loop.src) for loop in loops))
         self._keep = pool, images
-        self._loops = Loops([PoolNests(ONE_CELL, (nest,))], Space(regions[:1]), side, 2 * cell, cells)
-        self._slots = Slots(Space(regions[1:]), regions[1].address, cell)
+        self._loops = CellCopies(
+            [PoolNests(ONE_CELL, (nest,))], AddressSpace(regions[:1]), side, 2 * cell, cells
+        )
+        self._slots = StagedCells(AddressSpace(regions[1:]), regions[1].address, cell)
         self._blocks = np.random.default_rng(5).permutation(cells)
         self._gathers = side == "src"
         self.work = (cells, cells * runs, cells * cell)

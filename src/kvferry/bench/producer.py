@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from kvferry.bench.content import fill
 from kvferry.bench.engines import Engine
 from kvferry.errors import KVFerryError
-from kvferry.transport.control_server import Card, Claimed, ControlServer
+from kvferry.transport.control_server import ControlServer, LeasesClaimed, ProducerCard
 from kvferry.transport.lease import LeaseBook, LeaseWords, new_incarnation
 from kvferry.transport.messages import Facts
 from kvferry.transport.redeem import Grant, PromptContent, new_ticket
@@ -143,7 +143,7 @@ class _Producer:
         self._book = LeaseBook(incarnation, LEASE_SLOTS, LEASE_SECONDS, time.monotonic)
         facts = Facts(f"bench-producer/{engine.name}", incarnation, "kvferry bench", {})
         cards = tuple(thread.card for thread in self._threads)
-        self._server = ControlServer(_HOST, 0, Card(facts, cards), keys)
+        self._server = ControlServer(_HOST, 0, ProducerCard(facts, cards), keys)
         self.address = (_HOST, self._server.port)
 
     @property
@@ -172,7 +172,7 @@ class _Producer:
         ending = dict[str, int]()
         while self._server.events:
             event = self._server.events.popleft()
-            if isinstance(event, Claimed):
+            if isinstance(event, LeasesClaimed):
                 self._book.extend(event.leases)
             else:
                 ending.update(self._book.end(event.leases))

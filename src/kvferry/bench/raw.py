@@ -17,10 +17,10 @@ from kvferry.geometry import Region
 from kvferry.planning.request import Indices
 from kvferry.planning.strategy import Strategy
 from kvferry.transport.agent import Agent, ReadState
-from kvferry.transport.area import Area
-from kvferry.transport.peer import Peer
+from kvferry.transport.connected_peer import ConnectedPeer
 from kvferry.transport.read_plan import ReadOrder
 from kvferry.transport.settings import TransferSettings
+from kvferry.transport.staging import StagingArea
 
 LARGE_BYTES = 2 << 20
 MOVE_SECONDS = 60.0
@@ -56,9 +56,9 @@ class RawReads:
         ours, settings = reader.cache.geometry, TransferSettings(Strategy.DIRECT, staging_bytes=0)
         self._agent.register([*ours.regions, region])
         self._context: zmq.Context[Any] = zmq.Context()
-        area = Area(0, ours.regions[0])
+        area = StagingArea(0, ours.regions[0])
         cards = reader.cards[peer]
-        self._peer = Peer(self._agent, ours, cards, region, area, self._context, settings)
+        self._peer = ConnectedPeer(self._agent, ours, cards, region, area, self._context, settings)
         self._extra: list[Any] = []
 
     def same(self, source: Engine) -> Lists:

@@ -22,7 +22,7 @@ from kvferry.planning.select import Span
 from kvferry.planning.strategy import Strategy
 from kvferry.planning.template import build_templates
 from kvferry.transport.control_client import ControlClient
-from kvferry.transport.handshake import Known, Looking, NotUsable
+from kvferry.transport.handshake import PeerInfo, Pending, Unusable
 from kvferry.transport.lease import LeaseWord, LeaseWords, new_incarnation
 from kvferry.transport.messages import Facts, RankCard
 from kvferry.transport.settings import TransferSettings
@@ -121,10 +121,10 @@ class Reader:
         """
         ticket = self._tickets[key] = self.producer.grant(peer, key)
         number = self._client.redeem(self.producer.address(peer), ticket, 1, CONTENT)
-        while isinstance(answer := self._client.redemption(number, _HANDSHAKE_SECONDS), Looking):
+        while isinstance(answer := self._client.redemption(number, _HANDSHAKE_SECONDS), Pending):
             self.producer.check()
         self._client.end_redemption(number)
-        if isinstance(answer, NotUsable):
+        if isinstance(answer, Unusable):
             raise TransferError(f"the producer process does not redeem a ticket: {answer.reason}")
         return answer.grant.word(answer.incarnation)
 
@@ -148,9 +148,9 @@ class Reader:
         deadline = time.monotonic() + _HANDSHAKE_SECONDS
         while time.monotonic() < deadline:
             answer = self._client.look_up(address, incarnation)
-            if isinstance(answer, Known):
+            if isinstance(answer, PeerInfo):
                 return answer.ranks
-            if isinstance(answer, NotUsable):
+            if isinstance(answer, Unusable):
                 raise TransferError(f"the producer process cannot be used: {answer.reason}")
             self.producer.check()
             time.sleep(0.005)

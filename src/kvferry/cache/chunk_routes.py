@@ -13,8 +13,8 @@ from kvferry.cache.orders import LoadPart, Piece, StoreOrder
 from kvferry.errors import TransferError
 from kvferry.geometry import RankGeometry
 from kvferry.geometry.canonical import Canonical, chunk_pool
-from kvferry.memory.chunks import ChunkCopies, offsets_of
-from kvferry.memory.space import Space
+from kvferry.memory.address_space import AddressSpace
+from kvferry.memory.chunk_copies import ChunkCopies, offsets_of
 from kvferry.planning.chunks import cells_beside, cells_to_load, cells_to_store
 from kvferry.planning.select import uncovered
 from kvferry.planning.template import Route, build_templates
@@ -63,7 +63,7 @@ class ChunkRoutes:
         self._canonical, self._memory = canonical, memory
         number = next(n for n, rank in enumerate(ranks) if (rank.pp_rank, rank.tp_rank) == place)
         self._rank = ranks[number]
-        space = Space(self._rank.regions)
+        space = AddressSpace(self._rank.regions)
 
         def carried(route: Route, side: str) -> _Carried:
             return _Carried(route, ChunkCopies(route, side, space, memory))

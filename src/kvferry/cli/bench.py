@@ -109,11 +109,11 @@ def calibrate(
     from kvferry.bench import calibrate_report
     from kvferry.bench.calibrate import CalibrationJob, calibrate as measure
     from kvferry.bench.transfer import machine
-    from kvferry.transport.costs import default_path, write_costs
+    from kvferry.transport.costs_file import default_costs_path, write_costs
 
     with progress_line() as progress:
         found = measure(CalibrationJob(repeats=repeats, transports=transports), progress)
-    path = None if dry_run else out or default_path()
+    path = None if dry_run else out or default_costs_path()
     facts = calibrate_report.facts(machine(), found)
     if path is not None:
         write_costs(path, found.costs, datetime.now(UTC).isoformat(timespec="seconds"), facts)

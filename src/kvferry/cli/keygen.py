@@ -22,8 +22,8 @@ def keygen(
     """
     from pathlib import Path
 
+    from kvferry.transport.key_creation import new_secret, write_secret
     from kvferry.transport.key_file import existing_keys
-    from kvferry.transport.key_making import new_secret, write_secret
 
     if file == "-":
         print(new_secret(), end="")

@@ -68,12 +68,12 @@ def plan(
     from kvferry.plan.kept import Asked, keep
     from kvferry.plan.side import Side, layout_of
     from kvferry.plan.snapshots import retention_of
-    from kvferry.transport.costs import costs_of
+    from kvferry.transport.costs_file import load_costs
 
     source = Side(tp, pp, layout_of(layout, reading), block_size)
     to = layout_of(to_layout, reading) if to_layout else None
     destination = replace(source, **given(tp=to_tp, pp=to_pp, layout=to, block_tokens=to_block_size))
-    pricing = Pricing(link(costs_of(costs), bandwidth), pinned(strategy))
+    pricing = Pricing(link(load_costs(costs), bandwidth), pinned(strategy))
     made = forecast(reading, (source, destination), tokens, pricing, separate=separate)
     asked = Asked(step_tokens, retention_of(retention), chunk_tokens, snapshot_tokens, kept_tokens)
     kept = keep(reading, source, asked)

@@ -10,7 +10,7 @@ from kvferry.doctor.finding import Finding, note, ok, refused
 from kvferry.doctor.reads import Reads
 from kvferry.errors import ConfigError
 from kvferry.planning.strategy import Costs
-from kvferry.transport.costs import CostsFile, costs_of, found_default
+from kvferry.transport.costs_file import CostsFile, find_default_costs, load_costs
 from kvferry.user_cache import expanded
 
 _FAR_OFF = 3.0
@@ -29,8 +29,8 @@ def check(path: str | None, found: Reads | None, now: datetime | None = None) ->
     """
     subject = "costs"
     try:
-        used = costs_of(path)
-        file = expanded(path) if path else found_default()
+        used = load_costs(path)
+        file = expanded(path) if path else find_default_costs()
         written = None if file is None else msgspec.json.decode(file.read_bytes(), type=CostsFile)
     except ConfigError as error:
         return refused(subject, error, _CALIBRATE)

@@ -19,9 +19,9 @@ from kvferry.observe.fetch import http_address
 from kvferry.plan.units import duration
 from kvferry.serving.role import Role
 from kvferry.transport.address import is_loopback
-from kvferry.transport.devices import is_here
 from kvferry.transport.handshake import Address
-from kvferry.transport.messages import compare
+from kvferry.transport.messages import compare_facts
+from kvferry.transport.network_devices import is_local_address
 from kvferry.transport.security import Keys
 
 _SCHEME = "kvferry"
@@ -217,7 +217,7 @@ def _ranks(
 
 def _different(one: Met, other: Met) -> str:
     """In what two ranks of an engine differ that must not; empty if in nothing."""
-    facts = compare(one.facts.must_agree, other.facts.must_agree)
+    facts = compare_facts(one.facts.must_agree, other.facts.must_agree)
     shapes = [
         [(card.geometry.tp_size, card.geometry.pp_size, *_groups(card.geometry)) for card in met.ranks]
         for met in (one, other)
@@ -264,7 +264,7 @@ def _who(met: Met) -> list[Finding]:
 def _ports(met: Met) -> list[Finding]:
     """The open ports of an engine of this machine and user; nothing is known of others."""
     host, port = met.address
-    if not is_here(host):
+    if not is_local_address(host):
         return []
     gather = {card.outgoing.port: "gather channel" for card in met.ranks if card.outgoing}
     return ports.findings(ports.engine_of(port), {port: "control channel", **gather})

@@ -17,7 +17,7 @@ from kvferry.engines.vllm.tier_config import read_tiers
 from kvferry.engines.vllm.version import nixl_version
 from kvferry.errors import ConfigError
 from kvferry.planning.strategy import Costs
-from kvferry.transport.costs import costs_of
+from kvferry.transport.costs_file import load_costs
 from kvferry.transport.key_file import existing_keys
 from kvferry.transport.security import Keys
 
@@ -124,6 +124,6 @@ def _keys_of(configs: tuple[ConnectorConfig, ...]) -> Keys | None:
 
 def _costs(configs: tuple[ConnectorConfig, ...]) -> Costs:
     try:
-        return costs_of(next((config.costs for config in configs if config.costs), None))
+        return load_costs(next((config.costs for config in configs if config.costs), None))
     except ConfigError:
         return Costs()

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from kvferry.doctor.finding import Finding, bad, note, ok, refused
 from kvferry.engines.vllm.config import NODE, ConnectorConfig
 from kvferry.errors import ConfigError
-from kvferry.transport.address import is_loopback, numeric
-from kvferry.transport.key_file import existing_keys, key_place
+from kvferry.transport.address import is_loopback, parse_ip
+from kvferry.transport.key_file import existing_keys, key_location
 
 _TEST_ROUTE = "192.0.2.1", 9  # TEST-NET-1, RFC 5737: nothing is sent to it
 
@@ -46,7 +46,7 @@ def key(secret_file: str | None) -> Finding:
     """Whether an engine of this user would have a key, and which."""
     subject = "key"
     try:
-        place, keys = key_place(secret_file), existing_keys(secret_file)
+        place, keys = key_location(secret_file), existing_keys(secret_file)
     except ConfigError as error:
         return refused(subject, error)
     if keys is None:
@@ -76,7 +76,7 @@ def who_may(config: ConnectorConfig, host: str) -> Finding:
 
 def advertised(told: str | None) -> list[Finding]:
     """Whether peers would resolve the name that they are told, which they do only with names they list."""
-    if told is None or told == "localhost" or numeric(told) is not None:
+    if told is None or told == "localhost" or parse_ip(told) is not None:
         return []
     return [
         note(

@@ -14,7 +14,7 @@ from kvferry.errors import ConfigError
 from kvferry.memory.available import Read, read
 from kvferry.memory.sealed import sealed_file
 from kvferry.plan.units import size
-from kvferry.transport.means import LEAST_BYTES
+from kvferry.transport.nixl_requirements import LEAST_BYTES
 
 _ENOUGH_FILES = 65_535
 """What vLLM raises its own limit to, as far as it may."""
@@ -168,7 +168,7 @@ def memory_files() -> Finding:
 
 
 def large_pages(read: Read = read, release: str | None = None) -> Finding:
-    """Whether memory that moves can be in pages of 2 MiB (`memory.pages`)."""
+    """Whether memory that moves can be in pages of 2 MiB (`memory.huge_pages`)."""
     subject = "large pages"
     enabled = re.search(r"\[(\w+)\]", read("/sys/kernel/mm/transparent_hugepage/enabled") or "")
     version = release or os.uname().release

@@ -25,7 +25,7 @@ import kvferry
 from kvferry.errors import KVFerryError, ProtocolError
 from kvferry.keys import prompt_digest
 from kvferry.transport import security
-from kvferry.transport.endpoint import endpoint
+from kvferry.transport.endpoint import zmq_endpoint
 from kvferry.transport.handshake import Address
 from kvferry.transport.lease import new_incarnation
 from kvferry.transport.messages import (
@@ -141,8 +141,8 @@ def _connected(address: Address, keys: security.Keys) -> Iterator[zmq.Socket[Any
     channel.linger = 0
     channel.maxmsgsize = MAX_REPLY_BYTES
     try:
-        security.as_client(channel, keys)
-        channel.connect(endpoint(channel, *address))
+        security.secure_client(channel, keys)
+        channel.connect(zmq_endpoint(channel, *address))
         yield channel
     except zmq.ZMQError as error:
         raise CannotMeet(f"it cannot be asked: {error}", "correct the address") from error

@@ -48,7 +48,7 @@ def check(version: str | None, probe: Callable[[], Ended] = _start_plugins) -> l
 
 
 def _end(ended: Ended, libraries: bool) -> Finding:
-    """How the process ended that had used NIXL (`transport.verbs`)."""
+    """How the process ended that had used NIXL (`transport.rdma_libraries`)."""
     beside = "the system's libefa is loaded first" if libraries else "no libefa here"
     if ended.code:
         return bad(

@@ -18,7 +18,7 @@ from kvferry.planning.strategy import Costs, choose, ways
 from kvferry.planning.template import Template, build_templates, kept_too_little, names_absent
 from kvferry.serving.role import Role
 from kvferry.transport.address import is_loopback
-from kvferry.transport.messages import compare
+from kvferry.transport.messages import compare_facts
 
 _PAIR_SECONDS = 60.0
 _CELLS = 64
@@ -42,7 +42,7 @@ _OTHERWISE = "start both with the same model, dtypes, attention backend and cach
 
 def differences(there: Met, here: Met) -> list[str]:
     """Why `here` cannot read from `there`, a sentence each, all of them; empty if it can."""
-    found = dict.fromkeys(compare(there.facts.must_agree, here.facts.must_agree))
+    found = dict.fromkeys(compare_facts(there.facts.must_agree, here.facts.must_agree))
     peer = [card.geometry for card in there.ranks]
     for card in here.ranks:
         try:

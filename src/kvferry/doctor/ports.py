@@ -18,7 +18,7 @@ from kvferry.doctor.finding import Finding, note, ok
 _PROC = Path("/proc")
 _LISTEN = "0A"
 _TABLES = (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6))
-_CHILD = "kvferry.transport.trial"
+_CHILD = "kvferry.transport.metadata_sandbox"
 _SHUT = "close it to all but peers: docs/network.md has a firewall rule and a NetworkPolicy"
 
 

@@ -50,15 +50,15 @@ def nixl() -> None:
     """Its version, its plugins, and what becomes of each."""
     from importlib.metadata import version  # noqa: PLC0415
 
-    from kvferry.transport.progress import sleeping_agent  # noqa: PLC0415 - loads NIXL
-    from kvferry.transport.verbs import load_first  # noqa: PLC0415
+    from kvferry.transport.nixl_agent import make_nixl_agent  # noqa: PLC0415 - loads NIXL
+    from kvferry.transport.rdma_libraries import preload  # noqa: PLC0415
 
-    _say(version=version("nixl"), verbs=load_first())
-    plugins = sorted(sleeping_agent("doctor", [], progress=False).plugin_list)
+    _say(version=version("nixl"), verbs=preload())
+    plugins = sorted(make_nixl_agent("doctor", [], progress=False).plugin_list)
     for plugin in sorted(plugins, key=lambda name: (name != "UCX", name)):
         _say(trying=plugin)
         try:
-            agent = sleeping_agent(f"doctor-{plugin}", [plugin], progress=False)
+            agent = make_nixl_agent(f"doctor-{plugin}", [plugin], progress=False)
             why = "" if plugin in agent.backends else "it does not start"
         except Exception as error:  # noqa: BLE001 - whatever a plugin raises, it does not start
             why = str(error) or type(error).__name__

@@ -10,7 +10,7 @@ from kvferry.engines.vllm.config import parse_config
 from kvferry.engines.vllm.multi.settings import parse_multi
 from kvferry.errors import ConfigError
 from kvferry.serving.role import Role
-from kvferry.transport.costs import costs_of
+from kvferry.transport.costs_file import load_costs
 from kvferry.transport.key_file import existing_keys
 
 _VLLM_ROLE = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}
@@ -37,7 +37,7 @@ def kv_transfer_config(
         extra["transfer"] = True
     if config.transfers:
         existing_keys(config.secret_file)
-    costs_of(config.costs)
+    load_costs(config.costs)
     return {
         "kv_connector": "KVFerryConnector",
         "kv_connector_module_path": "kvferry.engines.vllm.connector",

@@ -1,13 +1,20 @@
-"""Moving bytes between engines, and agreeing on how.
+"""Move bytes between engines, and agree on how.
 
-- `agent`: NIXL behind the few verbs that are used.
-- `lease`: the producer's promise to keep blocks, and the word that changes before it is broken.
-- `messages`: what schedulers say to each other; `control_server` and `control_client`: the two ends of their
-  channel; `handshake`: what is known of peers; `turns`: what a producer keeps for the next turn.
-- `exposed`: the memory that peers read; `gather_server`, `gather_client`: packing it for a reader.
-- `transfers`: a worker's orders, shared out among lanes; `lane`: one thread that reads; `links`, `peer`: its
-  connections and their prepared lists; `read_plan`: what one order reads; `packed`: reads of packed images.
-- `metadata`, `vetting`, `trial`: what peers say of their memory, checked and tried before NIXL loads it;
-  `devices`: where NIXL may listen.
-- `security`: who may ask; `costs`: what moving bytes costs on this machine.
+**Peers find each other.** `messages` and `redeem` define the control channel. `control_server` answers on it,
+`control_client` asks on it. `handshake` keeps what is known of peers, `tickets` and `redemptions` the two
+ends of an offer, `turns` the earlier turns that a producer keeps. `lease` says until when blocks may be read.
+
+**A worker reads.** `transfers` splits an order over lanes. A `lane` is one thread with one NIXL `agent`. It
+keeps `peer_connections`, each a `connected_peer` with `prepared_routes`. `read_plan` is what one order reads,
+and `packed_read` moves the cells that travel packed.
+
+**A worker is read.** `exported_memory` registers its cache, lease words and `staging` area. `gather_server`
+packs cells on request of a `gather_client`.
+
+**Who may.** `security` and `key_file` hold the key. `listener` accepts connections: `authenticator` checks
+each client, `connection_limit` bounds them, and `allowed_peers` and `resolver` decide which addresses may be
+dialled. `metadata_validation` checks a peer's transport metadata before NIXL loads it. `network_devices`
+limits where NIXL listens.
+
+`costs_file` holds the measured costs of this machine, from which transfers are planned.
 """

@@ -8,7 +8,7 @@ from typing import TypeAlias
 IP: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-def numeric(host: str) -> IP | None:
+def parse_ip(host: str) -> IP | None:
     """Return the address that a host is, None for a name; an IPv4 address within IPv6 is that IPv4 address.
 
     >>> numeric("::ffff:10.0.0.7"), numeric("[::1]"), numeric("node7"), numeric("127.1")
@@ -27,5 +27,5 @@ def is_loopback(host: str) -> bool:
     >>> is_loopback("localhost"), is_loopback("127.8.8.8"), is_loopback("0.0.0.0"), is_loopback("node7")
     (True, True, False, False)
     """
-    address = numeric(host)
+    address = parse_ip(host)
     return host == "localhost" if address is None else address.is_loopback

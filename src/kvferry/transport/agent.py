@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from kvferry.errors import ConfigError, ProtocolError, TransferError
 from kvferry.geometry import Region
-from kvferry.transport.means import missing
-from kvferry.transport.metadata import parse
-from kvferry.transport.progress import sleeping_agent
+from kvferry.transport.metadata import parse_metadata
+from kvferry.transport.nixl_agent import make_nixl_agent
+from kvferry.transport.nixl_requirements import missing_requirements
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Agent:
         os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
         self.name = name
         try:
-            self._nixl: Any = sleeping_agent(name, list(backends), progress=progress)
+            self._nixl: Any = make_nixl_agent(name, list(backends), progress=progress)
         except ImportError as error:
             raise ConfigError(f"NIXL cannot be imported ({error}); install the package nixl") from error
         except Exception as error:
@@ -82,7 +82,7 @@ class Agent:
         """
         metadata = bytes(self._nixl.get_agent_metadata())
         try:
-            parse(metadata)
+            parse_metadata(metadata)
         except ProtocolError as error:
             raise ConfigError(
                 f"this NIXL does not write metadata as 1.5 does ({error}), so no peer could check it; "
@@ -97,7 +97,7 @@ class Agent:
             TransferError: no backend reaches the peer.
             ProtocolError: the metadata is not NIXL's.
         """
-        sealed = parse(metadata).sealed
+        sealed = parse_metadata(metadata).sealed
         try:
             name = self._nixl.add_remote_agent(sealed)
         except Exception as error:
@@ -170,5 +170,8 @@ class Agent:
 
 
 def _not_started(error: Exception) -> str:
-    why = " and ".join(missing()) or "UCX's lines before this one say why; kvferry doctor may say more"
+    why = (
+        " and ".join(missing_requirements())
+        or "UCX's lines before this one say why; kvferry doctor may say more"
+    )
     return f"NIXL does not start here ({error}): {why}"

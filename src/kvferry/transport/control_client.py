@@ -22,9 +22,11 @@ import zmq
 
 from kvferry.limited_log import LimitedLog
 from kvferry.transport import security
-from kvferry.transport.endpoint import endpoint
-from kvferry.transport.gather_address import with_gather_address
-from kvferry.transport.handshake import Address, Answer, Handshakes, Looking, NotUsable
+from kvferry.transport.allowed_peers import ANY_PEER, AllowedPeers
+from kvferry.transport.delay_monitor import DelayMonitor
+from kvferry.transport.endpoint import zmq_endpoint
+from kvferry.transport.gather_address import resolve_gather_address
+from kvferry.transport.handshake import Address, Handshakes, PeerStatus, Pending, Unusable
 from kvferry.transport.messages import (
     MAX_REPLY_BYTES,
     MAX_TICKETS,
@@ -36,20 +38,18 @@ from kvferry.transport.messages import (
     Release,
     Request,
     Turns,
+    decode_numbered,
     encode,
-    numbered,
 )
-from kvferry.transport.names import Names, NotAllowed
-from kvferry.transport.peers import ANYBODY, Peers
-from kvferry.transport.punctual import Punctual
 from kvferry.transport.redeem import PromptContent, Redeem, Redeemed
 from kvferry.transport.redemptions import Redemptions
-from kvferry.transport.turns import Content, Questions
+from kvferry.transport.resolver import AddressNotAllowed, PeerResolver
+from kvferry.transport.turns import TurnContent, TurnQueries
 
 logger = logging.getLogger(__name__)
 
 
-MOST_UNRESOLVED = 4096
+MAX_UNRESOLVED = 4096
 """Commands that may wait for names of peers to be resolved."""
 
 _LINGER_MILLISECONDS = 500
@@ -80,7 +80,7 @@ class ControlClient:
         facts: Facts,
         check: Callable[[tuple[RankCard, ...]], None],
         keys: security.Keys,
-        peers: Peers = ANYBODY,
+        peers: AllowedPeers = ANY_PEER,
         handshake_seconds: float = 5.0,
         heartbeat_seconds: float = 5.0,
     ) -> None:
@@ -97,7 +97,7 @@ class ControlClient:
         self._keys, self._heartbeat_seconds = keys, heartbeat_seconds
         self._check_ranks = check
         self._handshakes = Handshakes(facts, self._usable, handshake_seconds)
-        self._questions = Questions(time.monotonic)
+        self._questions = TurnQueries(time.monotonic)
         self._consumer = facts.incarnation
         self._redemptions = Redemptions(self._consumer, handshake_seconds)
         self._commands: deque[_Command] = deque()
@@ -106,7 +106,7 @@ class ControlClient:
         self._context: zmq.Context[Any] = zmq.Context()
         self._peers: dict[Address, _Peer] = {}
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._names = Names(peers, lambda: os.eventfd_write(self._wake, 1))
+        self._names = PeerResolver(peers, lambda: os.eventfd_write(self._wake, 1))
         self._log = LimitedLog(logger)
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="kvferry-control-client", daemon=True)
@@ -114,12 +114,12 @@ class ControlClient:
 
     # -- the engine's thread ------------------------------------------------------------------------------
 
-    def look_up(self, address: Address, incarnation: int | None = None) -> Answer:
+    def look_up(self, address: Address, incarnation: int | None = None) -> PeerStatus:
         """What is known of the peer at `address`, see `Handshakes.known`; asks it if nothing is."""
         answer = self._handshakes.known(address, incarnation)
         if answer is None:
             if self._handshakes.crowded:
-                return Looking()
+                return Pending()
             answer = self._handshakes.start(address)
             self._command(address, None)
         return answer
@@ -135,10 +135,10 @@ class ControlClient:
         self._command(address, message)
         return message.number
 
-    def redemption(self, number: int, wait_seconds: float = 0.0) -> Redeemed | NotUsable | Looking:
+    def redemption(self, number: int, wait_seconds: float = 0.0) -> Redeemed | Unusable | Pending:
         """Return a redemption's answer, see `Redemptions.answer`; a silent producer is met anew next time."""
         answer = self._redemptions.answer(number, wait_seconds)
-        if isinstance(answer, NotUsable) and (silent := self._redemptions.silent(number)) is not None:
+        if isinstance(answer, Unusable) and (silent := self._redemptions.silent(number)) is not None:
             self.forget(silent)
         return answer
 
@@ -154,7 +154,7 @@ class ControlClient:
         """Tell the producer that a lease is no longer needed."""
         self._command(address, Release(self._consumer, [ticket]))
 
-    def ask_turn(self, peers: Mapping[Address, int], content: Content) -> int | None:
+    def ask_turn(self, peers: Mapping[Address, int], content: TurnContent) -> int | None:
         """Ask peers for an earlier turn that begins as this; the question's number, None if none is asked."""
         number, asked = self._questions.begin(peers)
         question = AskTurn(number, content.chunk_tokens, list(content.keys))
@@ -190,7 +190,7 @@ class ControlClient:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
-        punctual = Punctual("control channel, asking")
+        punctual = DelayMonitor("control channel, asking")
         self._next_beat = time.monotonic() + self._heartbeat_seconds
         stop = False
         while not stop:
@@ -246,7 +246,7 @@ class ControlClient:
             self._carry_out(poller, address, message)
         except Exception as error:  # noqa: BLE001 - it costs the request it came with, and no other
             # Of an address that is none or not allowed, one of these two is expected.
-            if not isinstance(error, NotAllowed | zmq.ZMQError):
+            if not isinstance(error, AddressNotAllowed | zmq.ZMQError):
                 self._log.say(type(error).__name__, "control channel: an unexpected error", error)
             if message is None:
                 self._handshakes.refuse(address, f"it cannot be asked: {error}")
@@ -301,22 +301,22 @@ class ControlClient:
 
     def _wait_for_name(self, command: _Command) -> None:
         """Keep a command until its peer's name is resolved, in the order in which commands came."""
-        if len(self._unresolved) >= MOST_UNRESOLVED:
-            raise NotAllowed(f"{MOST_UNRESOLVED} commands already wait for names to be resolved")
+        if len(self._unresolved) >= MAX_UNRESOLVED:
+            raise AddressNotAllowed(f"{MAX_UNRESOLVED} commands already wait for names to be resolved")
         self._unresolved.append(command)
         self._unnamed.add(command[0])
 
     def _usable(self, address: Address, ranks: tuple[RankCard, ...]) -> tuple[RankCard, ...]:
         """Return a peer's ranks with addresses to dial; raise Incompatible if we cannot read them."""
         self._check_ranks(ranks)
-        return tuple(with_gather_address(card, address, self._names, self._log) for card in ranks)
+        return tuple(resolve_gather_address(card, address, self._names, self._log) for card in ranks)
 
     def _connect(self, host: str, port: int) -> zmq.Socket[Any]:
         socket: zmq.Socket[Any] = self._context.socket(zmq.DEALER)
         socket.maxmsgsize = MAX_REPLY_BYTES
         socket.linger = 0
-        security.as_client(socket, self._keys)
-        socket.connect(endpoint(socket, host, port))
+        security.secure_client(socket, self._keys)
+        socket.connect(zmq_endpoint(socket, host, port))
         return socket
 
     def _send(self, peer: _Peer, message: Request) -> None:
@@ -328,7 +328,7 @@ class ControlClient:
     def _receive(self, address: Address) -> None:
         peer = self._peers[address]
         frames = peer.socket.recv_multipart()
-        answer = numbered(frames[-1])
+        answer = decode_numbered(frames[-1])
         if isinstance(answer, Turns):
             self._questions.hear(address, answer)
         elif answer is not None:

@@ -16,8 +16,10 @@ from kvferry.errors import ProtocolError
 from kvferry.limited_log import LimitedLog
 from kvferry.terminal import shown
 from kvferry.transport import security
+from kvferry.transport.allowed_peers import ANY_PEER, AllowedPeers
+from kvferry.transport.delay_monitor import DelayMonitor
+from kvferry.transport.fair_queue import FairQueue
 from kvferry.transport.handshake import Address
-from kvferry.transport.inbox import Inbox
 from kvferry.transport.listener import Listener
 from kvferry.transport.messages import (
     MAX_REQUEST_BYTES,
@@ -34,13 +36,11 @@ from kvferry.transport.messages import (
     Release,
     Reply,
     Request,
-    compare,
+    compare_facts,
     decode_request,
     encode,
-    refused,
+    make_refusal,
 )
-from kvferry.transport.peers import ANYBODY, Peers
-from kvferry.transport.punctual import Punctual
 from kvferry.transport.redeem import Redeem, Redeemed
 from kvferry.transport.tickets import TicketBook
 from kvferry.transport.turns import TurnIndex
@@ -52,7 +52,7 @@ _REASON_CHARACTERS = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class ProducerCard:
     """What a producer tells whoever asks."""
 
     facts: Facts
@@ -64,7 +64,7 @@ class Card:
             return None
         # The consumer prints these sentences: "there" is the producer, who speaks.
         if found := _differences((PROTOCOL, self.facts), (message.protocol, message.facts)):
-            return refused(found)
+            return make_refusal(found)
         return Accepted(self.facts) if isinstance(message, Hello) else Ranks(list(self.ranks))
 
 
@@ -76,18 +76,18 @@ def _differences(theirs: tuple[int, Facts], ours: tuple[int, Facts]) -> list[str
     """
     if theirs[0] != ours[0]:
         return [f"protocol {theirs[0]} there, {ours[0]} here; run the same release of kvferry on both"]
-    return compare(theirs[1].must_agree, ours[1].must_agree)
+    return compare_facts(theirs[1].must_agree, ours[1].must_agree)
 
 
 @dataclass(frozen=True, slots=True)
-class Claimed:
+class LeasesClaimed:
     """Consumers have redeemed the tickets of these leases, or wait for them; names as in this engine."""
 
     leases: list[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Released:
+class LeasesReleased:
     """No consumer needs these leases any more."""
 
     leases: list[str]
@@ -105,7 +105,9 @@ class ControlServer:
         turns: what is answered from when earlier turns are asked for.
     """
 
-    def __init__(self, host: str, port: int, card: Card, keys: security.Keys, peers: Peers = ANYBODY) -> None:
+    def __init__(
+        self, host: str, port: int, card: ProducerCard, keys: security.Keys, peers: AllowedPeers = ANY_PEER
+    ) -> None:
         """Bind and start.
 
         Args:
@@ -117,7 +119,7 @@ class ControlServer:
         Raises:
             ConfigError: the address cannot be bound.
         """
-        self.events: Inbox[Claimed | Released] = Inbox()
+        self.events: FairQueue[LeasesClaimed | LeasesReleased] = FairQueue()
         self.rejected = 0
         self.tickets = TicketBook(card.facts.incarnation)
         self.turns = TurnIndex()
@@ -144,7 +146,7 @@ class ControlServer:
         self._thread.join()
 
     def _run(self) -> None:
-        punctual = Punctual("control channel, listening")
+        punctual = DelayMonitor("control channel, listening")
         while not self._stop.is_set():
             heard = self._listener.wait(punctual.wait(_POLL_SECONDS))
             punctual.back()
@@ -183,7 +185,7 @@ class ControlServer:
         found = _differences((message.protocol, message.facts), (PROTOCOL, self._card.facts))
         who, why = (
             shown(message.facts.engine_id),
-            shown("; ".join(refused(found).differences), _REASON_CHARACTERS),
+            shown("; ".join(make_refusal(found).differences), _REASON_CHARACTERS),
         )
         self._log.say(who, f"engine {who} cannot read from this one: {why}")
 
@@ -191,17 +193,17 @@ class ControlServer:
         answer = self.tickets.redeem(message)
         self._listener.send(sender, encode(answer))
         if isinstance(answer, Redeemed):
-            claimed = Claimed(self.tickets.claimed(message.consumer, [message.ticket]))
+            claimed = LeasesClaimed(self.tickets.claimed(message.consumer, [message.ticket]))
             self.events.put(sender, claimed)  # a heartbeat will say it again
 
     def _hear(self, sender: bytes, message: Heartbeat | Release) -> None:
         if isinstance(message, Heartbeat):
             claimed = self.tickets.claimed(message.consumer, message.tickets)
             if leases := claimed + self.turns.leases(message.tickets):
-                self.events.put(sender, Claimed(leases))
+                self.events.put(sender, LeasesClaimed(leases))
         elif leases := self.tickets.release(message.consumer, message.tickets):
             # A ticket is closed once, so there are no more of these than leases.
-            self.events.put(sender, Released(leases), always=True)
+            self.events.put(sender, LeasesReleased(leases), always=True)
 
     def _met(self, peer: Facts) -> None:
         if peer.keeps_turns is not None and self._peers.could_be(peer.keeps_turns[0]):

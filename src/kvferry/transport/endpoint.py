@@ -7,7 +7,7 @@ from typing import Any
 import zmq
 
 
-def endpoint(socket: zmq.Socket[Any], host: str, port: int | str) -> str:
+def zmq_endpoint(socket: zmq.Socket[Any], host: str, port: int | str) -> str:
     """What to bind or connect `socket` to; mutates it where the host is an IPv6 address.
 
     Args:

@@ -8,10 +8,12 @@ from kvferry.limited_log import LimitedLog
 from kvferry.terminal import shown
 from kvferry.transport.handshake import Address
 from kvferry.transport.messages import RankCard
-from kvferry.transport.names import Names, NotAllowed
+from kvferry.transport.resolver import AddressNotAllowed, PeerResolver
 
 
-def with_gather_address(card: RankCard, address: Address, names: Names, log: LimitedLog) -> RankCard:
+def resolve_gather_address(
+    card: RankCard, address: Address, names: PeerResolver, log: LimitedLog
+) -> RankCard:
     """Return a rank with the numeric address of its gather channel, or without one that may not be dialled.
 
     Workers dial what stands in a card, so a name is not resolved again there.
@@ -27,7 +29,7 @@ def with_gather_address(card: RankCard, address: Address, names: Names, log: Lim
     try:
         place = names.place(card.outgoing.host)
         why = "its name is not resolved yet"
-    except NotAllowed as error:
+    except AddressNotAllowed as error:
         place, why = None, str(error)
     if place is None:
         (host, port), rank = address, card.geometry

@@ -15,7 +15,7 @@ import zmq
 from kvferry.errors import ProtocolError
 from kvferry.planning.pieces import Int64s
 from kvferry.transport import security
-from kvferry.transport.endpoint import endpoint
+from kvferry.transport.endpoint import zmq_endpoint
 from kvferry.transport.gather_messages import (
     MAX_REPLY_BYTES,
     Done,
@@ -55,8 +55,8 @@ class GatherClient:
         self._socket.linger = 0
         self._socket.maxmsgsize = MAX_REPLY_BYTES
         self._socket.sndhwm = _QUEUED
-        security.as_client(self._socket, keys)
-        self._socket.connect(endpoint(self._socket, host, port))
+        security.secure_client(self._socket, keys)
+        self._socket.connect(zmq_endpoint(self._socket, host, port))
         self._introduction = Introduce(PROTOCOL, list(routes))
         self._introductions = 0
         self._introduce()

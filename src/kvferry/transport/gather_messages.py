@@ -22,8 +22,8 @@ from kvferry.planning.image import ALIGNMENT
 from kvferry.planning.nest import Nest
 from kvferry.planning.pieces import Int64s
 from kvferry.planning.plane import PoolNests
+from kvferry.transport.decode_errors import as_protocol_error
 from kvferry.transport.messages import PROTOCOL
-from kvferry.transport.wire import reading
 
 MAX_REQUEST_BYTES = 16 << 20
 MAX_REPLY_BYTES = 64 << 10
@@ -142,7 +142,7 @@ def decode_request(data: bytes) -> Request:
     Raises:
         ProtocolError: it is none, or is out of bounds.
     """
-    with reading("a gather request"):
+    with as_protocol_error("a gather request"):
         message: Request = _requests.decode(data)
     if isinstance(message, Introduce):
         _check(message)
@@ -157,7 +157,7 @@ def decode_reply(data: bytes) -> Reply:
     Raises:
         ProtocolError: it is none.
     """
-    with reading("an answer to a gather request"):
+    with as_protocol_error("an answer to a gather request"):
         message: Reply = _replies.decode(data)
     return message
 

@@ -21,12 +21,12 @@ import numpy as np
 from kvferry.errors import KVFerryError
 from kvferry.geometry import RankGeometry
 from kvferry.limited_log import LimitedLog
-from kvferry.memory.copy import Loops
-from kvferry.memory.space import Space
+from kvferry.memory.address_space import AddressSpace
+from kvferry.memory.cell_copies import CellCopies
 from kvferry.planning.pieces import Int64s
 from kvferry.terminal import shown
 from kvferry.transport import security
-from kvferry.transport.area import UNIT_BYTES, Area, Lot
+from kvferry.transport.allowed_peers import ANY_PEER, AllowedPeers
 from kvferry.transport.gather_messages import (
     MAX_REQUEST_BYTES,
     Done,
@@ -40,11 +40,11 @@ from kvferry.transport.gather_messages import (
 )
 from kvferry.transport.lease import LeaseWords
 from kvferry.transport.listener import Listener
-from kvferry.transport.peers import ANYBODY, Peers
+from kvferry.transport.staging import UNIT_BYTES, Allocation, StagingArea
 
 logger = logging.getLogger(__name__)
 
-LOT_SECONDS = 60.0
+ALLOCATION_SECONDS = 60.0
 """How long a reader may take to read what was gathered for it."""
 
 WAIT_SECONDS = 5.0
@@ -56,7 +56,7 @@ MAX_WAITING_OF_READER = 1024
 MAX_WAITING_BYTES = 64 << 20
 """Of block ids in requests that wait."""
 
-MAX_CELLS_OF_ALL = 1 << 22
+MAX_CELLS_OF_ALL_READERS = 1 << 22
 """Places of cells that all readers have introduced; the readers that came first are forgotten."""
 
 _POLL_SECONDS = 0.2
@@ -67,14 +67,14 @@ _SWEEP_SECONDS = 1.0
 class _Reader:
     """Somebody who introduced itself: the loops of each route, and how many places of cells they name."""
 
-    routes: list[tuple[GatherRoute, Loops]]
-    lots: dict[int, _Held] = field(default_factory=dict)
+    routes: list[tuple[GatherRoute, CellCopies]]
+    lots: dict[int, _HeldAllocation] = field(default_factory=dict)
     cells: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    lot: Lot
+class _HeldAllocation:
+    lot: Allocation
     since: float
 
 
@@ -97,11 +97,11 @@ class GatherServer:
         self,
         host: str,
         geometry: RankGeometry,
-        area: Area,
+        area: StagingArea,
         words: LeaseWords,
         first_word: int,
         keys: security.Keys,
-        peers: Peers = ANYBODY,
+        peers: AllowedPeers = ANY_PEER,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Bind and start.
@@ -122,7 +122,7 @@ class GatherServer:
         self.area = area
         self._words, self._first_word, self._clock = words, first_word, clock
         self._blocks = geometry.num_blocks
-        self._pool = Space(geometry.regions)
+        self._pool = AddressSpace(geometry.regions)
         self._readers: OrderedDict[bytes, _Reader] = OrderedDict()
         self._waiting: deque[_Waiting] = deque()
         self._swept = clock()
@@ -171,7 +171,7 @@ class GatherServer:
 
     def _introduce(self, sender: bytes, message: Introduce) -> None:
         routes = [
-            (route, Loops(route.parts, self._pool, "src", route.src_stride, route.src_blocks))
+            (route, CellCopies(route.parts, self._pool, "src", route.src_stride, route.src_blocks))
             for route in message.routes
         ]
         if known := self._readers.pop(sender, None):
@@ -185,7 +185,7 @@ class GatherServer:
     def _crowded(self) -> bool:
         """Whether there are more readers than fit."""
         cells = sum(reader.cells for reader in self._readers.values())
-        return len(self._readers) > MAX_READERS or cells > MAX_CELLS_OF_ALL
+        return len(self._readers) > MAX_READERS or cells > MAX_CELLS_OF_ALL_READERS
 
     def _ask(self, sender: bytes, message: Gather) -> None:
         if self._is_full(sender, message):
@@ -230,13 +230,13 @@ class GatherServer:
         if reason := self._copy(message, route, loops, lot) or self._ended(message):
             self.area.give_back(lot)
             return self._refuse(sender, message, reason)
-        reader.lots[message.chunk] = _Held(lot, self._clock())
+        reader.lots[message.chunk] = _HeldAllocation(lot, self._clock())
         word = self._first_word + lot.unit
         generation = int(self._words.array[word]) & 0xFFFFFFFF
         self._answer(sender, Gathered(message.chunk, lot.position, word, generation))
         return True
 
-    def _copy(self, message: Gather, route: GatherRoute, loops: Loops, lot: Lot) -> str | None:
+    def _copy(self, message: Gather, route: GatherRoute, loops: CellCopies, lot: Allocation) -> str | None:
         """Fill a lot; why that cannot be done, None if it is done."""
         slots = self.area.slots(route.image_stride)
         try:
@@ -283,7 +283,7 @@ class GatherServer:
             return
         self._swept = now
         for reader in self._readers.values():
-            for chunk in [c for c, held in reader.lots.items() if now - held.since > LOT_SECONDS]:
+            for chunk in [c for c, held in reader.lots.items() if now - held.since > ALLOCATION_SECONDS]:
                 self._free(reader.lots.pop(chunk))
         while self._waiting and now - self._waiting[0].since > WAIT_SECONDS:
             late = self._waiting.popleft()
@@ -294,7 +294,7 @@ class GatherServer:
             self._free(held)
         reader.lots.clear()
 
-    def _free(self, held: _Held) -> None:
+    def _free(self, held: _HeldAllocation) -> None:
         """Give a lot back; first its word is raised, so that a READ that comes late is seen to be late."""
         self._words.end([self._first_word + held.lot.unit])
         self.area.give_back(held.lot)

@@ -30,7 +30,7 @@ from kvferry.transport.messages import (
     Ranks,
     Refused,
     Reply,
-    compare,
+    compare_facts,
     decode_reply,
 )
 
@@ -39,19 +39,19 @@ logger = logging.getLogger(__name__)
 REFUSAL_SECONDS = 10.0
 """How long a refusal stands before the peer is asked again."""
 
-ASK_ANEW_SECONDS = 2.0
+REFRESH_SECONDS = 2.0
 """How long a peer is not asked again because of tickets of another run. An engine restarts no faster."""
 
-MOST_UNDER_WAY = 64
+MAX_HANDSHAKES = 64
 """Handshakes at a time."""
 
-MANY_UNDER_WAY = 32
+HURRY_HANDSHAKES = 32
 """Handshakes at a time from which on silent peers are given up early."""
 
-HURRIED_SECONDS = 0.5
+HURRY_SECONDS = 0.5
 """How long a silent peer is waited for then."""
 
-MOST_REMEMBERED = 1024
+MAX_REMEMBERED = 1024
 """Refusals that are remembered, and peers that are known; the oldest are forgotten."""
 
 _REASON_CHARACTERS = 2000
@@ -60,12 +60,12 @@ Address: TypeAlias = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Looking:
+class Pending:
     """The handshake is under way."""
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class PeerInfo:
     """The peer can be read from."""
 
     facts: Facts
@@ -73,17 +73,17 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True)
-class NotUsable:
+class Unusable:
     """The peer cannot be read from; the reason is a sentence."""
 
     reason: str
 
 
-Answer: TypeAlias = Looking | Known | NotUsable
+PeerStatus: TypeAlias = Pending | PeerInfo | Unusable
 
 
 @dataclass(slots=True)
-class _UnderWay:
+class _Handshake:
     began: float
     facts: Facts | None = None  # the peer's, once it has accepted us
 
@@ -108,18 +108,18 @@ class Handshakes:
             clock: seconds.
         """
         self._facts, self._check, self._patience_seconds, self._clock = facts, check, patience_seconds, clock
-        self._answers: dict[Address, Answer] = {}
+        self._answers: dict[Address, PeerStatus] = {}
         self._refused_at: dict[Address, float] = {}
         self._asked_anew: dict[Address, float] = {}
         self._looking: dict[Address, None] = {}
         self._known_since: dict[Address, float] = {}
         self._closable: list[Address] = []
         self._log = LimitedLog(logger, clock=clock)
-        self._under_way: dict[Address, _UnderWay] = {}
+        self._under_way: dict[Address, _Handshake] = {}
 
     # -- the engine's thread ------------------------------------------------------------------------------
 
-    def known(self, address: Address, incarnation: int | None = None) -> Answer | None:
+    def known(self, address: Address, incarnation: int | None = None) -> PeerStatus | None:
         """Return what is known of the peer at `address`, of this incarnation; None if it must be asked.
 
         A peer known by another incarnation may have been restarted: it is asked anew, unless that was done
@@ -127,11 +127,11 @@ class Handshakes:
         from the facts.
         """
         answer = self._answers.get(address)
-        if isinstance(answer, NotUsable) and self._refusal_is_over(address):
+        if isinstance(answer, Unusable) and self._refusal_is_over(address):
             return None
-        if isinstance(answer, Known) and incarnation not in (None, answer.facts.incarnation):
+        if isinstance(answer, PeerInfo) and incarnation not in (None, answer.facts.incarnation):
             now = self._clock()
-            if now - self._asked_anew.get(address, -ASK_ANEW_SECONDS) >= ASK_ANEW_SECONDS:
+            if now - self._asked_anew.get(address, -REFRESH_SECONDS) >= REFRESH_SECONDS:
                 _put(self._asked_anew, address, now)
                 return None
         return answer
@@ -139,12 +139,12 @@ class Handshakes:
     @property
     def crowded(self) -> bool:
         """True while too many handshakes are under way to begin another."""
-        return len(self._looking) >= MOST_UNDER_WAY
+        return len(self._looking) >= MAX_HANDSHAKES
 
-    def start(self, address: Address) -> Looking:
+    def start(self, address: Address) -> Pending:
         """Note that the peer is about to be asked."""
         self._looking[address] = None
-        answer = self._answers[address] = Looking()
+        answer = self._answers[address] = Pending()
         return answer
 
     def forget(self, address: Address) -> None:
@@ -161,7 +161,7 @@ class Handshakes:
 
     def open(self, address: Address) -> Hello:
         """Return the first message to a peer; its time begins now."""
-        self._under_way[address] = _UnderWay(self._clock())
+        self._under_way[address] = _Handshake(self._clock())
         return Hello(PROTOCOL, self._facts)
 
     def hear(self, address: Address, answer: bytes) -> AskRanks | None:
@@ -185,9 +185,9 @@ class Handshakes:
         self._log.say(f"{address}", f"peer at {shown(host)}:{port} cannot be used: {reason}")
         self._under_way.pop(address, None)
         self._looking.pop(address, None)
-        self._answers[address] = NotUsable(reason)
+        self._answers[address] = Unusable(reason)
         if (oldest := _put(self._refused_at, address, self._clock())) is not None and isinstance(
-            self._answers.get(oldest), NotUsable
+            self._answers.get(oldest), Unusable
         ):
             self._answers.pop(oldest, None)
         self._closable.append(address)
@@ -211,12 +211,12 @@ class Handshakes:
 
     def is_refused(self, address: Address) -> bool:
         """Return whether a peer was asked and cannot be used."""
-        return isinstance(self._answers.get(address), NotUsable)
+        return isinstance(self._answers.get(address), Unusable)
 
-    def _patience(self, handshake: _UnderWay) -> float:
+    def _patience(self, handshake: _Handshake) -> float:
         """Return how long an answer is waited for; less while many are, if the peer has said nothing yet."""
-        if handshake.facts is None and len(self._under_way) > MANY_UNDER_WAY:
-            return min(HURRIED_SECONDS, self._patience_seconds)
+        if handshake.facts is None and len(self._under_way) > HURRY_HANDSHAKES:
+            return min(HURRY_SECONDS, self._patience_seconds)
         return self._patience_seconds
 
     def is_unknown(self, address: Address) -> bool:
@@ -230,11 +230,11 @@ class Handshakes:
             if self.is_refused(address):
                 self._answers.pop(address, None)
 
-    def _take(self, address: Address, handshake: _UnderWay, reply: Reply) -> AskRanks | None:
+    def _take(self, address: Address, handshake: _Handshake, reply: Reply) -> AskRanks | None:
         if isinstance(reply, Refused):
             self.refuse(address, "; ".join(reply.differences) or "it gave no reason")
         elif isinstance(reply, Accepted):
-            if found := compare(reply.facts.must_agree, self._facts.must_agree):
+            if found := compare_facts(reply.facts.must_agree, self._facts.must_agree):
                 raise Incompatible(found)
             handshake.facts = reply.facts
             return AskRanks(PROTOCOL, self._facts)
@@ -248,9 +248,9 @@ class Handshakes:
         ranks = self._check(address, ranks)
         del self._under_way[address]
         self._looking.pop(address, None)
-        self._answers[address] = Known(facts, ranks)
+        self._answers[address] = PeerInfo(facts, ranks)
         if (oldest := _put(self._known_since, address, self._clock())) is not None and isinstance(
-            self._answers.get(oldest), Known
+            self._answers.get(oldest), PeerInfo
         ):
             self._answers.pop(oldest, None)
         logger.info(
@@ -269,7 +269,7 @@ def _put(times: dict[Address, float], address: Address, now: float) -> Address |
     """Note the time at an address; forget the oldest of too many, and return its address."""
     times.pop(address, None)
     times[address] = now
-    if len(times) <= MOST_REMEMBERED:
+    if len(times) <= MAX_REMEMBERED:
         return None
     oldest = next(iter(times))
     del times[oldest]

@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.errors import ConfigError
-from kvferry.transport.key_making import NAME, REMEDY, make_key, own_directory
-from kvferry.transport.security import Keys, derive
+from kvferry.transport.key_creation import KEY_NAME, REMEDY, make_key, private_directory
+from kvferry.transport.security import Keys, derive_keys
 
 MIN_SECRET_BYTES = 16
 MAX_SECRET_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class KeyPlace:
+class KeyLocation:
     """The file of an engine's secret.
 
     Attributes:
@@ -41,17 +41,17 @@ class KeyPlace:
         return f"secret_file {self.path}" if self.given else f"this machine's key {self.path}"
 
 
-def key_place(secret_file: str | None, environment: Mapping[str, str] = os.environ) -> KeyPlace:
+def key_location(secret_file: str | None, environment: Mapping[str, str] = os.environ) -> KeyLocation:
     """Return where the secret is; the file may not exist yet.
 
     Raises:
         ConfigError: no secret_file is set, and this user has no state directory.
     """
     if secret_file is not None:
-        return KeyPlace(Path(secret_file), given=True)
+        return KeyLocation(Path(secret_file), given=True)
     for name, below in (("XDG_STATE_HOME", ""), ("HOME", ".local/state")):
         if os.path.isabs(environment.get(name, "")):  # noqa: PTH117 - an empty text is no path
-            return KeyPlace(Path(environment[name], below, "kvferry", NAME), given=False)
+            return KeyLocation(Path(environment[name], below, "kvferry", KEY_NAME), given=False)
     try:
         home = pwd.getpwuid(os.geteuid()).pw_dir
     except KeyError:
@@ -61,7 +61,7 @@ def key_place(secret_file: str | None, environment: Mapping[str, str] = os.envir
             "no secret_file is set, and there is no place for a key of this machine: HOME and XDG_STATE_HOME "
             f"are not set, and user {os.geteuid()} has no home directory; {REMEDY}"
         )
-    return KeyPlace(Path(home, ".local/state/kvferry", NAME), given=False)
+    return KeyLocation(Path(home, ".local/state/kvferry", KEY_NAME), given=False)
 
 
 def read_keys(secret_file: str | None) -> Keys:
@@ -70,13 +70,13 @@ def read_keys(secret_file: str | None) -> Keys:
     Raises:
         ConfigError: the file cannot be read or made, others can read it, or it holds no secret.
     """
-    place = key_place(secret_file)
+    place = key_location(secret_file)
     if place.given:
-        return derive(_given_secret(place))
-    with own_directory(place.path.parent, make=True) as directory:
+        return derive_keys(_given_secret(place))
+    with private_directory(place.path.parent, make=True) as directory:
         if not _exists(directory):
             make_key(place.path.parent, directory)
-        return derive(_machine_secret(place, directory))
+        return derive_keys(_machine_secret(place, directory))
 
 
 def existing_keys(secret_file: str | None) -> Keys | None:
@@ -85,17 +85,17 @@ def existing_keys(secret_file: str | None) -> Keys | None:
     Raises:
         ConfigError: see `read_keys`.
     """
-    place = key_place(secret_file)
+    place = key_location(secret_file)
     if place.given:
-        return derive(_given_secret(place))
+        return derive_keys(_given_secret(place))
     try:
-        with own_directory(place.path.parent, make=False) as directory:
-            return derive(_machine_secret(place, directory)) if _exists(directory) else None
+        with private_directory(place.path.parent, make=False) as directory:
+            return derive_keys(_machine_secret(place, directory)) if _exists(directory) else None
     except FileNotFoundError:
         return None
 
 
-def _given_secret(place: KeyPlace) -> bytes:
+def _given_secret(place: KeyLocation) -> bytes:
     """Read a ``secret_file``: a symbolic link is fine, and its group may read it, as Kubernetes mounts it."""
     try:
         descriptor = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -106,10 +106,10 @@ def _given_secret(place: KeyPlace) -> bytes:
     return _secret_in(descriptor, place, closed_to=stat.S_IRWXO, owners=(os.geteuid(), 0))
 
 
-def _machine_secret(place: KeyPlace, directory: int) -> bytes:
+def _machine_secret(place: KeyLocation, directory: int) -> bytes:
     try:
         descriptor = os.open(
-            NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory
+            KEY_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory
         )
     except OSError as error:
         what = "it is a symbolic link" if _is_link(directory) else _why(error)
@@ -117,7 +117,7 @@ def _machine_secret(place: KeyPlace, directory: int) -> bytes:
     return _secret_in(descriptor, place, closed_to=stat.S_IRWXG | stat.S_IRWXO, owners=(os.geteuid(),))
 
 
-def _secret_in(descriptor: int, place: KeyPlace, closed_to: int, owners: tuple[int, ...]) -> bytes:
+def _secret_in(descriptor: int, place: KeyLocation, closed_to: int, owners: tuple[int, ...]) -> bytes:
     """Return the secret in an open file, which is closed.
 
     Args:
@@ -160,14 +160,14 @@ def _secret_in(descriptor: int, place: KeyPlace, closed_to: int, owners: tuple[i
 def _exists(directory: int) -> bool:
     """Return whether the machine's key exists; a dangling symbolic link counts."""
     try:
-        os.stat(NAME, dir_fd=directory, follow_symlinks=False)
+        os.stat(KEY_NAME, dir_fd=directory, follow_symlinks=False)
     except FileNotFoundError:
         return False
     return True
 
 
 def _is_link(directory: int) -> bool:
-    return stat.S_ISLNK(os.stat(NAME, dir_fd=directory, follow_symlinks=False).st_mode)
+    return stat.S_ISLNK(os.stat(KEY_NAME, dir_fd=directory, follow_symlinks=False).st_mode)
 
 
 def _why(error: OSError) -> str:

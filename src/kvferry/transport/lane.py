@@ -7,7 +7,7 @@ READ, planning a long prompt takes milliseconds, and preparing a peer takes more
                  │          └─error─┐        └─changed─┐
                  └──────────────────┴───────────────────┴─▶ failed
 
-Direct entries are one READ per rank of the peer. Packed cells move chunk by chunk (`packed`).
+Direct entries are one READ per rank of the peer. Packed cells move segment by segment (`packed_read`).
 
 Every order gets exactly one result, when nothing of it is in flight any more. Until then its memory belongs
 to the transfer.
@@ -30,14 +30,14 @@ import zmq
 
 from kvferry.geometry import RankGeometry, Region
 from kvferry.transport.agent import Agent, ReadState
-from kvferry.transport.area import Area
-from kvferry.transport.links import Links, log_unexpected
+from kvferry.transport.connected_peer import MAX_SOURCES, ConnectedPeer
 from kvferry.transport.messages import RankCard
-from kvferry.transport.packed import Bench, PackedRead
-from kvferry.transport.peer import MAX_SOURCES, Peer
+from kvferry.transport.metadata_validation import MetadataValidator
+from kvferry.transport.packed_read import PackedRead, PackedReadResources
+from kvferry.transport.peer_connections import PeerConnections, log_unexpected
 from kvferry.transport.read_plan import ReadOrder, ReadPlan
 from kvferry.transport.settings import TransferSettings
-from kvferry.transport.vetting import Vets
+from kvferry.transport.staging import StagingArea
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class _Read:
     """An order under way."""
 
     order: ReadOrder
-    peer: Peer
+    peer: ConnectedPeer
     landing: int
     plan: ReadPlan
     handles: list[Any] = field(default_factory=list)
@@ -111,10 +111,10 @@ class Lane:
         self,
         name: str,
         geometry: RankGeometry,
-        landing: Area,
+        landing: StagingArea,
         settings: TransferSettings,
         make_agent: MakeAgent,
-        vetting: Vets,
+        vetting: MetadataValidator,
         in_flight: int,
     ) -> None:
         """Start the thread; `wait_ready` says when it can read.
@@ -203,12 +203,12 @@ class Lane:
         finally:
             self._ready.set()
         self._context: zmq.Context[Any] = zmq.Context()
-        self._links = Links(
+        self._links = PeerConnections(
             partial(self._make_peer, agent),
             lambda cards: self._vetting.ask(cards, self._wake.set),
             lambda: [read.peer for read in self._reads],
         )
-        self._bench = Bench(
+        self._bench = PackedReadResources(
             agent,
             self._images,
             self._landing,
@@ -246,8 +246,8 @@ class Lane:
         self._links.let_go()
         return busy
 
-    def _make_peer(self, agent: Agent, cards: tuple[RankCard, ...]) -> Peer:
-        return Peer(
+    def _make_peer(self, agent: Agent, cards: tuple[RankCard, ...]) -> ConnectedPeer:
+        return ConnectedPeer(
             agent, self._geometry, cards, self._landing_region, self._images, self._context, self._settings
         )
 

@@ -86,7 +86,7 @@ class LeaseWords:
 
 
 @dataclass(slots=True)
-class _Held:
+class _HeldLease:
     slot: int
     granted: float
     expires: float
@@ -106,7 +106,7 @@ class LeaseBook:
         self._incarnation = incarnation
         self._generations = [0] * slots
         self._free = list(range(slots - 1, -1, -1))
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _HeldLease] = {}
         self._ending: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -130,7 +130,7 @@ class LeaseBook:
                 f"({self.seconds:g}), or see why consumers release so late"
             )
         slot, now = self._free.pop(), self._clock()
-        self._held[name] = _Held(slot, now, now + (self.seconds if seconds is None else seconds))
+        self._held[name] = _HeldLease(slot, now, now + (self.seconds if seconds is None else seconds))
         return LeaseWord(slot, self._generations[slot], self._incarnation)
 
     def extend(self, names: Iterable[str]) -> list[str]:

@@ -9,10 +9,10 @@ import zmq
 
 from kvferry.errors import ConfigError, ProtocolError
 from kvferry.transport import security
-from kvferry.transport.connections import Connections
-from kvferry.transport.door import Door
-from kvferry.transport.endpoint import endpoint
-from kvferry.transport.peers import ANYBODY, Peers
+from kvferry.transport.allowed_peers import ANY_PEER, AllowedPeers
+from kvferry.transport.authenticator import Authenticator
+from kvferry.transport.connection_limit import ConnectionLimiter
+from kvferry.transport.endpoint import zmq_endpoint
 
 _QUEUED = 64
 """Messages of a peer that may wait (more are held back), and answers to it (more are dropped)."""
@@ -33,7 +33,7 @@ class Listener:
         keys: security.Keys,
         max_message_bytes: int,
         most_connections: int | None = None,
-        peers: Peers = ANYBODY,
+        peers: AllowedPeers = ANY_PEER,
     ) -> None:
         """Bind.
 
@@ -43,22 +43,22 @@ class Listener:
             port: 0 for any free one.
             keys: CURVE keys; a client without them is refused.
             max_message_bytes: a peer that sends more is disconnected.
-            most_connections: see `Connections`.
+            most_connections: see `ConnectionLimiter`.
             peers: who may connect.
 
         Raises:
             ConfigError: the address cannot be bound.
         """
         self._context: zmq.Context[Any] = zmq.Context()
-        self._door = Door(self._context, keys, peers)
+        self._door = Authenticator(self._context, keys, peers)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.maxmsgsize = max_message_bytes
         self._socket.rcvhwm = self._socket.sndhwm = _QUEUED
-        security.as_server(self._socket, keys)
-        self._connections = Connections(self._socket, most_connections)
+        security.secure_server(self._socket, keys)
+        self._connections = ConnectionLimiter(self._socket, most_connections)
         try:
-            self._socket.bind(endpoint(self._socket, host, port or "*"))
+            self._socket.bind(zmq_endpoint(self._socket, host, port or "*"))
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(

@@ -28,8 +28,8 @@ import msgspec
 from kvferry.geometry import RankGeometry
 from kvferry.terminal import shown
 from kvferry.transport.check_ranks import check_ranks
-from kvferry.transport.redeem import Grant, NotRedeemed, Redeem, Redeemed, Run, Ticket
-from kvferry.transport.wire import reading
+from kvferry.transport.decode_errors import as_protocol_error
+from kvferry.transport.redeem import Grant, Incarnation, NotRedeemed, Redeem, Redeemed, Ticket
 
 PROTOCOL = 6
 MAX_REQUEST_BYTES = 4 << 20
@@ -43,9 +43,9 @@ MAX_DIFFERENCES = 64
 MAX_SENTENCE = 1024
 MAX_WORDS = 1 << 20
 MAX_KEYS = 65_536
-MOST_TURNS = 4
+MAX_TURNS = 4
 MAX_FACTS = 8192
-MOST_NAMED = 12
+MAX_NAMED = 12
 """Settings of one group that a comparison names; of more it says how many."""
 
 # A list is prepared of as many words as a peer says it has, and addresses are computed with as int64.
@@ -166,14 +166,14 @@ class Ranks(msgspec.Struct, frozen=True, tag="ranks"):
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     """The consumer, which has claimed these, still waits for them."""
 
-    consumer: Run
+    consumer: Incarnation
     tickets: Tickets
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
     """The consumer, which has claimed these, is done with them."""
 
-    consumer: Run
+    consumer: Incarnation
     tickets: Tickets
 
 
@@ -206,7 +206,7 @@ class KeptTurn(msgspec.Struct, frozen=True):
     """
 
     engine_id: EngineId
-    incarnation: Run
+    incarnation: Incarnation
     ticket: Ticket
     grant: Grant
     tokens: _Count
@@ -223,7 +223,7 @@ class Turns(msgspec.Struct, frozen=True, tag="turns"):
     """The turns found for question `number`, if any: all share the same chunks, and differ after them."""
 
     number: int
-    kept: Annotated[list[KeptTurn], msgspec.Meta(max_length=MOST_TURNS)]
+    kept: Annotated[list[KeptTurn], msgspec.Meta(max_length=MAX_TURNS)]
 
 
 Request: TypeAlias = Hello | AskRanks | Redeem | Heartbeat | Release | AskTurn
@@ -248,7 +248,7 @@ def decode_request(data: bytes) -> Request:
     Raises:
         ProtocolError: it is none, or is out of bounds.
     """
-    with reading(f"a request of protocol {PROTOCOL}"):
+    with as_protocol_error(f"a request of protocol {PROTOCOL}"):
         message: Request = _requests.decode(data)
     return message
 
@@ -259,14 +259,14 @@ def decode_reply(data: bytes) -> Reply:
     Raises:
         ProtocolError: it is none, or its ranks are out of bounds, or contradict themselves or each other.
     """
-    with reading(f"an answer of protocol {PROTOCOL}"):
+    with as_protocol_error(f"an answer of protocol {PROTOCOL}"):
         message: Reply = _replies.decode(data)
         if isinstance(message, Ranks):
             check_ranks(message.ranks)
     return message
 
 
-def numbered(data: bytes) -> Numbered | None:
+def decode_numbered(data: bytes) -> Numbered | None:
     """An answer to a question that has a number; None if it is another one, or none."""
     try:
         answer: Numbered = _numbered.decode(data)
@@ -275,7 +275,7 @@ def numbered(data: bytes) -> Numbered | None:
     return answer
 
 
-def compare(theirs: Mapping[str, Fact], ours: Mapping[str, Fact]) -> list[str]:
+def compare_facts(theirs: Mapping[str, Fact], ours: Mapping[str, Fact]) -> list[str]:
     """Return one sentence per fact that both state and that differs; of a group of settings, one per setting.
 
     >>> compare({"dtype": "float16", "rope": {"theta": "1"}}, {"dtype": "float32", "rope": {"theta": "2"}})
@@ -291,7 +291,7 @@ def compare(theirs: Mapping[str, Fact], ours: Mapping[str, Fact]) -> list[str]:
     return found
 
 
-def refused(differences: Sequence[str]) -> Refused:
+def make_refusal(differences: Sequence[str]) -> Refused:
     """Return a refusal that names these differences; of very many, or very long ones, a part."""
     said = [shown(text, MAX_SENTENCE) for text in differences[: MAX_DIFFERENCES - 1]]
     if more := len(differences) - len(said):
@@ -302,10 +302,10 @@ def refused(differences: Sequence[str]) -> Refused:
 def _settings(name: str, theirs: dict[str, str], ours: dict[str, str]) -> Iterator[str]:
     """Yield one sentence per setting that differs."""
     keys = [key for key in sorted(theirs.keys() | ours.keys()) if theirs.get(key) != ours.get(key)]
-    for key in keys[:MOST_NAMED]:
+    for key in keys[:MAX_NAMED]:
         yield f"{name}: {key} is {theirs.get(key, 'not set')} there, {ours.get(key, 'not set')} here"
-    if len(keys) > MOST_NAMED:
-        yield f"{name}: {len(keys) - MOST_NAMED} more settings differ"
+    if len(keys) > MAX_NAMED:
+        yield f"{name}: {len(keys) - MAX_NAMED} more settings differ"
 
 
 def _said(fact: Fact) -> str:

@@ -8,7 +8,7 @@ past their own arrays. So the frame is parsed here, by the format of NIXL 1.5 (`
     nixlSecElms n  (bknd backend  nixlDList nixlSDList  t kind  n count  row*)*
 
 Each item is a tag, its length in 8 bytes, its bytes and ``|``. The address of a UCX worker is not parsed: a
-child process tries it (`transport.trial`).
+child process tries it (`transport.metadata_sandbox`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Metadata:
     sealed: bytes
 
 
-def parse(data: bytes) -> Metadata:
+def parse_metadata(data: bytes) -> Metadata:
     """Parse an agent's metadata.
 
     Raises:
@@ -67,7 +67,7 @@ def parse(data: bytes) -> Metadata:
     """
     if len(data) > MAX_AGENT_BYTES:
         raise ProtocolError(f"{len(data)} bytes of transport metadata, at most {MAX_AGENT_BYTES}")
-    items = _Items(data)
+    items = _ItemReader(data)
     name = items.text(b"Agent", MAX_NAME_BYTES)
     if (backends := items.number(b"Conns")) != 1:
         raise ProtocolError(f"transport metadata of {backends} backends, expected {BACKEND.decode()} alone")
@@ -82,13 +82,13 @@ def parse(data: bytes) -> Metadata:
     return Metadata(name, regions, bytes(items.sealed))
 
 
-def check_card(card: RankCard) -> Metadata:
+def check_metadata(card: RankCard) -> Metadata:
     """Parse a worker's metadata and check that it registers what the worker's card says.
 
     Raises:
         ProtocolError: it does not.
     """
-    metadata = parse(card.agent)
+    metadata = parse_metadata(card.agent)
     claimed = [*card.geometry.regions, Region(card.words_address, card.words * WORD_BYTES)]
     if (there := card.outgoing) is not None:
         first = card.geometry.regions[0]
@@ -103,7 +103,7 @@ def check_card(card: RankCard) -> Metadata:
     return metadata
 
 
-def _section(items: _Items) -> Iterator[Region]:
+def _section(items: _ItemReader) -> Iterator[Region]:
     """Read the rows of one kind of memory."""
     items.exactly(b"bknd", BACKEND)
     items.exactly(b"nixlDList", b"nixlSDList")
@@ -137,7 +137,7 @@ def _check_key(key: bytes) -> None:
         raise ProtocolError(f"transport metadata holds a key of {len(key)} bytes that announces {at}")
 
 
-class _Items:
+class _ItemReader:
     """Reads the items one after the other.
 
     Attributes:

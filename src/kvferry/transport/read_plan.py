@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.memory.copy import Loops
+from kvferry.memory.cell_copies import CellCopies
 from kvferry.planning.pieces import Int64s
 from kvferry.planning.request import Indices, Tally
 from kvferry.planning.select import Cells, Span
 from kvferry.planning.strategy import Strategy
 from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.lease import LeaseWord
-from kvferry.transport.packed import Lists
-from kvferry.transport.prepared import PreparedRoute, PreparedWay
+from kvferry.transport.packed_read import PreparedLists
+from kvferry.transport.prepared_routes import PreparedMethod, PreparedRoute
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def _cut(blocks: Int64s, part: int, parts: int) -> int:
     return at
 
 
-ALL = Share()
+WHOLE_ORDER = Share()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class ReadOrder:
     dst_tables: tuple[Int64s, ...]
     lease: LeaseWord
     strategy: Strategy | None = None
-    share: Share = ALL
+    share: Share = WHOLE_ORDER
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class PackedCells:
     """Cells of one route that do not go direct."""
 
     route: PreparedRoute
-    way: PreparedWay
+    way: PreparedMethod
     cells: Cells
 
 
@@ -119,7 +119,7 @@ class ReadPlan:
     """
 
     ranks: tuple[RankRead, ...]
-    clears: tuple[tuple[Loops, Int64s], ...]
+    clears: tuple[tuple[CellCopies, Int64s], ...]
     bytes_by_group: tuple[int, ...]
     strategy_by_group: tuple[str, ...]
     tally: Tally
@@ -145,7 +145,7 @@ class SourceRank:
 
     agent: str
     routes: tuple[PreparedRoute, ...]
-    lists: Lists
+    lists: PreparedLists
     client: GatherClient | None
     leases: int
 
@@ -155,7 +155,7 @@ class SourceRank:
         return self.lists.incarnation
 
 
-def joined(plans: Sequence[ReadPlan]) -> ReadPlan:
+def join_plans(plans: Sequence[ReadPlan]) -> ReadPlan:
     """Join the plans of several lanes; `seconds` is the longest."""
     return ReadPlan(
         tuple(rank for plan in plans for rank in plan.ranks),
@@ -165,12 +165,12 @@ def joined(plans: Sequence[ReadPlan]) -> ReadPlan:
             "+".join(dict.fromkeys(name for names in group if names for name in names.split("+")))
             for group in zip(*(plan.strategy_by_group for plan in plans), strict=True)
         ),
-        summed([plan.tally for plan in plans]),
+        sum_tallies([plan.tally for plan in plans]),
         max(plan.seconds for plan in plans),
     )
 
 
-def summed(tallies: Sequence[Tally]) -> Tally:
+def sum_tallies(tallies: Sequence[Tally]) -> Tally:
     """Return the sum of some tallies."""
     return Tally(
         sum(t.bytes for t in tallies),

@@ -31,7 +31,7 @@ Ticket: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=TICKET_BYTES, max_l
 """The name of a lease on the wire: random, so knowing one is having been given it."""
 
 Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-Run: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+Incarnation: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 """Which run of an engine."""
 
 _ID: Final = np.dtype("<u4")
@@ -136,7 +136,7 @@ class Redeem(msgspec.Struct, frozen=True, tag="redeem"):
     """
 
     number: Number
-    consumer: Run
+    consumer: Incarnation
     ticket: Ticket
     tokens: Annotated[int, msgspec.Meta(ge=1, lt=MAX_TOKENS)]
     content: PromptContent
@@ -152,7 +152,7 @@ class Redeemed(msgspec.Struct, frozen=True, tag="redeemed"):
     """
 
     number: Number
-    incarnation: Run
+    incarnation: Incarnation
     grant: Grant
 
 
@@ -166,5 +166,5 @@ class NotRedeemed(msgspec.Struct, frozen=True, tag="not-redeemed"):
     """
 
     number: Number
-    incarnation: Run
+    incarnation: Incarnation
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON)]

@@ -13,14 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
-from kvferry.transport.handshake import Address, Looking, NotUsable
+from kvferry.transport.handshake import Address, Pending, Unusable
 from kvferry.transport.redeem import NotRedeemed, PromptContent, Redeem, Redeemed
 
 SILENT = "it did not answer within {seconds:g} s (handshake_seconds) when a ticket was to be redeemed"
 
 
 @dataclass(slots=True)
-class _Asked:
+class _PendingRedemption:
     """A ticket that is being redeemed.
 
     Attributes:
@@ -51,7 +51,7 @@ class Redemptions:
         """
         self._consumer, self._patience_seconds, self._clock = consumer, patience_seconds, clock
         self._numbers = count()
-        self._asked: dict[int, _Asked] = {}
+        self._asked: dict[int, _PendingRedemption] = {}
         self._heard = threading.Condition()
 
     # -- the engine's thread ------------------------------------------------------------------------------
@@ -59,22 +59,24 @@ class Redemptions:
     def begin(self, address: Address, ticket: bytes, tokens: int, content: PromptContent) -> Redeem:
         """Return what to send; its number names the redemption until it is ended."""
         message = Redeem(next(self._numbers), self._consumer, ticket, tokens, content)
-        self._asked[message.number] = _Asked(address, message, self._clock() + self._patience_seconds)
+        self._asked[message.number] = _PendingRedemption(
+            address, message, self._clock() + self._patience_seconds
+        )
         return message
 
-    def answer(self, number: int, wait_seconds: float = 0.0) -> Redeemed | NotUsable | Looking:
-        """Return the answer; Looking if there is none yet, not even after a wait of so many seconds."""
+    def answer(self, number: int, wait_seconds: float = 0.0) -> Redeemed | Unusable | Pending:
+        """Return the answer; Pending if there is none yet, not even after a wait of so many seconds."""
         asked = self._asked[number]
         if asked.answer is None and wait_seconds > 0:
             with self._heard:
                 self._heard.wait_for(lambda: asked.answer is not None, wait_seconds)
         if isinstance(asked.answer, NotRedeemed):
-            return NotUsable(asked.answer.reason)
+            return Unusable(asked.answer.reason)
         if asked.answer is not None:
             return asked.answer
         if self._clock() >= asked.deadline:
-            return NotUsable(SILENT.format(seconds=self._patience_seconds))
-        return Looking()
+            return Unusable(SILENT.format(seconds=self._patience_seconds))
+        return Pending()
 
     def silent(self, number: int) -> Address | None:
         """Return the address of a producer that has not answered; None if it has."""

@@ -34,7 +34,7 @@ class Keys:
         return hashlib.blake2b(self.public, digest_size=4, person=b"kvferry-finger").hexdigest()
 
 
-def derive(secret: bytes) -> Keys:
+def derive_keys(secret: bytes) -> Keys:
     """Return the key pair of a secret.
 
     Raises:
@@ -52,15 +52,15 @@ def derive(secret: bytes) -> Keys:
 
 def random_keys() -> Keys:
     """Return a key pair that nobody else has."""
-    return derive(secrets.token_bytes(SECRET_BYTES))
+    return derive_keys(secrets.token_bytes(SECRET_BYTES))
 
 
-def as_server(socket: zmq.Socket[Any], keys: Keys) -> None:
+def secure_server(socket: zmq.Socket[Any], keys: Keys) -> None:
     """Set a socket up as the side that accepts connections."""
     socket.curve_secretkey, socket.curve_publickey, socket.curve_server = keys.secret, keys.public, True
 
 
-def as_client(socket: zmq.Socket[Any], keys: Keys) -> None:
+def secure_client(socket: zmq.Socket[Any], keys: Keys) -> None:
     """Set a socket up as the side that connects."""
     socket.curve_secretkey, socket.curve_publickey, socket.curve_serverkey = (
         keys.secret, keys.public, keys.public,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvferry.planning.strategy import LANE_BYTES, Costs, Strategy
-from kvferry.transport.peers import ANYBODY, Peers
+from kvferry.transport.allowed_peers import ANY_PEER, AllowedPeers
 from kvferry.transport.security import Keys, random_keys
 
 
@@ -31,6 +31,6 @@ class TransferSettings:
     host: str = "127.0.0.1"
     advertise_host: str = "127.0.0.1"
     keys: Keys = field(default_factory=random_keys)
-    peers: Peers = ANYBODY
+    peers: AllowedPeers = ANY_PEER
     lanes: int = 2
     lane_bytes: int = LANE_BYTES

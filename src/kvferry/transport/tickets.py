@@ -31,7 +31,7 @@ CROWDED: Final = f"{MOST_CONSUMERS} engines have redeemed the ticket, and no mor
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenTicket:
     """A ticket whose lease is held.
 
     Attributes:
@@ -68,7 +68,7 @@ class TicketBook:
         """Begin without any; `incarnation` of the engine's run is part of every answer."""
         self._incarnation = incarnation
         self._lock = threading.Lock()
-        self._open: dict[bytes, _Open] = {}
+        self._open: dict[bytes, _OpenTicket] = {}
         self._tickets: dict[str, bytes] = {}  # by lease, until the lease is withdrawn
 
     def __len__(self) -> int:
@@ -87,7 +87,7 @@ class TicketBook:
             grant: what the ticket is exchanged for.
         """
         with self._lock:
-            self._open[ticket] = _Open(lease, tokens, content, grant)
+            self._open[ticket] = _OpenTicket(lease, tokens, content, grant)
             self._tickets[lease] = ticket
 
     def withdraw(self, leases: Iterable[str]) -> None:

@@ -15,18 +15,18 @@ from dataclasses import replace
 from functools import partial
 
 from kvferry.geometry import RankGeometry
-from kvferry.memory.pages import ask_large_pages
+from kvferry.memory.huge_pages import request_huge_pages
 from kvferry.transport.agent import Agent
-from kvferry.transport.area import Area
-from kvferry.transport.devices import listening_only_for
-from kvferry.transport.exposed import Exposed
+from kvferry.transport.exported_memory import ExportedMemory
 from kvferry.transport.lane import Lane, MakeAgent, ReadResult
 from kvferry.transport.lease import LeaseWords
 from kvferry.transport.messages import RankCard
-from kvferry.transport.read_plan import ReadOrder, Share, joined
+from kvferry.transport.metadata_sandbox import MetadataSandbox
+from kvferry.transport.metadata_validation import MetadataValidator, SandboxValidator
+from kvferry.transport.network_devices import restrict_ucx_to
+from kvferry.transport.read_plan import ReadOrder, Share, join_plans
 from kvferry.transport.settings import TransferSettings
-from kvferry.transport.trial import Trial
-from kvferry.transport.vetting import Vets, Vetting
+from kvferry.transport.staging import StagingArea
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Transfers:
         settings: TransferSettings | None = None,
         make_agent: MakeAgent = Agent,
         in_flight: int = MAX_IN_FLIGHT,
-        vetting: Vets | None = None,
+        vetting: MetadataValidator | None = None,
     ) -> None:
         """Start the lanes, register the memory; returns when that is done.
 
@@ -70,13 +70,13 @@ class Transfers:
         self._least_bytes = settings.lane_bytes
         self._turns = itertools.count()
         self._parts: dict[str, list[ReadResult]] = {}
-        landing = Area(settings.staging_bytes, geometry.regions[0])
+        landing = StagingArea(settings.staging_bytes, geometry.regions[0])
         if landing.units:
-            ask_large_pages(landing.region, touched=False)
-        with ExitStack() as started, listening_only_for(settings.host):
-            self._exposed = Exposed(geometry, words, settings, make_agent(name, progress=True))
+            request_huge_pages(landing.region, touched=False)
+        with ExitStack() as started, restrict_ucx_to(settings.host):
+            self._exposed = ExportedMemory(geometry, words, settings, make_agent(name, progress=True))
             started.callback(self._exposed.close)
-            self._vetting = vetting or Vetting(partial(Trial, settings.host))
+            self._vetting = vetting or SandboxValidator(partial(MetadataSandbox, settings.host))
             started.callback(self._vetting.close)
             self._lanes = [
                 Lane(
@@ -148,7 +148,7 @@ def _joined(parts: list[ReadResult]) -> ReadResult:
     return ReadResult(
         parts[0].key,
         next((part.failure for part in parts if part.failure is not None), None),
-        joined(plans) if plans else None,
+        join_plans(plans) if plans else None,
         max(part.transfer_seconds for part in parts),
         max(part.check_seconds for part in parts),
         any(part.peer_lost for part in parts),

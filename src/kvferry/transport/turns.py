@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count, takewhile
 
 from kvferry.transport.handshake import Address
-from kvferry.transport.messages import MOST_TURNS, AskTurn, KeptTurn, Turns
+from kvferry.transport.messages import MAX_TURNS, AskTurn, KeptTurn, Turns
 
 ASK_SECONDS = 0.25
 """When peers that have not said what they keep are waited for no more."""
@@ -25,12 +25,12 @@ ASK_SECONDS = 0.25
 SILENT_SECONDS = 10.0
 """How long a peer that has not is left alone; twice as long each time that it has not again."""
 
-MOST_SILENT_SECONDS = 320.0
+MAX_SILENT_SECONDS = 320.0
 """How long at most."""
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class TurnContent:
     """What blocks hold, from the first token on.
 
     Attributes:
@@ -45,7 +45,7 @@ class Content:
     tokens: Sequence[int]
     items: tuple[int, ...] = ()
 
-    def begins_with(self, other: Content) -> bool:
+    def begins_with(self, other: TurnContent) -> bool:
         """Whether this is the other, or goes on from it, for certain."""
         chunks = len(other.keys)
         rest, told = len(other.tokens) - chunks * other.chunk_tokens, other.after(chunks)
@@ -58,7 +58,7 @@ class Content:
         return self.tokens[first : min(first + self.chunk_tokens, last)]
 
 
-def shared_tokens(prompt: Content, kept: KeptTurn) -> int:
+def shared_tokens(prompt: TurnContent, kept: KeptTurn) -> int:
     """Tokens from the start that a prompt and a turn have in common.
 
     >>> from kvferry.transport.redeem import Grant
@@ -77,14 +77,14 @@ class TurnIndex:
     """Turns that are kept, by their chunks. One thread changes it, another looks."""
 
     def __init__(self) -> None:
-        self._turns: dict[bytes, tuple[Content, KeptTurn, str]] = {}
+        self._turns: dict[bytes, tuple[TurnContent, KeptTurn, str]] = {}
         self._by_key: dict[tuple[int, bytes], dict[bytes, None]] = {}
 
     def __len__(self) -> int:
         """Turns that can be found."""
         return len(self._turns)
 
-    def publish(self, content: Content, kept: KeptTurn, lease: str) -> None:
+    def publish(self, content: TurnContent, kept: KeptTurn, lease: str) -> None:
         """From now on it is found; `lease` is the name of its lease in this engine."""
         self._turns[kept.ticket] = content, kept, lease
         for number, key in enumerate(content.keys):
@@ -111,7 +111,7 @@ class TurnIndex:
             turns = [turn for ticket in reversed(tickets) if (turn := self._turns.get(ticket)) is not None]
             found = [
                 kept.found(last + 1, list(content.after(last + 1)))
-                for content, kept, _ in turns[:MOST_TURNS]
+                for content, kept, _ in turns[:MAX_TURNS]
                 if content.chunk_tokens == question.chunk_tokens
             ]
             if found:
@@ -120,7 +120,7 @@ class TurnIndex:
 
 
 @dataclass(slots=True)
-class _Question:
+class _TurnQuery:
     """What some peers were asked.
 
     Attributes:
@@ -149,7 +149,7 @@ class _Silence:
     seconds: float = SILENT_SECONDS
 
 
-class Questions:
+class TurnQueries:
     """What peers were asked, and have answered. The engine's thread asks, the channel's hears.
 
     Who is silent costs every prompt `ASK_SECONDS`, so it is left alone, and longer each time. One that has
@@ -159,7 +159,7 @@ class Questions:
     def __init__(self, clock: Callable[[], float]) -> None:
         """Nothing was asked yet; `clock` in seconds."""
         self._clock = clock
-        self._open: dict[int, _Question] = {}
+        self._open: dict[int, _TurnQuery] = {}
         self._silent: dict[Address, _Silence] = {}
         self._numbers = count()
 
@@ -169,7 +169,7 @@ class Questions:
         for gone in self._silent.keys() - peers.keys():
             self._silent.pop(gone, None)
         asked = {one: run for one, run in peers.items() if not self._is_left_alone(one, run, now)}
-        self._open[number] = _Question(asked, now)
+        self._open[number] = _TurnQuery(asked, now)
         return number, list(asked)
 
     def named(self, address: Address) -> None:
@@ -212,5 +212,5 @@ class Questions:
             return _Silence(run, now + SILENT_SECONDS)
         if before.until > asked:  # another question that was open at the same time
             return before
-        seconds = min(2 * before.seconds, MOST_SILENT_SECONDS)
+        seconds = min(2 * before.seconds, MAX_SILENT_SECONDS)
         return _Silence(run, now + seconds, seconds)

@@ -13,7 +13,7 @@ import pytest
 from kvferry.cli.main import main
 from kvferry.serving.kv_config import kv_transfer_config
 from kvferry.serving.role import Role
-from kvferry.transport.control_server import Card, ControlServer
+from kvferry.transport.control_server import ControlServer, ProducerCard
 from kvferry.transport.key_file import read_keys
 from transport.cards import cards, facts
 
@@ -128,14 +128,14 @@ def secured(tmp_path):
     secret = tmp_path / "secret"
     secret.write_bytes(b"0123456789abcdef")
     secret.chmod(0o600)
-    server = ControlServer("127.0.0.1", 0, Card(facts(), cards()), read_keys(str(secret)))
+    server = ControlServer("127.0.0.1", 0, ProducerCard(facts(), cards()), read_keys(str(secret)))
     yield f"kvferry://127.0.0.1:{server.port}", secret
     server.close()
 
 
 def test_an_engine_with_this_machines_key_is_met_without_a_word(run, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    server = ControlServer("127.0.0.1", 0, Card(facts(), cards()), read_keys(None))
+    server = ControlServer("127.0.0.1", 0, ProducerCard(facts(), cards()), read_keys(None))
     done = run("doctor", "--no-machine", f"kvferry://127.0.0.1:{server.port}")
     server.close()
     assert (done.returncode, "encrypted, answers in" in done.stdout) == (0, True)

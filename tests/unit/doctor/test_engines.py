@@ -17,7 +17,7 @@ from kvferry.doctor.finding import State
 from kvferry.errors import ConfigError
 from kvferry.keys import prompt_digest
 from kvferry.serving.role import Role
-from kvferry.transport.control_server import Card, Claimed, ControlServer, Released
+from kvferry.transport.control_server import ControlServer, LeasesClaimed, LeasesReleased, ProducerCard
 from kvferry.transport.messages import Outgoing
 from kvferry.transport.redeem import Grant, PromptContent
 from support.keys import KEYS
@@ -74,7 +74,7 @@ def control():
 
 def keeps_blocks(of=None) -> ControlServer:
     """A control channel that knows the ticket which `engine` hands out."""
-    server = ControlServer(HOST, 0, Card(of or facts(), cards()), KEYS)
+    server = ControlServer(HOST, 0, ProducerCard(of or facts(), cards()), KEYS)
     server.tickets.publish(
         ticket("cmpl-7"), "cmpl-7", 3, PromptContent(prompt_digest([11, 12, 13])), Grant.of(1, 2, [[1]])
     )
@@ -87,7 +87,7 @@ def has_its_blocks_back(server: ControlServer) -> None:
     while len(server.events) < 2:
         assert time.monotonic() < until
         time.sleep(0.005)
-    assert list(server.events) == [Claimed(["cmpl-7"]), Released(["cmpl-7"])]
+    assert list(server.events) == [LeasesClaimed(["cmpl-7"]), LeasesReleased(["cmpl-7"])]
 
 
 def engine(port: int | None, **changes) -> dict[str, object]:
@@ -176,7 +176,7 @@ def test_ranks_that_cannot_be_chosen_are_said_not_to_have_been_looked_at():
 
 
 def test_another_engine_at_the_address_that_peers_are_told_is_not_taken_for_it():
-    server = ControlServer(HOST, 0, Card(facts("somebody"), cards()), KEYS)
+    server = ControlServer(HOST, 0, ProducerCard(facts("somebody"), cards()), KEYS)
     try:
         with http(engine(server.port)) as url:
             (section,), (seen,) = look_at([target(url)], KEYS)
@@ -280,7 +280,7 @@ def test_every_open_port_of_an_engine_is_listed_with_who_may_use_it():
     ):
         port, anybodys = (one.getsockname()[1] for one in (gathers, ucx))
         card = structs.replace(card, outgoing=Outgoing(HOST, port, 1 << 40, 4096, 1))
-        server = ControlServer(HOST, 0, Card(facts(), (card,)), KEYS)
+        server = ControlServer(HOST, 0, ProducerCard(facts(), (card,)), KEYS)
         try:
             (section,), _ = look_at([target(f"kvferry://{HOST}:{server.port}")], KEYS)
         finally:

@@ -11,7 +11,7 @@ import zmq
 from kvferry.doctor import meeting
 from kvferry.doctor.meeting import CannotMeet, give_back, meet
 from kvferry.keys import prompt_digest
-from kvferry.transport.control_server import Card, Claimed, ControlServer, Released
+from kvferry.transport.control_server import ControlServer, LeasesClaimed, LeasesReleased, ProducerCard
 from kvferry.transport.messages import PROTOCOL
 from kvferry.transport.redeem import Grant, PromptContent
 from support.keys import KEYS, OTHER_KEYS
@@ -22,7 +22,7 @@ HOST = "127.0.0.1"
 
 @contextmanager
 def server(keys=KEYS):
-    one = ControlServer(HOST, 0, Card(facts(weights="theirs"), cards()), keys)
+    one = ControlServer(HOST, 0, ProducerCard(facts(weights="theirs"), cards()), keys)
     try:
         yield one
     finally:
@@ -124,4 +124,4 @@ def test_a_lease_is_given_back():
         while len(one.events) < 2:
             assert time.monotonic() < until
             time.sleep(0.005)
-        assert list(one.events) == [Claimed(["cmpl-1"]), Released(["cmpl-1"])]
+        assert list(one.events) == [LeasesClaimed(["cmpl-1"]), LeasesReleased(["cmpl-1"])]

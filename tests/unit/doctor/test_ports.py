@@ -68,7 +68,7 @@ def test_who_may_use_a_port_is_said(process):
 
 
 def test_roles_are_told_from_command_lines(process):
-    child = {process.pid: f"{sys.executable} -P -m kvferry.transport.trial 5 6 nixl_cu12"}
+    child = {process.pid: f"{sys.executable} -P -m kvferry.transport.metadata_sandbox 5 6 nixl_cu12"}
     assert all("child that tries" in finding.found for finding in ports.findings(child, {}))
     api = {process.pid: "python /bin/vllm serve model"}
     assert all("API" in finding.found for finding in ports.findings(api, {}))

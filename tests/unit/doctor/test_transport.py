@@ -7,7 +7,7 @@ from kvferry.doctor import costs, nixl, reads
 from kvferry.doctor.finding import Finding, State
 from kvferry.doctor.limits import Ended
 from kvferry.planning.strategy import Costs
-from kvferry.transport.costs import default_path, write_costs
+from kvferry.transport.costs_file import default_costs_path, write_costs
 
 MARK = "kvferry doctor: "
 # As UCX 1.20 printed it here.
@@ -150,7 +150,7 @@ def test_costs_of_this_machine(tmp_path):
 
 def test_costs_that_are_not_there(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert not default_path().exists()
+    assert not default_costs_path().exists()
     found = costs.check(None, measured())
     assert (found.state, "built-in costs" in found.found) == (State.NOTE, True)
 

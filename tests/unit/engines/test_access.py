@@ -9,9 +9,9 @@ from kvferry.engines.vllm.config import ConnectorConfig, parse_config
 from kvferry.engines.vllm.meta import WorkerCard
 from kvferry.errors import ConfigError
 from kvferry.geometry import RankGeometry
+from kvferry.transport.allowed_peers import ANY_PEER
+from kvferry.transport.key_creation import write_secret
 from kvferry.transport.key_file import read_keys
-from kvferry.transport.key_making import write_secret
-from kvferry.transport.peers import ANYBODY
 from support.keys import KEYS, OTHER_KEYS
 
 FAR = {"host": "10.0.0.7"}
@@ -55,7 +55,7 @@ def test_an_engine_of_tiers_alone_needs_no_key(monkeypatch, tmp_path):
 
 def test_who_may_be_a_peer_follows_the_host_unless_it_is_set():
     assert peers_allowed(parse_config({})).only_here
-    assert peers_allowed(parse_config(FAR)) == ANYBODY
+    assert peers_allowed(parse_config(FAR)) == ANY_PEER
     assert peers_allowed(parse_config({**FAR, "advertise_host": "n7"})).names == ("n7",)
     listed = peers_allowed(parse_config({"peers": ["10.0.0.0/8", "svc"]}))
     assert (str(listed.networks[0]), listed.names) == ("10.0.0.0/8", ("svc",))

@@ -15,7 +15,7 @@ from kvferry.engines.vllm import identity
 from kvferry.engines.vllm.arguments import DECIDES, DOES_NOT, REFUSED
 from kvferry.engines.vllm.built import Built
 from kvferry.engines.vllm.compat.dtypes import state_dtypes
-from kvferry.transport.messages import compare
+from kvferry.transport.messages import compare_facts
 
 TABLES = (DECIDES, REFUSED, DOES_NOT)
 
@@ -70,7 +70,7 @@ SETTINGS = [
 
 
 def differences(one, other, built=None):
-    return compare(
+    return compare_facts(
         identity.must_agree(one, CACHE, Built()), identity.must_agree(other, CACHE, built or Built())
     )
 

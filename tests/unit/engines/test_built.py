@@ -14,7 +14,7 @@ from kvferry.engines.vllm.built import Built, built_of
 from kvferry.engines.vllm.compat.models import Models, built_models, draft_layer_names
 from kvferry.engines.vllm.settings_text import settings_of
 from kvferry.errors import ConfigError
-from kvferry.transport.messages import MOST_NAMED, compare
+from kvferry.transport.messages import MAX_NAMED, compare_facts
 from support.played_worker import PlayedWorker
 
 
@@ -56,7 +56,7 @@ def model(base=1e4, rows=128, heads=4, scaling=0.5, normalizer=8.0, long=False) 
 
 def test_sizes_of_ranks_and_lengths_of_tables_are_no_facts(monkeypatch):
     one = facts(model(), monkeypatch)
-    assert compare(one.facts(), facts(model(rows=512, heads=2), monkeypatch).facts()) == []
+    assert compare_facts(one.facts(), facts(model(rows=512, heads=2), monkeypatch).facts()) == []
     assert one.facts() == facts(model(rows=512, heads=2), monkeypatch).facts(), "nor of the namespace"
 
 
@@ -69,13 +69,16 @@ def test_sizes_of_ranks_and_lengths_of_tables_are_no_facts(monkeypatch):
     ],
 )
 def test_what_a_module_keeps_is_named_with_both_values(monkeypatch, changes, said):
-    assert compare(facts(model(), monkeypatch).facts(), facts(model(**changes), monkeypatch).facts()) == said
+    assert (
+        compare_facts(facts(model(), monkeypatch).facts(), facts(model(**changes), monkeypatch).facts())
+        == said
+    )
 
 
 def test_a_table_that_differs_alone_is_seen(monkeypatch):
     other = model()
     other.layers[1].rotary.table *= 1.1
-    (said,) = compare(facts(model(), monkeypatch).facts(), facts(other, monkeypatch).facts())
+    (said,) = compare_facts(facts(model(), monkeypatch).facts(), facts(other, monkeypatch).facts())
     assert said.startswith("built model, Rotary.table of 8: ")
 
 
@@ -83,12 +86,14 @@ def test_a_table_that_differs_alone_is_seen(monkeypatch):
 def test_a_table_that_differs_at_one_of_the_sampled_positions_is_seen(monkeypatch, row):
     other = model()
     other.layers[0].rotary.table[row] *= 1.1
-    assert len(compare(facts(model(), monkeypatch).facts(), facts(other, monkeypatch).facts())) == 1
+    assert len(compare_facts(facts(model(), monkeypatch).facts(), facts(other, monkeypatch).facts())) == 1
 
 
 @pytest.mark.parametrize("rows", [1, 63])
 def test_a_table_that_is_too_short_to_be_sampled_is_no_fact(monkeypatch, rows):
-    assert compare(facts(model(), monkeypatch).facts(), facts(model(rows=rows), monkeypatch).facts()) == []
+    assert (
+        compare_facts(facts(model(), monkeypatch).facts(), facts(model(rows=rows), monkeypatch).facts()) == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -129,7 +134,7 @@ def test_values_that_layers_do_not_share_are_said_in_one_order():
 def test_last_bits_of_a_table_do_not_count(monkeypatch):
     other = model()
     other.layers[0].rotary.table *= 1 + 1e-7
-    assert compare(facts(model(), monkeypatch).facts(), facts(other, monkeypatch).facts()) == []
+    assert compare_facts(facts(model(), monkeypatch).facts(), facts(other, monkeypatch).facts()) == []
 
 
 def test_stages_of_a_pipeline_together_are_the_whole_model(monkeypatch):
@@ -196,16 +201,16 @@ def test_layers_of_a_draft_are_those_that_it_does_not_share_with_the_target():
 
 def test_of_many_settings_that_differ_some_are_named_and_the_others_counted():
     one, other = ({"model configuration": {f"k{n}": str(n + m) for n in range(40)}} for m in (0, 1))
-    said = compare(one, other)
+    said = compare_facts(one, other)
     assert said[0] == "model configuration: k0 is 0 there, 1 here"
-    assert len(said) == MOST_NAMED + 1
-    assert said[-1] == f"model configuration: {40 - MOST_NAMED} more settings differ"
+    assert len(said) == MAX_NAMED + 1
+    assert said[-1] == f"model configuration: {40 - MAX_NAMED} more settings differ"
 
 
 def test_a_fact_that_only_one_side_states_refuses_nobody_and_a_setting_does():
-    assert compare({"a": "1"}, {"b": {"c": "2"}}) == []
-    assert compare({"b": {}}, {"b": {"c": "2"}}) == ["b: c is not set there, 2 here"]
-    assert compare({"b": "text"}, {"b": {"c": "2"}}) == ["b: text there, 1 settings here"]
+    assert compare_facts({"a": "1"}, {"b": {"c": "2"}}) == []
+    assert compare_facts({"b": {}}, {"b": {"c": "2"}}) == ["b: c is not set there, 2 here"]
+    assert compare_facts({"b": "text"}, {"b": {"c": "2"}}) == ["b: text there, 1 settings here"]
 
 
 def test_a_set_has_one_text_whatever_order_a_process_keeps_it_in():

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from kvferry.engines.vllm.claims import Claims
-from kvferry.transport.handshake import Looking, NotUsable
+from kvferry.transport.handshake import Pending, Unusable
 from kvferry.transport.redeem import Grant, PromptContent, Redeemed
 from transport.cards import ticket
 
 AT = ("127.0.0.1", 5600)
 MINE, OTHER = PromptContent("mine"), PromptContent("other")
-GRANTED, REFUSED = Redeemed(0, 1, Grant.of(1, 2, [[1]])), NotUsable("other tokens")
+GRANTED, REFUSED = Redeemed(0, 1, Grant.of(1, 2, [[1]])), Unusable("other tokens")
 
 
 class Client:
@@ -26,7 +26,7 @@ class Client:
 
     def redemption(self, number, wait_seconds):
         if not self.answers:
-            return Looking()
+            return Pending()
         return GRANTED if self.asked[number] == MINE else REFUSED
 
     def end_redemption(self, number) -> bool:
@@ -64,7 +64,7 @@ def test_a_redemption_that_nobody_has_answered_is_released_since_it_may_be_grant
     claims = Claims(client := Client())
     client.answers = False
     one = begin(claims)
-    assert isinstance(claims.answer(one), Looking)
+    assert isinstance(claims.answer(one), Pending)
     claims.end(one)
     assert client.released == [ticket("a")]
 

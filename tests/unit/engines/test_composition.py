@@ -33,7 +33,7 @@ from kvferry.planning.chunks import Stretch, cells_to_load
 from kvferry.planning.coverage import NOWHERE
 from kvferry.planning.select import Cells, Span, select_cells, uncovered, written
 from kvferry.planning.template import Route, build_templates
-from kvferry.transport.handshake import Known
+from kvferry.transport.handshake import PeerInfo
 from kvferry.transport.redeem import Grant, Redeemed
 from support.block_pool import request
 from support.pages import kv_page, state_page
@@ -171,10 +171,10 @@ class Client:
     """A control client that knows the peer."""
 
     def __init__(self, peer: RankGeometry, granted: Redeemed) -> None:
-        self._known = Known(facts("engine", 11), (SimpleNamespace(geometry=peer),))
+        self._known = PeerInfo(facts("engine", 11), (SimpleNamespace(geometry=peer),))
         self._granted = granted
 
-    def look_up(self, address: Any, incarnation: int | None = None) -> Known:
+    def look_up(self, address: Any, incarnation: int | None = None) -> PeerInfo:
         return self._known
 
     def redeem(self, address: Any, ticket: bytes, tokens: int, content: Any) -> int:

@@ -11,7 +11,7 @@ from PIL import Image
 
 from kvferry.engines.vllm.identity import _processor
 from kvferry.engines.vllm.items import name_of
-from kvferry.transport.messages import compare
+from kvferry.transport.messages import compare_facts
 from support.vision import feature, model_config, paligemma
 
 CAT, DOG = (
@@ -44,7 +44,7 @@ def test_what_the_processor_does_is_in_names_and_is_said_in_words(model: Path) -
     plain, raw = model_config(model), model_config(model, mm_processor_kwargs={"do_normalize": False})
     assert name_of(feature(plain, CAT)) != name_of(feature(raw, CAT))
     facts = [{"multimodal processor": _processor(config)} for config in (plain, raw)]
-    assert compare(*facts) == [
+    assert compare_facts(*facts) == [
         "multimodal processor: mm_processor_kwargs.do_normalize is not set there, false here"
     ]
 
@@ -54,6 +54,6 @@ def test_another_preprocessor_configuration_is_said_by_its_key(model: Path, tmp_
     path = copy / "preprocessor_config.json"
     path.write_text(path.read_text().replace("0.5", "0.25", 1))
     facts = [{"multimodal processor": _processor(model_config(one))} for one in (model, copy)]
-    assert compare(*facts) == [
+    assert compare_facts(*facts) == [
         "multimodal processor: image_processor.image_mean is [0.5, 0.5, 0.5] there, [0.25, 0.5, 0.5] here"
     ]

@@ -25,7 +25,7 @@ from kvferry.observe.watch import Watch
 from kvferry.planning.select import Span
 from kvferry.planning.template import build_templates, kept_too_little
 from kvferry.tiers.names import TIERS
-from kvferry.transport.handshake import Known, Looking, NotUsable
+from kvferry.transport.handshake import PeerInfo, Pending, Unusable
 from kvferry.transport.messages import KeptTurn, RankCard
 from kvferry.transport.redeem import Grant, Redeemed
 from support.block_pool import request
@@ -57,7 +57,7 @@ class Client:
         return self.redeemed
 
     def end_redemption(self, number):
-        return not isinstance(self.redeemed, NotUsable)
+        return not isinstance(self.redeemed, Unusable)
 
     def hold(self, address, ticket):
         self.held.append(name_of(ticket))
@@ -69,9 +69,9 @@ class Client:
         self.forgotten.append(address)
 
 
-NOBODY = NotUsable("nobody answers")
+NOBODY = Unusable("nobody answers")
 RANKS = [card.geometry for card in cards()]
-KNOWN = Known(facts("engine", 11), cards())
+KNOWN = PeerInfo(facts("engine", 11), cards())
 UNREDEEMED = "engine@127.0.0.1:5600"
 PEER = f"{UNREDEEMED}#b"
 GRANTED = Redeemed(0, 11, Grant.of(3, 7, [[1, 2, 3]]))
@@ -96,7 +96,7 @@ class Turns:
         return self.answer is not None
 
     def found(self, one):
-        if not isinstance(self.answer, Looking):
+        if not isinstance(self.answer, Pending):
             self.asked.discard(one.request_id)
         return self.answer or None
 
@@ -159,14 +159,14 @@ def test_a_beginning_ends_where_it_may_and_an_end_goes_on_from_there():
     assert engine.source.tail(one, 8, 40) is None
     assert engine.source.bids(one, 32)
     assert engine.source.head(one, 32, 16) is None
-    engine.client.answer = Looking()
+    engine.client.answer = Pending()
     assert engine.source.bids(one, 8)
     assert engine.source.head(one, 8, 16).looking
     assert engine.source.tail(one, 8, 16).looking
 
 
 def test_a_ticket_is_redeemed_at_arrival_and_bid_once_it_is_granted_and_its_peer_known():
-    engine = Engine(Looking(), redeemed=Looking())
+    engine = Engine(Pending(), redeemed=Pending())
     one = engine.arrive(offered())
     assert engine.client.claimed == ["theirs"]
     assert engine.client.asked == [(40, content_of(one, 40, Adapters()))]
@@ -235,7 +235,7 @@ def test_state_that_has_seen_the_whole_prompt_is_not_read(kind):
 
 def test_a_ticket_that_its_producer_refuses_is_struck_out_and_not_released():
     """It may be somebody else's, who redeems it with the right prompt."""
-    engine = Engine(redeemed=NotUsable("other tokens"))
+    engine = Engine(redeemed=Unusable("other tokens"))
     one = engine.arrive(offered())
     assert engine.source.bids(one, 0) == ()
     assert (engine.refused(), engine.client.released) == (["other tokens"], [])
@@ -249,8 +249,8 @@ def test_a_ticket_that_its_producer_refuses_is_struck_out_and_not_released():
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        (Known(facts("other", 11), cards()), "engine other answers at the address of engine"),
-        (Known(facts("engine", 12), cards()), "the engine has been restarted since it granted the lease"),
+        (PeerInfo(facts("other", 11), cards()), "engine other answers at the address of engine"),
+        (PeerInfo(facts("engine", 12), cards()), "the engine has been restarted since it granted the lease"),
     ],
 )
 def test_a_peer_that_cannot_be_used_is_struck_out_and_released(answer, says):
@@ -276,10 +276,10 @@ def test_a_peer_that_is_refused_when_a_request_arrives_is_not_sent_its_ticket():
 
 def test_a_peer_that_was_restarted_before_it_granted_a_ticket_is_met_anew(monkeypatch):
     def look_up(self, address, incarnation=None):
-        return self.answer if incarnation in (None, self.answer.facts.incarnation) else Looking()
+        return self.answer if incarnation in (None, self.answer.facts.incarnation) else Pending()
 
     monkeypatch.setattr(Client, "look_up", look_up)
-    engine = Engine(Known(facts("engine", 10), cards()))
+    engine = Engine(PeerInfo(facts("engine", 10), cards()))
     one = engine.arrive(offered())
     assert engine.source.bids(one, 8) == (Bid(PEER, (Part("peer", 32),), looking=True),)
     engine.client.answer = KNOWN
@@ -296,7 +296,7 @@ def test_a_grant_has_a_block_table_for_each_group_of_the_peer():
 
 
 def test_all_requests_of_a_step_share_the_time_to_wait_for_their_tickets(monkeypatch):
-    engine, now = Engine(redeemed=Looking()), [100.0]
+    engine, now = Engine(redeemed=Pending()), [100.0]
     monkeypatch.setattr(claims.time, "monotonic", lambda: now[0])
     ones = [engine.arrive(offered(name, of=name)) for name in "abcd"]
 
@@ -320,7 +320,7 @@ def test_all_requests_of_a_step_share_the_time_to_wait_for_their_tickets(monkeyp
 @pytest.mark.parametrize(("theirs", "alignment_tokens"), [(4, 4), (16, 16), (24, 8), (64, 16)])
 def test_content_comes_in_what_blocks_of_both_sides_have_in_common(theirs, alignment_tokens):
     peer = RankCard(ranks(spec(block_tokens=theirs), [ATTENTION] * 2)[0], b"metadata", 4096, 64, 1)
-    engine = Engine(Known(facts("engine", 11), (peer,)))
+    engine = Engine(PeerInfo(facts("engine", 11), (peer,)))
     load = engine.begin(engine.arrive(offered()))
     assert engine.source.alignments(load) == (alignment_tokens,)
     engine.client.answer = NOBODY
@@ -476,7 +476,7 @@ TURN = FoundTurn(
 
 
 def test_a_request_without_an_offer_gets_that_of_an_earlier_turn_once_peers_have_answered():
-    engine = Engine(turns=Looking())
+    engine = Engine(turns=Pending())
     one = engine.arrive(request("a", [*TOKENS, 99]))
     (bid,) = engine.source.bids(one, 8)
     assert (bid.looking, bid.tokens) == (True, 32)
@@ -490,7 +490,7 @@ def test_a_request_without_an_offer_gets_that_of_an_earlier_turn_once_peers_have
 
 
 def test_while_peers_are_asked_they_may_have_the_rest_of_what_another_source_begins():
-    engine = Engine(turns=Looking())
+    engine = Engine(turns=Pending())
     one = engine.arrive(request("a", [*TOKENS, 99]))
     engine.source.bids(one, 8)
     for bid, tokens in (
@@ -517,7 +517,7 @@ def test_where_no_peer_has_an_earlier_turn_nothing_is_bid_and_that_is_said():
 
 
 def test_a_request_that_ends_while_peers_are_asked_leaves_nothing():
-    engine = Engine(turns=Looking())
+    engine = Engine(turns=Pending())
     one = engine.arrive(request("a", [*TOKENS, 99]))
     engine.source.bids(one, 0)
     engine.source.settled("a")
@@ -527,7 +527,7 @@ def test_a_request_that_ends_while_peers_are_asked_leaves_nothing():
 
 @pytest.mark.parametrize("answered", [False, True])
 def test_after_a_reset_an_earlier_turn_that_was_found_before_is_not_bid(answered):
-    engine = Engine(turns=TURN if answered else Looking())
+    engine = Engine(turns=TURN if answered else Pending())
     one = engine.arrive(request("a", [*TOKENS, 99]))
     assert engine.source.bids(one, 0)
     engine.source.start_anew()
@@ -550,7 +550,7 @@ def test_after_a_reset_no_offer_that_came_before_is_bid():
 
 
 def test_an_engine_that_has_left_takes_no_offer_and_asks_for_no_turn():
-    engine = Engine(turns=Looking())
+    engine = Engine(turns=Pending())
     before = engine.arrive(offered("a", "before"))
     engine.source.stop_reading("weights have changed")
     assert not engine.source.bids(before, 0)
@@ -565,7 +565,7 @@ def test_an_engine_that_has_left_takes_no_offer_and_asks_for_no_turn():
 
 
 def test_peers_are_not_waited_for_when_all_but_the_last_token_is_here():
-    engine = Engine(turns=Looking())
+    engine = Engine(turns=Pending())
     assert engine.source.bids(engine.arrive(request("a", [*TOKENS, 99])), 40) == ()
 
 

@@ -20,7 +20,7 @@ from kvferry.geometry import GroupKind
 from kvferry.observe.events import LeaseEnded, LeaseExtended, LeaseGranted
 from kvferry.observe.fold import Fold
 from kvferry.observe.watch import Watch
-from kvferry.transport.control_server import Claimed, Released
+from kvferry.transport.control_server import LeasesClaimed, LeasesReleased
 from kvferry.transport.redeem import NotRedeemed, Redeem, Redeemed
 from kvferry.transport.tickets import TicketBook
 from kvferry.transport.turns import TurnIndex
@@ -94,7 +94,7 @@ class Engine:
     def offer(self, name: str, blocks: int = 1) -> None:
         assert self.end(name, blocks)[0]
 
-    def hear(self, *events: Claimed | Released, turns: bool = False) -> dict[str, int]:
+    def hear(self, *events: LeasesClaimed | LeasesReleased, turns: bool = False) -> dict[str, int]:
         meta = SchedulerMeta("e")
         self.producer.take_events(deque(events), meta)
         assert not (meta.ended if turns else meta.turns_ended)
@@ -107,12 +107,12 @@ def test_a_lease_is_told_from_its_grant_to_its_end(clock) -> None:
         engine.offer(name)
     assert engine.told == [LeaseGranted(name, clock.now, 8, SECONDS) for name in ("a", "b")]
     clock.now += SECONDS / 2
-    engine.hear(Claimed(["a", "nobody"]))
+    engine.hear(LeasesClaimed(["a", "nobody"]))
     assert engine.told[2:] == [LeaseExtended("a", clock.now)]
     clock.now += SECONDS / 2
     assert engine.hear().keys() == {"b"}
     assert engine.told[3:] == [LeaseEnded("b", clock.now, expired=True)]
-    assert engine.hear(Released(["a", "b"])).keys() == {"a"}
+    assert engine.hear(LeasesReleased(["a", "b"])).keys() == {"a"}
     assert engine.told[4:] == [LeaseEnded("a", clock.now, expired=False)]
     counted = engine.fold.take()
     assert {" ".join([name, *of]): n for (name, of), n in counted.counters.items()} == {
@@ -132,7 +132,7 @@ def test_a_lease_that_nobody_claims_gives_way_to_a_request_that_waits_for_blocks
     engine.producer.start(server(), pool, 1)
     for name in "abcd":
         engine.offer(name, blocks=4)
-    engine.hear(Claimed(["b"]))
+    engine.hear(LeasesClaimed(["b"]))
     pool.free_blocks_said = 5
     engine.producer.on_new_request(waits := waits_for(8 * 16))  # nine blocks, four more than there are
     clock.now += SECONDS / 4 - 0.01
@@ -229,7 +229,7 @@ def test_a_ticket_ends_before_a_word_of_its_lease_is_raised(clock, how) -> None:
     elif how == "withdrawn":
         engine.producer.reset()
         assert isinstance(redeem(engine, params, content), NotRedeemed), "even before the next step"
-    ended = engine.hear(*([Released(["a"])] if how == "released" else []))
+    ended = engine.hear(*([LeasesReleased(["a"])] if how == "released" else []))
     assert ended.keys() == {"a"}, "workers raise the word after this"
     assert isinstance(redeem(engine, params, content, consumer=10), NotRedeemed)
 
@@ -240,7 +240,7 @@ def test_what_no_lease_is_left_for_is_not_offered(clock, monkeypatch, caplog) ->
     engine.offer("a")
     assert engine.end("b") == (False, write_nothing())
     assert "request b: not offered" in caplog.text
-    engine.hear(Released(["a"]))
+    engine.hear(LeasesReleased(["a"]))
     assert engine.end("c") == (False, write_nothing()), "not before all workers have raised the word"
     engine.producer.sent({"a"})
     engine.offer("d")
@@ -266,7 +266,7 @@ def test_samples_of_one_prompt_share_a_lease(clock) -> None:
     )
     assert engine.end("0_cmpl-1-0-12ab34ce")[1] != offer
     assert [event.request_id for event in engine.told] == [SAMPLES[0], "0_cmpl-1-0-12ab34ce"]
-    assert engine.hear(Released([SAMPLES[0]])).keys() == {SAMPLES[0]}
+    assert engine.hear(LeasesReleased([SAMPLES[0]])).keys() == {SAMPLES[0]}
     assert engine.end(SAMPLES[1])[0], "of a lease that has ended nothing can be read any more"
     clock.now += SECONDS
     assert engine.hear().keys() == {"0_cmpl-1-0-12ab34ce", SAMPLES[1]}
@@ -301,7 +301,7 @@ def test_an_earlier_turn_is_kept_for_its_time(clock) -> None:
     assert engine.hear() == engine.hear() == {}
     assert (len(channel.turns), len(channel.tickets)) == (1, 0)
     clock.now += 3.5 * SECONDS
-    engine.hear(Claimed(["a"]))
+    engine.hear(LeasesClaimed(["a"]))
     clock.now += 0.9 * SECONDS
     assert engine.hear() == {}, "it is being read"
     clock.now += 0.1 * SECONDS
@@ -337,8 +337,8 @@ def test_a_reset_withdraws_what_was_offered_before(clock) -> None:
     engine.offer("b")
     assert engine.hear().keys() == {"a"}
     assert engine.told[-1] == LeaseEnded("a", clock.now, expired=False, withdrawn=True)
-    assert engine.hear(Released(["a"])) == {}
-    assert engine.hear(Released(["b"])).keys() == {"b"}
+    assert engine.hear(LeasesReleased(["a"])) == {}
+    assert engine.hear(LeasesReleased(["b"])).keys() == {"b"}
 
 
 def test_an_engine_that_has_left_offers_and_keeps_nothing_more(clock) -> None:

@@ -16,7 +16,7 @@ from kvferry.engines.vllm import admission, producer
 from kvferry.engines.vllm.compat.requests import trim_prompt
 from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.multi.connector import FerryMultiConnector
-from kvferry.transport.control_server import Claimed, Released
+from kvferry.transport.control_server import LeasesClaimed, LeasesReleased
 from support.clock import Clock
 from support.vllm_scheduler import ATTEMPTS, BLOCK, PATIENCE, Engine, PlayedConnector
 
@@ -100,7 +100,7 @@ class Serving(RuleBasedStateMachine):
         self.engine.land()
 
     @precondition(lambda self: self.engine.connector.producer._book.held)
-    @rule(data=st.data(), says=st.sampled_from([Claimed, Released]))
+    @rule(data=st.data(), says=st.sampled_from([LeasesClaimed, LeasesReleased]))
     def hear(self, data, says):
         event(f"a consumer's {says.__name__}")
         lease = data.draw(st.sampled_from(self.engine.connector.producer._book.held))
@@ -267,7 +267,7 @@ def test_a_prompt_waits_a_quarter_of_their_time_for_leases_that_nobody_claims(ki
         assert one.request_id in engine.answered
         taken, left = left - engine.pool.get_num_free_blocks(), engine.pool.get_num_free_blocks()
     claimed = leases.held[0]
-    engine.connector.heard.append(Claimed([claimed]))
+    engine.connector.heard.append(LeasesClaimed([claimed]))
     waits = engine.ask(range(9000, 9000 + 8 * BLOCK), 1)
     begun = CLOCK.now
     while waits.request_id not in engine.answered:

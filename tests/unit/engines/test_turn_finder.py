@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.turn_finder import FoundTurn, TurnFinder
 from kvferry.engines.vllm.turn_names import CHUNK_TOKENS, TurnNames
-from kvferry.transport.handshake import Looking
+from kvferry.transport.handshake import Pending
 from kvferry.transport.messages import KeptTurn
 from kvferry.transport.redeem import Grant
 from support.block_pool import request
@@ -45,7 +45,7 @@ def asked(answers, tokens=400, client=None):
         request("a", list(range(tokens))),
     )
     assert finder.ask(one)
-    assert finder.found(one) == Looking()
+    assert finder.found(one) == Pending()
     client.answers = answers
     found = finder.found(one)
     assert "a" not in finder

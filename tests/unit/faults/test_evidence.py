@@ -21,7 +21,7 @@ from faults.storage import dropped_since
 from faults.values import Fault, Trial, judged
 from fuzz.rigs import new_keys
 from kvferry.tiers.outcome import Put
-from kvferry.transport.control_server import Card, ControlServer
+from kvferry.transport.control_server import ControlServer, ProducerCard
 from transport.cards import cards, facts
 
 HOST = "127.0.0.1"
@@ -183,7 +183,7 @@ def test_garbage_was_noticed_if_the_connection_was_closed_and_nothing_but_a_gree
 
 
 def test_a_control_channel_closes_connections_of_strangers_who_say_garbage(tmp_path: Path):
-    server = ControlServer(HOST, 0, Card(facts(), cards()), new_keys())
+    server = ControlServer(HOST, 0, ProducerCard(facts(), cards()), new_keys())
     try:
         assert tried(GARBAGE, tmp_path, server.port)[1].detected
     finally:

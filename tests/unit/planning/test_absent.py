@@ -13,7 +13,7 @@ from kvferry.geometry import GroupKind, Layer, RankGeometry, Region
 from kvferry.geometry.canonical import canonical_of
 from kvferry.planning.select import Span, blocks_begun
 from kvferry.planning.template import absent_layers, build_templates, kept_too_little, names_absent
-from kvferry.transport.prepared import clearings
+from kvferry.transport.prepared_routes import page_clearings
 from support.pages import ADDRESS, cross_layer, kv_page, rank_of
 
 
@@ -110,7 +110,7 @@ def test_clearing_touches_the_absent_layers_of_these_blocks_and_nothing_else(acr
     )
     regions = tuple(Region(one.address + by, one.length) for one in rank.regions)
     here = replace(rank, groups=groups, regions=regions)
-    ((number, loops),) = clearings(absent_layers(build_templates([without_last(here)], here), here))
+    ((number, loops),) = page_clearings(absent_layers(build_templates([without_last(here)], here), here))
     assert number == 0
     loops.clear(np.array([1, 3]))
     expected = np.ones(size, np.uint8)

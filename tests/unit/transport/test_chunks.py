@@ -9,15 +9,15 @@ from kvferry.planning.image import Image
 from kvferry.planning.request import Entries
 from kvferry.planning.select import Cells
 from kvferry.planning.strategy import Strategy, Way, Work
-from kvferry.transport.packed import chunks_of
-from kvferry.transport.prepared import PreparedWay
+from kvferry.transport.packed_read import segments_of
+from kvferry.transport.prepared_routes import PreparedMethod
 
 STRIDE = 1 << 20
 
 
-def _way(room: int, gather: int = 0, rows: int = 3, cells: int = 1) -> PreparedWay:
+def _way(room: int, gather: int = 0, rows: int = 3, cells: int = 1) -> PreparedMethod:
     way = Way(Strategy.STAGED, Work(1, STRIDE), Image(STRIDE, (), ()))
-    return PreparedWay(way, rows, Entries(100, room), Entries(7, 1000, cells), gather)
+    return PreparedMethod(way, rows, Entries(100, room), Entries(7, 1000, cells), gather)
 
 
 def _cells(count: int) -> Cells:
@@ -30,12 +30,12 @@ def _cells(count: int) -> Cells:
     [(64, 64, [16] * 4), (64, 20, [5] * 12 + [4]), (3, 64, [2, 1]), (2, 2, [1, 1])],
 )
 def test_chunks_are_a_quarter_of_what_moves_and_of_the_room(count: int, room: int, sizes: list[int]) -> None:
-    assert [len(chunk) for chunk in chunks_of(_way(room), _cells(count))] == sizes
+    assert [len(chunk) for chunk in segments_of(_way(room), _cells(count))] == sizes
 
 
 def test_together_they_are_all_cells_in_order() -> None:
     cells = _cells(50)
-    chunks = chunks_of(_way(64), cells)
+    chunks = segments_of(_way(64), cells)
     assert np.concatenate([chunk.dst_block for chunk in chunks]).tolist() == cells.dst_block.tolist()
 
 

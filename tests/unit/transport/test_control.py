@@ -14,9 +14,10 @@ from msgspec import structs
 from kvferry.errors import ConfigError, Incompatible
 from kvferry.keys.chunk import ChunkKeys
 from kvferry.transport import control_client, handshake, security
+from kvferry.transport.allowed_peers import ANY_PEER
 from kvferry.transport.control_client import ControlClient
-from kvferry.transport.control_server import Card, Claimed, ControlServer, Released
-from kvferry.transport.handshake import Known, Looking, NotUsable
+from kvferry.transport.control_server import ControlServer, LeasesClaimed, LeasesReleased, ProducerCard
+from kvferry.transport.handshake import PeerInfo, Pending, Unusable
 from kvferry.transport.messages import (
     MAX_TICKETS,
     PROTOCOL,
@@ -31,9 +32,8 @@ from kvferry.transport.messages import (
     Release,
     encode,
 )
-from kvferry.transport.peers import ANYBODY
 from kvferry.transport.redeem import Grant, PromptContent, Redeem, Redeemed
-from kvferry.transport.turns import Content
+from kvferry.transport.turns import TurnContent
 from support.keys import KEYS, OTHER_KEYS
 from transport.cards import cards, facts, ticket
 
@@ -54,8 +54,8 @@ class Ends:
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
 
-    def server(self, of=None, port=0, keys=KEYS, peers=ANYBODY) -> ControlServer:
-        server = ControlServer(HOST, port, Card(of or facts(), cards()), keys, peers)
+    def server(self, of=None, port=0, keys=KEYS, peers=ANY_PEER) -> ControlServer:
+        server = ControlServer(HOST, port, ProducerCard(of or facts(), cards()), keys, peers)
         self._stack.callback(server.close)
         return server
 
@@ -69,7 +69,7 @@ class Ends:
         context = zmq.Context()
         router = context.socket(zmq.ROUTER)
         router.linger = 0
-        security.as_server(router, KEYS)
+        security.secure_server(router, KEYS)
         port = router.bind_to_random_port(f"tcp://{HOST}")
         stop = threading.Event()
 
@@ -93,7 +93,7 @@ class Ends:
         context = zmq.Context()
         dealer = context.socket(zmq.DEALER)
         dealer.linger = 1000
-        security.as_client(dealer, KEYS)
+        security.secure_client(dealer, KEYS)
         dealer.connect(f"tcp://{HOST}:{port}")
         self._stack.callback(context.term)
         self._stack.callback(dealer.close)
@@ -103,7 +103,7 @@ class Ends:
 def settled(client: ControlClient, port: int, incarnation: int = 1, seconds: float = 30.0, host: str = HOST):
     """What is known once nothing is under way."""
     return until(
-        lambda: None if isinstance(answer := client.look_up((host, port), incarnation), Looking) else answer,
+        lambda: None if isinstance(answer := client.look_up((host, port), incarnation), Pending) else answer,
         seconds,
     )
 
@@ -123,7 +123,7 @@ def publish(server: ControlServer, named: bytes, lease: str = "lease") -> None:
 
 def granted(client: ControlClient, number: int):
     """A redemption's answer."""
-    return until(lambda: None if isinstance(answer := client.redemption(number, 0.01), Looking) else answer)
+    return until(lambda: None if isinstance(answer := client.redemption(number, 0.01), Pending) else answer)
 
 
 def redeem(
@@ -141,9 +141,9 @@ def redeem(
 
 def test_a_handshake_ends_with_the_ranks_of_the_peer(ends):
     server, client = ends.server(), ends.client()
-    assert isinstance(client.look_up((HOST, server.port), 1), Looking), "the first answer does not wait"
+    assert isinstance(client.look_up((HOST, server.port), 1), Pending), "the first answer does not wait"
     answer = settled(client, server.port)
-    assert answer == Known(facts(), cards())
+    assert answer == PeerInfo(facts(), cards())
 
 
 def test_the_ranks_are_checked_before_they_are_known(ends):
@@ -153,7 +153,7 @@ def test_the_ranks_are_checked_before_they_are_known(ends):
 
     server = ends.server()
     answer = settled(ends.client(check=check), server.port)
-    assert answer == NotUsable("first difference; second difference")
+    assert answer == Unusable("first difference; second difference")
 
 
 def test_a_check_that_breaks_costs_that_peer_only(ends):
@@ -166,7 +166,7 @@ def test_a_check_that_breaks_costs_that_peer_only(ends):
 
     client = ends.client(check=check)
     assert "too large" in settled(client, ends.server().port).reason
-    assert isinstance(settled(client, ends.server().port), Known)
+    assert isinstance(settled(client, ends.server().port), PeerInfo)
 
 
 def raises_once(monkeypatch, owner, method):
@@ -197,7 +197,7 @@ def test_a_message_at_which_the_server_raises_costs_that_message_only(ends, monk
 def test_an_answer_at_which_the_client_raises_silences_no_other_peer(ends, monkeypatch, caplog, method):
     server, client = ends.server(), ends.client(handshake_seconds=2.0, heartbeat_seconds=0.05)
     raises_once(monkeypatch, client, method)
-    until(lambda: not isinstance(settled(client, server.port), NotUsable))
+    until(lambda: not isinstance(settled(client, server.port), Unusable))
     until(lambda: "nobody expects this" in caplog.text)
     number = client.redeem((HOST, server.port), ticket("other"), 4, CONTENT)
     assert granted(client, number).reason.startswith("it does not know the ticket")
@@ -206,14 +206,14 @@ def test_an_answer_at_which_the_client_raises_silences_no_other_peer(ends, monke
 def test_a_command_at_which_the_client_raises_refuses_that_peer_only(ends, monkeypatch):
     client, first, second = ends.client(), ends.server(), ends.server()
     raises_once(monkeypatch, client, "_connect")
-    assert settled(client, first.port) == NotUsable("it cannot be asked: nobody expects this")
-    assert isinstance(settled(client, second.port), Known)
+    assert settled(client, first.port) == Unusable("it cannot be asked: nobody expects this")
+    assert isinstance(settled(client, second.port), PeerInfo)
 
 
 def test_a_refusal_names_every_difference(ends):
     server = ends.server(facts(weights="theirs", extra="1"))
     answer = settled(ends.client(facts("D", 9, weights="ours", **{"model dtype": "bfloat16"})), server.port)
-    assert isinstance(answer, NotUsable)
+    assert isinstance(answer, Unusable)
     assert "weights: theirs there, ours here" in answer.reason
     assert "model dtype: float32 there, bfloat16 here" in answer.reason
     assert "extra" not in answer.reason
@@ -222,7 +222,7 @@ def test_a_refusal_names_every_difference(ends):
 def test_a_peer_that_accepts_what_differs_is_refused_all_the_same(ends):
     port = ends.fake(encode(Accepted(facts(weights="theirs"))), encode(Ranks(list(cards()))))
     answer = settled(ends.client(facts("D", 9, weights="ours")), port)
-    assert isinstance(answer, NotUsable)
+    assert isinstance(answer, Unusable)
     assert "weights: theirs there, ours here" in answer.reason
 
 
@@ -265,24 +265,24 @@ def test_a_silent_peer_is_given_up_after_handshake_seconds(ends):
         answer = settled(client, silent.getsockname()[1])
         assert 0.3 <= time.monotonic() - began < 5.0
         reason = "no answer within 0.3 s; is it up and reachable, and does it have the same key?"
-        assert answer == NotUsable(reason)
+        assert answer == Unusable(reason)
 
 
 def test_a_peer_nobody_listens_for_is_given_up_too(ends):
     with socket.create_server((HOST, 0)) as gone:
         port = gone.getsockname()[1]
-    assert isinstance(settled(ends.client(handshake_seconds=0.2), port), NotUsable)
+    assert isinstance(settled(ends.client(handshake_seconds=0.2), port), Unusable)
 
 
 def test_a_refusal_stands_for_a_while_and_is_then_asked_anew(ends, monkeypatch):
     with socket.create_server((HOST, 0)) as gone:
         port = gone.getsockname()[1]
     client = ends.client(handshake_seconds=1.0)
-    assert isinstance(settled(client, port), NotUsable)
+    assert isinstance(settled(client, port), Unusable)
     ends.server(port=port)
-    assert isinstance(client.look_up((HOST, port), 1), NotUsable)
+    assert isinstance(client.look_up((HOST, port), 1), Unusable)
     monkeypatch.setattr(handshake, "REFUSAL_SECONDS", 0.0)
-    assert isinstance(settled(client, port), Known)
+    assert isinstance(settled(client, port), PeerInfo)
 
 
 @pytest.mark.parametrize(
@@ -300,9 +300,9 @@ def test_a_peer_is_connected_anew_after_a_fault_that_passes(ends, monkeypatch, g
         taken, _ = other.accept()
         taken.sendall(greeting)
         taken.close()
-        assert isinstance(settled(client, port), NotUsable)
+        assert isinstance(settled(client, port), Unusable)
     ends.server(port=port)
-    until(lambda: isinstance(settled(client, port), Known), 10.0)
+    until(lambda: isinstance(settled(client, port), PeerInfo), 10.0)
     client.release((HOST, port), LEASE)
 
 
@@ -313,7 +313,7 @@ def test_a_peer_that_is_met_anew_still_hears_of_the_leases_held_there(ends):
     client.forget((HOST, server.port))
     settled(client, server.port)
     server.events.clear()
-    until(lambda: Claimed(["lease"]) in server.events)
+    until(lambda: LeasesClaimed(["lease"]) in server.events)
 
 
 def test_a_peer_that_was_given_up_has_its_full_time_when_it_is_asked_anew(ends, monkeypatch):
@@ -348,7 +348,7 @@ def test_a_ticket_of_a_run_that_is_over_is_answered_not_asked_for_ever(ends):
     client = ends.client()
     for incarnation in (2, 1, 3, 1, 2):
         answer = settled(client, server.port, incarnation, seconds=2.0)
-        assert isinstance(answer, Known)
+        assert isinstance(answer, PeerInfo)
         assert answer.facts.incarnation == 2, "the caller sees that this is another run"
 
 
@@ -356,8 +356,8 @@ def test_what_is_forgotten_is_asked_anew(ends):
     server, client = ends.server(), ends.client()
     settled(client, server.port)
     client.forget((HOST, server.port))
-    assert isinstance(client.look_up((HOST, server.port), 1), Looking)
-    assert isinstance(settled(client, server.port), Known)
+    assert isinstance(client.look_up((HOST, server.port), 1), Pending)
+    assert isinstance(settled(client, server.port), PeerInfo)
 
 
 def test_garbage_costs_the_server_nothing_and_is_counted(ends):
@@ -369,7 +369,7 @@ def test_garbage_costs_the_server_nothing_and_is_counted(ends):
         raw.send(message)
     raw.send_multipart([b"too", b"many", b"frames"])
     until(lambda: server.rejected == len(junk) + 1)
-    assert isinstance(settled(ends.client(), server.port), Known)
+    assert isinstance(settled(ends.client(), server.port), PeerInfo)
     assert not server.events
 
 
@@ -382,7 +382,7 @@ def test_an_error_that_nobody_expects_costs_one_message(ends, monkeypatch, caplo
     monkeypatch.setattr(server.turns, "find", broken)
     ends.raw(server.port).send(encode(AskTurn(1, 16, [])))
     until(lambda: "broken" in caplog.text)
-    assert isinstance(settled(ends.client(), server.port), Known)
+    assert isinstance(settled(ends.client(), server.port), PeerInfo)
 
 
 @pytest.mark.parametrize(
@@ -401,12 +401,12 @@ def test_an_error_that_nobody_expects_costs_one_message(ends, monkeypatch, caplo
 def test_a_garbled_answer_refuses_that_peer_only(ends, replies):
     client = ends.client()
     bad, good = ends.fake(*replies), ends.server().port
-    assert isinstance(settled(client, bad), NotUsable)
-    assert isinstance(settled(client, good), Known)
+    assert isinstance(settled(client, bad), Unusable)
+    assert isinstance(settled(client, good), PeerInfo)
 
 
 def test_a_refusal_without_a_reason_is_a_refusal(ends):
-    assert settled(ends.client(), ends.fake(encode(Refused([])))) == NotUsable("it gave no reason")
+    assert settled(ends.client(), ends.fake(encode(Refused([])))) == Unusable("it gave no reason")
 
 
 @pytest.mark.parametrize(
@@ -415,9 +415,9 @@ def test_a_refusal_without_a_reason_is_a_refusal(ends):
 def test_an_address_that_is_none_refuses_that_peer_only(ends, host):
     client = ends.client(handshake_seconds=2.0)
     client.hold((host, 1234), LEASE)
-    assert isinstance(settled(client, 1234, host=host), NotUsable)
+    assert isinstance(settled(client, 1234, host=host), Unusable)
     client.release((host, 1234), LEASE)
-    assert isinstance(settled(client, ends.server().port), Known)
+    assert isinstance(settled(client, ends.server().port), PeerInfo)
 
 
 def test_many_peers_shake_hands_at_the_same_time(ends):
@@ -438,21 +438,23 @@ def test_one_server_answers_many_clients(ends):
     clients = [ends.client(facts(f"D{n}", n)) for n in range(8)]
     for client in clients:
         client.look_up((HOST, server.port), 1)
-    assert all(isinstance(settled(client, server.port), Known) for client in clients)
+    assert all(isinstance(settled(client, server.port), PeerInfo) for client in clients)
 
 
 def test_heartbeats_come_while_a_lease_is_held_and_stop_with_its_release(ends):
     server = ends.server()
     client = ends.client(heartbeat_seconds=0.05)
     first, second = (redeem(client, server, ticket(name), name) for name in "ab")
-    until(lambda: sum(event == Claimed(["a", "b"]) for event in list(server.events)) >= 3)
+    until(lambda: sum(event == LeasesClaimed(["a", "b"]) for event in list(server.events)) >= 3)
     client.release((HOST, server.port), first)
-    until(lambda: Released(["a"]) in server.events)
+    until(lambda: LeasesReleased(["a"]) in server.events)
     server.events.clear()
     until(lambda: len(server.events) >= 2)
-    assert all(event == Claimed(["b"]) for event in list(server.events)), "a released lease is not kept alive"
+    assert all(event == LeasesClaimed(["b"]) for event in list(server.events)), (
+        "a released lease is not kept alive"
+    )
     client.release((HOST, server.port), second)
-    until(lambda: Released(["b"]) in server.events)
+    until(lambda: LeasesReleased(["b"]) in server.events)
     time.sleep(0.1)
     server.events.clear()
     time.sleep(0.2)
@@ -466,7 +468,7 @@ def test_heartbeats_of_many_leases_travel_in_messages_of_bounded_length(ends, mo
     for name in "abcdefgh":
         redeem(client, server, ticket(name), name)
     server.events.clear()
-    beat = [Claimed(list(names)) for names in ("abc", "def", "gh")]
+    beat = [LeasesClaimed(list(names)) for names in ("abc", "def", "gh")]
     until(lambda: all(part in server.events for part in beat))
 
 
@@ -475,7 +477,7 @@ def test_a_lease_is_claimed_at_once_and_not_with_the_next_heartbeat(ends):
     client = ends.client(heartbeat_seconds=600.0)
     for name in "ab":
         redeem(client, server, ticket(name), name)
-    until(lambda: list(server.events) == [Claimed(["a"]), Claimed(["b"])])
+    until(lambda: list(server.events) == [LeasesClaimed(["a"]), LeasesClaimed(["b"])])
 
 
 def test_a_release_right_before_the_end_still_goes_out(ends):
@@ -483,14 +485,14 @@ def test_a_release_right_before_the_end_still_goes_out(ends):
     client = ControlClient(facts("D"), lambda ranks: None, KEYS)
     client.release((HOST, server.port), redeem(client, server, LEASE))
     client.close()
-    until(lambda: Released(["lease"]) in server.events)
+    until(lambda: LeasesReleased(["lease"]) in server.events)
 
 
 def test_what_is_asked_right_before_the_end_still_goes_out_to_a_peer_that_was_just_dialled(monkeypatch):
     monkeypatch.setattr(control_client, "_LINGER_MILLISECONDS", 60_000)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.linger = 0
-        security.as_server(router, KEYS)
+        security.secure_server(router, KEYS)
         address = (HOST, router.bind_to_random_port(f"tcp://{HOST}"))
         client = ControlClient(facts("D"), lambda ranks: None, KEYS)
         client.look_up(address)
@@ -505,11 +507,11 @@ def test_what_is_asked_right_before_the_end_still_goes_out_to_a_peer_that_was_ju
 def test_a_ticket_travels_behind_the_first_message_to_a_new_peer(ends):
     server, client = ends.server(), ends.client()
     publish(server, LEASE)
-    assert isinstance(client.look_up((HOST, server.port)), Looking)
+    assert isinstance(client.look_up((HOST, server.port)), Pending)
     number = client.redeem((HOST, server.port), LEASE, 4, CONTENT)
-    assert isinstance(client.redemption(number), Looking), "the first answer does not wait"
+    assert isinstance(client.redemption(number), Pending), "the first answer does not wait"
     assert granted(client, number) == Redeemed(number, 1, GRANT)
-    assert settled(client, server.port) == Known(facts(), cards())
+    assert settled(client, server.port) == PeerInfo(facts(), cards())
 
 
 def test_a_ticket_alone_opens_no_connection(ends):
@@ -519,7 +521,7 @@ def test_a_ticket_alone_opens_no_connection(ends):
     number = client.redeem((HOST, server.port), LEASE, 4, CONTENT)
     time.sleep(0.2)
     assert not client._peers
-    assert isinstance(client.redemption(number), Looking)
+    assert isinstance(client.redemption(number), Pending)
     settled(client, server.port)
     assert granted(client, number) == Redeemed(number, 1, GRANT)
 
@@ -539,7 +541,7 @@ def test_a_ticket_that_is_refused_says_why_and_claims_nothing(ends):
         assert client.end_redemption(number) is False
         client.release(at, asked)
     client.release(at, redeem(client, server, LEASE, publishes=False))
-    until(lambda: list(server.events) == [Claimed(["lease"]), Released(["lease"])])
+    until(lambda: list(server.events) == [LeasesClaimed(["lease"]), LeasesReleased(["lease"])])
 
 
 def test_a_producer_that_does_not_answer_a_ticket_is_given_up_and_met_anew(ends):
@@ -549,7 +551,7 @@ def test_a_producer_that_does_not_answer_a_ticket_is_given_up_and_met_anew(ends)
     number = client.redeem((HOST, server.port), LEASE, 4, CONTENT)
     assert granted(client, number).reason.startswith("it did not answer within 0.3 s (handshake_seconds)")
     assert client.end_redemption(number) is True, "it may have claimed the lease"
-    assert isinstance(client.look_up((HOST, server.port)), Looking)
+    assert isinstance(client.look_up((HOST, server.port)), Pending)
 
 
 def test_what_was_asked_on_a_connection_that_is_made_anew_is_asked_again(ends, monkeypatch):
@@ -574,18 +576,18 @@ def test_a_ticket_that_two_decode_engines_have_redeemed_ends_with_the_last_of_th
     one.release((HOST, server.port), LEASE)
     again = one.redeem((HOST, server.port), LEASE, 4, CONTENT)
     assert granted(one, again).reason == "this engine has redeemed the ticket before, and released it"
-    assert Released(["lease"]) not in server.events
+    assert LeasesReleased(["lease"]) not in server.events
     other.release((HOST, server.port), LEASE)
-    until(lambda: Released(["lease"]) in server.events)
+    until(lambda: LeasesReleased(["lease"]) in server.events)
 
 
 def test_a_release_is_heard_however_many_heartbeats_wait_for_the_engine(ends, monkeypatch):
     server, client = ends.server(), ends.client(heartbeat_seconds=600.0)
     monkeypatch.setattr(server.events, "_most_of_sender", 1)
     redeem(client, server, LEASE)
-    until(lambda: list(server.events) == [Claimed(["lease"])])
+    until(lambda: list(server.events) == [LeasesClaimed(["lease"])])
     client.release((HOST, server.port), LEASE)
-    until(lambda: list(server.events) == [Claimed(["lease"]), Released(["lease"])])
+    until(lambda: list(server.events) == [LeasesClaimed(["lease"]), LeasesReleased(["lease"])])
 
 
 def test_leases_of_others_are_neither_extended_nor_released(ends):
@@ -604,7 +606,7 @@ def test_a_turn_that_a_heartbeat_names_often_is_one_lease(ends):
     server.turns.publish(content(600), KeptTurn("D", 3, LEASE, GRANT, 600, 1, 0, []), "turn")
     ends.raw(server.port).send(encode(Heartbeat(7, [LEASE] * 1000)))
     until(lambda: server.events)
-    assert list(server.events) == [Claimed(["turn"])]
+    assert list(server.events) == [LeasesClaimed(["turn"])]
 
 
 def test_an_earlier_turn_is_kept_alive_by_whoever_has_found_it(ends):
@@ -614,7 +616,9 @@ def test_an_earlier_turn_is_kept_alive_by_whoever_has_found_it(ends):
     client.hold((HOST, server.port), LEASE)
     client.release((HOST, server.port), LEASE)
     granted(client, client.redeem((HOST, server.port), LEASE, 1, CONTENT))
-    assert list(server.events) == [Claimed(["turn"])], "it is kept for its time, and no ticket redeems it"
+    assert list(server.events) == [LeasesClaimed(["turn"])], (
+        "it is kept for its time, and no ticket redeems it"
+    )
 
 
 @pytest.mark.parametrize("beat", [Heartbeat, Release], ids=lambda kind: kind.__name__)
@@ -626,7 +630,7 @@ def test_messages_with_tickets_of_another_length_or_too_many_are_dropped(ends, b
     until(lambda: server.rejected == 3)
     raw.send(encode(beat(9, [bytes(16)] * MAX_TICKETS)))
     redeem(ends.client(), server, LEASE)
-    until(lambda: list(server.events) == [Claimed(["lease"])])
+    until(lambda: list(server.events) == [LeasesClaimed(["lease"])])
 
 
 def test_a_port_in_use_is_a_setting_to_change(ends):
@@ -636,37 +640,37 @@ def test_a_port_in_use_is_a_setting_to_change(ends):
             ConfigError,
             match=rf"cannot listen on {HOST} port {port}: Address already in use; set another port, or 0",
         ):
-            ControlServer(HOST, port, Card(facts(), cards()), KEYS)
+            ControlServer(HOST, port, ProducerCard(facts(), cards()), KEYS)
 
 
 def test_an_answer_that_is_too_long_is_not_taken(ends, monkeypatch):
     monkeypatch.setattr(control_client, "MAX_REPLY_BYTES", 10_000)
     answer = settled(ends.client(handshake_seconds=1.0), ends.fake(bytes(10_001)))
-    assert isinstance(answer, NotUsable)
+    assert isinstance(answer, Unusable)
     assert answer.reason.startswith("no answer within 1 s")
 
 
 def test_a_process_without_room_for_another_socket_refuses_that_peer_only(ends):
     client, server, other = ends.client(), ends.server(), ends.server()
     client._context.max_sockets = 1
-    assert isinstance(settled(client, server.port), Known)
-    assert settled(client, other.port) == NotUsable("it cannot be asked: Too many open files")
+    assert isinstance(settled(client, server.port), PeerInfo)
+    assert settled(client, other.port) == Unusable("it cannot be asked: Too many open files")
     server.tickets.publish(LEASE, "lease", 4, CONTENT, GRANT)
     assert granted(client, client.redeem((HOST, server.port), LEASE, 4, CONTENT)).grant == GRANT
 
 
 def test_made_up_addresses_do_not_open_sockets_without_end(ends, monkeypatch):
-    monkeypatch.setattr(handshake, "MANY_UNDER_WAY", 1_000_000)
+    monkeypatch.setattr(handshake, "HURRY_HANDSHAKES", 1_000_000)
     client = ends.client(handshake_seconds=600.0)
-    for port in range(1, handshake.MOST_UNDER_WAY + 20):
-        assert isinstance(client.look_up((HOST, port)), Looking)
+    for port in range(1, handshake.MAX_HANDSHAKES + 20):
+        assert isinstance(client.look_up((HOST, port)), Pending)
     until(lambda: not client._commands)
-    assert len(client._handshakes._looking) == handshake.MOST_UNDER_WAY
+    assert len(client._handshakes._looking) == handshake.MAX_HANDSHAKES
 
 
 def test_an_address_of_another_machine_is_a_host_to_change():
     with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.1 port 7: .*; set host to an"):
-        ControlServer("203.0.113.1", 7, Card(facts(), cards()), KEYS)
+        ControlServer("203.0.113.1", 7, ProducerCard(facts(), cards()), KEYS)
 
 
 def test_addresses_that_were_refused_are_forgotten_and_their_sockets_closed(ends, monkeypatch):
@@ -690,7 +694,7 @@ def test_a_lease_at_a_peer_that_refuses_the_next_handshake_is_kept_alive(ends):
     publish(server, LEASE)
     server.tickets.redeem(Redeem(0, 9, LEASE, 4, CONTENT))
     client.hold((HOST, server.port), LEASE)
-    assert isinstance(settled(client, server.port), NotUsable)
+    assert isinstance(settled(client, server.port), Unusable)
     server.events.clear()
     until(lambda: len(server.events) > 2)
 
@@ -713,11 +717,11 @@ def test_ipv6_loopback_works_too(ends):
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("no IPv6 here")
-    server = ControlServer("::1", 0, Card(facts(), cards()), KEYS)
+    server = ControlServer("::1", 0, ProducerCard(facts(), cards()), KEYS)
     client = ends.client()
     answer = settled(client, server.port, host="::1")
     server.close()
-    assert isinstance(answer, Known)
+    assert isinstance(answer, PeerInfo)
 
 
 def test_a_port_is_free_again_after_the_server_was_closed(ends):
@@ -729,7 +733,7 @@ def test_a_port_is_free_again_after_the_server_was_closed(ends):
 def test_who_has_the_key_may_speak(ends):
     server = ends.server()
     client = ends.client(heartbeat_seconds=0.05)
-    assert isinstance(settled(client, server.port), Known)
+    assert isinstance(settled(client, server.port), PeerInfo)
     redeem(client, server, LEASE)
     until(lambda: server.events)
 
@@ -740,7 +744,7 @@ def test_who_has_another_key_gets_nothing_and_both_sides_say_so(ends, caplog):
     client.hold((HOST, server.port), LEASE)
     client.redeem((HOST, server.port), LEASE, 4, CONTENT)
     publish(server, LEASE)
-    assert isinstance(settled(client, server.port), NotUsable)
+    assert isinstance(settled(client, server.port), Unusable)
     assert not server.events
     assert server.rejected == 0, "it did not get as far as a message"
     here, there = "a client was turned away because it has another key", "does it have the same key?"
@@ -766,20 +770,20 @@ def test_who_has_no_key_or_knows_only_its_public_part_gets_nothing(ends, public)
     assert not raw.poll(500)
     raw.close()
     assert server.rejected == 0, "it did not get as far as a message"
-    assert isinstance(settled(ends.client(), server.port), Known)
+    assert isinstance(settled(ends.client(), server.port), PeerInfo)
 
 
 def test_who_has_a_key_does_not_speak_to_who_has_none(ends):
     with zmq.Context() as context, context.socket(zmq.ROUTER) as plain:
         plain.linger = 0
         port = plain.bind_to_random_port(f"tcp://{HOST}")
-        assert isinstance(settled(ends.client(handshake_seconds=0.5), port), NotUsable)
+        assert isinstance(settled(ends.client(handshake_seconds=0.5), port), Unusable)
         assert not plain.poll(0), "not even a greeting gets through"
 
 
-def content(tokens: int) -> Content:
+def content(tokens: int) -> TurnContent:
     keys = ChunkKeys(256, list(range(tokens)))
-    return Content(256, tuple(keys.chunks()), range(tokens))
+    return TurnContent(256, tuple(keys.chunks()), range(tokens))
 
 
 def answered(client: ControlClient, number: int):
@@ -849,7 +853,7 @@ def test_tickets_of_made_up_addresses_that_are_released_leave_no_sockets(ends):
         client.release((f"127.0.{number // 250}.{number % 250 + 1}", 9), LEASE)
     until(lambda: not client._commands)
     until(lambda: not client._peers)
-    assert isinstance(settled(client, ends.server().port), Known)
+    assert isinstance(settled(client, ends.server().port), PeerInfo)
 
 
 def test_a_peer_that_takes_no_messages_silences_nobody(ends):
@@ -861,4 +865,4 @@ def test_a_peer_that_takes_no_messages_silences_nobody(ends):
         until(lambda: not client._commands)
         server.events.clear()
         until(lambda: len(server.events) >= 3)
-        assert all(heard == Claimed(["lease"]) for heard in server.events)
+        assert all(heard == LeasesClaimed(["lease"]) for heard in server.events)

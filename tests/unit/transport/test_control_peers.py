@@ -10,21 +10,21 @@ import zmq
 from msgspec import structs
 
 from kvferry.limited_log import LimitedLog
-from kvferry.transport import control_client, names, security
+from kvferry.transport import control_client, resolver, security
+from kvferry.transport.allowed_peers import ANY_PEER, parse_allowed_peers
 from kvferry.transport.control_client import ControlClient
-from kvferry.transport.control_server import Card, Claimed, ControlServer, Released
-from kvferry.transport.gather_address import with_gather_address
-from kvferry.transport.handshake import Known, Looking, NotUsable
+from kvferry.transport.control_server import ControlServer, LeasesClaimed, LeasesReleased, ProducerCard
+from kvferry.transport.gather_address import resolve_gather_address
+from kvferry.transport.handshake import PeerInfo, Pending, Unusable
 from kvferry.transport.listener import Listener
 from kvferry.transport.messages import PROTOCOL, Hello, Outgoing, encode
-from kvferry.transport.names import Names
-from kvferry.transport.peers import ANYBODY, peers_of
 from kvferry.transport.redeem import Grant, PromptContent, Redeem
+from kvferry.transport.resolver import PeerResolver
 from support.keys import KEYS
 from transport.cards import cards, facts, ticket
 
 HOST, OTHER_HOST = "127.0.0.1", "127.0.0.2"
-ONE = peers_of([HOST], "10.0.0.1", None)
+ONE = parse_allowed_peers([HOST], "10.0.0.1", None)
 
 
 @pytest.fixture
@@ -33,13 +33,13 @@ def stack():
         yield stack
 
 
-def server(stack, peers=ANYBODY, ranks=None) -> ControlServer:
-    one = ControlServer(HOST, 0, Card(facts(), ranks or cards()), KEYS, peers)
+def server(stack, peers=ANY_PEER, ranks=None) -> ControlServer:
+    one = ControlServer(HOST, 0, ProducerCard(facts(), ranks or cards()), KEYS, peers)
     stack.callback(one.close)
     return one
 
 
-def client(stack, peers=ANYBODY, **seconds) -> ControlClient:
+def client(stack, peers=ANY_PEER, **seconds) -> ControlClient:
     one = ControlClient(facts("D", 9), lambda ranks: None, KEYS, peers, **seconds)
     stack.callback(one.close)
     return one
@@ -54,7 +54,7 @@ def until(there, seconds: float = 30.0):
 
 
 def settled(one: ControlClient, address):
-    return until(lambda: None if isinstance(answer := one.look_up(address, 1), Looking) else answer)
+    return until(lambda: None if isinstance(answer := one.look_up(address, 1), Pending) else answer)
 
 
 def claimed(of: ControlServer, name: str) -> bytes:
@@ -69,7 +69,7 @@ def speaker(stack, port: int, source: str, own=None) -> "zmq.Socket[bytes]":
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.linger = 0
-    security.as_client(dealer, KEYS)
+    security.secure_client(dealer, KEYS)
     if own is not None:
         dealer.curve_publickey, dealer.curve_secretkey = own
     dealer.connect(f"tcp://{source}:0;{HOST}:{port}")
@@ -92,8 +92,10 @@ def test_a_client_from_an_allowed_address_is_let_in_and_another_is_not(stack, ca
 
 def test_a_stranger_at_an_allowed_address_is_not_let_in_and_resolves_no_name(stack, monkeypatch):
     asked = []
-    monkeypatch.setattr(names, "_resolve", lambda name: asked.append(name) or [OTHER_HOST])
-    listener = Listener("channel", HOST, 0, KEYS, 1 << 20, peers=peers_of(["svc"], "10.0.0.1", None))
+    monkeypatch.setattr(resolver, "_resolve", lambda name: asked.append(name) or [OTHER_HOST])
+    listener = Listener(
+        "channel", HOST, 0, KEYS, 1 << 20, peers=parse_allowed_peers(["svc"], "10.0.0.1", None)
+    )
     stack.callback(listener.close)
     # It knows the public part of the key, so ZeroMQ asks about it.
     public, own = zmq.curve_keypair()
@@ -112,8 +114,8 @@ def test_a_stranger_at_an_allowed_address_is_not_let_in_and_resolves_no_name(sta
 def test_a_clients_name_that_hangs_holds_up_no_other_client(stack, monkeypatch):
     hang = threading.Event()
     stack.callback(hang.set)
-    monkeypatch.setattr(names, "_resolve", lambda name: hang.wait(30) and [])
-    at = server(stack, peers_of([HOST, "svc"], "10.0.0.1", None)).port
+    monkeypatch.setattr(resolver, "_resolve", lambda name: hang.wait(30) and [])
+    at = server(stack, parse_allowed_peers([HOST, "svc"], "10.0.0.1", None)).port
     far = speaker(stack, at, OTHER_HOST)
     far.send(encode(Hello(PROTOCOL, facts("D"))))
     time.sleep(0.1)
@@ -126,75 +128,80 @@ def test_a_clients_name_that_hangs_holds_up_no_other_client(stack, monkeypatch):
 def test_an_address_of_a_request_is_dialled_only_if_it_is_allowed(stack):
     at = server(stack).port
     one = client(stack, ONE)
-    assert isinstance(settled(one, (HOST, at)), Known)
+    assert isinstance(settled(one, (HOST, at)), PeerInfo)
     with zmq.Context() as context, context.socket(zmq.STREAM) as listening:
         listening.linger = 0
         port = listening.bind_to_random_port(f"tcp://{OTHER_HOST}")
         one.hold((OTHER_HOST, port), ticket("a"))
         answer = settled(one, (OTHER_HOST, port))
-        assert isinstance(answer, NotUsable)
+        assert isinstance(answer, Unusable)
         assert "127.0.0.2 is none of the peers that this engine's configuration allows" in answer.reason
         assert not listening.poll(300), "nobody has connected"
 
 
 def test_an_engine_on_loopback_dials_no_other_machine(stack):
-    answer = settled(client(stack, peers_of(None, HOST, None)), ("10.255.255.1", 7))
-    assert isinstance(answer, NotUsable)
+    answer = settled(client(stack, parse_allowed_peers(None, HOST, None)), ("10.255.255.1", 7))
+    assert isinstance(answer, Unusable)
     assert "10.255.255.1 is another machine" in answer.reason
 
 
 def test_a_name_of_a_request_reaches_no_resolver(stack, monkeypatch):
     asked = []
-    monkeypatch.setattr(names.socket, "getaddrinfo", lambda *name, **more: asked.append(name) or [])
+    monkeypatch.setattr(resolver.socket, "getaddrinfo", lambda *name, **more: asked.append(name) or [])
     answer = settled(client(stack), ("evil.example.org", 7))
-    assert isinstance(answer, NotUsable)
+    assert isinstance(answer, Unusable)
     assert "a name that this engine's peers setting does not list" in answer.reason
     assert asked == []
 
 
 def test_a_listed_name_is_dialled_at_the_address_that_was_found(stack, monkeypatch):
-    monkeypatch.setattr(names, "_resolve", lambda name: {"svc": [HOST]}[name])
+    monkeypatch.setattr(resolver, "_resolve", lambda name: {"svc": [HOST]}[name])
     at = server(stack)
-    one = client(stack, peers_of(["svc"], "10.0.0.1", None), heartbeat_seconds=1.0)
+    one = client(stack, parse_allowed_peers(["svc"], "10.0.0.1", None), heartbeat_seconds=1.0)
     first, second = claimed(at, "a"), claimed(at, "b")
     one.hold(("svc", at.port), first)
     one.hold(("svc", at.port), second)
     one.release(("svc", at.port), first)
-    assert isinstance(settled(one, ("svc", at.port)), Known)
+    assert isinstance(settled(one, ("svc", at.port)), PeerInfo)
     heard = until(lambda: len(at.events) > 3 and [at.events.popleft() for _ in range(4)])
-    assert heard == [Claimed(["a"]), Claimed(["b"]), Released(["a"]), Claimed(["b"])], "in order"
+    assert heard == [
+        LeasesClaimed(["a"]),
+        LeasesClaimed(["b"]),
+        LeasesReleased(["a"]),
+        LeasesClaimed(["b"]),
+    ], "in order"
 
 
 def test_what_is_said_to_a_name_that_is_not_resolved_yet_is_bounded_and_keeps_its_order(stack, monkeypatch):
     resolved = threading.Event()
     stack.callback(resolved.set)
-    monkeypatch.setattr(names, "_resolve", lambda name: [HOST] if resolved.wait(60) else [])
-    monkeypatch.setattr(names, "PATIENCE_SECONDS", 60.0)
-    monkeypatch.setattr(control_client, "MOST_UNRESOLVED", 3)
+    monkeypatch.setattr(resolver, "_resolve", lambda name: [HOST] if resolved.wait(60) else [])
+    monkeypatch.setattr(resolver, "PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr(control_client, "MAX_UNRESOLVED", 3)
     at = server(stack)
-    one = client(stack, peers_of(["svc"], "10.0.0.1", None), heartbeat_seconds=600.0)
+    one = client(stack, parse_allowed_peers(["svc"], "10.0.0.1", None), heartbeat_seconds=600.0)
     for name in "abcde":
         one.hold(("svc", at.port), claimed(at, name))
         until(lambda: not one._commands)
     resolved.set()
     heard = until(lambda: len(at.events) > 2 and list(at.events))
-    assert heard == [Claimed(["a"]), Claimed(["b"]), Claimed(["c"])]
+    assert heard == [LeasesClaimed(["a"]), LeasesClaimed(["b"]), LeasesClaimed(["c"])]
 
 
 def test_a_resolver_that_hangs_delays_no_heartbeat_and_no_other_handshake(stack, monkeypatch):
     hang = threading.Event()
     stack.callback(hang.set)
-    monkeypatch.setattr(names, "_resolve", lambda name: hang.wait(30) and [])
-    monkeypatch.setattr(names, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(resolver, "_resolve", lambda name: hang.wait(30) and [])
+    monkeypatch.setattr(resolver, "PATIENCE_SECONDS", 1.0)
     near, other = server(stack), server(stack)
-    one = client(stack, peers_of([HOST, "svc", "svc2"], "10.0.0.1", None), heartbeat_seconds=0.02)
+    one = client(stack, parse_allowed_peers([HOST, "svc", "svc2"], "10.0.0.1", None), heartbeat_seconds=0.02)
     one.hold((HOST, near.port), claimed(near, "a"))
     until(lambda: near.events)
     began = time.monotonic()
     for name in ("svc", "svc2"):
         one.hold((name, near.port), ticket("b"))
-        assert isinstance(one.look_up((name, near.port), 1), Looking)
-    assert isinstance(settled(one, (HOST, other.port)), Known)
+        assert isinstance(one.look_up((name, near.port), 1), Pending)
+    assert isinstance(settled(one, (HOST, other.port)), PeerInfo)
     before, gap, last = near.events.clear() or 0, 0.0, time.monotonic()
     while time.monotonic() - began < 0.8:
         if near.events:
@@ -203,9 +210,9 @@ def test_a_resolver_that_hangs_delays_no_heartbeat_and_no_other_handshake(stack,
         time.sleep(0.001)
     assert before > 5
     assert gap < 0.5
-    assert isinstance(one.look_up(("svc", near.port), 1), Looking)
+    assert isinstance(one.look_up(("svc", near.port), 1), Pending)
     answer = settled(one, ("svc", near.port))
-    assert isinstance(answer, NotUsable)
+    assert isinstance(answer, Unusable)
     assert "its name has no address: the name server does not answer" in answer.reason
     assert time.monotonic() - began < 10
 
@@ -236,14 +243,14 @@ def test_a_peers_worker_is_known_to_gather_only_where_it_may_be_dialled(stack, h
 def test_a_worker_gathers_only_where_it_may_be_dialled(caplog, host, dialled):
     (card,) = cards()
     outgoing = Outgoing(host, 7, 4096, 4096, 1)
-    peers = peers_of([HOST, "svc"], "10.0.0.1", None)
-    known, log = Names(peers, resolve=lambda name: []), LimitedLog(logging.getLogger("kvferry"))
+    peers = parse_allowed_peers([HOST, "svc"], "10.0.0.1", None)
+    known, log = PeerResolver(peers, resolve=lambda name: []), LimitedLog(logging.getLogger("kvferry"))
     for _ in range(3):
-        found = with_gather_address(structs.replace(card, outgoing=outgoing), ("p", 1), known, log)
+        found = resolve_gather_address(structs.replace(card, outgoing=outgoing), ("p", 1), known, log)
     if dialled is None:
         assert found == structs.replace(card, outgoing=None)
         (said,) = caplog.messages
         assert f"gathers at {host}, which is not dialled" in said
     else:
         assert found.outgoing == structs.replace(outgoing, host=dialled)
-    assert with_gather_address(card, ("p", 1), known, log) == card
+    assert resolve_gather_address(card, ("p", 1), known, log) == card

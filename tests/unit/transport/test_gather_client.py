@@ -22,7 +22,7 @@ from kvferry.transport.gather_messages import (
 )
 from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import PROTOCOL
-from kvferry.transport.security import as_server
+from kvferry.transport.security import secure_server
 from support.keys import KEYS
 
 ROUTES = [GatherRoute(4096, 8, 64, (PoolNests((0, 8), (Nest(0, 0, 8),)),))]
@@ -53,7 +53,7 @@ def ends():
         context = zmq.Context()
         stack.callback(context.destroy, linger=0)
         router = context.socket(zmq.ROUTER)
-        as_server(router, KEYS)
+        secure_server(router, KEYS)
         client = GatherClient(
             context, "127.0.0.1", router.bind_to_random_port("tcp://127.0.0.1"), ROUTES, KEYS
         )

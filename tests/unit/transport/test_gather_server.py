@@ -13,7 +13,7 @@ from kvferry.geometry.rank import RankGeometry
 from kvferry.planning.nest import Loop, Nest
 from kvferry.planning.plane import PoolNests
 from kvferry.transport import gather_server, security
-from kvferry.transport.area import UNIT_BYTES, Area
+from kvferry.transport.allowed_peers import ANY_PEER, AllowedPeers, parse_allowed_peers
 from kvferry.transport.gather_messages import (
     Done,
     Gather,
@@ -24,10 +24,10 @@ from kvferry.transport.gather_messages import (
     decode_reply,
     encode,
 )
-from kvferry.transport.gather_server import LOT_SECONDS, WAIT_SECONDS, GatherServer
+from kvferry.transport.gather_server import ALLOCATION_SECONDS, WAIT_SECONDS, GatherServer
 from kvferry.transport.lease import LeaseWords
 from kvferry.transport.messages import PROTOCOL
-from kvferry.transport.peers import ANYBODY, Peers, peers_of
+from kvferry.transport.staging import UNIT_BYTES, StagingArea
 from support.keys import KEYS, OTHER_KEYS
 
 # The last block of memory is none of the engine's.
@@ -40,12 +40,12 @@ WIDE = UNIT_BYTES // 2
 class World:
     """A pool of noise, a gatherer, and whoever speaks to it."""
 
-    def __init__(self, stack: ExitStack, units: int = UNITS, peers: Peers = ANYBODY) -> None:
+    def __init__(self, stack: ExitStack, units: int = UNITS, peers: AllowedPeers = ANY_PEER) -> None:
         self.stack, self.now = stack, 1000.0
         self.pool = np.random.default_rng(1).integers(0, 256, BLOCKS * STRIDE, np.uint8)
         self.address = int(self.pool.ctypes.data)
         region = Region(self.address, len(self.pool))
-        self.area = Area(units * UNIT_BYTES, region)
+        self.area = StagingArea(units * UNIT_BYTES, region)
         self.words = LeaseWords(INCARNATION, LEASES)
         first = self.words.extend(units)
         geometry = RankGeometry(0, 1, 0, 1, BLOCKS - 1, (), (region,))
@@ -84,7 +84,7 @@ class Reader:
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
         if keys is not None:
-            security.as_client(self._socket, keys)
+            security.secure_client(self._socket, keys)
         self._socket.connect(f"tcp://{HOST}:{world.server.port}")
         world.stack.callback(context.term)
         world.stack.callback(self._socket.close)
@@ -149,8 +149,8 @@ def test_cells_begin_anywhere_in_a_block_and_follow_one_another(world, cell):
 
 def test_an_ended_lease_is_refused_and_nothing_is_gathered(world, monkeypatch):
     copies = []
-    gather = gather_server.Loops.gather
-    monkeypatch.setattr(gather_server.Loops, "gather", lambda *order: copies.append(1) or gather(*order))
+    gather = gather_server.CellCopies.gather
+    monkeypatch.setattr(gather_server.CellCopies, "gather", lambda *order: copies.append(1) or gather(*order))
     world.words.end([2])
     reader = world.reader(world.route(Nest(0, 0, 8)))
     reader.say(ask(1, slot=2), ask(2, slot=2, generation=1), ask(3, slot=LEASES), ask(4, slot=1 << 30))
@@ -164,13 +164,13 @@ def test_an_ended_lease_is_refused_and_nothing_is_gathered(world, monkeypatch):
 def test_a_lease_that_ends_while_its_blocks_are_gathered_is_refused_and_gives_its_room_back(
     world, monkeypatch
 ):
-    gather = gather_server.Loops.gather
+    gather = gather_server.CellCopies.gather
 
     def ending(self, *arguments):
         gather(self, *arguments)
         world.words.end([0])
 
-    monkeypatch.setattr(gather_server.Loops, "gather", ending)
+    monkeypatch.setattr(gather_server.CellCopies, "gather", ending)
     reader = world.reader(world.route(Nest(0, 0, 8)))
     reader.say(ask(1))
     assert reader.hear() == NotGathered(1, "the lease has ended")
@@ -181,7 +181,7 @@ def test_a_copy_that_fails_is_refused_and_gives_its_room_back(world, monkeypatch
     def failing(self, *arguments):
         raise RuntimeError("no such device")
 
-    monkeypatch.setattr(gather_server.Loops, "gather", failing)
+    monkeypatch.setattr(gather_server.CellCopies, "gather", failing)
     reader = world.reader(world.route(Nest(0, 0, 8)))
     reader.say(ask(1))
     assert reader.hear() == NotGathered(1, "the copy failed: no such device")
@@ -195,13 +195,13 @@ def test_a_copy_that_fails_when_its_turn_comes_holds_up_nobody(world, monkeypatc
     reader = world.reader(world.route(Nest(0, 0, 8), stride=WIDE))
     reader.say(ask(1, (1,) * 5), ask(2), ask(3))
     assert reader.hear().chunk == 1
-    gather = gather_server.Loops.gather
+    gather = gather_server.CellCopies.gather
 
     def failing_once(self, *arguments):
-        monkeypatch.setattr(gather_server.Loops, "gather", gather)
+        monkeypatch.setattr(gather_server.CellCopies, "gather", gather)
         raise RuntimeError("only once")
 
-    monkeypatch.setattr(gather_server.Loops, "gather", failing_once)
+    monkeypatch.setattr(gather_server.CellCopies, "gather", failing_once)
     reader.say(Done(1))
     assert reader.hear() == NotGathered(2, "the copy failed: only once")
     assert isinstance(reader.hear(), Gathered)
@@ -333,7 +333,7 @@ def test_what_a_silent_reader_holds_is_reclaimed_and_its_word_raised_before(worl
     silent, other = (world.reader(world.route(Nest(0, 0, 8), stride=WIDE)) for _ in range(2))
     silent.say(ask(1, (1,) * 5))
     held = silent.hear()
-    world.now += LOT_SECONDS - 2
+    world.now += ALLOCATION_SECONDS - 2
     other.say(ask(1, (2,)))
     assert other.hear(0.3) is None
     assert world.word(held) == INCARNATION << 32 | held.generation
@@ -348,7 +348,7 @@ def test_it_is_reclaimed_while_others_speak_without_pause(world):
     silent, talker = (world.reader(world.route(Nest(0, 0, 8))) for _ in range(2))
     silent.say(ask(1))
     held = silent.hear()
-    world.now += LOT_SECONDS + 1
+    world.now += ALLOCATION_SECONDS + 1
     for number in range(1, 40):
         talker.say(ask(number), Done(number))
         assert isinstance(talker.hear(), Gathered)
@@ -465,7 +465,7 @@ def test_keys_let_in_whoever_has_them_and_nobody_else(stack):
 
 
 def test_a_reader_that_is_no_peer_is_not_let_in_even_with_the_key(stack):
-    world = World(stack, peers=peers_of(["10.0.0.0/8"], HOST, None))
+    world = World(stack, peers=parse_allowed_peers(["10.0.0.0/8"], HOST, None))
     reader = world.reader(world.route(Nest(0, 0, 8)))
     reader.say(ask(1))
     assert reader.hear(0.5) is None
@@ -489,7 +489,7 @@ def test_closing_ends_the_thread_with_messages_still_to_come(world):
 
 def test_closing_leaves_a_copy_behind_that_hangs(world, monkeypatch, caplog):
     begun, let_go = threading.Event(), threading.Event()
-    monkeypatch.setattr(gather_server.Loops, "gather", lambda *order: begun.set() or let_go.wait(30))
+    monkeypatch.setattr(gather_server.CellCopies, "gather", lambda *order: begun.set() or let_go.wait(30))
     reader = world.reader(world.route(Nest(0, 0, 8)))
     reader.say(ask(1))
     assert begun.wait(5)
@@ -502,7 +502,7 @@ def test_closing_leaves_a_copy_behind_that_hangs(world, monkeypatch, caplog):
 
 
 def test_readers_with_very_many_cells_are_forgotten_the_oldest_first(world, monkeypatch):
-    monkeypatch.setattr(gather_server, "MAX_CELLS_OF_ALL", 100)
+    monkeypatch.setattr(gather_server, "MAX_CELLS_OF_ALL_READERS", 100)
     readers = []
     for _ in range(2):
         readers.append(world.reader(world.route(Nest(0, 0, 8), at=tuple(range(60)))))

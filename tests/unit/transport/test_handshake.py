@@ -4,16 +4,16 @@ import pytest
 
 from kvferry.errors import Incompatible
 from kvferry.transport.handshake import (
-    ASK_ANEW_SECONDS,
-    HURRIED_SECONDS,
-    MANY_UNDER_WAY,
-    MOST_REMEMBERED,
-    MOST_UNDER_WAY,
+    HURRY_HANDSHAKES,
+    HURRY_SECONDS,
+    MAX_HANDSHAKES,
+    MAX_REMEMBERED,
+    REFRESH_SECONDS,
     REFUSAL_SECONDS,
     Handshakes,
-    Known,
-    Looking,
-    NotUsable,
+    PeerInfo,
+    Pending,
+    Unusable,
 )
 from kvferry.transport.messages import PROTOCOL, Accepted, AskRanks, Hello, Ranks, Refused, encode
 from support.clock import Clock
@@ -43,11 +43,11 @@ def begun(handshakes: Handshakes) -> Handshakes:
 def test_a_peer_is_known_once_its_ranks_have_come(handshakes):
     assert handshakes.known(PEER, 1) is None
     begun(handshakes)
-    assert handshakes.known(PEER, 1) == Looking()
+    assert handshakes.known(PEER, 1) == Pending()
     assert handshakes.hear(PEER, ACCEPTED) == AskRanks(PROTOCOL, OURS)
-    assert handshakes.known(PEER, 1) == Looking()
+    assert handshakes.known(PEER, 1) == Pending()
     assert handshakes.hear(PEER, RANKS) is None
-    assert handshakes.known(PEER, 1) == Known(facts(), cards())
+    assert handshakes.known(PEER, 1) == PeerInfo(facts(), cards())
     assert not handshakes.deadlines
 
 
@@ -56,10 +56,10 @@ def test_a_silent_peer_is_given_up_at_its_deadline_and_not_before(handshakes, cl
     assert handshakes.deadlines == [clock.now + 5]
     clock.now += 4.9
     handshakes.give_up_on_silent()
-    assert handshakes.known(PEER, 1) == Looking()
+    assert handshakes.known(PEER, 1) == Pending()
     clock.now += 0.1
     handshakes.give_up_on_silent()
-    assert handshakes.known(PEER, 1) == NotUsable(
+    assert handshakes.known(PEER, 1) == Unusable(
         "no answer within 5 s; is it up and reachable, and does it have the same key?"
     )
 
@@ -69,7 +69,7 @@ def test_an_answer_that_comes_too_late_changes_nothing(handshakes, clock):
     clock.now += 5
     handshakes.give_up_on_silent()
     assert handshakes.hear(PEER, RANKS) is None
-    assert isinstance(handshakes.known(PEER, 1), NotUsable)
+    assert isinstance(handshakes.known(PEER, 1), Unusable)
 
 
 def test_what_was_accepted_in_an_earlier_handshake_does_not_count_in_the_next(handshakes):
@@ -81,7 +81,7 @@ def test_what_was_accepted_in_an_earlier_handshake_does_not_count_in_the_next(ha
 def test_a_refusal_stands_for_its_time_and_is_then_forgotten(handshakes, clock):
     begun(handshakes).hear(PEER, encode(Refused(["one", "two"])))
     clock.now += REFUSAL_SECONDS
-    assert handshakes.known(PEER, 1) == NotUsable("one; two")
+    assert handshakes.known(PEER, 1) == Unusable("one; two")
     assert not handshakes.is_unknown(PEER)
     clock.now += 0.1
     assert handshakes.known(PEER, 1) is None
@@ -97,7 +97,7 @@ def test_a_peer_that_is_asked_again_is_not_forgotten_with_its_old_refusal(handsh
     handshakes.start(PEER)
     handshakes.forget_refusals()
     assert not handshakes.is_unknown(PEER)
-    assert handshakes.known(PEER, 1) == Looking()
+    assert handshakes.known(PEER, 1) == Pending()
 
 
 def test_a_peer_is_unknown_until_it_is_asked_and_once_it_is_forgotten(handshakes):
@@ -119,7 +119,7 @@ def test_ranks_that_do_not_fit_are_refused_with_every_difference(clock):
     handshakes = begun(Handshakes(OURS, check, 5.0, clock))
     handshakes.hear(PEER, ACCEPTED)
     handshakes.hear(PEER, RANKS)
-    assert handshakes.known(PEER, 1) == NotUsable("first; second")
+    assert handshakes.known(PEER, 1) == Unusable("first; second")
 
 
 def sizes(handshakes: Handshakes) -> list[int]:
@@ -135,7 +135,7 @@ def test_no_number_of_made_up_addresses_makes_anything_grow(handshakes, clock, c
         clock.now += 0.01
         handshakes.give_up_on_silent()
         handshakes.take_refused()
-    assert max(sizes(handshakes)) <= MOST_REMEMBERED + MOST_UNDER_WAY
+    assert max(sizes(handshakes)) <= MAX_REMEMBERED + MAX_HANDSHAKES
     assert 0 < len(caplog.records) <= 21
     clock.now += REFUSAL_SECONDS + 5
     handshakes.give_up_on_silent()
@@ -153,7 +153,7 @@ def test_made_up_runs_of_a_known_peer_are_asked_for_once_in_a_while_and_not_reme
         if handshakes.known(PEER, 1000 + run) is None:
             asked += 1
         clock.now += 0.01
-    assert asked == pytest.approx(10 / ASK_ANEW_SECONDS, abs=1)
+    assert asked == pytest.approx(10 / REFRESH_SECONDS, abs=1)
     assert max(sizes(handshakes)) == 1
 
 
@@ -161,7 +161,7 @@ def test_a_peer_that_was_restarted_is_asked_at_once_though_made_up_runs_were_ask
     begun(handshakes).hear(PEER, ACCEPTED)
     handshakes.hear(PEER, RANKS)
     assert handshakes.known(PEER, 99) is None, "asked, and still run 1"
-    clock.now += ASK_ANEW_SECONDS
+    clock.now += REFRESH_SECONDS
     assert handshakes.known(PEER, 2) is None
 
 
@@ -169,29 +169,29 @@ def test_silent_peers_are_given_up_early_while_many_are_asked_and_one_that_has_a
     handshakes, clock
 ):
     begun(handshakes).hear(PEER, ACCEPTED)
-    for number in range(MOST_UNDER_WAY - 1):
+    for number in range(MAX_HANDSHAKES - 1):
         assert not handshakes.crowded
         handshakes.start(("10.2.0.1", number))
         handshakes.open(("10.2.0.1", number))
     assert handshakes.crowded
-    clock.now += HURRIED_SECONDS
+    clock.now += HURRY_SECONDS
     handshakes.give_up_on_silent()
     assert not handshakes.crowded
-    assert len(handshakes._under_way) == MANY_UNDER_WAY
-    assert handshakes.known(PEER, 1) == Looking()
+    assert len(handshakes._under_way) == HURRY_HANDSHAKES
+    assert handshakes.known(PEER, 1) == Pending()
     assert handshakes.hear(PEER, RANKS) is None
-    assert isinstance(handshakes.known(PEER, 1), Known)
+    assert isinstance(handshakes.known(PEER, 1), PeerInfo)
 
 
 def test_the_peers_that_are_known_are_bounded(handshakes):
-    for number in range(MOST_REMEMBERED + 10):
+    for number in range(MAX_REMEMBERED + 10):
         address = f"10.3.{number // 250}.{number % 250}", 7000
         handshakes.start(address)
         handshakes.open(address)
         handshakes.hear(address, ACCEPTED)
         handshakes.hear(address, RANKS)
-    assert len(handshakes._answers) == MOST_REMEMBERED
-    assert isinstance(handshakes.known(address, 1), Known)
+    assert len(handshakes._answers) == MAX_REMEMBERED
+    assert isinstance(handshakes.known(address, 1), PeerInfo)
 
 
 def test_a_reason_of_megabytes_is_cut(handshakes, caplog):

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.transport import key_file, key_making
-from kvferry.transport.key_file import existing_keys, key_place, read_keys
-from kvferry.transport.key_making import new_secret, write_secret
+from kvferry.transport import key_creation, key_file
+from kvferry.transport.key_creation import new_secret, write_secret
+from kvferry.transport.key_file import existing_keys, key_location, read_keys
 
 SECRET = b"0123456789abcdef"
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
@@ -91,7 +91,7 @@ def test_a_key_appears_whole_or_not_at_all(state, monkeypatch):
     def broken() -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(key_making, "new_secret", broken)
+    monkeypatch.setattr(key_creation, "new_secret", broken)
     with pytest.raises(ConfigError, match=r"No space left on device; set secret_file .*kvferry keygen"):
         read_keys(None)
     assert not (state / "kvferry" / "key").exists()
@@ -196,8 +196,10 @@ def test_a_key_is_on_disk_before_it_has_its_name_and_its_name_before_it_is_used(
         done.append("directory" if stat.S_ISDIR(found.st_mode) else found.st_size)
         sync(descriptor)
 
-    monkeypatch.setattr(key_making.os, "fsync", synced)
-    monkeypatch.setattr(key_making.os, "link", lambda *names, **of: done.append("name") or link(*names, **of))
+    monkeypatch.setattr(key_creation.os, "fsync", synced)
+    monkeypatch.setattr(
+        key_creation.os, "link", lambda *names, **of: done.append("name") or link(*names, **of)
+    )
     read_keys(None)
     assert done == [len(new_secret()), "name", "directory"]
 
@@ -205,14 +207,14 @@ def test_a_key_is_on_disk_before_it_has_its_name_and_its_name_before_it_is_used(
 def test_a_user_without_a_home_is_refused_with_the_way_out(monkeypatch):
     monkeypatch.setattr(key_file.os, "geteuid", lambda: 1_000_660_000)
     with pytest.raises(ConfigError, match=r"HOME and XDG_STATE_HOME are not set, and user 1000660000 has no"):
-        key_place(None, {"XDG_STATE_HOME": "relative", "HOME": ""})
+        key_location(None, {"XDG_STATE_HOME": "relative", "HOME": ""})
 
 
 def test_the_place_of_the_key_follows_the_environment():
-    named = key_place(None, {"XDG_STATE_HOME": "/s", "HOME": "/h"}), key_place(None, {"HOME": "/h"})
+    named = key_location(None, {"XDG_STATE_HOME": "/s", "HOME": "/h"}), key_location(None, {"HOME": "/h"})
     assert [str(one.path) for one in named] == ["/s/kvferry/key", "/h/.local/state/kvferry/key"]
     assert not named[0].given
-    assert key_place("/x", {}).given
+    assert key_location("/x", {}).given
 
 
 def test_white_space_around_a_secret_does_not_count(secret_file):

@@ -13,7 +13,7 @@ from kvferry.transport.messages import (
     Heartbeat,
     Ranks,
     Release,
-    compare,
+    compare_facts,
     decode_reply,
     decode_request,
     encode,
@@ -147,8 +147,8 @@ def test_a_count_that_the_bytes_do_not_hold_is_refused():
 def test_every_fact_on_which_both_speak_is_compared():
     theirs = {"weights": "a", "dtype": "bf16", "only there": "1"}
     ours = {"weights": "b", "dtype": "f32", "only here": "2"}
-    assert compare(theirs, ours) == ["weights: a there, b here", "dtype: bf16 there, f32 here"]
-    assert compare(ours, ours) == []
+    assert compare_facts(theirs, ours) == ["weights: a there, b here", "dtype: bf16 there, f32 here"]
+    assert compare_facts(ours, ours) == []
 
 
 def paths(value: Any, here: tuple[Any, ...] = ()):

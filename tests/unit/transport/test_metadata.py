@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from kvferry.errors import ProtocolError
 from kvferry.geometry import Region
 from kvferry.transport.messages import MAX_AGENT_BYTES, Outgoing
-from kvferry.transport.metadata import MAX_ROWS, check_card, parse
+from kvferry.transport.metadata import MAX_ROWS, check_metadata, parse_metadata
 from support.metadata import KEY, item, mutations, row, written
 from transport.cards import cards
 
@@ -20,14 +20,14 @@ QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=30
 
 
 def test_what_was_registered_is_read_in_order():
-    found = parse(written([row(HERE), row(THERE)]))
+    found = parse_metadata(written([row(HERE), row(THERE)]))
     assert (found.name, found.regions) == ("P/0.0/64", (HERE, THERE))
     gpu = Region(1 << 40, 4096, "VRAM", 3)
-    assert parse(written([row(gpu)], kind=1)).regions == (gpu,)
+    assert parse_metadata(written([row(gpu)], kind=1)).regions == (gpu,)
 
 
 def test_what_is_loaded_ends_where_ucx_reads_without_a_length():
-    sealed = parse(written([row(HERE)])).sealed
+    sealed = parse_metadata(written([row(HERE)])).sealed
     assert item(b"c", b"some address" + bytes(1 << 16)) in sealed
     assert sealed.endswith(item(b"", row(HERE) + b"\xff" * 16))
     assert sealed.startswith(b"nixlSerDes|" + item(b"Agent", b"P/0.0/64") + item(b"Conns", 1))
@@ -68,14 +68,14 @@ def test_what_is_loaded_ends_where_ucx_reads_without_a_length():
 )
 def test_what_is_out_of_bounds_is_refused_in_words(data, says):
     with pytest.raises(ProtocolError, match=says):
-        parse(data)
+        parse_metadata(data)
 
 
 def test_damaged_metadata_is_read_or_refused_and_nothing_else():
     good, refused = written([row(HERE), row(THERE)], address=bytes(range(1, 214))), 0
     for what, data in mutations(good, 2000, seed=1):
         try:
-            parse(data)
+            parse_metadata(data)
         except ProtocolError:
             refused += 1
         except Exception as error:
@@ -88,7 +88,7 @@ def test_damaged_metadata_is_read_or_refused_and_nothing_else():
 def test_any_bytes_are_read_or_refused(data):
     for whole in (data, b"nixlSerDes|" + data):
         try:
-            parse(whole)
+            parse_metadata(whole)
         except ProtocolError:
             continue
 
@@ -102,7 +102,7 @@ def card(**changes):
 
 def test_a_card_may_name_only_what_its_metadata_registers():
     good = card()
-    check_card(good)
+    check_metadata(good)
     geometry = good.geometry
     wider = replace(geometry, regions=(replace(geometry.regions[0], length=1 << 50),))
     gpu = replace(geometry, regions=(replace(geometry.regions[0], memory="VRAM"),))
@@ -114,4 +114,4 @@ def test_a_card_may_name_only_what_its_metadata_registers():
         {"outgoing": Outgoing("h", 1, 1 << 45, 1 << 20, 1)},
     ):
         with pytest.raises(ProtocolError, match="does not register"):
-            check_card(card(**lie))
+            check_metadata(card(**lie))

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from kvferry.transport.handshake import Looking, NotUsable
+from kvferry.transport.handshake import Pending, Unusable
 from kvferry.transport.redeem import Grant, NotRedeemed, PromptContent, Redeemed
 from kvferry.transport.redemptions import Redemptions
 from support.clock import Clock
@@ -33,7 +33,7 @@ def begun(redemptions: Redemptions, name: str = "a", at=HERE) -> int:
 def test_an_answer_counts_only_from_the_peer_that_was_asked(redemptions):
     number = begun(redemptions)
     assert redemptions.hear(ELSEWHERE, Redeemed(number, 1, GRANT)) is None
-    assert isinstance(redemptions.answer(number), Looking)
+    assert isinstance(redemptions.answer(number), Pending)
     assert redemptions.hear(HERE, good := Redeemed(number, 1, GRANT)) == ticket("a")
     assert redemptions.answer(number) == good
 
@@ -49,7 +49,7 @@ def test_the_first_answer_stands(redemptions):
 def test_of_a_ticket_that_is_refused_no_lease_is_kept_alive(redemptions):
     number = begun(redemptions)
     assert redemptions.hear(HERE, NotRedeemed(number, 1, "other tokens")) is None
-    assert redemptions.answer(number) == NotUsable("other tokens")
+    assert redemptions.answer(number) == Unusable("other tokens")
     assert redemptions.silent(number) is None
     assert redemptions.end(number) is False
 
@@ -83,8 +83,8 @@ def test_only_what_this_peer_has_not_answered_is_asked_again_and_has_its_full_ti
     clock.now = 4.0
     assert [one.number for one in redemptions.unanswered(HERE)] == [waits]
     clock.now = 6.0
-    assert isinstance(redemptions.answer(waits), Looking)
-    assert isinstance(redemptions.answer(other), NotUsable)
+    assert isinstance(redemptions.answer(waits), Pending)
+    assert isinstance(redemptions.answer(other), Unusable)
     clock.now = 9.0
-    assert isinstance(redemptions.answer(waits), NotUsable)
+    assert isinstance(redemptions.answer(waits), Unusable)
     assert redemptions.silent(waits) == HERE

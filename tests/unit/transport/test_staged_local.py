@@ -15,20 +15,20 @@ from kvferry.geometry import GroupKind, Region
 from kvferry.planning.select import Span
 from kvferry.planning.strategy import Costs, Strategy
 from kvferry.planning.template import build_templates
-from kvferry.transport import prepared
+from kvferry.transport import prepared_routes
 from kvferry.transport.agent import ReadState
-from kvferry.transport.area import UNIT_BYTES, Area
+from kvferry.transport.allowed_peers import ANY_PEER, parse_allowed_peers
 from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.gather_messages import Gather, encode
 from kvferry.transport.lease import LeaseWord, LeaseWords
 from kvferry.transport.messages import Outgoing, RankCard
-from kvferry.transport.peers import ANYBODY, peers_of
-from kvferry.transport.prepared import Preparation
+from kvferry.transport.metadata_validation import ValidationResult
+from kvferry.transport.prepared_routes import RoutePreparation
 from kvferry.transport.read_plan import ReadOrder
-from kvferry.transport.security import as_client
+from kvferry.transport.security import secure_client
 from kvferry.transport.settings import TransferSettings
+from kvferry.transport.staging import UNIT_BYTES, StagingArea
 from kvferry.transport.transfers import Transfers
-from kvferry.transport.vetting import Verdict
 from support.engines import EngineSpec, Family, GroupSpec, Interior, Stored, ranks
 from support.keys import KEYS
 from support.local_agent import LocalAgent, Trusting
@@ -393,7 +393,7 @@ def test_an_order_that_cannot_be_planned_fails_alone(world, monkeypatch, caplog)
     def failing(self, order):
         raise RuntimeError("nobody expects this")
 
-    monkeypatch.setattr("kvferry.transport.peer.Peer.plan", failing)
+    monkeypatch.setattr("kvferry.transport.connected_peer.ConnectedPeer.plan", failing)
     reader.threads[0].submit(order)
     assert reader.result("a").failure == "nobody expects this"
     assert "please report it" in caplog.text
@@ -406,7 +406,7 @@ def test_orders_that_wait_for_their_peer_are_carried_out_in_the_order_in_which_t
     asked = []
 
     def ask(self, cards, wake):
-        asked.append((Verdict(), wake))
+        asked.append((ValidationResult(), wake))
         return asked[0][0]
 
     monkeypatch.setattr(Trusting, "ask", ask)
@@ -441,7 +441,7 @@ def test_a_lane_that_is_stopped_keeps_its_memory_until_nothing_is_in_flight(worl
 
 
 def test_a_read_that_hangs_and_holds_all_room_does_not_hold_up_others_for_long(world, monkeypatch):
-    monkeypatch.setattr("kvferry.transport.packed.ROOM_SECONDS", 0.2)
+    monkeypatch.setattr("kvferry.transport.packed_read.ROOM_SECONDS", 0.2)
     src, dst = wide(layout="LBNHC"), wide()
     tables = scattered_tables(src, 16 * 100, 1)
     stuck, well = (world.engine(ranks(src, WIDE), staging_bytes=1 << 20) for _ in range(2))
@@ -552,7 +552,7 @@ def test_blocks_that_cannot_be_cleared_fail_that_read_only(world, monkeypatch):
     def failing(self, blocks):
         raise RuntimeError("no such device")
 
-    monkeypatch.setattr("kvferry.memory.copy.Loops.clear", failing)
+    monkeypatch.setattr("kvferry.memory.cell_copies.CellCopies.clear", failing)
     reader.threads[0].submit(order)
     assert reader.result("a").failure == "blocks cannot be cleared: no such device"
     monkeypatch.undo()
@@ -588,7 +588,7 @@ def test_a_read_at_which_a_lane_raises_fails_alone_and_the_lane_goes_on(world, m
 def preparation(src, dst, families, outgoing=8 << 20):
     (theirs,), (ours,) = ranks(src, families), ranks(dst, families)
     card = RankCard(theirs, b"", 0, 100, 1, Outgoing("127.0.0.1", 1, 1 << 50, outgoing, 8))
-    made = Preparation(ours, Area(8 << 20, Region(0, 1)), card, Costs())
+    made = RoutePreparation(ours, StagingArea(8 << 20, Region(0, 1)), card, Costs())
     (template,) = build_templates([theirs], ours)
     for route in template.routes:
         made.add(route)
@@ -628,7 +628,7 @@ def test_ways_that_lists_have_no_room_for_are_left_out(monkeypatch):
     ]
     most = max(everything.src.entries, everything.dst.entries)
     for room in (most, most - 1, most // 2, most // 8):
-        monkeypatch.setattr(prepared, "MAX_DESCRIPTORS", room)
+        monkeypatch.setattr(prepared_routes, "MAX_DESCRIPTORS", room)
         made = preparation(dense(), dense(layout="LBNHC"), DENSE)
         assert max(made.src.entries, made.dst.entries) <= room or len(made.routes[0].ways) == 1
         assert (len(made.routes[0].ways) == 4) == (room == most)
@@ -638,7 +638,7 @@ def test_images_of_too_many_nests_are_not_introduced(monkeypatch):
     nests = sum(
         len(p.nests) for g in preparation(dense(), dense(layout="LBNHC"), DENSE).gathers for p in g.parts
     )
-    monkeypatch.setattr(prepared, "MAX_NESTS", nests - 1)
+    monkeypatch.setattr(prepared_routes, "MAX_NESTS", nests - 1)
     made = preparation(dense(), dense(layout="LBNHC"), DENSE)
     assert made.gathers == []
     assert {way.way.strategy for way in made.routes[0].ways} == {"direct", "over-read"}
@@ -668,7 +668,7 @@ def test_entries_lie_where_their_images_and_blocks_do():
 def test_what_only_moves_staged_and_cannot_is_refused_in_words(monkeypatch):
     monkeypatch.setattr("kvferry.planning.strategy.MAX_ROWS", 1)
     monkeypatch.setattr("kvferry.planning.strategy._fetched", lambda *_: None)
-    monkeypatch.setattr(prepared, "MAX_NESTS", 0)
+    monkeypatch.setattr(prepared_routes, "MAX_NESTS", 0)
     with pytest.raises(TransferError, match="can only move staged, and the peer does not gather"):
         preparation(dense(), dense(layout="LBNHC"), DENSE)
 
@@ -676,11 +676,11 @@ def test_what_only_moves_staged_and_cannot_is_refused_in_words(monkeypatch):
 def test_a_worker_gathers_for_peers_of_its_settings_alone(world):
     """The key is not enough."""
     found = []
-    for peers in (peers_of(["10.0.0.0/8"], "127.0.0.1", None), ANYBODY):
+    for peers in (parse_allowed_peers(["10.0.0.0/8"], "127.0.0.1", None), ANY_PEER):
         outgoing = world.engine(ranks(dense(), DENSE), peers=peers).cards[0].outgoing
         with zmq.Context() as context, context.socket(zmq.DEALER) as reader:
             reader.linger = 0
-            as_client(reader, KEYS)
+            secure_client(reader, KEYS)
             reader.connect(f"tcp://127.0.0.1:{outgoing.port}")
             reader.send(encode(Gather(1, 0, 0, 1, bytes(4), 0)))
             found.append(bool(reader.poll(500)))

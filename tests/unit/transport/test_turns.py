@@ -9,23 +9,23 @@ from hypothesis import given, strategies as st
 from kvferry.errors import ProtocolError
 from kvferry.keys.chunk import ChunkKeys, Item
 from kvferry.transport.messages import (
-    MOST_TURNS,
+    MAX_TURNS,
     AskTurn,
     KeptTurn,
     Turns,
+    decode_numbered,
     decode_reply,
     decode_request,
     encode,
-    numbered,
 )
 from kvferry.transport.redeem import Grant
 from kvferry.transport.turns import (
     ASK_SECONDS,
-    MOST_SILENT_SECONDS,
+    MAX_SILENT_SECONDS,
     SILENT_SECONDS,
-    Content,
-    Questions,
+    TurnContent,
     TurnIndex,
+    TurnQueries,
     shared_tokens,
 )
 from support.clock import Clock
@@ -36,16 +36,16 @@ A, B = ("10.0.0.1", 1), ("10.0.0.2", 2)
 BOTH = {A: 1, B: 1}
 
 
-def content(tokens, salt="", items=()) -> Content:
+def content(tokens, salt="", items=()) -> TurnContent:
     keys = ChunkKeys(CHUNK, list(tokens), salt=salt, items=items)
-    return Content(CHUNK, tuple(keys.chunks()), list(tokens), tuple(item.start for item in items))
+    return TurnContent(CHUNK, tuple(keys.chunks()), list(tokens), tuple(item.start for item in items))
 
 
-def kept(of: Content, name="r") -> KeptTurn:
+def kept(of: TurnContent, name="r") -> KeptTurn:
     return KeptTurn("D", 3, ticket(name), Grant.of(1, 2, [[5, 6], [7]]), len(of.tokens), 1, 0, [])
 
 
-def publish(index: TurnIndex, of: Content, name="r") -> None:
+def publish(index: TurnIndex, of: TurnContent, name="r") -> None:
     index.publish(of, kept(of, name), f"lease {name}")
 
 
@@ -53,7 +53,7 @@ def names(turns: list[KeptTurn]) -> list[str]:
     return [turn.ticket.decode().rstrip(".") for turn in turns]
 
 
-def found(index: TurnIndex, prompt: Content) -> list[KeptTurn]:
+def found(index: TurnIndex, prompt: TurnContent) -> list[KeptTurn]:
     return index.find(AskTurn(7, CHUNK, list(prompt.keys))).kept
 
 
@@ -79,7 +79,7 @@ def test_what_is_shared_is_what_is_the_same_from_the_first_token_on_if_a_chunk_i
         assert [shared_tokens(content(prompt), one) for one in answer] == [expected]
 
 
-@given(st.lists(TOKENS, max_size=MOST_TURNS, unique_by=tuple), TOKENS)
+@given(st.lists(TOKENS, max_size=MAX_TURNS, unique_by=tuple), TOKENS)
 def test_of_several_turns_one_that_shares_most_is_found(turns, prompt):
     index = TurnIndex()
     for number, turn in enumerate(turns):
@@ -87,7 +87,7 @@ def test_of_several_turns_one_that_shares_most_is_found(turns, prompt):
     most = max((same(prompt, turn) for turn in turns), default=0)
     answer = [shared_tokens(content(prompt), one) for one in found(index, content(prompt))]
     assert max(answer, default=0) == (most if most >= CHUNK else 0)
-    assert len(answer) <= MOST_TURNS
+    assert len(answer) <= MAX_TURNS
 
 
 def test_what_is_withdrawn_is_not_found():
@@ -127,7 +127,7 @@ def test_what_another_turn_is_found_by_stays_when_one_is_withdrawn():
 
 def test_of_many_turns_that_begin_alike_the_last_are_found():
     index = TurnIndex()
-    for number in range(MOST_TURNS + 2):
+    for number in range(MAX_TURNS + 2):
         one = content([*range(6), number])
         publish(index, one, str(number))
     assert names(found(index, content(range(9)))) == ["5", "4", "3", "2"]
@@ -183,9 +183,9 @@ def test_questions_and_answers_travel():
     question = AskTurn(3, CHUNK, list(one.keys))
     assert decode_request(encode(question)) == question
     answer = Turns(3, [kept(one).found(2, [8])])
-    assert decode_reply(encode(answer)) == numbered(encode(answer)) == answer
-    assert numbered(encode(question)) is None
-    assert numbered(b"\xff\x00") is None
+    assert decode_reply(encode(answer)) == decode_numbered(encode(answer)) == answer
+    assert decode_numbered(encode(question)) is None
+    assert decode_numbered(b"\xff\x00") is None
 
 
 @pytest.mark.parametrize("keys", [[b"short"], [b"x" * 32] * 65_537])
@@ -195,7 +195,7 @@ def test_a_question_out_of_bounds_is_none(keys):
 
 
 def test_answers_are_waited_for_until_all_have_come():
-    questions = Questions(Clock())
+    questions = TurnQueries(Clock())
     number, asked = questions.begin(BOTH)
     assert asked == [A, B]
     questions.hear(A, Turns(number, []))
@@ -210,7 +210,7 @@ def test_answers_are_waited_for_until_all_have_come():
 
 def test_who_does_not_answer_is_left_alone_for_a_while():
     clock = Clock()
-    questions = Questions(clock)
+    questions = TurnQueries(clock)
     number, _ = questions.begin(BOTH)
     questions.hear(A, Turns(number, []))
     clock.now = ASK_SECONDS
@@ -225,7 +225,7 @@ class Asked:
 
     def __init__(self):
         self.clock = Clock()
-        self.questions = Questions(self.clock)
+        self.questions = TurnQueries(self.clock)
 
     def ask(self, answers, run=1):
         """Whether it was asked; the answer, or none in time."""
@@ -251,7 +251,7 @@ class Asked:
 
 def test_who_is_silent_again_and_again_is_left_alone_twice_as_long_each_time():
     assert list(Asked().pauses(8)) == [10, 20, 40, 80, 160, 320, 320, 320]
-    assert (SILENT_SECONDS, MOST_SILENT_SECONDS) == (10, 320)
+    assert (SILENT_SECONDS, MAX_SILENT_SECONDS) == (10, 320)
 
 
 def test_who_answers_again_has_never_been_silent():
@@ -307,7 +307,7 @@ def test_a_peer_that_is_none_any_more_is_forgotten():
 
 
 def test_a_question_that_is_dropped_hears_nothing():
-    questions = Questions(Clock())
+    questions = TurnQueries(Clock())
     number, _ = questions.begin({A: 1})
     questions.drop(number)
     questions.hear(A, Turns(number, [kept(content(range(9)))]))

@@ -9,8 +9,8 @@ from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.meta import WorkerCard
 from kvferry.errors import ConfigError
 from kvferry.transport.address import is_loopback
-from kvferry.transport.key_file import key_place, read_keys
-from kvferry.transport.peers import Peers, peers_of
+from kvferry.transport.allowed_peers import AllowedPeers, parse_allowed_peers
+from kvferry.transport.key_file import key_location, read_keys
 from kvferry.transport.security import Keys
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ def scheduler_keys(config: ConnectorConfig) -> Keys | None:
     """
     if not config.transfers:
         return None
-    keys, place = read_keys(config.secret_file), key_place(config.secret_file)
+    keys, place = read_keys(config.secret_file), key_location(config.secret_file)
     logger.info("channels between engines use %s (fingerprint %s)", place, keys.fingerprint)
     if not place.given and not is_loopback(config.host):
         logger.warning(
@@ -36,13 +36,13 @@ def scheduler_keys(config: ConnectorConfig) -> Keys | None:
     return keys
 
 
-def peers_allowed(config: ConnectorConfig) -> Peers:
+def peers_allowed(config: ConnectorConfig) -> AllowedPeers:
     """Return the peers of a configuration.
 
     Raises:
-        ConfigError: see `peers_of`.
+        ConfigError: see `parse_allowed_peers`.
     """
-    return peers_of(config.peers, config.host, config.advertise_host)
+    return parse_allowed_peers(config.peers, config.host, config.advertise_host)
 
 
 def check_rank_keys(keys: Keys, cards: Iterable[WorkerCard]) -> None:

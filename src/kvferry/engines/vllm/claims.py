@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 
 from kvferry.transport.control_client import ControlClient
-from kvferry.transport.handshake import Address, Looking, NotUsable
+from kvferry.transport.handshake import Address, Pending, Unusable
 from kvferry.transport.redeem import PromptContent, Redeemed
 
 STEP_WAIT_SECONDS = 0.0005
@@ -73,7 +73,7 @@ class Claims:
         shared.users[number] = shared.users.get(number, 0) + 1
         return Claim(address, ticket, content, number)
 
-    def answer(self, claim: Claim) -> Redeemed | NotUsable | Looking:
+    def answer(self, claim: Claim) -> Redeemed | Unusable | Pending:
         """Return the producer's answer; waits for it as far as this step's time allows."""
         began = time.monotonic()
         answer = self._client.redemption(claim.number, self._wait_seconds)

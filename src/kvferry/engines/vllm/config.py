@@ -11,7 +11,7 @@ import msgspec
 from kvferry.engines.vllm.choices import check_text, unusable
 from kvferry.engines.vllm.tier_config import check_weight, read_tiers
 from kvferry.errors import ConfigError
-from kvferry.transport.peers import peers_of
+from kvferry.transport.allowed_peers import parse_allowed_peers
 
 _EVERYWHERE = ("0.0.0.0", "::", "*")  # noqa: S104 - names what is refused
 
@@ -147,7 +147,7 @@ def parse_config(extra: Mapping[str, Any], kv_role: str | None = None) -> Connec
             )
         config = msgspec.structs.replace(config, transfer=True)
     _check_ranges(config)
-    peers_of(config.peers, config.host, config.advertise_host)
+    parse_allowed_peers(config.peers, config.host, config.advertise_host)
     _check_turns(config)
     return config
 

@@ -35,7 +35,7 @@ from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.observe.events import Lack, Miss, Moved
 from kvferry.tiers.names import PEER, TIERS
 from kvferry.transport.control_client import ControlClient
-from kvferry.transport.handshake import Address, Known, Looking, NotUsable
+from kvferry.transport.handshake import Address, PeerInfo, Pending, Unusable
 from kvferry.transport.redeem import Grant, Redeemed
 
 _LOOKING = Bid("peers that keep earlier turns", (), looking=True)
@@ -82,7 +82,7 @@ class _Pull:
         run = "" if self.incarnation is None else f"#{self.incarnation:x}"
         return f"{self.engine_id}@{host}:{port}{run}"
 
-    def not_of(self, peer: Known) -> str | None:
+    def not_of(self, peer: PeerInfo) -> str | None:
         """Return why the peer at the address cannot be read from; None if it can."""
         if peer.facts.engine_id != self.engine_id:
             return f"engine {peer.facts.engine_id} answers at the address of {self.engine_id}"
@@ -155,7 +155,7 @@ class PeerSource:
         self._pulls: dict[str, _Pull] = {}
         self._claims = Claims(client)
         self._orders: list[LoadOrder] = []
-        self._connects: dict[str, Known] = {}
+        self._connects: dict[str, PeerInfo] = {}
         self._stopped = ""
         self._connected: dict[str, float] = {}  # peers that workers know, and when each was last used
 
@@ -238,7 +238,7 @@ class PeerSource:
         assert pull.grant is not None
         assert pull.incarnation is not None
         answer = self._client.look_up(pull.address, pull.incarnation)
-        if isinstance(answer, Known):
+        if isinstance(answer, PeerInfo):
             if pull.peer not in self._connected:
                 self._connects[pull.peer] = answer
             self._connected[pull.peer] = time.monotonic()
@@ -261,7 +261,7 @@ class PeerSource:
         """Return tokens per group: the common divisor of both sides' blocks."""
         pull = self._pulls[load.request_id]
         answer = self._client.look_up(pull.address, pull.incarnation)
-        if not isinstance(answer, Known):
+        if not isinstance(answer, PeerInfo):
             return (1,) * len(self._groups)
         if pull.peer not in self._alignments:
             theirs = _blocks_of(card.geometry for card in answer.ranks)
@@ -356,24 +356,24 @@ class PeerSource:
             self._strike(request.request_id, f"the content of this prompt has no certain name: {error}")
             return
         # The first message to a new peer opens the handshake, and the ticket travels right behind it.
-        if not isinstance(self._client.look_up(pull.address), NotUsable):
+        if not isinstance(self._client.look_up(pull.address), Unusable):
             pull.claim = self._claims.begin(pull.address, pull.ticket, pull.tokens, content)
 
-    def _meet(self, pull: _Pull) -> Known | Looking | NotUsable:
+    def _meet(self, pull: _Pull) -> PeerInfo | Pending | Unusable:
         """Return the peer once it has granted the lease and can be read from, or why it never will."""
         peer = self._client.look_up(pull.address, pull.incarnation)
-        if not isinstance(peer, Known):
+        if not isinstance(peer, PeerInfo):
             return peer
         if pull.grant is None:
             if pull.claim is None:
-                return Looking()
+                return Pending()
             answer = self._claims.answer(pull.claim)
             if not isinstance(answer, Redeemed):
                 return answer
             pull.grant, pull.incarnation = answer.grant, answer.incarnation
             peer = self._client.look_up(pull.address, pull.incarnation)
-        if isinstance(peer, Known) and (refusal := self._refusal(pull, peer)) is not None:
-            return NotUsable(refusal)
+        if isinstance(peer, PeerInfo) and (refusal := self._refusal(pull, peer)) is not None:
+            return Unusable(refusal)
         return peer
 
     def _ask(self, request: Any, have: int) -> Bid | None:
@@ -382,7 +382,7 @@ class PeerSource:
         if name not in self._turns or most <= 0:
             return None
         found = self._turns.found(request)
-        if isinstance(found, Looking):
+        if isinstance(found, Pending):
             return _shorter(_LOOKING, most)
         if found is not None:
             kept = found.kept
@@ -413,12 +413,12 @@ class PeerSource:
         if pull.settled or tokens <= 0:
             return None
         peer = self._meet(pull)
-        if isinstance(peer, NotUsable):
+        if isinstance(peer, Unusable):
             self._strike(request.request_id, peer.reason)
             return None
-        return Bid(pull.peer, (Part(PEER, tokens),), isinstance(peer, Looking))
+        return Bid(pull.peer, (Part(PEER, tokens),), isinstance(peer, Pending))
 
-    def _refusal(self, pull: _Pull, peer: Known) -> str | None:
+    def _refusal(self, pull: _Pull, peer: PeerInfo) -> str | None:
         """Return why a peer cannot be read from, None if it can."""
         if (reason := pull.not_of(peer)) is not None:
             return reason

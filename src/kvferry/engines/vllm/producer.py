@@ -34,9 +34,9 @@ from kvferry.limited_log import LimitedLog
 from kvferry.observe.events import LeaseEnded, LeaseExtended, LeaseGranted
 from kvferry.observe.watch import Watch
 from kvferry.terminal import shown
-from kvferry.transport.control_server import Claimed, ControlServer, Released
+from kvferry.transport.control_server import ControlServer, LeasesClaimed, LeasesReleased
+from kvferry.transport.fair_queue import FairQueue
 from kvferry.transport.handshake import Address
-from kvferry.transport.inbox import Inbox
 from kvferry.transport.lease import LeaseBook
 from kvferry.transport.redeem import Grant, new_ticket
 from kvferry.transport.tickets import TicketBook
@@ -190,11 +190,11 @@ class Producer:
             for kind, group, ids in zip(self._kinds, self._groups, block_ids, strict=True)
         ]
 
-    def take_events(self, events: Inbox[Claimed | Released], meta: SchedulerMeta) -> None:
+    def take_events(self, events: FairQueue[LeasesClaimed | LeasesReleased], meta: SchedulerMeta) -> None:
         """Handle what consumers said; add the leases that end now to `meta`, for the workers."""
         while events:
             event = events.popleft()
-            if isinstance(event, Claimed):
+            if isinstance(event, LeasesClaimed):
                 for name in self._book.extend(event.leases):
                     self._watch.tell(LeaseExtended(name, time.monotonic()))
             else:

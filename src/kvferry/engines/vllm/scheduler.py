@@ -44,7 +44,7 @@ from kvferry.observe.watch import Watch
 from kvferry.planning.template import kept_too_little, names_absent
 from kvferry.tiers.names import PEER
 from kvferry.transport.control_client import ControlClient
-from kvferry.transport.control_server import Card, ControlServer
+from kvferry.transport.control_server import ControlServer, ProducerCard
 from kvferry.transport.lease import new_incarnation
 from kvferry.transport.messages import Fact, RankCard
 from kvferry.transport.security import Keys
@@ -175,7 +175,7 @@ class SchedulerHalf:
         facts = facts_of(self._vllm_config, agree, self._incarnation)
         index = int(self._vllm_config.parallel_config.data_parallel_index)
         port = config.port + index if config.port else 0
-        self._server = ControlServer(config.host, port, Card(facts, ranks), keys, peers)
+        self._server = ControlServer(config.host, port, ProducerCard(facts, ranks), keys, peers)
         self._producer.start(self._server, self._pool, len(ranks))
         server = self._server
         self._client = ControlClient(

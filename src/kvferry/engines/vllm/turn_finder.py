@@ -13,9 +13,9 @@ from typing import Any
 
 from kvferry.engines.vllm.turn_names import CHUNK_TOKENS, TurnNames
 from kvferry.transport.control_client import ControlClient
-from kvferry.transport.handshake import Address, Looking
+from kvferry.transport.handshake import Address, Pending
 from kvferry.transport.messages import KeptTurn
-from kvferry.transport.turns import Content, shared_tokens
+from kvferry.transport.turns import TurnContent, shared_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class TurnFinder:
             names: what prompts hold.
         """
         self._client, self._keepers, self._names = client, keepers, names
-        self._asked: dict[str, tuple[int, Content]] = {}
+        self._asked: dict[str, tuple[int, TurnContent]] = {}
 
     def __contains__(self, request_id: str) -> bool:
         """Whether peers were asked for this request, and what they say was not taken yet."""
@@ -64,12 +64,12 @@ class TurnFinder:
         self._asked[request.request_id] = number, content
         return True
 
-    def found(self, request: Any) -> FoundTurn | Looking | None:
+    def found(self, request: Any) -> FoundTurn | Pending | None:
         """What peers have answered: the turn that brings most, if any; taken once."""
         number, content = self._asked[request.request_id]
         answers = self._client.turns(number)
         if answers is None:
-            return Looking()
+            return Pending()
         del self._asked[request.request_id]
         usable = [
             (tokens, address, kept)
@@ -85,7 +85,7 @@ class TurnFinder:
             self._client.drop_question(number)
 
 
-def _usable(content: Content, kept: KeptTurn, tokens: int) -> int:
+def _usable(content: TurnContent, kept: KeptTurn, tokens: int) -> int:
     """Tokens of a turn with which a prompt of so many can go on; it computes its last one itself."""
     shared = min(shared_tokens(content, kept), tokens - 1)
     return shared if shared >= kept.least else 0

@@ -33,7 +33,7 @@ from kvferry.planning.select import NULL_BLOCK, sees_all, unseen_from
 from kvferry.transport.lease import LeaseBook
 from kvferry.transport.messages import KeptTurn
 from kvferry.transport.redeem import Grant, new_ticket
-from kvferry.transport.turns import Content, TurnIndex
+from kvferry.transport.turns import TurnContent, TurnIndex
 
 _FREE = 1 / 16
 """Share of the pool below which kept blocks give way."""
@@ -49,7 +49,7 @@ class _Turn:
         steps: that are still to be begun before it can be found.
     """
 
-    content: Content
+    content: TurnContent
     kept: KeptTurn
     blocks: int
     steps: int

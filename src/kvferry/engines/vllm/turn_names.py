@@ -9,7 +9,7 @@ from typing import Any
 from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.prompts import keys_of
 from kvferry.errors import Unnameable
-from kvferry.transport.turns import Content
+from kvferry.transport.turns import TurnContent
 
 CHUNK_TOKENS = 256
 """Whatever the tiers have: peers need not have the same."""
@@ -23,7 +23,7 @@ class TurnNames:
         self._prompts_only = prompts_only
         self._adapters, self._epoch = adapters, ""
 
-    def content(self, request: Any, tokens: int) -> Content | None:
+    def content(self, request: Any, tokens: int) -> TurnContent | None:
         """Of the first tokens of a request; None if there is no certain name."""
         if self._prompts_only and tokens > request.num_prompt_tokens:
             return None
@@ -33,7 +33,7 @@ class TurnNames:
         except Unnameable:
             return None
         items = sorted(feature.mm_position.offset for feature in request.mm_features or ())
-        return Content(CHUNK_TOKENS, tuple(keys.chunks()), array("I", ids), tuple(items))
+        return TurnContent(CHUNK_TOKENS, tuple(keys.chunks()), array("I", ids), tuple(items))
 
     def start_anew(self) -> None:
         """Nothing from before is found, and what comes is found by nobody: blocks may mix both times."""

@@ -31,7 +31,7 @@ from kvferry.geometry import RankGeometry
 from kvferry.planning.pieces import Int64s
 from kvferry.planning.select import Span, blocks_needed
 from kvferry.planning.strategy import Strategy
-from kvferry.transport.costs import costs_of
+from kvferry.transport.costs_file import load_costs
 from kvferry.transport.key_file import read_keys
 from kvferry.transport.lane import ReadResult
 from kvferry.transport.lease import LeaseWords, new_incarnation
@@ -248,7 +248,7 @@ class WorkerHalf:
 def _transfer_settings(config: ConnectorConfig) -> TransferSettings:
     return TransferSettings(
         None if config.strategy == "auto" else Strategy(config.strategy),
-        costs_of(config.costs),
+        load_costs(config.costs),
         config.staging_mib << 20,
         config.host,
         config.advertise_host or config.host,

@@ -29,11 +29,11 @@ import numpy.typing as npt
 
 from kvferry.errors import ConfigError, TransferError
 from kvferry.geometry import Region
+from kvferry.memory.address_space import AddressSpace
 from kvferry.memory.available import available_memory
-from kvferry.memory.copy import Slots
-from kvferry.memory.pages import Collapsing, map_shared
+from kvferry.memory.cell_copies import StagedCells
+from kvferry.memory.huge_pages import HugePageCollapser, map_shared
 from kvferry.memory.sealed import sealed_file
-from kvferry.memory.space import Space
 
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE, since Linux 5.14: take the memory now, and say so if there is none."""
@@ -73,8 +73,8 @@ class Arena:
         self._map, self._skip = map_shared(fd, name.size)
         self.memory: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8, name.size, self._skip)
         self.region = Region(self.memory.ctypes.data, name.size, "DRAM", 0)
-        self._space = Space([self.region])
-        self.collapsing: Collapsing | None = None
+        self._space = AddressSpace([self.region])
+        self.collapsing: HugePageCollapser | None = None
 
     @classmethod
     def create(cls, size: int) -> Arena:
@@ -95,7 +95,7 @@ class Arena:
             os.close(fd)
             raise ConfigError(_too_large(size, str(error))) from error
         arena._populate()
-        arena.collapsing = Collapsing(arena.region)
+        arena.collapsing = HugePageCollapser(arena.region)
         return arena
 
     @classmethod
@@ -125,9 +125,9 @@ class Arena:
             os.close(fd)
             raise
 
-    def slots(self, offset: int, stride: int) -> Slots:
-        """Images of a stride, the first at `offset`, for `memory.copy.Loops`."""
-        return Slots(self._space, self.region.address + offset, stride)
+    def slots(self, offset: int, stride: int) -> StagedCells:
+        """Images of a stride, the first at `offset`, for `memory.cell_copies.CellCopies`."""
+        return StagedCells(self._space, self.region.address + offset, stride)
 
     def bytes_at(self, offset: int, size: int) -> memoryview:
         """`size` bytes from `offset` on, writable, nothing is copied."""

@@ -8,10 +8,10 @@ begins at ``slab * slab_bytes + i * stride``.
 
 Why not uniform pages, a chunk being a list of them: nothing would ever have to be moved between sizes. But a
 unit of a section (a head of all layers) is larger than a good page or straddles two, so a rank's part would
-be neither one piece nor pieces at one distance, which is what gather and scatter take (`memory.copy.Slots`)
-and what storage writes in one call. Why not one sparse range of addresses per size, with memory given back by
-punching holes: memory that is registered with a GPU or a NIC stays registered where it was, and a transfer
-would read and write pages that nobody maps any more.
+be neither one piece nor pieces at one distance, which gather and scatter take
+(`memory.cell_copies.StagedCells`) and what storage writes in one call. Why not one sparse range of addresses
+per size, with memory given back by punching holes: memory that is registered with a GPU or a NIC stays
+registered where it was, and a transfer would read and write pages that nobody maps any more.
 
 What slabs cost is bounded: at the end of a slab less than one slot (the slab's size is chosen so that it is
 little), and free slots of a size that nobody asks for now. When those come to a slab, one slab can be emptied

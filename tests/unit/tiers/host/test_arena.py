@@ -19,9 +19,9 @@ import torch
 
 from kvferry.errors import ConfigError, TransferError
 from kvferry.geometry import Region
-from kvferry.memory import pages
-from kvferry.memory.copy import Loops
-from kvferry.memory.space import Space
+from kvferry.memory import huge_pages
+from kvferry.memory.address_space import AddressSpace
+from kvferry.memory.cell_copies import CellCopies
 from kvferry.planning.nest import Nest
 from kvferry.planning.plane import ONE_CELL, PoolNests
 from kvferry.tiers.eviction import POLICIES
@@ -185,9 +185,9 @@ def test_a_closed_arena_is_unmapped_once_nobody_looks_at_it():
 
 def test_what_is_gathered_into_slots_lies_in_the_chunks():
     blocks = torch.arange(6 * 64, dtype=torch.uint8)
-    pool = Space([Region(blocks.data_ptr(), 6 * 64, "DRAM", 0)])
+    pool = AddressSpace([Region(blocks.data_ptr(), 6 * 64, "DRAM", 0)])
     with arena_of() as arena:
-        loops = Loops([PoolNests(ONE_CELL, (Nest(blocks.data_ptr(), 0, 32, ()),))], pool, "src", 64, 6)
+        loops = CellCopies([PoolNests(ONE_CELL, (Nest(blocks.data_ptr(), 0, 32, ()),))], pool, "src", 64, 6)
         loops.gather(np.array([4, 1]), np.zeros(2, np.int64), arena.slots(8192, 4096), first=1)
         found = [bytes(arena.bytes_at(8192 + number * 4096, 32)) for number in (1, 2)]
         assert found == [bytes(blocks[at : at + 32].numpy()) for at in (256, 64)]
@@ -222,10 +222,10 @@ def test_the_memory_is_copied_to_large_pages_for_all_who_attach():
 
 def test_closing_does_not_wait_for_all_of_the_copy(monkeypatch):
     steps = []
-    monkeypatch.setattr(pages, "_advise", lambda *step: steps.append(step) or time.sleep(0.01) or 0)
+    monkeypatch.setattr(huge_pages, "_advise", lambda *step: steps.append(step) or time.sleep(0.01) or 0)
     with arena_of(1 << 30):
         pass
-    assert len(steps) < (1 << 30) // pages._STEP_BYTES
+    assert len(steps) < (1 << 30) // huge_pages._STEP_BYTES
 
 
 @pytest.mark.parametrize(("module", "call"), [(os, "memfd_create"), (fcntl, "fcntl")])

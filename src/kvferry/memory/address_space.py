@@ -1,0 +1,103 @@
+"""Registered memory by address, as tensors.
+
+Plans name addresses and copies need tensors. An `AddressSpace` makes one flat tensor per region, over the
+memory that is already there.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+from collections.abc import Sequence
+from math import gcd
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvferry.errors import TransferError
+from kvferry.geometry import Region
+from kvferry.planning.nest import Nest
+
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+class _CudaBytes:
+    """Device memory for ``torch.as_tensor``."""
+
+    def __init__(self, region: Region) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (region.length,), "typestr": "|u1", "data": (region.address, False), "version": 3,
+        }  # fmt: skip
+
+
+def tensor_over(region: Region) -> torch.Tensor:
+    """The region's memory: uint8 of shape (length,), nothing is copied."""
+    if region.memory == "VRAM":
+        return torch.as_tensor(_CudaBytes(region), device=f"cuda:{region.device}")
+    memory = (ctypes.c_uint8 * region.length).from_address(region.address)
+    return torch.from_numpy(np.ctypeslib.as_array(memory))
+
+
+class AddressSpace:
+    """Regions that may be addressed; keep what owns the memory alive."""
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        self._regions = sorted(regions, key=lambda region: region.address)
+        self._starts = [region.address for region in self._regions]
+        self._words: dict[tuple[int, int], torch.Tensor] = {}
+
+    def view(self, nest: Nest, side: str, stride: int, count: int, word: int) -> torch.Tensor:
+        """What a nest covers on one side, in `count` blocks or images.
+
+        Args:
+            nest: addresses of that side are absolute, of block 0.
+            side: "src" or "dst".
+            stride: bytes from one block or image to the next.
+            count: how many.
+            word: bytes of an element of the view, see `largest_word`.
+
+        Returns:
+            Tensor of shape (count, count of every loop, words of a run), a view.
+
+        Raises:
+            TransferError: it leaves the registered memory.
+        """
+        first = nest.src if side == "src" else nest.dst
+        distances = [loop.src if side == "src" else loop.dst for loop in nest.loops]
+        counts = [loop.count for loop in nest.loops]
+        attention_span = [(n - 1) * d for n, d in zip((count, *counts), (stride, *distances), strict=True)]
+        low, high = (
+            first + sum(min(r, 0) for r in attention_span),
+            first + sum(max(r, 0) for r in attention_span) + nest.run,
+        )
+        at = bisect.bisect_right(self._starts, low) - 1
+        region = self._regions[at] if at >= 0 else None
+        if region is None or high > region.address + region.length:
+            raise TransferError(f"bytes [{low}, {high}) are not in registered memory")
+        flat = self._flat(at, word)
+        return flat.as_strided(
+            (count, *counts, nest.run // word),
+            (stride // word, *(d // word for d in distances), 1),
+            (first - region.address) // word,
+        )
+
+    def _flat(self, at: int, word: int) -> torch.Tensor:
+        if (at, word) not in self._words:
+            region = self._regions[at]
+            whole = tensor_over(
+                Region(region.address, region.length // word * word, region.memory, region.device)
+            )
+            self._words[at, word] = whole.view(_WORDS[word])
+        return self._words[at, word]
+
+    def base(self, address: int) -> int:
+        """Address of the region that `address` lies in."""
+        return self._starts[max(bisect.bisect_right(self._starts, address) - 1, 0)]
+
+
+def largest_word(nest: Nest, *offsets: Any) -> int:
+    """Bytes of the largest word that divides a nest's runs and distances, and all `offsets`."""
+    numbers = [nest.run, *offsets]
+    numbers += [n for loop in nest.loops for n in (loop.src, loop.dst)]
+    return gcd(8, *(int(n) for n in numbers))

@@ -1,0 +1,135 @@
+"""The setting ``peers``: machines that may be dialled and may connect.
+
+A peer must have the key as well. These rules limit the addresses to which a request, or a peer with the key,
+can make an engine connect.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvferry.errors import ConfigError
+from kvferry.transport.address import IP, is_loopback, parse_ip
+
+Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+MAX_ENTRIES = 1024
+_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_NAME = re.compile(rf"(?=.{{1,253}}\.?\Z)({_LABEL}\.)*(?!\d+\.?\Z){_LABEL}\.?\Z")
+_LOOPBACK = ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128")
+_KINDS = "a host name, an address, or a network such as 10.0.0.0/8"
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedPeers:
+    """Machines that may be peers.
+
+    Attributes:
+        networks: of their addresses; None for all addresses.
+        names: names that may be resolved, in lower case; the addresses found are allowed too.
+    """
+
+    networks: tuple[Network, ...] | None = None
+    names: tuple[str, ...] = ()
+
+    def allows(self, address: IP) -> bool:
+        """Return whether an address may be a peer's, without looking at names.
+
+        >>> AllowedPeers(_LOOPBACK).allows(ipaddress.ip_address("127.0.0.9"))
+        True
+        """
+        if address.is_unspecified or address.is_multicast:
+            return False
+        return self.networks is None or any(address in network for network in self.networks)
+
+    def lists(self, name: str) -> bool:
+        """Return whether a name may be resolved."""
+        return normalize_name(name) in self.names
+
+    def could_be(self, host: str) -> bool:
+        """Return whether a host may be a peer, before any name is resolved."""
+        address = _address_of(host)
+        if address is None:
+            return self.lists(host)
+        return self.allows(address) or (bool(self.names) and not address.is_unspecified)
+
+    @property
+    def only_here(self) -> bool:
+        """True if peers are on this machine alone."""
+        return self.networks == _LOOPBACK and not self.names
+
+
+ANY_PEER = AllowedPeers()
+"""All addresses, and no names."""
+
+
+def normalize_name(name: str) -> str:
+    """Return a name as it is compared: in lower case, without the last dot."""
+    return name.lower().removesuffix(".")
+
+
+def _address_of(host: str) -> IP | None:
+    return parse_ip("127.0.0.1" if host == "localhost" else host)
+
+
+def parse_allowed_peers(entries: Sequence[str] | None, host: str, advertised: str | None) -> AllowedPeers:
+    """Return the peers of a configuration.
+
+    Args:
+        entries: the setting ``peers``; None if it is not set. Then an engine on loopback has peers on this
+            machine alone, and any other engine wherever they are.
+        host: address that the engine listens on.
+        advertised: name or address that it tells peers. A name is resolved for other engines of the machine,
+            which tell the same one.
+
+    Raises:
+        ConfigError: an entry is malformed.
+    """
+    if entries is None:
+        if is_loopback(host):
+            return AllowedPeers(_LOOPBACK)
+        own = (normalize_name(advertised),) if advertised and _NAME.match(advertised) else ()
+        return AllowedPeers(None, own)
+    if not 0 < len(entries) <= MAX_ENTRIES:
+        raise ConfigError(
+            f"peers has {len(entries)} entries, expected 1 to {MAX_ENTRIES}; name the engines' machines or "
+            "networks, or leave peers out to allow all that have the key"
+        )
+    networks, names = list[Network](), list[str]()
+    for number, entry in enumerate(entries):
+        if entry == "localhost":
+            networks += _LOOPBACK
+        elif (network := _network(entry, number)) is not None:
+            networks.append(network)
+        else:
+            names.append(_name(entry, number))
+    return AllowedPeers(tuple(networks), tuple(names))
+
+
+def _network(entry: str, number: int) -> Network | None:
+    """Return the addresses that an entry stands for, None if it is no address."""
+    if (address := parse_ip(entry)) is not None:
+        return ipaddress.ip_network(address)
+    if "/" not in entry:
+        return None
+    try:
+        network = ipaddress.ip_network(entry, strict=False)
+    except ValueError:
+        raise ConfigError(f"peers[{number}] is {entry!r}, which is no network; give {_KINDS}") from None
+    if str(network) != str(ipaddress.ip_interface(entry)):
+        raise ConfigError(
+            f"peers[{number}] is {entry!r}, an address within a network; give {network} for all of the "
+            f"network, or {entry.partition('/')[0]} for the address"
+        )
+    return network
+
+
+def _name(entry: str, number: int) -> str:
+    if _NAME.match(entry):
+        return normalize_name(entry)
+    pattern = "; a name stands for all its addresses, like that of a headless service" if "*" in entry else ""
+    raise ConfigError(f"peers[{number}] is {entry!r}; give {_KINDS}{pattern}")

@@ -1,0 +1,86 @@
+"""A ZAP handler (rfc.zeromq.org/spec/27): ZeroMQ asks it about every client of a listener.
+
+ZeroMQ lets in any CURVE client unless a handler listens in the listener's context, so the handler is bound
+before the listener is. A client's key is looked at before its address, so nobody without the key has a name
+resolved.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+
+from kvferry.limited_log import LimitedLog
+from kvferry.transport.address import parse_ip
+from kvferry.transport.allowed_peers import AllowedPeers
+from kvferry.transport.resolver import PeerResolver
+from kvferry.transport.security import Keys
+
+logger = logging.getLogger(__name__)
+
+_VERSION = b"1.0"
+_FRAMES = 7
+"""Version, request, domain, address, routing id, mechanism, and the key of a CURVE client."""
+
+_TRY_AGAIN = b"300"
+"""ZeroMQ closes the connection, and the client connects again."""
+
+
+class Authenticator:
+    """Lets in peers that hold the listener's own key pair, until closed."""
+
+    def __init__(self, context: zmq.Context[Any], keys: Keys, peers: AllowedPeers) -> None:
+        """Bind and start; `context` gets no other listener's socket."""
+        self._public, self._names = z85.decode(keys.public), PeerResolver(peers)
+        self._log = LimitedLog(logger)
+        self._socket: zmq.Socket[Any] = context.socket(zmq.REP)
+        self._socket.linger = 0
+        self._socket.bind("inproc://zeromq.zap.01")
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="kvferry-door", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread. The listener is closed before: nobody answers for it any more."""
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        os.close(self._wake)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake, zmq.POLLIN)
+        poller.register(self._socket, zmq.POLLIN)
+        while self._wake not in dict(poller.poll()):
+            frames = self._socket.recv_multipart()
+            try:
+                code, why = self._verdict(frames)
+            except Exception:
+                logger.exception("control channel: a client is refused")
+                code, why = b"500", b"error"
+            request = frames[1] if len(frames) > 1 else b""
+            self._socket.send_multipart([_VERSION, request, code, why, b"", b""])
+        self._socket.close()
+
+    def _verdict(self, frames: list[bytes]) -> tuple[bytes, bytes]:
+        """Return ZAP's status code and text."""
+        if len(frames) != _FRAMES or frames[0] != _VERSION:
+            return b"400", b"not a CURVE client"
+        _, _, _, client, _, mechanism, key = frames
+        if mechanism != b"CURVE" or key != self._public:
+            return b"400", b"not this key"
+        host = client.decode("ascii", "replace")
+        address = parse_ip(host)
+        admitted = address is not None and self._names.admits(address)
+        if admitted:
+            return b"200", b"OK"
+        if admitted is None:
+            return _TRY_AGAIN, b"names of peers are being resolved"
+        self._log.say(
+            host, f"a client at {host} has the key of this engine, but is none of its peers; list it in peers"
+        )
+        return b"400", b"not among the peers"

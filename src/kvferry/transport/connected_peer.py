@@ -1,0 +1,215 @@
+"""A connected peer: its prepared lists, and the plans of reads from it.
+
+At connect, every rank of the peer that supplies anything gets two prepared lists, ours and its own, whose
+entries correspond. A read is then two index arrays per rank. The lease words have two more lists.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import zmq
+
+from kvferry.errors import TransferError
+from kvferry.geometry import RankGeometry, Region
+from kvferry.memory.cell_copies import CellCopies
+from kvferry.planning.pieces import Int64s
+from kvferry.planning.request import Indices
+from kvferry.planning.select import blocks_begun, select_cells, uncovered
+from kvferry.planning.strategy import Strategy
+from kvferry.planning.template import Route, absent_layers, build_templates
+from kvferry.transport.agent import Agent
+from kvferry.transport.gather_client import GatherClient
+from kvferry.transport.messages import RankCard
+from kvferry.transport.metadata import WORD_BYTES
+from kvferry.transport.packed_read import PreparedLists
+from kvferry.transport.prepared_routes import RoutePreparation, page_clearings
+from kvferry.transport.read_plan import PackedCells, RankRead, ReadOrder, ReadPlan, SourceRank, sum_tallies
+from kvferry.transport.settings import TransferSettings
+from kvferry.transport.staging import StagingArea
+
+MAX_SOURCES = 256
+"""Ranks of a peer that one rank may read from."""
+
+
+class ConnectedPeer:
+    """A peer that can be read from.
+
+    Attributes:
+        sources: its ranks.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        ours: RankGeometry,
+        cards: Sequence[RankCard],
+        words: Region,
+        landing: StagingArea,
+        context: zmq.Context[Any],
+        settings: TransferSettings,
+    ) -> None:
+        """Prepare all lists.
+
+        Args:
+            agent: the transport.
+            ours: our rank.
+            cards: all ranks of the peer.
+            words: registered memory where words land.
+            landing: where images land.
+            context: of the sockets that ask for gathering.
+            settings: which strategies, at what cost.
+
+        Raises:
+            Incompatible: we cannot read from it.
+            TransferError: the transport cannot reach it.
+        """
+        if len(cards) > MAX_SOURCES:
+            raise TransferError(f"the peer has {len(cards)} ranks, at most {MAX_SOURCES} can be read from")
+        self._ours, self._settings = ours, settings
+        templates = build_templates([card.geometry for card in cards], ours)
+        self._absent = page_clearings(absent_layers(templates, ours))
+        self.src_groups = len(cards[0].geometry.groups)
+        with ExitStack() as made:
+            prepare = _Preparing(agent, ours, words, landing, context, settings, made)
+            self.sources = tuple(
+                prepare.source(card, template.routes) for card, template in zip(cards, templates, strict=True)
+            )
+            self._made = made.pop_all()
+
+    def plan(self, order: ReadOrder) -> ReadPlan:
+        """Plan the read for an order.
+
+        Raises:
+            TransferError: the tables do not fit, or name blocks that do not exist.
+        """
+        started = time.perf_counter()
+        self._check(order)
+        pinned = order.strategy or self._settings.strategy
+        by_group = [0] * len(self._ours.groups)
+        strategies: list[dict[Strategy, None]] = [{} for _ in by_group]
+        ranks, tallies = [], []
+        clears = self._clears_of_absent(order)
+        number = 0
+        for source in self.sources:
+            direct, packed = list[Indices](), list[PackedCells]()
+            for prepared in source.routes:
+                route = prepared.route
+                group = self._ours.groups[route.dst_group]
+                dst_table = order.dst_tables[route.dst_group]
+                cells = select_cells(
+                    route,
+                    group.kind,
+                    group.attention_span,
+                    order.span,
+                    order.src_tables[route.src_group],
+                    dst_table,
+                )
+                cells = order.share.of(cells, route.cell_bytes, number)
+                number += 1
+                if not len(cells):
+                    continue
+                way = prepared.chosen(len(cells), self._settings.costs, pinned)
+                counted = prepared.tally(cells, way)
+                by_group[route.dst_group] += counted.bytes
+                strategies[route.dst_group][way.way.strategy] = None
+                tallies.append(counted)
+                if way.way.image is None:
+                    direct.append(prepared.direct_indices(cells))
+                else:
+                    packed.append(PackedCells(prepared, way, cells))
+                left = uncovered(route, group.kind, group.attention_span, order.span, dst_table)
+                if len(left) and len(left := left[np.isin(left, cells.dst_block)]):
+                    clears.append((prepared.clearing, left))
+            if direct or packed:
+                ranks.append(RankRead(source, _joined(direct), tuple(packed)))
+        return ReadPlan(
+            tuple(ranks),
+            tuple(clears),
+            tuple(by_group),
+            tuple("+".join(found) for found in strategies),
+            sum_tallies(tallies),
+            time.perf_counter() - started,
+        )
+
+    def close(self) -> None:
+        """Give the lists back and forget the peer. Nothing may be in flight."""
+        self._made.close()
+
+    def _clears_of_absent(self, order: ReadOrder) -> list[tuple[CellCopies, Int64s]]:
+        """Return (loops, blocks) to clear in draft layers that the peer lacks; the first lane clears them."""
+        if order.share.number:
+            return []
+        found = []
+        for number, loops in self._absent:
+            group = self._ours.groups[number]
+            table = order.dst_tables[number]
+            ids = blocks_begun(group.kind, group.attention_span, group.block_tokens, order.span, table)
+            found.append((loops, ids))
+        return found
+
+    def _check(self, order: ReadOrder) -> None:
+        if len(order.src_tables) != self.src_groups or len(order.dst_tables) != len(self._ours.groups):
+            raise TransferError(
+                f"block tables for {len(order.src_tables)} and {len(order.dst_tables)} groups, "
+                f"the engines have {self.src_groups} and {len(self._ours.groups)}"
+            )
+        fewest = min(source.leases for source in self.sources)
+        if not 0 <= order.lease.slot < fewest:
+            raise TransferError(f"lease slot {order.lease.slot} does not exist, the peer has {fewest}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Preparing:
+    """Shared arguments for preparing the ranks of a peer; `made` collects what undoes it."""
+
+    agent: Agent
+    ours: RankGeometry
+    words: Region
+    landing: StagingArea
+    context: zmq.Context[Any]
+    settings: TransferSettings
+    made: ExitStack
+
+    def source(self, card: RankCard, routes: Sequence[Route]) -> SourceRank:
+        agent, preparation = self.agent, RoutePreparation(self.ours, self.landing, card, self.settings.costs)
+        for route in routes:
+            preparation.add(route)
+        src, dst = preparation.src, preparation.dst
+        client = None
+        if preparation.gathers and card.outgoing is not None:
+            there_host, port = card.outgoing.host, card.outgoing.port
+            client = GatherClient(self.context, there_host, port, preparation.gathers, self.settings.keys)
+            self.made.callback(client.close)
+        name = agent.add_peer(card.agent)
+        self.made.callback(agent.drop_peer, name)
+        there = Region(card.words_address, card.words * WORD_BYTES)
+        lists = PreparedLists(
+            self._list(None, self.ours.regions[0], dst.table()) if dst.entries else None,
+            self._list(name, card.geometry.regions[0], src.table()) if src.entries else None,
+            self._list(None, self.words, _word_rows(self.words)),
+            self._list(name, there, _word_rows(there)),
+            card.incarnation,
+            range(card.leases, card.words),
+        )
+        return SourceRank(name, tuple(preparation.routes), lists, client, card.leases)
+
+    def _list(self, owner: str | None, region: Region, rows: Int64s) -> Any:
+        handle = self.agent.prepare(owner, region, rows)
+        self.made.callback(self.agent.release_list, handle)
+        return handle
+
+
+def _word_rows(region: Region) -> Int64s:
+    return np.array([[region.address, WORD_BYTES, WORD_BYTES, region.length // WORD_BYTES]], np.int64)
+
+
+def _joined(parts: Sequence[Indices]) -> Indices | None:
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return Indices(np.concatenate([p.src for p in parts]), np.concatenate([p.dst for p in parts]))

@@ -1,0 +1,154 @@
+"""Limit the connections of a listener: anyone who reaches its port can open them, before authentication.
+
+Every connection costs a descriptor of the engine's process, which must not run out of them. At the limit the
+kernel is told to drop what arrives at the listening socket, until a quarter of the connections have ended.
+Peers that are connected notice nothing. A peer that connects meanwhile is tried again by its own kernel.
+
+ZeroMQ can neither refuse a connection nor stop listening without closing those it has, hence the filter on
+the socket: SO_ATTACH_FILTER, see socket(7), with one instruction that takes no byte of any packet. ZeroMQ
+tells of connections after it has accepted them, so a flood goes past the limit: by what it accepts until the
+listener's thread runs. It accepts no more once a thousand events wait, however long that takes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import resource
+import socket
+import struct
+from typing import Any
+
+import zmq
+
+from kvferry.limited_log import LimitedLog
+
+logger = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 1024
+HANDSHAKE_SECONDS = 2.0
+"""Seconds that a client may take to prove that it has the key; a peer needs milliseconds."""
+
+BACKLOG = 128
+_SHARE_OF_DESCRIPTORS = 4
+_EVENT = struct.Struct("=Hi")
+_ATTACH_FILTER, _DETACH_FILTER = 26, 27  # SO_ATTACH_FILTER, SO_DETACH_FILTER of asm-generic/socket.h
+_OTHER_KEY = 0x11000001
+"""ZMQ_PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC of zmq.h: a client's first word cannot be decrypted."""
+
+_DROP = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF_RET | BPF_K, 0
+_PROGRAM = struct.pack("HL", 1, ctypes.addressof(_DROP))  # struct sock_fprog
+
+
+class ConnectionLimiter:
+    """Counts the connections of one socket, and stops and resumes accepting more; one thread uses it.
+
+    Attributes:
+        open: connections that were accepted and have not ended.
+        paused: nothing is accepted now.
+        events: to be polled; readable if `count` has something to do.
+    """
+
+    def __init__(self, listener: zmq.Socket[Any], most: int | None = None) -> None:
+        """Watch a socket, and set its limits.
+
+        Args:
+            listener: not bound yet.
+            most: connections at a time; a share of the process' descriptors by default.
+        """
+        self.open, self.paused = 0, False
+        self._listener, self._most = listener, most or _limit()
+        self._log = LimitedLog(logger)
+        self._accepting: socket.socket | None = None
+        listener.handshake_ivl = int(HANDSHAKE_SECONDS * 1000)
+        listener.backlog = BACKLOG
+        told = f"inproc://connections-{id(self)}"
+        listener.monitor(
+            told,
+            zmq.EVENT_LISTENING
+            | zmq.EVENT_ACCEPTED
+            | zmq.EVENT_DISCONNECTED
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+        )
+        self.events: zmq.Socket[Any] = listener.context.socket(zmq.PAIR)
+        self.events.rcvhwm = 1  # beside the 1000 that the other end of it holds
+        self.events.connect(told)
+
+    def count(self) -> None:
+        """Process events of connections; stop or resume accepting."""
+        while (said := self._next()) is not None:
+            event, value = said
+            if event == zmq.EVENT_LISTENING:
+                self._accepting = socket.socket(fileno=os.dup(value))
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                self._on_failed_handshake(value)
+            else:
+                self.open += 1 if event == zmq.EVENT_ACCEPTED else -1
+            if not self.paused and self.open >= self._most:
+                self._pause()
+        if self.paused and self.open <= self._most * 3 // 4:
+            self._resume()
+
+    def close(self) -> None:
+        """Watch no more; before the socket is closed."""
+        # Where events wait for room, ZeroMQ holds a lock that `disable_monitor` needs. So make room, and let
+        # no more strangers in meanwhile.
+        self.count()
+        self._filter(_ATTACH_FILTER, _PROGRAM)
+        while self._next() is not None:
+            pass
+        self._listener.disable_monitor()
+        self.events.close(linger=0)
+        if self._accepting is not None:
+            self._accepting.close()
+
+    def _next(self) -> tuple[int, int] | None:
+        """Return an event and its value, see zmq_socket_monitor(3); None if there is none."""
+        try:
+            frames = self.events.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        event, value = _EVENT.unpack(frames[0])
+        return event, value
+
+    def _on_failed_handshake(self, cause: int) -> None:
+        """Log a client that has another key; ZeroMQ does not say from where."""
+        if cause == _OTHER_KEY:
+            self._log.say(
+                "key",
+                "a client was turned away because it has another key; if it is an engine of yours, give both "
+                "the same secret_file (kvferry doctor prints the fingerprint of a key)",
+            )
+
+    def _pause(self) -> None:
+        self._log.say(
+            "crowded",
+            f"{self.open} connections to one port of this engine, at most {self._most}: no more are accepted "
+            "until some have ended; let only engines reach it (firewall, NetworkPolicy)",
+        )
+        self._filter(_ATTACH_FILTER, _PROGRAM)
+        self.paused = True
+
+    def _resume(self) -> None:
+        self._filter(_DETACH_FILTER, 0)
+        self.paused = False
+
+    def _filter(self, option: int, value: bytes | int) -> None:
+        if self._accepting is None:
+            return
+        try:
+            self._accepting.setsockopt(socket.SOL_SOCKET, option, value)
+        except OSError as error:  # a sandbox without socket filters
+            self._log.say(
+                "filter",
+                f"{self.open} connections to one port of this engine, at most {self._most}, and further ones "
+                f"cannot be held back ({os.strerror(error.errno or 0)}); let only engines reach it "
+                "(firewall, NetworkPolicy)",
+            )
+
+
+def _limit() -> int:
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    share = MAX_CONNECTIONS if most == resource.RLIM_INFINITY else most // _SHARE_OF_DESCRIPTORS
+    return max(1, min(MAX_CONNECTIONS, share))

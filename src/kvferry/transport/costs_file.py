@@ -1,0 +1,117 @@
+"""The file of fitted costs: written by ``kvferry bench calibrate``, read by whatever plans transfers.
+
+{"version": 1, "made": "2026-01-31T12:00:00+00:00", "machine": {...}, "costs": {"ask_seconds": ..., ...}}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvferry.errors import ConfigError
+from kvferry.planning.strategy import Costs
+from kvferry.user_cache import expanded, user_cache
+
+VERSION = 1
+_MAX_BYTES = 1 << 20
+
+
+class CostsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the file holds.
+
+    Attributes:
+        version: of this form.
+        made: when, in ISO 8601.
+        machine: facts about where, for people.
+        costs: what `Costs` has, by name.
+    """
+
+    version: int
+    made: str
+    machine: dict[str, Any]
+    costs: dict[str, float]
+
+
+def default_costs_path(environment: Mapping[str, str] = os.environ) -> Path:
+    """Where the file is unless somebody says otherwise.
+
+    Raises:
+        ConfigError: this user has no home.
+    """
+    return user_cache(environment) / "costs.json"
+
+
+def load_costs(path: str | None = None) -> Costs:
+    """The costs to plan with: of that file, else of the default file if there is one, else the built-in ones.
+
+    Raises:
+        ConfigError: the file cannot be used; see `read_costs`.
+    """
+    if path is not None:
+        return read_costs(expanded(path))
+    found = find_default_costs()
+    return Costs() if found is None else read_costs(found)
+
+
+def find_default_costs() -> Path | None:
+    """Return the default file; None if there is none, or this user cannot look for it."""
+    try:
+        found = default_costs_path()
+        return found if found.exists() else None
+    except (ConfigError, OSError):
+        return None
+
+
+def read_costs(path: Path) -> Costs:
+    """Costs of a file.
+
+    Raises:
+        ConfigError: it cannot be read, or is not what `write_costs` writes; in one sentence.
+    """
+    remedy = "write it anew with `kvferry bench calibrate`"
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise ConfigError(f"{path} is larger than a file of costs can be; {remedy}")
+        held = msgspec.json.decode(path.read_bytes(), type=CostsFile)
+    except OSError as error:
+        said = os.strerror(error.errno or 0)
+        raise ConfigError(f"costs: cannot read {path}: {said}; {remedy}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"costs: {path}: {error}; {remedy}") from error
+    if held.version != VERSION:
+        raise ConfigError(f"costs: {path} has version {held.version}, expected {VERSION}; {remedy}")
+    names = set(Costs.__slots__)
+    if odd := sorted(names ^ set(held.costs)):
+        raise ConfigError(f"costs: {path} must name {', '.join(sorted(names))}: {odd[0]} differs; {remedy}")
+    try:
+        return Costs(**held.costs)
+    except ConfigError as error:
+        raise ConfigError(f"costs: {path}: {error}; {remedy}") from error
+
+
+def write_costs(path: Path, costs: Costs, made: str, machine: Mapping[str, Any]) -> None:
+    """Write a file of costs; whoever reads it meanwhile gets the old one or the new one.
+
+    Args:
+        path: of the file; its folder is made.
+        costs: fitted.
+        made: when, in ISO 8601.
+        machine: where, for people.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    held = CostsFile(VERSION, made, dict(machine), {name: getattr(costs, name) for name in Costs.__slots__})
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(json.dumps(msgspec.to_builtins(held), indent=2) + "\n")
+        beside.replace(path)
+    except OSError as error:
+        said = os.strerror(error.errno or 0)
+        raise ConfigError(f"costs: cannot write {path}: {said}; choose another place with --out") from error

@@ -1,0 +1,23 @@
+"""Bytes that a peer has sent, which may be anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from kvferry.errors import GeometryError, ProtocolError
+from kvferry.terminal import shown
+
+# Text that is not UTF-8 is a plain ValueError.
+_UNREADABLE = (msgspec.DecodeError, GeometryError, ValueError, OverflowError, RecursionError)
+
+
+@contextmanager
+def as_protocol_error(what: str) -> Iterator[None]:
+    """Whatever hostile bytes make a decoder or a check raise is a ProtocolError: they are not `what`."""
+    try:
+        yield
+    except _UNREADABLE as error:
+        raise ProtocolError(f"not {what}: {shown(str(error), 500)}") from error

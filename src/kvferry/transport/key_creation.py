@@ -1,0 +1,121 @@
+"""Making secrets: the machine's key, and files for ``secret_file``.
+
+The machine's key is written to a file of another name and linked into place, so two engines that start at
+once use the same one, and nobody reads half of it.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from kvferry.errors import ConfigError
+from kvferry.transport.security import SECRET_BYTES
+
+KEY_NAME = "key"
+"""Of the machine's key in its directory."""
+
+REMEDY = "set secret_file to a file with the engines' secret (kvferry keygen FILE makes one)"
+
+
+def new_secret() -> str:
+    """Return a random secret as one line of text."""
+    return base64.b64encode(secrets.token_bytes(SECRET_BYTES)).decode() + "\n"
+
+
+def write_secret(path: Path) -> None:
+    """Write a random secret to a file that does not exist yet, for its owner alone.
+
+    Raises:
+        ConfigError: it exists, or cannot be written.
+    """
+    try:
+        _write_new(path, None)
+    except FileExistsError as error:
+        raise ConfigError(
+            f"{path} exists and is not overwritten, since engines may use it; give another name"
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {os.strerror(error.errno or 0)}; give a file in a directory of yours"
+        ) from error
+
+
+@contextmanager
+def private_directory(folder: Path, *, make: bool) -> Iterator[int]:
+    """Open the directory of the machine's key, which is this user's alone.
+
+    Raises:
+        ConfigError: it cannot be made or opened, belongs to another user, or others may enter it.
+        FileNotFoundError: it does not exist, and is not to be made.
+    """
+    try:
+        if make:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and not make:
+            raise
+        raise _unusable(folder, "it is a symbolic link" if _is_link(folder) else _why(error)) from error
+    try:
+        found = os.fstat(descriptor)
+        if found.st_uid != os.geteuid():
+            raise _unusable(folder, f"it belongs to user {found.st_uid}, expected {os.geteuid()}")
+        if found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            mode = f"{stat.S_IMODE(found.st_mode):o}"
+            raise _unusable(folder, f"others may use it (mode {mode}); chmod 700 {folder}")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def make_key(folder: Path, directory: int) -> None:
+    """Make the machine's key, unless another engine was faster.
+
+    Args:
+        folder: names the directory in errors.
+        directory: descriptor of the directory.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    name = f".{KEY_NAME}-{secrets.token_hex(8)}"
+    try:
+        _write_new(Path(name), directory)
+        try:
+            with suppress(FileExistsError):
+                os.link(name, KEY_NAME, src_dir_fd=directory, dst_dir_fd=directory)
+        finally:
+            os.unlink(name, dir_fd=directory)
+        os.fsync(directory)
+    except OSError as error:
+        raise _unusable(folder, _why(error)) from error
+
+
+def _write_new(path: Path, directory: int | None) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC  # EXCL: follows no symbolic link either
+    with os.fdopen(os.open(path, flags, 0o600, dir_fd=directory), "w", encoding="ascii") as file:
+        file.write(new_secret())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _unusable(folder: Path, why: str) -> ConfigError:
+    return ConfigError(
+        f"no secret_file is set, and {folder} cannot hold the key of this user's engines: {why}; {REMEDY}"
+    )
+
+
+def _is_link(folder: Path) -> bool:
+    return os.path.islink(folder)  # noqa: PTH114 - Path.is_symlink raises where it may not look
+
+
+def _why(error: OSError) -> str:
+    return os.strerror(error.errno or 0)

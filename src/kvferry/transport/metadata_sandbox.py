@@ -1,0 +1,206 @@
+"""A child process that tries a peer's transport metadata before this process loads it.
+
+NIXL and UCX end the process on metadata that they cannot use: an assertion, or memory past an array. The
+child loads it as a lane would, reads a few bytes of each registered region and one lease word, and
+forgets the peer. A child that dies, hangs or fails is replaced.
+
+The child is this Python started anew, so it shares no memory with the engine. It sees no GPU: it would
+otherwise take GPU memory of its own, so keys of GPU memory are loaded and not used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import resource
+import socket
+import subprocess
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+import kvferry
+from kvferry.errors import TransferError
+from kvferry.geometry import Region
+from kvferry.orphans import die_with_parent
+from kvferry.transport.agent import Agent, ReadState
+from kvferry.transport.messages import RankCard
+from kvferry.transport.metadata import WORD_BYTES, parse_metadata
+from kvferry.transport.network_devices import ucx_environment
+from kvferry.transport.nixl_agent import nixl_package
+
+START_SECONDS = 60.0
+"""How long the child may take until it is ready: other processes may take the cores."""
+
+MAX_READS = 1024
+"""Most regions that the child reads from."""
+
+_ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "HIP_VISIBLE_DEVICES": "",
+    "UCX_HANDLE_ERRORS": "none",
+    "NIXL_LOG_LEVEL": "FATAL",
+    "UCX_LOG_LEVEL": "fatal",
+    "OMP_NUM_THREADS": "1",
+}
+_MOST_BYTES = 64 << 20
+_MOST_SAID = 500
+_POLL_SECONDS = 2e-4
+
+
+class _TrialRequest(msgspec.Struct, frozen=True, array_like=True):
+    """A request to try one worker's metadata.
+
+    Attributes:
+        agent: transport metadata.
+        words_address: address of a lease word.
+        incarnation: high half of that word.
+    """
+
+    agent: bytes
+    words_address: int
+    incarnation: int
+
+
+class MetadataSandbox:
+    """One child. A single thread starts it and asks; the child ends with that thread."""
+
+    def __init__(self, host: str) -> None:
+        """Start the child, which uses the network devices of `host`; it gets ready meanwhile.
+
+        Raises:
+            OSError: there is no room for another process.
+        """
+        ours, theirs = socket.socketpair()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), str(os.getpid()), nixl_package()],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, **_ENVIRONMENT, **ucx_environment(host), "PYTHONPATH": _python_path()},
+        )
+        theirs.close()
+        self._connection: Connection[Any, Any] = Connection(ours.detach())
+        self._ready = False
+
+    def wait_ready(self) -> str:
+        """Wait for the child to be ready; return why it is not, empty if it is."""
+        try:
+            if not self._ready and self._connection.poll(START_SECONDS):
+                self._ready = bool(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            return f"the process that tries transport metadata ended as it started ({self._how()})"
+        late = (
+            f"the process that tries transport metadata did not start in {START_SECONDS:g} s; are there more "
+            "busy processes on this machine than cores?"
+        )
+        return "" if self._ready else late
+
+    def ask(self, card: RankCard, seconds: float) -> str:
+        """Have the metadata of a worker tried; return why it cannot be used, empty if it can.
+
+        After any reason the child may be damaged: `end` it.
+        """
+        try:
+            self._connection.send_bytes(encode_trial(card))
+            if not self._connection.poll(max(seconds, 0.0)):
+                return "the process that tried its transport metadata did not come to an end"
+            return self._connection.recv_bytes(_MOST_BYTES).decode()[:_MOST_SAID]
+        except (EOFError, OSError):
+            return f"its transport metadata ended the process that tried it ({self._how()})"
+
+    def end(self) -> None:
+        """Kill the child."""
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _how(self) -> str:
+        try:
+            code = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return "it closed its channel"
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def encode_trial(card: RankCard) -> bytes:
+    """Return the request to try a worker's metadata: everything that the verdict depends on."""
+    return msgspec.msgpack.encode(_TrialRequest(card.agent, card.words_address, card.incarnation))
+
+
+def _python_path() -> str:
+    """Return where the child finds modules: first this package, wherever this process has it from."""
+    here = str(Path(kvferry.__file__).parents[1])
+    return os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def _try(
+    agent: Agent, landing: Region, landed: np.ndarray[Any, np.dtype[np.uint64]], asked: _TrialRequest
+) -> str:
+    regions = [region for region in parse_metadata(asked.agent).regions if region.memory == "DRAM"][
+        :MAX_READS
+    ]
+    addresses = [asked.words_address, *(region.address for region in regions)]
+    lengths = [WORD_BYTES, *(min(WORD_BYTES, region.length) for region in regions)]
+    there = np.array([(a, n, n, 1) for a, n in zip(addresses, lengths, strict=True)], np.int64)
+    here = there.copy()
+    here[:, 0] = landing.address + WORD_BYTES * np.arange(len(there))
+    numbers = np.arange(len(there), dtype=np.int32)
+    landed[0] = 0
+    name = agent.add_peer(asked.agent)
+    ours = agent.prepare(None, landing, here)
+    theirs = agent.prepare(name, Region(addresses[0], WORD_BYTES), there)
+    handle = agent.read(ours, numbers, theirs, numbers)
+    state = agent.post(handle)
+    while state is ReadState.IN_FLIGHT:
+        time.sleep(_POLL_SECONDS)
+        state = agent.state(handle)
+    if state is ReadState.FAILED:
+        return "the memory that its transport metadata names cannot be read"
+    agent.release(handle)
+    for prepared in (ours, theirs):
+        agent.release_list(prepared)
+    agent.drop_peer(name)
+    if int(landed[0]) >> 32 != asked.incarnation:
+        return "its transport metadata leads to memory of another process, or of another run of it"
+    return ""
+
+
+def main(arguments: list[str]) -> None:
+    """Be the child: answer until the channel closes."""
+    die_with_parent()
+    if os.getppid() != int(arguments[1]):
+        return
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # Imported by its common name, NIXL may load torch to learn which package to use: seconds, and 100 MiB.
+    sys.modules["nixl"] = importlib.import_module(arguments[2])
+    connection: Connection[Any, Any] = Connection(int(arguments[0]))
+    agent = Agent(f"trial/{os.getpid()}/{time.monotonic_ns():x}", progress=False)
+    landed = np.zeros(1 + MAX_READS, np.uint64)
+    landing = Region(int(landed.ctypes.data), landed.nbytes)
+    agent.register([landing])
+    connection.send_bytes(b"ready")
+    for _ in itertools.count():
+        try:
+            asked = msgspec.msgpack.decode(connection.recv_bytes(_MOST_BYTES), type=_TrialRequest)
+        except (EOFError, OSError):
+            break
+        try:
+            reason = _try(agent, landing, landed, asked)
+        except TransferError as error:
+            reason = str(error)
+        except Exception as error:  # noqa: BLE001 - the transport's own exceptions
+            reason = f"the transport cannot use its metadata: {error}"
+        connection.send_bytes(reason.encode())
+    os._exit(0)  # NIXL's own end waits for peers
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

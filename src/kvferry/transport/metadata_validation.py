@@ -1,0 +1,185 @@
+"""Checks peers' transport metadata: it is used only after a child process has survived it.
+
+    asked ─checked, tried in the child─▶ PASSED | REFUSED (in one sentence)
+
+One thread per worker does this for all lanes, so no lane waits. What has passed is remembered by its digest;
+a refusal is forgotten soon, since a peer may only have been out of reach.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvferry.errors import ProtocolError
+from kvferry.transport.messages import RankCard
+from kvferry.transport.metadata import check_metadata
+from kvferry.transport.metadata_sandbox import MetadataSandbox, encode_trial
+
+logger = logging.getLogger(__name__)
+
+TRY_SECONDS = 10.0
+"""Seconds that all ranks of a peer may take in the child."""
+
+REFUSED_SECONDS = 1.0
+"""Seconds that a refusal stands: long enough for all lanes to see it."""
+
+MAX_PASSED = 65_536
+
+MAX_TRIALS = 64
+"""Trials of one child: peers keep a connection to it for each, until it ends."""
+
+
+@dataclass(slots=True)
+class ValidationResult:
+    """The result of a check, once it is there.
+
+    Attributes:
+        reason: why the peer is refused, empty if it has passed; None until then.
+    """
+
+    reason: str | None = None
+
+
+class MetadataValidator(Protocol):
+    """Decides whether peers' metadata may be loaded."""
+
+    def ask(self, cards: Sequence[RankCard], wake: Callable[[], None]) -> ValidationResult:
+        """Ask about all ranks of a peer; `wake` is called from another thread once the verdict is there."""
+
+    def warm(self) -> None:
+        """Get ready for the first question."""
+
+    def close(self) -> None:
+        """Ask no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ValidationRequest:
+    cards: tuple[RankCard, ...]
+    verdict: ValidationResult
+    wake: Callable[[], None]
+
+
+class SandboxValidator:
+    """Checks metadata, and tries it in a child process."""
+
+    def __init__(
+        self, start: Callable[[], MetadataSandbox], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Start the thread; the child is started when it is first needed, or with `warm`.
+
+        Args:
+            start: starts a child.
+            clock: seconds.
+        """
+        self._start, self._clock = start, clock
+        self._trial: MetadataSandbox | None = None
+        self._trials = 0
+        self._passed: dict[bytes, None] = {}
+        self._refused: dict[bytes, tuple[str, float]] = {}
+        self._asked: queue.SimpleQueue[_ValidationRequest | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kvferry-vetting", daemon=True)
+        self._thread.start()
+
+    def ask(self, cards: Sequence[RankCard], wake: Callable[[], None]) -> ValidationResult:
+        """Ask about all ranks of a peer; `wake` is called from another thread once the verdict is there."""
+        encode_trial = _ValidationRequest(tuple(cards), ValidationResult(), wake)
+        self._asked.put(encode_trial)
+        return encode_trial.verdict
+
+    def warm(self) -> None:
+        """Start the child now, so that the first peer does not wait for it."""
+        self._asked.put(_ValidationRequest((), ValidationResult(), _nobody))
+
+    def close(self, patience_seconds: float = 2.0) -> None:
+        """End the child and the thread; a child that is at work is left to end with the thread."""
+        self._asked.put(None)
+        self._thread.join(patience_seconds)
+
+    # -- the thread ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (encode_trial := self._asked.get()) is not None:
+            try:
+                encode_trial.verdict.reason = self._judge(encode_trial.cards)
+            except Exception as error:
+                logger.exception("transport metadata")
+                encode_trial.verdict.reason = f"its transport metadata cannot be tried: {error}"
+            encode_trial.wake()
+        if self._trial is not None:
+            self._trial.end()
+
+    def _judge(self, cards: Sequence[RankCard]) -> str:
+        try:
+            for card in cards:
+                check_metadata(card)
+        except ProtocolError as error:
+            return str(error)
+        if reason := self._unready():
+            return reason
+        deadline = self._clock() + TRY_SECONDS
+        return next(filter(None, (self._passes(card, deadline) for card in cards)), "")
+
+    def _passes(self, card: RankCard, deadline: float) -> str:
+        """Try one worker's metadata unless that was done; return why it cannot be used."""
+        digest, now = _digest(card), self._clock()
+        self._refused = {key: refused for key, refused in self._refused.items() if now < refused[1]}
+        if digest in self._passed:
+            return ""
+        if digest in self._refused:
+            return self._refused[digest][0]
+        if reason := self._unready() or self._tried(card, deadline - self._clock()):
+            self._refused[digest] = reason, self._clock() + REFUSED_SECONDS
+            return reason
+        self._passed[digest] = None
+        if len(self._passed) > MAX_PASSED:
+            del self._passed[next(iter(self._passed))]
+        return ""
+
+    def _tried(self, card: RankCard, seconds: float) -> str:
+        assert self._trial is not None  # noqa: S101 - it is ready
+        reason = self._trial.ask(card, seconds)
+        self._trials += 1
+        if reason or self._trials == MAX_TRIALS:
+            self._replace()
+        return reason
+
+    def _unready(self) -> str:
+        """Wait for a child that can be asked; return why there is none."""
+        if self._trial is None:
+            self._replace()
+        if self._trial is None:
+            return "the process that tries transport metadata cannot be started; see the log of this engine"
+        if reason := self._trial.wait_ready():
+            self._replace()
+        return reason
+
+    def _replace(self) -> None:
+        """Start a child; the last one may have been damaged."""
+        if self._trial is not None:
+            self._trial.end()
+            self._trial = None
+        try:
+            self._trial, self._trials = self._start(), 0
+        except OSError as error:
+            logger.warning(
+                "the process that tries peers' transport metadata cannot be started (%s), so no peer is read "
+                "from; raise the limit of processes (ulimit -u, the container's pids) or of memory",
+                error,
+            )
+
+
+def _nobody() -> None:
+    """Do nothing: nobody waits for this question."""
+
+
+def _digest(card: RankCard) -> bytes:
+    """Name what the child is asked; `check_metadata` compares the rest of a card with it each time."""
+    return hashlib.blake2b(encode_trial(card), digest_size=32).digest()

@@ -1,0 +1,53 @@
+"""What NIXL and UCX need of this process's surroundings, to say what is missing where they do not start.
+
+UCX keeps the queues of each agent in ``/dev/shm`` and writes them full as it makes them, so a lack of room is
+an error at that moment and no signal later. With little room there it does without. A limit of files' sizes
+holds for these queues too, and UCX's own messages do not name it.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where the kernel keeps it
+
+AGENT_BYTES = 5 << 20
+"""Bytes of the largest queue of an agent, rounded up (4,292,720 with the UCX of NIXL 1.5.1)."""
+
+LEAST_BYTES = 1 << 20
+"""Free bytes in ``/dev/shm`` with which Python's and vLLM's semaphores and locks can be made."""
+
+_LIMITS = {
+    resource.RLIMIT_FSIZE: (AGENT_BYTES, "files may have {} bytes (ulimit -f unlimited)"),
+    resource.RLIMIT_NOFILE: (256, "{} files may be open (ulimit -n 65535)"),
+    resource.RLIMIT_AS: (1 << 40, "the address space may have {} bytes (ulimit -v unlimited)"),
+}
+"""By limit: what should be allowed at least, and what to say and do if less is."""
+
+
+def missing_requirements(
+    stat: Callable[[str], Any] = os.statvfs, limits: Mapping[int, int] | None = None
+) -> Iterator[str]:
+    """Yield what may keep an agent from starting, each with what to do about it.
+
+    Args:
+        stat: looks at a file system.
+        limits: limits of the process, negative for none; by default its own.
+    """
+    try:
+        found = stat(SHARED_MEMORY)
+    except OSError as error:
+        yield f"{SHARED_MEMORY} cannot be used: {os.strerror(error.errno or 0)} (mount a tmpfs there)"
+    else:
+        free = found.f_bavail * found.f_frsize
+        if found.f_flag & os.ST_RDONLY:
+            yield f"{SHARED_MEMORY} is mounted read-only (mount a tmpfs there for writing)"
+        elif free < LEAST_BYTES:
+            yield f"{SHARED_MEMORY} has {free / 2**20:.1f} MiB free (docker: --shm-size=1g)"
+    for limit, (least, text) in _LIMITS.items():
+        allowed = resource.getrlimit(limit)[0] if limits is None else limits.get(limit, -1)
+        if 0 <= allowed < least:
+            yield text.format(f"{allowed:,}")

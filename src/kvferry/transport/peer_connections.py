@@ -1,0 +1,161 @@
+"""Connections of a lane to its peers.
+
+    ASKED ─passed─▶ UP ─the transport fails─▶ DOWN ─an order after a pause─▶ ASKED
+      └─refused, or no connection can be made─▶ DOWN, for a longer pause each time
+
+ASKED: another process tries the peer's transport metadata (`transport.metadata_validation`).
+
+A connection that a read still uses is closed when the read is over. Until then the lane makes no other
+connection to that peer, because the transport knows each peer by one name.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+from kvferry.errors import KVFerryError, TransferError
+from kvferry.transport.backoff import pause_seconds
+from kvferry.transport.connected_peer import ConnectedPeer
+from kvferry.transport.messages import RankCard
+from kvferry.transport.metadata_validation import ValidationResult
+
+logger = logging.getLogger(__name__)
+
+MakePeer = Callable[[tuple[RankCard, ...]], ConnectedPeer]
+
+
+@dataclass(slots=True)
+class _PeerConnection:
+    """One peer.
+
+    Attributes:
+        cards: the cards of its ranks.
+        peer: the connection; None unless UP.
+        verdict: what is said of its metadata, while ASKED.
+        reason: why it is DOWN.
+        failures: number of failures in a row.
+        retry_at: seconds of the clock before which it is not connected again.
+    """
+
+    cards: tuple[RankCard, ...]
+    peer: ConnectedPeer | None = None
+    verdict: ValidationResult | None = None
+    reason: str = ""
+    failures: int = 0
+    retry_at: float = 0.0
+
+
+class PeerConnections:
+    """Connects peers and backs off from those that fail. Only the lane's thread calls it."""
+
+    def __init__(
+        self,
+        make: MakePeer,
+        vet: Callable[[tuple[RankCard, ...]], ValidationResult],
+        in_use: Callable[[], Collection[ConnectedPeer]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin without connections.
+
+        Args:
+            make: prepares a peer with these ranks, or raises.
+            vet: asks whether the metadata of these ranks may be loaded.
+            in_use: returns the connections that reads use.
+            clock: seconds.
+        """
+        self._make, self._vet, self._in_use, self._clock = make, vet, in_use, clock
+        self._links: dict[str, _PeerConnection] = {}
+        self._leaving: list[tuple[str, ConnectedPeer]] = []
+
+    def connect(self, name: str, cards: tuple[RankCard, ...]) -> None:
+        """Connect a peer unless it is connected."""
+        link = self._links.get(name)
+        if link is None or link.peer is None:
+            link = self._links[name] = _PeerConnection(cards)
+            self._ask(name, link)
+            self._settle(name, link)
+
+    def disconnect(self, name: str) -> None:
+        """Forget a peer."""
+        link = self._links.pop(name, None)
+        if link is not None and link.peer is not None:
+            self._leaving.append((name, link.peer))
+
+    def get(self, name: str) -> ConnectedPeer | str | None:
+        """Return the peer, asked about again after its pause; the reason why it is DOWN; or None if ASKED."""
+        link = self._links.get(name)
+        if link is None:
+            return f"peer {name} is not connected"
+        if link.peer is None and link.verdict is None and self._clock() >= link.retry_at:
+            self._ask(name, link)
+        self._settle(name, link)
+        if link.verdict is not None:
+            return None
+        return link.reason if link.peer is None else link.peer
+
+    def settle(self) -> bool:
+        """Connect the peers that have passed; return whether any peer was ASKED and no longer is."""
+        settled = [self._settle(name, link) for name, link in self._links.items()]
+        return any(settled)
+
+    def failed(self, peer: ConnectedPeer, reason: str) -> None:
+        """Take a connection down whose transport failed; it is not used again."""
+        for name, link in self._links.items():
+            if link.peer is peer:
+                link.peer = None
+                self._leaving.append((name, peer))
+                self._down(link, reason)
+
+    def served(self, peer: ConnectedPeer) -> None:
+        """Note a read that succeeded."""
+        for link in self._links.values():
+            if link.peer is peer:
+                link.failures = 0
+
+    def let_go(self) -> None:
+        """Close connections that were taken down and that no read uses any more."""
+        in_use = self._in_use()
+        for entry in [entry for entry in self._leaving if entry[1] not in in_use]:
+            self._leaving.remove(entry)
+            try:
+                entry[1].close()
+            except Exception:
+                logger.exception("lane: an error while closing the connection to %s", entry[0])
+
+    def __iter__(self) -> Iterator[ConnectedPeer]:
+        """Yield all connections."""
+        yield from (peer for _, peer in self._leaving)
+        yield from (link.peer for link in self._links.values() if link.peer is not None)
+
+    def _ask(self, name: str, link: _PeerConnection) -> None:
+        self.let_go()
+        if any(name == leaving for leaving, _ in self._leaving):
+            link.reason = f"peer {name} cannot be read from: reads of its last connection are in flight"
+            return
+        link.verdict = self._vet(link.cards)
+
+    def _settle(self, name: str, link: _PeerConnection) -> bool:
+        if link.verdict is None or (refusal := link.verdict.reason) is None:
+            return False
+        link.verdict = None
+        try:
+            if refusal:
+                raise TransferError(refusal)
+            link.peer = self._make(link.cards)
+        except Exception as error:  # noqa: BLE001 - a bad peer costs that peer, nothing else
+            log_unexpected(error)
+            self._down(link, f"peer {name} cannot be read from: {error}")
+        return True
+
+    def _down(self, link: _PeerConnection, reason: str) -> None:
+        link.reason, link.failures = reason, link.failures + 1
+        link.retry_at = self._clock() + pause_seconds(link.failures)
+
+
+def log_unexpected(error: Exception) -> None:
+    """Log an error that kvferry did not raise on purpose, with its traceback."""
+    if not isinstance(error, KVFerryError):
+        logger.error("lane: unexpected error, please report it: %s", error, exc_info=error)

@@ -1,0 +1,295 @@
+"""Prepared ways of a peer's routes: entries in the lists of both sides, and loops that unpack images.
+
+They are made at connect. A request adds only its blocks, and places in the staging areas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from kvferry.errors import TransferError
+from kvferry.geometry import RankGeometry
+from kvferry.memory.address_space import AddressSpace
+from kvferry.memory.cell_copies import CellCopies
+from kvferry.planning.pieces import Int64s
+from kvferry.planning.plane import ONE_CELL, Offsets, PoolNests
+from kvferry.planning.request import Entries, Indices, Int32s, Tally, tally
+from kvferry.planning.select import Cells
+from kvferry.planning.strategy import FETCHED_CHUNK_BYTES, Costs, Strategy, Way, choose, chunk_bytes, ways
+from kvferry.planning.template import Route, build_templates
+from kvferry.transport.gather_messages import MAX_CELLS, MAX_NESTS, GatherRoute
+from kvferry.transport.messages import RankCard
+from kvferry.transport.staging import StagingArea, cell_capacity
+
+MAX_DESCRIPTORS = 1 << 26
+"""Entries of one prepared list: indices are int32, and NIXL keeps some tens of bytes for each."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _DescriptorRows:
+    """Rows of one side. Each row has an entry per cell and block, or per image.
+
+    Attributes:
+        parts: addresses and lengths of rows, int64 of shape (n,), with the offsets of a block's cells.
+        stride: bytes between blocks or images.
+        count: number of blocks or images.
+    """
+
+    parts: tuple[tuple[Int64s, Int64s, Offsets], ...]
+    stride: int
+    count: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a cell."""
+        return sum(len(address) for address, _, _ in self.parts)
+
+    @property
+    def cells(self) -> int:
+        """Cells of a block."""
+        return len(self.parts[0][2])
+
+    @property
+    def entries(self) -> int:
+        """Entries of all rows."""
+        return self.rows * self.cells * self.count
+
+
+_Prepared: TypeAlias = tuple[Way, _DescriptorRows, _DescriptorRows]
+
+
+class DescriptorList:
+    """Entries of one side, row by row, for a prepared list."""
+
+    def __init__(self) -> None:
+        self._tables = [np.empty((0, 4), np.int64)]
+        self.entries = 0
+
+    def add(self, rows: _DescriptorRows) -> int:
+        """Add rows; return the index of their first entry.
+
+        Raises:
+            TransferError: the list would be too long.
+        """
+        base = self.entries
+        if base + rows.entries > MAX_DESCRIPTORS:
+            raise TransferError(
+                f"{base + rows.entries} descriptors would be prepared, at most {MAX_DESCRIPTORS}"
+            )
+        for address, length, at in rows.parts:
+            table = np.empty((len(address), len(at), 4), np.int64)
+            table[:, :, 0] = address[:, None] + np.array(at, np.int64)
+            table[:, :, 1], table[:, :, 2:] = length[:, None], (rows.stride, rows.count)
+            self._tables.append(table.reshape(-1, 4))
+        self.entries += rows.entries
+        return base
+
+    def table(self) -> Int64s:
+        """Return (address, length, stride, count) of every row, int64 of shape (n, 4)."""
+        return np.concatenate(self._tables)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedMethod:
+    """One way, prepared.
+
+    Attributes:
+        way: the way.
+        rows: rows of a cell.
+        src, dst: its entries in each list.
+        gather: number of the route among those introduced to the source; -1 if nothing is gathered.
+        scatter: loops from images to blocks; None if nothing is scattered.
+    """
+
+    way: Way
+    rows: int
+    src: Entries
+    dst: Entries
+    gather: int = -1
+    scatter: CellCopies | None = None
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one image to the next."""
+        return self.way.image.stride if self.way.image else 0
+
+    def chunk_cells(self, cells: int) -> int:
+        """Return how many cells make a chunk: several chunks must fit in either staging area."""
+        areas = [self.src.blocks] if self.gather >= 0 else []
+        areas += [self.dst.blocks] if self.scatter is not None else []
+        size = chunk_bytes(cells * self.stride) if self.gather >= 0 else FETCHED_CHUNK_BYTES
+        wanted = size // self.stride
+        return max(1, min(wanted, *(room // 4 for room in areas)))
+
+    def indices(self, cells: Cells, outgoing: int, landing: int) -> Indices:
+        """Return the entries of a chunk of cells whose images begin at these positions of the areas."""
+        count = len(cells)
+        src: Int64s | Int32s = cells.src_block
+        dst: Int64s | Int32s = cells.dst_block
+        if self.gather >= 0:
+            src = np.arange(outgoing, outgoing + count, dtype=np.int32)
+        if self.scatter is not None:
+            dst = np.arange(landing, landing + count, dtype=np.int32)
+        return Indices(self.src.of(self.rows, src, cells.number), self.dst.of(self.rows, dst, cells.number))
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRoute:
+    """A route and the ways that it can go.
+
+    Attributes:
+        route: the route.
+        ways: its ways; the first is direct if that is possible.
+        clearing: loops over all bytes that the route writes in a block.
+    """
+
+    route: Route
+    ways: tuple[PreparedMethod, ...]
+    clearing: CellCopies
+
+    @property
+    def direct(self) -> PreparedMethod | None:
+        """The direct way; None if there is none."""
+        return next((p for p in self.ways if p.way.strategy is Strategy.DIRECT), None)
+
+    def direct_indices(self, cells: Cells) -> Indices:
+        """Return the entries of the direct way."""
+        assert self.direct is not None  # noqa: S101 - callers have chosen it
+        return self.direct.indices(cells, 0, 0)
+
+    def src_cell(self, cells: Cells) -> int:
+        """Return the place of the first of some cells in its source block."""
+        return int(cells.number[0]) % self.route.src_cells
+
+    def chosen(self, cells: int, costs: Costs, pinned: Strategy | None) -> PreparedMethod:
+        """Return the fastest way for so many cells."""
+        return self.ways[choose([prepared.way for prepared in self.ways], cells, costs, pinned)]
+
+    def tally(self, cells: Cells, chosen: PreparedMethod) -> Tally:
+        """Count what cells move on this way."""
+        if chosen.way.image is None:
+            return tally(self.route, cells)
+        count, longest = len(cells), chosen.way.image.longest
+        if chosen.way.landing is not None:
+            longest = chosen.stride
+        rows = count * chosen.rows
+        return Tally(self.route.cell_bytes * count, rows, rows, longest if count else 0)
+
+
+class RoutePreparation:
+    """Prepares all routes from one rank of a peer.
+
+    Attributes:
+        src, dst: the lists.
+        gathers: routes to introduce to the rank.
+        routes: in the template's order.
+    """
+
+    def __init__(self, ours: RankGeometry, landing: StagingArea, card: RankCard, costs: Costs) -> None:
+        self.src, self.dst = DescriptorList(), DescriptorList()
+        self.gathers: list[GatherRoute] = []
+        self.routes: list[PreparedRoute] = []
+        self._space = AddressSpace(ours.regions)
+        self._landing, self._card, self._costs = landing, card, costs
+        self._cuts = [region.address for region in card.geometry.regions]
+
+    def add(self, route: Route) -> None:
+        """Prepare one more route."""
+        there = self._card.outgoing
+        room = min(self._landing.largest_image, there.bytes // 4 if there else 0)
+        found = ways(route, self._costs, self._landing.largest_image, self._cuts)
+        possible = [(way, *self._rows(route, way)) for way in found if self._possible(way, room)]
+        made = [self._made(route, *prepared) for prepared in self._fitting(possible)]
+        if not made:
+            raise TransferError(
+                f"cells of {route.cell_bytes} bytes in {route.row_count} runs can only move staged, and the "
+                "peer does not gather; set staging_mib there"
+            )
+        self.routes.append(PreparedRoute(route, tuple(made), _clearing(route, self._space)))
+
+    def _possible(self, way: Way, room: int) -> bool:
+        if way.strategy is not Strategy.STAGED or way.image is None:
+            return True
+        parts = [*(part for gather in self.gathers for part in gather.parts), *way.image.nests]
+        few = (
+            sum(len(part.nests) for part in parts) <= MAX_NESTS and sum(len(p.at) for p in parts) <= MAX_CELLS
+        )
+        return self._card.outgoing is not None and way.image.stride <= room and few
+
+    def _fitting(self, found: list[_Prepared]) -> list[_Prepared]:
+        """Leave out the ways with most entries until the lists have room for the rest."""
+        while len(found) > 1 and any(
+            so_far.entries + sum(rows[side].entries for _, *rows in found) > MAX_DESCRIPTORS
+            for side, so_far in enumerate((self.src, self.dst))
+        ):
+            most = max(range(len(found)), key=lambda i: max(rows.entries for rows in found[i][1:]))
+            found = found[:most] + found[most + 1 :]
+        return found
+
+    def _rows(self, route: Route, way: Way) -> tuple[_DescriptorRows, _DescriptorRows]:
+        """Return the rows of a way in either list."""
+        image = way.image
+        pools = (route.src_stride, route.src_blocks), (route.dst_stride, route.dst_blocks)
+        if image is None:
+            both = [(plane, plane.pieces) for plane in route.planes]
+            return (
+                _DescriptorRows(
+                    tuple((rows.src, rows.length, plane.src_at) for plane, rows in both), *pools[0]
+                ),
+                _DescriptorRows(
+                    tuple((rows.dst, rows.length, plane.dst_at) for plane, rows in both), *pools[1]
+                ),
+            )
+        landing = self._landing.region
+        here = image.stride, cell_capacity(landing.length, image.stride)
+        read = image.stretches
+        if way.strategy is Strategy.OVER_READ:
+            fetched = tuple((part.pieces.src, part.pieces.length, part.at) for part in read)
+            inside = tuple((part.pieces.dst + landing.address, part.pieces.length, ONE_CELL) for part in read)
+            return _DescriptorRows(fetched, *pools[0]), _DescriptorRows(inside, *here)
+        outgoing = self._card.outgoing
+        assert outgoing is not None  # noqa: S101 - see _possible
+        there = image.stride, cell_capacity(outgoing.bytes, image.stride)
+        if way.landing is not None:
+            whole = np.array([image.bytes], np.int64)
+            ends = [
+                ((np.array([at], np.int64), whole, ONE_CELL),) for at in (outgoing.address, landing.address)
+            ]
+            return _DescriptorRows(ends[0], *there), _DescriptorRows(ends[1], *here)
+        packed = tuple((part.pieces.src + outgoing.address, part.pieces.length, ONE_CELL) for part in read)
+        placed = tuple((part.pieces.dst, part.pieces.length, part.at) for part in read)
+        return _DescriptorRows(packed, *there), _DescriptorRows(placed, *pools[1])
+
+    def _made(self, route: Route, way: Way, src: _DescriptorRows, dst: _DescriptorRows) -> PreparedMethod:
+        ends = (
+            Entries(self.src.add(src), src.count, src.cells),
+            Entries(self.dst.add(dst), dst.count, dst.cells),
+        )
+        scatter = None
+        if way.scatters is not None:
+            scatter = CellCopies(way.scatters, self._space, "dst", route.dst_stride, route.dst_blocks)
+        if way.strategy is not Strategy.STAGED or way.image is None:
+            return PreparedMethod(way, src.rows, *ends, -1, scatter)
+        gather = GatherRoute(route.src_stride, route.src_blocks, way.image.stride, way.image.nests)
+        if gather not in self.gathers:
+            self.gathers.append(gather)
+        return PreparedMethod(way, src.rows, *ends, self.gathers.index(gather), scatter)
+
+
+def _clearing(route: Route, space: AddressSpace) -> CellCopies:
+    """Return loops over all bytes that a route writes in a block."""
+    written = [
+        PoolNests(plane.dst_at, tuple(nest.at(-nest.src, 0) for nest in plane.nests))
+        for plane in route.planes
+    ]
+    return CellCopies(written, space, "dst", route.dst_stride, route.dst_blocks)
+
+
+def page_clearings(rank: RankGeometry) -> tuple[tuple[int, CellCopies], ...]:
+    """Return (group, loops) over all bytes that the layers of a rank hold in a block."""
+    space = AddressSpace(rank.regions)
+    (itself,) = build_templates([rank], rank)
+    return tuple((route.dst_group, _clearing(route, space)) for route in itself.routes)

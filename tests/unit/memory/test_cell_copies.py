@@ -1,0 +1,116 @@
+"""Strided copies do what the runs of their nests say, on every device there is."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from kvferry.errors import TransferError
+from kvferry.geometry import Region
+from kvferry.memory.address_space import AddressSpace, largest_word, tensor_over
+from kvferry.memory.cell_copies import CellCopies, StagedCells
+from kvferry.planning.nest import Loop, Nest
+from kvferry.planning.plane import ONE_CELL, PoolNests
+
+BLOCKS, STRIDE, IMAGE = 6, 512, 256
+DEVICES = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
+
+words = st.sampled_from((1, 2, 4, 8))
+
+
+@st.composite
+def nests(draw):
+    """A nest inside a block of STRIDE bytes and an image of IMAGE bytes, dense in the image."""
+    word = draw(words)
+    run = word * draw(st.integers(1, 3))
+    rows, columns = draw(st.integers(1, 3)), draw(st.integers(2, 3))
+    across = run * draw(st.integers(1, 2))
+    down = across * columns
+    loops = [Loop(columns, across, run * rows)]
+    if rows > 1:
+        loops.append(Loop(rows, down, run))
+    return Nest(word * draw(st.integers(0, 4)), word * draw(st.integers(0, 4)), run, tuple(loops))
+
+
+def memory(size: int, device: str, seed: int) -> tuple[torch.Tensor, Region]:
+    raw = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, size, np.uint8)).to(device)
+    kind, number = ("DRAM", 0) if device == "cpu" else ("VRAM", raw.device.index)
+    return raw, Region(raw.data_ptr(), size, kind, number)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(
+    nest=nests(), ids=st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=BLOCKS, unique=True),
+    first=st.integers(0, 2), at=st.lists(st.integers(0, 40), min_size=1, max_size=4), cell=st.integers(0, 5),
+)  # fmt: skip
+def test_gather_and_scatter_are_the_runs_one_by_one(device, nest, ids, first, at, cell):
+    pool, region = memory(BLOCKS * STRIDE, device, 1)
+    area, area_region = memory(16 * IMAGE, device, 2)
+    before = area.cpu().numpy().copy()
+    slots = StagedCells(AddressSpace([area_region]), area_region.address, IMAGE)
+    blocks, cells = np.array(ids), cell + np.arange(len(ids))
+    begins = [block * STRIDE + at[number % len(at)] for block, number in zip(ids, cells, strict=True)]
+    part = PoolNests(tuple(at), (nest.at(region.address, 0),))
+    loops = CellCopies([part], AddressSpace([region]), "src", STRIDE, BLOCKS)
+    loops.gather(blocks, cells, slots, first)
+    expected, source = before.copy(), pool.cpu().numpy()
+    pieces = nest.pieces()
+    for number, begin in enumerate(begins):
+        image = (first + number) * IMAGE
+        for a, b, n in zip(pieces.src, pieces.dst, pieces.length, strict=True):
+            expected[image + b : image + b + n] = source[begin + a : begin + a + n]
+    assert (area.cpu().numpy() == expected).all()
+
+    back, back_region = memory(BLOCKS * STRIDE, device, 3)
+    wanted = back.cpu().numpy().copy()
+    turned = Nest(nest.dst, nest.src, nest.run, tuple(Loop(x.count, x.dst, x.src) for x in nest.loops))
+    part = PoolNests(tuple(at), (turned.at(0, back_region.address),))
+    into = CellCopies([part], AddressSpace([back_region]), "dst", STRIDE, BLOCKS)
+    into.scatter(blocks, cells, slots, first)
+    for begin in begins:
+        for a, n in zip(pieces.src, pieces.length, strict=True):
+            wanted[begin + a : begin + a + n] = source[begin + a : begin + a + n]
+    assert (back.cpu().numpy() == wanted).all()
+
+    into.clear(blocks)
+    for begin in (block * STRIDE + offset for block in ids for offset in at):
+        for a, n in zip(pieces.src, pieces.length, strict=True):
+            wanted[begin + a : begin + a + n] = 0
+    assert (back.cpu().numpy() == wanted).all()
+
+
+def test_a_nest_that_leaves_registered_memory_is_refused():
+    _, region = memory(BLOCKS * STRIDE, "cpu", 1)
+    inside = Nest(region.address, 0, 8)
+    with pytest.raises(TransferError, match="not in registered memory"):
+        CellCopies([PoolNests(ONE_CELL, (inside,))], AddressSpace([region]), "src", STRIDE, BLOCKS + 1)
+    with pytest.raises(TransferError, match="not in registered memory"):
+        CellCopies([PoolNests((0, STRIDE - 7), (inside,))], AddressSpace([region]), "src", STRIDE, BLOCKS)
+    with pytest.raises(TransferError, match="not in registered memory"):
+        CellCopies([PoolNests(ONE_CELL, (inside.at(-1, 0),))], AddressSpace([region]), "src", STRIDE, BLOCKS)
+
+
+def test_a_view_is_of_the_memory_that_is_there():
+    raw, region = memory(64, "cpu", 1)
+    tensor_over(region)[3] = 77
+    assert raw[3] == 77
+
+
+def test_words_divide_all_there_is():
+    assert largest_word(Nest(0, 0, 24, (Loop(2, 40, 64),)), 16) == 8
+    assert largest_word(Nest(0, 0, 24, (Loop(2, 40, 64),)), 6) == 2
+    assert largest_word(Nest(0, 0, 3)) == 1
+
+
+@pytest.mark.parametrize("distance", [12, 10, 9])
+def test_blocks_that_are_no_whole_words_apart_are_copied_whole(distance):
+    pool, region = memory(5 * distance, "cpu", 1)
+    area, area_region = memory(4 * IMAGE, "cpu", 2)
+    slots = StagedCells(AddressSpace([area_region]), area_region.address, IMAGE)
+    loops = CellCopies(
+        [PoolNests(ONE_CELL, (Nest(region.address, 0, 8),))], AddressSpace([region]), "src", distance, 5
+    )
+    loops.gather(np.array([1, 3]), np.zeros(2, np.int64), slots, 0)
+    for number, block in enumerate((1, 3)):
+        assert (area[number * IMAGE :][:8] == pool[block * distance :][:8]).all()

@@ -1,0 +1,59 @@
+"""What waits for the engine: bounded, and nobody's messages push out another's."""
+
+from collections import Counter, deque
+
+import pytest
+
+from kvferry.transport.fair_queue import FairQueue
+from support.locked import locked
+
+
+def test_messages_are_taken_in_their_order():
+    inbox = FairQueue[str]()
+    for sender, message in [(b"a", "1"), (b"b", "2"), (b"a", "3")]:
+        assert inbox.put(sender, message)
+    assert list(inbox) == ["1", "2", "3"]
+    assert [inbox.popleft() for _ in range(3)] == ["1", "2", "3"]
+    assert not inbox
+    with pytest.raises(IndexError):
+        inbox.popleft()
+
+
+def test_a_sender_that_floods_loses_its_own_messages_and_no_others():
+    inbox = FairQueue[int](most_of_sender=4, most=100)
+    for number in range(1000):
+        inbox.put(b"flood", number)
+    assert inbox.put(b"honest", -1)
+    assert list(inbox) == [0, 1, 2, 3, -1]
+    assert inbox.dropped == 996
+    inbox.popleft()
+    assert inbox.put(b"flood", 1000)
+
+
+def test_what_would_be_lost_for_good_is_taken_beyond_the_limits():
+    inbox = FairQueue[str](most_of_sender=2, most=3)
+    for sender in (b"a", b"a", b"b"):
+        assert inbox.put(sender, "beat")
+    assert not inbox.put(b"a", "beat")
+    assert inbox.put(b"a", "release", always=True)
+    assert list(inbox) == ["beat"] * 3 + ["release"]
+    assert inbox.dropped == 1
+
+
+def test_made_up_senders_do_not_make_it_grow():
+    inbox = FairQueue[int](most_of_sender=4, most=10)
+    for number in range(1000):
+        inbox.put(str(number).encode(), number)
+    assert len(inbox) == 10
+    assert len(inbox._of) == 10
+    while inbox:
+        inbox.popleft()
+    assert not inbox._of
+
+
+def test_both_threads_use_it_under_its_lock_alone():
+    """A sender that is counted wrongly once loses messages for good."""
+    inbox = FairQueue[str]()
+    inbox._waiting, inbox._of = locked(deque, inbox._lock), locked(Counter, inbox._lock)
+    inbox.put(b"a", "1")
+    assert inbox.popleft() == "1"

@@ -1,0 +1,529 @@
+"""One read's share of one route, step by step: transport, source and clock are the test's."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from kvferry.geometry import Region
+from kvferry.planning.request import Entries, Indices
+from kvferry.planning.select import Cells
+from kvferry.transport import packed_read
+from kvferry.transport.agent import ReadState
+from kvferry.transport.gather_messages import Gathered, NotGathered
+from kvferry.transport.lease import LeaseWord
+from kvferry.transport.packed_read import (
+    AHEAD,
+    ASK_SECONDS,
+    ROOM_SECONDS,
+    SILENT_SECONDS,
+    PackedRead,
+    PackedReadResources,
+    PreparedLists,
+)
+from kvferry.transport.staging import UNIT_BYTES, StagingArea
+
+STRIDE = UNIT_BYTES // 4
+WORD = 5 << 32 | 9
+LISTS = PreparedLists("here", "there", "our words", "its words", 5, range(70, 80))
+
+
+@dataclass
+class Transport:
+    """READs end when they are told to."""
+
+    words: np.ndarray
+    posted: list[str] = field(default_factory=list)
+    states: dict[int, ReadState] = field(default_factory=dict)
+    released: list[int] = field(default_factory=list)
+    word: int = WORD
+    refuses: str = ""
+    post_fails: bool = False
+
+    def read(self, local, here, remote, there):
+        kind = "word" if local == "our words" else "direct" if there[0] >= 1000 else "images"
+        if self.refuses == kind:
+            raise RuntimeError("refused")
+        if kind == "word":
+            assert (remote, there.tolist()) == ("its words", [71])
+            assert int(self.words[here[0]]) != WORD, "what was there before is no answer"
+            self.words[here[0]] = self.word
+        else:
+            assert (local, remote) == ("here", "there")
+        self.posted.append(kind)
+        self.states[len(self.posted)] = ReadState.IN_FLIGHT
+        return len(self.posted)
+
+    def post(self, handle):
+        if self.post_fails:
+            raise RuntimeError("post failed")
+
+    def state(self, handle):
+        return self.states[handle]
+
+    def release(self, handle):
+        assert self.states[handle] is not ReadState.IN_FLIGHT
+        self.released.append(handle)
+
+    def end(self, state=ReadState.DONE):
+        """All READs that are in flight end so."""
+        for handle, found in self.states.items():
+            if found is ReadState.IN_FLIGHT:
+                self.states[handle] = state
+
+
+@dataclass
+class Source:
+    asked: list[tuple[int, list[int], int]] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+    answers: dict[int, object] = field(default_factory=dict)
+    silent_until: float = 0.0
+    fails: bool = False
+
+    def is_silent(self, now):
+        return now < self.silent_until
+
+    def ask(self, route, lease, blocks, cell):
+        if self.fails:
+            raise RuntimeError("no such socket")
+        self.asked.append((route, blocks.tolist(), cell))
+        return len(self.asked)
+
+    def answer(self, chunk):
+        return self.answers.pop(chunk, None)
+
+    def done(self, chunk):
+        assert chunk not in self.ended, "said once"
+        self.ended.append(chunk)
+
+
+class Table:
+    """A read of some cells, and everything it touches."""
+
+    def __init__(self, cells=2, src_cells=1, gathers=True, scatters=True, direct=True, per_chunk=1, words=2):
+        self.now = 100.0
+        self.landing = StagingArea(4 * UNIT_BYTES, Region(0, 1))
+        places = np.zeros(words, np.uint64)
+        self.transport, self.source = Transport(places), Source()
+        self.bench = PackedReadResources(self.transport, self.landing, places, list(range(words)))
+        self.scattered: list[tuple[list[int], list[int], int]] = []
+        loops = SimpleNamespace(scatter=self._scatter)
+        self.way = SimpleNamespace(
+            gather=3 if gathers else -1, scatter=loops if scatters else None, stride=STRIDE,
+            src=Entries(0, 40), chunk_cells=lambda _: per_chunk, indices=self._indices,
+        )  # fmt: skip
+        route = SimpleNamespace(
+            direct=direct or None,
+            direct_indices=self._direct,
+            src_cell=lambda cells: int(cells.number[0]) % src_cells,
+        )
+        self.indices: list[tuple[int, int]] = []
+        ids = np.arange(1, cells + 1)
+        self.read = PackedRead(
+            self.bench, LISTS, self.source if gathers else None, route, self.way,
+            Cells(ids, ids + 20, ids + 1), LeaseWord(0, 0, 1), lambda: self.now,
+        )  # fmt: skip
+
+    def _scatter(self, blocks, cells, slots, first):
+        self.scattered.append((blocks.tolist(), cells.tolist(), first))
+
+    def _indices(self, cells, outgoing, landing):
+        self.indices.append((outgoing, landing))
+        return Indices(np.arange(outgoing, outgoing + len(cells)), np.zeros(len(cells), np.int32))
+
+    def _direct(self, cells):
+        return Indices(cells.src_block + 1000, cells.dst_block)
+
+    def answer(self, reply=None):
+        """Everything asked and not answered is gathered; or is answered so."""
+        for chunk in range(1, len(self.source.asked) + 1):
+            if chunk not in self.source.ended:
+                self.source.answers.setdefault(chunk, reply or Gathered(chunk, 6, 71, 9))
+
+    def run(self, times=3):
+        for _ in range(times):
+            self.read.advance()
+
+    def all_given_back(self):
+        assert self.read.finished
+        assert not any(self.landing._taken)
+        assert sorted(self.bench.free_words) == list(range(len(self.transport.words)))
+        assert len(self.transport.released) == len(self.transport.posted)
+        assert sorted(self.source.ended) == list(range(1, len(self.source.asked) + 1))
+        return True
+
+
+def test_a_staged_chunk_is_asked_for_read_checked_and_scattered():
+    table = Table(cells=1)
+    table.run()
+    assert (table.source.asked, table.transport.posted) == ([(3, [1], 0)], [])
+    assert table.read.waits_for_source
+    assert not table.read.in_flight
+    table.answer()
+    table.run()
+    assert table.transport.posted == ["images"]
+    assert table.indices == [(6, 0)]
+    assert not table.read.waits_for_source
+    assert table.read.in_flight
+    table.transport.end()
+    table.run()
+    assert table.transport.posted == ["images", "word"]
+    assert table.scattered == []
+    assert table.source.ended == []
+    table.transport.end()
+    table.run()
+    assert table.scattered == [([21], [2], 0)]
+    assert table.read.failure is None
+    assert table.all_given_back()
+
+
+def test_an_over_read_chunk_is_read_and_scattered_without_asking():
+    table = Table(cells=1, gathers=False)
+    table.run()
+    assert table.transport.posted == ["images"]
+    assert table.scattered == []
+    table.transport.end()
+    table.run()
+    assert table.scattered == [([21], [2], 0)]
+    assert table.read.failure is None
+    assert table.all_given_back()
+
+
+def test_a_chunk_that_is_read_into_place_takes_no_room_and_scatters_nothing():
+    table = Table(cells=1, scatters=False)
+    table.run()
+    table.answer()
+    table.run()
+    assert not any(table.landing._taken)
+    table.transport.end()
+    table.run()
+    table.transport.end()
+    table.run()
+    assert table.scattered == []
+    assert table.read.failure is None
+    assert table.all_given_back()
+
+
+def test_a_word_that_was_raised_is_a_failure_and_nothing_is_scattered():
+    table = Table(cells=1)
+    table.transport.word = WORD + 1
+    table.run()
+    table.answer()
+    for _ in range(2):
+        table.run()
+        table.transport.end()
+    table.run()
+    assert "used its staging area for others" in table.read.failure
+    assert not table.read.peer_lost
+    assert table.scattered == []
+    assert table.all_given_back()
+
+
+def test_chunks_begin_where_their_first_cell_lies_in_its_block():
+    table = Table(cells=5, src_cells=3, per_chunk=3)
+    table.run()
+    assert table.source.asked == [(3, [1, 2, 3], 2), (3, [4, 5], 2)]
+    table.answer()
+    for _ in range(2):
+        table.run()
+        table.transport.end()
+    table.run()
+    second = table.indices[1][1]
+    assert table.scattered == [([21, 22, 23], [2, 3, 4], 0), ([24, 25], [5, 6], second)]
+    assert table.all_given_back()
+
+
+def test_only_so_many_chunks_are_under_way():
+    table = Table(cells=AHEAD + 2, words=8)
+    table.run()
+    assert len(table.source.asked) == AHEAD
+    table.answer()
+    for _ in range(2):
+        table.run()
+        table.transport.end()
+    table.run()
+    assert len(table.source.asked) == AHEAD + 2
+    assert [blocks for _, blocks, _ in table.source.asked] == [[n] for n in range(1, AHEAD + 3)]
+
+
+def test_every_look_takes_chunks_as_far_as_they_get_and_asks_for_more():
+    table = Table(cells=AHEAD + 1, words=8)
+    table.run()
+    table.answer()
+    table.read.advance()
+    assert table.transport.posted == ["images"] * AHEAD
+    table.transport.end()
+    table.read.advance()
+    table.transport.end()
+    table.read.advance()
+    assert len(table.source.asked) == AHEAD + 1
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_what_the_source_refuses_goes_direct_or_fails_in_words(direct):
+    table = Table(cells=1, direct=direct)
+    table.run()
+    table.answer(NotGathered(1, "too much"))
+    table.run()
+    assert table.source.ended == [1]
+    table.transport.end()
+    table.run()
+    assert table.transport.posted == ["direct"] * direct
+    assert table.read.failure == (
+        None if direct else "cells that can only move packed were not packed: too much"
+    )
+    assert table.scattered == []
+    assert table.all_given_back()
+
+
+@pytest.mark.parametrize("reply", [Gathered(1, 39, 71, 9), Gathered(1, 0, 69, 9), Gathered(1, 0, 80, 9)])
+def test_an_answer_that_names_other_memory_is_not_followed(reply):
+    table = Table(cells=2, per_chunk=2)
+    table.run()
+    table.answer(reply)
+    table.run()
+    assert table.transport.posted == ["direct"]
+    table.transport.end()
+    table.run()
+    assert table.all_given_back()
+
+
+def test_the_last_images_of_the_area_are_in_it():
+    table = Table(cells=2, per_chunk=2)
+    table.run()
+    table.answer(Gathered(1, 38, 71, 9))
+    table.run()
+    assert table.transport.posted == ["images"]
+
+
+def test_a_source_that_does_not_answer_is_asked_no_more_for_a_while_and_everything_goes_direct():
+    table = Table(cells=AHEAD + 3)
+    table.run()
+    table.now += ASK_SECONDS
+    table.run()
+    assert table.transport.posted == []
+    table.now += 0.1
+    table.run()
+    assert table.transport.posted == ["direct"] * AHEAD
+    assert table.source.silent_until == table.now + SILENT_SECONDS
+    table.transport.end()
+    table.run()
+    assert len(table.source.asked) == AHEAD
+    assert table.transport.posted == ["direct"] * (AHEAD + 3)
+    table.transport.end()
+    table.run()
+    assert table.read.failure is None
+    assert table.all_given_back()
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_chunks_wait_for_room_to_land_and_then_go_direct(gathers):
+    table = Table(cells=1, gathers=gathers)
+    other = table.landing.take(15, STRIDE)
+    table.run()
+    table.answer()
+    table.run()
+    assert table.transport.posted == []
+    table.now += ROOM_SECONDS
+    assert not table.read.advance()
+    table.now += 0.1
+    table.run()
+    assert table.transport.posted == ["direct"]
+    table.transport.end()
+    table.run()
+    assert table.read.failure is None
+    table.landing.give_back(other)
+    assert table.all_given_back()
+
+
+def test_chunks_that_get_room_in_time_are_read_through_it():
+    table = Table(cells=1)
+    other = table.landing.take(15, STRIDE)
+    table.run()
+    table.now += ASK_SECONDS
+    table.answer()
+    table.run()
+    table.now += ROOM_SECONDS
+    table.run()
+    assert table.transport.posted == []
+    table.landing.give_back(other)
+    table.run()
+    assert table.transport.posted == ["images"]
+
+
+def test_where_nothing_goes_direct_no_room_is_a_failure():
+    table = Table(cells=1, direct=False)
+    other = table.landing.take(15, STRIDE)
+    table.run()
+    table.answer()
+    table.run()
+    table.now += ROOM_SECONDS + 1
+    table.run()
+    assert f"no room to land for {ROOM_SECONDS:g} s" in table.read.failure
+    table.landing.give_back(other)
+    assert table.all_given_back()
+
+
+def test_with_few_places_for_words_chunks_take_turns():
+    table = Table(cells=3, words=1)
+    table.run()
+    table.answer()
+    for turn in range(1, 4):
+        table.run()
+        assert table.transport.posted.count("images") == turn
+        table.transport.end()
+        table.run()
+        assert table.transport.posted.count("word") == turn
+        table.transport.end()
+    table.run()
+    assert table.read.failure is None
+    assert len(table.scattered) == 3
+    assert table.all_given_back()
+
+
+@pytest.mark.parametrize("kind", ["images", "word", "direct"])
+def test_a_read_that_the_transport_does_not_take_is_a_failure_and_gives_everything_back(kind):
+    table = Table(cells=1)
+    table.transport.refuses = kind
+    table.run()
+    table.answer(NotGathered(1, "") if kind == "direct" else None)
+    table.run()
+    table.transport.end()
+    table.run()
+    assert table.read.failure == "the transport failed: refused"
+    assert table.read.peer_lost
+    assert table.scattered == []
+    assert table.all_given_back()
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_a_read_that_fails_in_flight_is_a_failure_and_nothing_is_scattered(gathers):
+    table = Table(cells=1, gathers=gathers)
+    table.run()
+    table.answer()
+    table.run()
+    table.transport.end(ReadState.FAILED)
+    table.run()
+    assert table.read.failure == "the transport failed while reading"
+    assert table.read.peer_lost
+    assert table.scattered == []
+    assert table.all_given_back()
+
+
+def test_a_peer_that_is_lost_stays_lost_whatever_fails_after_it():
+    table = Table(cells=2)
+    table.transport.word = WORD + 1
+    table.run()
+    table.source.answers[1] = Gathered(1, 6, 71, 9)
+    table.run()
+    table.transport.end()
+    table.run()
+    assert table.transport.posted == ["images", "word"]
+    table.source.answers[2] = Gathered(2, 7, 71, 9)
+    table.run()
+    table.transport.states[3] = ReadState.FAILED
+    table.run()
+    assert table.read.failure == "the transport failed while reading"
+    table.transport.end()
+    table.run()
+    assert table.read.peer_lost
+    assert table.all_given_back()
+
+
+def test_a_word_that_cannot_be_read_is_a_failure():
+    table = Table(cells=1)
+    table.run()
+    table.answer()
+    table.run()
+    table.transport.end()
+    table.run()
+    table.transport.end(ReadState.FAILED)
+    table.run()
+    assert table.read.failure == "the transport failed while reading"
+    assert table.read.peer_lost
+    assert table.scattered == []
+    assert table.all_given_back()
+
+
+def test_what_fails_while_it_is_posted_is_held_until_it_is_over():
+    table = Table(cells=1, gathers=False)
+    table.transport.post_fails = True
+    table.run()
+    assert table.read.failure == "the transport failed: post failed"
+    assert table.read.peer_lost
+    assert not table.read.finished
+    assert any(table.landing._taken)
+    table.transport.end(ReadState.FAILED)
+    table.run()
+    assert table.all_given_back()
+
+
+@pytest.mark.parametrize("ends", list(ReadState)[1:])
+def test_what_is_in_flight_when_a_read_is_abandoned_is_waited_for(ends):
+    table = Table(cells=AHEAD + 2, words=8)
+    table.run()
+    table.source.answers[1] = Gathered(1, 6, 71, 9)
+    table.run()
+    table.read.abandon("given up")
+    table.read.abandon("again")
+    table.run()
+    assert table.transport.posted == ["images"]
+    assert not table.read.finished
+    assert any(table.landing._taken)
+    assert table.source.ended == [2, 3, 4]
+    table.transport.end(ends)
+    table.run()
+    table.transport.end()
+    table.run()
+    assert table.read.failure == "given up"
+    assert table.read.peer_lost is (ends is ReadState.FAILED)
+    assert table.scattered == []
+    assert len(table.source.asked) == AHEAD
+    assert table.all_given_back()
+
+
+def test_what_was_gathered_when_a_read_is_abandoned_is_not_read():
+    table = Table(cells=1)
+    other = table.landing.take(15, STRIDE)
+    table.run()
+    table.answer()
+    table.run()
+    table.read.abandon("given up")
+    table.run()
+    assert table.transport.posted == []
+    table.landing.give_back(other)
+    assert table.all_given_back()
+
+
+def test_a_source_that_cannot_be_asked_is_a_failure():
+    table = Table(cells=2)
+    table.source.fails = True
+    table.run()
+    assert table.read.failure == "the transport failed: no such socket"
+    assert table.read.peer_lost
+    assert table.all_given_back()
+
+
+def test_a_scatter_that_fails_is_a_failure():
+    table = Table(cells=1, gathers=False)
+
+    def failing(*_):
+        raise RuntimeError("no such device")
+
+    table.way.scatter.scatter = failing
+    table.run()
+    table.transport.end()
+    table.run()
+    assert table.read.failure == "the transport failed: no such device"
+    assert table.all_given_back()
+
+
+def test_nothing_moves_while_nothing_happens():
+    table = Table(cells=1)
+    assert table.read.advance()
+    assert not table.read.advance()
+    table.answer()
+    table.run()
+    assert not table.read.advance()
+    assert packed_read.ASK_SECONDS < packed_read.SILENT_SECONDS

@@ -1,0 +1,200 @@
+"""Names of peers, resolved in threads of their own."""
+
+import socket
+import threading
+import time
+
+import pytest
+
+from kvferry.transport import resolver as resolver_module
+from kvferry.transport.address import parse_ip
+from kvferry.transport.allowed_peers import ANY_PEER, AllowedPeers, parse_allowed_peers
+from kvferry.transport.resolver import AddressNotAllowed, PeerResolver
+
+
+class Resolver:
+    """A name server: answers from `book`; names that are not in it hang until the test ends."""
+
+    def __init__(self) -> None:
+        self.book: dict[str, list[str] | OSError] = {}
+        self.asked: list[str] = []
+        self.ended = threading.Event()
+
+    def __call__(self, name: str) -> list[str]:
+        self.asked.append(name)
+        if name not in self.book:
+            assert self.ended.wait(30.0)
+            return []
+        answer = self.book[name]
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+
+@pytest.fixture
+def resolver():
+    resolver = Resolver()
+    yield resolver
+    resolver.ended.set()
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def listing(*entries: str) -> AllowedPeers:
+    return parse_allowed_peers(entries, "10.0.0.1", None)
+
+
+def settled(ask, seconds: float = 10.0):
+    """What is answered once nothing is being resolved."""
+    deadline = time.monotonic() + seconds
+    while (answer := ask()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return answer
+
+
+def test_a_numeric_address_is_dialled_as_it_is_and_nothing_is_resolved(resolver):
+    found = PeerResolver(ANY_PEER, resolve=resolver)
+    assert [found.place(host) for host in ("10.0.0.7", "::ffff:10.0.0.7", "[2001:DB8::1]", "localhost")] == [
+        "10.0.0.7", "10.0.0.7", "2001:db8::1", "127.0.0.1",
+    ]  # fmt: skip
+    assert resolver.asked == []
+
+
+@pytest.mark.parametrize(
+    "host", ["node7", "127.1", "0x7f000001", "010.0.0.1", "evil.example.org", "10.0.0.7."]
+)
+@pytest.mark.parametrize(
+    "peers", [ANY_PEER, listing("node8", "10.0.0.0/8"), parse_allowed_peers(None, "127.0.0.1", None)]
+)
+def test_a_name_that_is_not_listed_never_reaches_a_resolver(resolver, host, peers):
+    found = PeerResolver(peers, resolve=resolver)
+    with pytest.raises(AddressNotAllowed, match="a name that this engine's peers setting does not list"):
+        found.place(host)
+    assert resolver.asked == []
+
+
+def test_an_address_that_is_not_allowed_is_refused_with_what_to_do(resolver):
+    with pytest.raises(AddressNotAllowed, match=r"10\.0\.0\.7 is none of the peers .*; list it in peers"):
+        PeerResolver(listing("10.1.0.0/16"), resolve=resolver).place("10.0.0.7")
+    resolver.book["node7"] = ["10.0.0.8"]
+    listed = PeerResolver(parse_allowed_peers(["localhost", "node7"], "127.0.0.1", None), resolve=resolver)
+    with pytest.raises(AddressNotAllowed, match="is none of the peers"):
+        settled(lambda: listed.place("10.0.0.7"))
+    with pytest.raises(
+        AddressNotAllowed, match=r"10\.0\.0\.7 is another machine, .*listens on loopback; set host"
+    ):
+        PeerResolver(parse_allowed_peers(None, "127.0.0.1", None), resolve=resolver).place("10.0.0.7")
+    with pytest.raises(AddressNotAllowed):
+        PeerResolver(ANY_PEER, resolve=resolver).place("0.0.0.0")
+
+
+def test_a_listed_name_is_resolved_once_and_dialled_at_the_address_found(resolver):
+    resolver.book["node7"] = ["10.0.0.7", "10.0.0.8"]
+    told = threading.Event()
+    found = PeerResolver(listing("Node7"), told.set, resolver)
+    assert found.place("NODE7") is None, "nobody waits for a resolver"
+    assert told.wait(10.0)
+    assert found.place("node7.") == "10.0.0.7"
+    resolver.book["node7"] = ["192.168.0.1"]
+    assert found.place("node7") == "10.0.0.7"
+    assert resolver.asked == ["node7"]
+
+
+def test_addresses_of_a_listed_name_are_allowed_and_others_are_not(resolver):
+    resolver.book["node7"] = ["10.0.0.7"]
+    found = PeerResolver(listing("node7", "192.168.0.0/16"), resolve=resolver)
+    assert found.admits(parse_ip("10.0.0.7")) is None, "its name is being resolved"
+    assert settled(lambda: found.admits(parse_ip("10.0.0.7"))) is True
+    assert found.place("10.0.0.7") == "10.0.0.7"
+    assert found.admits(parse_ip("192.168.3.3")) is True
+    assert found.admits(parse_ip("10.0.0.8")) is False
+
+
+def test_an_address_that_is_new_for_a_name_is_learned(resolver, clock):
+    resolver.book["svc"] = ["10.0.0.7"]
+    found = PeerResolver(listing("svc"), resolve=resolver, clock=clock)
+    settled(lambda: found.place("svc"))
+    resolver.book["svc"] = ["10.0.0.8"]
+    assert found.admits(parse_ip("10.0.0.8")) is False, "it was resolved just now"
+    clock.now += resolver_module.NEW_SECONDS
+    assert found.admits(parse_ip("10.0.0.8")) is None
+    assert settled(lambda: found.admits(parse_ip("10.0.0.8"))) is True
+    assert found.admits(parse_ip("10.0.0.7")) is False, "the name has left it"
+
+
+def test_old_addresses_serve_while_the_resolver_hangs_and_are_forgotten_after_a_while(resolver, clock):
+    resolver.book["svc"] = ["10.0.0.7"]
+    found = PeerResolver(listing("svc"), resolve=resolver, clock=clock)
+    settled(lambda: found.place("svc"))
+    del resolver.book["svc"]
+    clock.now += resolver_module.FRESH_SECONDS
+    assert found.place("svc") == "10.0.0.7"
+    clock.now += resolver_module.STALE_SECONDS
+    with pytest.raises(AddressNotAllowed, match="the name server does not answer"):
+        found.place("svc")
+    assert found.admits(parse_ip("10.0.0.7")) is False
+    settled(lambda: len(resolver.asked) == 2 or None)
+    clock.now += resolver_module.FRESH_SECONDS
+    with pytest.raises(AddressNotAllowed):
+        found.place("svc")
+    time.sleep(0.05)
+    assert resolver.asked == ["svc", "svc"], "a name that hangs is not asked for again"
+
+
+def test_a_name_without_an_address_is_refused_in_words_and_tried_again(resolver, clock):
+    resolver.book["svc"] = socket.gaierror(-2, "Name or service not known")
+    found = PeerResolver(listing("svc"), resolve=resolver, clock=clock)
+
+    def refused() -> str | None:
+        try:
+            return found.place("svc")
+        except AddressNotAllowed as error:
+            return str(error)
+
+    assert settled(refused) == "its name has no address: Name or service not known"
+    assert resolver.asked == ["svc"]
+    resolver.book["svc"] = ["0.0.0.0", "ff02::1", "10.0.0.9"]
+    clock.now += resolver_module.RETRY_SECONDS
+    found.place("svc")
+    assert settled(refused) == "10.0.0.9"
+
+
+def test_few_threads_resolve_however_many_names_hang(resolver):
+    found = PeerResolver(listing(*(f"n{i}" for i in range(50))), resolve=resolver)
+    for number in range(50):
+        assert found.place(f"n{number}") is None
+    assert found.admits(parse_ip("10.0.0.1")) is None
+    threads = [one for one in threading.enumerate() if one.name == "kvferry-names"]
+    assert 1 <= len(threads) <= resolver_module.THREADS
+    assert len(resolver.asked) <= resolver_module.THREADS
+
+
+def test_nobody_is_told_of_answers_after_the_end(resolver):
+    told = []
+    found = PeerResolver(listing("svc"), lambda: told.append(1), resolver)
+    assert found.place("svc") is None
+    found.close()
+    resolver.ended.set()
+    deadline = time.monotonic() + 10
+    while any(one.name == "kvferry-names" for one in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert told == []
+
+
+def test_the_systems_resolver_is_asked():
+    found = PeerResolver(listing(socket.gethostname()))
+    assert settled(lambda: found.place(socket.gethostname())) in resolver_module._resolve(
+        socket.gethostname()
+    )
