@@ -347,7 +347,7 @@ def test_groups_are_told_by_their_layers_whatever_they_are_called(ours, theirs):
     assert not kept_too_little([peer], mine), "the handshake lets them through"
     (template,) = build_templates([peer], mine)
     assert {route.cell_tokens for route in template.routes} == {32}
-    engine = Engine(Known(facts("engine", 11), (RankCard(peer, b"metadata", 4096, 64, 1),)), [mine])
+    engine = Engine(PeerInfo(facts("engine", 11), (RankCard(peer, b"metadata", 4096, 64, 1),)), [mine])
     assert engine.source.alignments(engine.begin(engine.arrive(offered()))) == (32,)
 
 
