@@ -36,7 +36,7 @@ from kvferry.bench.stats import Spread
 from kvferry.bench.transfer import Machine, machine
 from kvferry.errors import TransferError
 from kvferry.geometry.canonical import CanonicalGroup
-from kvferry.tiers.objects.tier import ObjectStore
+from kvferry.tiers.objects.tier import ObjectTier
 
 POLICIES = ("weight", "first", "cost")
 CONNECTORS, TIERS = "connectors", "tiers"
@@ -265,7 +265,7 @@ def _probe(
         Bodies(group, tokens, _PROBED_CHUNKS) as bodies,
         Bodies(group, tokens, _PROBED_CHUNKS) as into,
     ):
-        store = ObjectStore(
+        store = ObjectTier(
             f"s3://{BUCKET}/probe", namespace(bodies.group), options, timeout_seconds=_STORE_SECONDS
         )
         with queue_over(store) as queue:

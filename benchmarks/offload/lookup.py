@@ -21,12 +21,12 @@ from kvferry.cache.prompt_chunks import PromptChunks
 from kvferry.cache.writing import Behind
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.chunk import ChunkKeys
-from kvferry.tiers.eviction import POLICIES
-from kvferry.tiers.format.chunk import Group
+from kvferry.tiers.eviction import EVICTION_POLICIES
+from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.host.tier import HostTier
-from kvferry.tiers.index.key_table import Tags, TagTable
-from kvferry.tiers.outcome import Get, Put, TierStats
-from kvferry.tiers.storage_tier import SlowTier
+from kvferry.tiers.index.key_table import KeyTable, TierKeys
+from kvferry.tiers.outcome import GetOutcome, PutOutcome, TierStats
+from kvferry.tiers.storage_tier import StorageTier
 
 PLACES = ("host", "file", "nowhere")
 TARGET_SECONDS = 3e-3
@@ -77,23 +77,23 @@ class LookUp:
         return all(max(one.first.median, one.again.median) < TARGET_SECONDS for one in self.looks)
 
 
-class Made(SlowTier):
+class Made(StorageTier):
     """A tier that knows keys, and has nothing of them."""
 
     name = "file"
 
-    def __init__(self, keys: Iterable[bytes], table: TagTable) -> None:
-        self.tags = Tags(table)
+    def __init__(self, keys: Iterable[bytes], table: KeyTable) -> None:
+        self.tags = TierKeys(table)
         for key in keys:
             self.tags.add(key)
 
-    def put(self, key: bytes, group: Group, body: memoryview) -> Put:  # noqa: ARG002 - it keeps nothing
+    def put(self, key: bytes, group: ChunkGroup, body: memoryview) -> PutOutcome:  # noqa: ARG002 - it keeps nothing
         """Refuse."""
-        return Put.FULL
+        return PutOutcome.FULL
 
-    def get(self, key: bytes, group: Group, into: memoryview) -> Get:  # noqa: ARG002 - it has nothing
+    def get(self, key: bytes, group: ChunkGroup, into: memoryview) -> GetOutcome:  # noqa: ARG002 - it has nothing
         """Have none."""
-        return Get.ABSENT
+        return GetOutcome.ABSENT
 
     def refresh(self) -> int:
         """Find nothing new: there is no folder."""
@@ -131,7 +131,7 @@ def measure(
     random = draw.bytes(_KEY_BYTES * max(others, 0))
     made = [random[at : at + _KEY_BYTES] for at in range(0, len(random), _KEY_BYTES)]
     in_host = [*keys["host"], *made[: len(made) // _HOST_SHARE]]
-    table = TagTable()
+    table = KeyTable()
     behind = Made([*keys["file"], *in_host, *made[len(made) // _HOST_SHARE :]], table)
     with queue_over(behind) as queue:
         cache = ChunkCache(_host_of(in_host, table), _no_memory, (group,), (Behind(queue),))
@@ -180,9 +180,9 @@ def _keys_of(group: CanonicalGroup, prompts: Sequence[list[int]]) -> list[bytes]
     return found
 
 
-def _host_of(keys: Sequence[bytes], table: TagTable) -> HostTier:
+def _host_of(keys: Sequence[bytes], table: KeyTable) -> HostTier:
     """Host memory that has these, as far as anybody can tell."""
-    host = HostTier(2 * _SLOT_BYTES * len(keys), [_SLOT_BYTES], POLICIES["lru"], table)
+    host = HostTier(2 * _SLOT_BYTES * len(keys), [_SLOT_BYTES], EVICTION_POLICIES["lru"], table)
     for key in keys:
         slot = host.reserve(key, 0)
         if slot is not None:

@@ -45,15 +45,15 @@ from kvferry.geometry.store import LayerStore, ModelCache, Stored
 from kvferry.observe.fold import Fold
 from kvferry.observe.traces import Traces
 from kvferry.observe.watch import Watch
-from kvferry.tiers.eviction import POLICIES
-from kvferry.tiers.files.tier import FileStore
-from kvferry.tiers.format.body import group_of
+from kvferry.tiers.eviction import EVICTION_POLICIES
+from kvferry.tiers.files.tier import FileTier
+from kvferry.tiers.format.body import chunk_group
 from kvferry.tiers.host.tier import HostTier
-from kvferry.tiers.index.key_table import TagTable
-from kvferry.tiers.names import FILE, HOST, OBJECT, PEER, numbered
-from kvferry.tiers.objects.tier import ObjectStore
+from kvferry.tiers.index.key_table import KeyTable
+from kvferry.tiers.names import FILE, HOST, OBJECT, PEER, tier_name
+from kvferry.tiers.objects.tier import ObjectTier
 from kvferry.tiers.paths import chunk_path
-from kvferry.tiers.storage_tier import SlowTier
+from kvferry.tiers.storage_tier import StorageTier
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer, ProducerCard
 from kvferry.transport.handshake import PeerInfo
@@ -61,7 +61,7 @@ from kvferry.transport.messages import Facts, RankCard
 from kvferry.transport.redeem import Grant, new_ticket
 from kvferry.transport.security import random_keys
 
-SLOW = (FILE, numbered(FILE, 1), OBJECT)
+SLOW = (FILE, tier_name(FILE, 1), OBJECT)
 """Names of the tiers behind host memory, the fastest first."""
 
 _HOST = "127.0.0.1"
@@ -139,21 +139,23 @@ class Kept:
         Raises:
             TransferError: a tier does not know what lies in it.
         """
-        sizes, table = [group.chunk_bytes for group in canonical.groups], TagTable()
-        self.host = HostTier(2 * max(sizes) * len(keys[0]) + (64 << 20), sizes, POLICIES["lru"], table)
+        sizes, table = [group.chunk_bytes for group in canonical.groups], KeyTable()
+        self.host = HostTier(
+            2 * max(sizes) * len(keys[0]) + (64 << 20), sizes, EVICTION_POLICIES["lru"], table
+        )
         for key in keys[0]:
             if (slot := self.host.reserve(key, key[-1])) is not None:
                 self.host.commit(slot)
-        spaces = namespace(group_of(canonical.groups[0], CHUNK_TOKENS))
+        spaces = namespace(chunk_group(canonical.groups[0], CHUNK_TOKENS))
         self.behind: list[Behind] = []
         for name, of in zip(SLOW, keys[1:], strict=True):
             root = folder / name
             root.mkdir()
             if name == OBJECT:
                 _touch(root, spaces.digest, of)
-                store: SlowTier = ObjectStore(root.as_uri(), spaces, table=table)
+                store: StorageTier = ObjectTier(root.as_uri(), spaces, table=table)
             else:
-                store = FileStore(root, spaces, table=table)
+                store = FileTier(root, spaces, table=table)
                 _touch(root, spaces.digest, of)
                 store.refresh()
             queue = TierQueue(store, name=name)

@@ -22,7 +22,7 @@ from benchmarks.safety.cost import Cost, SafetyJob
 from benchmarks.safety.prompt_loads import prompt_in_files
 from kvferry.bench.chunks import CHUNK_TOKENS, chunk_group
 from kvferry.errors import ConfigError
-from kvferry.tiers.files import tier as file_store
+from kvferry.tiers.files import tier as file_tier
 from kvferry.tiers.files.direct_io import read_all, whole_pages
 from kvferry.tiers.format.chunk import Chunk
 
@@ -103,7 +103,7 @@ def _unchecked() -> Iterator[None]:
     def read(fd: int, chunk: Chunk, into: memoryview) -> bool:
         return read_all(fd, (whole_pages(chunk.offsets[0]), into)) == chunk.file_bytes
 
-    with patch.object(file_store, "read_image", read):
+    with patch.object(file_tier, "read_chunk", read):
         yield
 
 

@@ -26,13 +26,13 @@ from kvferry.errors import TransferError
 from kvferry.geometry.canonical import canonical_of
 from kvferry.geometry.models import ModelReading
 from kvferry.plan.side import Side
-from kvferry.tiers.eviction import POLICIES
-from kvferry.tiers.files.tier import FileStore
-from kvferry.tiers.format.body import group_of
-from kvferry.tiers.format.chunk import Group
+from kvferry.tiers.eviction import EVICTION_POLICIES
+from kvferry.tiers.files.tier import FileTier
+from kvferry.tiers.format.body import chunk_group
+from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.host.tier import HostTier, Slot
-from kvferry.tiers.index.key_table import TagTable
-from kvferry.tiers.outcome import Get, Put
+from kvferry.tiers.index.key_table import KeyTable
+from kvferry.tiers.outcome import GetOutcome, PutOutcome
 
 _POLL_SECONDS = 200e-6
 _PATIENCE_SECONDS = 60.0
@@ -58,7 +58,7 @@ class PromptLoads:
         chunks, chunk_bytes: of the prompt.
     """
 
-    def __init__(self, ranks: Ranks, store: FileStore, group: Group, mover: ChunkMover) -> None:
+    def __init__(self, ranks: Ranks, store: FileTier, group: ChunkGroup, mover: ChunkMover) -> None:
         """Store the prompt. Use `prompt_in_files`.
 
         Args:
@@ -76,7 +76,9 @@ class PromptLoads:
         self._fill(store)
         geometry = ranks.destination.geometry
         canonical = canonical_of([geometry], CHUNK_TOKENS)
-        host = HostTier(ranks.arena.region.length, [self.chunk_bytes], POLICIES["lru"], store.tags.table)
+        host = HostTier(
+            ranks.arena.region.length, [self.chunk_bytes], EVICTION_POLICIES["lru"], store.tags.table
+        )
         self._cache = ChunkCache(host, ranks.arena.bytes_at, canonical.groups, [Behind(TierQueue(store))])
         mover.load(ChunkOrders(arena=ArenaCard(ranks.arena.name, (geometry,), CHUNK_TOKENS)))
 
@@ -122,7 +124,7 @@ class PromptLoads:
         cpu = time.thread_time()
         what = self._store.get(self._keys[number], self._group, into)
         seconds = time.thread_time() - cpu
-        if what is not Get.HIT:
+        if what is not GetOutcome.HIT:
             raise TransferError(f"a chunk that was just stored is {what}; check this machine's memory")
         return seconds
 
@@ -136,15 +138,15 @@ class PromptLoads:
         self.load()
         self._ranks.check()
 
-    def _fill(self, store: FileStore) -> None:
+    def _fill(self, store: FileTier) -> None:
         ranks = self._ranks
         offsets = [number * self.chunk_bytes for number in range(self.chunks)]
         pieces = tuple(Piece(0, number, offset) for number, offset in enumerate(offsets))
         ranks.routes(stores=True).store(StoreOrder("", pieces, ranks.tables, range(ranks.tokens)))
         for key, offset in zip(self._keys, offsets, strict=True):
             done = store.put(key, self._group, ranks.arena.bytes_at(offset, self.chunk_bytes))
-            if done is not Put.STORED:
-                raise TransferError(f"a chunk is {done}, expected {Put.STORED}")
+            if done is not PutOutcome.STORED:
+                raise TransferError(f"a chunk is {done}, expected {PutOutcome.STORED}")
 
     def _hand_over(self, fetch: Fetch, copying: dict[str, Sequence[Slot]]) -> None:
         """Order the rank to copy what has arrived."""
@@ -177,9 +179,9 @@ def prompt_in_files(reading: ModelReading, tokens: int, folder: Path) -> Iterato
     with ExitStack() as stack:
         ranks = stack.enter_context(Ranks(reading, Side(), max(tokens // CHUNK_TOKENS, 1)))
         (canonical,) = canonical_of([ranks.source.geometry], CHUNK_TOKENS).groups
-        group = group_of(canonical, CHUNK_TOKENS)
+        group = chunk_group(canonical, CHUNK_TOKENS)
         capacity = 2 * ranks.chunks * ranks.chunk_bytes
-        store = FileStore(folder, namespace(group), capacity=capacity, table=TagTable())
+        store = FileTier(folder, namespace(group), capacity=capacity, table=KeyTable())
         mover = ChunkMover((0, 0))
         stack.callback(mover.close)
         loads = PromptLoads(ranks, store, group, mover)

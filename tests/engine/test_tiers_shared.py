@@ -11,8 +11,8 @@ from typing import Self
 import pytest
 
 from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
-from kvferry.tiers.files.admin import Directory
-from kvferry.tiers.files.ledger import Busy, Ledger
+from kvferry.tiers.files.admin import DirectoryAdmin
+from kvferry.tiers.files.ledger import Ledger, LockTimeout
 from kvferry.tiers.survey import verify_all
 from support.vllm_engine.faulty import Case, Plain
 from support.vllm_engine.pair import connector, prompt
@@ -62,7 +62,7 @@ class Watch:
                     size = sum(path.stat().st_size for path in self._root.rglob("*") if path.is_file())
                     if not size <= account.used <= account.capacity:
                         self.over.append((size, account.used, account.capacity))
-            except Busy:
+            except LockTimeout:
                 continue
             self.most, self.looks = max(self.most, size), self.looks + 1
 
@@ -113,7 +113,7 @@ def test_two_engines_share_a_directory_that_is_too_small(
     assert not watch.over
     assert watch.looks > seconds
     assert CAPACITY / 2 < watch.most <= CAPACITY
-    verdict = verify_all(Directory(str(chunks)))
+    verdict = verify_all(DirectoryAdmin(str(chunks)))
     assert verdict.chunks > 0
     assert not verdict.bad
     assert not list((chunks / "quarantine").iterdir())

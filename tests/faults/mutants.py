@@ -13,7 +13,7 @@ from unittest import mock
 
 from msgspec import structs
 
-from kvferry.tiers.files.directory_index import Index
+from kvferry.tiers.files.directory_index import DirectoryIndex
 from kvferry.transport.lease import LeaseWords
 from support.vllm_engine.tiers_inside import half, worker_half
 
@@ -126,13 +126,13 @@ def _no_pins(engine: Any) -> Iterator[None]:
 
 @contextmanager
 def _no_checksum(engine: Any) -> Iterator[None]:
-    from kvferry.tiers.files import chunk_file as image_io
+    from kvferry.tiers.files import chunk_file
 
     def unchecked(chunk: Any, header: Any, body: memoryview, wait: Callable[[int], object]) -> bool:
         wait(len(body))
         return True
 
-    with mock.patch.object(image_io, "is_image", unchecked):
+    with mock.patch.object(chunk_file, "is_chunk", unchecked):
         yield
 
 
@@ -176,7 +176,7 @@ def _live_in(store: Any, namespace: bytes) -> None:
     """Have a file tier find and store what is in this namespace."""
     store.tags.clear()
     store._namespace = namespace
-    store._index = Index(store._root, namespace, store.tags, store._clock)
+    store._index = DirectoryIndex(store._root, namespace, store.tags, store._clock)
     store.refresh()
 
 

@@ -15,7 +15,7 @@ from faults.kinds import kind
 from faults.served import Served
 from faults.stage import DEADLINE, Stage
 from faults.values import Area, Trial
-from kvferry.tiers.outcome import Put
+from kvferry.tiers.outcome import PutOutcome
 from support.vllm_engine.tiered import spoil
 
 STORAGE = Area.STORAGE
@@ -193,7 +193,7 @@ async def directory_removed(stage: Stage, trial: Trial, draw: random.Random) -> 
 
 def dropped_since(before: dict[str, int], now: dict[str, int]) -> dict[str, int]:
     """Return how many stores were dropped meanwhile, by why; what was stored does not count."""
-    more = {why: n - before.get(why, 0) for why, n in now.items() if Put(why).dropped}
+    more = {why: n - before.get(why, 0) for why, n in now.items() if PutOutcome(why).dropped}
     return {why: n for why, n in more.items() if n}
 
 

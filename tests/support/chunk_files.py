@@ -7,18 +7,18 @@ import hashlib
 from hypothesis import strategies as st
 
 from kvferry.tiers.files.direct_io import whole_pages
-from kvferry.tiers.format.body import header_of, pad
-from kvferry.tiers.format.chunk import Chunk, Group, Section
+from kvferry.tiers.format.body import make_header, zero_padding
+from kvferry.tiers.format.chunk import Chunk, ChunkGroup, ChunkSection
 
 _NAMES = st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=31)
-_SECTIONS = st.builds(Section, _NAMES, st.integers(1, 9), st.one_of(st.integers(1, 40), st.just(4096)))
+_SECTIONS = st.builds(ChunkSection, _NAMES, st.integers(1, 9), st.one_of(st.integers(1, 40), st.just(4096)))
 
 
 def _some(element):
     return st.lists(element, min_size=1, max_size=3, unique_by=lambda one: one.name).map(tuple)
 
 
-GROUPS = _some(st.builds(Group, _NAMES, st.integers(0, 2**32 - 1), _some(_SECTIONS)))
+GROUPS = _some(st.builds(ChunkGroup, _NAMES, st.integers(0, 2**32 - 1), _some(_SECTIONS)))
 CHUNKS = st.builds(Chunk, st.binary(min_size=32, max_size=32), st.binary(min_size=16, max_size=32), GROUPS)
 
 
@@ -43,8 +43,8 @@ def body_of(chunk: Chunk, data: list[bytes] | None = None) -> memoryview:
 def image(chunk: Chunk, data: list[bytes] | None = None) -> bytes:
     """The file of a chunk."""
     body = body_of(chunk, data)
-    pad(chunk, body)
-    return header_of(chunk, body) + body
+    zero_padding(chunk, body)
+    return make_header(chunk, body) + body
 
 
 def key(number: int) -> bytes:

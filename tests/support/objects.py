@@ -5,36 +5,36 @@ from __future__ import annotations
 import logging
 
 from kvferry.tiers.files.direct_io import whole_pages
-from kvferry.tiers.format.chunk import Group
-from kvferry.tiers.objects.tier import ObjectStore
-from kvferry.tiers.outcome import Get, Put
+from kvferry.tiers.format.chunk import ChunkGroup
+from kvferry.tiers.objects.tier import ObjectTier
+from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from support.chunk_files import key
 from support.object_server import Server
 from support.stores import GROUP, NAMESPACE, body, sections
 
 
-def open_objects(url: str, server: Server | None = None, **options) -> ObjectStore:
+def open_objects(url: str, server: Server | None = None, **options) -> ObjectTier:
     """A store that lists whenever it is told to."""
     client = options.pop("options", server.options if server else {})
     options = {"listing_seconds": 0.0, "timeout_seconds": 4.0, "rest_seconds": 30.0, **options}
     namespace = options.pop("namespace", NAMESPACE)
-    return ObjectStore(url, namespace, client, **options)
+    return ObjectTier(url, namespace, client, **options)
 
 
-def put(store: ObjectStore, number: int, group: Group = GROUP) -> Put:
+def put(store: ObjectTier, number: int, group: ChunkGroup = GROUP) -> PutOutcome:
     return store.put(key(number), group, body(number, group))
 
 
-def get(store: ObjectStore, number: int, group: Group = GROUP) -> Get:
+def get(store: ObjectTier, number: int, group: ChunkGroup = GROUP) -> GetOutcome:
     """Fetch the chunk of a number; a hit with other bytes than were stored fails the test."""
     right = body(number, group)
     into = whole_pages(len(right))
     done = store.get(key(number), group, into)
-    assert done is not Get.HIT or sections(group, into) == sections(group, right)
+    assert done is not GetOutcome.HIT or sections(group, into) == sections(group, right)
     return done
 
 
-def known(store: ObjectStore, *numbers: int) -> list[bool]:
+def known(store: ObjectTier, *numbers: int) -> list[bool]:
     return store.known([key(number) for number in numbers]).tolist()
 
 

@@ -9,28 +9,28 @@ from typing import Any
 from unittest.mock import patch
 
 from kvferry.cache.tier_queue import TierQueue
-from kvferry.tiers.format.chunk import Group
-from kvferry.tiers.index.key_table import Tags, TagTable
-from kvferry.tiers.outcome import Get, Put, TierStats
-from kvferry.tiers.storage_tier import SlowTier
+from kvferry.tiers.format.chunk import ChunkGroup
+from kvferry.tiers.index.key_table import KeyTable, TierKeys
+from kvferry.tiers.outcome import GetOutcome, PutOutcome, TierStats
+from kvferry.tiers.storage_tier import StorageTier
 
 GARBAGE = 0xEE
 """What a chunk that is no hit leaves in memory."""
 
 
-class FakeTier(SlowTier):
+class FakeTier(StorageTier):
     """A mapping. What it does next is what a test has put into `next_get` and `next_put`."""
 
     def __init__(
-        self, name: str, kept: Iterable[tuple[bytes, bytes]] = (), table: TagTable | None = None
+        self, name: str, kept: Iterable[tuple[bytes, bytes]] = (), table: KeyTable | None = None
     ) -> None:
         self.name = name
         self.kept = dict(kept)
-        self.tags = Tags(table)
+        self.tags = TierKeys(table)
         for key in self.kept:
             self.tags.add(key)
-        self.next_get: Get | type[Exception] = Get.HIT
-        self.next_put: Put | type[Exception] = Put.STORED
+        self.next_get: GetOutcome | type[Exception] = GetOutcome.HIT
+        self.next_put: PutOutcome | type[Exception] = PutOutcome.STORED
         self.closed = self.rests = False
         self.gone: set[bytes] = set()
 
@@ -41,24 +41,24 @@ class FakeTier(SlowTier):
     def had(self, key: bytes) -> bool:
         return key in self.gone
 
-    def put(self, key: bytes, group: Group, body: memoryview) -> Put:
-        if not isinstance(self.next_put, Put):
+    def put(self, key: bytes, group: ChunkGroup, body: memoryview) -> PutOutcome:
+        if not isinstance(self.next_put, PutOutcome):
             raise self.next_put
         if not self.next_put.dropped:
             self.kept[key] = bytes(body)
             self.tags.add(key)
         return self.next_put
 
-    def get(self, key: bytes, group: Group, into: memoryview) -> Get:
+    def get(self, key: bytes, group: ChunkGroup, into: memoryview) -> GetOutcome:
         found = self.next_get
-        if found is Get.HIT and key not in self.kept:
-            found = Get.ABSENT
-        if found is Get.HIT:
+        if found is GetOutcome.HIT and key not in self.kept:
+            found = GetOutcome.ABSENT
+        if found is GetOutcome.HIT:
             into[:] = self.kept[key]
-            return Get.HIT
+            return GetOutcome.HIT
         into[:] = bytes([GARBAGE]) * len(into)
         self.tags.discard(key)
-        if not isinstance(found, Get):
+        if not isinstance(found, GetOutcome):
             raise found
         return found
 
@@ -75,13 +75,13 @@ class FakeTier(SlowTier):
 
 def fake_tiers(*kept: Iterable[tuple[bytes, bytes]]) -> list[FakeTier]:
     """A file tier and an object tier of one cache, or fewer, that have these chunks."""
-    table, names = TagTable(), ("file", "object")
+    table, names = KeyTable(), ("file", "object")
     return [FakeTier(name, chunks, table) for name, chunks in zip(names, kept, strict=False)]
 
 
-def table_of(tiers: list[FakeTier]) -> TagTable:
+def table_of(tiers: list[FakeTier]) -> KeyTable:
     """Where their tags are; a new one of no tiers."""
-    return tiers[0].tags.table if tiers else TagTable()
+    return tiers[0].tags.table if tiers else KeyTable()
 
 
 class ByHand:
@@ -139,7 +139,7 @@ def jobs_of(queue: TierQueue) -> list[tuple[str, bytes, memoryview]]:
     ]
 
 
-def answer(queue: TierQueue, what: str, key: bytes, as_: Get | Put | type[Exception]) -> None:
+def answer(queue: TierQueue, what: str, key: bytes, as_: GetOutcome | PutOutcome | type[Exception]) -> None:
     """Let an operation end."""
     threads = queue._reads if what == "read" else queue._writes
     job = next(job for job in threads.jobs if job.args[0] == key)

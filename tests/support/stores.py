@@ -6,9 +6,9 @@ from pathlib import Path
 
 from kvferry.keys import Namespace
 from kvferry.tiers.files.direct_io import whole_pages
-from kvferry.tiers.files.tier import FileStore
-from kvferry.tiers.format.chunk import Chunk, Group, Section
-from kvferry.tiers.outcome import Get, Put
+from kvferry.tiers.files.tier import FileTier
+from kvferry.tiers.format.chunk import Chunk, ChunkGroup, ChunkSection
+from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from support.chunk_files import body_of, key
 
 
@@ -28,7 +28,7 @@ def namespace_of(weights: str, name: str) -> Namespace:
 NAMESPACE = namespace_of("0123abcd", "tests/small")
 OTHER = namespace_of("4567cdef", "tests/other")
 # Header 4 KiB, two sections of 28 KiB: a file of 60 KiB.
-GROUP = Group("full", 64, (Section("k", 4, 7 << 10), Section("v", 4, 7 << 10)))
+GROUP = ChunkGroup("full", 64, (ChunkSection("k", 4, 7 << 10), ChunkSection("v", 4, 7 << 10)))
 FILE_BYTES = 60 << 10
 
 
@@ -42,21 +42,21 @@ class Clock:
         return self.now
 
 
-def open_store(path: Path, **options) -> FileStore:
-    return FileStore(path, options.pop("namespace", NAMESPACE), **options)
+def open_store(path: Path, **options) -> FileTier:
+    return FileTier(path, options.pop("namespace", NAMESPACE), **options)
 
 
-def body(number: int, group: Group = GROUP) -> memoryview:
+def body(number: int, group: ChunkGroup = GROUP) -> memoryview:
     """What the chunk of a number holds."""
     return body_of(Chunk(NAMESPACE.digest, key(number), (group,)))
 
 
-def keep(store: FileStore, number: int, group: Group = GROUP) -> Put:
+def keep(store: FileTier, number: int, group: ChunkGroup = GROUP) -> PutOutcome:
     """Store the chunk of a number."""
     return store.put(key(number), group, body(number, group))
 
 
-def fetch(store: FileStore, number: int, group: Group = GROUP) -> tuple[Get, bool]:
+def fetch(store: FileTier, number: int, group: ChunkGroup = GROUP) -> tuple[GetOutcome, bool]:
     """Fetch the chunk of a number: what became of it, and whether it is what was stored."""
     stored = body(number, group)
     into = whole_pages(len(stored))
@@ -65,7 +65,7 @@ def fetch(store: FileStore, number: int, group: Group = GROUP) -> tuple[Get, boo
     return done, all(one == other for one, other in pairs)
 
 
-def sections(group: Group, memory: memoryview) -> list[memoryview]:
+def sections(group: ChunkGroup, memory: memoryview) -> list[memoryview]:
     """The sections of a chunk in memory, without what pads them."""
     chunk = Chunk(bytes(32), bytes(16), (group,))
     starts = [offset - chunk.offsets[0] for offset in chunk.offsets]

@@ -18,7 +18,7 @@ from kvferry.bench.movers import Mover
 from kvferry.bench.raw_files import ThreadReads, ThreadWrites, random_pages, write_file
 from kvferry.bench.slow_tier import Bodies, Loads, Stores, chunks_at, namespace, queue_over, store_all
 from kvferry.geometry.canonical import CanonicalGroup
-from kvferry.tiers.files.tier import FileStore
+from kvferry.tiers.files.tier import FileTier
 from kvferry.tiers.format.chunk import Chunk
 
 STORE_RATIO, LOAD_RATIO = 0.7, 0.8
@@ -61,11 +61,11 @@ def contests(stack: ExitStack, group: CanonicalGroup, path: Path, depths: Sequen
 
 
 @contextmanager
-def _fresh(folder: Path, bodies: Bodies) -> Iterator[FileStore]:
+def _fresh(folder: Path, bodies: Bodies) -> Iterator[FileTier]:
     """An empty store, which is removed."""
     with TemporaryDirectory(dir=folder) as root:
         capacity = 2 * len(bodies) * bodies.chunk_bytes
-        yield FileStore(root, namespace(bodies.group), capacity=capacity, durable=True)
+        yield FileTier(root, namespace(bodies.group), capacity=capacity, durable=True)
 
 
 def _files(folder: Path, count: int, size: int) -> list[Path]:

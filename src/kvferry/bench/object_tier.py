@@ -22,9 +22,9 @@ from kvferry.bench.slow_tier import Bodies, Loads, Stores, chunks_at, namespace,
 from kvferry.errors import TransferError
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.tiers.format.chunk import Chunk
-from kvferry.tiers.objects.client import Bucket
+from kvferry.tiers.objects.client import BucketClient
 from kvferry.tiers.objects.faults import Unavailable
-from kvferry.tiers.objects.tier import ObjectStore
+from kvferry.tiers.objects.tier import ObjectTier
 
 TARGET_RATIO = 0.8
 _PATIENCE_SECONDS = 60.0
@@ -111,17 +111,17 @@ def contests(stack: ExitStack, group: CanonicalGroup, url: str, depths: Sequence
 
 
 @contextmanager
-def _fresh(url: str, bodies: Bodies) -> Iterator[ObjectStore]:
+def _fresh(url: str, bodies: Bodies) -> Iterator[ObjectTier]:
     """A store of a namespace that nobody has, which is removed."""
     own = namespace(bodies.group, secrets.token_hex(8))
     with _removed(url, own.digest.hex()):
-        yield ObjectStore(url, own, timeout_seconds=_PATIENCE_SECONDS)
+        yield ObjectTier(url, own, timeout_seconds=_PATIENCE_SECONDS)
 
 
 @contextmanager
 def _removed(url: str, prefix: str) -> Iterator[str]:
     """A path below a URL; what is written there is removed."""
-    bucket = Bucket(url, {}, _PATIENCE_SECONDS)
+    bucket = BucketClient(url, {}, _PATIENCE_SECONDS)
     try:
         yield prefix
     finally:

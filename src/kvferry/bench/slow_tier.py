@@ -18,18 +18,18 @@ from kvferry.cache.tier_queue import Done, Read, TierQueue
 from kvferry.errors import TransferError
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.namespace import Namespace
-from kvferry.tiers.format.body import group_of
-from kvferry.tiers.format.chunk import Group
+from kvferry.tiers.format.body import chunk_group
+from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.host.arena import Arena
-from kvferry.tiers.outcome import Get, Put
-from kvferry.tiers.storage_tier import SlowTier
+from kvferry.tiers.outcome import GetOutcome, PutOutcome
+from kvferry.tiers.storage_tier import StorageTier
 
 _POLL_SECONDS = 200e-6
 _PATIENCE_SECONDS = 60.0
 _LEAST_CHUNKS = 8
 
 
-def namespace(group: Group, name: str = "") -> Namespace:
+def namespace(group: ChunkGroup, name: str = "") -> Namespace:
     """One that no engine has, another for every name."""
     return Namespace.of(
         weights=f"none: kvferry bench {name}",
@@ -53,7 +53,7 @@ class Bodies:
     """
 
     def __init__(self, group: CanonicalGroup, chunk_tokens: int, count: int) -> None:
-        self.group, self.chunk_bytes = group_of(group, chunk_tokens), group.chunk_bytes
+        self.group, self.chunk_bytes = chunk_group(group, chunk_tokens), group.chunk_bytes
         self.keys = [blake2b(b"%d" % number).digest()[:32] for number in range(count)]
         self.arena = Arena.create(count * self.chunk_bytes)
         # Storage that compresses, or notices zeros, shall have nothing of it.
@@ -84,7 +84,7 @@ def chunks_at(depth: int) -> int:
 
 
 @contextmanager
-def queue_over(tier: SlowTier) -> Iterator[TierQueue]:
+def queue_over(tier: StorageTier) -> Iterator[TierQueue]:
     """A tier's threads, as many as the connector has, which end."""
     queue = TierQueue(tier)
     try:
@@ -117,7 +117,7 @@ class Stores:
     name = "kvferry"
 
     def __init__(
-        self, fresh: Callable[[], AbstractContextManager[SlowTier]], bodies: Bodies, depth: int
+        self, fresh: Callable[[], AbstractContextManager[StorageTier]], bodies: Bodies, depth: int
     ) -> None:
         """Prepare.
 
@@ -187,6 +187,6 @@ def _all(queue: TierQueue, count: int, depth: int, begin: Callable[[int], None])
 
 
 def _check(name: str, done: Done) -> None:
-    expected = Get.HIT if isinstance(done, Read) else Put.STORED
+    expected = GetOutcome.HIT if isinstance(done, Read) else PutOutcome.STORED
     if done.what is not expected:
         raise TransferError(f"{name} tier: a chunk is {done.what}, expected {expected}")

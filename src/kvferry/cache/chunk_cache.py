@@ -23,12 +23,12 @@ from kvferry.cache.tier_queue import Read
 from kvferry.cache.writing import Behind, Writing
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.planning.coverage import NOWHERE
-from kvferry.tiers.format.body import group_of
-from kvferry.tiers.format.chunk import Group
-from kvferry.tiers.host.counters import Miss as HostMiss
+from kvferry.tiers.format.body import chunk_group
+from kvferry.tiers.format.chunk import ChunkGroup
+from kvferry.tiers.host.counters import HostMissReason
 from kvferry.tiers.host.tier import HostTier, Slot
 from kvferry.tiers.index.key_table import tags_of
-from kvferry.tiers.outcome import Get, Put
+from kvferry.tiers.outcome import GetOutcome, PutOutcome
 
 
 class ChunkCache:
@@ -63,7 +63,7 @@ class ChunkCache:
         self.counts, self._events = CacheCounts(), 0
         self._host = host
         self._memory, self._groups = body, tuple(groups)
-        self._files: dict[tuple[int, int], Group] = {}
+        self._files: dict[tuple[int, int], ChunkGroup] = {}
         self.writing = tuple(Writing(one, host, self._body) for one in behind)
         self._queues = [one.queue for one in behind]
         self.reading = Reading(host, self.writing, self._body, self._file, self.counts)
@@ -86,11 +86,11 @@ class ChunkCache:
         """To look at, not to change."""
         return self._host
 
-    def why_missed(self, key: bytes) -> HostMiss:
+    def why_missed(self, key: bytes) -> HostMissReason:
         """Why a chunk is not at hand, as far as that is remembered; "absent" of one that was never here."""
         why = self._host.why_missed(key)
-        if why is HostMiss.ABSENT and any(queue.tier.had(key) for queue in self._queues):
-            return HostMiss.EVICTED
+        if why is HostMissReason.ABSENT and any(queue.tier.had(key) for queue in self._queues):
+            return HostMissReason.EVICTED
         return why
 
     @property
@@ -154,11 +154,11 @@ class ChunkCache:
             for done in queue.done():
                 self._events += 1
                 if isinstance(done, Read):
-                    if done.what is Get.HIT:
+                    if done.what is GetOutcome.HIT:
                         self.counts.read_seconds.setdefault(queue.name, []).append(done.seconds)
                     self.reading.came(done.key, done.what)
                 else:
-                    if done.what is Put.STORED:
+                    if done.what is PutOutcome.STORED:
                         self.counts.write_seconds.setdefault(queue.name, []).append(done.seconds)
                     writing.wrote(done.key)
         self.reading.advance()
@@ -183,8 +183,8 @@ class ChunkCache:
     def _body(self, slot: Slot) -> memoryview:
         return self._memory(slot.offset, self._groups[slot.group].chunk_bytes)
 
-    def _file(self, group: int, tokens: int) -> Group:
+    def _file(self, group: int, tokens: int) -> ChunkGroup:
         """What a chunk of so many tokens is as a file."""
         if (group, tokens) not in self._files:
-            self._files[group, tokens] = group_of(self._groups[group], tokens)
+            self._files[group, tokens] = chunk_group(self._groups[group], tokens)
         return self._files[group, tokens]

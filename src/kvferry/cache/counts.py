@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from kvferry.tiers.outcome import Get
+from kvferry.tiers.outcome import GetOutcome
 
 
 @dataclass(slots=True)
@@ -24,6 +24,6 @@ class CacheCounts:
     stored: int = 0
     failed: int = 0
     fetched: Counter[str] = field(default_factory=Counter)
-    missed: Counter[tuple[str, Get]] = field(default_factory=Counter)
+    missed: Counter[tuple[str, GetOutcome]] = field(default_factory=Counter)
     read_seconds: dict[str, list[float]] = field(default_factory=dict)
     write_seconds: dict[str, list[float]] = field(default_factory=dict)

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kvferry.tiers.host.tier import Slot
-from kvferry.tiers.outcome import Get
+from kvferry.tiers.outcome import GetOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Fetch:
     tiers: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     failure: str | None = None
-    miss: Get | None = None
+    miss: GetOutcome | None = None
 
     @property
     def over(self) -> bool:

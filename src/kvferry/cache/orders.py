@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from kvferry.geometry import RankGeometry
 from kvferry.planning.chunks import Stretch
 from kvferry.planning.select import Span
-from kvferry.tiers.host.arena import ArenaName
+from kvferry.tiers.host.arena import ArenaHandle
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class ArenaCard:
         chunk_tokens: tokens of a chunk.
     """
 
-    name: ArenaName
+    name: ArenaHandle
     ranks: tuple[RankGeometry, ...]
     chunk_tokens: int
 

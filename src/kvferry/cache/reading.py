@@ -17,11 +17,11 @@ from kvferry.cache.counts import CacheCounts
 from kvferry.cache.fetch import Fetch, Want
 from kvferry.cache.writing import Writing
 from kvferry.planning.coverage import NOWHERE, Places
-from kvferry.tiers.format.chunk import Group
+from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.host.tier import HostTier, Slot
-from kvferry.tiers.index.key_table import MOST_PLACES, Uint64s, tags_of
+from kvferry.tiers.index.key_table import MAX_TIERS, Uint64s, tags_of
 from kvferry.tiers.names import HOST
-from kvferry.tiers.outcome import Get
+from kvferry.tiers.outcome import GetOutcome
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class _Incoming:
     """
 
     slot: Slot
-    group: Group
+    group: ChunkGroup
     source: int
     others: list[int]
     waiting: list[Fetch]
@@ -57,7 +57,7 @@ class Reading:
         host: HostTier,
         writing: Sequence[Writing],
         body: Callable[[Slot], memoryview],
-        file: Callable[[int, int], Group],
+        file: Callable[[int, int], ChunkGroup],
         counts: CacheCounts,
     ) -> None:
         """Begin.
@@ -132,17 +132,17 @@ class Reading:
         asked = self.awaited(fetch) | fetch.tiers
         return next((queue.name for queue in reversed(self._queues) if queue.name in asked), HOST)
 
-    def came(self, key: bytes, what: Get) -> None:
+    def came(self, key: bytes, what: GetOutcome) -> None:
         """A tier has given a chunk, or has not; the next is asked then, if there is one."""
         incoming = self.incoming[key]
         name = self._queues[incoming.source].name
-        if what is Get.HIT:
+        if what is GetOutcome.HIT:
             del self.incoming[key]
             self._keep(incoming, name)
             return
         self._counts.missed[name, what] += 1
         for fetch in incoming.waiting:
-            if key in fetch.coming and what is Get.IO_ERROR:
+            if key in fetch.coming and what is GetOutcome.IO_ERROR:
                 fetch.failed.add(name)
         if incoming.others:
             incoming.source = incoming.others.pop(0)
@@ -162,7 +162,7 @@ class Reading:
     def _first_of(self, asked: tuple[bool, ...]) -> Places:
         """By the marks of a tag, the fastest of its places that are asked."""
         if asked not in self._firsts:
-            marks = np.arange(1 << MOST_PLACES)
+            marks = np.arange(1 << MAX_TIERS)
             found = self._firsts[asked] = np.full(len(marks), NOWHERE)
             bits = [self._host.tags.bit, *(queue.tier.tags.bit for queue in self._queues)]
             for place in reversed(range(len(bits))):
@@ -204,7 +204,7 @@ class Reading:
             fetch.coming[want.key] = want
             self._read(incoming)
         else:
-            fetch.failure, fetch.miss = "a chunk has gone since it was offered", Get.ABSENT
+            fetch.failure, fetch.miss = "a chunk has gone since it was offered", GetOutcome.ABSENT
         return True
 
     def _sources(self, fetch: Fetch, key: bytes) -> list[int]:
@@ -236,7 +236,7 @@ class Reading:
         fetch.tiers.add(name)
         self._counts.fetched[name] += 1
 
-    def _fail(self, incoming: _Incoming, why: str, what: Get | None = None) -> None:
+    def _fail(self, incoming: _Incoming, why: str, what: GetOutcome | None = None) -> None:
         for fetch in incoming.waiting:
             if fetch.coming.pop(incoming.slot.key, None) is not None and fetch.failure is None:
                 fetch.failure, fetch.miss = why, what

@@ -21,10 +21,10 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.tiers.files.usage import Around
-from kvferry.tiers.format.chunk import Group
-from kvferry.tiers.outcome import Get, Put
-from kvferry.tiers.storage_tier import SlowTier
+from kvferry.tiers.files.usage import StoreUsage
+from kvferry.tiers.format.chunk import ChunkGroup
+from kvferry.tiers.outcome import GetOutcome, PutOutcome
+from kvferry.tiers.storage_tier import StorageTier
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Wrote:
     """A store has come to its end; nothing reads its memory any more."""
 
     key: bytes
-    what: Put
+    what: PutOutcome
     seconds: float = field(default=0.0, compare=False)
 
 
@@ -48,7 +48,7 @@ class Read:
     """A fetch has come to its end; nothing writes its memory any more."""
 
     key: bytes
-    what: Get
+    what: GetOutcome
     seconds: float = field(default=0.0, compare=False)
 
 
@@ -65,7 +65,7 @@ class TierQueue:
 
     def __init__(
         self,
-        tier: SlowTier,
+        tier: StorageTier,
         readers: int = 8,
         writers: int = 4,
         clock: Callable[[], float] = time.monotonic,
@@ -80,7 +80,7 @@ class TierQueue:
             name: the tier's own if empty.
         """
         self.name = name or tier.name
-        self.tier, self.around = tier, Around()
+        self.tier, self.around = tier, StoreUsage()
         self._clock, self._looking = clock, threading.Lock()
         self._reading, self._writing = _UnderWay(clock), _UnderWay(clock)
         self._most_writes = 4 * writers
@@ -134,12 +134,12 @@ class TierQueue:
         """There is room for another store. Where there is none, the tier is slower than what it is given."""
         return self.writing < self._most_writes and not self._writing.stuck
 
-    def read(self, key: bytes, group: Group, into: memoryview) -> None:
+    def read(self, key: bytes, group: ChunkGroup, into: memoryview) -> None:
         """Fetch a chunk; `into` is the fetch's until it has ended."""
         self._reading.begin()
         self._reads.put(partial(self._read, key, group, into))
 
-    def write(self, key: bytes, group: Group, body: memoryview) -> None:
+    def write(self, key: bytes, group: ChunkGroup, body: memoryview) -> None:
         """Store a chunk; `body` is the store's until it has ended."""
         self._writing.begin()
         self._writes.put(partial(self._write, key, group, body))
@@ -167,22 +167,22 @@ class TierQueue:
                 self.name, patience_seconds,
             )  # fmt: skip
 
-    def _read(self, key: bytes, group: Group, into: memoryview) -> None:
+    def _read(self, key: bytes, group: ChunkGroup, into: memoryview) -> None:
         began = self._clock()
         try:
             what = self.tier.get(key, group, into)
         except Exception:
             logger.exception("%s tier: fetch of %s", self.name, key.hex())
-            what = Get.IO_ERROR
+            what = GetOutcome.IO_ERROR
         self._reading.end(Read(key, what, self._clock() - began))
 
-    def _write(self, key: bytes, group: Group, body: memoryview) -> None:
+    def _write(self, key: bytes, group: ChunkGroup, body: memoryview) -> None:
         began = self._clock()
         try:
             what = self.tier.put(key, group, body)
         except Exception:
             logger.exception("%s tier: store of %s", self.name, key.hex())
-            what = Put.IO_ERROR
+            what = PutOutcome.IO_ERROR
         seconds = self._clock() - began
         self._look_around()
         self._writing.end(Wrote(key, what, seconds))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.cache.tier_queue import TierQueue
-from kvferry.tiers.format.chunk import Group
+from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.host.tier import HostTier, Slot
 
 WRITE_BACK_SHARE = 0.5
@@ -47,14 +47,14 @@ class Writing:
     host: HostTier
     body: Callable[[Slot], memoryview]
     lost: int = 0
-    _owed: OrderedDict[bytes, Group] = field(default_factory=OrderedDict)
+    _owed: OrderedDict[bytes, ChunkGroup] = field(default_factory=OrderedDict)
     _held: dict[bytes, Slot] = field(default_factory=dict)
 
     def __len__(self) -> int:
         """Chunks that it is owed or is taking."""
         return len(self._owed) + len(self._held)
 
-    def owe(self, key: bytes, group: Group) -> None:
+    def owe(self, key: bytes, group: ChunkGroup) -> None:
         """A chunk has come to host memory; it is the tier's as well, unless it has it."""
         if key not in self._held and not self.behind.queue.tier.known([key])[0]:
             self._owed[key] = group

@@ -61,9 +61,9 @@ def work_folder(path: Path | None) -> Iterator[Path]:
             raise ConfigError(f"--path {path} is no folder; make it, or choose another")
         yield path
         return
-    from kvferry.tiers.paths import user_directory
+    from kvferry.tiers.paths import default_directory
 
-    cache = Path(user_directory()).parent
+    cache = Path(default_directory()).parent
     try:
         cache.mkdir(parents=True, exist_ok=True)
         made = TemporaryDirectory(prefix="bench-", dir=cache)

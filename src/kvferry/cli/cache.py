@@ -15,7 +15,7 @@ from kvferry.errors import ConfigError
 from kvferry.terminal import printable, report_width, wrapped
 
 if TYPE_CHECKING:
-    from kvferry.tiers.admin import Cache
+    from kvferry.tiers.admin import CacheAdmin
 
 _BAD = 1
 
@@ -51,10 +51,10 @@ def register(app: typer.Typer) -> None:
 def ls(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
     """List the namespaces: which model, how much, when last used."""
     from kvferry.plan.units import age, size
-    from kvferry.tiers.survey import holdings
+    from kvferry.tiers.survey import namespace_usage
 
     cache = _cache(where, option)
-    found, now = holdings(cache), time.time()
+    found, now = namespace_usage(cache), time.time()
     if as_json:
         print(json.dumps([asdict(one) for one in found]))
         return
@@ -76,10 +76,10 @@ def ls(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
 def stat(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
     """Show how much the cache holds, and its capacity."""
     from kvferry.plan.units import size
-    from kvferry.tiers.survey import totals
+    from kvferry.tiers.survey import cache_totals
 
     cache = _cache(where, option)
-    found = totals(cache)
+    found = cache_totals(cache)
     if as_json:
         print(json.dumps(asdict(found)))
         return
@@ -158,11 +158,11 @@ def clear(
 ) -> None:
     """Remove all of kvferry's files there, and nothing else."""
     from kvferry.plan.units import size
-    from kvferry.tiers.survey import totals
+    from kvferry.tiers.survey import cache_totals
 
     cache = _cache(where, option)
     if not yes:
-        found = totals(cache)
+        found = cache_totals(cache)
         question = f"Remove {found.chunks} chunks, {size(found.total_bytes)}, from {cache.where}?"
         try:
             sure = typer.confirm(question)
@@ -180,7 +180,7 @@ def clear(
         print(f"{files} files removed, {size(total_bytes)}")
 
 
-def _cache(where: str, options: list[str] | None) -> Cache:
+def _cache(where: str, options: list[str] | None) -> CacheAdmin:
     """The cache that a path or a URL names.
 
     Raises:
@@ -189,14 +189,14 @@ def _cache(where: str, options: list[str] | None) -> Cache:
     from kvferry.tiers.objects.options import is_url
 
     if is_url(where):
-        from kvferry.tiers.objects.admin import ObjectCache
+        from kvferry.tiers.objects.admin import BucketAdmin
 
-        return ObjectCache(where, pairs(options))
+        return BucketAdmin(where, pairs(options))
     if options:
         raise ConfigError(f"--option is for URLs of object storage; {where} is a path")
-    from kvferry.tiers.files.admin import Directory
+    from kvferry.tiers.files.admin import DirectoryAdmin
 
-    return Directory(where)
+    return DirectoryAdmin(where)
 
 
 def _said(facts: Mapping[str, object]) -> list[str]:

@@ -125,10 +125,10 @@ def path(where: str) -> None:
 
 def twins(*paths: str) -> None:
     """Of each path, which of those before it is the same directory."""
-    from kvferry.tiers.paths import twin_of  # noqa: PLC0415
+    from kvferry.tiers.paths import find_same_directory  # noqa: PLC0415
 
     for number, path in enumerate(paths):
-        _say(path=path, twin=twin_of(path, paths[:number]))
+        _say(path=path, twin=find_same_directory(path, paths[:number]))
 
 
 def _write(name: str) -> None:

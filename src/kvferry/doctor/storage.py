@@ -18,10 +18,10 @@ from kvferry.engines.vllm.tier_config import FileSettings, HostSettings, ObjectS
 from kvferry.errors import ConfigError
 from kvferry.memory.available import available_memory
 from kvferry.plan.units import size
-from kvferry.tiers.files.opening import DEFAULT_SHARE
-from kvferry.tiers.objects.client import Bucket
+from kvferry.tiers.files.opening import DEFAULT_CAPACITY_DIVISOR
+from kvferry.tiers.objects.client import BucketClient
 from kvferry.tiers.objects.faults import Unavailable
-from kvferry.tiers.paths import user_directory
+from kvferry.tiers.paths import default_directory
 from kvferry.tiers.sizes import parse_size
 
 _PATH_SECONDS = 10.0
@@ -84,7 +84,7 @@ def file(
 ) -> Iterator[Finding]:
     """Whether the directory can be used, what it is on, and whether the capacity fits."""
     try:
-        wanted = os.path.abspath(settings.path or user_directory())  # noqa: PTH100 - as the tier has it
+        wanted = os.path.abspath(settings.path or default_directory())  # noqa: PTH100 - as the tier has it
     except ConfigError as error:
         yield refused(subject, error)
         return
@@ -133,7 +133,7 @@ def apart(tiers: Tiers) -> Iterator[Finding]:
     """Directories that are one, which only the file system can tell."""
     try:
         paths = {
-            number: one.path or user_directory()
+            number: one.path or default_directory()
             for number, one in enumerate(tiers.slow, 1)
             if isinstance(one, FileSettings)
         }
@@ -162,7 +162,7 @@ def _capacity(subject: str, settings: FileSettings, told: dict[str, Any]) -> Ite
     ledger = told.get("ledger")
     free, used = told["free"], ledger[1] if ledger else 0
     if settings.capacity is None:
-        capacity = ledger[0] if ledger else (free + used) // DEFAULT_SHARE
+        capacity = ledger[0] if ledger else (free + used) // DEFAULT_CAPACITY_DIVISOR
         why = "as the directory was set to before" if ledger else "a tenth of what is free"
     else:
         capacity, why = parse_size(settings.capacity), "as configured"
@@ -174,7 +174,7 @@ def _capacity(subject: str, settings: FileSettings, told: dict[str, Any]) -> Ite
             "lower the capacity or free space",
         )
     else:
-        yield ok(subject, f"{settings.path or user_directory()}: {size(capacity)}, {why}; {room}")
+        yield ok(subject, f"{settings.path or default_directory()}: {size(capacity)}, {why}; {room}")
 
 
 def _mount(subject: str, path: str, mount: Mount) -> Finding:
@@ -204,7 +204,7 @@ def object_storage(subject: str, settings: ObjectSettings) -> list[Finding]:
     """Whether it can be listed, written and cleared: an object of a few bytes is stored and removed."""
     name = f".kvferry-doctor.{secrets.token_hex(8)}"
     try:
-        bucket = Bucket(settings.url, settings.options, settings.timeout_seconds)
+        bucket = BucketClient(settings.url, settings.options, settings.timeout_seconds)
         next(iter(bucket.list()), None)
         bucket.put(name, [b"kvferry doctor"])
         bucket.remove([name])

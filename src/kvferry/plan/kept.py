@@ -14,7 +14,7 @@ from kvferry.geometry.models import ModelReading
 from kvferry.plan.choices import Choice, Prompt
 from kvferry.plan.side import Side, block_tokens, shape
 from kvferry.plan.snapshots import LAST_ONLY, STEP_TOKENS, Steps
-from kvferry.tiers.format.body import group_of
+from kvferry.tiers.format.body import chunk_group
 from kvferry.tiers.format.chunk import NAMESPACE_BYTES, Chunk
 
 PROMPT_TOKENS = 128 << 10
@@ -128,7 +128,7 @@ def _check_retention(kinds: Iterable[GroupKind], retention: int | None) -> None:
 def _group(group: CanonicalGroup) -> KeptGroup:
     layers = {part.layer for section in group.sections for part in section.parts}
     tokens = max(section.tokens for section in group.sections)
-    return KeptGroup(group, len(layers), Chunk(_NAME, _NAME, (group_of(group, tokens),)).file_bytes)
+    return KeptGroup(group, len(layers), Chunk(_NAME, _NAME, (chunk_group(group, tokens),)).file_bytes)
 
 
 def _every(asked: int | None, chunk: int) -> int:

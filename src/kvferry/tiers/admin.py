@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry.tiers.format.checksum import Buffer
-from kvferry.tiers.paths import Entry
+from kvferry.tiers.paths import CacheEntry
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
+class SpaceUsage:
     """What a place may hold. None stands for what it does not have, or what cannot be read.
 
     Attributes:
@@ -27,7 +27,7 @@ class Space:
 
 
 @dataclass(frozen=True, slots=True)
-class Collected:
+class CollectResult:
     """What collecting has done.
 
     Attributes:
@@ -45,7 +45,7 @@ class Collected:
     capacity: int
 
 
-class Opened(Protocol):
+class StoredFile(Protocol):
     """A file, or an object, that is being read. What is read may be damaged in any way.
 
     Attributes:
@@ -58,12 +58,12 @@ class Opened(Protocol):
         """`size` bytes from an offset on, or fewer where it ends. Raises OSError."""
         ...
 
-    def set_aside(self) -> bool:
+    def quarantine(self) -> bool:
         """Move it to quarantine, if it still is what was opened; says whether it was moved."""
         ...
 
 
-class Cache(Protocol):
+class CacheAdmin(Protocol):
     """One place. Engines may be using it, so what was listed may be gone.
 
     Attributes:
@@ -76,19 +76,19 @@ class Cache(Protocol):
     notes_use: bool
     no_capacity: str
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[CacheEntry]:
         """All that is kvferry's. Raises ConfigError where it cannot be listed."""
         ...
 
-    def opened(self, entry: Entry) -> AbstractContextManager[Opened]:
+    def opened(self, entry: CacheEntry) -> AbstractContextManager[StoredFile]:
         """Open a file for reading. Raises FileNotFoundError, or another OSError."""
         ...
 
-    def space(self) -> Space:
+    def space(self) -> SpaceUsage:
         """What it may hold."""
         ...
 
-    def collect(self, capacity: int | None = None) -> Collected:
+    def collect(self, capacity: int | None = None) -> CollectResult:
         """Remove what dead writers left, count, and evict the oldest.
 
         Args:

@@ -13,11 +13,11 @@ HOST, FILE, OBJECT = "host", "file", "object"
 TIERS = "tiers"
 """The source that is an engine's own tiers."""
 
-PLACES = (PEER, HOST, FILE, OBJECT)
+TIER_KINDS = (PEER, HOST, FILE, OBJECT)
 """Kinds of them, in the order in which they are shown."""
 
 
-def numbered(kind: str, before: int) -> str:
+def tier_name(kind: str, before: int) -> str:
     """The name of a tier before which there are so many of its kind.
 
     >>> numbered("file", 0), numbered("file", 1)
@@ -26,7 +26,7 @@ def numbered(kind: str, before: int) -> str:
     return f"{kind}.{before + 1}" if before else kind
 
 
-def kind_of(place: str) -> str:
+def tier_kind(place: str) -> str:
     """What kind of place it is.
 
     >>> kind_of("file"), kind_of("file.2")

@@ -8,7 +8,7 @@ from enum import StrEnum
 from threading import Lock
 
 
-class Put(StrEnum):
+class PutOutcome(StrEnum):
     """What became of a chunk that was to be kept. All but the first two are dropped stores."""
 
     STORED = "stored"
@@ -22,10 +22,10 @@ class Put(StrEnum):
     @property
     def dropped(self) -> bool:
         """Whether the chunk is not there now."""
-        return self not in (Put.STORED, Put.PRESENT)
+        return self not in (PutOutcome.STORED, PutOutcome.PRESENT)
 
 
-class Get(StrEnum):
+class GetOutcome(StrEnum):
     """What became of a chunk that was wanted. All but the first are misses."""
 
     HIT = "hit"
@@ -49,8 +49,8 @@ class TierStats:
         swept: leftovers of dead writers that were removed.
     """
 
-    puts: dict[Put, int]
-    gets: dict[Get, int]
+    puts: dict[PutOutcome, int]
+    gets: dict[GetOutcome, int]
     stored_bytes: int
     hit_bytes: int
     evicted: int
@@ -59,37 +59,37 @@ class TierStats:
     swept: int
 
     @property
-    def dropped(self) -> dict[Put, int]:
+    def dropped(self) -> dict[PutOutcome, int]:
         """Stores that were dropped, by reason."""
         return {reason: count for reason, count in self.puts.items() if reason.dropped}
 
     @property
-    def misses(self) -> dict[Get, int]:
+    def misses(self) -> dict[GetOutcome, int]:
         """Chunks that were wanted and not had, by reason."""
-        return {reason: count for reason, count in self.gets.items() if reason is not Get.HIT}
+        return {reason: count for reason, count in self.gets.items() if reason is not GetOutcome.HIT}
 
 
 @dataclass
-class Tally:
+class OutcomeCounter:
     """Counts, from any thread, what `TierStats` says."""
 
-    _puts: Counter[Put] = field(default_factory=Counter)
-    _gets: Counter[Get] = field(default_factory=Counter)
+    _puts: Counter[PutOutcome] = field(default_factory=Counter)
+    _gets: Counter[GetOutcome] = field(default_factory=Counter)
     _sums: Counter[str] = field(default_factory=Counter)
     _lock: Lock = field(default_factory=Lock)
 
-    def put(self, what: Put, stored_bytes: int) -> bool:
+    def put(self, what: PutOutcome, stored_bytes: int) -> bool:
         """Count a store; says whether it is the first that became this."""
         with self._lock:
             self._puts[what] += 1
-            self._sums["stored_bytes"] += stored_bytes if what is Put.STORED else 0
+            self._sums["stored_bytes"] += stored_bytes if what is PutOutcome.STORED else 0
             return self._puts[what] == 1
 
-    def get(self, what: Get, read_bytes: int) -> bool:
+    def get(self, what: GetOutcome, read_bytes: int) -> bool:
         """Count a fetch; says whether it is the first that became this."""
         with self._lock:
             self._gets[what] += 1
-            self._sums["hit_bytes"] += read_bytes if what is Get.HIT else 0
+            self._sums["hit_bytes"] += read_bytes if what is GetOutcome.HIT else 0
             return self._gets[what] == 1
 
     def add(self, **counts: int) -> None:

@@ -34,7 +34,7 @@ _TEMPORARY = re.compile(r"\.[0-9a-z]+\.(\d{1,19})\.([0-9a-f]+)\.[0-9a-f]{16}\.tm
 _BAD = re.compile(r"[0-9a-f]{64}-[0-9a-f]{32,64}-[0-9a-f]{16}\.bad")
 
 
-class Kind(StrEnum):
+class EntryKind(StrEnum):
     """What a file is."""
 
     CHUNK = "chunk"
@@ -45,7 +45,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CacheEntry:
     """A file of the tier.
 
     Attributes:
@@ -59,7 +59,7 @@ class Entry:
     """
 
     path: str
-    kind: Kind
+    kind: EntryKind
     size: int
     charged: int
     used_ns: int
@@ -95,7 +95,7 @@ def keys_of(names: Sequence[str]) -> list[bytes]:
     return [bytes.fromhex(key) for key in found if len(key) % 2 == 0]
 
 
-def is_bucket(name: str) -> bool:
+def is_chunk_folder(name: str) -> bool:
     """Whether chunks lie in a folder of that name."""
     return _BUCKET.fullmatch(name) is not None
 
@@ -107,7 +107,7 @@ def temporary_path(final: str, reserved: int) -> str:
     return f"{folder}/.{stem}.{reserved}.{boot_id()}.{secrets.token_hex(8)}.tmp"
 
 
-def identity(path: str) -> tuple[bytes, bytes]:
+def chunk_identity(path: str) -> tuple[bytes, bytes]:
     """Namespace and key of the chunk that lies at a path of `chunk_path`."""
     folders, name = os.path.split(path)
     return bytes.fromhex(folders.split("/")[-2]), key_of(name) or b""
@@ -115,7 +115,7 @@ def identity(path: str) -> tuple[bytes, bytes]:
 
 def quarantine_path(root: str, path: str) -> str:
     """Where a bad file goes that lies at a path of `chunk_path`; another name every time."""
-    return f"{root}/{quarantine_name(*identity(path))}"
+    return f"{root}/{quarantine_name(*chunk_identity(path))}"
 
 
 def quarantine_name(namespace: bytes, key: bytes) -> str:
@@ -123,23 +123,23 @@ def quarantine_name(namespace: bytes, key: bytes) -> str:
     return f"{QUARANTINE}/{namespace.hex()}-{key.hex()}-{secrets.token_hex(8)}.bad"
 
 
-def kind_of(name: str) -> Kind | None:
+def entry_kind(name: str) -> EntryKind | None:
     """What has a name; None for what is not kvferry's. Directories have more kinds, which `walk` finds.
 
     >>> kind_of(chunk_name(bytes(32), bytes(16))), kind_of("00/mine.kv")
     (<Kind.CHUNK: 'chunk'>, None)
     """
     match name.split("/"):
-        case [namespace, bucket, file] if _NAMESPACE.fullmatch(namespace) and is_bucket(bucket):
-            return Kind.CHUNK if _CHUNK.fullmatch(file) else None
+        case [namespace, bucket, file] if _NAMESPACE.fullmatch(namespace) and is_chunk_folder(bucket):
+            return EntryKind.CHUNK if _CHUNK.fullmatch(file) else None
         case [namespace, file] if _NAMESPACE.fullmatch(namespace) and file == NAMESPACE_NOTE:
-            return Kind.NOTE
+            return EntryKind.NOTE
         case [folder, file] if folder == QUARANTINE and _BAD.fullmatch(file):
-            return Kind.QUARANTINED
+            return EntryKind.QUARANTINED
     return None
 
 
-def user_directory() -> str:
+def default_directory() -> str:
     """Where chunks are kept if nobody says: in the user's cache directory.
 
     Raises:
@@ -148,7 +148,7 @@ def user_directory() -> str:
     return str(user_cache() / "chunks")
 
 
-def twin_of(path: str, others: Iterable[str]) -> str | None:
+def find_same_directory(path: str, others: Iterable[str]) -> str | None:
     """Which of `others` is the same directory, by a link or a mount; None also of what is not there."""
     for other in others:
         with suppress(OSError):
@@ -166,7 +166,7 @@ def boot_id() -> str:
         return os.uname().nodename.encode().hex()
 
 
-def walk(root: str) -> Iterator[Entry]:
+def walk(root: str) -> Iterator[CacheEntry]:
     """All files of the tier under `root`; what goes away meanwhile is left out.
 
     Raises:
@@ -176,35 +176,39 @@ def walk(root: str) -> Iterator[Entry]:
         if is_folder and _NAMESPACE.fullmatch(name):
             yield from _walk_namespace(entry.path, name)
         elif is_folder and name == QUARANTINE:
-            yield from _files(entry.path, {_BAD: Kind.QUARANTINED}, links=True)
+            yield from _files(entry.path, {_BAD: EntryKind.QUARANTINED}, links=True)
         elif not is_folder and name in (MARKER, LEDGER):
-            yield from _stat(entry, Kind.NOTE if name == MARKER else Kind.LEDGER)
+            yield from _stat(entry, EntryKind.NOTE if name == MARKER else EntryKind.LEDGER)
         elif not is_folder and (found := _TEMPORARY.fullmatch(name)):
-            yield from _stat(entry, Kind.TEMPORARY, found=found)
+            yield from _stat(entry, EntryKind.TEMPORARY, found=found)
 
 
 def folders(root: str) -> Iterator[str]:
     """All folders of the tier under `root`, those within others first."""
     for name, is_folder, entry in _scan(root):
         if is_folder and _NAMESPACE.fullmatch(name):
-            yield from (one.path for inner, nested, one in _scan(entry.path) if nested and is_bucket(inner))
+            yield from (
+                one.path for inner, nested, one in _scan(entry.path) if nested and is_chunk_folder(inner)
+            )
         if is_folder and (name == QUARANTINE or _NAMESPACE.fullmatch(name)):
             yield entry.path
 
 
-def _walk_namespace(folder: str, namespace: str) -> Iterator[Entry]:
+def _walk_namespace(folder: str, namespace: str) -> Iterator[CacheEntry]:
     for name, is_folder, entry in _scan(folder):
-        if is_folder and is_bucket(name):
-            yield from _files(entry.path, {_CHUNK: Kind.CHUNK, _TEMPORARY: Kind.TEMPORARY}, namespace)
+        if is_folder and is_chunk_folder(name):
+            yield from _files(
+                entry.path, {_CHUNK: EntryKind.CHUNK, _TEMPORARY: EntryKind.TEMPORARY}, namespace
+            )
         elif not is_folder and name == NAMESPACE_NOTE:
-            yield from _stat(entry, Kind.NOTE, namespace)
+            yield from _stat(entry, EntryKind.NOTE, namespace)
         elif not is_folder and (found := _TEMPORARY.fullmatch(name)):
-            yield from _stat(entry, Kind.TEMPORARY, namespace, found)
+            yield from _stat(entry, EntryKind.TEMPORARY, namespace, found)
 
 
 def _files(
-    folder: str, kinds: dict[re.Pattern[str], Kind], namespace: str = "", *, links: bool = False
-) -> Iterator[Entry]:
+    folder: str, kinds: dict[re.Pattern[str], EntryKind], namespace: str = "", *, links: bool = False
+) -> Iterator[CacheEntry]:
     for name, is_folder, entry in _scan(folder, links=links):
         for pattern, kind in kinds.items():
             if not is_folder and (found := pattern.fullmatch(name)):
@@ -232,15 +236,15 @@ def _check_gone(path: str) -> None:
 
 
 def _stat(
-    entry: os.DirEntry[str], kind: Kind, namespace: str = "", found: re.Match[str] | None = None
-) -> Iterator[Entry]:
+    entry: os.DirEntry[str], kind: EntryKind, namespace: str = "", found: re.Match[str] | None = None
+) -> Iterator[CacheEntry]:
     try:
         status = entry.stat(follow_symlinks=False)
     except FileNotFoundError:
         _check_gone(entry.path)
         return
-    if kind is Kind.TEMPORARY and found is not None:
+    if kind is EntryKind.TEMPORARY and found is not None:
         charged, boot = int(found[1]), found[2]
     else:
         charged, boot = status.st_size, ""
-    yield Entry(entry.path, kind, status.st_size, charged, status.st_mtime_ns, namespace, boot)
+    yield CacheEntry(entry.path, kind, status.st_size, charged, status.st_mtime_ns, namespace, boot)

@@ -13,13 +13,13 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.tiers.files.usage import Around
-from kvferry.tiers.format.chunk import Group
-from kvferry.tiers.index.key_table import Tags, tags_of
-from kvferry.tiers.outcome import Get, Put, TierStats
+from kvferry.tiers.files.usage import StoreUsage
+from kvferry.tiers.format.chunk import ChunkGroup
+from kvferry.tiers.index.key_table import TierKeys, tags_of
+from kvferry.tiers.outcome import GetOutcome, PutOutcome, TierStats
 
 
-class SlowTier(Protocol):
+class StorageTier(Protocol):
     """The chunks of one namespace, in storage that other processes may share. Any thread may make any call.
 
     Nothing that can be foreseen raises: what a disk, a network or another process does is an outcome. It is
@@ -32,7 +32,7 @@ class SlowTier(Protocol):
     """
 
     name: str
-    tags: Tags
+    tags: TierKeys
 
     @property
     def resting(self) -> bool:
@@ -43,7 +43,7 @@ class SlowTier(Protocol):
         """Which of `keys` can be asked for, from memory alone: bool of shape (len(keys),)."""
         return np.zeros(len(keys), np.bool_) if self.resting else self.tags.known(tags_of(keys))
 
-    def put(self, key: bytes, group: Group, body: memoryview) -> Put:
+    def put(self, key: bytes, group: ChunkGroup, body: memoryview) -> PutOutcome:
         """Keep a chunk. Blocks; when it returns, nothing reads `body` any more.
 
         Args:
@@ -57,7 +57,7 @@ class SlowTier(Protocol):
         """
         ...
 
-    def get(self, key: bytes, group: Group, into: memoryview) -> Get:
+    def get(self, key: bytes, group: ChunkGroup, into: memoryview) -> GetOutcome:
         """Fetch a chunk, whole. Blocks; when it returns, nothing writes `into` any more.
 
         A chunk that turns out absent, damaged or unreadable is not `known` any more.
@@ -88,9 +88,9 @@ class SlowTier(Protocol):
         del key
         return False
 
-    def around(self) -> Around:
+    def around(self) -> StoreUsage:
         """What lies around the namespace. Blocks; one thread at a time calls it, after what may change it."""
-        return Around()
+        return StoreUsage()
 
     def refresh(self) -> int:
         """Learn what other processes have stored and evicted. Blocks; a thread calls it every few seconds.

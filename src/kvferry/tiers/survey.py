@@ -9,9 +9,9 @@ from typing import TypeVar
 
 from kvferry.errors import ChunkError, OtherVersion, Unnameable
 from kvferry.keys.namespace import Namespace
-from kvferry.tiers.admin import Cache
+from kvferry.tiers.admin import CacheAdmin
 from kvferry.tiers.format.decode import read_header, verify
-from kvferry.tiers.paths import Entry, Kind, identity
+from kvferry.tiers.paths import CacheEntry, EntryKind, chunk_identity
 
 _LONGEST_NOTE = 1 << 20
 # Files that are read at once: what is far away takes its time to begin.
@@ -22,7 +22,7 @@ _Read = TypeVar("_Read")
 
 
 @dataclass(frozen=True)
-class Holding:
+class NamespaceUsage:
     """The chunks of one namespace.
 
     Attributes:
@@ -49,7 +49,7 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Totals:
+class CacheTotals:
     """What a cache holds, in files and bytes.
 
     Attributes:
@@ -73,7 +73,7 @@ class Totals:
 
 
 @dataclass(frozen=True)
-class Bad:
+class BadChunk:
     """A file that failed a check.
 
     Attributes:
@@ -88,7 +88,7 @@ class Bad:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VerifyResult:
     """What reading everything has shown.
 
     Attributes:
@@ -100,90 +100,90 @@ class Verdict:
 
     chunks: int
     total_bytes: int
-    bad: tuple[Bad, ...]
+    bad: tuple[BadChunk, ...]
     other_versions: int
 
 
-def holdings(cache: Cache) -> list[Holding]:
+def namespace_usage(cache: CacheAdmin) -> list[NamespaceUsage]:
     """What there is of each namespace; reads the header of every chunk."""
-    found: dict[str, list[Entry]] = {}
+    found: dict[str, list[CacheEntry]] = {}
     for entry in cache.entries():
         if entry.namespace:
             found.setdefault(entry.namespace, []).append(entry)
     return [_holding(cache, namespace, entries) for namespace, entries in sorted(found.items())]
 
 
-def totals(cache: Cache) -> Totals:
+def cache_totals(cache: CacheAdmin) -> CacheTotals:
     """What a cache holds in all; reads no file."""
     entries = list(cache.entries())
     space = cache.space()
-    kinds = {kind: [entry.size for entry in entries if entry.kind is kind] for kind in Kind}
-    return Totals(
+    kinds = {kind: [entry.size for entry in entries if entry.kind is kind] for kind in EntryKind}
+    return CacheTotals(
         path=cache.where,
         capacity=space.capacity,
         charged=space.charged,
         free=space.free,
         total_bytes=sum(entry.size for entry in entries),
         namespaces=len({entry.namespace for entry in entries if entry.namespace}),
-        chunks=len(kinds[Kind.CHUNK]),
-        chunk_bytes=sum(kinds[Kind.CHUNK]),
-        temporary=len(kinds[Kind.TEMPORARY]),
-        temporary_bytes=sum(kinds[Kind.TEMPORARY]),
-        quarantined=len(kinds[Kind.QUARANTINED]),
-        quarantined_bytes=sum(kinds[Kind.QUARANTINED]),
+        chunks=len(kinds[EntryKind.CHUNK]),
+        chunk_bytes=sum(kinds[EntryKind.CHUNK]),
+        temporary=len(kinds[EntryKind.TEMPORARY]),
+        temporary_bytes=sum(kinds[EntryKind.TEMPORARY]),
+        quarantined=len(kinds[EntryKind.QUARANTINED]),
+        quarantined_bytes=sum(kinds[EntryKind.QUARANTINED]),
     )
 
 
-def verify_all(cache: Cache, *, quarantine: bool = False) -> Verdict:
+def verify_all(cache: CacheAdmin, *, quarantine: bool = False) -> VerifyResult:
     """Read and check every byte of every chunk.
 
     Args:
         cache: the cache.
         quarantine: move what is bad to quarantine; else nothing is changed.
     """
-    chunks = [entry for entry in cache.entries() if entry.kind is Kind.CHUNK]
+    chunks = [entry for entry in cache.entries() if entry.kind is EntryKind.CHUNK]
     found = list(_of_each(chunks, lambda entry: _check(cache, entry, quarantine)))
-    return Verdict(
+    return VerifyResult(
         len(chunks),
         sum(entry.size for entry in chunks),
-        tuple(one for one in found if isinstance(one, Bad)),
+        tuple(one for one in found if isinstance(one, BadChunk)),
         sum(isinstance(one, OtherVersion) for one in found),
     )
 
 
-def _of_each(entries: Sequence[Entry], read: Callable[[Entry], _Read]) -> Iterator[_Read]:
+def _of_each(entries: Sequence[CacheEntry], read: Callable[[CacheEntry], _Read]) -> Iterator[_Read]:
     """What reading gives of each, several at a time."""
     with ThreadPoolExecutor(_THREADS) as pool:
         for at in range(0, len(entries), _BATCH):
             yield from pool.map(read, entries[at : at + _BATCH])
 
 
-def _check(cache: Cache, entry: Entry, quarantine: bool) -> Bad | OtherVersion | None:
+def _check(cache: CacheAdmin, entry: CacheEntry, quarantine: bool) -> BadChunk | OtherVersion | None:
     """Why a file is bad, or cannot be checked by this release; None if it is good, or gone."""
     try:
         with cache.opened(entry) as opened:
             try:
                 header = verify(opened.read, opened.size)
-                if (header.chunk.namespace, header.chunk.key) != identity(entry.path):
+                if (header.chunk.namespace, header.chunk.key) != chunk_identity(entry.path):
                     raise ChunkError(f"the chunk of key {header.chunk.key.hex()}, under another name")
             except OtherVersion as error:
                 return error
             except ChunkError as error:
-                return Bad(entry.path, str(error), quarantine and opened.set_aside())
+                return BadChunk(entry.path, str(error), quarantine and opened.quarantine())
     except FileNotFoundError:
         return None
     except OSError as error:
-        return Bad(entry.path, error.strerror or str(error), moved=False)
+        return BadChunk(entry.path, error.strerror or str(error), moved=False)
     return None
 
 
-def _holding(cache: Cache, namespace: str, entries: Sequence[Entry]) -> Holding:
-    chunks = [entry for entry in entries if entry.kind is Kind.CHUNK]
+def _holding(cache: CacheAdmin, namespace: str, entries: Sequence[CacheEntry]) -> NamespaceUsage:
+    chunks = [entry for entry in entries if entry.kind is EntryKind.CHUNK]
     tokens = list(_of_each(chunks, lambda entry: _tokens(cache, entry)))
     used = [entry.used_ns / 1e9 for entry in chunks]
-    notes = (_note(cache, entry) for entry in entries if entry.kind is Kind.NOTE)
+    notes = (_note(cache, entry) for entry in entries if entry.kind is EntryKind.NOTE)
     note = next((one for one in notes if one and one.digest.hex() == namespace), None)
-    return Holding(
+    return NamespaceUsage(
         namespace=namespace,
         name=note.name if note else "",
         facts=note.facts if note else {},
@@ -196,7 +196,7 @@ def _holding(cache: Cache, namespace: str, entries: Sequence[Entry]) -> Holding:
     )
 
 
-def _tokens(cache: Cache, entry: Entry) -> int | None:
+def _tokens(cache: CacheAdmin, entry: CacheEntry) -> int | None:
     """Tokens that a chunk holds; None where its header cannot be believed."""
     try:
         with cache.opened(entry) as opened:
@@ -207,7 +207,7 @@ def _tokens(cache: Cache, entry: Entry) -> int | None:
         return None
 
 
-def _note(cache: Cache, entry: Entry) -> Namespace | None:
+def _note(cache: CacheAdmin, entry: CacheEntry) -> Namespace | None:
     """What a note says; None where it cannot be read or is none."""
     try:
         with cache.opened(entry) as opened:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from kvferry.observe.events import Miss
 from kvferry.observe.exposed import CONNECTOR
-from kvferry.tiers.names import PEER, PLACES, kind_of
+from kvferry.tiers.names import PEER, TIER_KINDS, tier_kind
 from kvferry.top.figures import (
     Connector,
     Figures,
@@ -130,7 +130,7 @@ def _tiers(values: Values) -> list[str]:
 
 def _ordered(tiers: Iterable[str]) -> list[str]:
     """By their kind, then by their number."""
-    return sorted(tiers, key=lambda name: (*(kind != kind_of(name) for kind in PLACES), name))
+    return sorted(tiers, key=lambda name: (*(kind != tier_kind(name) for kind in TIER_KINDS), name))
 
 
 def _tier(values: Values, tier: str) -> TierFlow:

@@ -15,11 +15,11 @@ PEERS, FILES = "peers", "files"
 
 def declare() -> None:
     """Hold up posts of READs to peers, and reads of chunk files, where a test wants it."""
-    from kvferry.tiers.files import chunk_file as image_io
+    from kvferry.tiers.files import chunk_file
     from kvferry.transport.agent import Agent
 
     folder = Path(os.environ[FOLDER])
-    post, read = Agent.post, image_io.read_all
+    post, read = Agent.post, chunk_file.read_all
 
     def held_post(self: Agent, handle: Any) -> Any:
         _wait_for(folder / PEERS)
@@ -29,7 +29,7 @@ def declare() -> None:
         _wait_for(folder / FILES)
         return read(*args)
 
-    Agent.post, image_io.read_all = held_post, held_read
+    Agent.post, chunk_file.read_all = held_post, held_read
 
 
 def _wait_for(file: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvferry.tiers.format.body import header_of
+from kvferry.tiers.format.body import make_header
 from kvferry.tiers.format.chunk import encode_header
 from kvferry.tiers.format.decode import decode_header
 from support.vllm_engine.mtp import checkpoint_of, family_of
@@ -129,7 +129,7 @@ def spoil(path: Path, *, with_checksum: bool) -> None:
         for section, offset in zip(header.chunk.sections, header.chunk.offsets, strict=True):
             for at in range(offset + 3, offset + section.total_bytes, 4):
                 image[at] ^= 0x80
-        image[:start] = header_of(header.chunk, memoryview(image)[start:])
+        image[:start] = make_header(header.chunk, memoryview(image)[start:])
         assert decode_header(image).chunk == header.chunk
         assert encode_header(header.chunk, decode_header(image).digests) == image[:start]
     path.write_bytes(image)

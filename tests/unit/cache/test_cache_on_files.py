@@ -16,11 +16,11 @@ from kvferry.cache.tier_queue import TierQueue
 from kvferry.cache.writing import Behind
 from kvferry.geometry.canonical import canonical_of
 from kvferry.geometry.layout import EngineShape, lay_out
-from kvferry.tiers.eviction import POLICIES
-from kvferry.tiers.files.tier import FileStore
+from kvferry.tiers.eviction import EVICTION_POLICIES
+from kvferry.tiers.files.tier import FileTier
 from kvferry.tiers.host.tier import HostTier
-from kvferry.tiers.index.key_table import TagTable
-from kvferry.tiers.outcome import Get, Put
+from kvferry.tiers.index.key_table import KeyTable
+from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from support.models import attention, model
 from support.stores import NAMESPACE
 
@@ -39,10 +39,10 @@ class Cache:
     """Host memory before a directory."""
 
     def __init__(self, folder: Path) -> None:
-        table = TagTable()
+        table = KeyTable()
         self.memory = np.zeros(SLOTS * SIZE, np.uint8)
-        self.host = HostTier(SLOTS * SIZE, [SIZE], POLICIES["lru"], table)
-        self.store = FileStore(folder, NAMESPACE, capacity=1 << 24, table=table)
+        self.host = HostTier(SLOTS * SIZE, [SIZE], EVICTION_POLICIES["lru"], table)
+        self.store = FileTier(folder, NAMESPACE, capacity=1 << 24, table=table)
         self.queue = TierQueue(self.store)
         self.cache = ChunkCache(self.host, self.bytes_at, GROUPS, [Behind(self.queue)])
 
@@ -100,7 +100,7 @@ def test_a_directory_that_goes_and_is_replaced_costs_its_chunks_and_nothing_else
     made.keep(KEYS[4])
     assert made.load(KEYS[4]), "host memory serves on"
     assert not folder.exists()
-    assert made.store.stats.dropped[Put.IO_ERROR] >= 1
+    assert made.store.stats.dropped[PutOutcome.IO_ERROR] >= 1
     made.until(lambda: not made.queue.known(KEYS).any())
 
     folder.mkdir()
@@ -114,5 +114,5 @@ def test_a_directory_that_goes_and_is_replaced_costs_its_chunks_and_nothing_else
     made.forget()
     made.until(lambda: made.queue.known(KEYS[:4]).all() and not made.queue.known(KEYS[4:]).any())
     assert made.load(*KEYS[:4])
-    assert set(made.store.stats.gets) <= {Get.HIT, Get.ABSENT}
+    assert set(made.store.stats.gets) <= {GetOutcome.HIT, GetOutcome.ABSENT}
     made.cache.shutdown(5.0)

@@ -20,9 +20,9 @@ from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import canonical_of
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.geometry.store import LayerStore
-from kvferry.tiers.eviction import POLICIES
+from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.tier import HostTier
-from kvferry.tiers.outcome import Get, Put
+from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from support.clock import Clock
 from support.models import attention, model, state
 from support.slow_tiers import answer, fake_tiers, jobs_of, queue_by_hand, table_of
@@ -32,9 +32,9 @@ KV = attention(k=8, v=8)
 MODEL = model(KV, KV, LayerStore(GroupKind.SLIDING, 24, KV.fields), state())
 GROUPS = canonical_of(lay_out(MODEL, EngineShape(1, (4,), 16, "LBHNC", 9)), CHUNK).groups
 KEYS = [b"%031d" % n + bytes((n % len(GROUPS),)) for n in range(9)]
-MISSES = [Get.ABSENT, Get.CORRUPT, Get.OTHER_SHAPE, Get.IO_ERROR, OSError]
+MISSES = [GetOutcome.ABSENT, GetOutcome.CORRUPT, GetOutcome.OTHER_SHAPE, GetOutcome.IO_ERROR, OSError]
 MOSTLY = st.sampled_from([True, True, True, False])
-DROPS = [Put.NO_SPACE, Put.BUSY, Put.IO_ERROR, OSError]
+DROPS = [PutOutcome.NO_SPACE, PutOutcome.BUSY, PutOutcome.IO_ERROR, OSError]
 
 
 class Memory:
@@ -78,7 +78,7 @@ class Cache:
         self.clock = Clock()
         self.arena, self.base = arena, arena.memory.ctypes.data
         sizes = [group.chunk_bytes for group in GROUPS]
-        self.host = HostTier(pages * PAGE, sizes, POLICIES[policy], table_of(tiers))
+        self.host = HostTier(pages * PAGE, sizes, EVICTION_POLICIES[policy], table_of(tiers))
         self.tiers = tiers
         self.queues = [queue_by_hand(tier, self.clock) for tier in tiers]
         behind = [Behind(q, q.name in write_back) for q in self.queues]
@@ -123,7 +123,7 @@ class Living(RuleBasedStateMachine):
     """What ranks, loads, threads, other processes and time may do."""
 
     @initialize(
-        policy=st.sampled_from(sorted(POLICIES)),
+        policy=st.sampled_from(sorted(EVICTION_POLICIES)),
         pages=st.integers(16, 34),
         tiers=st.sampled_from([2, 2, 1, 0]),
         write_back=st.sampled_from([(), ("file",), ("object",), ("file", "object")]),
@@ -243,7 +243,11 @@ class Living(RuleBasedStateMachine):
     def operations_end(self, data, well, many, heard):
         open_ = [(n, what, key) for n in range(len(self.queues)) for what, key in sorted(self.made.jobs(n))]
         for number, what, key in open_[:5] if many else [data.draw(st.sampled_from(open_))]:
-            ways = ([Get.HIT], MISSES) if what == "read" else ([Put.STORED, Put.PRESENT], DROPS)
+            ways = (
+                ([GetOutcome.HIT], MISSES)
+                if what == "read"
+                else ([PutOutcome.STORED, PutOutcome.PRESENT], DROPS)
+            )
             self.end(number, what, key, data.draw(st.sampled_from(ways[0] if well else ways[1])))
         if heard:
             self.poll()
@@ -283,7 +287,7 @@ class Living(RuleBasedStateMachine):
         self.check_write_back(before, used)
 
     def promoted_by(self, queue):
-        return [done.key for done in queue._reading._ended if done.what is Get.HIT]
+        return [done.key for done in queue._reading._ended if done.what is GetOutcome.HIT]
 
     def check_write_back(self, before, used):
         for number, queue in enumerate(self.queues):
@@ -376,12 +380,12 @@ class Living(RuleBasedStateMachine):
         while any(map(jobs_of, self.queues)):
             for number, queue in enumerate(self.queues):
                 for what, key, _ in jobs_of(queue):
-                    self.end(number, what, key, Get.HIT if what == "read" else Put.STORED)
+                    self.end(number, what, key, GetOutcome.HIT if what == "read" else PutOutcome.STORED)
             self.cache.poll()
         owed = [set(writing._owed) for writing in self.cache.writing]
         here = [{key for key in keys if self.host.contains([key])[0]} for keys in owed]
         for tier in self.made.tiers:
-            tier.next_put = Put.STORED
+            tier.next_put = PutOutcome.STORED
         self.cache.shutdown(1.0)
         self.cache.poll()
         for tier, keys in zip(self.made.tiers, here, strict=True):
@@ -424,7 +428,7 @@ def test_a_chunk_of_the_slowest_tier_is_owed_to_the_faster_one_and_read_but_once
     first, second = made.fetch(FULL), made.fetch(FULL)
     assert made.cache.reading.origin(first) == "object"
     assert made.jobs(1) == [("read", FULL)]
-    made.answer(1, "read", FULL, Get.HIT)
+    made.answer(1, "read", FULL, GetOutcome.HIT)
     assert names_of(first) == names_of(second) == [FULL]
     assert made.jobs(0) == [("write", FULL)]
     assert made.cache.counts.fetched == Counter({"object": 2})
@@ -441,26 +445,27 @@ def test_a_chunk_that_a_tier_has_not_comes_from_the_next_one():
     made = cache([FULL], [FULL])
     fetch = made.fetch(FULL)
     assert made.cache.reading.awaited(fetch) == {"file"}
-    made.answer(0, "read", FULL, Get.CORRUPT)
+    made.answer(0, "read", FULL, GetOutcome.CORRUPT)
     assert made.cache.reading.awaited(fetch) == {"object"}
-    made.answer(1, "read", FULL, Get.HIT)
+    made.answer(1, "read", FULL, GetOutcome.HIT)
     assert (fetch.failure, names_of(fetch), fetch.tiers) == (None, [FULL], {"object"})
-    assert made.cache.counts.missed == Counter({("file", Get.CORRUPT): 1})
+    assert made.cache.counts.missed == Counter({("file", GetOutcome.CORRUPT): 1})
 
 
 def test_a_load_whose_chunk_no_tier_gives_fails_and_what_else_comes_is_kept():
     made = cache([FULL, OTHER])
     fetch = made.fetch(FULL, OTHER)
-    made.answer(0, "read", FULL, Get.ABSENT)
+    made.answer(0, "read", FULL, GetOutcome.ABSENT)
     assert (fetch.over, fetch.failure) == (True, "a chunk of the file tier: absent")
     made.cache.reading.cancel(fetch)
-    made.answer(0, "read", OTHER, Get.HIT)
+    made.answer(0, "read", OTHER, GetOutcome.HIT)
     assert made.host.contains([FULL, OTHER]).tolist() == [False, True]
     assert made.holds() == 0
 
 
 @pytest.mark.parametrize(
-    ("what", "struck"), [(Get.IO_ERROR, {"file"}), (Get.ABSENT, set()), (Get.CORRUPT, set())]
+    ("what", "struck"),
+    [(GetOutcome.IO_ERROR, {"file"}), (GetOutcome.ABSENT, set()), (GetOutcome.CORRUPT, set())],
 )
 def test_only_a_tier_that_could_not_read_is_to_blame(what, struck):
     made = cache([FULL])
@@ -503,7 +508,7 @@ def test_a_load_larger_than_host_memory_goes_on_as_its_chunks_are_used():
     fetch, taken = made.fetch(FULL, OTHER, THIRD), []
     while not fetch.over:
         (what, key), *_ = made.jobs(0)
-        made.answer(0, what, key, Get.HIT)
+        made.answer(0, what, key, GetOutcome.HIT)
         for of, slot in fetch.take():
             assert made.at(slot).tobytes() == content(of.key)
             taken.append(of.key)
@@ -520,7 +525,7 @@ def test_after_a_load_with_room_for_half_of_it_the_beginning_stays():
     made = Cache(ARENA, 8 * GROUPS[0].chunk_bytes // PAGE, tiers)
     fetch = made.cache.reading.fetch([Want(0, number, key, CHUNK) for number, key in enumerate(prompt)])
     while not fetch.over:  # as they come, from the first on
-        made.answer(0, "read", made.jobs(0)[0][1], Get.HIT)
+        made.answer(0, "read", made.jobs(0)[0][1], GetOutcome.HIT)
         for _, slot in fetch.take():
             made.cache.close(slot)
     assert made.host.contains(prompt).all()
@@ -545,7 +550,7 @@ def test_what_is_read_while_all_is_forgotten_is_used_by_nobody():
     made = cache([FULL])
     fetch = made.fetch(FULL)
     made.cache.clear()
-    made.answer(0, "read", FULL, Get.HIT)
+    made.answer(0, "read", FULL, GetOutcome.HIT)
     assert (fetch.over, fetch.failure) == (True, "the cache was reset")
     assert made.holds() == made.host.used_bytes == 0
 
@@ -559,7 +564,7 @@ def test_a_chunk_being_written_while_all_is_forgotten_may_be_stored_anew():
     made.cache.poll()
     assert made.host.used_bytes == 2 * size_of(FULL), "the first is still being read"
     assert made.jobs(0) == [("write", FULL)], "equal keys are equal bytes"
-    made.answer(0, "write", FULL, Put.STORED)
+    made.answer(0, "write", FULL, PutOutcome.STORED)
     assert made.host.used_bytes == size_of(FULL)
     assert made.tiers[0].kept == {FULL: content(FULL)}
 
@@ -597,9 +602,9 @@ def test_a_tier_takes_only_so_many_stores_at_once():
     made.store(FULL, OTHER)
     made.cache.poll()
     assert (made.jobs(0), made.cache.busy) == ([("write", FULL)], True)
-    made.answer(0, "write", FULL, Put.STORED)
+    made.answer(0, "write", FULL, PutOutcome.STORED)
     assert (made.jobs(0), made.cache.busy) == ([("write", OTHER)], True), "steps go on until it is heard of"
-    made.answer(0, "write", OTHER, Put.STORED)
+    made.answer(0, "write", OTHER, PutOutcome.STORED)
     assert (made.jobs(0), made.cache.busy) == ([], False)
     assert len(made.cache.counts.write_seconds["file"]) == 2
 
@@ -626,7 +631,7 @@ def test_an_engine_need_not_step_for_a_chunk_that_hangs_and_nobody_waits_for():
     made.cache.reading.cancel(fetch)
     made.cache.poll()
     assert not made.cache.busy
-    made.answer(0, "read", FULL, Get.HIT)
+    made.answer(0, "read", FULL, GetOutcome.HIT)
     assert made.host.contains([FULL]).all(), "it is heard of in whichever step comes next"
 
 
@@ -654,7 +659,10 @@ def test_tiers_of_one_cache_share_a_table_of_tags():
     made = cache([FULL])
     with pytest.raises(ValueError, match="share a table"):
         ChunkCache(
-            HostTier(PAGE, [PAGE], POLICIES["lru"]), ARENA.bytes_at, GROUPS[:1], [Behind(made.queues[0])]
+            HostTier(PAGE, [PAGE], EVICTION_POLICIES["lru"]),
+            ARENA.bytes_at,
+            GROUPS[:1],
+            [Behind(made.queues[0])],
         )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.cache.tier_queue import STUCK_SECONDS, Read, TierQueue, Wrote
 from kvferry.tiers.files.direct_io import whole_pages
-from kvferry.tiers.outcome import Get, Put
+from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from support.chunk_files import key
 from support.clock import Clock
 from support.slow_tiers import FakeTier, answer, queue_by_hand
@@ -27,11 +27,11 @@ class Gate(FakeTier):
 
     def get(self, *_):
         self.opened.wait(10)
-        return Get.ABSENT
+        return GetOutcome.ABSENT
 
     def put(self, *_):
         self.opened.wait(10)
-        return Put.BUSY
+        return PutOutcome.BUSY
 
 
 def heard(queue, count):
@@ -49,12 +49,12 @@ def test_chunks_go_to_files_and_come_back(tmp_path):
     stored = [body(number) for number in range(6)]
     for number, one in enumerate(stored):
         queue.write(key(number), GROUP, one)
-    assert {done.what for done in heard(queue, 6)} == {Put.STORED}
+    assert {done.what for done in heard(queue, 6)} == {PutOutcome.STORED}
     assert queue.known([key(number) for number in range(7)]).tolist() == [True] * 6 + [False]
     into = [whole_pages(len(one)) for one in stored]
     for number, one in enumerate(into):
         queue.read(key(number), GROUP, one)
-    assert {done.what for done in heard(queue, 6)} == {Get.HIT}
+    assert {done.what for done in heard(queue, 6)} == {GetOutcome.HIT}
     for one, other in zip(stored, into, strict=True):
         assert sections(GROUP, one) == sections(GROUP, other)
     assert queue.reading == queue.writing == 0
@@ -68,7 +68,7 @@ def test_a_damaged_file_is_a_miss_and_known_no_more(tmp_path):
     path = file_of(tmp_path, 1)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     queue.read(KEY, GROUP, whole_pages(len(body(1))))
-    assert heard(queue, 1) == [Read(KEY, Get.CORRUPT)]
+    assert heard(queue, 1) == [Read(KEY, GetOutcome.CORRUPT)]
     assert not queue.known([KEY])[0]
     queue.close(5)
 
@@ -79,7 +79,7 @@ def test_what_a_tier_raises_is_an_io_error(caplog):
     queue.write(KEY, GROUP, memoryview(bytearray(1)))
     answer(queue, "read", KEY, RuntimeError)
     answer(queue, "write", KEY, RuntimeError)
-    assert queue.done() == [Read(KEY, Get.IO_ERROR), Wrote(KEY, Put.IO_ERROR)]
+    assert queue.done() == [Read(KEY, GetOutcome.IO_ERROR), Wrote(KEY, PutOutcome.IO_ERROR)]
     assert [record.getMessage() for record in caplog.records] == [
         f"file tier: {what} of {KEY.hex()}" for what in ("fetch", "store")
     ]
@@ -102,7 +102,7 @@ def test_a_tier_of_which_nothing_ends_is_stuck_until_something_does():
     assert queue.stuck_for_reading
     assert not queue.known([KEY])[0]
     assert queue.can_write, "writing may go on where reading hangs"
-    answer(queue, "read", key(2), Get.ABSENT)
+    answer(queue, "read", key(2), GetOutcome.ABSENT)
     assert not queue.stuck_for_reading
     clock.now += STUCK_SECONDS + 1
     assert queue.stuck_for_reading, "the other is still under way"
@@ -113,7 +113,7 @@ def test_a_tier_that_is_only_slow_is_not_stuck():
     for number in range(2, 6):
         clock.now += STUCK_SECONDS - 1
         assert not queue.stuck_for_reading
-        answer(queue, "read", key(number), Get.ABSENT)
+        answer(queue, "read", key(number), GetOutcome.ABSENT)
         queue.done()
 
 
@@ -133,9 +133,9 @@ def test_a_tier_that_was_long_idle_is_not_stuck_with_its_next_operation():
 @pytest.mark.parametrize("listen", [False, True])
 def test_an_engine_that_sleeps_while_operations_end_finds_a_tier_that_is_not_stuck(listen):
     queue, clock = reading(key(2), key(3))
-    answer(queue, "read", key(2), Get.ABSENT)
+    answer(queue, "read", key(2), GetOutcome.ABSENT)
     clock.now += STUCK_SECONDS - 1
-    answer(queue, "read", key(3), Get.ABSENT)
+    answer(queue, "read", key(3), GetOutcome.ABSENT)
     clock.now += 1000
     if listen:
         queue.done()
@@ -151,7 +151,7 @@ def test_there_is_room_for_four_stores_a_thread():
         assert queue.can_write
         queue.write(key(number), GROUP, memoryview(b"1"))
     assert not queue.can_write
-    answer(queue, "write", key(2), Put.STORED)
+    answer(queue, "write", key(2), PutOutcome.STORED)
     assert not queue.can_write, "it is heard of with done()"
     queue.done()
     assert queue.can_write
@@ -167,7 +167,7 @@ def test_closing_waits_no_longer_than_it_may_for_a_thread_that_hangs(caplog):
     assert not tier.closed, "an operation is under way"
     assert "gate tier: a read or write has not ended 0.2 s after the engine began to stop" in caplog.text
     tier.opened.set()
-    assert heard(queue, 1) == [Read(KEY, Get.ABSENT)]
+    assert heard(queue, 1) == [Read(KEY, GetOutcome.ABSENT)]
 
 
 def test_closing_writes_what_was_given_and_closes_the_tier():

@@ -24,7 +24,7 @@ from kvferry.geometry.store import LayerStore
 from kvferry.observe.events import StoreBegan, StoreEnded
 from kvferry.observe.watch import Watch
 from kvferry.planning.select import Span, first_seen
-from kvferry.tiers.eviction import POLICIES
+from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.tier import HostTier
 from support.block_pool import BlockPool, request
 from support.models import attention, model, state
@@ -66,7 +66,7 @@ class Engine:
         self.groups, self.canonical = shape
         self.pool = BlockPool(blocks)
         self.host = HostTier(
-            pages * PAGE, [one.chunk_bytes for one in self.canonical.groups], POLICIES["lru"]
+            pages * PAGE, [one.chunk_bytes for one in self.canonical.groups], EVICTION_POLICIES["lru"]
         )
         self.cache = ChunkCache(self.host, lambda _, size: memoryview(bytearray(size)), self.canonical.groups)
         self.prompts = Prompts(self.canonical, Adapters())

@@ -22,11 +22,11 @@ from kvferry.geometry.canonical.length import WINDOW_ALIGNMENT_TOKENS
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.observe.events import Lack, Miss, Moved
 from kvferry.planning.select import Span
-from kvferry.tiers.eviction import POLICIES
-from kvferry.tiers.files.usage import Around
+from kvferry.tiers.eviction import EVICTION_POLICIES
+from kvferry.tiers.files.usage import StoreUsage
 from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.names import TIERS
-from kvferry.tiers.outcome import Get
+from kvferry.tiers.outcome import GetOutcome
 from support.block_pool import request
 from support.clock import Clock
 from support.models import attention, model
@@ -50,7 +50,7 @@ class Engine:
         self.keys = [named.key(0, number) for number in range(3)] + [named.tail(0, PROMPT)]
         tiers = fake_tiers(*([(self.keys[number], bytes(SIZE)) for number in numbers] for numbers in kept))
         self.queues = [queue_by_hand(tier, self.clock) for tier in tiers]
-        self.host = HostTier(chunks * SIZE, [SIZE], POLICIES["lru"], table_of(tiers))
+        self.host = HostTier(chunks * SIZE, [SIZE], EVICTION_POLICIES["lru"], table_of(tiers))
         self.cache = ChunkCache(
             self.host,
             lambda _, size: memoryview(bytearray(size)),
@@ -144,10 +144,10 @@ def test_chunks_go_to_the_ranks_as_they_come():
     engine = Engine([0, 1])
     engine.begin()
     assert numbers(engine.step()) == []
-    engine.answer(1, Get.HIT)
+    engine.answer(1, GetOutcome.HIT)
     first = engine.step()
     assert (numbers(first), ends(first)) == ([[1]], [])
-    engine.answer(0, Get.HIT)
+    engine.answer(0, GetOutcome.HIT)
     second = engine.step()
     assert (numbers(second), ends(second)) == ([[0]], [("a#1", None)])
     assert [part.first for part in first.parts + second.parts] == [True, False]
@@ -159,15 +159,15 @@ def test_chunks_go_to_the_ranks_as_they_come():
 def test_a_load_that_lacks_a_chunk_ends_with_a_failure_and_what_is_left_is_offered_then():
     engine = Engine([0, 1, 2])
     load = engine.begin()
-    engine.answer(0, Get.HIT)
-    engine.answer(2, Get.ABSENT)
+    engine.answer(0, GetOutcome.HIT)
+    engine.answer(2, GetOutcome.ABSENT)
     orders = engine.step()
     assert numbers(orders) == [[0]]
     assert ends(orders) == [("a#1", "a chunk of the file tier: absent")]
     engine.source.ended(load, Report("a chunk of the file tier: absent"))
     assert engine.step().ends == []
     assert engine.bid().tokens == 16, "the tier is not to blame"
-    engine.answer(1, Get.HIT)
+    engine.answer(1, GetOutcome.HIT)
     engine.moved(orders.parts[0])
     engine.step()
     assert engine.holds() == 0
@@ -176,13 +176,13 @@ def test_a_load_that_lacks_a_chunk_ends_with_a_failure_and_what_is_left_is_offer
 def test_a_tier_that_cannot_read_is_not_asked_again_for_this_request():
     engine = Engine([0, 1], [0])
     load = engine.begin()
-    engine.answer(1, Get.IO_ERROR)
+    engine.answer(1, GetOutcome.IO_ERROR)
     orders = engine.step()
     assert ends(orders) == [("a#1", "a chunk of the file tier: I/O error")]
     engine.source.ended(load, Report("I/O error"))
-    engine.answer(0, Get.ABSENT)
+    engine.answer(0, GetOutcome.ABSENT)
     engine.step()
-    engine.answer(0, Get.HIT, tier=1)
+    engine.answer(0, GetOutcome.HIT, tier=1)
     engine.step()
     for tier, number in ((engine.queues[0].tier, 1), (engine.queues[1].tier, 1)):
         tier.kept[engine.keys[number]] = bytes(SIZE)
@@ -203,7 +203,7 @@ def test_a_load_past_its_deadline_is_ended_once_and_the_tier_that_it_waits_for_n
     assert ends(engine.step()) == [("a#1", "its deadline passed")]
     assert ends(engine.step()) == []
     assert engine.bid().tokens == 8
-    engine.answer(1, Get.HIT)
+    engine.answer(1, GetOutcome.HIT)
     assert not engine.step(), "it comes, and nobody is given it"
     assert engine.bid().tokens == 16, "it is in host memory now"
     engine.moved(part)
@@ -213,8 +213,8 @@ def test_a_load_past_its_deadline_is_ended_once_and_the_tier_that_it_waits_for_n
 def test_a_load_that_is_late_only_since_ranks_are_slow_strikes_no_tier():
     engine = Engine([0, 1])
     load = engine.begin()
-    engine.answer(0, Get.HIT)
-    engine.answer(1, Get.HIT)
+    engine.answer(0, GetOutcome.HIT)
+    engine.answer(1, GetOutcome.HIT)
     (part,) = engine.step().parts
     engine.source.ended(load, LATE)
     engine.cache.clear()
@@ -236,7 +236,7 @@ def test_a_load_that_is_dropped_is_ended_and_lets_go_of_what_ranks_have_not_been
     assert ends(orders) == [("a#1", "nobody waits for it any more")]
     engine.source.dropped(load)
     assert ends(engine.step()) == []
-    engine.answer(1, Get.HIT)
+    engine.answer(1, GetOutcome.HIT)
     engine.step()
     assert engine.holds() == 0
     assert not engine.source.busy
@@ -250,7 +250,7 @@ def test_dropped_between_two_parts_what_ranks_have_is_theirs_until_they_say_so()
     engine.source.dropped(load)
     assert ends(engine.step()) == [("a#1", "nobody waits for it any more")]
     assert engine.holds() == 2, "a part, and a read"
-    engine.answer(1, Get.HIT)
+    engine.answer(1, GetOutcome.HIT)
     engine.step()
     engine.moved(part)
     assert engine.holds() == 0
@@ -292,7 +292,7 @@ def test_only_so_many_loads_are_under_way_at_once(monkeypatch):
     engine.begin()
     assert engine.bid() is None
     assert engine.source.lack(engine.one, 0).miss is Miss.BUSY
-    engine.answer(0, Get.HIT)
+    engine.answer(0, GetOutcome.HIT)
     engine.step()
     assert engine.bid().tokens == 8
 
@@ -353,7 +353,7 @@ def test_an_end_of_which_the_beginning_is_gone_is_fetched_alone():
     begun = engine.step()
     assert [(begin.attempt, begin.loads) for begin in begun.begins] == [("a#1", 2)]
     for number in (1, 2):
-        engine.answer(number, Get.HIT)
+        engine.answer(number, GetOutcome.HIT)
     (part,) = engine.step().parts
     assert [piece.number for piece in part.pieces] == [1, 2]
     assert part.span == span
@@ -434,7 +434,7 @@ def test_a_prompt_of_less_than_a_chunk_is_said_to_be_short():
 
 def test_where_there_is_nothing_but_of_a_stranger_it_is_said_to_be_in_another_namespace():
     engine = Engine([])
-    engine.queues[0].around = Around(stranger="ab")
+    engine.queues[0].around = StoreUsage(stranger="ab")
     assert lack(engine).miss is Miss.OTHER_NAMESPACE
 
 
@@ -444,7 +444,11 @@ def test_requests_that_cannot_be_named_are_declined_with_a_reason():
 
 @pytest.mark.parametrize(
     ("came", "miss"),
-    [(Get.ABSENT, Miss.EVICTED), (Get.CORRUPT, Miss.CHECKSUM), (Get.IO_ERROR, Miss.FAILED)],
+    [
+        (GetOutcome.ABSENT, Miss.EVICTED),
+        (GetOutcome.CORRUPT, Miss.CHECKSUM),
+        (GetOutcome.IO_ERROR, Miss.FAILED),
+    ],
 )
 def test_what_was_the_matter_with_a_chunk_is_what_the_load_failed_for(came, miss):
     engine = Engine([0, 1])

@@ -13,10 +13,10 @@ from kvferry.geometry.canonical import canonical_of
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.observe.events import TierTold
 from kvferry.observe.watch import Watch
-from kvferry.tiers.eviction import POLICIES
-from kvferry.tiers.files.usage import Around
+from kvferry.tiers.eviction import EVICTION_POLICIES
+from kvferry.tiers.files.usage import StoreUsage
 from kvferry.tiers.host.tier import HostTier
-from kvferry.tiers.outcome import Get, Put
+from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from support.clock import Clock
 from support.models import attention, model
 from support.slow_tiers import answer, fake_tiers, queue_by_hand
@@ -32,7 +32,7 @@ class Tiers:
         (tier,) = fake_tiers([(KEPT, bytes(SIZE))])
         self.queue = queue_by_hand(tier, self.clock)
         self.cache = ChunkCache(
-            HostTier(chunks * SIZE, [SIZE], POLICIES["lru"], tier.tags.table),
+            HostTier(chunks * SIZE, [SIZE], EVICTION_POLICIES["lru"], tier.tags.table),
             lambda _, size: memoryview(bytearray(size)),
             CANONICAL.groups,
             [Behind(self.queue)],
@@ -58,8 +58,8 @@ def test_stores_are_told_of_host_memory_first_and_of_the_tier_behind_when_it_has
     told = tiers.told()
     assert (told["host"].stored, told["host"].stored_bytes, told["host"].used) == (1, SIZE, SIZE)
     assert (told["file"].stored, told["file"].owed, told["file"].store_seconds) == (0, 1, ())
-    answer(tiers.queue, "write", FIRST, Put.STORED)
-    tiers.queue.around = Around(used=5, capacity=9)
+    answer(tiers.queue, "write", FIRST, PutOutcome.STORED)
+    tiers.queue.around = StoreUsage(used=5, capacity=9)
     told = tiers.told()
     assert (told["host"].stored, told["file"].owed, len(told["file"].store_seconds)) == (0, 0, 1)
     assert (told["file"].used, told["file"].capacity) == (5, 9)
@@ -70,11 +70,11 @@ def test_fetches_and_what_was_wrong_with_one_are_told_once():
     tiers = Tiers()
     tiers.told()
     tiers.cache.reading.fetch([Want(0, 0, KEPT, 8)])
-    answer(tiers.queue, "read", KEPT, Get.CORRUPT)
+    answer(tiers.queue, "read", KEPT, GetOutcome.CORRUPT)
     assert tiers.told()["file"].missed == (("corrupt", 1),)
     tiers.queue.tier.tags.add(KEPT)
     tiers.cache.reading.fetch([Want(0, 0, KEPT, 8)])
-    answer(tiers.queue, "read", KEPT, Get.HIT)
+    answer(tiers.queue, "read", KEPT, GetOutcome.HIT)
     told = tiers.told()["file"]
     assert (told.fetched, told.missed, len(told.fetch_seconds)) == (1, (), 1)
 

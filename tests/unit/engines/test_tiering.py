@@ -10,7 +10,7 @@ from kvferry.engines.vllm.tier_config import FileSettings
 from kvferry.engines.vllm.tiering import _canonical, _default_directory, _open
 from kvferry.errors import ConfigError
 from kvferry.geometry import Group, GroupKind, Layer, RankGeometry, Region, opaque_page
-from kvferry.tiers.index.key_table import TagTable
+from kvferry.tiers.index.key_table import KeyTable
 
 
 def test_the_default_directory_is_made_for_the_user_alone(tmp_path, monkeypatch):
@@ -29,7 +29,7 @@ def test_a_default_directory_that_cannot_be_made_costs_the_tier_not_the_engine(m
 def test_a_directory_under_a_second_name_is_not_opened_again(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(ConfigError) as caught:
-        _open(FileSettings(str(tmp_path / "link")), None, TagTable(), ["/tmp", str(tmp_path)])
+        _open(FileSettings(str(tmp_path / "link")), None, KeyTable(), ["/tmp", str(tmp_path)])
     assert str(caught.value) == (
         f"file tier: {tmp_path}/link and {tmp_path}, which is a tier already, are one directory; "
         "name another, or leave out one of the two"

@@ -20,7 +20,7 @@ from faults.campaign import KINDS
 from faults.storage import dropped_since
 from faults.values import Fault, Trial, judged
 from fuzz.rigs import new_keys
-from kvferry.tiers.outcome import Put
+from kvferry.tiers.outcome import PutOutcome
 from kvferry.transport.control_server import ControlServer, ProducerCard
 from transport.cards import cards, facts
 
@@ -191,7 +191,10 @@ def test_a_control_channel_closes_connections_of_strangers_who_say_garbage(tmp_p
 
 
 def test_stores_count_as_dropped_if_they_are_not_there_now():
-    before = {Put.STORED: 3, Put.IO_ERROR: 1}
-    kept = {Put.STORED: 5, Put.PRESENT: 2, Put.IO_ERROR: 1}
+    before = {PutOutcome.STORED: 3, PutOutcome.IO_ERROR: 1}
+    kept = {PutOutcome.STORED: 5, PutOutcome.PRESENT: 2, PutOutcome.IO_ERROR: 1}
     assert dropped_since(before, kept) == {}
-    assert dropped_since(before, {**kept, Put.IO_ERROR: 3, Put.FULL: 1}) == {Put.IO_ERROR: 2, Put.FULL: 1}
+    assert dropped_since(before, {**kept, PutOutcome.IO_ERROR: 3, PutOutcome.FULL: 1}) == {
+        PutOutcome.IO_ERROR: 2,
+        PutOutcome.FULL: 1,
+    }

@@ -6,7 +6,7 @@ from itertools import count
 import pytest
 
 from benchmarks.object_server import BUCKET
-from kvferry.tiers.objects.client import Bucket
+from kvferry.tiers.objects.client import BucketClient
 from support.object_server import Server, s3
 from support.stores import Clock, open_store
 
@@ -47,4 +47,4 @@ def place(request, tmp_path, s3_url):
 def bucket(place):
     """The client of that place."""
     url, server = place
-    return Bucket(url, server.options if server else {}, 4.0)
+    return BucketClient(url, server.options if server else {}, 4.0)

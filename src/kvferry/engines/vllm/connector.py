@@ -31,7 +31,7 @@ from kvferry.engines.vllm.stats import FerryMetrics, FerryStats
 from kvferry.engines.vllm.worker import WorkerHalf
 from kvferry.errors import ConfigError
 from kvferry.private_file import check_umask
-from kvferry.tiers.names import kind_of
+from kvferry.tiers.names import tier_kind
 
 
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
@@ -118,7 +118,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             return {}
         found = Counter[CacheHitSource]()
         for place, tokens in self.scheduler_half.admission.origins(request.request_id).items():
-            found[HITS[kind_of(place)]] += tokens
+            found[HITS[tier_kind(place)]] += tokens
         return found
 
     def has_pending_push_work(self) -> bool:

@@ -8,10 +8,10 @@ from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.prompt_chunks import PromptChunks
 from kvferry.observe.events import Lack, Miss
 from kvferry.planning.coverage import Coverage
-from kvferry.tiers.host.counters import Miss as HostMiss
+from kvferry.tiers.host.counters import HostMissReason
 from kvferry.tiers.names import TIERS
 
-_REMEMBERED = {HostMiss.EVICTED: Miss.EVICTED, HostMiss.FILLING: Miss.STORING}
+_REMEMBERED = {HostMissReason.EVICTED: Miss.EVICTED, HostMissReason.FILLING: Miss.STORING}
 
 
 def lack_of(chunks: PromptChunks, found: Coverage, labels: Sequence[str], cache: ChunkCache) -> Lack:

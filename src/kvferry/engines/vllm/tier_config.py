@@ -11,7 +11,7 @@ import msgspec
 
 from kvferry.engines.vllm.choices import check_text, unusable
 from kvferry.errors import ConfigError
-from kvferry.tiers.index.key_table import MOST_PLACES
+from kvferry.tiers.index.key_table import MAX_TIERS
 from kvferry.tiers.names import FILE, HOST, OBJECT
 from kvferry.tiers.sizes import parse_size
 
@@ -139,9 +139,9 @@ def _checked(tiers: Sequence[TierSettings]) -> Tiers:
         raise ConfigError("tiers names host memory twice; give it once, with the capacity of both")
     if hosts and tiers[0] is not hosts[0]:
         raise ConfigError("tiers: host memory comes first, since every chunk passes it")
-    if len(slow) >= MOST_PLACES:
+    if len(slow) >= MAX_TIERS:
         raise ConfigError(
-            f"tiers names {len(slow)} tiers behind host memory; leave out some, it may name {MOST_PLACES - 1}"
+            f"tiers names {len(slow)} tiers behind host memory; leave out some, it may name {MAX_TIERS - 1}"
         )
     for number, one in enumerate(tiers):
         check_weight(f"tiers[{number}]: load_weight", one.load_weight)

@@ -39,14 +39,18 @@ from kvferry.planning.coverage import NOWHERE, Coverage
 from kvferry.planning.select import first_seen
 from kvferry.tiers.host.tier import Slot
 from kvferry.tiers.names import HOST, TIERS
-from kvferry.tiers.outcome import Get
+from kvferry.tiers.outcome import GetOutcome
 
 logger = logging.getLogger(__name__)
 
 COPIED = "copied"
 """Name of the way that chunks travel, beside the strategies of loads from peers."""
 
-_MISSES = {Get.ABSENT: Miss.EVICTED, Get.CORRUPT: Miss.CHECKSUM, Get.OTHER_SHAPE: Miss.CHECKSUM}
+_MISSES = {
+    GetOutcome.ABSENT: Miss.EVICTED,
+    GetOutcome.CORRUPT: Miss.CHECKSUM,
+    GetOutcome.OTHER_SHAPE: Miss.CHECKSUM,
+}
 MOST_LOADS = 32
 """Most loads at once. Beyond them prompts are computed, because they would wait for the loads before them."""
 

@@ -13,7 +13,7 @@ from kvferry.engines.vllm.store_orders import StoreOrders
 from kvferry.engines.vllm.tier_source import TierSource
 from kvferry.observe.events import TierTold
 from kvferry.observe.watch import Watch, harmless
-from kvferry.tiers.host.counters import Drop
+from kvferry.tiers.host.counters import HostDropReason
 from kvferry.tiers.names import HOST
 
 
@@ -104,7 +104,7 @@ class TierTeller:
 
     def _of_host(self) -> _Totals:
         did = self.cache.host.counters
-        dropped = {str(why): n for why, n in did.dropped.items() if why is not Drop.PRESENT}
+        dropped = {str(why): n for why, n in did.dropped.items() if why is not HostDropReason.PRESENT}
         return _Totals(
             self.cache.counts.fetched[HOST],
             did.stored,

@@ -43,17 +43,17 @@ from kvferry.geometry.canonical.length import (
 )
 from kvferry.keys.namespace import Namespace
 from kvferry.observe.watch import Watch
-from kvferry.tiers.eviction import POLICIES
-from kvferry.tiers.files.opening import cannot
-from kvferry.tiers.files.tier import FileStore
+from kvferry.tiers.eviction import EVICTION_POLICIES
+from kvferry.tiers.files.opening import unusable_directory
+from kvferry.tiers.files.tier import FileTier
 from kvferry.tiers.host.arena import Arena, available_bytes
 from kvferry.tiers.host.tier import HostTier
-from kvferry.tiers.index.key_table import TagTable
-from kvferry.tiers.names import HOST, numbered
-from kvferry.tiers.objects.tier import ObjectStore
-from kvferry.tiers.paths import twin_of, user_directory
+from kvferry.tiers.index.key_table import KeyTable
+from kvferry.tiers.names import HOST, tier_name
+from kvferry.tiers.objects.tier import ObjectTier
+from kvferry.tiers.paths import default_directory, find_same_directory
 from kvferry.tiers.sizes import parse_size
-from kvferry.tiers.storage_tier import SlowTier
+from kvferry.tiers.storage_tier import StorageTier
 from kvferry.transport.messages import Fact
 
 logger = logging.getLogger(__name__)
@@ -110,8 +110,8 @@ class Tiering:
         host = HostTier(
             self._arena.region.length,
             [group.chunk_bytes for group in canonical.groups],
-            POLICIES[tiers.host.policy],
-            table := TagTable(),
+            EVICTION_POLICIES[tiers.host.policy],
+            table := KeyTable(),
         )
         opened = _open_all(tiers.slow, lambda: namespace_of(vllm_config, agree, canonical), table)
         behind = [one for one, _ in opened]
@@ -265,7 +265,7 @@ def _host_bytes(tiers: Tiers) -> int:
 
 
 def _open_all(
-    tiers: Iterable[SlowSettings], named: Callable[[], Namespace], table: TagTable
+    tiers: Iterable[SlowSettings], named: Callable[[], Namespace], table: KeyTable
 ) -> list[tuple[Behind, float]]:
     """The slow tiers that can be used, with their weights; of others it is said why."""
     found: list[tuple[Behind, float]] = []
@@ -276,26 +276,28 @@ def _open_all(
             namespace = namespace or named()
             tier = _open(settings, namespace, table, directories)
             alike = sum(one.queue.tier.name == tier.name for one, _ in found)
-            behind = Behind(TierQueue(tier, name=numbered(tier.name, alike)), settings.write == "back")
+            behind = Behind(TierQueue(tier, name=tier_name(tier.name, alike)), settings.write == "back")
             found.append((behind, settings.load_weight))
         except (ConfigError, Unnameable) as error:
             logger.error("%s; this engine serves on without that tier", error)  # noqa: TRY400 - said in full
     return found
 
 
-def _open(settings: SlowSettings, namespace: Namespace, table: TagTable, directories: list[str]) -> SlowTier:
+def _open(
+    settings: SlowSettings, namespace: Namespace, table: KeyTable, directories: list[str]
+) -> StorageTier:
     """A slow tier; a directory that is taken is added to `directories`."""
     if isinstance(settings, FileSettings):
         capacity = None if settings.capacity is None else parse_size(settings.capacity)
         path = settings.path or _default_directory()
-        if twin := twin_of(path, directories):
+        if twin := find_same_directory(path, directories):
             raise ConfigError(
                 f"file tier: {path} and {twin}, which is a tier already, are one directory; name another, or "
                 "leave out one of the two"
             )
         directories.append(path)
-        return FileStore(path, namespace, capacity=capacity, durable=settings.durable, table=table)
-    return ObjectStore(
+        return FileTier(path, namespace, capacity=capacity, durable=settings.durable, table=table)
+    return ObjectTier(
         settings.url, namespace, settings.options, timeout_seconds=settings.timeout_seconds, table=table
     )
 
@@ -306,9 +308,9 @@ def _default_directory() -> str:
     Raises:
         ConfigError: it cannot be made.
     """
-    path = user_directory()
+    path = default_directory()
     try:
         Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise cannot(path, error) from error
+        raise unusable_directory(path, error) from error
     return path

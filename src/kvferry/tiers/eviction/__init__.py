@@ -4,11 +4,13 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from kvferry.tiers.eviction.arc import ARC
-from kvferry.tiers.eviction.base import Policy
+from kvferry.tiers.eviction.base import EvictionPolicy
 from kvferry.tiers.eviction.lru import LRU
 from kvferry.tiers.eviction.s3fifo import S3FIFO
 
-__all__ = ["POLICIES", "Policy"]
+__all__ = ["EVICTION_POLICIES", "EvictionPolicy"]
 
-POLICIES: Mapping[str, Callable[[int], Policy]] = MappingProxyType({"arc": ARC, "lru": LRU, "s3fifo": S3FIFO})
+EVICTION_POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = MappingProxyType(
+    {"arc": ARC, "lru": LRU, "s3fifo": S3FIFO}
+)
 """By the name that a configuration uses; each is made with the capacity in bytes."""

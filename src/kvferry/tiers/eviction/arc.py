@@ -15,11 +15,11 @@ Simplified against the paper:
 
 from __future__ import annotations
 
-from kvferry.tiers.eviction.base import Policy
+from kvferry.tiers.eviction.base import EvictionPolicy
 from kvferry.tiers.eviction.queue import ByteQueue
 
 
-class ARC(Policy):
+class ARC(EvictionPolicy):
     """A scan passes through `recent` and leaves `frequent` alone."""
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -29,14 +29,14 @@ class ARC(Policy):
         super().__init__(capacity_bytes, homes, ghosts)
 
     def touch(self, key: bytes) -> None:
-        """As of `Policy`."""
+        """As of `EvictionPolicy`."""
         if key in self._recent:
             self._recent.move(key, self._frequent)
         else:
             self._frequent.renew(key)
 
     def evict(self) -> bytes | None:
-        """As of `Policy`: REPLACE of the paper."""
+        """As of `EvictionPolicy`: REPLACE of the paper."""
         if self._recent.loose and (self._recent.total > self._target or not self._frequent.loose):
             queue, ghosts = self._recent, self._recent_ghosts
         elif self._frequent.loose:
@@ -49,7 +49,7 @@ class ARC(Policy):
         return key
 
     def check_integrity(self) -> None:
-        """As of `Policy`."""
+        """As of `EvictionPolicy`."""
         super().check_integrity()
         recent = self._recent.total + self._recent_ghosts.total
         everything = recent + self._frequent.total + self._frequent_ghosts.total

@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from kvferry.tiers.eviction.queue import ByteQueue, check_disjoint
 
 
-class Policy(ABC):
+class EvictionPolicy(ABC):
     """One ranking of keys; see the module for what all of them promise.
 
     Every admitted key is in one of a policy's *homes*, queues from which `evict` takes; other queues are of

@@ -17,7 +17,7 @@ Simplified against the paper:
 
 from __future__ import annotations
 
-from kvferry.tiers.eviction.base import Policy
+from kvferry.tiers.eviction.base import EvictionPolicy
 from kvferry.tiers.eviction.queue import ByteQueue
 
 _SMALL_SHARE = 10
@@ -25,7 +25,7 @@ _SMALL_SHARE = 10
 _MOST_USES, _PROMOTED_FROM = 3, 2
 
 
-class S3FIFO(Policy):
+class S3FIFO(EvictionPolicy):
     """A scan passes through the small queue and leaves main alone."""
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -35,16 +35,16 @@ class S3FIFO(Policy):
         super().__init__(capacity_bytes, [self._small, self._main], [self._ghosts])
 
     def touch(self, key: bytes) -> None:
-        """As of `Policy`."""
+        """As of `EvictionPolicy`."""
         self._uses[key] = min(self._uses[key] + 1, _MOST_USES)
 
     def remove(self, key: bytes) -> None:
-        """As of `Policy`."""
+        """As of `EvictionPolicy`."""
         super().remove(key)
         del self._uses[key]
 
     def evict(self) -> bytes | None:
-        """As of `Policy`; on average over calls it passes over as many keys as were touched."""
+        """As of `EvictionPolicy`; on average over calls it passes over as many keys as were touched."""
         while self._small.loose or self._main.loose:
             small = self._small.total >= self._small_bytes or not self._main.loose
             key = self._evict_small() if small and self._small.loose else self._evict_main()
@@ -53,7 +53,7 @@ class S3FIFO(Policy):
         return None
 
     def check_integrity(self) -> None:
-        """As of `Policy`."""
+        """As of `EvictionPolicy`."""
         super().check_integrity()
         if self._ghosts.total > self.capacity_bytes - self._small_bytes:
             raise AssertionError(f"ghosts stand for {self._ghosts.total} bytes of {self.capacity_bytes}")

@@ -8,23 +8,23 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from kvferry.errors import ConfigError
-from kvferry.tiers.admin import Cache, Collected, Opened, Space
+from kvferry.tiers.admin import CacheAdmin, CollectResult, SpaceUsage, StoredFile
 from kvferry.tiers.files import chunk_io
-from kvferry.tiers.files.ledger import Account, Ledger, read_ledger
-from kvferry.tiers.files.lock_handoff import Busy
-from kvferry.tiers.files.opening import cannot, check_directory, read_marker
-from kvferry.tiers.files.quarantine import set_aside
-from kvferry.tiers.files.regular_file import open_plain
-from kvferry.tiers.files.space import Room
+from kvferry.tiers.files.ledger import HeldLedger, Ledger, read_ledger
+from kvferry.tiers.files.lock_handoff import LockTimeout
+from kvferry.tiers.files.opening import check_directory, read_marker, unusable_directory
+from kvferry.tiers.files.quarantine import quarantine_file
+from kvferry.tiers.files.regular_file import open_regular
+from kvferry.tiers.files.space import DirectorySpace
 from kvferry.tiers.format.checksum import Buffer
-from kvferry.tiers.outcome import Tally
-from kvferry.tiers.paths import MARKER, Entry, Kind, folders, walk
+from kvferry.tiers.outcome import OutcomeCounter
+from kvferry.tiers.paths import MARKER, CacheEntry, EntryKind, folders, walk
 
 # Engines may be counting a large directory.
 _PATIENCE_SECONDS = 60.0
 
 
-class Directory(Cache):
+class DirectoryAdmin(CacheAdmin):
     """A directory of the file tier.
 
     Args:
@@ -45,32 +45,32 @@ class Directory(Cache):
                 f"{self.where} is no cache of kvferry: it has no {MARKER}; name the directory that has it"
             )
 
-    def entries(self) -> Iterator[Entry]:
-        """All files of the tier; see `Cache.entries`."""
+    def entries(self) -> Iterator[CacheEntry]:
+        """All files of the tier; see `CacheAdmin.entries`."""
         with _told(self.where):
             yield from walk(self.where)
 
     @contextmanager
-    def opened(self, entry: Entry) -> Iterator[Opened]:
-        """Open a file for reading; see `Cache.opened`."""
-        fd = open_plain(entry.path, os.O_RDONLY)
+    def opened(self, entry: CacheEntry) -> Iterator[StoredFile]:
+        """Open a file for reading; see `CacheAdmin.opened`."""
+        fd = open_regular(entry.path, os.O_RDONLY)
         try:
-            yield _File(self.where, entry.path, fd, os.fstat(fd).st_size)
+            yield _OpenFile(self.where, entry.path, fd, os.fstat(fd).st_size)
         finally:
             os.close(fd)
 
-    def space(self) -> Space:
+    def space(self) -> SpaceUsage:
         """What the directory may hold, as its ledger and its disk say."""
         capacity, charged = read_ledger(self.where) or (None, None)
         with _told(self.where):
             disk = os.statvfs(self.where)
-        return Space(capacity, charged, disk.f_bavail * disk.f_frsize)
+        return SpaceUsage(capacity, charged, disk.f_bavail * disk.f_frsize)
 
-    def collect(self, capacity: int | None = None) -> Collected:
+    def collect(self, capacity: int | None = None) -> CollectResult:
         """Sweep what dead writers left, count anew, and evict what was used longest ago."""
-        tally = Tally()
+        tally = OutcomeCounter()
         ledger = Ledger(self.where, _PATIENCE_SECONDS)
-        room = Room(self.where, ledger, tally, lambda _: None)
+        room = DirectorySpace(self.where, ledger, tally, lambda _: None)
         with _held(self.where, ledger) as account:
             goal = account.capacity if capacity is None else capacity
             if not goal and capacity is None:
@@ -80,7 +80,7 @@ class Directory(Cache):
             room.settle(account)
             room.make_room(account, account.capacity - goal)
             done = tally.stats()
-            return Collected(done.swept, done.evicted, done.evicted_bytes, account.used, goal)
+            return CollectResult(done.swept, done.evicted, done.evicted_bytes, account.used, goal)
 
     def clear(self) -> tuple[int, int]:
         """Remove everything of kvferry's; other files, and folders that hold some, stay."""
@@ -88,7 +88,7 @@ class Directory(Cache):
         marker = f"{self.where}/{MARKER}"
         with _held(self.where, Ledger(self.where, _PATIENCE_SECONDS)) as account:
             # The lock and the marker last: who is interrupted here can clear again.
-            last = {Kind.LEDGER: 2, Kind.NOTE: 1}
+            last = {EntryKind.LEDGER: 2, EntryKind.NOTE: 1}
             for entry in sorted(
                 walk(self.where), key=lambda one: (last.get(one.kind, 0), one.path == marker)
             ):
@@ -108,7 +108,7 @@ class Directory(Cache):
 
 
 @dataclass(frozen=True, slots=True)
-class _File(Opened):
+class _OpenFile(StoredFile):
     """A file that is open.
 
     Attributes:
@@ -126,16 +126,16 @@ class _File(Opened):
     def read(self, offset: int, size: int) -> Buffer:
         return chunk_io.read(self.fd, offset, size)
 
-    def set_aside(self) -> bool:
-        return set_aside(self.root, Ledger(self.root), os.fstat(self.fd), self.path)
+    def quarantine(self) -> bool:
+        return quarantine_file(self.root, Ledger(self.root), os.fstat(self.fd), self.path)
 
 
 @contextmanager
-def _held(root: str, ledger: Ledger) -> Iterator[Account]:
+def _held(root: str, ledger: Ledger) -> Iterator[HeldLedger]:
     try:
         with _told(root), ledger.held() as account:
             yield account
-    except Busy as error:
+    except LockTimeout as error:
         raise ConfigError(f"{error}; see which process that is, and end it") from error
 
 
@@ -145,4 +145,4 @@ def _told(root: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise cannot(root, error) from error
+        raise unusable_directory(root, error) from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 
 from kvferry.tiers.files.direct_io import read_all, read_more, whole_pages, write_all
-from kvferry.tiers.format.body import PIECE_BYTES, header_of, is_image, pad
+from kvferry.tiers.format.body import PIECE_BYTES, is_chunk, make_header, zero_padding
 from kvferry.tiers.format.chunk import Chunk
 
 STORAGE_PIECE_BYTES = 4 << 20
@@ -17,7 +17,7 @@ MEMORY_BYTES_PER_SECOND = 4e9
 """Bytes come from memory, such as the page cache, if they come faster than this."""
 
 
-def write_image(fd: int, chunk: Chunk, body: memoryview) -> None:
+def write_chunk(fd: int, chunk: Chunk, body: memoryview) -> None:
     """Write a chunk to an empty file.
 
     Args:
@@ -29,13 +29,13 @@ def write_image(fd: int, chunk: Chunk, body: memoryview) -> None:
         ChunkError: the body has another length than the chunk's.
         OSError: it cannot be written; some may have been.
     """
-    pad(chunk, body)
+    zero_padding(chunk, body)
     header = whole_pages(chunk.offsets[0])
-    header[:] = header_of(chunk, body)
+    header[:] = make_header(chunk, body)
     write_all(fd, (header, body))
 
 
-def read_image(fd: int, chunk: Chunk, into: memoryview) -> bool:
+def read_chunk(fd: int, chunk: Chunk, into: memoryview) -> bool:
     """Read a chunk from its file; return whether the file begins with its image.
 
     Args:
@@ -46,12 +46,12 @@ def read_image(fd: int, chunk: Chunk, into: memoryview) -> bool:
     Raises:
         OSError: it cannot be read.
     """
-    reading = _Reading(fd, whole_pages(chunk.offsets[0]), into)
-    good = is_image(chunk, reading.header, into, reading.read_up_to)
+    reading = _ProgressiveRead(fd, whole_pages(chunk.offsets[0]), into)
+    good = is_chunk(chunk, reading.header, into, reading.read_up_to)
     return reading.done == chunk.file_bytes and good
 
 
-class _Reading:
+class _ProgressiveRead:
     """A file that is read as its bytes are needed.
 
     Attributes:

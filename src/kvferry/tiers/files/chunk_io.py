@@ -8,10 +8,10 @@ from functools import partial
 from kvferry.tiers.files.direct_io import set_direct
 from kvferry.tiers.format import decode
 from kvferry.tiers.format.checksum import Buffer
-from kvferry.tiers.format.decode import Header
+from kvferry.tiers.format.decode import ChunkHeader
 
 
-def read_header(fd: int) -> Header:
+def read_header(fd: int) -> ChunkHeader:
     """The header of a file, whose length is what it says.
 
     Raises:
@@ -21,7 +21,7 @@ def read_header(fd: int) -> Header:
     return decode.read_header(partial(read, fd), os.fstat(fd).st_size)
 
 
-def verify_file(fd: int) -> Header:
+def verify_file(fd: int) -> ChunkHeader:
     """Read and check every byte of a file, through the page cache.
 
     Raises:

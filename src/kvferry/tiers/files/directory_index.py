@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable
 from threading import Lock
 
 from kvferry.tiers.files.regular_file import check_folders
-from kvferry.tiers.index.key_table import Tags
-from kvferry.tiers.index.recently_evicted import Gone
-from kvferry.tiers.paths import is_bucket, keys_of
+from kvferry.tiers.index.key_table import TierKeys
+from kvferry.tiers.index.recently_evicted import RecentlyEvicted
+from kvferry.tiers.paths import is_chunk_folder, keys_of
 
 # A change within the granularity of a folder's time does not show: what changed so recently is read again.
 _SETTLED_SECONDS = 2.0
@@ -29,7 +29,7 @@ _REST_SECONDS = 0.001
 _BUCKETS = 256
 
 
-class Index:
+class DirectoryIndex:
     """Keys of one namespace, by the first byte. Any thread may use it.
 
     Attributes:
@@ -47,7 +47,7 @@ class Index:
         self,
         root: str,
         namespace: bytes,
-        tags: Tags,
+        tags: TierKeys,
         clock: Callable[[], float] = time.time,
         rest: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -56,7 +56,7 @@ class Index:
         self._rest = rest
         self._keys: list[set[bytes]] = [set() for _ in range(_BUCKETS)]
         self._tags = tags
-        self.gone = Gone()
+        self.gone = RecentlyEvicted()
         # Of the folders that have settled, when they were changed, in nanoseconds.
         self._read_at: dict[int, int] = {}
         # Of the folder that is being read, what has come and gone since: its names may be from before.
@@ -97,7 +97,7 @@ class Index:
                 found = {
                     int(one.name, 16): one.stat(follow_symlinks=False).st_mtime_ns
                     for one in entries
-                    if is_bucket(one.name) and one.is_dir(follow_symlinks=False)
+                    if is_chunk_folder(one.name) and one.is_dir(follow_symlinks=False)
                 }
         except OSError:
             found = {}

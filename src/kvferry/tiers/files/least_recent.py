@@ -11,11 +11,13 @@ from collections.abc import Iterable
 
 import numpy as np
 
-LISTED = 1 << 15
+MAX_LISTED = 1 << 15
 """So many are listed; then the directory is walked again."""
 
 
-def oldest(files: Iterable[tuple[int, str]], most: int = LISTED) -> tuple[list[tuple[int, str]], bool]:
+def least_recently_used(
+    files: Iterable[tuple[int, str]], most: int = MAX_LISTED
+) -> tuple[list[tuple[int, str]], bool]:
     """The files used longest ago.
 
     >>> oldest([(30, "c"), (10, "a"), (20, "b")], most=2)

@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from kvferry.tiers.files.lock_handoff import Busy, Relay
-from kvferry.tiers.files.regular_file import open_plain, read_plain
+from kvferry.tiers.files.lock_handoff import LockHandoff, LockTimeout
+from kvferry.tiers.files.regular_file import open_regular, read_regular
 from kvferry.tiers.format.checksum import header_digest
-from kvferry.tiers.paths import LEDGER, Kind, walk
+from kvferry.tiers.paths import LEDGER, EntryKind, walk
 
 LEDGER_BYTES = 64
 _MAGIC = b"KVFLEDGR"
@@ -29,7 +29,7 @@ _FIELDS = struct.Struct("<8s II QQ 16x")
 _PAUSE_SECONDS = 0.001
 
 
-class Account:
+class HeldLedger:
     """The ledger while it is held. Changes are written at once.
 
     Attributes:
@@ -68,7 +68,7 @@ class Account:
     def count(self) -> None:
         """Count all files again. Takes a walk of the directory."""
         # The ledger counts as what it is after its first write, which may be this one.
-        others = sum(entry.charged for entry in walk(self._root) if entry.kind is not Kind.LEDGER)
+        others = sum(entry.charged for entry in walk(self._root) if entry.kind is not EntryKind.LEDGER)
         self._set(self.capacity, LEDGER_BYTES + others)
 
     def _set(self, capacity: int, used: int) -> None:
@@ -103,7 +103,7 @@ class Ledger:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.capacity = 0
-        self.after_loss: Callable[[Account], None] = lambda _: None
+        self.after_loss: Callable[[HeldLedger], None] = lambda _: None
         self.after_swap: Callable[[], None] = lambda: None
         self._root = root
         self._path = f"{root}/{LEDGER}"
@@ -111,10 +111,10 @@ class Ledger:
         self._clock = clock
         self._sleep = sleep
         self._known: os.stat_result | None = None
-        self._relay = Relay(self._path, self._get, Account.close, clock, sleep)
+        self._relay = LockHandoff(self._path, self._get, HeldLedger.close, clock, sleep)
 
     @contextmanager
-    def held(self, seconds: float | None = None) -> Iterator[Account]:
+    def held(self, seconds: float | None = None) -> Iterator[HeldLedger]:
         """Hold it: no other process charges, releases, makes or renames a file meanwhile.
 
         Args:
@@ -128,10 +128,10 @@ class Ledger:
         with self._relay.had(self._lock_seconds if seconds is None else seconds) as account:
             yield account
 
-    def _get(self, deadline: float) -> Account:
+    def _get(self, deadline: float) -> HeldLedger:
         fd = self._lock(deadline)
         try:
-            account = Account(fd, self._root, self.capacity)
+            account = HeldLedger(fd, self._root, self.capacity)
             if account.capacity:
                 self.capacity = account.capacity
             elif self.capacity:
@@ -160,7 +160,7 @@ class Ledger:
                 raise
             os.close(fd)
             if (now := self._clock()) >= deadline:
-                raise Busy(f"{self._path} was held by other processes for {now - start:.2g} s")
+                raise LockTimeout(f"{self._path} was held by other processes for {now - start:.2g} s")
             self._sleep(_PAUSE_SECONDS)
 
     def _open(self) -> int:
@@ -171,13 +171,13 @@ class Ledger:
         if known is not None and found.st_ino != known.st_ino:
             self.after_swap()
         self._known = found
-        return open_plain(self._path, os.O_RDWR | os.O_CREAT)
+        return open_regular(self._path, os.O_RDWR | os.O_CREAT)
 
 
 def read_ledger(root: str) -> tuple[int, int] | None:
     """Capacity and bytes used as the ledger has them, without holding it; None if there is none to read."""
     try:
-        return _parse(read_plain(f"{root}/{LEDGER}", LEDGER_BYTES))
+        return _parse(read_regular(f"{root}/{LEDGER}", LEDGER_BYTES))
     except OSError:
         return None
 

@@ -22,12 +22,12 @@ _KEPT_SECONDS = 0.020
 _LEFT_SECONDS = 0.002
 
 
-class Busy(Exception):
+class LockTimeout(Exception):
     """Others had it for too long."""
 
 
 @dataclass
-class _Queue(Generic[T]):
+class _WaitingThreads(Generic[T]):
     """The threads of one process.
 
     Attributes:
@@ -49,14 +49,14 @@ class _Queue(Generic[T]):
     leave: bool = False
 
 
-class Relay(Generic[T]):
+class LockHandoff(Generic[T]):
     """One thing, had by one thread of this process at a time. Any thread may use it.
 
         gone ─get─▶ had ─another waits─▶ kept ─▶ had ─nobody waits, or for long enough─▶ gone
 
     Args:
         name: what it is, for messages.
-        get: gets it, until a time of the clock; raises `Busy` or something else if it cannot.
+        get: gets it, until a time of the clock; raises `LockTimeout` or something else if it cannot.
         give: gives it back.
         clock: monotonic seconds.
         sleep: waits that many seconds.
@@ -75,7 +75,7 @@ class Relay(Generic[T]):
         self._give = give
         self._clock = clock
         self._sleep = sleep
-        self._own = _Queue[T](os.getpid())
+        self._own = _WaitingThreads[T](os.getpid())
 
     @contextmanager
     def had(self, seconds: float) -> Iterator[T]:
@@ -99,25 +99,25 @@ class Relay(Generic[T]):
         finally:
             self._leave(queue, sound=sound)
 
-    def _queue(self) -> _Queue[T]:
+    def _queue(self) -> _WaitingThreads[T]:
         """That of this process; a forked one inherits what threads of its parent did just then."""
         if self._own.pid != os.getpid():
-            inherited, self._own = self._own, _Queue[T](os.getpid())
+            inherited, self._own = self._own, _WaitingThreads[T](os.getpid())
             if inherited.thing is not None:
                 self._give(inherited.thing)
         return self._own
 
-    def _enter(self, queue: _Queue[T], seconds: float) -> None:
+    def _enter(self, queue: _WaitingThreads[T], seconds: float) -> None:
         with queue.changed:
             queue.waiting += 1
             try:
                 if not queue.changed.wait_for(lambda: not queue.busy, seconds):
-                    raise Busy(f"{self._name} was held by this process for {seconds:g} s")
+                    raise LockTimeout(f"{self._name} was held by this process for {seconds:g} s")
                 queue.busy = True
             finally:
                 queue.waiting -= 1
 
-    def _leave(self, queue: _Queue[T], *, sound: bool) -> None:
+    def _leave(self, queue: _WaitingThreads[T], *, sound: bool) -> None:
         with queue.changed:
             long = self._clock() - queue.since > _KEPT_SECONDS
             queue.leave = long and queue.waiting > 0

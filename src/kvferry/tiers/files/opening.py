@@ -11,15 +11,15 @@ from contextlib import suppress
 from kvferry.errors import ConfigError
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.files.direct_io import write_all
-from kvferry.tiers.files.ledger import Account, Ledger
-from kvferry.tiers.files.lock_handoff import Busy
-from kvferry.tiers.files.permissions import exposed
-from kvferry.tiers.files.regular_file import is_plain, make_folder, open_plain, read_plain
-from kvferry.tiers.files.space import Room
+from kvferry.tiers.files.ledger import HeldLedger, Ledger
+from kvferry.tiers.files.lock_handoff import LockTimeout
+from kvferry.tiers.files.permissions import writable_by_others
+from kvferry.tiers.files.regular_file import is_regular, make_folder, open_regular, read_regular
+from kvferry.tiers.files.space import DirectorySpace
 from kvferry.tiers.paths import DIRECTORY_VERSION, MARKER, NAMESPACE_NOTE, QUARANTINE, temporary_path
 
 # Of the free space, what a directory may hold if nobody says.
-DEFAULT_SHARE = 10
+DEFAULT_CAPACITY_DIVISOR = 10
 
 # Others may be counting a large directory.
 _PATIENCE_SECONDS = 60.0
@@ -54,7 +54,7 @@ def read_marker(root: str) -> object | None:
     """
     path = f"{root}/{MARKER}"
     try:
-        found = json.loads(read_plain(path, 4096))
+        found = json.loads(read_regular(path, 4096))
         if found["kvferry"] != _SIGNATURE:
             raise KeyError
         version: object = found["directory"]
@@ -63,11 +63,13 @@ def read_marker(root: str) -> object | None:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"file tier: {path} is not what kvferry writes; name another directory") from error
     except OSError as error:
-        raise cannot(root, error) from error
+        raise unusable_directory(root, error) from error
     return version
 
 
-def take_into_use(root: str, ledger: Ledger, room: Room, namespace: Namespace, capacity: int | None) -> None:
+def open_directory(
+    root: str, ledger: Ledger, room: DirectorySpace, namespace: Namespace, capacity: int | None
+) -> None:
     """Sweep, count, set the capacity and keep it, and write the notes.
 
     Args:
@@ -81,7 +83,7 @@ def take_into_use(root: str, ledger: Ledger, room: Room, namespace: Namespace, c
         ConfigError: the directory cannot be used, or not with that capacity.
     """
     try:
-        if who := exposed(root):
+        if who := writable_by_others(root):
             _log.warning(
                 "file tier %s: %s; a chunk that they write is used like the engine's own: let only this user "
                 "write there (chmod 700), or see that only engines run as them",
@@ -97,24 +99,24 @@ def take_into_use(root: str, ledger: Ledger, room: Room, namespace: Namespace, c
         ledger.after_swap = lambda: _check_again(root)
         # A directory that an operator clears is furnished again by the engines that go on using it.
         ledger.after_loss = lambda account: _furnish_again(root, namespace, account, room)
-    except Busy as error:
+    except LockTimeout as error:
         raise ConfigError(f"file tier: {error}; see which process that is, and end it") from error
     except OSError as error:
-        raise cannot(root, error) from error
+        raise unusable_directory(root, error) from error
 
 
-def cannot(root: str, error: OSError) -> ConfigError:
+def unusable_directory(root: str, error: OSError) -> ConfigError:
     """What to tell about a directory that gives an error."""
     said = error.strerror or str(error)
     where = error.filename or root
     return ConfigError(f"file tier: cannot use {root}: {said} ({where}); see to its owner, mode and mount")
 
 
-def _capacity(root: str, account: Account, asked: int | None) -> int:
+def _capacity(root: str, account: HeldLedger, asked: int | None) -> int:
     space = os.statvfs(root)
     free = space.f_bavail * space.f_frsize
     if asked is None:
-        return account.capacity or (free + account.used) // DEFAULT_SHARE
+        return account.capacity or (free + account.used) // DEFAULT_CAPACITY_DIVISOR
     if asked > free + account.used:
         raise ConfigError(
             f"file tier: {_size(free)} free and {_size(account.used)} of cache under {root}, capacity asks "
@@ -123,7 +125,7 @@ def _capacity(root: str, account: Account, asked: int | None) -> int:
     return asked
 
 
-def _furnish(root: str, namespace: Namespace, account: Account, room: Room) -> None:
+def _furnish(root: str, namespace: Namespace, account: HeldLedger, room: DirectorySpace) -> None:
     """Make what every directory has, where it is missing. The ledger is held."""
     folder = f"{root}/{namespace.digest.hex()}"
     make_folder(root, f"{root}/{QUARANTINE}")
@@ -140,15 +142,15 @@ def _check_again(root: str) -> None:
         raise OSError(errno.ESTALE, str(error)) from error
 
 
-def _furnish_again(root: str, namespace: Namespace, account: Account, room: Room) -> None:
+def _furnish_again(root: str, namespace: Namespace, account: HeldLedger, room: DirectorySpace) -> None:
     # Notes are for people; no store is dropped because one cannot be written.
     with suppress(ConfigError, OSError):
         _furnish(root, namespace, account, room)
 
 
-def _note(path: str, text: str, account: Account, room: Room) -> None:
+def _note(path: str, text: str, account: HeldLedger, room: DirectorySpace) -> None:
     """Write a note that is not there yet. The ledger is held."""
-    if is_plain(path):
+    if is_regular(path):
         return
     data = text.encode("ascii")
     if not room.make_room(account, len(data)):
@@ -161,7 +163,7 @@ def _note(path: str, text: str, account: Account, room: Room) -> None:
     account.charge(len(data))
     fd = -1
     try:
-        fd = open_plain(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        fd = open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         write_all(fd, [data])
         os.rename(temporary, path)
     except OSError:

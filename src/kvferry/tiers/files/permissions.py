@@ -8,7 +8,7 @@ import stat
 _WRITABLE = stat.S_IWGRP | stat.S_IWOTH
 
 
-def exposed(root: str) -> str:
+def writable_by_others(root: str) -> str:
     """Why others could put chunks into a directory; empty if only this user and root can.
 
     Chunks carry checksums and no signature, so whoever can write there, or can replace a folder above,

@@ -6,12 +6,12 @@ import os
 from contextlib import suppress
 
 from kvferry.tiers.files.ledger import Ledger
-from kvferry.tiers.files.lock_handoff import Busy
-from kvferry.tiers.files.regular_file import NotPlain, check_folders, make_folder
+from kvferry.tiers.files.lock_handoff import LockTimeout
+from kvferry.tiers.files.regular_file import NotRegular, check_folders, make_folder
 from kvferry.tiers.paths import quarantine_path
 
 
-def set_aside(root: str, ledger: Ledger, found: os.stat_result, path: str) -> bool:
+def quarantine_file(root: str, ledger: Ledger, found: os.stat_result, path: str) -> bool:
     """Move what has the name of a chunk to quarantine, where the bytes of a file still count.
 
     Where it cannot be moved, a file is removed: what has a chunk's name keeps others from storing it.
@@ -25,14 +25,14 @@ def set_aside(root: str, ledger: Ledger, found: os.stat_result, path: str) -> bo
     Returns:
         Whether it was moved.
     """
-    with suppress(Busy, OSError), ledger.held() as account:
+    with suppress(LockTimeout, OSError), ledger.held() as account:
         check_folders(root, path)
         if os.path.samestat(found, os.lstat(path)):
             aside = quarantine_path(root, path)
             try:
                 make_folder(root, os.path.dirname(aside))
                 os.rename(path, aside)
-            except NotPlain:
+            except NotRegular:
                 os.unlink(path)
                 account.count()
             else:

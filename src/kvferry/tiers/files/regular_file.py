@@ -18,22 +18,22 @@ FILE_MODE, FOLDER_MODE = 0o600, 0o700
 _NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV)
 
 
-class NotPlain(OSError):
+class NotRegular(OSError):
     """There is something else in place of a file or folder."""
 
 
-def open_plain(path: str, flags: int) -> int:
+def open_regular(path: str, flags: int) -> int:
     """Open a file, at once; one that is made has mode 0600.
 
     Raises:
-        NotPlain: it is no plain file.
+        NotRegular: it is no plain file.
         OSError: it cannot be opened.
     """
     try:
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, FILE_MODE)
     except OSError as error:
         if error.errno in _NO_FILE:
-            raise NotPlain(error.errno, "expected a plain file", path) from error
+            raise NotRegular(error.errno, "expected a plain file", path) from error
         raise
     try:
         plain = stat.S_ISREG(os.fstat(fd).st_mode)
@@ -42,22 +42,22 @@ def open_plain(path: str, flags: int) -> int:
         raise
     if not plain:
         os.close(fd)
-        raise NotPlain(errno.ENXIO, "expected a plain file", path)
+        raise NotRegular(errno.ENXIO, "expected a plain file", path)
     return fd
 
 
-def read_plain(path: str, most: int) -> bytes:
+def read_regular(path: str, most: int) -> bytes:
     """The first `most` bytes of a file.
 
     Raises:
-        NotPlain: it is no plain file.
+        NotRegular: it is no plain file.
         OSError: it cannot be read.
     """
-    with os.fdopen(open_plain(path, os.O_RDONLY), "rb") as file:
+    with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
         return file.read(most)
 
 
-def is_plain(path: str) -> bool:
+def is_regular(path: str) -> bool:
     """Whether there is a plain file."""
     try:
         return stat.S_ISREG(os.lstat(path).st_mode)
@@ -69,19 +69,19 @@ def check_folders(root: str, path: str) -> None:
     """See that a file lies below `root` and not elsewhere, by way of a link.
 
     Raises:
-        NotPlain: there is no plain folder between them.
+        NotRegular: there is no plain folder between them.
         OSError: one is missing, or cannot be looked at.
     """
     while len(path := os.path.dirname(path)) > len(root):
         if not stat.S_ISDIR(os.lstat(path).st_mode):
-            raise NotPlain(errno.ENOTDIR, "expected a plain folder", path)
+            raise NotRegular(errno.ENOTDIR, "expected a plain folder", path)
 
 
 def make_folder(root: str, folder: str) -> None:
     """Make a folder, and those between it and `root`, where they are missing; with mode 0700.
 
     Raises:
-        NotPlain: there is something else in its place.
+        NotRegular: there is something else in its place.
         OSError: it cannot be made, or `root` is not there.
     """
     if len(above := os.path.dirname(folder)) > len(root):

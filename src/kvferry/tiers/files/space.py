@@ -16,12 +16,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock
 
-from kvferry.tiers.files.least_recent import LISTED, oldest
-from kvferry.tiers.files.ledger import Account, Ledger
-from kvferry.tiers.files.lock_handoff import Busy
-from kvferry.tiers.files.regular_file import check_folders, is_plain, open_plain
-from kvferry.tiers.outcome import Tally
-from kvferry.tiers.paths import Entry, Kind, boot_id, temporary_path, walk
+from kvferry.tiers.files.least_recent import MAX_LISTED, least_recently_used
+from kvferry.tiers.files.ledger import HeldLedger, Ledger
+from kvferry.tiers.files.lock_handoff import LockTimeout
+from kvferry.tiers.files.regular_file import check_folders, is_regular, open_regular
+from kvferry.tiers.outcome import OutcomeCounter
+from kvferry.tiers.paths import CacheEntry, EntryKind, boot_id, temporary_path, walk
 
 # Where another machine's locks may not be seen, its temporary files are left alone for so long.
 FOREIGN_LEFTOVER_SECONDS = 900.0
@@ -29,24 +29,24 @@ FOREIGN_LEFTOVER_SECONDS = 900.0
 # A file that was used later than this from now has its time from a clock that was wrong.
 _AHEAD_SECONDS = 300.0
 
-_EVICTABLE = (Kind.CHUNK, Kind.QUARANTINED)
+_EVICTABLE = (EntryKind.CHUNK, EntryKind.QUARANTINED)
 _LATEST = 1 << 62
 
 
-class Full(Exception):
+class DirectoryFull(Exception):
     """No room can be made.
 
     Attributes:
         hopeless: not even if the directory were empty.
     """
 
-    def __init__(self, size: int, account: Account) -> None:
+    def __init__(self, size: int, account: HeldLedger) -> None:
         super().__init__(f"{size} bytes do not fit; {account.used} of {account.capacity} are in use")
         self.hopeless = size > account.capacity
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Walked:
     """What a walk has found.
 
     Attributes:
@@ -56,13 +56,13 @@ class _Found:
         charged: bytes that all files count for.
     """
 
-    temporary: list[Entry]
+    temporary: list[CacheEntry]
     listed: list[tuple[int, str]]
     more: bool
     charged: int
 
 
-class Room:
+class DirectorySpace:
     """The space of one directory. Any thread may use it.
 
     Args:
@@ -77,7 +77,7 @@ class Room:
         self,
         root: str,
         ledger: Ledger,
-        tally: Tally,
+        tally: OutcomeCounter,
         gone: Callable[[str], None],
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -105,7 +105,7 @@ class Room:
         """
         with self._ledger.held() as account:
             if size > account.capacity:
-                raise Full(size, account)
+                raise DirectoryFull(size, account)
             if self._evict_to(account, account.capacity - size):
                 return self._create(account, final, size)
         # One thread walks; the others find that there is room, or something to evict.
@@ -122,7 +122,7 @@ class Room:
                 self.settle(account)
                 if self.make_room(account, size):
                     return self._create(account, final, size)
-                raise Full(size, account)
+                raise DirectoryFull(size, account)
 
     def commit(self, temporary: str, final: str, size: int) -> bool:
         """Give a written file its name, unless another process was first.
@@ -134,7 +134,7 @@ class Room:
             Busy, OSError: it cannot be renamed; it is still there.
         """
         with self._ledger.held() as account:
-            if not is_plain(final):
+            if not is_regular(final):
                 os.rename(temporary, final)
                 return True
             os.unlink(temporary)
@@ -148,18 +148,18 @@ class Room:
         that the next sweep finds once its writer has closed it.
         """
         with suppress(OSError):
-            os.close(open_plain(temporary, os.O_WRONLY | os.O_TRUNC))
+            os.close(open_regular(temporary, os.O_WRONLY | os.O_TRUNC))
         # Held from before it is gone: who counts in between would not see it, and it would be released twice.
-        with suppress(Busy, OSError), self._ledger.held() as account:
+        with suppress(LockTimeout, OSError), self._ledger.held() as account:
             os.unlink(temporary)
             account.release(size)
 
-    def settle(self, account: Account) -> None:
+    def settle(self, account: HeldLedger) -> None:
         """Remove what dead writers left, and count all files again. Takes walks of the directory."""
         self._take_in(self._look(), account)
         account.count()
 
-    def make_room(self, account: Account, size: int = 0) -> bool:
+    def make_room(self, account: HeldLedger, size: int = 0) -> bool:
         """Evict until `size` bytes more than are in use are within the capacity; says whether they are.
 
         Takes walks of the directory if more must go than are listed.
@@ -172,13 +172,13 @@ class Room:
             self._take_in(self._look(), account)
         return goal >= 0
 
-    def _create(self, account: Account, final: str, size: int) -> tuple[int, str]:
+    def _create(self, account: HeldLedger, final: str, size: int) -> tuple[int, str]:
         """Make an empty temporary file for `size` bytes, which are charged first."""
         check_folders(self._root, final)
         path, fd = temporary_path(final, size), -1
         account.charge(size)
         try:
-            fd = open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            fd = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             # Nobody sweeps while the ledger is held, so nobody can have locked it.
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -189,7 +189,7 @@ class Room:
             raise
         return fd, path
 
-    def _evict_to(self, account: Account, goal: int) -> bool:
+    def _evict_to(self, account: HeldLedger, goal: int) -> bool:
         while account.used > goal and self._oldest:
             rank, path = self._oldest.popleft()
             try:
@@ -207,8 +207,8 @@ class Room:
             self._gone(path)
         return account.used <= goal
 
-    def _look(self) -> _Found:
-        temporary: list[Entry] = []
+    def _look(self) -> _Walked:
+        temporary: list[CacheEntry] = []
         charged = 0
 
         def evictable() -> Iterator[tuple[int, str]]:
@@ -217,11 +217,11 @@ class Room:
                 charged += entry.charged
                 if entry.kind in _EVICTABLE:
                     yield self._rank(entry.used_ns, entry.size), entry.path
-                elif entry.kind is Kind.TEMPORARY:
+                elif entry.kind is EntryKind.TEMPORARY:
                     temporary.append(entry)
 
-        listed, more = oldest(evictable(), LISTED)
-        return _Found(temporary, listed, more, charged)
+        listed, more = least_recently_used(evictable(), MAX_LISTED)
+        return _Walked(temporary, listed, more, charged)
 
     def _rank(self, used_ns: int, size: int) -> int:
         """When a file was last used; before all others if that is not to be believed, or it cannot be ours.
@@ -232,7 +232,7 @@ class Room:
         strange = ahead or size > (self._ledger.capacity or size)
         return min(max(used_ns, 0), _LATEST) - (_LATEST if strange else 0)
 
-    def _take_in(self, found: _Found, account: Account) -> None:
+    def _take_in(self, found: _Walked, account: HeldLedger) -> None:
         """Sweep what a walk has found of dead writers, and list what can be evicted."""
         if found.charged > account.used:
             # Others have put files there without a word. What is released has to have been charged.
@@ -242,7 +242,7 @@ class Room:
         self._more = found.more
 
 
-def sweep(found: Sequence[Entry], account: Account, clock: Callable[[], float] = time.time) -> int:
+def sweep(found: Sequence[CacheEntry], account: HeldLedger, clock: Callable[[], float] = time.time) -> int:
     """Remove what dead writers left behind.
 
     A writer holds a flock on its file, so what can be locked has none. Files of another boot must be older
@@ -269,10 +269,10 @@ def sweep(found: Sequence[Entry], account: Account, clock: Callable[[], float] =
 
 
 def _has_writer(path: str) -> bool:
-    if not is_plain(path):
+    if not is_regular(path):
         return False
     try:
-        fd = open_plain(path, os.O_RDWR)
+        fd = open_regular(path, os.O_RDWR)
     except OSError:
         # Gone, or another user's.
         return True

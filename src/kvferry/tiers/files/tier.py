@@ -19,24 +19,24 @@ from contextlib import suppress
 
 from kvferry.errors import ChunkError
 from kvferry.keys.namespace import Namespace
-from kvferry.tiers.files.chunk_file import read_image, write_image
+from kvferry.tiers.files.chunk_file import read_chunk, write_chunk
 from kvferry.tiers.files.chunk_io import read_header
 from kvferry.tiers.files.direct_io import set_direct
-from kvferry.tiers.files.directory_index import Index
+from kvferry.tiers.files.directory_index import DirectoryIndex
 from kvferry.tiers.files.ledger import Ledger
-from kvferry.tiers.files.lock_handoff import Busy
-from kvferry.tiers.files.opening import check_directory, take_into_use
-from kvferry.tiers.files.quarantine import set_aside
-from kvferry.tiers.files.regular_file import NotPlain, check_folders, is_plain, make_folder, open_plain
-from kvferry.tiers.files.space import Full, Room
-from kvferry.tiers.files.usage import Around, Surveyor
+from kvferry.tiers.files.lock_handoff import LockTimeout
+from kvferry.tiers.files.opening import check_directory, open_directory
+from kvferry.tiers.files.quarantine import quarantine_file
+from kvferry.tiers.files.regular_file import NotRegular, check_folders, is_regular, make_folder, open_regular
+from kvferry.tiers.files.space import DirectoryFull, DirectorySpace
+from kvferry.tiers.files.usage import StoreUsage, UsageReader
 from kvferry.tiers.format.body import check_body, check_size
-from kvferry.tiers.format.chunk import Chunk, Group
-from kvferry.tiers.index.key_table import Tags, TagTable
+from kvferry.tiers.format.chunk import Chunk, ChunkGroup
+from kvferry.tiers.index.key_table import KeyTable, TierKeys
 from kvferry.tiers.names import FILE
-from kvferry.tiers.outcome import Get, Put, Tally, TierStats
+from kvferry.tiers.outcome import GetOutcome, OutcomeCounter, PutOutcome, TierStats
 from kvferry.tiers.paths import chunk_path, key_of
-from kvferry.tiers.storage_tier import SlowTier
+from kvferry.tiers.storage_tier import StorageTier
 
 _log = logging.getLogger(__name__)
 
@@ -49,18 +49,18 @@ _USE_SECONDS = 10.0
 _APART_NS = 1000
 
 _ADVICE = {
-    Put.TOO_LARGE: "raise the capacity or store smaller chunks",
-    Put.FULL: "raise the capacity",
-    Put.NO_SPACE: "lower the capacity or free space",
-    Put.BUSY: "see which process holds it, or whether the mount hangs",
-    Put.IO_ERROR: "see to the disk or mount",
-    Get.CORRUPT: "see to the disk; the file was moved aside and is computed anew",
-    Get.OTHER_SHAPE: "the namespace is the same, the group is not: tell kvferry's authors",
-    Get.IO_ERROR: "see to the disk or mount",
+    PutOutcome.TOO_LARGE: "raise the capacity or store smaller chunks",
+    PutOutcome.FULL: "raise the capacity",
+    PutOutcome.NO_SPACE: "lower the capacity or free space",
+    PutOutcome.BUSY: "see which process holds it, or whether the mount hangs",
+    PutOutcome.IO_ERROR: "see to the disk or mount",
+    GetOutcome.CORRUPT: "see to the disk; the file was moved aside and is computed anew",
+    GetOutcome.OTHER_SHAPE: "the namespace is the same, the group is not: tell kvferry's authors",
+    GetOutcome.IO_ERROR: "see to the disk or mount",
 }
 
 
-class FileStore(SlowTier):
+class FileTier(StorageTier):
     """The chunks of one namespace in a directory, which may hold others and be used by other processes.
 
     Args:
@@ -90,21 +90,21 @@ class FileStore(SlowTier):
         durable: bool = False,
         clock: Callable[[], float] = time.time,
         lock_seconds: float = 2.0,
-        table: TagTable | None = None,
+        table: KeyTable | None = None,
     ) -> None:
         self._root = os.path.abspath(path)
         self._namespace = namespace.digest
         self._durable = durable
         self._clock = clock
-        self._tally = Tally()
+        self._tally = OutcomeCounter()
         check_directory(self._root)
-        self.tags = Tags(table)
-        self._index = Index(self._root, self._namespace, self.tags, clock)
+        self.tags = TierKeys(table)
+        self._index = DirectoryIndex(self._root, self._namespace, self.tags, clock)
         self._ledger = Ledger(self._root, lock_seconds)
-        self._room = Room(self._root, self._ledger, self._tally, self._gone, clock)
-        take_into_use(self._root, self._ledger, self._room, namespace, capacity)
+        self._room = DirectorySpace(self._root, self._ledger, self._tally, self._gone, clock)
+        open_directory(self._root, self._ledger, self._room, namespace, capacity)
         self._index.refresh()
-        self._surveyor = Surveyor(self._root, namespace)
+        self._surveyor = UsageReader(self._root, namespace)
 
     @property
     def stats(self) -> TierStats:
@@ -116,7 +116,7 @@ class FileStore(SlowTier):
         return len(self._index)
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """Note when chunks were used; see `SlowTier.used`.
+        """Note when chunks were used; see `StorageTier.used`.
 
         A note that is not old yet stays, unless the file would seem to have been used before one that was
         used earlier.
@@ -128,48 +128,51 @@ class FileStore(SlowTier):
                 latest = self._note(key, latest) if here else latest
 
     def had(self, key: bytes) -> bool:
-        """Whether a chunk was known lately; see `SlowTier.had`."""
+        """Whether a chunk was known lately; see `StorageTier.had`."""
         return key in self._index.gone
 
-    def around(self) -> Around:
-        """What all that use the directory have taken of it; see `SlowTier.around`."""
+    def around(self) -> StoreUsage:
+        """What all that use the directory have taken of it; see `StorageTier.around`."""
         return self._surveyor.look(empty=not len(self._index))
 
     def refresh(self) -> int:
         """Learn what other processes stored and evicted; says how many folders had changed."""
         return self._index.refresh()
 
-    def put(self, key: bytes, group: Group, body: memoryview) -> Put:
-        """Keep a chunk; see `SlowTier.put`."""
+    def put(self, key: bytes, group: ChunkGroup, body: memoryview) -> PutOutcome:
+        """Keep a chunk; see `StorageTier.put`."""
         chunk = Chunk(self._namespace, key, (group,))
         check_size(chunk, body)
         detail = ""
         try:
             done = self._put(chunk, body)
-        except Busy as error:
-            done, detail = Put.BUSY, str(error)
-        except Full as error:
-            done, detail = Put.TOO_LARGE if error.hopeless else Put.FULL, str(error)
+        except LockTimeout as error:
+            done, detail = PutOutcome.BUSY, str(error)
+        except DirectoryFull as error:
+            done, detail = PutOutcome.TOO_LARGE if error.hopeless else PutOutcome.FULL, str(error)
         except OSError as error:
-            done, detail = Put.NO_SPACE if error.errno in _NO_SPACE else Put.IO_ERROR, str(error)
+            done, detail = (
+                PutOutcome.NO_SPACE if error.errno in _NO_SPACE else PutOutcome.IO_ERROR,
+                str(error),
+            )
         if not done.dropped:
             self._index.add(key)
         if self._tally.put(done, chunk.file_bytes) and done.dropped:
             self._warn(f"a chunk of {chunk.file_bytes} bytes is not stored", done, detail)
         return done
 
-    def get(self, key: bytes, group: Group, into: memoryview) -> Get:
-        """Fetch a chunk; see `SlowTier.get`."""
+    def get(self, key: bytes, group: ChunkGroup, into: memoryview) -> GetOutcome:
+        """Fetch a chunk; see `StorageTier.get`."""
         chunk = Chunk(self._namespace, key, (group,))
         check_size(chunk, into)
         detail = ""
         try:
             done = self._get(chunk, into)
         except OSError as error:
-            done, detail = Get.ABSENT if error.errno in _EVICTED else Get.IO_ERROR, str(error)
-        except _Bad as bad:
-            done, detail = Get.CORRUPT, str(bad)
-        if done is not Get.HIT:
+            done, detail = GetOutcome.ABSENT if error.errno in _EVICTED else GetOutcome.IO_ERROR, str(error)
+        except _BadFile as bad:
+            done, detail = GetOutcome.CORRUPT, str(bad)
+        if done is not GetOutcome.HIT:
             self._index.discard(key)
         if self._tally.get(done, chunk.body_bytes) and done in _ADVICE:
             self._warn(f"chunk {key.hex()} is not used", done, detail)
@@ -178,12 +181,12 @@ class FileStore(SlowTier):
     def close(self) -> None:
         """Nothing is open between calls."""
 
-    def _put(self, chunk: Chunk, body: memoryview) -> Put:
+    def _put(self, chunk: Chunk, body: memoryview) -> PutOutcome:
         final = chunk_path(self._root, self._namespace, chunk.key)
         with suppress(FileNotFoundError):
             check_folders(self._root, final)
-        if is_plain(final):
-            return Put.PRESENT
+        if is_regular(final):
+            return PutOutcome.PRESENT
         fd, temporary = self._reserve(final, chunk.file_bytes)
         try:
             self._write(fd, chunk, body)
@@ -195,10 +198,10 @@ class FileStore(SlowTier):
             os.close(fd)
         if self._durable:
             _sync(os.path.dirname(final))
-        return Put.STORED if first else Put.PRESENT
+        return PutOutcome.STORED if first else PutOutcome.PRESENT
 
     def _write(self, fd: int, chunk: Chunk, body: memoryview) -> None:
-        write_image(fd, chunk, body)
+        write_chunk(fd, chunk, body)
         now = int(self._clock() * 1e9)
         os.utime(fd, ns=(now, now))
         if self._durable:
@@ -214,26 +217,26 @@ class FileStore(SlowTier):
                 _sync(os.path.dirname(folder))
         return self._room.reserve(final, size)
 
-    def _get(self, chunk: Chunk, into: memoryview) -> Get:
+    def _get(self, chunk: Chunk, into: memoryview) -> GetOutcome:
         path = chunk_path(self._root, self._namespace, chunk.key)
         check_folders(self._root, path)
         try:
-            fd = open_plain(path, os.O_RDONLY)
-        except NotPlain as error:
-            self._tally.add(quarantined=set_aside(self._root, self._ledger, os.lstat(path), path))
-            raise _Bad(str(error)) from error
+            fd = open_regular(path, os.O_RDONLY)
+        except NotRegular as error:
+            self._tally.add(quarantined=quarantine_file(self._root, self._ledger, os.lstat(path), path))
+            raise _BadFile(str(error)) from error
         try:
-            good, status = read_image(fd, chunk, into), os.fstat(fd)
+            good, status = read_chunk(fd, chunk, into), os.fstat(fd)
             if not good or status.st_size != chunk.file_bytes:
                 return self._why_not(fd, chunk, into)
         except ChunkError as error:
-            self._tally.add(quarantined=set_aside(self._root, self._ledger, os.fstat(fd), path))
-            raise _Bad(f"{path}: {error}") from error
+            self._tally.add(quarantined=quarantine_file(self._root, self._ledger, os.fstat(fd), path))
+            raise _BadFile(f"{path}: {error}") from error
         finally:
             os.close(fd)
-        return Get.HIT
+        return GetOutcome.HIT
 
-    def _why_not(self, fd: int, chunk: Chunk, into: memoryview) -> Get:
+    def _why_not(self, fd: int, chunk: Chunk, into: memoryview) -> GetOutcome:
         """What is the matter with a file whose bytes are not those of a file of `chunk`.
 
         Raises:
@@ -244,7 +247,7 @@ class FileStore(SlowTier):
         if (header.chunk.namespace, header.chunk.key) != (chunk.namespace, chunk.key):
             raise ChunkError(f"the chunk of key {header.chunk.key.hex()} under the name of {chunk.key.hex()}")
         if header.chunk != chunk:
-            return Get.OTHER_SHAPE
+            return GetOutcome.OTHER_SHAPE
         check_body(header, into)
         raise OSError(errno.EIO, "a header that was another when it was read again")
 
@@ -265,12 +268,12 @@ class FileStore(SlowTier):
         if key is not None and folder.startswith(f"{self._root}/{self._namespace.hex()}/"):
             self._index.discard(key)
 
-    def _warn(self, what: str, why: Put | Get, detail: str) -> None:
+    def _warn(self, what: str, why: PutOutcome | GetOutcome, detail: str) -> None:
         said = f" ({detail})" if detail else ""
         _log.warning("file tier %s: %s: %s%s; %s", self._root, what, why, said, _ADVICE[why])
 
 
-class _Bad(Exception):
+class _BadFile(Exception):
     """A file that failed a check and was moved aside."""
 
 

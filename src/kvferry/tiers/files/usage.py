@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from kvferry.errors import Unnameable
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.files.ledger import read_ledger
-from kvferry.tiers.files.regular_file import check_folders, read_plain
+from kvferry.tiers.files.regular_file import check_folders, read_regular
 from kvferry.tiers.paths import note_name
 
 _LONGEST_NOTE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Around:
+class StoreUsage:
     """See the module.
 
     Attributes:
@@ -29,7 +29,7 @@ class Around:
     stranger: str = ""
 
 
-class Surveyor:
+class UsageReader:
     """Looks at a directory. For one thread; every call blocks."""
 
     def __init__(self, root: str, namespace: Namespace) -> None:
@@ -41,16 +41,16 @@ class Surveyor:
         """
         self._root, self._ours, self._name = root, namespace.digest.hex(), namespace.name
         self._names: dict[str, str] = {}
-        self._last = Around()
+        self._last = StoreUsage()
 
-    def look(self, *, empty: bool) -> Around:
+    def look(self, *, empty: bool) -> StoreUsage:
         """What there is now; what cannot be read is as it was.
 
         Args:
             empty: our namespace has nothing.
         """
         capacity, used = read_ledger(self._root) or (self._last.capacity, self._last.used)
-        self._last = Around(used, capacity, self._stranger() if empty else "")
+        self._last = StoreUsage(used, capacity, self._stranger() if empty else "")
         return self._last
 
     def _stranger(self) -> str:
@@ -67,6 +67,6 @@ class Surveyor:
         try:
             note = f"{self._root}/{note_name(bytes.fromhex(digest))}"
             check_folders(self._root, note)
-            return Namespace.read(read_plain(note, _LONGEST_NOTE).decode("ascii")).name
+            return Namespace.read(read_regular(note, _LONGEST_NOTE).decode("ascii")).name
         except (OSError, ValueError, Unnameable):
             return ""

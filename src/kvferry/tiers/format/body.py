@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 from kvferry.errors import ChunkError
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.tiers.format.checksum import Buffer, digest_of, unit_digests
-from kvferry.tiers.format.chunk import Chunk, Group, Section, aligned, encode_header
-from kvferry.tiers.format.decode import Header, check_units
+from kvferry.tiers.format.chunk import Chunk, ChunkGroup, ChunkSection, aligned, encode_header
+from kvferry.tiers.format.decode import ChunkHeader, check_units
 
 PIECE_BYTES = 2 << 20
 """Bytes of a body digested at a time: they stay in the processor's cache, and Python takes few steps."""
 
 
-def group_of(group: CanonicalGroup, tokens: int) -> Group:
+def chunk_group(group: CanonicalGroup, tokens: int) -> ChunkGroup:
     """A canonical group as the group of a chunk file.
 
     Args:
@@ -26,12 +26,12 @@ def group_of(group: CanonicalGroup, tokens: int) -> Group:
         tokens: of it; 0 of a snapshot.
     """
     sections = (
-        Section(f"{one.axis or 'all'}.{one.total}", one.units, one.unit_bytes) for one in group.sections
+        ChunkSection(f"{one.axis or 'all'}.{one.total}", one.units, one.unit_bytes) for one in group.sections
     )
-    return Group(group.label, tokens, tuple(sections))
+    return ChunkGroup(group.label, tokens, tuple(sections))
 
 
-def pad(chunk: Chunk, body: memoryview) -> None:
+def zero_padding(chunk: Chunk, body: memoryview) -> None:
     """Write zeros between the sections of a body.
 
     Args:
@@ -46,7 +46,7 @@ def pad(chunk: Chunk, body: memoryview) -> None:
         padding[:] = bytes(len(padding))
 
 
-def header_of(chunk: Chunk, body: memoryview) -> bytes:
+def make_header(chunk: Chunk, body: memoryview) -> bytes:
     """The header of a file, with the digests of its body, which is padded.
 
     Raises:
@@ -56,7 +56,7 @@ def header_of(chunk: Chunk, body: memoryview) -> bytes:
     return _header(chunk, body, lambda _: None)
 
 
-def is_image(
+def is_chunk(
     chunk: Chunk, header: Buffer, body: memoryview, wait: Callable[[int], object] = lambda _: None
 ) -> bool:
     """Whether header and body are, byte by byte, a file of this very chunk.
@@ -76,7 +76,7 @@ def is_image(
     return written == bytes(header) and all(_is_zero(padding) for _, _, padding in _sections(chunk, body))
 
 
-def check_body(header: Header, body: memoryview) -> None:
+def check_body(header: ChunkHeader, body: memoryview) -> None:
     """See that a body is what was written, unit by unit, and nothing between its sections.
 
     Raises:
@@ -137,7 +137,7 @@ def _pieces(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
     return ((at, min(at + size, end)) for at in range(begin, end, size))
 
 
-def _sections(chunk: Chunk, body: memoryview) -> Iterator[tuple[Section, memoryview, memoryview]]:
+def _sections(chunk: Chunk, body: memoryview) -> Iterator[tuple[ChunkSection, memoryview, memoryview]]:
     """Every section with its bytes, and those that pad it."""
     view = body.cast("B")
     for section, offset in zip(chunk.sections, chunk.offsets, strict=True):

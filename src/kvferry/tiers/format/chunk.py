@@ -45,7 +45,7 @@ _U64 = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class ChunkSection:
     """Units of one kind, in the order of the axis that ranks share out.
 
     Attributes:
@@ -72,7 +72,7 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ChunkGroup:
     """What a chunk has of one KV cache group.
 
     Attributes:
@@ -83,7 +83,7 @@ class Group:
 
     name: str
     tokens: int
-    sections: tuple[Section, ...]
+    sections: tuple[ChunkSection, ...]
 
     def __post_init__(self) -> None:
         _check_name("group", self.name)
@@ -93,7 +93,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ChunkLayout:
     """Where the parts of a chunk file lie. All offsets and sizes are in bytes.
 
     Attributes:
@@ -104,7 +104,7 @@ class Layout:
         file_bytes: the whole file.
     """
 
-    sections: tuple[Section, ...]
+    sections: tuple[ChunkSection, ...]
     tables: bytes
     header_bytes: int
     offsets: tuple[int, ...]
@@ -112,7 +112,7 @@ class Layout:
 
     @staticmethod
     @lru_cache(maxsize=16)
-    def of(groups: tuple[Group, ...]) -> Layout:
+    def of(groups: tuple[ChunkGroup, ...]) -> ChunkLayout:
         """The layout of a chunk of these groups.
 
         Raises:
@@ -137,7 +137,7 @@ class Layout:
                 for one, offset in zip(sections, offsets, strict=True)
             ),
         ]
-        return Layout(sections, b"".join(rows), header_bytes, tuple(offsets), file_bytes)
+        return ChunkLayout(sections, b"".join(rows), header_bytes, tuple(offsets), file_bytes)
 
 
 @dataclass(frozen=True)
@@ -153,18 +153,18 @@ class Chunk:
 
     namespace: bytes
     key: bytes
-    groups: tuple[Group, ...]
-    layout: Layout = field(init=False, repr=False, compare=False)
+    groups: tuple[ChunkGroup, ...]
+    layout: ChunkLayout = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.namespace) != NAMESPACE_BYTES:
             raise ChunkError(f"a namespace of {len(self.namespace)} bytes; expected {NAMESPACE_BYTES}")
         if len(self.key) not in KEY_BYTES:
             raise ChunkError(f"a key of {len(self.key)} bytes; expected {KEY_BYTES[0]} to {KEY_BYTES[-1]}")
-        object.__setattr__(self, "layout", Layout.of(self.groups))
+        object.__setattr__(self, "layout", ChunkLayout.of(self.groups))
 
     @property
-    def sections(self) -> tuple[Section, ...]:
+    def sections(self) -> tuple[ChunkSection, ...]:
         """Those of all groups, in order of the file."""
         return self.layout.sections
 

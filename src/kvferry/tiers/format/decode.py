@@ -28,8 +28,8 @@ from kvferry.tiers.format.chunk import (
     SECTION,
     VERSION,
     Chunk,
-    Group,
-    Section,
+    ChunkGroup,
+    ChunkSection,
     aligned,
     encode_header,
 )
@@ -38,11 +38,11 @@ from kvferry.tiers.format.chunk import (
 _STEP_BYTES = 8 << 20
 
 # The bytes of a file from an offset on, as many as asked for, or fewer at its end.
-Read = Callable[[int, int], Buffer]
+ReadAt = Callable[[int, int], Buffer]
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class ChunkHeader:
     """What a header says, its own digest checked.
 
     Attributes:
@@ -81,7 +81,7 @@ def header_span(start: Buffer) -> int:
     return aligned(header_bytes)
 
 
-def decode_header(data: Buffer) -> Header:
+def decode_header(data: Buffer) -> ChunkHeader:
     """Read a header.
 
     Args:
@@ -114,10 +114,10 @@ def decode_header(data: Buffer) -> Header:
     digests = header[tables:signed]
     if encode_header(chunk, digests) != header:
         raise ChunkError("a header with bytes that mean nothing; expected zeros and sections in order")
-    return Header(chunk, digests)
+    return ChunkHeader(chunk, digests)
 
 
-def check_units(header: Header, section: int, first: int, data: Buffer) -> None:
+def check_units(header: ChunkHeader, section: int, first: int, data: Buffer) -> None:
     """Compare units with their digests.
 
     Args:
@@ -142,7 +142,7 @@ def check_units(header: Header, section: int, first: int, data: Buffer) -> None:
     raise ChunkError(f"unit {unit} of section {one.name} is not what was written: its checksum differs")
 
 
-def read_header(read: Read, file_bytes: int) -> Header:
+def read_header(read: ReadAt, file_bytes: int) -> ChunkHeader:
     """The header of a file, whose length is what it says.
 
     Args:
@@ -157,7 +157,7 @@ def read_header(read: Read, file_bytes: int) -> Header:
     return header
 
 
-def verify(read: Read, file_bytes: int) -> Header:
+def verify(read: ReadAt, file_bytes: int) -> ChunkHeader:
     """Check every byte of a file, header, units and padding.
 
     Args:
@@ -183,7 +183,7 @@ def verify(read: Read, file_bytes: int) -> Header:
     return header
 
 
-def check_length(header: Header, file_bytes: int) -> None:
+def check_length(header: ChunkHeader, file_bytes: int) -> None:
     """Compare a file's length with what its header says.
 
     Raises:
@@ -193,20 +193,22 @@ def check_length(header: Header, file_bytes: int) -> None:
         raise ChunkError(f"a file of {file_bytes} bytes; its header says {header.chunk.file_bytes}")
 
 
-def verify_bytes(data: Buffer) -> Header:
+def verify_bytes(data: Buffer) -> ChunkHeader:
     """`verify` of a file that is in memory."""
     view = memoryview(data)
     return verify(lambda at, size: view[at : at + size], len(view))
 
 
-def _groups(header: bytes, groups: int, sections: int) -> tuple[Group, ...]:
+def _groups(header: bytes, groups: int, sections: int) -> tuple[ChunkGroup, ...]:
     """The groups of a header whose tables are known to lie within it."""
     at = PREAMBLE.size + groups * GROUP.size
     rows = SECTION.iter_unpack(header[at : at + sections * SECTION.size])
-    found = [Section(_name(size, name), units, unit_bytes) for size, name, _, unit_bytes, units, _ in rows]
+    found = [
+        ChunkSection(_name(size, name), units, unit_bytes) for size, name, _, unit_bytes, units, _ in rows
+    ]
     made = []
     for size, name, tokens, count in GROUP.iter_unpack(header[PREAMBLE.size : at]):
-        made.append(Group(_name(size, name), tokens, tuple(found[:count])))
+        made.append(ChunkGroup(_name(size, name), tokens, tuple(found[:count])))
         del found[:count]
     if found:
         raise ChunkError(f"{len(found)} sections that belong to no group")

@@ -1,7 +1,7 @@
 """Host memory that all ranks of a node share.
 
-One process creates it, the others attach by an `ArenaName`; all see the same bytes, each at an address of its
-own, so places in it are told as offsets. Who may write where is not decided here (`host.slot_table`).
+One process creates it, the others attach by an `ArenaHandle`. All see the same bytes, each at own addresses,
+so positions are offsets. Who may write where is not decided here (`host.slot_table`).
 
 It is a memfd: a file of shared memory that has no name in any file system. Nothing of it is ever in
 ``/dev/shm``, so a crash can leave nothing there, and the size of ``/dev/shm`` (64 MiB in many containers)
@@ -41,7 +41,7 @@ _STEP_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class ArenaName:
+class ArenaHandle:
     """What a process attaches by.
 
     Attributes:
@@ -66,7 +66,7 @@ class Arena:
         collapsing: of the owner: large pages for all who attach.
     """
 
-    def __init__(self, fd: int, name: ArenaName) -> None:
+    def __init__(self, fd: int, name: ArenaHandle) -> None:
         """Map it; owns `fd` from here on. Use `create` or `attach`."""
         self._fd = fd
         self.name = name
@@ -90,7 +90,7 @@ class Arena:
         token = secrets.token_hex(16)
         fd = sealed_file(_file_name(token), size)
         try:
-            arena = cls(fd, ArenaName(os.getpid(), fd, token, size))
+            arena = cls(fd, ArenaHandle(os.getpid(), fd, token, size))
         except OSError as error:
             os.close(fd)
             raise ConfigError(_too_large(size, str(error))) from error
@@ -99,7 +99,7 @@ class Arena:
         return arena
 
     @classmethod
-    def attach(cls, name: ArenaName) -> Arena:
+    def attach(cls, name: ArenaHandle) -> Arena:
         """Map what another process of this machine created.
 
         Raises:

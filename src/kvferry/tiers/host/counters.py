@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 
-class Drop(StrEnum):
+class HostDropReason(StrEnum):
     """Why a chunk was not stored."""
 
     PRESENT = "present"
@@ -20,7 +20,7 @@ class Drop(StrEnum):
     """All was forgotten while it was being filled."""
 
 
-class Miss(StrEnum):
+class HostMissReason(StrEnum):
     """Why a chunk was not read."""
 
     ABSENT = "absent"
@@ -45,9 +45,9 @@ class HostCounters:
 
     stored: int = 0
     stored_bytes: int = 0
-    dropped: Counter[Drop] = field(default_factory=Counter)
+    dropped: Counter[HostDropReason] = field(default_factory=Counter)
     hits: int = 0
     hit_bytes: int = 0
-    misses: Counter[Miss] = field(default_factory=Counter)
+    misses: Counter[HostMissReason] = field(default_factory=Counter)
     evicted: int = 0
     evicted_bytes: int = 0

@@ -43,7 +43,7 @@ class Slot:
 
 
 @dataclass(slots=True)
-class Chunk:
+class ResidentChunk:
     """A slot that is not free; EVICTED if the book has it neither in `filling` nor in `ready`.
 
     Attributes:
@@ -59,7 +59,7 @@ class Chunk:
     holds: int = 0
 
 
-class ArenaBook:
+class SlotTable:
     """The account of an arena; pure bookkeeping, touches no memory. Not thread-safe.
 
     Attributes:
@@ -83,11 +83,11 @@ class ArenaBook:
             raise GeometryError(f"chunks of {tuple(chunk_bytes)} bytes; expected multiples of {_PAGE_BYTES}")
         self.chunk_bytes = tuple(chunk_bytes)
         self.slabs = Slabs(capacity_bytes, chunk_bytes)
-        self.filling: dict[bytes, Chunk] = {}
-        self.ready: dict[bytes, Chunk] = {}
-        self._slots: dict[int, Chunk] = {}
-        self._fills: dict[int, Chunk] = {}
-        self._reads: dict[int, Chunk] = {}
+        self.filling: dict[bytes, ResidentChunk] = {}
+        self.ready: dict[bytes, ResidentChunk] = {}
+        self._slots: dict[int, ResidentChunk] = {}
+        self._fills: dict[int, ResidentChunk] = {}
+        self._reads: dict[int, ResidentChunk] = {}
         self._serials = count(1)
 
     def reserve(self, key: bytes, group: int) -> Slot | None:
@@ -96,7 +96,7 @@ class ArenaBook:
         offset = self.slabs.take(size)
         if offset is None:
             return None
-        chunk = Chunk(key, group, offset, size)
+        chunk = ResidentChunk(key, group, offset, size)
         self.filling[key] = self._slots[offset] = chunk
         return self._hold(chunk, self._fills)
 
@@ -125,7 +125,7 @@ class ArenaBook:
         chunk = self._let_go(slot, self._reads)
         return self._is_ready(chunk) and not chunk.holds
 
-    def evict(self, key: bytes) -> Chunk:
+    def evict(self, key: bytes) -> ResidentChunk:
         """READY to FREE, or to EVICTED while it is read. Raises KeyError if there is none of this key."""
         chunk = self.ready.pop(key)
         self._free_if_over(chunk)
@@ -175,23 +175,23 @@ class ArenaBook:
         if taken != self.slabs.used_bytes or not (fills | reads).keys() <= self._slots.keys():
             raise AssertionError("slots are taken or held that no chunk is in")
 
-    def _is_ready(self, chunk: Chunk) -> bool:
+    def _is_ready(self, chunk: ResidentChunk) -> bool:
         """Whether this chunk is, not a later one of its key."""
         return self.ready.get(chunk.key) is chunk
 
-    def _hold(self, chunk: Chunk, holds: dict[int, Chunk]) -> Slot:
+    def _hold(self, chunk: ResidentChunk, holds: dict[int, ResidentChunk]) -> Slot:
         serial = next(self._serials)
         holds[serial] = chunk
         chunk.holds += 1
         return Slot(chunk.key, chunk.group, chunk.offset, serial)
 
-    def _let_go(self, slot: Slot, holds: dict[int, Chunk]) -> Chunk:
+    def _let_go(self, slot: Slot, holds: dict[int, ResidentChunk]) -> ResidentChunk:
         chunk = holds.pop(slot.serial)
         chunk.holds -= 1
         self._free_if_over(chunk)
         return chunk
 
-    def _free_if_over(self, chunk: Chunk) -> None:
+    def _free_if_over(self, chunk: ResidentChunk) -> None:
         """EVICTED to FREE, once nobody holds it."""
         if not chunk.holds and not self._is_ready(chunk):
             del self._slots[chunk.offset]

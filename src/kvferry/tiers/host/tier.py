@@ -21,11 +21,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.tiers.eviction import Policy
-from kvferry.tiers.host.counters import Drop, HostCounters, Miss
-from kvferry.tiers.host.slot_table import ArenaBook, Slot
-from kvferry.tiers.index.key_table import Tags, TagTable, tags_of
-from kvferry.tiers.index.recently_evicted import Gone
+from kvferry.tiers.eviction import EvictionPolicy
+from kvferry.tiers.host.counters import HostCounters, HostDropReason, HostMissReason
+from kvferry.tiers.host.slot_table import Slot, SlotTable
+from kvferry.tiers.index.key_table import KeyTable, TierKeys, tags_of
+from kvferry.tiers.index.recently_evicted import RecentlyEvicted
 
 __all__ = ["HostTier", "Slot"]
 
@@ -43,15 +43,15 @@ class HostTier:
         self,
         capacity_bytes: int,
         chunk_bytes: Sequence[int],
-        policy: Callable[[int], Policy],
-        table: TagTable | None = None,
+        policy: Callable[[int], EvictionPolicy],
+        table: KeyTable | None = None,
     ) -> None:
         """Empty.
 
         Args:
             capacity_bytes: of the arena.
             chunk_bytes: of a chunk of every KV cache group, multiples of 4096.
-            policy: makes one for a capacity in bytes (`kvferry.tiers.eviction.POLICIES`).
+            policy: makes one for a capacity in bytes (`kvferry.tiers.eviction.EVICTION_POLICIES`).
             table: for the tags of all places of a cache.
 
         Raises:
@@ -59,12 +59,12 @@ class HostTier:
             ConfigError: the arena is too small for them.
         """
         self.counters = HostCounters()
-        self._book = ArenaBook(capacity_bytes, chunk_bytes)
+        self._book = SlotTable(capacity_bytes, chunk_bytes)
         self.capacity_bytes = self._book.slabs.capacity_bytes
         self._make_policy = policy
         self._policy = policy(self.capacity_bytes)
-        self.tags = Tags(table)
-        self._evicted = Gone()
+        self.tags = TierKeys(table)
+        self._evicted = RecentlyEvicted()
         self._most_evicted = (len(set(chunk_bytes)) + 1) * self._book.slabs.slab_bytes
 
     def __len__(self) -> int:
@@ -89,12 +89,12 @@ class HostTier:
             counted: as a drop, if there is no room or no need; not by who asks again.
         """
         if key in self._book.ready or key in self._book.filling:
-            self.counters.dropped[Drop.PRESENT] += counted
+            self.counters.dropped[HostDropReason.PRESENT] += counted
             return None
         self._make_room(group)
         slot = self._book.reserve(key, group)
         if slot is None:
-            self.counters.dropped[Drop.NO_ROOM] += counted
+            self.counters.dropped[HostDropReason.NO_ROOM] += counted
         return slot
 
     def commit(self, slot: Slot) -> bool:
@@ -111,7 +111,7 @@ class HostTier:
     def abort(self, slot: Slot) -> None:
         """The chunk was not filled, and nothing is in flight any more."""
         if self._book.abort(slot):
-            self.counters.dropped[Drop.FAILED] += 1
+            self.counters.dropped[HostDropReason.FAILED] += 1
 
     def open(self, key: bytes) -> Slot | None:
         """Hold a chunk for reading, every call anew; None if it is not here, which is counted."""
@@ -148,10 +148,10 @@ class HostTier:
 
     def clear(self) -> None:
         """Forget all chunks, and those being filled: what the keys named has changed."""
-        self.counters.dropped[Drop.CLEARED] += self._book.clear()
+        self.counters.dropped[HostDropReason.CLEARED] += self._book.clear()
         self._policy = self._make_policy(self.capacity_bytes)
         self.tags.clear()
-        self._evicted = Gone()
+        self._evicted = RecentlyEvicted()
 
     def check_integrity(self) -> None:
         """Compare book and policy with themselves and with each other; takes time with the number of chunks.
@@ -198,8 +198,8 @@ class HostTier:
         self._evicted.add(key)
         return size
 
-    def why_missed(self, key: bytes) -> Miss:
+    def why_missed(self, key: bytes) -> HostMissReason:
         """Why a chunk is not here. Counts nothing."""
         if key in self._book.filling:
-            return Miss.FILLING
-        return Miss.EVICTED if key in self._evicted else Miss.ABSENT
+            return HostMissReason.FILLING
+        return HostMissReason.EVICTED if key in self._evicted else HostMissReason.ABSENT

@@ -26,9 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 TAG_BYTES = 8
-MOST_PLACES = 8
+MAX_TIERS = 8
 Uint64s: TypeAlias = npt.NDArray[np.uint64]
-Marks: TypeAlias = npt.NDArray[np.int64]
+TierBits: TypeAlias = npt.NDArray[np.int64]
 
 _SLOTS = 7
 _ROW = _SLOTS + 1
@@ -38,7 +38,7 @@ _FEWEST = 1 << 7
 _PIECE = 1 << 8
 _LAST_BYTE = 56
 _APART = 0x9E3779B1  # of one chunk's groups, which differ in the last byte alone
-_ALL = (1 << MOST_PLACES) - 1
+_ALL = (1 << MAX_TIERS) - 1
 _EVERY = 0x01010101010101  # once in the byte of every slot
 _OVER = 1 << _LAST_BYTE
 _BYTE, _LAST, _MARKS = np.uint64(_ALL), np.uint64(_LAST_BYTE), np.uint64(_OVER - 1)
@@ -50,15 +50,15 @@ def tags_of(keys: Sequence[bytes]) -> Uint64s:
     return np.frombuffer(b"".join([key[-TAG_BYTES:] for key in keys]), "<u8")
 
 
-class TagTable:
-    """The keys of up to `MOST_PLACES` places. Any thread may use it; who asks waits for nobody.
+class KeyTable:
+    """The keys of up to `MAX_TIERS` places. Any thread may use it; who asks waits for nobody.
 
     An answer that crosses a change is of before or after it, or, where a slot changes hands, of the other
     tag: the fetch finds that too.
     """
 
     def __init__(self) -> None:
-        self._rows = self._next = _Rows(_FEWEST)
+        self._rows = self._next = _TagRows(_FEWEST)
         self._moved = 0  # rows that have been moved to `_next`, if the table grows
         self._count = self._places = 0
         self._lock = Lock()
@@ -67,18 +67,18 @@ class TagTable:
         """Keys that are in any place."""
         return self._count
 
-    def marks(self, tags: Uint64s) -> Marks:
-        """Where each is: int64 of the shape of `tags`, (n,): the bits (`Tags.bit`) of all its places."""
+    def marks(self, tags: Uint64s) -> TierBits:
+        """Where each is: int64 of the shape of `tags`, (n,): the bits (`TierKeys.bit`) of all its places."""
         return self._rows.marks(tags)
 
     def join(self) -> int:
         """The bit of one more place.
 
         Raises:
-            ValueError: it has `MOST_PLACES`.
+            ValueError: it has `MAX_TIERS`.
         """
-        if self._places == MOST_PLACES:
-            raise ValueError(f"a table of tags has {MOST_PLACES} places at most")
+        if self._places == MAX_TIERS:
+            raise ValueError(f"a table of tags has {MAX_TIERS} places at most")
         self._places += 1
         return 1 << self._places - 1
 
@@ -107,7 +107,7 @@ class TagTable:
     def _grow(self) -> None:
         """Move a piece to twice as many rows; both are kept up to date until all has been moved."""
         if self._next is self._rows:
-            self._next = _Rows(2 * len(self._rows))
+            self._next = _TagRows(2 * len(self._rows))
         self._next.take(self._rows, self._moved, self._moved + _PIECE)
         self._moved += _PIECE
         if self._moved >= len(self._rows):
@@ -116,7 +116,7 @@ class TagTable:
             self._rows, self._moved = self._next, 0
 
 
-class Tags:
+class TierKeys:
     """The keys of one place, in a table that it may share with others. Any thread may use it.
 
     >>> here, gone = bytes(31) + b"a", bytes(31) + b"b"
@@ -130,9 +130,9 @@ class Tags:
         bit: of the place, in the table's marks.
     """
 
-    def __init__(self, table: TagTable | None = None) -> None:
+    def __init__(self, table: KeyTable | None = None) -> None:
         """Empty, in a table of its own if none is given."""
-        self.table = TagTable() if table is None else table
+        self.table = KeyTable() if table is None else table
         self.bit = self.table.join()
 
     def __len__(self) -> int:
@@ -157,7 +157,7 @@ class Tags:
         self.table.clear(self.bit)
 
 
-class _Rows:
+class _TagRows:
     """See the module. Not thread-safe, but for `marks`.
 
     A slot whose marks are 0 is free, whatever tag it has.
@@ -178,20 +178,20 @@ class _Rows:
     def __len__(self) -> int:
         return len(self._table)
 
-    def marks(self, tags: Uint64s) -> Marks:
-        """See `TagTable.marks`."""
+    def marks(self, tags: Uint64s) -> TierBits:
+        """See `KeyTable.marks`."""
         # None is outside of the table: given a mode, numpy does not look.
         rows = self._table.take((_rows(tags) & self._mask).view(np.int64), axis=0, mode="clip")
         marks = rows[:, _SLOTS]
         same = (rows == tags[:, None]).view(np.uint64)[:, 0]
-        found: Marks = ((same * _BYTE & marks) * _SUM >> _LAST).view(np.int64)
+        found: TierBits = ((same * _BYTE & marks) * _SUM >> _LAST).view(np.int64)
         over = (marks >> _LAST).nonzero()[0]
         for at, tag in zip(over.tolist(), tags[over].tolist(), strict=True):
             found[at] |= self.over.get(tag, 0)
         return found
 
     def change(self, tag: int, keep: int, put: int) -> tuple[int, int]:
-        """See `TagTable.change`; returns the marks before and after."""
+        """See `KeyTable.change`; returns the marks before and after."""
         first = (_row(tag) & len(self) - 1) * _ROW
         last = first + _SLOTS
         tags, marks = self._words[first:last].tolist(), self._words[last]
@@ -218,7 +218,7 @@ class _Rows:
                 self._words[last] = marks | put << 8 * free
         return 0, put
 
-    def take(self, other: _Rows, first: int, last: int) -> None:
+    def take(self, other: _TagRows, first: int, last: int) -> None:
         """What is in some rows of half as many, by one bit more of each tag; `over` is left out."""
         half = len(other)
         old = other._table[first:last]
@@ -231,7 +231,7 @@ class _Rows:
             rows[:, :_SLOTS], rows[:, _SLOTS] = old[:, :_SLOTS], those
 
     def clear(self, bit: int) -> None:
-        """See `TagTable.clear`."""
+        """See `KeyTable.clear`."""
         self._table[:, _SLOTS] &= ~np.uint64(bit * _EVERY)
         self.over = {tag: left for tag, marks in self.over.items() if (left := marks & ~bit)}
 

@@ -11,7 +11,7 @@ from array import array
 _SLOTS = 1 << 17
 
 
-class Gone:
+class RecentlyEvicted:
     """Forgets, but never invents. A mebibyte. Any thread may use it.
 
     >>> gone = Gone()

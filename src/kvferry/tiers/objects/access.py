@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from threading import Lock
 
-from kvferry.tiers.objects.circuit_breaker import Breaker
-from kvferry.tiers.objects.client import Bucket
+from kvferry.tiers.objects.circuit_breaker import CircuitBreaker
+from kvferry.tiers.objects.client import BucketClient
 from kvferry.tiers.objects.faults import Fault, Unavailable
 
 _log = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 _FAILURES = 3
 
 
-class Access:
+class GuardedBucket:
     """The way of a tier to its bucket. Any thread may use it.
 
     Reads and writes are left alone each by themselves: a store may allow, or manage, only one of them.
@@ -29,10 +29,10 @@ class Access:
         clock: monotonic seconds.
     """
 
-    def __init__(self, bucket: Bucket, rest_seconds: float, clock: Callable[[], float]) -> None:
+    def __init__(self, bucket: BucketClient, rest_seconds: float, clock: Callable[[], float]) -> None:
         self._bucket = bucket
-        self._reads = Breaker(_FAILURES, rest_seconds, clock)
-        self._writes = Breaker(_FAILURES, rest_seconds, clock)
+        self._reads = CircuitBreaker(_FAILURES, rest_seconds, clock)
+        self._writes = CircuitBreaker(_FAILURES, rest_seconds, clock)
         self._faults: Counter[Fault] = Counter()
         self._lock = Lock()
 
@@ -47,16 +47,16 @@ class Access:
         """Whether reads are left alone now."""
         return self._reads.resting
 
-    def reading(self) -> AbstractContextManager[Bucket]:
+    def reading(self) -> AbstractContextManager[BucketClient]:
         """Use the bucket for reading. Raises `Unavailable` where it is left alone."""
         return self._through(self._reads)
 
-    def writing(self) -> AbstractContextManager[Bucket]:
+    def writing(self) -> AbstractContextManager[BucketClient]:
         """Use the bucket for writing. Raises `Unavailable` where it is left alone."""
         return self._through(self._writes)
 
     @contextmanager
-    def _through(self, breaker: Breaker) -> Iterator[Bucket]:
+    def _through(self, breaker: CircuitBreaker) -> Iterator[BucketClient]:
         ticket = breaker.enter()
         if ticket is None:
             self._count(Fault.RESTING)

@@ -7,19 +7,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvferry.errors import ConfigError
-from kvferry.tiers.admin import Cache, Collected, Opened, Space
+from kvferry.tiers.admin import CacheAdmin, CollectResult, SpaceUsage, StoredFile
 from kvferry.tiers.format.checksum import Buffer
-from kvferry.tiers.objects.client import Bucket
+from kvferry.tiers.objects.client import BucketClient
 from kvferry.tiers.objects.faults import Unavailable
-from kvferry.tiers.objects.stream import Stream
-from kvferry.tiers.paths import Entry, Kind, identity, kind_of, quarantine_name
+from kvferry.tiers.objects.stream import ObjectStream
+from kvferry.tiers.paths import CacheEntry, EntryKind, chunk_identity, entry_kind, quarantine_name
 
 _TIMEOUT_SECONDS = 60.0
 # As many as one request removes.
 _REMOVED = 1000
 
 
-class ObjectCache(Cache):
+class BucketAdmin(CacheAdmin):
     """What lies under a URL of the object tier.
 
     It has no capacity of its own, and no leftovers: an object that was not stored whole is not there.
@@ -36,7 +36,7 @@ class ObjectCache(Cache):
     no_capacity = "none: see to the bucket's lifecycle rules"
 
     def __init__(self, url: str, options: Mapping[str, str]) -> None:
-        self._bucket = Bucket(url, options, _TIMEOUT_SECONDS)
+        self._bucket = BucketClient(url, options, _TIMEOUT_SECONDS)
         self.where = self._bucket.url
         if next(self.entries(), None) is None:
             raise ConfigError(
@@ -44,15 +44,15 @@ class ObjectCache(Cache):
                 "give the URL that the tier has"
             )
 
-    def entries(self) -> Iterator[Entry]:
-        """All objects of the tier; see `Cache.entries`."""
+    def entries(self) -> Iterator[CacheEntry]:
+        """All objects of the tier; see `CacheAdmin.entries`."""
         with self._told():
             for page in self._bucket.list():
                 for one in page:
-                    kind = kind_of(one.path)
+                    kind = entry_kind(one.path)
                     if kind is not None:
-                        space = one.path.partition("/")[0] if kind is not Kind.QUARANTINED else ""
-                        yield Entry(
+                        space = one.path.partition("/")[0] if kind is not EntryKind.QUARANTINED else ""
+                        yield CacheEntry(
                             f"{self.where}/{one.path}",
                             kind,
                             one.size,
@@ -62,17 +62,17 @@ class ObjectCache(Cache):
                         )
 
     @contextmanager
-    def opened(self, entry: Entry) -> Iterator[Opened]:
-        """Begin to read an object; see `Cache.opened`."""
+    def opened(self, entry: CacheEntry) -> Iterator[StoredFile]:
+        """Begin to read an object; see `CacheAdmin.opened`."""
         name = self._name(entry)
         found = self._bucket.get(name)
-        yield _Object(self._bucket, name, Stream(found.pieces), found.size)
+        yield _OpenObject(self._bucket, name, ObjectStream(found.pieces), found.size)
 
-    def space(self) -> Space:
+    def space(self) -> SpaceUsage:
         """Nothing that is known."""
-        return Space()
+        return SpaceUsage()
 
-    def collect(self, capacity: int | None = None) -> Collected:
+    def collect(self, capacity: int | None = None) -> CollectResult:
         """Remove what was stored longest ago."""
         if capacity is None:
             raise ConfigError(
@@ -84,26 +84,26 @@ class ObjectCache(Cache):
         for entry in sorted(entries, key=lambda one: one.used_ns):
             if charged <= capacity:
                 break
-            if entry.kind in (Kind.CHUNK, Kind.QUARANTINED):
+            if entry.kind in (EntryKind.CHUNK, EntryKind.QUARANTINED):
                 evicted.append(entry)
                 charged -= entry.charged
         self._remove(evicted)
-        return Collected(0, len(evicted), sum(one.charged for one in evicted), charged, capacity)
+        return CollectResult(0, len(evicted), sum(one.charged for one in evicted), charged, capacity)
 
     def clear(self) -> tuple[int, int]:
         """Remove everything of kvferry's; other objects stay."""
         entries = list(self.entries())
         # The notes last: who is interrupted here can see whose the rest is.
-        self._remove(sorted(entries, key=lambda one: one.kind is Kind.NOTE))
+        self._remove(sorted(entries, key=lambda one: one.kind is EntryKind.NOTE))
         return len(entries), sum(one.charged for one in entries)
 
-    def _remove(self, entries: Sequence[Entry]) -> None:
+    def _remove(self, entries: Sequence[CacheEntry]) -> None:
         names = [self._name(entry) for entry in entries]
         with self._told():
             for at in range(0, len(names), _REMOVED):
                 self._bucket.remove(names[at : at + _REMOVED])
 
-    def _name(self, entry: Entry) -> str:
+    def _name(self, entry: CacheEntry) -> str:
         return entry.path.removeprefix(f"{self.where}/")
 
     @contextmanager
@@ -116,7 +116,7 @@ class ObjectCache(Cache):
 
 
 @dataclass(frozen=True, slots=True)
-class _Object(Opened):
+class _OpenObject(StoredFile):
     """An object that is being read.
 
     Attributes:
@@ -126,17 +126,17 @@ class _Object(Opened):
         size: bytes.
     """
 
-    bucket: Bucket
+    bucket: BucketClient
     name: str
-    stream: Stream
+    stream: ObjectStream
     size: int
 
     def read(self, offset: int, size: int) -> Buffer:
         return self.stream.read(offset, size)
 
-    def set_aside(self) -> bool:
+    def quarantine(self) -> bool:
         try:
-            self.bucket.move(self.name, quarantine_name(*identity(self.name)))
+            self.bucket.move(self.name, quarantine_name(*chunk_identity(self.name)))
         except OSError:
             return False
         return True

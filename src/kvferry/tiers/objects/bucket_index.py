@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from threading import Lock
 
 from kvferry.keys.namespace import Namespace
-from kvferry.tiers.objects.access import Access
-from kvferry.tiers.objects.client import Bucket, Listed
+from kvferry.tiers.objects.access import GuardedBucket
+from kvferry.tiers.objects.client import BucketClient, ListedObject
 from kvferry.tiers.objects.faults import Fault, Unavailable
 from kvferry.tiers.objects.known import Known
 from kvferry.tiers.paths import chunk_name, key_of, note_name
@@ -22,12 +22,12 @@ from kvferry.tiers.paths import chunk_name, key_of, note_name
 _log = logging.getLogger(__name__)
 
 # What a listing that takes longer has shown by then is known, and nothing is forgotten.
-LONGEST_SECONDS = 300.0
+MAX_LISTING_SECONDS = 300.0
 # After every page other threads get to run: an engine's step must not wait for a listing.
 _REST_SECONDS = 0.001
 
 
-class Lister:
+class BucketIndex:
     """Keeps what is known of a namespace up to date. Any thread may use it; one at a time has an effect.
 
     Args:
@@ -40,7 +40,7 @@ class Lister:
 
     def __init__(
         self,
-        access: Access,
+        access: GuardedBucket,
         namespace: Namespace,
         known: Known,
         good_seconds: float,
@@ -60,7 +60,7 @@ class Lister:
         """Whether the last listing is too old to be relied on, or did not come to its end."""
         return self._clock() >= self._due_at
 
-    def list(self, seconds: float = LONGEST_SECONDS) -> int:
+    def list(self, seconds: float = MAX_LISTING_SECONDS) -> int:
         """Go through what is there, for at most so long.
 
         Returns:
@@ -87,9 +87,9 @@ class Lister:
                     noted = noted or any(one.path == note_name(digest) for one in page)
                     time.sleep(_REST_SECONDS)
                     if self._clock() >= until:
-                        raise _Enough
-        except _Enough:
-            level = logging.WARNING if seconds >= LONGEST_SECONDS else logging.INFO
+                        raise _OutOfTime
+        except _OutOfTime:
+            level = logging.WARNING if seconds >= MAX_LISTING_SECONDS else logging.INFO
             _log.log(
                 level,
                 "object tier: in %g s, %d chunks were listed; there are more",
@@ -104,7 +104,7 @@ class Lister:
             with self._access.writing() as bucket:
                 bucket.put(note_name(digest), [self._namespace.note.encode("ascii")])
 
-    def _pages(self, bucket: Bucket) -> Iterator[Sequence[Listed]]:
+    def _pages(self, bucket: BucketClient) -> Iterator[Sequence[ListedObject]]:
         """What lies in the namespace; where a name spoils the listing, what lies in folders without one."""
         folder = self._namespace.digest.hex()
         try:
@@ -122,7 +122,7 @@ class Lister:
                 with _but_odd_names():
                     yield from bucket.list(f"{folder}/{number:02x}")
 
-    def _keys(self, page: Sequence[Listed]) -> Iterator[tuple[bytes, str]]:
+    def _keys(self, page: Sequence[ListedObject]) -> Iterator[tuple[bytes, str]]:
         for one in page:
             key = key_of(one.path.rpartition("/")[2])
             if key is not None and one.path == chunk_name(self._namespace.digest, key):
@@ -139,5 +139,5 @@ def _but_odd_names() -> Iterator[None]:
             raise
 
 
-class _Enough(Exception):
+class _OutOfTime(Exception):
     """A listing has taken its time."""

@@ -12,13 +12,13 @@ from enum import Enum
 from threading import Lock
 
 
-class _State(Enum):
+class _CircuitState(Enum):
     CLOSED = "asked as usual"
     OPEN = "left alone"
     HALF_OPEN = "one request is out to see"
 
 
-class Breaker:
+class CircuitBreaker:
     """Whether something is worth asking. Any thread may use it.
 
     ::
@@ -41,7 +41,7 @@ class Breaker:
         self._rest_seconds = rest_seconds
         self._clock = clock
         self._lock = Lock()
-        self._state = _State.CLOSED
+        self._state = _CircuitState.CLOSED
         self._failures = 0
         self._until = 0.0
         self._changes = 0
@@ -57,8 +57,8 @@ class Breaker:
         with self._lock:
             if self._turns_away():
                 return None
-            if self._state is _State.OPEN:
-                self._become(_State.HALF_OPEN)
+            if self._state is _CircuitState.OPEN:
+                self._become(_CircuitState.HALF_OPEN)
             return self._changes
 
     def leave(self, ticket: int, *, worked: bool) -> None:
@@ -67,16 +67,16 @@ class Breaker:
             if ticket != self._changes:
                 return
             self._failures = 0 if worked else self._failures + 1
-            if self._state is _State.HALF_OPEN and worked:
-                self._become(_State.CLOSED)
-            elif self._state is _State.HALF_OPEN or self._failures >= self._limit:
+            if self._state is _CircuitState.HALF_OPEN and worked:
+                self._become(_CircuitState.CLOSED)
+            elif self._state is _CircuitState.HALF_OPEN or self._failures >= self._limit:
                 self._until = self._clock() + self._rest_seconds
-                self._become(_State.OPEN)
+                self._become(_CircuitState.OPEN)
 
     def _turns_away(self) -> bool:
-        waits = self._state is _State.OPEN and self._clock() < self._until
-        return waits or self._state is _State.HALF_OPEN
+        waits = self._state is _CircuitState.OPEN and self._clock() < self._until
+        return waits or self._state is _CircuitState.HALF_OPEN
 
-    def _become(self, state: _State) -> None:
+    def _become(self, state: _CircuitState) -> None:
         self._state = state
         self._changes += 1

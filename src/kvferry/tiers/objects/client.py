@@ -25,7 +25,7 @@ from obstore.store import LocalStore, from_url
 from kvferry.errors import ConfigError
 from kvferry.tiers.format.checksum import Buffer
 from kvferry.tiers.objects.faults import Fault, Unavailable, is_of_the_bucket, unavailable
-from kvferry.tiers.objects.options import Settings, settings
+from kvferry.tiers.objects.options import StoreSettings, store_settings
 from kvferry.tiers.paths import MARKER
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ _PAUSE_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedObject:
     """An object as a listing shows it.
 
     Attributes:
@@ -59,7 +59,7 @@ class Listed:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class OpenObject:
     """An object that is being read.
 
     Attributes:
@@ -73,7 +73,7 @@ class Found:
     pieces: Iterator[bytes]
 
 
-class Bucket:
+class BucketClient:
     """Objects under a URL. Any thread may use it, in the process that made it. Everything blocks.
 
     Args:
@@ -91,7 +91,7 @@ class Bucket:
     """
 
     def __init__(self, url: str, options: Mapping[str, str], timeout_seconds: float) -> None:
-        found = settings(url, options)
+        found = store_settings(url, options)
         self.url, self.endpoint = found.url, found.endpoint
         self._half_seconds = timeout_seconds / 2
         try:
@@ -132,19 +132,19 @@ class Bucket:
             return None, ""
         return meta["size"], _tag(meta["e_tag"])
 
-    def get(self, path: str) -> Found:
+    def get(self, path: str) -> OpenObject:
         """Begin to read an object."""
         with _asking():
             result = obstore.get(self._store, path)
             meta = result.meta
-            return Found(meta["size"], _tag(meta["e_tag"]), _pieces(result.stream(_PIECE_BYTES)))
+            return OpenObject(meta["size"], _tag(meta["e_tag"]), _pieces(result.stream(_PIECE_BYTES)))
 
-    def list(self, prefix: str = "") -> Iterator[Sequence[Listed]]:
+    def list(self, prefix: str = "") -> Iterator[Sequence[ListedObject]]:
         """Everything below a path, page by page, in no order."""
         with _asking():
             for page in obstore.list(self._store, prefix or None, chunk_size=_LISTED):
                 yield [
-                    Listed(
+                    ListedObject(
                         one["path"],
                         one["size"],
                         _tag(one["e_tag"]),
@@ -203,7 +203,7 @@ def _pieces(stream: Iterator[bytes]) -> Iterator[bytes]:
         yield from stream
 
 
-def _connect(found: Settings, seconds: float) -> Store:
+def _connect(found: StoreSettings, seconds: float) -> Store:
     """A client whose requests take no longer than `seconds`, nor twice that with what is repeated."""
     if found.scheme == "file":
         return _folder(found.url)

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from kvferry.errors import ConfigError
 
-NOWHERE = "127.255.255.254:1"
+BLACKHOLE_PROXY = "127.255.255.254:1"
 """Nobody listens there: users may not."""
 
 _ENDPOINTS = {
@@ -34,7 +34,7 @@ _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class StoreEndpoint:
     """A server that is configured.
 
     Attributes:
@@ -56,7 +56,7 @@ class Endpoint:
             return self.host == "localhost"
 
 
-def endpoint_of(scheme: str, variables: str, options: Mapping[str, str]) -> Endpoint | None:
+def endpoint_of(scheme: str, variables: str, options: Mapping[str, str]) -> StoreEndpoint | None:
     """The server that is configured; None for the provider's own.
 
     Args:
@@ -71,7 +71,7 @@ def endpoint_of(scheme: str, variables: str, options: Mapping[str, str]) -> Endp
     parts = urlsplit(url)
     if not parts.hostname:
         return None
-    found = Endpoint(
+    found = StoreEndpoint(
         parts.hostname, f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}", parts.scheme != "http"
     )
     if not found.encrypted and not _is_true(_given(("allow_http",), variables, options)):
@@ -82,8 +82,8 @@ def endpoint_of(scheme: str, variables: str, options: Mapping[str, str]) -> Endp
     return found
 
 
-def only_there(
-    endpoint: Endpoint, scheme: str, variables: str, options: Mapping[str, str]
+def restrict_to_endpoint(
+    endpoint: StoreEndpoint, scheme: str, variables: str, options: Mapping[str, str]
 ) -> Mapping[str, str]:
     """Settings of connections that let requests reach that server alone, where that can be done."""
     needs_others = not any(
@@ -94,7 +94,7 @@ def only_there(
     proxied = any(os.environ.get(name) or os.environ.get(name.upper()) for name in _PROXIES)
     if needs_others or proxied or _given(("proxy_url", "proxy_excludes"), variables, options):
         return {}
-    return {"proxy_url": f"http://{NOWHERE}", "proxy_excludes": endpoint.host}
+    return {"proxy_url": f"http://{BLACKHOLE_PROXY}", "proxy_excludes": endpoint.host}
 
 
 def _given(names: tuple[str, ...], variables: str, options: Mapping[str, str]) -> str:

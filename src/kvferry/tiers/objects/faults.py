@@ -11,7 +11,7 @@ import re
 from enum import StrEnum
 
 from kvferry.terminal import printable
-from kvferry.tiers.objects.endpoint import NOWHERE
+from kvferry.tiers.objects.endpoint import BLACKHOLE_PROXY
 
 
 class Fault(StrEnum):
@@ -119,7 +119,7 @@ _SKEWED = r"RequestTimeTooSkewed"
 
 _BROKEN = r"IncompleteMessage|ConnectionReset|ConnectionAborted|BrokenPipe"
 
-_AWAY = rf"\b{re.escape(NOWHERE)},"
+_AWAY = rf"\b{re.escape(BLACKHOLE_PROXY)},"
 
 _BARE = r"inner: BareRedirect"
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from threading import Lock
 
-from kvferry.tiers.index.key_table import Tags
-from kvferry.tiers.index.recently_evicted import Gone
+from kvferry.tiers.index.key_table import TierKeys
+from kvferry.tiers.index.recently_evicted import RecentlyEvicted
 
 MOST = 1 << 22
 """Keys of a namespace, at most: a listing without end takes no more memory than that."""
@@ -32,8 +32,8 @@ class Known:
         tags: empty; kept up to date.
     """
 
-    def __init__(self, tags: Tags) -> None:
-        self.changes, self.gone = 0, Gone()
+    def __init__(self, tags: TierKeys) -> None:
+        self.changes, self.gone = 0, RecentlyEvicted()
         self._lock = Lock()
         self._listings = 0
         # By the first byte; with the number of the last listing that had it, or during or after which it was

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
 from kvferry.errors import ConfigError
-from kvferry.tiers.objects.endpoint import Endpoint, endpoint_of, only_there
+from kvferry.tiers.objects.endpoint import StoreEndpoint, endpoint_of, restrict_to_endpoint
 
 CLIENT = frozenset(
     (
@@ -73,7 +73,7 @@ _FORMS = "s3://bucket/path, gs://bucket/path, az://container/path, file:///path"
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class StoreSettings:
     """A URL and settings that go with it.
 
     Attributes:
@@ -87,7 +87,7 @@ class Settings:
     url: str
     store: dict[str, str]
     client: dict[str, str]
-    endpoint: Endpoint | None
+    endpoint: StoreEndpoint | None
 
 
 def is_url(where: str) -> bool:
@@ -95,7 +95,7 @@ def is_url(where: str) -> bool:
     return "://" in where
 
 
-def settings(url: str, options: Mapping[str, str]) -> Settings:
+def store_settings(url: str, options: Mapping[str, str]) -> StoreSettings:
     """The settings of the client for a URL.
 
     Raises:
@@ -123,8 +123,8 @@ def settings(url: str, options: Mapping[str, str]) -> Settings:
     client = {name: value for name, value in variables.items() if value is not None}
     client |= {name: value for name, value in options.items() if name not in known}
     if endpoint := endpoint_of(parts.scheme, _VARIABLES[parts.scheme], options):
-        client |= only_there(endpoint, parts.scheme, _VARIABLES[parts.scheme], options)
-    return Settings(parts.scheme, url.rstrip("/"), store, client, endpoint)
+        client |= restrict_to_endpoint(endpoint, parts.scheme, _VARIABLES[parts.scheme], options)
+    return StoreSettings(parts.scheme, url.rstrip("/"), store, client, endpoint)
 
 
 def _check_known(name: str, scheme: str, known: frozenset[str]) -> None:

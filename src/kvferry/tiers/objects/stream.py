@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvferry.errors import ChunkError
 
 
-class Stream:
+class ObjectStream:
     """Bytes that come in pieces. One thread reads it.
 
     >>> stream = Stream(iter([b"head", b"er body"]))

@@ -22,30 +22,30 @@ from types import MappingProxyType
 
 from kvferry.errors import ChunkError
 from kvferry.keys.namespace import Namespace
-from kvferry.tiers.format.body import check_body, check_size, header_of, pad
-from kvferry.tiers.format.chunk import Chunk, Group
+from kvferry.tiers.format.body import check_body, check_size, make_header, zero_padding
+from kvferry.tiers.format.chunk import Chunk, ChunkGroup
 from kvferry.tiers.format.decode import read_header
-from kvferry.tiers.index.key_table import Tags, TagTable
+from kvferry.tiers.index.key_table import KeyTable, TierKeys
 from kvferry.tiers.names import OBJECT
-from kvferry.tiers.objects.access import Access
-from kvferry.tiers.objects.bucket_index import Lister
-from kvferry.tiers.objects.client import Bucket, Found
+from kvferry.tiers.objects.access import GuardedBucket
+from kvferry.tiers.objects.bucket_index import BucketIndex
+from kvferry.tiers.objects.client import BucketClient, OpenObject
 from kvferry.tiers.objects.faults import Fault, Unavailable
 from kvferry.tiers.objects.known import Known
-from kvferry.tiers.objects.stream import Stream
-from kvferry.tiers.outcome import Get, Put, Tally, TierStats
+from kvferry.tiers.objects.stream import ObjectStream
+from kvferry.tiers.outcome import GetOutcome, OutcomeCounter, PutOutcome, TierStats
 from kvferry.tiers.paths import chunk_name, quarantine_name
-from kvferry.tiers.storage_tier import SlowTier
+from kvferry.tiers.storage_tier import StorageTier
 
 _log = logging.getLogger(__name__)
 
 _ADVICE = {
-    Get.CORRUPT: "see who else writes there; it is computed anew",
-    Get.OTHER_SHAPE: "the namespace is the same, the groups are not: tell kvferry's authors",
+    GetOutcome.CORRUPT: "see who else writes there; it is computed anew",
+    GetOutcome.OTHER_SHAPE: "the namespace is the same, the groups are not: tell kvferry's authors",
 }
 
 
-class ObjectStore(SlowTier):
+class ObjectTier(StorageTier):
     """The chunks of one namespace under a URL, which may hold others and be used by other processes.
 
     It is used in the process that makes it, not in one that is forked from that. Making it looks at the store
@@ -79,9 +79,9 @@ class ObjectStore(SlowTier):
         rest_seconds: float = 30.0,
         listing_seconds: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
-        table: TagTable | None = None,
+        table: KeyTable | None = None,
     ) -> None:
-        bucket = Bucket(url, options, timeout_seconds)
+        bucket = BucketClient(url, options, timeout_seconds)
         self._url = bucket.url
         if bucket.endpoint and not (bucket.endpoint.encrypted or bucket.endpoint.is_here):
             _log.warning(
@@ -91,11 +91,11 @@ class ObjectStore(SlowTier):
                 *(self._url, bucket.endpoint.shown),
             )
         self._namespace = namespace.digest
-        self._access = Access(bucket, rest_seconds, clock)
-        self.tags = Tags(table)
+        self._access = GuardedBucket(bucket, rest_seconds, clock)
+        self.tags = TierKeys(table)
         self._known = Known(self.tags)
-        self._lister = Lister(self._access, namespace, self._known, listing_seconds, clock)
-        self._tally = Tally()
+        self._lister = BucketIndex(self._access, namespace, self._known, listing_seconds, clock)
+        self._tally = OutcomeCounter()
         self._lister.list(timeout_seconds)
 
     @property
@@ -113,7 +113,7 @@ class ObjectStore(SlowTier):
         return len(self._known)
 
     def had(self, key: bytes) -> bool:
-        """Whether a chunk was known lately; see `SlowTier.had`."""
+        """Whether a chunk was known lately; see `StorageTier.had`."""
         return key in self._known.gone
 
     @property
@@ -121,29 +121,29 @@ class ObjectStore(SlowTier):
         """Whether the store is left alone after failures: nobody is to wait for it."""
         return self._access.unread
 
-    def put(self, key: bytes, group: Group, body: memoryview) -> Put:
-        """Keep a chunk; see `SlowTier.put`. One that is known to be there is not sent again."""
+    def put(self, key: bytes, group: ChunkGroup, body: memoryview) -> PutOutcome:
+        """Keep a chunk; see `StorageTier.put`. One that is known to be there is not sent again."""
         chunk = Chunk(self._namespace, key, (group,))
         check_size(chunk, body)
         try:
-            done = Put.PRESENT if key in self._known else self._put(chunk, body)
+            done = PutOutcome.PRESENT if key in self._known else self._put(chunk, body)
         except Unavailable:
-            done = Put.IO_ERROR
+            done = PutOutcome.IO_ERROR
         self._tally.put(done, chunk.file_bytes)
         return done
 
-    def get(self, key: bytes, group: Group, into: memoryview) -> Get:
-        """Fetch a chunk; see `SlowTier.get`."""
+    def get(self, key: bytes, group: ChunkGroup, into: memoryview) -> GetOutcome:
+        """Fetch a chunk; see `StorageTier.get`."""
         chunk = Chunk(self._namespace, key, (group,))
         check_size(chunk, into)
         why = ""
         try:
             done, why = self._get(chunk, into)
         except FileNotFoundError:
-            done = Get.ABSENT
+            done = GetOutcome.ABSENT
             self._known.discard(key)
         except Unavailable as error:
-            done = Get.IO_ERROR
+            done = GetOutcome.IO_ERROR
             if error.fault is not Fault.RESTING:
                 self._known.discard(key)
         if self._tally.get(done, into.nbytes) and why:
@@ -168,35 +168,35 @@ class ObjectStore(SlowTier):
     def close(self) -> None:
         """Nothing stays open between calls but connections, which go with the store."""
 
-    def _put(self, chunk: Chunk, body: memoryview) -> Put:
+    def _put(self, chunk: Chunk, body: memoryview) -> PutOutcome:
         path = chunk_name(self._namespace, chunk.key)
         with self._access.writing() as bucket:
             # To ask takes less than to send again what another engine stored, and does not replace an object
             # that others are reading, which some stores do not keep apart.
             there = not self._known.is_bad(chunk.key) and bucket.size(path) == chunk.file_bytes
             if not there:
-                pad(chunk, body)
-                bucket.put(path, [header_of(chunk, body), body])
+                zero_padding(chunk, body)
+                bucket.put(path, [make_header(chunk, body), body])
         self._known.add(chunk.key)
-        return Put.PRESENT if there else Put.STORED
+        return PutOutcome.PRESENT if there else PutOutcome.STORED
 
-    def _get(self, chunk: Chunk, into: memoryview) -> tuple[Get, str]:
+    def _get(self, chunk: Chunk, into: memoryview) -> tuple[GetOutcome, str]:
         """Fetch it; with what is wrong with it."""
         with self._access.reading() as bucket:
             found = bucket.get(chunk_name(self._namespace, chunk.key))
             try:
                 why = _read(chunk, found, into)
             except ChunkError as error:
-                done, why = Get.CORRUPT, str(error)
+                done, why = GetOutcome.CORRUPT, str(error)
             else:
-                done = Get.OTHER_SHAPE if why else Get.HIT
-        if done is not Get.HIT:
+                done = GetOutcome.OTHER_SHAPE if why else GetOutcome.HIT
+        if done is not GetOutcome.HIT:
             self._known.distrust(chunk.key, found.tag)
-        if done is Get.CORRUPT:
+        if done is GetOutcome.CORRUPT:
             self._set_aside(chunk.key, found)
         return done, why
 
-    def _set_aside(self, key: bytes, found: Found) -> None:
+    def _set_aside(self, key: bytes, found: OpenObject) -> None:
         """Move a bad object to quarantine; where that is not allowed, the next store of it replaces it.
 
         Not if another object is there: then the answer was a proxy's, or another engine has mended it.
@@ -208,13 +208,13 @@ class ObjectStore(SlowTier):
                 self._tally.add(quarantined=1)
 
 
-def _read(chunk: Chunk, found: Found, into: memoryview) -> str:
+def _read(chunk: Chunk, found: OpenObject, into: memoryview) -> str:
     """Read and check the body of an object; says what else it holds if it is a good one of other groups.
 
     Raises:
         ChunkError: it is not what was written.
     """
-    stream = Stream(found.pieces)
+    stream = ObjectStream(found.pieces)
     header = read_header(stream.read, found.size)
     if (header.chunk.namespace, header.chunk.key) != (chunk.namespace, chunk.key):
         raise ChunkError(f"the chunk of key {header.chunk.key.hex()}")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvferry.tiers.eviction import POLICIES
+from kvferry.tiers.eviction import EVICTION_POLICIES
 
 KEYS = [bytes([n]) for n in range(24)]
 
@@ -165,7 +165,7 @@ class Comparison(RuleBasedStateMachine):
 
     @initialize(capacity=st.integers(20, 120))
     def make(self, capacity):
-        self.policy = POLICIES[self.name](capacity)
+        self.policy = EVICTION_POLICIES[self.name](capacity)
         self.model = MODELS[self.name](capacity)
 
     def known(self, data, *, pinned=None):
@@ -239,7 +239,7 @@ class Comparison(RuleBasedStateMachine):
         assert all((key in self.policy) == (key in dict(entries)) for key in KEYS)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", EVICTION_POLICIES)
 def test_a_policy_evicts_what_a_plain_model_of_it_evicts(name):
     machine = type(f"Comparison_{name}", (Comparison,), {"name": name})
     machine.TestCase.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
@@ -247,11 +247,11 @@ def test_a_policy_evicts_what_a_plain_model_of_it_evicts(name):
     case.runTest()
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", EVICTION_POLICIES)
 def test_a_long_random_run_evicts_what_the_model_evicts(name):
     chance = random.Random(name)
     for capacity in (20, 50, 100):
-        policy, model = POLICIES[name](capacity), MODELS[name](capacity)
+        policy, model = EVICTION_POLICIES[name](capacity), MODELS[name](capacity)
         for _ in range(3000):
             key = KEYS[min(int(chance.expovariate(0.12)), len(KEYS) - 1)]
             if key in policy:

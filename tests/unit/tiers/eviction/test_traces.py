@@ -8,12 +8,12 @@ from itertools import count
 
 import pytest
 
-from kvferry.tiers.eviction import POLICIES
+from kvferry.tiers.eviction import EVICTION_POLICIES
 
 
 def hits(name, capacity, trace):
     """Hits of a cache of `capacity` bytes on a trace of (key number, size)."""
-    policy = POLICIES[name](capacity)
+    policy = EVICTION_POLICIES[name](capacity)
     found = 0
     for number, size in trace:
         key = number.to_bytes(4)
@@ -37,7 +37,7 @@ def loops_and_scans(rounds):
 
 
 def test_what_is_used_again_survives_scans_under_arc_and_s3fifo_and_not_under_lru():
-    found = {name: hits(name, 100, loops_and_scans(50)) for name in POLICIES}
+    found = {name: hits(name, 100, loops_and_scans(50)) for name in EVICTION_POLICIES}
     assert found["lru"] < 0.6 * 50 * 120
     assert found["arc"] > 0.9 * 50 * 120
     assert found["s3fifo"] > 0.9 * 50 * 120
@@ -46,19 +46,19 @@ def test_what_is_used_again_survives_scans_under_arc_and_s3fifo_and_not_under_lr
 def test_arc_and_s3fifo_beat_lru_where_few_keys_are_popular():
     chance = random.Random(1)
     trace = [(int(chance.paretovariate(0.6)) % 5000, chance.choice([1, 4])) for _ in range(20_000)]
-    found = {name: hits(name, 600, trace) for name in POLICIES}
+    found = {name: hits(name, 600, trace) for name in EVICTION_POLICIES}
     assert found["arc"] > found["lru"]
     assert found["s3fifo"] > found["lru"]
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", EVICTION_POLICIES)
 def test_everything_that_fits_stays(name):
     assert hits(name, 100, [(key, 1) for _ in range(5) for key in range(100)]) == 400
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", EVICTION_POLICIES)
 def test_bytes_are_what_counts_not_keys(name):
-    policy = POLICIES[name](100)
+    policy = EVICTION_POLICIES[name](100)
     policy.admit(b"large", 90)
     for number in range(10):
         policy.admit(b"%d" % number, 1)
@@ -66,9 +66,9 @@ def test_bytes_are_what_counts_not_keys(name):
     assert policy.used_bytes == 10
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", EVICTION_POLICIES)
 def test_a_policy_whose_keys_are_all_pinned_names_none(name):
-    policy = POLICIES[name](10)
+    policy = EVICTION_POLICIES[name](10)
     for key in (b"a", b"b"):
         policy.admit(key, 5)
         policy.touch(key)
@@ -78,10 +78,10 @@ def test_a_policy_whose_keys_are_all_pinned_names_none(name):
     assert [policy.evict(), policy.evict()] == [b"a", None]
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", EVICTION_POLICIES)
 def test_an_eviction_takes_no_longer_among_many_pinned_keys(name):
     def seconds(pinned):
-        policy = POLICIES[name](2 * pinned)
+        policy = EVICTION_POLICIES[name](2 * pinned)
         for number in range(2 * pinned):
             policy.admit(number.to_bytes(4), 1)
             if number < pinned:

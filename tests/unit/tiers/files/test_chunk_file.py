@@ -9,24 +9,28 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, strategies as st
 
-from kvferry.tiers.files import chunk_file as image_io
-from kvferry.tiers.files.chunk_file import read_image, write_image
+from kvferry.tiers.files import chunk_file
+from kvferry.tiers.files.chunk_file import read_chunk, write_chunk
 from kvferry.tiers.files.direct_io import whole_pages
 from kvferry.tiers.format import body as images
-from kvferry.tiers.format.chunk import Chunk, Group, Section
+from kvferry.tiers.format.chunk import Chunk, ChunkGroup, ChunkSection
 from kvferry.tiers.format.decode import verify_bytes
 from support.chunk_files import CHUNKS, body_of, image
 
-LARGE = Chunk(bytes(32), bytes(20), (Group("full", 64, (Section("k", 5, 12 << 10), Section("v", 3, 4100))),))
+LARGE = Chunk(
+    bytes(32),
+    bytes(20),
+    (ChunkGroup("full", 64, (ChunkSection("k", 5, 12 << 10), ChunkSection("v", 3, 4100))),),
+)
 
 
 @pytest.fixture(autouse=True, params=[4096, 2 * 4096, 4 << 20], ids=["page", "pages", "whole"])
 def piece(request):
     """How much is read and digested at a time, from storage as from memory."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (images, image_io):
+        for module in (images, chunk_file):
             patch.setattr(module, "PIECE_BYTES", request.param)
-        patch.setattr(image_io, "STORAGE_PIECE_BYTES", request.param)
+        patch.setattr(chunk_file, "STORAGE_PIECE_BYTES", request.param)
         yield request.param
 
 
@@ -50,11 +54,11 @@ def in_file(call, content=b""):
 @given(CHUNKS)
 def test_what_is_written_is_the_image_and_is_read_as_such(chunk: Chunk) -> None:
     body = body_of(chunk)
-    _, written = in_file(lambda fd: write_image(fd, chunk, body))
+    _, written = in_file(lambda fd: write_chunk(fd, chunk, body))
     assert written == image(chunk)
     verify_bytes(written)
     into = whole_pages(chunk.body_bytes)
-    assert in_file(lambda fd: read_image(fd, chunk, into), written)[0] is True
+    assert in_file(lambda fd: read_chunk(fd, chunk, into), written)[0] is True
     assert into == body
 
 
@@ -63,7 +67,7 @@ def test_what_is_not_the_image_is_told(chunk: Chunk, data: st.DataObject) -> Non
     made = bytearray(image(chunk))
     made[data.draw(st.integers(0, len(made) - 1))] ^= data.draw(st.integers(1, 255))
     into = whole_pages(chunk.body_bytes)
-    assert in_file(lambda fd: read_image(fd, chunk, into), made)[0] is False
+    assert in_file(lambda fd: read_chunk(fd, chunk, into), made)[0] is False
 
 
 @given(CHUNKS, st.data())
@@ -73,23 +77,23 @@ def test_a_file_that_ends_early_is_no_image_even_if_memory_holds_the_rest(
     made = image(chunk)[: data.draw(st.integers(0, chunk.file_bytes - 1))]
     into = whole_pages(chunk.body_bytes)
     into[:] = image(chunk)[chunk.offsets[0] :]
-    assert in_file(lambda fd: read_image(fd, chunk, into), made)[0] is False
+    assert in_file(lambda fd: read_chunk(fd, chunk, into), made)[0] is False
 
 
 def test_a_unit_of_several_pieces_is_digested_whole() -> None:
-    _, made = in_file(lambda fd: write_image(fd, LARGE, body_of(LARGE)))
+    _, made = in_file(lambda fd: write_chunk(fd, LARGE, body_of(LARGE)))
     verify_bytes(made)
     into = whole_pages(LARGE.body_bytes)
     for at in range(LARGE.offsets[0], LARGE.file_bytes, 2048):
         spoiled = bytearray(made)
         spoiled[at] ^= 1
-        assert in_file(lambda fd: read_image(fd, LARGE, into), spoiled)[0] is False
+        assert in_file(lambda fd: read_chunk(fd, LARGE, into), spoiled)[0] is False
 
 
 @pytest.mark.parametrize("name", ["preadv", "pwritev"])
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_a_broken_disk_is_an_error(fd, monkeypatch, name, after, piece):
-    write_image(fd, LARGE, body_of(LARGE))
+    write_chunk(fd, LARGE, body_of(LARGE))
     calls = []
 
     def broken(*args):
@@ -100,7 +104,7 @@ def test_a_broken_disk_is_an_error(fd, monkeypatch, name, after, piece):
 
     move = getattr(os, name)
     monkeypatch.setattr(os, name, broken)
-    moving = partial(read_image if name == "preadv" else write_image, fd, LARGE, body_of(LARGE))
+    moving = partial(read_chunk if name == "preadv" else write_chunk, fd, LARGE, body_of(LARGE))
     pieces = -(-LARGE.body_bytes // piece) if name == "preadv" else 1
     if after < pieces:
         with pytest.raises(OSError, match="broken"):
@@ -111,14 +115,14 @@ def test_a_broken_disk_is_an_error(fd, monkeypatch, name, after, piece):
 
 
 def test_what_was_read_is_digested_before_the_rest_is_read(fd, monkeypatch, piece):
-    write_image(fd, LARGE, body_of(LARGE))
+    write_chunk(fd, LARGE, body_of(LARGE))
     done = []
     move = os.preadv
     monkeypatch.setattr(os, "preadv", lambda *args: done.append("read") or move(*args))
     for name in ("unit_digests", "digest_of"):
         digest = partial(digests, getattr(images, name), done)
         monkeypatch.setattr(images, name, digest)
-    assert read_image(fd, LARGE, body_of(LARGE))
+    assert read_chunk(fd, LARGE, body_of(LARGE))
     last_read = len(done) - 1 - done[::-1].index("read")
     assert ("digest" in done[:last_read]) == (piece < LARGE.body_bytes)
 
@@ -131,7 +135,7 @@ def digests(call, done, *args):
 
 @pytest.mark.parametrize(("nanoseconds_per_byte", "sizes"), [(0.1, [5, 4, 4, 4, 3]), (1, [5, 8, 7])])
 def test_storage_is_read_in_larger_pieces_than_memory(fd, monkeypatch, nanoseconds_per_byte, sizes):
-    write_image(fd, LARGE, body_of(LARGE))
+    write_chunk(fd, LARGE, body_of(LARGE))
     now, found, move = [0.0], [], os.preadv
 
     def timed(*args):
@@ -141,17 +145,17 @@ def test_storage_is_read_in_larger_pieces_than_memory(fd, monkeypatch, nanosecon
         return read
 
     monkeypatch.setattr(os, "preadv", timed)
-    monkeypatch.setattr(image_io, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(chunk_file, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     for name, pages in (("PIECE_BYTES", 4), ("STORAGE_PIECE_BYTES", 8)):
-        monkeypatch.setattr(image_io, name, pages * 4096)
-    assert read_image(fd, LARGE, body_of(LARGE))
+        monkeypatch.setattr(chunk_file, name, pages * 4096)
+    assert read_chunk(fd, LARGE, body_of(LARGE))
     assert found == sizes
 
 
 def test_a_read_that_is_cut_short_goes_on(fd, monkeypatch):
     body = body_of(LARGE)
-    write_image(fd, LARGE, body)
+    write_chunk(fd, LARGE, body)
     move, into = os.preadv, whole_pages(LARGE.body_bytes)
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: move(fd, [views[0][:4096]], at))
-    assert read_image(fd, LARGE, into)
+    assert read_chunk(fd, LARGE, into)
     assert into == body

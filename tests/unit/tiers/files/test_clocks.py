@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.tiers.files.ledger import read_ledger
-from kvferry.tiers.outcome import Get, Put
+from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from kvferry.tiers.paths import temporary_path
 from support.chunk_files import key
 from support.stores import FILE_BYTES, fetch, file_of, keep, open_store, total
@@ -25,13 +25,13 @@ def kept(store) -> list[int]:
 def test_what_is_stored_after_a_clock_jumped_outlasts_what_was_stored_before(tmp_path, clock, jump):
     store = open_store(tmp_path, capacity=ROOM * FILE_BYTES + 8192, clock=clock)
     for number in range(ROOM):
-        assert keep(store, number) is Put.STORED
+        assert keep(store, number) is PutOutcome.STORED
         clock.now += 1
     clock.now += jump
     # Of one directory: another process that looks at it now, and this one, whose list is from before.
     for one, first in ((open_store(tmp_path, clock=clock), ROOM), (store, ROOM + 3)):
         for number in range(first, first + 3):
-            assert keep(one, number) is Put.STORED
+            assert keep(one, number) is PutOutcome.STORED
             clock.now += 1
     store.refresh()
     assert kept(store) == list(range(ROOM, 2 * ROOM)), "the new ones went, the old ones stayed"
@@ -48,9 +48,9 @@ def test_what_is_used_after_a_clock_jumped_stays_longest(tmp_path, clock, jump):
     store.used([key(3), key(1)])
     for number in range(10, 14):
         clock.now += 20
-        assert keep(store, number) is Put.STORED
+        assert keep(store, number) is PutOutcome.STORED
     assert kept(store) == [1, 3, 10, 11, 12, 13]
-    assert fetch(store, 1) == (Get.HIT, True)
+    assert fetch(store, 1) == (GetOutcome.HIT, True)
 
 
 @pytest.mark.parametrize("jump", [DAY, -DAY])

@@ -16,10 +16,10 @@ import pytest
 from kvferry.cli.main import main
 from kvferry.errors import ConfigError
 from kvferry.tiers import survey
-from kvferry.tiers.files.admin import Directory
+from kvferry.tiers.files.admin import DirectoryAdmin
 from kvferry.tiers.files.ledger import read_ledger
-from kvferry.tiers.format.chunk import Group, Section
-from kvferry.tiers.outcome import Get, Put
+from kvferry.tiers.format.chunk import ChunkGroup, ChunkSection
+from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from support.chunk_files import key
 from support.stores import FILE_BYTES, NAMESPACE, OTHER, fetch, file_of, keep, open_store, total
 
@@ -39,7 +39,7 @@ def cache(tmp_path):
     store = open_store(tmp_path, capacity=1 << 20)
     for number in range(3):
         keep(store, number)
-    group = Group("full", 16, (Section("kv", 1, 10),))
+    group = ChunkGroup("full", 16, (ChunkSection("kv", 1, 10),))
     keep(open_store(tmp_path, namespace=OTHER), 1, group)
     return tmp_path
 
@@ -172,9 +172,9 @@ def run(*args) -> int:
     return 0
 
 
-@pytest.mark.parametrize("act", [survey.totals, Directory.collect, Directory.clear])
+@pytest.mark.parametrize("act", [survey.cache_totals, DirectoryAdmin.collect, DirectoryAdmin.clear])
 def test_a_directory_that_vanishes_meanwhile_is_told(cache, tmp_path_factory, act):
-    operator = Directory(cache)
+    operator = DirectoryAdmin(cache)
     cache.rename(tmp_path_factory.mktemp("elsewhere") / "cache")
     with pytest.raises(ConfigError, match=r"No such file or directory .*see to its owner, mode and mount"):
         act(operator)
@@ -196,7 +196,7 @@ def test_gc_of_a_lost_ledger_asks_for_a_capacity_and_leaves_engines_theirs(cache
     store = open_store(cache)
     (cache / "ledger").write_bytes(b"lost")
     assert "give a capacity" in kvferry("gc", cache, code=2)
-    assert keep(store, 7) is Put.STORED
+    assert keep(store, 7) is PutOutcome.STORED
     assert read_ledger(cache) == (1 << 20, total(cache))
 
 
@@ -232,7 +232,7 @@ def test_a_clear_that_is_interrupted_can_be_repeated(cache, monkeypatch):
 
     monkeypatch.setattr(os, "unlink", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        Directory(cache).clear()
+        DirectoryAdmin(cache).clear()
     monkeypatch.undo()
     assert len(list(cache.rglob("*.kv"))) == 2
     assert read_ledger(cache) == (1 << 20, total(cache))
@@ -251,9 +251,9 @@ def test_clear_asks(cache):
 def test_an_engine_goes_on_after_a_clear_within_its_capacity(cache):
     store = open_store(cache)
     kvferry("clear", cache, "--yes")
-    assert fetch(store, 0)[0] is Get.ABSENT
+    assert fetch(store, 0)[0] is GetOutcome.ABSENT
     for number in range(30):
-        assert keep(store, number) is Put.STORED
+        assert keep(store, number) is PutOutcome.STORED
         assert total(cache) <= 1 << 20
     assert read_ledger(cache) == (1 << 20, total(cache))
     assert "chunks" in kvferry("ls", cache)

@@ -7,8 +7,8 @@ from hashlib import blake2b
 
 import pytest
 
-from kvferry.tiers.files.directory_index import Index
-from kvferry.tiers.index.key_table import Tags, tags_of
+from kvferry.tiers.files.directory_index import DirectoryIndex
+from kvferry.tiers.index.key_table import TierKeys, tags_of
 from kvferry.tiers.paths import key_of, keys_of
 from support.chunk_files import key
 from support.stores import NAMESPACE, file_of, keep, open_store
@@ -57,15 +57,15 @@ def test_what_comes_and_goes_while_a_folder_is_read_is_not_forgotten(tmp_path):
         index.discard(gone)
         index.add(bytes([8]) * 32)
 
-    tags = Tags()
-    index = Index(str(tmp_path), NAMESPACE.digest, tags, rest=meanwhile)
+    tags = TierKeys()
+    index = DirectoryIndex(str(tmp_path), NAMESPACE.digest, tags, rest=meanwhile)
     index.refresh()
     assert list(tags.known(tags_of([here, gone, come, bytes([8]) * 32]))) == [True, False, True, True]
 
 
 def test_reading_a_large_folder_rests_every_five_hundred_names(tmp_path):
-    made, rests, tags = names(tmp_path, 7, 2500), [], Tags()
-    index = Index(str(tmp_path), NAMESPACE.digest, tags, rest=rests.append)
+    made, rests, tags = names(tmp_path, 7, 2500), [], TierKeys()
+    index = DirectoryIndex(str(tmp_path), NAMESPACE.digest, tags, rest=rests.append)
     assert index.refresh() == 1
     assert tags.known(tags_of(made)).all()
     assert len(rests) == 5

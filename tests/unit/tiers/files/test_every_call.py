@@ -18,17 +18,17 @@ from pathlib import Path
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.tiers.files.admin import Directory
+from kvferry.tiers.files.admin import DirectoryAdmin
 from kvferry.tiers.files.chunk_io import verify_file
 from kvferry.tiers.files.ledger import read_ledger
-from kvferry.tiers.files.tier import FileStore
-from kvferry.tiers.format.chunk import Group, Section
-from kvferry.tiers.outcome import Get, Put
+from kvferry.tiers.files.tier import FileTier
+from kvferry.tiers.format.chunk import ChunkGroup, ChunkSection
+from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from support.chunk_files import key
 from support.stores import fetch, file_of, keep, open_store, temporaries, total
 from support.system_calls import CHANGING, WRITING, Fault, How, counted, possible, run
 
-SMALL = Group("full", 64, (Section("k", 2, 2048), Section("v", 2, 2048)))
+SMALL = ChunkGroup("full", 64, (ChunkSection("k", 2, 2048), ChunkSection("v", 2, 2048)))
 FILE_BYTES = 12 << 10
 CAPACITY = 5 * FILE_BYTES
 """For four chunks, and the small files."""
@@ -69,7 +69,7 @@ class Operation:
 
     name: str
     kept: tuple[int, ...]
-    do: Callable[[FileStore, Path], object]
+    do: Callable[[FileTier, Path], object]
     may_raise: bool = False
     options: tuple[tuple[str, bool], ...] = ()
     before: Callable[[Path], None] = lambda _: None
@@ -118,7 +118,7 @@ OPERATIONS = (
 
 
 def collected(path: Path) -> None:
-    Directory(path).collect(2 * FILE_BYTES)
+    DirectoryAdmin(path).collect(2 * FILE_BYTES)
 
 
 def faults(calls: list[str]) -> list[Fault]:
@@ -170,9 +170,9 @@ class Case:
         assert made == (puts, gets), "an outcome was not counted"
         for number in NUMBERS:
             found, right = fetch(store, number, SMALL)
-            assert right or found is not Get.HIT
-        assert keep(store, 7, SMALL) is Put.STORED, "stores do not go on"
-        assert fetch(store, 7, SMALL) == (Get.HIT, True)
+            assert right or found is not GetOutcome.HIT
+        assert keep(store, 7, SMALL) is PutOutcome.STORED, "stores do not go on"
+        assert fetch(store, 7, SMALL) == (GetOutcome.HIT, True)
         return done
 
     def judge(self, *, unseen: bool) -> None:
@@ -192,15 +192,15 @@ class Case:
                 with chunk.open("rb") as file:
                     verify_file(file.fileno())
         found = {number: fetch(store, number, SMALL) for number in NUMBERS}
-        assert all(right for done, right in found.values() if done is Get.HIT)
-        lost = [n for n in self.operation.kept if found[n][0] is not Get.HIT]
+        assert all(right for done, right in found.values() if done is GetOutcome.HIT)
+        lost = [n for n in self.operation.kept if found[n][0] is not GetOutcome.HIT]
         assert self.operation.evicts or lost == ([2] if self.operation.before is spoil else [])
         bad = list((self.path / "quarantine").iterdir())
         assert len(bad) == (self.operation.before is spoil), "a good chunk was moved aside, or a bad one lost"
-        assert keep(store, 8, SMALL) is Put.STORED
+        assert keep(store, 8, SMALL) is PutOutcome.STORED
 
 
-def opened(operation: Operation, path: Path) -> FileStore:
+def opened(operation: Operation, path: Path) -> FileTier:
     return open_store(path, capacity=CAPACITY, **dict(operation.options))
 
 
@@ -231,7 +231,7 @@ def test_a_fault_at_any_call_costs_a_chunk_at_most(tmp_path, operation):
     template.mkdir()
     if operation.kept:
         for number in operation.kept:
-            assert keep(opened(operation, template), number, SMALL) is Put.STORED
+            assert keep(opened(operation, template), number, SMALL) is PutOutcome.STORED
     whole = Case(operation, template, tmp_path / "whole")
     calls = run(whole.work).calls
     outcomes: dict[str, int] = {}

@@ -19,11 +19,11 @@ import pytest
 
 from kvferry.errors import ChunkError, ConfigError
 from kvferry.keys import Namespace
-from kvferry.tiers.files import chunk_file as image_io, direct_io, tier as file_store
+from kvferry.tiers.files import chunk_file, direct_io, tier as file_tier
 from kvferry.tiers.files.direct_io import whole_pages
 from kvferry.tiers.files.ledger import read_ledger
-from kvferry.tiers.format.chunk import Group, Section
-from kvferry.tiers.outcome import Get, Put
+from kvferry.tiers.format.chunk import ChunkGroup, ChunkSection
+from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from kvferry.tiers.paths import temporary_path
 from support.chunk_files import key
 from support.stores import (
@@ -42,31 +42,31 @@ from support.stores import (
 )
 
 # Sections of 200 and 4095 bytes.
-PADDED = Group("mamba", 0, (Section("ssm", 2, 100), Section("conv", 5, 819)))
+PADDED = ChunkGroup("mamba", 0, (ChunkSection("ssm", 2, 100), ChunkSection("conv", 5, 819)))
 
 
 def test_what_was_stored_is_fetched(store):
-    assert keep(store, 1) is Put.STORED
-    assert fetch(store, 1) == (Get.HIT, True)
-    assert fetch(store, 2) == (Get.ABSENT, False)
-    assert store.stats.puts == {Put.STORED: 1}
-    assert store.stats.gets == {Get.HIT: 1, Get.ABSENT: 1}
+    assert keep(store, 1) is PutOutcome.STORED
+    assert fetch(store, 1) == (GetOutcome.HIT, True)
+    assert fetch(store, 2) == (GetOutcome.ABSENT, False)
+    assert store.stats.puts == {PutOutcome.STORED: 1}
+    assert store.stats.gets == {GetOutcome.HIT: 1, GetOutcome.ABSENT: 1}
     assert (store.stats.stored_bytes, store.stats.hit_bytes) == (FILE_BYTES, FILE_BYTES - 4096)
 
 
 def test_what_pads_a_section_is_zero_in_memory_and_in_the_file(store, tmp_path):
     stored, into = body(1, PADDED), body(2, PADDED)
-    assert store.put(key(1), PADDED, stored) is Put.STORED
+    assert store.put(key(1), PADDED, stored) is PutOutcome.STORED
     for memory in (stored, file_of(tmp_path, 1).read_bytes()[4096:]):
         assert (memory[200:4096], memory[8191:]) == (bytes(3896), b"\0")
-    assert store.get(key(1), PADDED, into) is Get.HIT
+    assert store.get(key(1), PADDED, into) is GetOutcome.HIT
     assert into == stored
 
 
 def test_a_chunk_that_is_there_is_not_written_again(store, tmp_path):
     keep(store, 1)
     inode = file_of(tmp_path, 1).stat().st_ino
-    assert keep(store, 1) is Put.PRESENT
+    assert keep(store, 1) is PutOutcome.PRESENT
     assert file_of(tmp_path, 1).stat().st_ino == inode
 
 
@@ -77,8 +77,8 @@ def test_threads_share_a_store(store, tmp_path):
 
     with ThreadPoolExecutor(8) as pool:
         done = list(pool.map(both, range(400)))
-    assert {put for put, _ in done} == {Put.STORED, Put.PRESENT}
-    assert {got for _, got in done} == {(Get.HIT, True), (Get.ABSENT, False)}
+    assert {put for put, _ in done} == {PutOutcome.STORED, PutOutcome.PRESENT}
+    assert {got for _, got in done} == {(GetOutcome.HIT, True), (GetOutcome.ABSENT, False)}
     assert read_ledger(tmp_path) == (1 << 20, total(tmp_path))
     assert sum(store.stats.puts.values()) == sum(store.stats.gets.values()) == 400
 
@@ -87,60 +87,60 @@ def test_no_room_is_made_for_a_chunk_that_is_there(store):
     for number in range(30):
         keep(store, number)
     evicted = store.stats.evicted
-    assert keep(store, 29) is Put.PRESENT
+    assert keep(store, 29) is PutOutcome.PRESENT
     assert store.stats.evicted == evicted > 0
 
 
 def test_a_chunk_that_two_write_at_once_is_there_once_and_counted_once(store, tmp_path, monkeypatch):
     other = open_store(tmp_path)
-    write = file_store.write_image
+    write = file_tier.write_chunk
 
-    def write_while_the_other_does(fd, *image):
-        monkeypatch.setattr(file_store, "write_image", write)
-        assert keep(other, 1) is Put.STORED
-        write(fd, *image)
+    def write_while_the_other_does(fd, *args):
+        monkeypatch.setattr(file_tier, "write_chunk", write)
+        assert keep(other, 1) is PutOutcome.STORED
+        write(fd, *args)
 
-    monkeypatch.setattr(file_store, "write_image", write_while_the_other_does)
-    assert keep(store, 1) is Put.PRESENT
-    assert fetch(store, 1) == (Get.HIT, True)
+    monkeypatch.setattr(file_tier, "write_chunk", write_while_the_other_does)
+    assert keep(store, 1) is PutOutcome.PRESENT
+    assert fetch(store, 1) == (GetOutcome.HIT, True)
     assert read_ledger(tmp_path) == (1 << 20, total(tmp_path))
 
 
 def test_another_shape_is_a_miss_and_the_file_stays(store):
     keep(store, 1)
     for other in (
-        Group("full", 32, GROUP.sections),
-        Group("sliding", 64, GROUP.sections),
-        Group("full", 64, (Section("k", 8, 7 << 9), Section("v", 4, 7 << 10))),
-        Group("full", 64, GROUP.sections[:1]),
-        Group("full", 64, (*GROUP.sections, Section("w", 500, 1))),
+        ChunkGroup("full", 32, GROUP.sections),
+        ChunkGroup("sliding", 64, GROUP.sections),
+        ChunkGroup("full", 64, (ChunkSection("k", 8, 7 << 9), ChunkSection("v", 4, 7 << 10))),
+        ChunkGroup("full", 64, GROUP.sections[:1]),
+        ChunkGroup("full", 64, (*GROUP.sections, ChunkSection("w", 500, 1))),
     ):
-        assert fetch(store, 1, other)[0] is Get.OTHER_SHAPE
-    assert fetch(store, 1) == (Get.HIT, True)
+        assert fetch(store, 1, other)[0] is GetOutcome.OTHER_SHAPE
+    assert fetch(store, 1) == (GetOutcome.HIT, True)
 
 
 def test_a_changed_byte_is_a_miss_and_the_file_goes_to_quarantine(store, tmp_path, caplog):
     keep(store, 1)
     path = file_of(tmp_path, 1)
     spoil(path, 4096 + 2 * (7 << 10))
-    assert fetch(store, 1)[0] is Get.CORRUPT
+    assert fetch(store, 1)[0] is GetOutcome.CORRUPT
     assert not path.exists()
     assert [bad.stat().st_size for bad in (tmp_path / "quarantine").iterdir()] == [FILE_BYTES]
     assert store.stats.quarantined == 1
-    assert store.stats.misses == {Get.CORRUPT: 1}
+    assert store.stats.misses == {GetOutcome.CORRUPT: 1}
     assert not store.known([key(1)])
-    assert fetch(store, 1)[0] is Get.ABSENT
+    assert fetch(store, 1)[0] is GetOutcome.ABSENT
     assert caplog.text.count("unit 2 of section k is not what was written") == 1
     assert read_ledger(tmp_path) == (1 << 20, total(tmp_path))
-    assert keep(store, 1) is Put.STORED
-    assert fetch(store, 1) == (Get.HIT, True)
+    assert keep(store, 1) is PutOutcome.STORED
+    assert fetch(store, 1) == (GetOutcome.HIT, True)
 
 
 @pytest.mark.parametrize("at", [0, 8, 12, 17, 33, 70, 130, 300, 500, 1000, 4000])
 def test_a_changed_byte_in_the_header_is_a_miss(store, tmp_path, at):
     keep(store, 1)
     spoil(file_of(tmp_path, 1), at)
-    assert fetch(store, 1)[0] is Get.CORRUPT
+    assert fetch(store, 1)[0] is GetOutcome.CORRUPT
     assert store.stats.quarantined == 1
 
 
@@ -148,64 +148,64 @@ def test_a_changed_byte_in_the_header_is_a_miss(store, tmp_path, at):
 def test_a_file_of_another_length_is_a_miss(store, tmp_path, size):
     keep(store, 1)
     os.truncate(file_of(tmp_path, 1), size)
-    assert fetch(store, 1)[0] is Get.CORRUPT
+    assert fetch(store, 1)[0] is GetOutcome.CORRUPT
 
 
 def test_a_good_file_under_the_name_of_another_is_a_miss(store, tmp_path):
     keep(store, 1)
     keep(store, 2)
     shutil.copy(file_of(tmp_path, 1), file_of(tmp_path, 2))
-    assert fetch(store, 2)[0] is Get.CORRUPT
+    assert fetch(store, 2)[0] is GetOutcome.CORRUPT
     other = open_store(tmp_path, namespace=OTHER)
     path = tmp_path / OTHER.digest.hex() / file_of(tmp_path, 1).parent.name
     path.mkdir()
     shutil.copy(file_of(tmp_path, 1), path)
-    assert fetch(other, 1)[0] is Get.CORRUPT
-    assert fetch(store, 1) == (Get.HIT, True)
+    assert fetch(other, 1)[0] is GetOutcome.CORRUPT
+    assert fetch(store, 1) == (GetOutcome.HIT, True)
 
 
 def test_a_file_cut_off_while_it_is_read_is_a_miss(store, tmp_path, monkeypatch):
     keep(store, 1)
-    read = file_store.read_image
+    read = file_tier.read_chunk
 
-    def cut_off_before(fd, *image):
+    def cut_off_before(fd, *args):
         os.truncate(file_of(tmp_path, 1), 5000)
-        return read(fd, *image)
+        return read(fd, *args)
 
-    monkeypatch.setattr(file_store, "read_image", cut_off_before)
-    assert fetch(store, 1)[0] is Get.CORRUPT
+    monkeypatch.setattr(file_tier, "read_chunk", cut_off_before)
+    assert fetch(store, 1)[0] is GetOutcome.CORRUPT
 
 
 def test_a_file_that_reads_differently_each_time_is_a_miss_and_stays(store, tmp_path, monkeypatch, caplog):
     keep(store, 1)
-    read = image_io.read_all
+    read = chunk_file.read_all
 
     def misread(fd, pieces):
         done = read(fd, pieces)
         pieces[0][40] ^= 1
         return done
 
-    monkeypatch.setattr(image_io, "read_all", misread)
-    assert fetch(store, 1)[0] is Get.IO_ERROR
+    monkeypatch.setattr(chunk_file, "read_all", misread)
+    assert fetch(store, 1)[0] is GetOutcome.IO_ERROR
     assert "a header that was another when it was read again" in caplog.text
     monkeypatch.undo()
-    assert fetch(store, 1) == (Get.HIT, True)
+    assert fetch(store, 1) == (GetOutcome.HIT, True)
 
 
 def test_a_bad_file_that_a_good_one_has_replaced_leaves_the_good_one_alone(store, tmp_path, monkeypatch):
     keep(store, 1)
     spoil(file_of(tmp_path, 1), 5000)
-    check = file_store.check_body
+    check = file_tier.check_body
 
     def replaced_meanwhile(*args):
         file_of(tmp_path, 1).unlink()
         keep(open_store(tmp_path), 1)
         check(*args)
 
-    monkeypatch.setattr(file_store, "check_body", replaced_meanwhile)
-    assert fetch(store, 1)[0] is Get.CORRUPT
+    monkeypatch.setattr(file_tier, "check_body", replaced_meanwhile)
+    assert fetch(store, 1)[0] is GetOutcome.CORRUPT
     monkeypatch.undo()
-    assert fetch(store, 1) == (Get.HIT, True)
+    assert fetch(store, 1) == (GetOutcome.HIT, True)
     assert store.stats.quarantined == 0
 
 
@@ -219,7 +219,7 @@ def test_the_file_used_longest_ago_goes_first(tmp_path, clock):
     clock.now += 60
     keep(store, 3)
     assert list(store.known([key(number) for number in range(4)])) == [True, False, True, True]
-    assert fetch(store, 1)[0] is Get.ABSENT
+    assert fetch(store, 1)[0] is GetOutcome.ABSENT
     assert (store.stats.evicted, store.stats.evicted_bytes) == (1, FILE_BYTES)
 
 
@@ -281,8 +281,8 @@ def test_what_was_used_after_it_was_listed_for_eviction_is_spared(tmp_path, cloc
     for number in (4, 5):
         clock.now += 60
         keep(store, number)
-    assert fetch(store, 1)[0] is Get.HIT
-    assert fetch(store, 2)[0] is Get.ABSENT
+    assert fetch(store, 1)[0] is GetOutcome.HIT
+    assert fetch(store, 2)[0] is GetOutcome.ABSENT
 
 
 def test_the_capacity_is_kept_across_namespaces_and_quarantine_counts(tmp_path, clock):
@@ -291,23 +291,23 @@ def test_the_capacity_is_kept_across_namespaces_and_quarantine_counts(tmp_path, 
     other = open_store(tmp_path, namespace=OTHER, clock=clock)
     for number in range(40):
         clock.now += 60
-        assert keep((store if number % 5 else other), number) is Put.STORED
+        assert keep((store if number % 5 else other), number) is PutOutcome.STORED
         if number % 5 == 1:
             spoil(file_of(tmp_path, number), 5000)
-            assert fetch(store, number)[0] is Get.CORRUPT
+            assert fetch(store, number)[0] is GetOutcome.CORRUPT
         assert total(tmp_path) <= capacity
         assert number < 4 or total(tmp_path) > capacity - 2 * FILE_BYTES
         assert read_ledger(tmp_path) == (capacity, total(tmp_path))
 
 
 def test_room_is_made_before_the_write_and_not_after(store, tmp_path, monkeypatch):
-    write = file_store.write_image
+    write = file_tier.write_chunk
 
-    def seen(fd, *image):
-        write(fd, *image)
+    def seen(fd, *args):
+        write(fd, *args)
         assert total(tmp_path) <= 1 << 20
 
-    monkeypatch.setattr(file_store, "write_image", seen)
+    monkeypatch.setattr(file_tier, "write_chunk", seen)
     for number in range(40):
         keep(store, number)
     assert store.stats.evicted > 20
@@ -316,11 +316,11 @@ def test_room_is_made_before_the_write_and_not_after(store, tmp_path, monkeypatc
 
 def test_a_chunk_larger_than_the_capacity_is_dropped_and_nothing_goes_for_it(store, caplog):
     keep(store, 1)
-    large = Group("full", 64, (Section("k", 4, 1 << 18),))
+    large = ChunkGroup("full", 64, (ChunkSection("k", 4, 1 << 18),))
     for _ in range(2):
-        assert keep(store, 2, large) is Put.TOO_LARGE
-    assert fetch(store, 1)[0] is Get.HIT
-    assert store.stats.dropped == {Put.TOO_LARGE: 2}
+        assert keep(store, 2, large) is PutOutcome.TOO_LARGE
+    assert fetch(store, 1)[0] is GetOutcome.HIT
+    assert store.stats.dropped == {PutOutcome.TOO_LARGE: 2}
     assert caplog.text.count("larger than the capacity") == 1
     assert "raise the capacity" in caplog.text
 
@@ -339,12 +339,12 @@ def test_what_another_process_stored_or_evicted_is_noticed(store, tmp_path):
     other = open_store(tmp_path)
     keep(other, 1)
     assert list(store.known([key(1), key(2)])) == [False, False]
-    assert fetch(store, 1) == (Get.HIT, True)
+    assert fetch(store, 1) == (GetOutcome.HIT, True)
     assert store.refresh() == 1
     assert list(store.known([key(1), key(2)])) == [True, False]
     file_of(tmp_path, 1).unlink()
     assert store.known([key(1)])
-    assert fetch(store, 1)[0] is Get.ABSENT
+    assert fetch(store, 1)[0] is GetOutcome.ABSENT
     assert not store.known([key(1)])
 
 
@@ -353,7 +353,7 @@ def test_a_new_process_finds_what_was_stored(store, tmp_path):
         keep(store, number)
     again = open_store(tmp_path)
     assert len(again) == 5
-    assert all(fetch(again, number) == (Get.HIT, True) for number in range(5))
+    assert all(fetch(again, number) == (GetOutcome.HIT, True) for number in range(5))
     assert read_ledger(tmp_path)[0] == 1 << 20
 
 
@@ -366,7 +366,7 @@ def test_the_namespace_can_be_read_by_people(store, tmp_path):
 def test_a_model_of_another_name_shares_chunks_and_leaves_the_note_alone(store, tmp_path):
     keep(store, 1)
     other = open_store(tmp_path, namespace=namespace_of("0123abcd", "tests/renamed"))
-    assert fetch(other, 1) == (Get.HIT, True)
+    assert fetch(other, 1) == (GetOutcome.HIT, True)
     assert "tests/small" in (tmp_path / NAMESPACE.digest.hex() / "namespace.json").read_text()
 
 
@@ -399,16 +399,16 @@ def test_leftovers_of_a_dead_writer_are_swept_at_start_and_their_bytes_released(
 
 
 def test_a_file_that_is_being_written_is_not_swept(store, tmp_path, monkeypatch):
-    write = file_store.write_image
+    write = file_tier.write_chunk
 
-    def opened_meanwhile(fd, *image):
+    def opened_meanwhile(fd, *args):
         assert open_store(tmp_path).stats.swept == 0
         assert read_ledger(tmp_path)[1] == total(tmp_path) + FILE_BYTES
-        write(fd, *image)
+        write(fd, *args)
 
-    monkeypatch.setattr(file_store, "write_image", opened_meanwhile)
-    assert keep(store, 1) is Put.STORED
-    assert fetch(store, 1) == (Get.HIT, True)
+    monkeypatch.setattr(file_tier, "write_chunk", opened_meanwhile)
+    assert keep(store, 1) is PutOutcome.STORED
+    assert fetch(store, 1) == (GetOutcome.HIT, True)
 
 
 def test_a_leftover_of_another_machine_is_swept_when_it_is_old(store, tmp_path, clock):
@@ -432,8 +432,8 @@ def test_space_that_killed_writers_hold_is_found_before_a_store_is_dropped(tmp_p
     killed = get_context("spawn").Process(target=die_while_writing, args=(tmp_path, 9))
     killed.start()
     killed.join()
-    assert keep(store, 1) is Put.STORED
-    assert keep(store, 2) is Put.STORED
+    assert keep(store, 1) is PutOutcome.STORED
+    assert keep(store, 2) is PutOutcome.STORED
     assert (store.stats.swept, store.stats.evicted) == (1, 0)
 
 
@@ -442,7 +442,7 @@ def test_a_damaged_ledger_is_counted_anew(store, tmp_path, damage):
     for number in range(5):
         keep(store, number)
     (tmp_path / "ledger").write_bytes(damage)
-    assert keep(store, 5) is Put.STORED
+    assert keep(store, 5) is PutOutcome.STORED
     assert read_ledger(tmp_path) == (1 << 20, total(tmp_path))
 
 
@@ -450,7 +450,7 @@ def test_a_ledger_that_says_too_much_is_counted_anew_before_a_store_is_dropped(s
     keep(store, 0)
     with store._ledger.held() as account:
         account.charge(1 << 30)
-    assert keep(store, 1) is Put.STORED
+    assert keep(store, 1) is PutOutcome.STORED
     assert read_ledger(tmp_path)[1] == total(tmp_path)
 
 
@@ -477,29 +477,29 @@ def test_a_ledger_held_by_a_process_that_hangs_drops_the_store_and_not_the_fetch
     keep(store, 1)
     with (tmp_path / "ledger").open("rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert keep(store, 2) is Put.BUSY
-        assert fetch(store, 1) == (Get.HIT, True)
+        assert keep(store, 2) is PutOutcome.BUSY
+        assert fetch(store, 1) == (GetOutcome.HIT, True)
     assert "was held by other processes for 0.05" in caplog.text
-    assert keep(store, 2) is Put.STORED
+    assert keep(store, 2) is PutOutcome.STORED
 
 
 def test_a_ledger_lost_while_a_file_is_written_costs_no_space_for_ever(tmp_path, monkeypatch):
     store = open_store(tmp_path, capacity=1 << 20, lock_seconds=0.05)
-    write = file_store.write_image
+    write = file_tier.write_chunk
     held = (tmp_path / "ledger").open("rb")
 
-    def taken_meanwhile(fd, *image):
-        write(fd, *image)
+    def taken_meanwhile(fd, *args):
+        write(fd, *args)
         fcntl.flock(held, fcntl.LOCK_EX)
 
-    monkeypatch.setattr(file_store, "write_image", taken_meanwhile)
-    assert keep(store, 1) is Put.BUSY
+    monkeypatch.setattr(file_tier, "write_chunk", taken_meanwhile)
+    assert keep(store, 1) is PutOutcome.BUSY
     held.close()
     monkeypatch.undo()
     (left,) = temporaries(tmp_path)
     assert left.stat().st_size == 0
     for number in range(2, 30):
-        assert keep(store, number) is Put.STORED
+        assert keep(store, number) is PutOutcome.STORED
     assert store.stats.swept == 1
     assert read_ledger(tmp_path)[1] == total(tmp_path)
 
@@ -524,11 +524,11 @@ def test_no_file_comes_or_goes_unless_the_ledger_is_held(store, tmp_path, monkey
     for number in range(20):
         keep(store, number)
     spoil(file_of(tmp_path, 19), 5000)
-    assert fetch(store, 19)[0] is Get.CORRUPT
+    assert fetch(store, 19)[0] is GetOutcome.CORRUPT
     assert set(seen) == {"unlink", "rename", "open"}
     seen.clear()
-    monkeypatch.setattr(file_store, "write_image", out_of_space)
-    assert keep(store, 50) is Put.NO_SPACE
+    monkeypatch.setattr(file_tier, "write_chunk", out_of_space)
+    assert keep(store, 50) is PutOutcome.NO_SPACE
     assert seen == ["unlink", "open", "unlink"]
 
 
@@ -543,11 +543,11 @@ def test_a_full_device_drops_the_store_in_words_and_leaves_nothing(store, tmp_pa
 
     monkeypatch.setattr(direct_io.os, "pwritev", full)
     for _ in range(2):
-        assert keep(store, 1) is Put.NO_SPACE
+        assert keep(store, 1) is PutOutcome.NO_SPACE
     monkeypatch.undo()
     assert not temporaries(tmp_path)
     assert read_ledger(tmp_path)[1] == total(tmp_path)
-    assert store.stats.dropped == {Put.NO_SPACE: 2}
+    assert store.stats.dropped == {PutOutcome.NO_SPACE: 2}
     (said,) = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
     assert "no space on the device" in said
     assert "lower the capacity or free space" in said
@@ -569,11 +569,11 @@ def test_a_small_disk_that_others_fill_drops_stores_and_serves_on(tmp_path):
         free = os.statvfs(tmp_path).f_bavail * 4096
         (tmp_path / "foreign").write_bytes(bytes(free - 100_000))
         done = [keep(store, number) for number in range(1, 5)]
-        assert done == [Put.STORED, *[Put.NO_SPACE] * 3]
-        assert fetch(store, 1) == (Get.HIT, True)
+        assert done == [PutOutcome.STORED, *[PutOutcome.NO_SPACE] * 3]
+        assert fetch(store, 1) == (GetOutcome.HIT, True)
         assert not temporaries(tmp_path)
         (tmp_path / "foreign").unlink()
-        assert keep(store, 4) is Put.STORED
+        assert keep(store, 4) is PutOutcome.STORED
     finally:
         subprocess.run(["umount", tmp_path], check=True)
 
@@ -586,7 +586,7 @@ def test_an_unmounted_disk_is_not_replaced_by_the_folder_under_it(tmp_path):
     finally:
         subprocess.run(["umount", tmp_path], check=True)
     (tmp_path / NAMESPACE.digest.hex() / key(1)[:1].hex()).mkdir(parents=True)
-    assert keep(store, 1) is Put.IO_ERROR
+    assert keep(store, 1) is PutOutcome.IO_ERROR
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
@@ -659,12 +659,12 @@ def test_a_file_that_cannot_be_read_is_a_miss_and_stays(store, tmp_path, monkeyp
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(direct_io.os, "preadv", broken)
-    assert fetch(store, 1)[0] is Get.IO_ERROR
+    assert fetch(store, 1)[0] is GetOutcome.IO_ERROR
     monkeypatch.undo()
     assert file_of(tmp_path, 1).exists()
 
 
-def out_of_space(fd, *image):
+def out_of_space(fd, *args):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -686,11 +686,11 @@ def noted(done, call):
 
 
 def die_while_writing(path, number=1):
-    def die(fd, *image):
+    def die(fd, *args):
         os.write(fd, bytes(10_000))
         os.kill(os.getpid(), 9)
 
-    file_store.write_image = die
+    file_tier.write_chunk = die
     keep(open_store(path), number)
 
 
@@ -698,5 +698,5 @@ def store_under_a_limit(path):
     store = open_store(path, capacity=1 << 20)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
     done = keep(store, 1)
-    if done is not Put.NO_SPACE or temporaries(path) or read_ledger(path)[1] != total(path):
+    if done is not PutOutcome.NO_SPACE or temporaries(path) or read_ledger(path)[1] != total(path):
         sys.exit(1)

@@ -10,7 +10,7 @@ from multiprocessing import get_context
 
 import pytest
 
-from kvferry.tiers.files.lock_handoff import Busy, Relay
+from kvferry.tiers.files.lock_handoff import LockHandoff, LockTimeout
 
 
 class Lock:
@@ -54,7 +54,7 @@ def clock():
 
 @pytest.fixture
 def relay(lock, clock):
-    return Relay("the lock", lock.get, Lock.give, clock, clock.sleep)
+    return LockHandoff("the lock", lock.get, Lock.give, clock, clock.sleep)
 
 
 def queued(relay, threads, work):
@@ -127,11 +127,11 @@ def test_what_cannot_be_got_is_not_had_by_anybody(lock, clock):
     def get(deadline):
         if lock.got == 0:
             lock.got += 1
-            raise Busy("other processes")
+            raise LockTimeout("other processes")
         return lock.get(deadline)
 
-    relay = Relay("the lock", get, Lock.give, clock, clock.sleep)
-    with pytest.raises(Busy, match="other processes"), relay.had(1):
+    relay = LockHandoff("the lock", get, Lock.give, clock, clock.sleep)
+    with pytest.raises(LockTimeout, match="other processes"), relay.had(1):
         pass
     with relay.had(1) as had:
         assert had is lock
@@ -144,7 +144,7 @@ def test_who_waits_too_long_is_told_and_nothing_is_kept_for_him(relay, lock):
         try:
             with relay.had(0.01):
                 pass
-        except Busy as busy:
+        except LockTimeout as busy:
             done.append(str(busy))
 
     thread = threading.Thread(target=late)

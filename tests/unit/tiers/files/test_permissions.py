@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.tiers.files.permissions import exposed
+from kvferry.tiers.files.permissions import writable_by_others
 from kvferry.tiers.host.arena import Arena
-from kvferry.tiers.outcome import Get
+from kvferry.tiers.outcome import GetOutcome
 from support.stores import FILE_BYTES, fetch, file_of, keep, open_store
 
 
@@ -32,7 +32,7 @@ def test_what_is_made_is_the_users_alone_whatever_the_umask(cache, umask):
         for number in range(6):
             keep(store, number)
         file_of(cache, 5).write_bytes(b"damaged")
-        assert fetch(store, 5)[0] is Get.CORRUPT
+        assert fetch(store, 5)[0] is GetOutcome.CORRUPT
         fd, temporary = store._room.reserve(str(file_of(cache, 4)), 4096)
         os.close(fd)
     finally:
@@ -59,17 +59,17 @@ def test_a_directory_that_others_can_write_to_is_told(cache, caplog, mode, says)
 
 
 def test_a_folder_above_that_others_can_write_to_is_told_unless_it_is_sticky(tmp_path, cache):
-    assert not exposed(str(cache))
+    assert not writable_by_others(str(cache))
     tmp_path.chmod(0o777)
-    assert exposed(str(cache)) == f"{tmp_path} has mode 777, so others can write there"
+    assert writable_by_others(str(cache)) == f"{tmp_path} has mode 777, so others can write there"
     tmp_path.chmod(0o1777)
-    assert not exposed(str(cache))
+    assert not writable_by_others(str(cache))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 def test_a_directory_of_another_user_is_told(cache):
     os.chown(cache, 12345, -1)
-    assert exposed(str(cache)) == f"{cache} belongs to user 12345"
+    assert writable_by_others(str(cache)) == f"{cache} belongs to user 12345"
 
 
 def refused_to_others(path: str) -> bool:

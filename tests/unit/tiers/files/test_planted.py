@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.tiers.files.admin import Directory
+from kvferry.tiers.files.admin import DirectoryAdmin
 from kvferry.tiers.files.ledger import read_ledger
-from kvferry.tiers.outcome import Get, Put
-from kvferry.tiers.survey import holdings, totals, verify_all
+from kvferry.tiers.outcome import GetOutcome, PutOutcome
+from kvferry.tiers.survey import cache_totals, namespace_usage, verify_all
 from support.chunk_files import key
 from support.stores import FILE_BYTES, NAMESPACE, fetch, file_of, keep, open_store, temporaries
 
@@ -116,9 +116,12 @@ def sound(path: Path) -> None:
     """What must hold whatever was planted, once it was opened anew."""
     for number in range(12):
         store = open_store(path)
-        assert fetch(store, number)[0] in (Get.ABSENT, Get.CORRUPT) or fetch(store, number) == (Get.HIT, True)
-    assert keep(store, 30) is Put.STORED
-    assert fetch(store, 30) == (Get.HIT, True)
+        assert fetch(store, number)[0] in (GetOutcome.ABSENT, GetOutcome.CORRUPT) or fetch(store, number) == (
+            GetOutcome.HIT,
+            True,
+        )
+    assert keep(store, 30) is PutOutcome.STORED
+    assert fetch(store, 30) == (GetOutcome.HIT, True)
     assert read_ledger(str(path)) == (CAPACITY, owned(path))
     assert owned(path) <= CAPACITY
     assert not [one for one in temporaries(path) if one.is_file() and not one.is_symlink()]
@@ -145,11 +148,11 @@ def test_what_has_the_name_of_a_chunk_and_is_none_is_moved_aside(cache, outside,
     assert store.known([key(2)]).tolist() == [True]
     if plant is not a_hard_link:  # the time of one is that of the other
         store.used([key(2)])
-    assert fetch(store, 2)[0] is Get.CORRUPT
+    assert fetch(store, 2)[0] is GetOutcome.CORRUPT
     assert store.stats.quarantined == 1
     assert not os.path.lexists(file_of(cache, 2))
-    assert keep(store, 2) is Put.STORED
-    assert fetch(store, 2) == (Get.HIT, True)
+    assert keep(store, 2) is PutOutcome.STORED
+    assert fetch(store, 2) == (GetOutcome.HIT, True)
     sound(cache)
 
 
@@ -158,8 +161,8 @@ def test_what_is_in_the_place_of_a_chunk_that_is_stored_goes(cache, outside, pla
     store = open_store(cache, capacity=CAPACITY)
     file_of(cache, 2).parent.mkdir()
     plant(file_of(cache, 2), outside)
-    assert keep(store, 2) is Put.STORED
-    assert fetch(store, 2) == (Get.HIT, True)
+    assert keep(store, 2) is PutOutcome.STORED
+    assert fetch(store, 2) == (GetOutcome.HIT, True)
     sound(cache)
 
 
@@ -173,10 +176,10 @@ def test_what_is_no_folder_of_chunks_costs_those_chunks(cache, outside, plant: P
         for at in range(2):
             assert store.known([key(1), key(2)]).tolist() == [True, False]
             store.used([key(1), key(2)])
-            assert keep(store, 2) is Put.IO_ERROR
-            assert fetch(store, 2)[0] is Get.IO_ERROR
-            assert fetch(store, 1) == (Get.HIT, True)
-            assert keep(store, 3 + at) is Put.STORED
+            assert keep(store, 2) is PutOutcome.IO_ERROR
+            assert fetch(store, 2)[0] is GetOutcome.IO_ERROR
+            assert fetch(store, 1) == (GetOutcome.HIT, True)
+            assert keep(store, 3 + at) is PutOutcome.STORED
             store.refresh()
             store.around()
     finally:
@@ -202,15 +205,15 @@ def test_a_folder_of_a_namespace_that_becomes_a_link_is_not_followed(cache, outs
     (cache / SPACE).rename(cache / "away")
     plant(cache / SPACE, outside)
     store.used([key(1)])
-    assert keep(store, 2) is Put.IO_ERROR
-    assert fetch(store, 1)[0] in (Get.IO_ERROR, Get.ABSENT)
+    assert keep(store, 2) is PutOutcome.IO_ERROR
+    assert fetch(store, 1)[0] in (GetOutcome.IO_ERROR, GetOutcome.ABSENT)
     store.refresh()
     assert not store.known([key(1)]).any()
     (cache / SPACE).unlink()
     (cache / "away").rename(cache / SPACE)
     store.refresh()
-    assert fetch(store, 1) == (Get.HIT, True)
-    assert keep(store, 2) is Put.STORED
+    assert fetch(store, 1) == (GetOutcome.HIT, True)
+    assert keep(store, 2) is PutOutcome.STORED
     sound(cache)
 
 
@@ -228,13 +231,13 @@ def test_a_ledger_that_is_replaced_while_it_serves_drops_stores(cache, outside, 
     keep(store, 1)
     (cache / "ledger").unlink()
     plant(cache / "ledger", outside)
-    assert keep(store, 2) is Put.IO_ERROR
-    assert fetch(store, 1) == (Get.HIT, True)
+    assert keep(store, 2) is PutOutcome.IO_ERROR
+    assert fetch(store, 1) == (GetOutcome.HIT, True)
     store.around()
-    assert store.stats.dropped == {Put.IO_ERROR: 1}
+    assert store.stats.dropped == {PutOutcome.IO_ERROR: 1}
     if plant is not a_full_folder:
         (cache / "ledger").rmdir() if plant is a_folder else (cache / "ledger").unlink()
-        assert keep(store, 2) is Put.STORED
+        assert keep(store, 2) is PutOutcome.STORED
         sound(cache)
 
 
@@ -247,10 +250,10 @@ def test_a_quarantine_that_is_no_folder_is_not_filled(cache, outside, plant: Pla
     data = bytearray(file_of(cache, 1).read_bytes())
     data[5000] ^= 1
     file_of(cache, 1).write_bytes(data)
-    assert fetch(store, 1)[0] is Get.CORRUPT
+    assert fetch(store, 1)[0] is GetOutcome.CORRUPT
     assert not file_of(cache, 1).exists()
-    assert keep(store, 1) is Put.STORED
-    assert fetch(store, 1) == (Get.HIT, True)
+    assert keep(store, 1) is PutOutcome.STORED
+    assert fetch(store, 1) == (GetOutcome.HIT, True)
     (cache / "quarantine").unlink()
     sound(cache)
 
@@ -264,8 +267,8 @@ def test_what_has_the_name_of_a_leftover_is_swept_unless_it_is_a_folder_or_link(
         plant(folder / f".aa.{'9' * 19}.{number:032x}.{number:016x}.tmp", outside)
     store = open_store(cache, clock=lambda: 4e9)
     assert len(temporaries(cache)) == (0 if plant in ODD else 3)
-    assert keep(store, 3) is Put.STORED
-    assert fetch(store, 1) == (Get.HIT, True)
+    assert keep(store, 3) is PutOutcome.STORED
+    assert fetch(store, 1) == (GetOutcome.HIT, True)
     sound(cache)
 
 
@@ -274,7 +277,7 @@ def test_a_leftover_that_says_too_much_lets_go_of_it_when_it_is_swept(cache):
     keep(store, 1)
     for number in range(3):
         (cache / f".aa.{'9' * 19}.ab.{number:016x}.tmp").touch()
-    assert keep(store, 2) is Put.STORED
+    assert keep(store, 2) is PutOutcome.STORED
     open_store(cache)
     for left in temporaries(cache):
         os.utime(left, (0, 0))
@@ -284,11 +287,11 @@ def test_a_leftover_that_says_too_much_lets_go_of_it_when_it_is_swept(cache):
 def test_a_huge_file_goes_first_and_leaves_the_capacity_kept(cache):
     store = open_store(cache, capacity=CAPACITY)
     for number in range(CAPACITY // FILE_BYTES - 1):
-        assert keep(store, number) is Put.STORED
+        assert keep(store, number) is PutOutcome.STORED
     file_of(cache, 50).parent.mkdir(exist_ok=True)
     a_sparse_file(file_of(cache, 50), cache)
     for number in range(100, 103):
-        assert keep(store, number) is Put.STORED
+        assert keep(store, number) is PutOutcome.STORED
     assert not file_of(cache, 50).exists()
     assert store.stats.evicted <= 4
     sound(cache)
@@ -304,7 +307,7 @@ def test_a_time_that_no_clock_had_keeps_nobody_from_storing(cache, when):
     except OSError:
         pytest.skip("a file system without such times")
     for number in range(100, 104):
-        assert keep(store, number) is Put.STORED
+        assert keep(store, number) is PutOutcome.STORED
     assert not file_of(cache, 1).exists(), "what has no time is thought to be old"
     sound(cache)
 
@@ -320,10 +323,10 @@ def test_names_of_odd_bytes_are_left_alone(cache, name: bytes):
     for folder in folders:
         Path(os.fsdecode(bytes(folder) + b"/" + name)).write_bytes(b"kept")
     store = open_store(cache)
-    assert fetch(store, 1) == (Get.HIT, True)
+    assert fetch(store, 1) == (GetOutcome.HIT, True)
     store.around()
     sound(cache)
-    Directory(cache).clear()
+    DirectoryAdmin(cache).clear()
     assert sum(one.read_bytes() == b"kept" for one in cache.rglob("odd*")) == len(folders)
 
 
@@ -345,7 +348,7 @@ def test_a_note_that_cannot_be_read_is_no_error(cache, text: str):
     (cache / ("ab" * 32) / "namespace.json").write_text(text)
     store = open_store(cache, capacity=CAPACITY)
     assert store.around().stranger == ""
-    assert [one.name for one in holdings(Directory(cache))] == ["tests/small", ""]
+    assert [one.name for one in namespace_usage(DirectoryAdmin(cache))] == ["tests/small", ""]
     (cache / "kvferry.json").write_text(text)
     with pytest.raises(ConfigError, match="is not what kvferry writes"):
         open_store(cache)
@@ -364,12 +367,12 @@ def test_an_operator_sees_to_a_directory_with_anything_in_it(cache, outside, pla
     ]
     for place in places:
         plant(place, outside)
-    operator = Directory(cache)
-    holdings(operator)
-    totals(operator)
+    operator = DirectoryAdmin(cache)
+    namespace_usage(operator)
+    cache_totals(operator)
     verify_all(operator, quarantine=True)
     operator.collect()
-    assert fetch(open_store(cache), 1) == (Get.HIT, True)
+    assert fetch(open_store(cache), 1) == (GetOutcome.HIT, True)
     operator.collect(0)
     operator.clear()
     with suppress(ConfigError):

@@ -16,7 +16,7 @@ import pytest
 from kvferry.tiers.files import direct_io, ledger as ledgers
 from kvferry.tiers.files.chunk_io import verify_file
 from kvferry.tiers.files.ledger import Ledger, read_ledger
-from kvferry.tiers.outcome import Get, Put
+from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from support.stores import FILE_BYTES, fetch, keep, open_store, temporaries, total
 
 _SPAWN = get_context("spawn")
@@ -46,7 +46,7 @@ def work(path: Path, seed: int, report: Path, fetching: bool = True) -> None:
         number = draw.randrange(_NUMBERS)
         if fetching and draw.random() < 0.5:
             done, right = fetch(store, number)
-            wrong += done is Get.HIT and not right
+            wrong += done is GetOutcome.HIT and not right
         else:
             keep(store, number)
     stats = store.stats
@@ -113,10 +113,10 @@ def test_processes_that_are_killed_while_they_write_break_nothing(tmp_path):
     assert watched["short"] == 0
     for one in worked:
         assert one["wrong"] == 0
-        assert Get.CORRUPT not in one["gets"]
-        assert set(one["puts"]) <= {Put.STORED, Put.PRESENT}
-        assert one["gets"][Get.HIT] > 20
-        assert one["puts"][Put.STORED] > 20
+        assert GetOutcome.CORRUPT not in one["gets"]
+        assert set(one["puts"]) <= {PutOutcome.STORED, PutOutcome.PRESENT}
+        assert one["gets"][GetOutcome.HIT] > 20
+        assert one["puts"][PutOutcome.STORED] > 20
     assert not list((path / "quarantine").iterdir())
     for chunk in path.rglob("*.kv"):
         with chunk.open("rb") as file:
@@ -158,8 +158,8 @@ def test_the_disk_itself_never_sees_more_than_the_capacity(tmp_path):
     assert _CAPACITY - 2 * FILE_BYTES < most <= size
     for n in (1, 2, 3):
         puts = json.loads((reports / f"{n}").read_text())["puts"]
-        assert set(puts) <= {Put.STORED, Put.PRESENT}
-        assert puts[Put.STORED] > 20
+        assert set(puts) <= {PutOutcome.STORED, PutOutcome.PRESENT}
+        assert puts[PutOutcome.STORED] > 20
 
 
 @pytest.mark.parametrize("call", range(1, 14))
@@ -177,7 +177,7 @@ def test_a_store_killed_at_any_system_call_leaves_nothing_wrong(tmp_path, call):
         with chunk.open("rb") as file:
             verify_file(file.fileno())
     for number in (4, 5, 6):
-        assert keep(store, number) is Put.STORED
+        assert keep(store, number) is PutOutcome.STORED
         assert total(tmp_path) <= 3 * FILE_BYTES
     open_store(tmp_path)
     assert read_ledger(tmp_path)[1] == total(tmp_path)

@@ -14,9 +14,9 @@ from blake3 import blake3
 
 from kvferry.errors import ConfigError
 from kvferry.tiers.files.ledger import read_ledger
-from kvferry.tiers.files.tier import FileStore
-from kvferry.tiers.format.chunk import Group, Section
-from kvferry.tiers.outcome import Get, Put
+from kvferry.tiers.files.tier import FileTier
+from kvferry.tiers.format.chunk import ChunkGroup, ChunkSection
+from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from support.chunk_files import key
 from support.stores import FILE_BYTES, GROUP, OTHER, fetch, file_of, keep, open_store, temporaries, total
 
@@ -33,23 +33,23 @@ def cache(tmp_path):
 @pytest.fixture
 def store(cache):
     store = open_store(cache, capacity=CAPACITY)
-    assert [keep(store, number) for number in range(4)] == [Put.STORED] * 4
+    assert [keep(store, number) for number in range(4)] == [PutOutcome.STORED] * 4
     return store
 
 
-def goes_on(store: FileStore, cache: Path) -> None:
+def goes_on(store: FileTier, cache: Path) -> None:
     """What is stored now is there, within the capacity, for a process that comes later too."""
-    assert keep(store, 20) is Put.STORED
+    assert keep(store, 20) is PutOutcome.STORED
     for one in (store, open_store(cache)):
-        assert fetch(one, 20) == (Get.HIT, True)
+        assert fetch(one, 20) == (GetOutcome.HIT, True)
     assert read_ledger(str(cache)) == (CAPACITY, total(cache))
     assert not temporaries(cache)
 
 
 def test_a_directory_that_is_removed_is_not_made_again_and_used_when_it_is_back(store, cache):
     shutil.rmtree(cache)
-    assert fetch(store, 1)[0] is Get.ABSENT
-    assert keep(store, 9) is Put.IO_ERROR
+    assert fetch(store, 1)[0] is GetOutcome.ABSENT
+    assert keep(store, 9) is PutOutcome.IO_ERROR
     assert store.refresh() == 0
     assert not store.known([key(n) for n in range(4)]).any()
     store.around()
@@ -61,19 +61,19 @@ def test_a_directory_that_is_removed_is_not_made_again_and_used_when_it_is_back(
 
 def test_a_directory_that_is_moved_away_is_whole_there(store, cache, monkeypatch):
     away = cache.with_name("away")
-    write = FileStore._write
+    write = FileTier._write
 
     def moved_meanwhile(self, fd, chunk, body):
         write(self, fd, chunk, body)
         cache.rename(away)
         cache.mkdir()
 
-    monkeypatch.setattr(FileStore, "_write", moved_meanwhile)
-    assert keep(store, 9) is Put.IO_ERROR
+    monkeypatch.setattr(FileTier, "_write", moved_meanwhile)
+    assert keep(store, 9) is PutOutcome.IO_ERROR
     monkeypatch.undo()
     goes_on(store, cache)
     moved = open_store(away)
-    assert [fetch(moved, number) for number in range(4)] == [(Get.HIT, True)] * 4
+    assert [fetch(moved, number) for number in range(4)] == [(GetOutcome.HIT, True)] * 4
     assert read_ledger(str(away)) == (CAPACITY, total(away))
     assert not temporaries(away)
 
@@ -81,15 +81,15 @@ def test_a_directory_that_is_moved_away_is_whole_there(store, cache, monkeypatch
 def test_a_file_in_place_of_the_directory_costs_what_is_stored_meanwhile(store, cache):
     cache.rename(cache.with_name("away"))
     cache.write_text("a file")
-    assert keep(store, 9) is Put.IO_ERROR
-    assert fetch(store, 1)[0] is Get.IO_ERROR
+    assert keep(store, 9) is PutOutcome.IO_ERROR
+    assert fetch(store, 1)[0] is GetOutcome.IO_ERROR
     store.refresh()
     store.around()
     assert cache.read_text() == "a file"
     cache.unlink()
     cache.with_name("away").rename(cache)
     store.refresh()
-    assert fetch(store, 2) == (Get.HIT, True)
+    assert fetch(store, 2) == (GetOutcome.HIT, True)
     goes_on(store, cache)
 
 
@@ -97,12 +97,12 @@ def test_the_directory_of_another_model_in_its_place_is_filled_and_not_believed(
     other = cache.with_name("other")
     other.mkdir()
     strange = open_store(other, capacity=CAPACITY, namespace=OTHER)
-    assert keep(strange, 1) is Put.STORED
+    assert keep(strange, 1) is PutOutcome.STORED
     shutil.rmtree(cache)
     other.rename(cache)
     store.refresh()
     assert not store.known([key(1)]).any()
-    assert fetch(store, 1)[0] is Get.ABSENT
+    assert fetch(store, 1)[0] is GetOutcome.ABSENT
     goes_on(store, cache)
 
 
@@ -140,9 +140,9 @@ def test_the_directory_of_a_newer_release_in_its_place_is_left_alone(
     cache.mkdir()
     newer(cache)
     before = {one.name: one.read_bytes() for one in cache.iterdir()}
-    assert keep(store, 9) is Put.IO_ERROR
-    assert keep(store, 9) is Put.IO_ERROR
-    assert fetch(store, 1)[0] is Get.ABSENT
+    assert keep(store, 9) is PutOutcome.IO_ERROR
+    assert keep(store, 9) is PutOutcome.IO_ERROR
+    assert fetch(store, 1)[0] is GetOutcome.ABSENT
     store.refresh()
     store.around()
     assert {one.name: one.read_bytes() for one in cache.iterdir()} == before
@@ -152,8 +152,8 @@ def test_the_directory_of_a_newer_release_in_its_place_is_left_alone(
 
 def test_a_ledger_that_a_newer_release_has_rewritten_is_left_alone(store, cache):
     a_ledger(cache)
-    assert keep(store, 9) is Put.IO_ERROR
-    assert fetch(store, 1) == (Get.HIT, True)
+    assert keep(store, 9) is PutOutcome.IO_ERROR
+    assert fetch(store, 1) == (GetOutcome.HIT, True)
     assert (cache / "ledger").read_bytes() == ledger_of(2)
 
 
@@ -169,17 +169,17 @@ def test_a_mount_that_becomes_read_only_serves_and_drops_stores(tmp_path):
         file_of(tmp_path, 2).write_bytes(damaged)
         subprocess.run(["mount", "-o", "remount,ro", tmp_path], check=True)
         store.used([key(1)])
-        assert fetch(store, 1) == (Get.HIT, True)
-        assert fetch(store, 2)[0] is Get.CORRUPT
-        assert keep(store, 3) is Put.IO_ERROR
+        assert fetch(store, 1) == (GetOutcome.HIT, True)
+        assert fetch(store, 2)[0] is GetOutcome.CORRUPT
+        assert keep(store, 3) is PutOutcome.IO_ERROR
         store.refresh()
         with pytest.raises(ConfigError, match="Read-only file system"):
             open_store(tmp_path)
         subprocess.run(["mount", "-o", "remount,rw", tmp_path], check=True)
         goes_on(store, tmp_path)
-        assert keep(store, 2) is Put.PRESENT
-        assert fetch(store, 2)[0] is Get.CORRUPT
-        assert keep(store, 2) is Put.STORED
+        assert keep(store, 2) is PutOutcome.PRESENT
+        assert fetch(store, 2)[0] is GetOutcome.CORRUPT
+        assert keep(store, 2) is PutOutcome.STORED
     finally:
         subprocess.run(["umount", tmp_path], check=True)
 
@@ -195,10 +195,10 @@ def test_a_disk_that_is_full_before_the_first_file_is_refused_and_taken_when_it_
         store = open_store(tmp_path, capacity=900_000)
         (tmp_path / "ledger").unlink()
         fill(tmp_path)
-        assert keep(store, 1) is Put.NO_SPACE, "there is no room for a ledger"
+        assert keep(store, 1) is PutOutcome.NO_SPACE, "there is no room for a ledger"
         (tmp_path / "foreign").unlink()
-        assert keep(store, 1) is Put.STORED
-        assert fetch(store, 1) == (Get.HIT, True)
+        assert keep(store, 1) is PutOutcome.STORED
+        assert fetch(store, 1) == (GetOutcome.HIT, True)
         assert read_ledger(str(tmp_path)) == (900_000, total(tmp_path))
     finally:
         subprocess.run(["umount", tmp_path], check=True)
@@ -242,15 +242,15 @@ def test_processes_that_store_while_the_directory_is_swapped_leave_both_sound(ca
         assert read_ledger(str(path))[1] == total(path) <= 30 * FILE_BYTES
         for number in (*range(100, 140), *range(200, 240)):
             done, right = fetch(store, number)
-            assert done is Get.ABSENT or right
+            assert done is GetOutcome.ABSENT or right
 
 
-WIDE = Group("full", 64, (Section("k", 2, 14 << 10), Section("v", 4, 7 << 10)))
+WIDE = ChunkGroup("full", 64, (ChunkSection("k", 2, 14 << 10), ChunkSection("v", 4, 7 << 10)))
 
 
 def test_files_of_other_keys_namespaces_and_groups_are_never_taken(store, cache):
     other = open_store(cache, namespace=OTHER)
-    assert keep(other, 0) is Put.STORED
+    assert keep(other, 0) is PutOutcome.STORED
     here = file_of(cache, 0)
     swapped = cache / OTHER.digest.hex() / here.parent.name / here.name
     one, two = here.read_bytes(), swapped.read_bytes()
@@ -258,9 +258,9 @@ def test_files_of_other_keys_namespaces_and_groups_are_never_taken(store, cache)
     swapped.write_bytes(one)
     file_of(cache, 1).write_bytes(file_of(cache, 2).read_bytes())
     for number, group in ((0, GROUP), (1, GROUP), (0, WIDE)):
-        assert fetch(store, number, group)[0] in (Get.CORRUPT, Get.ABSENT)
-    assert fetch(other, 0)[0] is Get.CORRUPT
-    assert fetch(store, 3, WIDE)[0] is Get.OTHER_SHAPE
-    assert fetch(store, 3) == (Get.HIT, True)
+        assert fetch(store, number, group)[0] in (GetOutcome.CORRUPT, GetOutcome.ABSENT)
+    assert fetch(other, 0)[0] is GetOutcome.CORRUPT
+    assert fetch(store, 3, WIDE)[0] is GetOutcome.OTHER_SHAPE
+    assert fetch(store, 3) == (GetOutcome.HIT, True)
     assert (store.stats.quarantined, other.stats.quarantined) == (2, 1)
     goes_on(store, cache)

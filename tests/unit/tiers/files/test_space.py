@@ -8,17 +8,17 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import given, strategies as st
 
-from kvferry.tiers.files import space as room
-from kvferry.tiers.files.least_recent import oldest
+from kvferry.tiers.files import space
+from kvferry.tiers.files.least_recent import least_recently_used
 from kvferry.tiers.files.ledger import read_ledger
-from kvferry.tiers.outcome import Put
+from kvferry.tiers.outcome import PutOutcome
 from support.chunk_files import key
 from support.stores import FILE_BYTES, file_of, keep, open_store, total
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.text(max_size=2))), st.integers(1, 5))
 def test_the_oldest_are_listed_in_order_and_whether_there_are_more(files, most):
-    listed, more = oldest(iter(files), most)
+    listed, more = least_recently_used(iter(files), most)
     assert [used for used, _ in listed] == sorted(used for used, _ in files)[:most]
     assert more == (len(files) > most)
     left = list(files)
@@ -28,7 +28,7 @@ def test_the_oldest_are_listed_in_order_and_whether_there_are_more(files, most):
 
 @pytest.fixture
 def few_listed(monkeypatch):
-    monkeypatch.setattr(room, "LISTED", 3)
+    monkeypatch.setattr(space, "MAX_LISTED", 3)
 
 
 def test_more_go_than_are_listed_at_once(tmp_path, clock, few_listed):
@@ -45,7 +45,7 @@ def test_the_oldest_go_first_from_walk_to_walk(tmp_path, clock, few_listed):
     store = open_store(tmp_path, capacity=8 * FILE_BYTES, clock=clock)
     for number in range(30):
         clock.now += 60
-        assert keep(store, number) is Put.STORED
+        assert keep(store, number) is PutOutcome.STORED
         there = [file_of(tmp_path, earlier).exists() for earlier in range(number + 1)]
         assert there == sorted(there)
         assert total(tmp_path) <= 8 * FILE_BYTES
@@ -56,8 +56,8 @@ def test_files_that_cannot_be_removed_do_not_keep_it_walking(tmp_path, monkeypat
     store = open_store(tmp_path, capacity=8 * FILE_BYTES)
     for number in range(7):
         keep(store, number)
-    monkeypatch.setattr(room.os, "unlink", refused)
-    assert keep(store, 7) is Put.FULL
+    monkeypatch.setattr(space.os, "unlink", refused)
+    assert keep(store, 7) is PutOutcome.FULL
     assert store.stats.evicted == 0
 
 
@@ -65,16 +65,16 @@ def test_threads_that_need_room_share_a_walk(tmp_path, monkeypatch):
     store = open_store(tmp_path, capacity=40 * FILE_BYTES)
     for number in range(39):
         keep(store, number)
-    walks, walk = [], room.walk
+    walks, walk = [], space.walk
 
     def slow(root):
         walks.append(root)
         time.sleep(0.05)
         return walk(root)
 
-    monkeypatch.setattr(room, "walk", slow)
+    monkeypatch.setattr(space, "walk", slow)
     with ThreadPoolExecutor(8) as pool:
-        assert set(pool.map(lambda number: keep(store, number), range(100, 116))) == {Put.STORED}
+        assert set(pool.map(lambda number: keep(store, number), range(100, 116))) == {PutOutcome.STORED}
     assert len(walks) == 1
     assert not store.known([key(0)])
     assert read_ledger(tmp_path)[1] == total(tmp_path)

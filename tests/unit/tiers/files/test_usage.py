@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.files.ledger import read_ledger
-from kvferry.tiers.files.usage import Around, Surveyor
+from kvferry.tiers.files.usage import StoreUsage, UsageReader
 from support.stores import NAMESPACE, OTHER, keep, open_store
 
 
@@ -13,7 +13,7 @@ def test_what_is_in_use_is_what_all_processes_have_taken(tmp_path) -> None:
     keep(store, 1)
     other = open_store(tmp_path)
     capacity, used = read_ledger(str(tmp_path))
-    assert store.around() == other.around() == Around(used, 1 << 20, "")
+    assert store.around() == other.around() == StoreUsage(used, 1 << 20, "")
     assert capacity == 1 << 20
     keep(other, 2)
     assert store.around().used > used
@@ -34,8 +34,8 @@ def test_a_stranger_has_the_same_name_and_other_content_and_is_told_while_there_
     assert ours.around().stranger == theirs.digest.hex()
     keep(ours, 1)
     assert ours.around().stranger == ""
-    assert Surveyor(str(tmp_path), named(NAMESPACE, "qwen")).look(empty=True).stranger == ""
-    assert Surveyor(str(tmp_path), named(NAMESPACE, "")).look(empty=True).stranger == ""
+    assert UsageReader(str(tmp_path), named(NAMESPACE, "qwen")).look(empty=True).stranger == ""
+    assert UsageReader(str(tmp_path), named(NAMESPACE, "")).look(empty=True).stranger == ""
 
 
 def test_a_note_that_cannot_be_read_is_nobodys(tmp_path) -> None:
@@ -43,5 +43,5 @@ def test_a_note_that_cannot_be_read_is_nobodys(tmp_path) -> None:
     open_store(tmp_path, namespace=theirs, capacity=1 << 20)
     (tmp_path / theirs.digest.hex() / "namespace.json").write_text("{")
     (tmp_path / ("z" * 64)).mkdir()
-    assert Surveyor(str(tmp_path), named(NAMESPACE, "llama")).look(empty=True).stranger == ""
-    assert Surveyor(str(tmp_path), named(NAMESPACE, "")).look(empty=True).stranger == ""
+    assert UsageReader(str(tmp_path), named(NAMESPACE, "llama")).look(empty=True).stranger == ""
+    assert UsageReader(str(tmp_path), named(NAMESPACE, "")).look(empty=True).stranger == ""

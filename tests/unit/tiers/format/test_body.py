@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from kvferry.errors import ChunkError
 from kvferry.geometry.canonical import CanonicalGroup, Part, Section
 from kvferry.geometry.rank import GroupKind
-from kvferry.tiers.format.body import check_body, group_of, header_of, is_image, pad
+from kvferry.tiers.format.body import check_body, chunk_group, is_chunk, make_header, zero_padding
 from kvferry.tiers.format.chunk import Chunk
 from kvferry.tiers.format.decode import decode_header, verify_bytes
 from support.chunk_files import CHUNKS, image
@@ -18,7 +18,7 @@ from support.chunk_files import CHUNKS, image
 PARTS = (Part("layers.0", "ssm", 4, (("channel", 9),)),)
 CONV = (Part("layers.0", "conv", 2, (("width", 3),)),)
 STATE = CanonicalGroup(GroupKind.STATE, 0, (Section("head", 3, 0, PARTS), Section("channel", 1024, 0, CONV)))
-CHUNK = Chunk(bytes(32), bytes(range(32)), (group_of(STATE, 0),))
+CHUNK = Chunk(bytes(32), bytes(range(32)), (chunk_group(STATE, 0),))
 
 
 def body() -> bytearray:
@@ -30,22 +30,22 @@ def body() -> bytearray:
 
 def test_header_and_body_are_a_file() -> None:
     made = body()
-    pad(CHUNK, memoryview(made))
-    header = header_of(CHUNK, memoryview(made))
+    zero_padding(CHUNK, memoryview(made))
+    header = make_header(CHUNK, memoryview(made))
     assert verify_bytes(header + made).chunk == CHUNK
     check_body(decode_header(header), memoryview(made))
-    assert is_image(CHUNK, header, memoryview(made))
+    assert is_chunk(CHUNK, header, memoryview(made))
 
 
 @given(CHUNKS, st.data())
 def test_an_image_is_what_verifies_and_nothing_else(chunk: Chunk, data: st.DataObject) -> None:
     made = bytearray(image(chunk))
     start = chunk.offsets[0]
-    assert is_image(chunk, made[:start], memoryview(made)[start:])
+    assert is_chunk(chunk, made[:start], memoryview(made)[start:])
     other = replace(chunk, key=bytes([chunk.key[0] ^ 1]) + chunk.key[1:])
-    assert not is_image(other, made[:start], memoryview(made)[start:])
+    assert not is_chunk(other, made[:start], memoryview(made)[start:])
     made[data.draw(st.integers(0, len(made) - 1))] ^= data.draw(st.integers(1, 255))
-    assert not is_image(chunk, made[:start], memoryview(made)[start:])
+    assert not is_chunk(chunk, made[:start], memoryview(made)[start:])
 
 
 @given(CHUNKS)
@@ -56,20 +56,20 @@ def test_no_byte_of_a_body_is_looked_at_before_it_is_there(chunk: Chunk) -> None
     def wait(size: int) -> None:
         arriving[:size] = good[start : start + size]
 
-    assert is_image(chunk, good[:start], memoryview(arriving), wait)
+    assert is_chunk(chunk, good[:start], memoryview(arriving), wait)
 
 
 @pytest.mark.parametrize("at", [0, 107, 108, 4095, 4096, 4096 + 6143, 4096 + 6144, 4096 + 8191])
 def test_every_byte_of_a_body_counts(at: int) -> None:
     made = body()
-    pad(CHUNK, memoryview(made))
-    header = decode_header(header_of(CHUNK, memoryview(made)))
+    zero_padding(CHUNK, memoryview(made))
+    header = decode_header(make_header(CHUNK, memoryview(made)))
     made[at] ^= 1
     with pytest.raises(ChunkError, match=r"head\.3|channel\.1024"):
         check_body(header, memoryview(made))
 
 
 def test_a_body_of_another_length_is_refused() -> None:
-    for refuses in (header_of, pad):
+    for refuses in (make_header, zero_padding):
         with pytest.raises(ChunkError, match="a body of 4096 bytes; the chunk's has 12288"):
             refuses(CHUNK, memoryview(bytearray(4096)))

@@ -11,12 +11,12 @@ from hypothesis import given, settings, strategies as st
 from kvferry.errors import ChunkError
 from kvferry.tiers.format import chunk as chunk_format
 from kvferry.tiers.format.checksum import header_digest
-from kvferry.tiers.format.chunk import Chunk, Group, Section, aligned
+from kvferry.tiers.format.chunk import Chunk, ChunkGroup, ChunkSection, aligned
 from kvferry.tiers.format.decode import check_units, decode_header, header_span, verify_bytes
 from support.chunk_files import CHUNKS, content, image
 
-_KV = Group("full", 16, (Section("k", 3, 1000), Section("v", 3, 1000)))
-_STATE = Group("mamba", 0, (Section("ssm", 2, 4096),))
+_KV = ChunkGroup("full", 16, (ChunkSection("k", 3, 1000), ChunkSection("v", 3, 1000)))
+_STATE = ChunkGroup("mamba", 0, (ChunkSection("ssm", 2, 4096),))
 _CHUNK = Chunk(bytes(range(32)), b"0123456789abcdef", (_KV, _STATE))
 
 
@@ -146,17 +146,23 @@ def test_a_hostile_header_is_refused_in_one_sentence(at, value, said):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Section("k", 0, 1), "section k has 0 units"),
-        (lambda: Section("", 1, 1), "a section named ''"),
-        (lambda: Section("k" * 32, 1, 1), "expected 1 to 31 printable"),
-        (lambda: Section("k\n", 1, 1), "printable"),
-        (lambda: Group("g", 1, ()), "group g without a section"),
-        (lambda: Group("g", 1, (Section("k", 1, 1), Section("k", 2, 1))), "named k, k; expected different"),
-        (lambda: Group("g", -1, (Section("k", 1, 1),)), "holds -1 tokens"),
+        (lambda: ChunkSection("k", 0, 1), "section k has 0 units"),
+        (lambda: ChunkSection("", 1, 1), "a section named ''"),
+        (lambda: ChunkSection("k" * 32, 1, 1), "expected 1 to 31 printable"),
+        (lambda: ChunkSection("k\n", 1, 1), "printable"),
+        (lambda: ChunkGroup("g", 1, ()), "group g without a section"),
+        (
+            lambda: ChunkGroup("g", 1, (ChunkSection("k", 1, 1), ChunkSection("k", 2, 1))),
+            "named k, k; expected different",
+        ),
+        (lambda: ChunkGroup("g", -1, (ChunkSection("k", 1, 1),)), "holds -1 tokens"),
         (lambda: Chunk(b"", bytes(16), (_KV,)), "a namespace of 0 bytes"),
         (lambda: Chunk(bytes(32), bytes(15), (_KV,)), "a key of 15 bytes"),
         (lambda: Chunk(bytes(32), bytes(16), ()), "a chunk without a group"),
-        (lambda: Chunk(bytes(32), bytes(16), (Group("g", 1, (Section("k", 1 << 20, 1),)),)), "use larger"),
+        (
+            lambda: Chunk(bytes(32), bytes(16), (ChunkGroup("g", 1, (ChunkSection("k", 1 << 20, 1),)),)),
+            "use larger",
+        ),
     ],
 )
 def test_what_cannot_be_a_chunk_is_refused_in_words(make, said):
@@ -181,7 +187,7 @@ def test_the_header_is_found_from_the_first_bytes_of_a_file():
 def test_the_example_in_the_specification_is_what_the_code_writes():
     page = (Path(__file__).parents[4] / "docs" / "format.md").read_text()
     rows = re.findall(r"^([0-9a-f]{4})  ((?:[0-9a-f]{2} ){1,16})", page, re.MULTILINE)
-    group = Group("full", 16, (Section("kv", 2, 16),))
+    group = ChunkGroup("full", 16, (ChunkSection("kv", 2, 16),))
     chunk = Chunk(bytes(range(32)), bytes(range(0xA0, 0xB0)), (group,))
     made = image(chunk, [bytes(range(32))])
     shown = {int(at, 16) + index: byte for at, row in rows for index, byte in enumerate(bytes.fromhex(row))}

@@ -24,7 +24,7 @@ from kvferry.memory.address_space import AddressSpace
 from kvferry.memory.cell_copies import CellCopies
 from kvferry.planning.nest import Nest
 from kvferry.planning.plane import ONE_CELL, PoolNests
-from kvferry.tiers.eviction import POLICIES
+from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.arena import Arena
 from kvferry.tiers.host.tier import HostTier
 from support.arena_worker import CHUNK_BYTES, owner_process, rank_process
@@ -76,7 +76,7 @@ def shared_files():
 
 
 def test_ranks_in_other_processes_store_and_load_through_one_arena():
-    host = HostTier(SIZE, [CHUNK_BYTES], POLICIES["lru"])
+    host = HostTier(SIZE, [CHUNK_BYTES], EVICTION_POLICIES["lru"])
     with (
         arena_of() as arena,
         started(rank_process, arena.name, 0) as (_, one),
@@ -99,7 +99,7 @@ def test_ranks_in_other_processes_store_and_load_through_one_arena():
 
 
 def test_a_killed_rank_leaves_nothing_behind_and_another_takes_its_place():
-    host = HostTier(SIZE, [CHUNK_BYTES], POLICIES["lru"])
+    host = HostTier(SIZE, [CHUNK_BYTES], EVICTION_POLICIES["lru"])
     with (
         arena_of() as arena,
         started(rank_process, arena.name, 0) as (_, one),

@@ -10,8 +10,8 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvferry.errors import GeometryError
-from kvferry.tiers.eviction import POLICIES
-from kvferry.tiers.host.counters import Drop, HostCounters, Miss
+from kvferry.tiers.eviction import EVICTION_POLICIES
+from kvferry.tiers.host.counters import HostCounters, HostDropReason, HostMissReason
 from kvferry.tiers.host.tier import HostTier
 
 PAGE = 4096
@@ -21,7 +21,7 @@ GROUPS = st.integers(0, len(CHUNKS) - 1)
 
 
 def tier(pages=48, policy="lru", chunks=CHUNKS):
-    return HostTier(pages * PAGE, chunks, POLICIES[policy])
+    return HostTier(pages * PAGE, chunks, EVICTION_POLICIES[policy])
 
 
 def stored(host, key, group=0):
@@ -38,7 +38,7 @@ class Serving(RuleBasedStateMachine):
     The memory is real but small: of every page it has the serial of the fill that wrote it last.
     """
 
-    @initialize(policy=st.sampled_from(sorted(POLICIES)), pages=st.integers(18, 30))
+    @initialize(policy=st.sampled_from(sorted(EVICTION_POLICIES)), pages=st.integers(18, 30))
     def make(self, policy, pages):
         self.host = tier(pages, policy)
         self.memory = np.zeros(self.host.capacity_bytes // PAGE, np.int64)
@@ -70,10 +70,10 @@ class Serving(RuleBasedStateMachine):
         self.note_evicted()
         if key in self.wanted or key in self.stored:
             assert slot is None
-            self.expected.dropped[Drop.PRESENT] += 1
+            self.expected.dropped[HostDropReason.PRESENT] += 1
         elif slot is None:
             assert self.fills or self.reads, "with nothing held there is always room"
-            self.expected.dropped[Drop.NO_ROOM] += 1
+            self.expected.dropped[HostDropReason.NO_ROOM] += 1
         else:
             assert (slot.key, slot.group) == (key, group)
             self.fills.append(slot)
@@ -121,7 +121,7 @@ class Serving(RuleBasedStateMachine):
         self.host.abort(slot)
         if self.wanted.get(slot.key) == slot:
             del self.wanted[slot.key]
-            self.expected.dropped[Drop.FAILED] += 1
+            self.expected.dropped[HostDropReason.FAILED] += 1
 
     @rule(data=st.data())
     def open(self, data):
@@ -129,8 +129,8 @@ class Serving(RuleBasedStateMachine):
         slot = self.host.open(key)
         if key not in self.stored:
             assert slot is None
-            lately = Miss.EVICTED if key in self.evicted else Miss.ABSENT
-            self.expected.misses[Miss.FILLING if key in self.wanted else lately] += 1
+            lately = HostMissReason.EVICTED if key in self.evicted else HostMissReason.ABSENT
+            self.expected.misses[HostMissReason.FILLING if key in self.wanted else lately] += 1
             return
         fill = self.stored[key]
         assert (slot.key, slot.group, slot.offset) == (key, fill.group, fill.offset)
@@ -150,7 +150,7 @@ class Serving(RuleBasedStateMachine):
     @rule()
     def clear(self):
         self.host.clear()
-        self.expected.dropped[Drop.CLEARED] += len(self.wanted)
+        self.expected.dropped[HostDropReason.CLEARED] += len(self.wanted)
         for forgotten in (self.stored, self.wanted, self.evicted):
             forgotten.clear()
 
@@ -202,7 +202,7 @@ def test_a_chunk_is_found_once_it_is_committed():
     assert host.contains([KEYS[1], KEYS[0]]).tolist() == [False, True]
     assert host.open(KEYS[0]).offset == slot.offset
     assert (host.counters.stored, host.counters.stored_bytes) == (1, CHUNKS[0])
-    assert host.counters.misses == {Miss.FILLING: 1}
+    assert host.counters.misses == {HostMissReason.FILLING: 1}
     assert (host.counters.hits, host.counters.hit_bytes) == (1, CHUNKS[0])
 
 
@@ -212,7 +212,7 @@ def test_a_slot_that_may_still_be_written_is_not_given_out():
     host.clear()
     assert host.reserve(KEYS[0], 0) is None
     host.abort(slot)
-    assert host.counters.dropped == {Drop.CLEARED: 1, Drop.NO_ROOM: 1}
+    assert host.counters.dropped == {HostDropReason.CLEARED: 1, HostDropReason.NO_ROOM: 1}
     assert host.reserve(KEYS[1], 0).offset == slot.offset
 
 
@@ -225,7 +225,7 @@ def test_a_chunk_that_is_read_is_neither_evicted_nor_written_over():
     assert stored(host, KEYS[2]).offset != second.offset
     assert list(host.contains(KEYS[:3])) == [True, False, True]
     assert host.open(KEYS[1]) is None
-    assert host.counters.misses == {Miss.EVICTED: 1}
+    assert host.counters.misses == {HostMissReason.EVICTED: 1}
     host.close(second)
     stored(host, KEYS[3])
     stored(host, KEYS[4])
@@ -239,7 +239,7 @@ def test_a_chunk_that_is_forgotten_is_opened_no_more_and_its_slot_waits_for_all_
     first, second = host.open(KEYS[0]), host.open(KEYS[0])
     host.clear()
     assert host.open(KEYS[0]) is None
-    assert host.counters.misses == {Miss.ABSENT: 1}, "a larger capacity had not kept it"
+    assert host.counters.misses == {HostMissReason.ABSENT: 1}, "a larger capacity had not kept it"
     for slot in (first, second):
         assert host.reserve(KEYS[1], 0) is None
         host.close(slot)
@@ -252,7 +252,7 @@ def test_a_key_that_is_here_or_on_its_way_is_not_stored_twice():
     assert host.reserve(KEYS[0], 0) is None
     host.commit(slot)
     assert host.reserve(KEYS[0], 0) is None
-    assert host.counters.dropped == {Drop.PRESENT: 2}
+    assert host.counters.dropped == {HostDropReason.PRESENT: 2}
 
 
 def test_what_was_cleared_while_it_was_filled_leaves_alone_what_was_stored_since():
@@ -274,7 +274,7 @@ def test_chunks_that_are_not_whole_pages_are_refused():
         tier(chunks=(PAGE, 5000))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
 def test_memory_moves_between_groups_as_they_are_used(policy):
     host = tier(pages=240, policy=policy, chunks=(3 * PAGE, 6 * PAGE))
     for number in range(300):
@@ -330,7 +330,7 @@ def test_one_store_evicts_a_bounded_amount():
     for number in range(0, 640, 8):
         assert host.open(b"%012d" % number)
     assert host.reserve(b"large chunk", 1) is None
-    assert host.counters.dropped[Drop.NO_ROOM] == host.counters.dropped.total() == 1
+    assert host.counters.dropped[HostDropReason.NO_ROOM] == host.counters.dropped.total() == 1
     assert 0 < host.counters.evicted < 200
 
 
@@ -344,7 +344,7 @@ def test_a_lookup_of_many_keys_finds_those_that_are_there():
 
 
 def test_who_asks_for_room_again_and_again_is_not_counted_every_time():
-    host = HostTier(4 * PAGE, [PAGE], POLICIES["lru"])
+    host = HostTier(4 * PAGE, [PAGE], EVICTION_POLICIES["lru"])
     slots = [host.reserve(b"%012d" % n, 0) for n in range(4)]
     assert all(slots)
     for _ in range(3):
@@ -352,4 +352,4 @@ def test_who_asks_for_room_again_and_again_is_not_counted_every_time():
         assert host.reserve(b"%012d" % 0, 0, counted=False) is None
     assert host.counters.dropped.total() == 0
     assert host.reserve(b"more chunks", 0) is None
-    assert host.counters.dropped[Drop.NO_ROOM] == host.counters.dropped.total() == 1
+    assert host.counters.dropped[HostDropReason.NO_ROOM] == host.counters.dropped.total() == 1

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from kvferry.tiers.index.key_table import MOST_PLACES, Tags, TagTable, tags_of
+from kvferry.tiers.index.key_table import MAX_TIERS, KeyTable, TierKeys, tags_of
 
 # Few beginnings and many groups: keys that share a row, and what one chunk's groups have in common.
 KEYS = st.builds(
@@ -29,7 +29,7 @@ def drawn(number, size=32, seed=3):
 
 
 def tags_with(keys, table=None):
-    tags = Tags(table)
+    tags = TierKeys(table)
     for key in keys:
         tags.add(key)
     return tags
@@ -49,8 +49,8 @@ def slowly():
 )  # fmt: skip
 @given(CHANGES, st.lists(KEYS, max_size=50), st.integers(0, PLACES - 1))
 def test_they_say_what_a_set_for_each_place_would_say(changes, others, cleared):
-    table = TagTable()
-    places, there = [Tags(table) for _ in range(PLACES)], [set() for _ in range(PLACES)]
+    table = KeyTable()
+    places, there = [TierKeys(table) for _ in range(PLACES)], [set() for _ in range(PLACES)]
     asked = [key for key, *_ in changes] + others
 
     def check():
@@ -79,8 +79,8 @@ def alike(number):
 @pytest.mark.parametrize("make", [drawn, alike])
 def test_none_is_lost_and_none_comes_back_while_the_table_grows(make):
     keys = make(1200)
-    table = TagTable()
-    one, other, cleared = Tags(table), Tags(table), tags_with(keys[:100], table)
+    table = KeyTable()
+    one, other, cleared = TierKeys(table), TierKeys(table), tags_with(keys[:100], table)
     growing = 0
     for at, key in enumerate(keys):  # whose row has been moved, or has not
         one.add(key)
@@ -99,21 +99,21 @@ def test_none_is_lost_and_none_comes_back_while_the_table_grows(make):
 
 
 def test_rows_hold_two_in_the_mean_and_hardly_one_runs_over():
-    table = TagTable()
+    table = KeyTable()
     tags_with(drawn(20_000), table)
     assert len(table._rows) == 16384
     assert len(table._rows.over) < 20_000 / 1000
 
 
 def test_groups_of_a_chunk_do_not_crowd_one_row():
-    table = TagTable()
+    table = KeyTable()
     tags_with((chunk + bytes((group,)) for chunk in drawn(1000, 31) for group in range(12)), table)
     assert len(table._rows.over) < 12_000 / 500
 
 
 def test_what_ran_over_is_found_and_forgotten():
     keys = alike(100)
-    table = TagTable()
+    table = KeyTable()
     tags = tags_with(keys, table)
     assert len(table._rows.over) == 93
     assert tags.known(tags_of(keys)).all()
@@ -126,9 +126,9 @@ def test_what_ran_over_is_found_and_forgotten():
 
 
 def test_who_asks_while_other_threads_add_sees_all_that_was_there():
-    keys, table = drawn(20_000, seed=5), TagTable()
+    keys, table = drawn(20_000, seed=5), KeyTable()
     tags, asked = tags_with(keys[:1500], table), tags_of(keys[:1500])
-    others = [Tags(table) for _ in range(3)]
+    others = [TierKeys(table) for _ in range(3)]
 
     def change(mine):
         for key in keys:
@@ -156,8 +156,8 @@ def test_what_ran_over_is_never_missing_while_another_place_changes():
         def pop(self, tag):
             raise AssertionError(f"{tag} is nowhere for a moment")
 
-    keys, table = alike(20), TagTable()
-    tags, other = tags_with(keys, table), Tags(table)
+    keys, table = alike(20), KeyTable()
+    tags, other = tags_with(keys, table), TierKeys(table)
     table._rows.over = Never(table._rows.over)
     for key in keys:
         other.add(key)
@@ -167,14 +167,14 @@ def test_what_ran_over_is_never_missing_while_another_place_changes():
 
 @pytest.mark.parametrize("asked", [0, 1])
 def test_any_number_may_be_asked_for(asked):
-    assert Tags().known(tags_of([bytes(32)] * asked)).tolist() == [False] * asked
+    assert TierKeys().known(tags_of([bytes(32)] * asked)).tolist() == [False] * asked
 
 
 def test_a_table_has_so_many_places():
-    table = TagTable()
-    for _ in range(MOST_PLACES):
-        last = Tags(table)
+    table = KeyTable()
+    for _ in range(MAX_TIERS):
+        last = TierKeys(table)
     last.add(bytes(32))
-    assert table.marks(tags_of([bytes(32)])).tolist() == [1 << MOST_PLACES - 1]
-    with pytest.raises(ValueError, match=f"{MOST_PLACES} places at most"):
-        Tags(table)
+    assert table.marks(tags_of([bytes(32)])).tolist() == [1 << MAX_TIERS - 1]
+    with pytest.raises(ValueError, match=f"{MAX_TIERS} places at most"):
+        TierKeys(table)

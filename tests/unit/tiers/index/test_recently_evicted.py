@@ -7,8 +7,8 @@ from hashlib import blake2b
 from hypothesis import given, strategies as st
 
 from kvferry.tiers.index import recently_evicted as gone
-from kvferry.tiers.index.key_table import Tags
-from kvferry.tiers.index.recently_evicted import Gone
+from kvferry.tiers.index.key_table import TierKeys
+from kvferry.tiers.index.recently_evicted import RecentlyEvicted
 from kvferry.tiers.objects.known import Known
 from support.chunk_files import key
 from support.stores import file_of, keep, open_store
@@ -20,7 +20,7 @@ def keys(count: int) -> list[bytes]:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 40))))
 def test_it_has_what_went_and_did_not_come_back(steps) -> None:
-    some, memory, expected = keys(41), Gone(), set()
+    some, memory, expected = keys(41), RecentlyEvicted(), set()
     for went, number in steps:
         (memory.add if went else memory.discard)(some[number])
         (expected.add if went else expected.discard)(some[number])
@@ -29,7 +29,7 @@ def test_it_has_what_went_and_did_not_come_back(steps) -> None:
 
 def test_of_more_than_there_is_room_for_the_later_are_remembered(monkeypatch) -> None:
     monkeypatch.setattr(gone, "_SLOTS", 64)
-    memory, some = Gone(), keys(1000)
+    memory, some = RecentlyEvicted(), keys(1000)
     for each in some:
         memory.add(each)
     left = [number for number, each in enumerate(some) if each in memory]
@@ -39,7 +39,7 @@ def test_of_more_than_there_is_room_for_the_later_are_remembered(monkeypatch) ->
 
 
 def test_keys_of_one_chunk_of_several_groups_do_not_share_a_slot() -> None:
-    memory, (one,) = Gone(), keys(1)
+    memory, (one,) = RecentlyEvicted(), keys(1)
     of_groups = [one[:-1] + bytes((group,)) for group in range(6)]
     for number, each in enumerate(of_groups, 1):
         memory.add(each)
@@ -58,7 +58,7 @@ def test_a_directory_remembers_what_this_process_and_others_evicted(tmp_path) ->
 
 
 def test_a_listing_remembers_what_it_has_no_longer() -> None:
-    known, (one, other, never) = Known(Tags()), keys(3)
+    known, (one, other, never) = Known(TierKeys()), keys(3)
     known.add(one)
     known.add(other)
     known.discard(never)

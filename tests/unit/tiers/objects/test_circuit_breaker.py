@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.tiers.objects.circuit_breaker import Breaker
+from kvferry.tiers.objects.circuit_breaker import CircuitBreaker
 from support.clock import Clock
 
 
@@ -13,15 +13,15 @@ def clock():
 
 @pytest.fixture
 def breaker(clock):
-    return Breaker(3, 30.0, clock)
+    return CircuitBreaker(3, 30.0, clock)
 
 
-def fail(breaker: Breaker, times: int = 1) -> None:
+def fail(breaker: CircuitBreaker, times: int = 1) -> None:
     for _ in range(times):
         breaker.leave(breaker.enter(), worked=False)
 
 
-def work(breaker: Breaker) -> None:
+def work(breaker: CircuitBreaker) -> None:
     breaker.leave(breaker.enter(), worked=True)
 
 

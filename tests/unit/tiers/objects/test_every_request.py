@@ -14,9 +14,9 @@ from itertools import count
 import pytest
 
 from benchmarks.object_server import BUCKET
-from kvferry.tiers.objects.client import Bucket
-from kvferry.tiers.objects.tier import ObjectStore
-from kvferry.tiers.outcome import Get, Put
+from kvferry.tiers.objects.client import BucketClient
+from kvferry.tiers.objects.tier import ObjectTier
+from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from kvferry.tiers.paths import chunk_name
 from support.chunk_files import key
 from support.object_server import Server
@@ -48,7 +48,7 @@ class Operation:
     """
 
     name: str
-    do: Callable[[ObjectStore], object]
+    do: Callable[[ObjectTier], object]
     spoils: bool = False
     opens: bool = False
 
@@ -73,19 +73,19 @@ class Case:
     def __init__(self, operation: Operation, way: Between, server: Server) -> None:
         self.operation, self.way, self.server = operation, way, server
         self.url = f"s3://{BUCKET}/every-{next(_PLACES)}"
-        self.bucket = Bucket(self.url, server.options, 40.0)
+        self.bucket = BucketClient(self.url, server.options, 40.0)
         first = open_objects(self.url, server, timeout_seconds=40.0)
-        assert [put(first, number) for number in KEPT] == [Put.STORED] * 2
+        assert [put(first, number) for number in KEPT] == [PutOutcome.STORED] * 2
         way.start(Fault())
         self.store = None if operation.opens else self.opened()
-        assert put(first, 4) is Put.STORED
+        assert put(first, 4) is PutOutcome.STORED
         if operation.spoils:
             name = chunk_name(NAMESPACE.digest, key(SPOILT))
             data = bytearray(b"".join(self.bucket.get(name).pieces))
             data[5000] ^= 1
             self.bucket.put(name, [data])
 
-    def opened(self) -> ObjectStore:
+    def opened(self) -> ObjectTier:
         return open_objects(self.url, self.way.server, timeout_seconds=40.0, rest_seconds=0.0)
 
     def work(self, fault: Fault) -> str:
@@ -99,9 +99,9 @@ class Case:
         made = sum(store.stats.puts.values()), sum(store.stats.gets.values())
         assert made == (self.operation.name.startswith("store"), self.operation.name.startswith("fetch"))
         store.refresh()
-        assert put(store, 7) is Put.STORED, "stores do not go on"
-        assert get(store, 7) is Get.HIT
-        assert get(store, 1) is Get.HIT, "a good chunk is not found any more"
+        assert put(store, 7) is PutOutcome.STORED, "stores do not go on"
+        assert get(store, 7) is GetOutcome.HIT
+        assert get(store, 1) is GetOutcome.HIT, "a good chunk is not found any more"
         assert known(store, 1) == [True]
         self.lines, self.knows = lines, known(store, 3)
         return done
@@ -110,12 +110,12 @@ class Case:
         """What others find."""
         store = open_objects(self.url, self.server, timeout_seconds=40.0)
         found = {number: get(store, number) for number in (1, 2, 3, 4)}
-        lost = [number for number in (1, 2, 4) if found[number] is not Get.HIT]
+        lost = [number for number in (1, 2, 4) if found[number] is not GetOutcome.HIT]
         assert lost == ([SPOILT] if self.operation.spoils else []), "a good chunk was lost"
         # A page with status 200 says that it is stored; the next listing has shown that it is not.
-        if done == str(Put.STORED) and self.operation.name == "store" and fault.how is not How.PAGE:
-            assert found[3] is Get.HIT, "it was said to be stored, and is not there"
-        assert self.knows == [found[3] is Get.HIT]
+        if done == str(PutOutcome.STORED) and self.operation.name == "store" and fault.how is not How.PAGE:
+            assert found[3] is GetOutcome.HIT, "it was said to be stored, and is not there"
+        assert self.knows == [found[3] is GetOutcome.HIT]
         objects = [one for page in self.bucket.list() for one in page]
         bad = [one.path for one in objects if one.path.startswith("quarantine/")]
         # Twice if the first time it was copied, and an error reported.

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.tiers.index.key_table import Tags, tags_of
+from kvferry.tiers.index.key_table import TierKeys, tags_of
 from kvferry.tiers.objects.known import Known
 from support.chunk_files import key
 
@@ -21,7 +21,7 @@ def list_all(known: Known, *numbers: int, tag: str = "1") -> None:
 
 
 def test_what_a_listing_shows_is_known_at_once_and_what_it_lacks_is_forgotten_at_its_end():
-    known = Known(Tags())
+    known = Known(TierKeys())
     list_all(known, 1, 2)
     with known.listing():
         known.show(shown(2, 3))
@@ -31,7 +31,7 @@ def test_what_a_listing_shows_is_known_at_once_and_what_it_lacks_is_forgotten_at
 
 
 def test_a_listing_that_breaks_off_forgets_nothing():
-    known = Known(Tags())
+    known = Known(TierKeys())
     list_all(known, 1)
 
     def breaks_off():
@@ -45,7 +45,7 @@ def test_a_listing_that_breaks_off_forgets_nothing():
 
 
 def test_what_happens_during_a_listing_is_newer_than_it():
-    known = Known(Tags())
+    known = Known(TierKeys())
     list_all(known, 1, 2)
     with known.listing():
         known.discard(key(1))
@@ -59,7 +59,7 @@ def test_what_happens_during_a_listing_is_newer_than_it():
 
 
 def test_a_bad_object_is_not_known_until_it_has_changed():
-    known = Known(Tags())
+    known = Known(TierKeys())
     list_all(known, 1, 2)
     known.distrust(key(1), "1")
     list_all(known, 1, 2)
@@ -73,7 +73,7 @@ def test_a_bad_object_is_not_known_until_it_has_changed():
 
 
 def test_without_tags_a_bad_object_stays_bad_until_it_is_stored_again():
-    known = Known(Tags())
+    known = Known(TierKeys())
     list_all(known, 1, tag="")
     known.distrust(key(1), "")
     list_all(known, 1, tag="")
@@ -83,7 +83,7 @@ def test_without_tags_a_bad_object_stays_bad_until_it_is_stored_again():
 
 
 def test_changes_count_what_listings_add_and_lack():
-    known = Known(Tags())
+    known = Known(TierKeys())
     list_all(known, 1, 2)
     assert known.changes == 2
     known.add(key(3))

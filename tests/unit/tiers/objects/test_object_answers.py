@@ -17,7 +17,7 @@ from benchmarks.object_server import BUCKET
 from kvferry.tiers.files.direct_io import whole_pages
 from kvferry.tiers.format.chunk import Chunk
 from kvferry.tiers.objects.faults import Fault
-from kvferry.tiers.outcome import Get, Put
+from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from support.chunk_files import content, image, key
 from support.object_server import Server, error, ill, response
 from support.objects import get, known, open_objects, put, warnings
@@ -63,8 +63,8 @@ def test_a_body_that_is_cut_off_or_another_one_is_a_miss(sent, promised):
     with ill(of_objects(response("200 OK", sent, length=promised)), hangs_up=True) as server, in_time():
         store = open_objects(URL, server, timeout_seconds=2.0)
         done = get(store, 1)
-        assert (done is Get.HIT) is (sent == IMAGE)
-        assert done in (Get.HIT, Get.CORRUPT, Get.IO_ERROR)
+        assert (done is GetOutcome.HIT) is (sent == IMAGE)
+        assert done in (GetOutcome.HIT, GetOutcome.CORRUPT, GetOutcome.IO_ERROR)
         assert known(store, 1) == [False]
         assert store.stats.gets == {done: 1}
 
@@ -97,18 +97,18 @@ def test_an_object_that_is_replaced_while_it_is_read_is_whole_or_a_miss(again, t
         store = open_objects(URL, server, timeout_seconds=2.0)
         into = whole_pages(CHUNK.body_bytes)
         done = store.get(key(1), GROUP, into)
-        if done is Get.HIT:
+        if done is GetOutcome.HIT:
             assert into in (IMAGE[-len(into) :], OTHER[-len(into) :]), "half of each"
-        assert done in (Get.IO_ERROR, Get.CORRUPT, Get.HIT)
+        assert done in (GetOutcome.IO_ERROR, GetOutcome.CORRUPT, GetOutcome.HIT)
         assert store.stats.gets == {done: 1}
 
 
 def test_a_page_in_place_of_every_answer_is_never_a_chunk(caplog):
     with ill(response("200 OK", HTML), hangs_up=True) as server, in_time():
         store = open_objects(URL, server, timeout_seconds=2.0)
-        assert put(store, 1) in (Put.IO_ERROR, Put.STORED)
-        assert get(store, 1) is Get.CORRUPT
-        assert put(store, 2) in (Put.IO_ERROR, Put.STORED)
+        assert put(store, 1) in (PutOutcome.IO_ERROR, PutOutcome.STORED)
+        assert get(store, 1) is GetOutcome.CORRUPT
+        assert put(store, 2) in (PutOutcome.IO_ERROR, PutOutcome.STORED)
         store.refresh()
         assert known(store, 1) == [False]
     assert store.faults
@@ -118,7 +118,7 @@ def test_a_page_in_place_of_every_answer_is_never_a_chunk(caplog):
 def test_a_clock_that_is_wrong_is_told(caplog):
     with ill(error("403 Forbidden", "RequestTimeTooSkewed")) as server, in_time():
         store = open_objects(URL, server, timeout_seconds=2.0)
-        assert get(store, 1) is Get.IO_ERROR
+        assert get(store, 1) is GetOutcome.IO_ERROR
     assert store.faults == {Fault.SKEWED: 2}
     [said] = warnings(caplog)
     assert said.endswith("(403 RequestTimeTooSkewed); set the clock of this machine")
@@ -138,8 +138,8 @@ def test_connections_that_are_reset_are_counted():
 
         threading.Thread(target=reset, daemon=True).start()
         store = open_objects(URL, Server(listening.getsockname()[1]), timeout_seconds=2.0)
-        assert get(store, 1) is Get.IO_ERROR
-        assert put(store, 1) is Put.IO_ERROR
+        assert get(store, 1) is GetOutcome.IO_ERROR
+        assert put(store, 1) is PutOutcome.IO_ERROR
         listening.shutdown(socket.SHUT_RDWR)
     assert sum(store.faults.values()) == 3
     assert store.faults[Fault.UNREACHABLE] >= 2
@@ -163,7 +163,7 @@ def test_an_answer_that_trickles_costs_no_more_than_the_timeout():
 
         threading.Thread(target=serve, daemon=True).start()
         store = open_objects(URL, Server(listening.getsockname()[1]), timeout_seconds=1.0)
-        assert get(store, 1) is Get.IO_ERROR
+        assert get(store, 1) is GetOutcome.IO_ERROR
         assert store.faults[Fault.TIMEOUT] >= 1
         listening.shutdown(socket.SHUT_RDWR)
 
@@ -189,22 +189,22 @@ def test_a_listing_without_end_costs_its_time_and_no_more_memory_than_is_bounded
         store = open_objects(URL, server, timeout_seconds=2.0)
         assert next(pages) > 6, "it was not endless"
         assert 0 < len(store) <= 5000
-        assert get(store, 1) is Get.ABSENT
+        assert get(store, 1) is GetOutcome.ABSENT
 
 
 def test_a_bucket_that_is_deleted_while_it_serves_is_a_miss(s3_server, s3_url, tmp_path):
     store = open_objects(s3_url, s3_server)
-    assert put(store, 1) is Put.STORED
+    assert put(store, 1) is PutOutcome.STORED
     bucket = s3_server.root / BUCKET
     bucket.rename(tmp_path / "away")
     try:
-        assert get(store, 1) in (Get.ABSENT, Get.IO_ERROR)
-        assert put(store, 2) in (Put.IO_ERROR, Put.STORED)
+        assert get(store, 1) in (GetOutcome.ABSENT, GetOutcome.IO_ERROR)
+        assert put(store, 2) in (PutOutcome.IO_ERROR, PutOutcome.STORED)
         store.refresh()
-        assert get(store, 1) in (Get.ABSENT, Get.IO_ERROR)
+        assert get(store, 1) in (GetOutcome.ABSENT, GetOutcome.IO_ERROR)
     finally:
         shutil.rmtree(bucket, ignore_errors=True)
         (tmp_path / "away").rename(bucket)
     late = open_objects(s3_url, s3_server)
-    assert get(late, 1) is Get.HIT
-    assert put(late, 2) in (Put.STORED, Put.PRESENT)
+    assert get(late, 1) is GetOutcome.HIT
+    assert put(late, 2) in (PutOutcome.STORED, PutOutcome.PRESENT)

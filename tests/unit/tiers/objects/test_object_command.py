@@ -8,9 +8,9 @@ import json
 import pytest
 
 from kvferry.cli.main import main
-from kvferry.tiers.format.chunk import Group, Section
-from kvferry.tiers.objects.client import Bucket
-from kvferry.tiers.outcome import Get, Put
+from kvferry.tiers.format.chunk import ChunkGroup, ChunkSection
+from kvferry.tiers.objects.client import BucketClient
+from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from kvferry.tiers.paths import chunk_name
 from support.chunk_files import key
 from support.object_server import Server
@@ -47,7 +47,7 @@ def store(place):
     store = open_objects(*place)
     for number in range(3):
         put(store, number)
-    put(open_objects(*place, namespace=OTHER), 1, Group("full", 16, (Section("kv", 1, 10),)))
+    put(open_objects(*place, namespace=OTHER), 1, ChunkGroup("full", 16, (ChunkSection("kv", 1, 10),)))
     return store
 
 
@@ -55,11 +55,11 @@ def name(number: int) -> str:
     return chunk_name(NAMESPACE.digest, key(number))
 
 
-def names(bucket: Bucket) -> set[str]:
+def names(bucket: BucketClient) -> set[str]:
     return {one.path for page in bucket.list() for one in page}
 
 
-def spoil(bucket: Bucket, number: int) -> None:
+def spoil(bucket: BucketClient, number: int) -> None:
     data = bytearray(b"".join(bucket.get(name(number)).pieces))
     data[5000] ^= 1
     bucket.put(name(number), [data])
@@ -133,7 +133,7 @@ def test_clear_removes_what_is_kvferrys_and_nothing_else(kvferry, store, bucket)
     for each in mine:
         bucket.put(each, [b"mine"])
     spoil(bucket, 1)
-    assert get(store, 1) is Get.CORRUPT
+    assert get(store, 1) is GetOutcome.CORRUPT
     assert "pass --yes" in kvferry("clear", code=2)
     assert name(0) in names(bucket)
     assert "6 files removed" in kvferry("clear", "--yes")
@@ -143,8 +143,8 @@ def test_clear_removes_what_is_kvferrys_and_nothing_else(kvferry, store, bucket)
 
 def test_an_engine_goes_on_after_a_clear(kvferry, store):
     kvferry("clear", "--yes")
-    assert get(store, 0) is Get.ABSENT
-    assert put(store, 0) is Put.STORED
+    assert get(store, 0) is GetOutcome.ABSENT
+    assert put(store, 0) is PutOutcome.STORED
     store.refresh()
     assert "1 chunks, 64 tokens" in kvferry("ls")
 

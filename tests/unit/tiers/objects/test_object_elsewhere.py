@@ -8,9 +8,9 @@ import pytest
 
 from kvferry.errors import ConfigError
 from kvferry.tiers.format.chunk import Chunk
-from kvferry.tiers.objects.client import Bucket
+from kvferry.tiers.objects.client import BucketClient
 from kvferry.tiers.objects.faults import Fault, Unavailable
-from kvferry.tiers.outcome import Get, Put
+from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from kvferry.tiers.paths import chunk_name
 from support.chunk_files import image, key
 from support.object_server import error, ill, response
@@ -64,9 +64,9 @@ def test_no_request_follows_to_another_server(code, caplog):
         with ill(redirect(code, to), hangs_up=True) as server:
             options = {**server.options, "session_token": "hidden"}
             store = open_objects(URL, options=options, timeout_seconds=2.0)
-            assert get(store, 1) is Get.IO_ERROR
-            assert put(store, 1) is Put.IO_ERROR
-            bucket = Bucket(URL, options, 2.0)
+            assert get(store, 1) is GetOutcome.IO_ERROR
+            assert put(store, 1) is PutOutcome.IO_ERROR
+            bucket = BucketClient(URL, options, 2.0)
             for ask in (
                 lambda: bucket.size("a"),
                 lambda: bucket.put("a", [b"chunk"]),
@@ -95,12 +95,12 @@ def test_no_request_follows_to_another_server(code, caplog):
 def test_requests_are_kept_to_one_server_where_no_other_is_needed(options, kept, monkeypatch):
     with_key = {"access_key_id": "k"} if "secret_access_key" in options else {}
     options = {"region": "us-east-1", **with_key, **options}
-    assert Bucket(URL, options, 2.0)._store.client_options.get("proxy_excludes") == kept
+    assert BucketClient(URL, options, 2.0)._store.client_options.get("proxy_excludes") == kept
     for name in [name for name in options if name != "proxy_url"]:
         monkeypatch.setenv(f"AWS_{name.upper()}", options.pop(name))
-    assert Bucket(URL, options, 2.0)._store.client_options.get("proxy_excludes") == kept
+    assert BucketClient(URL, options, 2.0)._store.client_options.get("proxy_excludes") == kept
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy:1")
-    assert Bucket(URL, options, 2.0)._store.client_options.get("proxy_excludes") is None
+    assert BucketClient(URL, options, 2.0)._store.client_options.get("proxy_excludes") is None
 
 
 @pytest.mark.parametrize(
@@ -148,12 +148,12 @@ def test_chunks_of_others_under_the_same_prefix_are_never_taken(s3_server, s3_ur
     mine = open_objects(s3_url, s3_server)
     inside, beside = (open_objects(f"{s3_url}{more}", s3_server) for more in ("/inside", "-beside"))
     for other, number in ((inside, 1), (beside, 2)):
-        assert put(other, number) is Put.STORED
+        assert put(other, number) is PutOutcome.STORED
     mine.refresh()
     assert known(mine, 1, 2) == [False, False]
-    assert [get(mine, 1), get(mine, 2)] == [Get.ABSENT, Get.ABSENT]
-    assert put(mine, 1) is Put.STORED
-    assert [get(inside, 1), get(beside, 2)] == [Get.HIT, Get.HIT]
+    assert [get(mine, 1), get(mine, 2)] == [GetOutcome.ABSENT, GetOutcome.ABSENT]
+    assert put(mine, 1) is PutOutcome.STORED
+    assert [get(inside, 1), get(beside, 2)] == [GetOutcome.HIT, GetOutcome.HIT]
 
 
 @pytest.mark.parametrize(
@@ -176,10 +176,10 @@ def test_a_way_that_others_can_listen_on_is_allowed_in_words_and_warned_of(endpo
 @pytest.mark.parametrize("more", [{}, {"allow_http": "false"}])
 def test_a_way_without_encryption_has_to_be_allowed(more, monkeypatch):
     with pytest.raises(ConfigError, match="http://minio:9000 is spoken to without encryption; use https"):
-        Bucket(URL, {"endpoint": "http://minio:9000", **more}, 2.0)
+        BucketClient(URL, {"endpoint": "http://minio:9000", **more}, 2.0)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://hidden:hidden@minio:9000")
     with pytest.raises(ConfigError, match="http://minio:9000 is spoken to without encryption; use https"):
-        Bucket(URL, more, 2.0)
+        BucketClient(URL, more, 2.0)
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
     if not more:
-        Bucket(URL, {}, 2.0)
+        BucketClient(URL, {}, 2.0)

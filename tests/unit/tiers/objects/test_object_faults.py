@@ -13,10 +13,10 @@ from pickle import PickleBuffer
 import pytest
 from obstore.exceptions import GenericError
 
-from kvferry.tiers.format.chunk import Group, Section
-from kvferry.tiers.objects.client import Bucket
+from kvferry.tiers.format.chunk import ChunkGroup, ChunkSection
+from kvferry.tiers.objects.client import BucketClient
 from kvferry.tiers.objects.faults import Fault
-from kvferry.tiers.outcome import Get, Put
+from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from support.chunk_files import key
 from support.clock import Clock
 from support.object_server import Line, Server, error, ill, response
@@ -43,7 +43,7 @@ def test_a_server_that_stalls_costs_no_more_than_the_timeout(answer, caplog):
         with within(0.3, PATIENCE):
             store = open_objects(URL, server, timeout_seconds=0.6)
         with within(0.3, PATIENCE):
-            assert get(store, 1) is Get.IO_ERROR
+            assert get(store, 1) is GetOutcome.IO_ERROR
         assert store.faults == {Fault.TIMEOUT: 2}
     [said] = warnings(caplog)
     assert said == (
@@ -53,22 +53,22 @@ def test_a_server_that_stalls_costs_no_more_than_the_timeout(answer, caplog):
 
 
 def test_a_store_that_stalls_lets_go_of_the_memory_when_it_is_given_up():
-    group = Group("full", 256, (Section("kv", 8, 1 << 20),))
+    group = ChunkGroup("full", 256, (ChunkSection("kv", 8, 1 << 20),))
     memory = bytearray(body(1, group))
     with ill(b"") as server:
         store = open_objects(URL, server, timeout_seconds=0.6)
         with within(0.3, PATIENCE):
-            assert store.put(key(1), group, memoryview(memory)) is Put.IO_ERROR
+            assert store.put(key(1), group, memoryview(memory)) is PutOutcome.IO_ERROR
         memory.clear()
 
 
 def test_a_refusal_before_all_was_sent_lets_go_of_the_memory():
-    group = Group("full", 256, (Section("kv", 8, 8 << 20),))
+    group = ChunkGroup("full", 256, (ChunkSection("kv", 8, 8 << 20),))
     memory = bytearray(body(1, group))
     with ill(error("403 Forbidden", "AccessDenied"), reads_body=False) as server:
         store = open_objects(URL, server, timeout_seconds=2.0)
         with within(0.0, PATIENCE):
-            assert store.put(key(1), group, memoryview(memory)) is Put.IO_ERROR
+            assert store.put(key(1), group, memoryview(memory)) is PutOutcome.IO_ERROR
         memory.clear()
 
 
@@ -96,11 +96,11 @@ def test_a_refusal_before_all_was_sent_lets_go_of_the_memory():
 def test_a_server_that_refuses_is_counted_and_said_once(answer, fault, said, caplog):
     with ill(answer) as server:
         store = open_objects(URL, server, timeout_seconds=2.0)
-        assert get(store, 1) is Get.IO_ERROR
-        assert put(store, 1) is Put.IO_ERROR
+        assert get(store, 1) is GetOutcome.IO_ERROR
+        assert put(store, 1) is PutOutcome.IO_ERROR
         assert known(store, 1) == [False]
     assert store.faults == {fault: 3}
-    assert (store.stats.misses, store.stats.dropped) == ({Get.IO_ERROR: 1}, {Put.IO_ERROR: 1})
+    assert (store.stats.misses, store.stats.dropped) == ({GetOutcome.IO_ERROR: 1}, {PutOutcome.IO_ERROR: 1})
     [warned] = warnings(caplog)
     assert warned.startswith("object tier s3://bucket/path: ")
     assert said in warned
@@ -111,21 +111,21 @@ def test_a_server_that_refuses_is_counted_and_said_once(answer, fault, said, cap
 def test_an_answer_that_is_no_object_is_a_miss(head):
     with ill(b"HTTP/1.1 " + head.encode() + b"\r\n\r\n0\r\n\r\n") as server:
         store = open_objects(URL, server, timeout_seconds=0.6)
-        assert get(store, 1) is Get.IO_ERROR
+        assert get(store, 1) is GetOutcome.IO_ERROR
 
 
 def test_a_connection_that_breaks_off(caplog):
     with ill(b"", hangs_up=True) as server:
         store = open_objects(URL, server, timeout_seconds=2.0)
-        assert get(store, 1) is Get.IO_ERROR
+        assert get(store, 1) is GetOutcome.IO_ERROR
     assert store.faults == {Fault.UNREACHABLE: 2}
     assert "it cannot be reached (the connection broke off)" in caplog.text
 
 
 def test_a_port_where_nobody_listens(caplog):
     store = open_objects(URL, CLOSED, timeout_seconds=2.0)
-    assert get(store, 1) is Get.IO_ERROR
-    assert put(store, 1) is Put.IO_ERROR
+    assert get(store, 1) is GetOutcome.IO_ERROR
+    assert put(store, 1) is PutOutcome.IO_ERROR
     assert store.faults == {Fault.UNREACHABLE: 3}
     [said] = warnings(caplog)
     assert said == (
@@ -144,8 +144,8 @@ def test_the_real_server_refuses_wrong_credentials_and_missing_buckets(s3_server
     denied = open_objects(URL, options={**s3_server.options, "secret_access_key": "hidden-and-wrong"})
     missing = open_objects("s3://missing/path", s3_server)
     for one in (denied, missing):
-        assert get(one, 1) is Get.IO_ERROR
-        assert put(one, 1) is Put.IO_ERROR
+        assert get(one, 1) is GetOutcome.IO_ERROR
+        assert put(one, 1) is PutOutcome.IO_ERROR
     assert denied.faults == {Fault.DENIED: 3}
     assert missing.faults == {Fault.NO_BUCKET: 3}
     assert "access is denied (403 SignatureDoesNotMatch)" in caplog.text
@@ -163,7 +163,7 @@ def test_a_store_that_is_away_at_the_start_is_found_by_a_refresh(s3_server, s3_u
         line.whole.set()
         assert store.refresh() == 1
         assert known(store, 1) == [True]
-        assert get(store, 1) is Get.HIT
+        assert get(store, 1) is GetOutcome.HIT
 
 
 def test_a_store_that_fails_is_left_alone_and_asked_again_later(s3_server, s3_url):
@@ -171,24 +171,24 @@ def test_a_store_that_fails_is_left_alone_and_asked_again_later(s3_server, s3_ur
     with Line(s3_server) as line:
         store = open_objects(s3_url, line.server, timeout_seconds=2.0, rest_seconds=30.0, clock=clock)
         for number in range(6):
-            assert put(store, number) is Put.STORED
+            assert put(store, number) is PutOutcome.STORED
         line.whole.clear()
         for number in range(3):
             assert known(store, number, 5) == [True, True]
-            assert get(store, number) is Get.IO_ERROR
+            assert get(store, number) is GetOutcome.IO_ERROR
         assert known(store, 3, 4, 5) == [False] * 3
-        assert get(store, 3) is Get.IO_ERROR
+        assert get(store, 3) is GetOutcome.IO_ERROR
         assert store.refresh() == 0
         assert store.faults == {Fault.TIMEOUT: 3, Fault.RESTING: 2}, "what rests is not asked"
         clock.now = 30.0
         assert known(store, 3, 4, 5) == [True] * 3
-        assert get(store, 4) is Get.IO_ERROR
-        assert get(store, 5) is Get.IO_ERROR
+        assert get(store, 4) is GetOutcome.IO_ERROR
+        assert get(store, 5) is GetOutcome.IO_ERROR
         assert store.faults == {Fault.TIMEOUT: 4, Fault.RESTING: 3}
         line.whole.set()
         clock.now = 60.0
-        assert get(store, 5) is Get.HIT
-        assert get(store, 1) is Get.HIT
+        assert get(store, 5) is GetOutcome.HIT
+        assert get(store, 1) is GetOutcome.HIT
         assert known(store, 0, 3) == [False, True]
         assert store.refresh() == 1
         assert known(store, *range(6)) == [True] * 6
@@ -205,11 +205,11 @@ def test_a_store_that_only_refuses_writes_is_still_read():
     with ill(answer) as server:
         store = open_objects(URL, server, timeout_seconds=2.0)
         for _ in range(4):
-            assert put(store, 1) is Put.IO_ERROR
+            assert put(store, 1) is PutOutcome.IO_ERROR
         # One more than chunks: the note.
         assert store.faults == {Fault.DENIED: 3, Fault.RESTING: 2}
         for _ in range(4):
-            assert get(store, 1) is Get.ABSENT
+            assert get(store, 1) is GetOutcome.ABSENT
         assert store.refresh() == 0
         assert store.faults == {Fault.DENIED: 3, Fault.RESTING: 2}
 
@@ -227,7 +227,7 @@ def test_a_store_that_minds_removing_what_is_gone_removes_the_rest():
 
     with ill(answer) as server:
         options = {"base_url": server.options["endpoint"], "bearer_token": "tests", "allow_http": "true"}
-        bucket = Bucket("gs://bucket/path", options, 2.0)
+        bucket = BucketClient("gs://bucket/path", options, 2.0)
         bucket.remove(["gone", *(f"chunk{number}" for number in range(40))])
     assert removed == {b"gone", *(b"chunk%d" % number for number in range(40))}
 
@@ -242,7 +242,7 @@ def test_memory_is_held_until_the_client_has_let_go_of_it(s3_server, s3_url, mon
     memory = bytearray(body(1))
     monkeypatch.setattr("obstore.put", slowly)
     with within(0.2, PATIENCE):
-        assert store.put(key(1), GROUP, memoryview(memory)) is Put.IO_ERROR
+        assert store.put(key(1), GROUP, memoryview(memory)) is PutOutcome.IO_ERROR
     memory.clear()
 
 
@@ -252,7 +252,7 @@ def test_a_process_that_was_forked_is_told_instead_of_waiting_forever(s3_server,
     if not child:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(10)
-        told = get(store, 1) is Get.IO_ERROR and store.faults == {Fault.FORKED: 1}
+        told = get(store, 1) is GetOutcome.IO_ERROR and store.faults == {Fault.FORKED: 1}
         told = told and open_objects(s3_url, s3_server).faults == {Fault.FORKED: 1}
         os._exit(0 if told else 1)
     assert os.waitpid(child, 0)[1] == 0

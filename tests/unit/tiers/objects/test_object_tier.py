@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from kvferry.errors import ChunkError
-from kvferry.tiers.format.chunk import Chunk, Group, Section
+from kvferry.tiers.format.chunk import Chunk, ChunkGroup, ChunkSection
 from kvferry.tiers.format.decode import verify_bytes
-from kvferry.tiers.objects.client import Bucket
-from kvferry.tiers.outcome import Get, Put
+from kvferry.tiers.objects.client import BucketClient
+from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from kvferry.tiers.paths import chunk_name
 from support.chunk_files import image, key
 from support.clock import Clock
@@ -37,12 +37,12 @@ def name(number: int) -> str:
     return chunk_name(NAMESPACE.digest, key(number))
 
 
-def objects(bucket: Bucket) -> dict[str, int]:
+def objects(bucket: BucketClient) -> dict[str, int]:
     """Names and sizes of what is there."""
     return {one.path: one.size for page in bucket.list() for one in page}
 
 
-def content(bucket: Bucket, path: str) -> bytes:
+def content(bucket: BucketClient, path: str) -> bytes:
     return b"".join(bucket.get(path).pieces)
 
 
@@ -56,9 +56,9 @@ def spoiled(number: int, at: int) -> bytes:
 
 
 def test_a_chunk_comes_back_as_it_was(store):
-    assert put(store, 1) is Put.STORED
-    assert get(store, 1) is Get.HIT
-    assert get(store, 2) is Get.ABSENT
+    assert put(store, 1) is PutOutcome.STORED
+    assert get(store, 1) is GetOutcome.HIT
+    assert get(store, 2) is GetOutcome.ABSENT
     assert known(store, 1, 2) == [True, False]
     assert (store.stats.stored_bytes, store.stats.hit_bytes) == (FILE_BYTES, len(body(1)))
     assert not store.faults
@@ -73,10 +73,10 @@ def test_an_object_is_the_file_of_its_chunk_with_its_note_beside_it(store, bucke
 
 
 def test_what_pads_a_chunk_is_zero_whatever_was_in_memory(store, bucket):
-    group = Group("state", 0, (Section("head.3", 3, 36), Section("channel.4", 4, 1000)))
+    group = ChunkGroup("state", 0, (ChunkSection("head.3", 3, 36), ChunkSection("channel.4", 4, 1000)))
     chunk = Chunk(NAMESPACE.digest, key(1), (group,))
     memory = bytearray(b"\xee" * (chunk.file_bytes - chunk.offsets[0]))
-    assert store.put(key(1), group, memoryview(memory)) is Put.STORED
+    assert store.put(key(1), group, memoryview(memory)) is PutOutcome.STORED
     assert verify_bytes(content(bucket, name(1))).chunk == chunk
     assert set(memory[108:4096]) == {0}
 
@@ -86,7 +86,7 @@ def test_another_engine_finds_a_chunk_after_its_next_refresh(store, other):
     assert known(other, 1) == [False]
     assert other.refresh() == 1
     assert known(other, 1) == [True]
-    assert get(other, 1) is Get.HIT
+    assert get(other, 1) is GetOutcome.HIT
     assert other.refresh() == 0
 
 
@@ -130,9 +130,9 @@ def test_getting_what_is_gone_forgets_it(store, bucket):
     put(store, 1)
     bucket.remove([name(1)])
     assert known(store, 1) == [True]
-    assert get(store, 1) is Get.ABSENT
+    assert get(store, 1) is GetOutcome.ABSENT
     assert known(store, 1) == [False]
-    assert put(store, 1) is Put.STORED
+    assert put(store, 1) is PutOutcome.STORED
 
 
 def test_a_refresh_forgets_what_is_gone(store, other, bucket):
@@ -146,9 +146,9 @@ def test_a_refresh_forgets_what_is_gone(store, other, bucket):
 def test_what_is_there_is_not_sent_again(store, other, bucket):
     put(store, 1)
     [before] = [one for page in bucket.list() for one in page if one.path == name(1)]
-    assert put(store, 1) is Put.PRESENT
+    assert put(store, 1) is PutOutcome.PRESENT
     assert known(other, 1) == [False]
-    assert put(other, 1) is Put.PRESENT
+    assert put(other, 1) is PutOutcome.PRESENT
     assert known(other, 1) == [True]
     assert before in [one for page in bucket.list() for one in page]
 
@@ -156,15 +156,15 @@ def test_what_is_there_is_not_sent_again(store, other, bucket):
 def test_what_is_known_to_be_there_is_not_asked_for(store, other, bucket):
     put(store, 1)
     bucket.remove([name(1)])
-    assert put(store, 1) is Put.PRESENT
-    assert get(store, 1) is Get.ABSENT
-    assert put(other, 1) is Put.STORED
+    assert put(store, 1) is PutOutcome.PRESENT
+    assert get(store, 1) is GetOutcome.ABSENT
+    assert put(other, 1) is PutOutcome.STORED
 
 
 def test_an_object_of_another_length_is_replaced(store, bucket):
     bucket.put(name(1), [b"half"])
-    assert put(store, 1) is Put.STORED
-    assert get(store, 1) is Get.HIT
+    assert put(store, 1) is PutOutcome.STORED
+    assert get(store, 1) is GetOutcome.HIT
 
 
 def test_the_note_of_another_engine_stays(place, store, bucket):
@@ -179,7 +179,7 @@ def test_namespaces_do_not_see_each_other(place, store):
     put(store, 1)
     other.refresh()
     assert known(other, 1) == [False]
-    assert get(other, 1) is Get.ABSENT
+    assert get(other, 1) is GetOutcome.ABSENT
 
 
 def test_names_that_are_no_chunks_are_not_known(store, bucket):
@@ -191,10 +191,10 @@ def test_names_that_are_no_chunks_are_not_known(store, bucket):
 
 
 def test_a_page_aligned_slot_of_a_large_chunk(store):
-    group = Group("full", 256, (Section("kv", 8, 5 << 18),))
-    assert put(store, 1, group) is Put.STORED
-    assert get(store, 1, group) is Get.HIT
-    assert get(store, 1, group) is Get.HIT
+    group = ChunkGroup("full", 256, (ChunkSection("kv", 8, 5 << 18),))
+    assert put(store, 1, group) is PutOutcome.STORED
+    assert get(store, 1, group) is GetOutcome.HIT
+    assert get(store, 1, group) is GetOutcome.HIT
 
 
 def test_many_threads_at_once(store, other):
@@ -204,7 +204,7 @@ def test_many_threads_at_once(store, other):
         done.extend(get(of, number) for number in range(24))
         of.refresh()
 
-    done: list[Put | Get] = []
+    done: list[PutOutcome | GetOutcome] = []
     all_there = threading.Barrier(8)
     work_of = [(store, range(3 * at, 3 * at + 3)) for at in range(4)]
     work_of += [(other, range(3 * at, 3 * at + 3)) for at in range(4, 8)]
@@ -213,7 +213,7 @@ def test_many_threads_at_once(store, other):
         thread.start()
     for thread in threads:
         thread.join()
-    assert Counter(done) == {Put.STORED: 24, Get.HIT: 8 * 24}
+    assert Counter(done) == {PutOutcome.STORED: 24, GetOutcome.HIT: 8 * 24}
     store.refresh()
     assert known(store, *range(25)) == [True] * 24 + [False]
 
@@ -253,7 +253,7 @@ def test_a_damaged_object_is_a_miss_set_aside_and_healed_by_the_next_store(store
     bucket.put(name(1), [spoiled(1, at)])
     other.refresh()
     assert known(other, 1) == [True]
-    assert get(other, 1) is Get.CORRUPT
+    assert get(other, 1) is GetOutcome.CORRUPT
     assert known(other, 1) == [False]
     assert other.stats.quarantined == 1
     [bad] = [path for path in objects(bucket) if path.startswith("quarantine/")]
@@ -261,9 +261,9 @@ def test_a_damaged_object_is_a_miss_set_aside_and_healed_by_the_next_store(store
     assert name(1) not in objects(bucket)
     [said] = warnings(caplog)
     assert re.search(rf"object tier .*: chunk {key(1).hex()} is not used: corrupt \(.*\); see who", said)
-    assert get(store, 1) is Get.ABSENT
-    assert put(other, 1) is Put.STORED
-    assert get(store, 1) is Get.HIT
+    assert get(store, 1) is GetOutcome.ABSENT
+    assert put(other, 1) is PutOutcome.STORED
+    assert get(store, 1) is GetOutcome.HIT
 
 
 @pytest.mark.parametrize("length", [0, 100, 4096, 5000, FILE_BYTES - 4096, FILE_BYTES + 4096])
@@ -271,27 +271,27 @@ def test_an_object_of_another_length_is_a_miss(store, bucket, length):
     whole = image(Chunk(NAMESPACE.digest, key(1), (GROUP,))) + bytes(4096)
     bucket.put(name(1), [whole[:length]])
     store.refresh()
-    assert get(store, 1) is Get.CORRUPT
+    assert get(store, 1) is GetOutcome.CORRUPT
     assert store.stats.quarantined == 1
 
 
 def test_the_chunk_of_another_key_is_a_miss(store, bucket):
     bucket.put(name(1), [image(Chunk(NAMESPACE.digest, key(2), (GROUP,)))])
-    assert get(store, 1) is Get.CORRUPT
+    assert get(store, 1) is GetOutcome.CORRUPT
 
 
-@pytest.mark.parametrize("sections", [(Section("k", 4, 7 << 10),), (Section("x", 8, 7 << 10),)])
+@pytest.mark.parametrize("sections", [(ChunkSection("k", 4, 7 << 10),), (ChunkSection("x", 8, 7 << 10),)])
 def test_a_good_chunk_of_another_shape_is_a_miss_and_stays(store, bucket, sections, caplog):
-    other = Chunk(NAMESPACE.digest, key(1), (Group("full", 64, sections),))
+    other = Chunk(NAMESPACE.digest, key(1), (ChunkGroup("full", 64, sections),))
     bucket.put(name(1), [image(other)])
     store.refresh()
-    assert get(store, 1) is Get.OTHER_SHAPE
+    assert get(store, 1) is GetOutcome.OTHER_SHAPE
     assert content(bucket, name(1)) == image(other)
     assert "64 tokens of full, k 4 x 7168, v 4 x 7168 was wanted); the namespace" in warnings(caplog)[0]
     store.refresh()
     assert known(store, 1) == [False]
-    assert put(store, 1) is Put.STORED
-    assert get(store, 1) is Get.HIT
+    assert put(store, 1) is PutOutcome.STORED
+    assert get(store, 1) is GetOutcome.HIT
 
 
 def test_a_bad_object_that_cannot_be_moved_is_not_fetched_again_until_it_has_changed(
@@ -304,11 +304,11 @@ def test_a_bad_object_that_cannot_be_moved_is_not_fetched_again_until_it_has_cha
         raise PermissionError
 
     monkeypatch.setattr("obstore.rename", denied)
-    assert get(store, 1) is Get.CORRUPT
+    assert get(store, 1) is GetOutcome.CORRUPT
     assert store.stats.quarantined == 0
     store.refresh()
     assert known(store, 1) == [False]
     bucket.put(name(1), [image(Chunk(NAMESPACE.digest, key(1), (GROUP,)))])
     store.refresh()
     assert known(store, 1) == [True]
-    assert get(store, 1) is Get.HIT
+    assert get(store, 1) is GetOutcome.HIT

@@ -10,8 +10,8 @@ import obstore
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.tiers.objects.client import Bucket
-from kvferry.tiers.objects.options import AZURE, CLIENT, GCS, S3, settings
+from kvferry.tiers.objects.client import BucketClient
+from kvferry.tiers.objects.options import AZURE, CLIENT, GCS, S3, store_settings
 
 
 def declared(module: str, name: str) -> set[str]:
@@ -41,7 +41,7 @@ def test_the_known_options_are_those_of_the_installed_client(module, name, known
 
 
 def test_options_of_the_store_and_of_its_connections_are_told_apart():
-    found = settings("s3://bucket/path/", {"region": "eu-west-1", "allow_http": "true"})
+    found = store_settings("s3://bucket/path/", {"region": "eu-west-1", "allow_http": "true"})
     assert found.url == "s3://bucket/path"
     assert (found.store, found.client) == ({"region": "eu-west-1"}, {"allow_http": "true"})
 
@@ -68,24 +68,24 @@ def test_options_of_the_store_and_of_its_connections_are_told_apart():
 )
 def test_what_cannot_be_used_is_refused_in_words(url, options, said):
     with pytest.raises(ConfigError, match=f"object tier: .*{said}"):
-        Bucket(url, options, 1.0)
+        BucketClient(url, options, 1.0)
 
 
 @pytest.mark.parametrize("url", ["s3://key:hidden@bucket/p", "az://c/p?sig=hidden", "gs://b/p#hidden"])
 def test_a_url_with_more_than_a_place_is_refused_without_repeating_it(url):
     with pytest.raises(ConfigError, match="more than a bucket and a path") as refused:
-        Bucket(url, {}, 1.0)
+        BucketClient(url, {}, 1.0)
     assert "hidden" not in str(refused.value)
 
 
 def test_a_secret_that_cannot_be_used_is_not_repeated():
     with pytest.raises(ConfigError, match="service account file from <service_account>") as refused:
-        Bucket("gs://bucket/path", {"service_account": '{"private_key": "hidden"}'}, 1.0)
+        BucketClient("gs://bucket/path", {"service_account": '{"private_key": "hidden"}'}, 1.0)
     assert "hidden" not in str(refused.value)
 
 
 def test_requests_have_timeouts_and_few_repetitions():
-    store = Bucket("s3://bucket/path", {"region": "eu-west-1", "user_agent": "tests"}, 8.0)._store
+    store = BucketClient("s3://bucket/path", {"region": "eu-west-1", "user_agent": "tests"}, 8.0)._store
     assert store.client_options == {"user_agent": "tests", "connect_timeout": "2s", "timeout": "4s"}
     assert store.retry_config["max_retries"] == 2
     assert store.retry_config["retry_timeout"] + store.retry_config["backoff"]["max_backoff"] == timedelta(
@@ -96,4 +96,4 @@ def test_requests_have_timeouts_and_few_repetitions():
 def test_a_directory_of_the_file_tier_is_refused(tmp_path):
     (tmp_path / "kvferry.json").write_text("{}")
     with pytest.raises(ConfigError, match="is a directory of the file tier"):
-        Bucket(f"file://{tmp_path}", {}, 1.0)
+        BucketClient(f"file://{tmp_path}", {}, 1.0)

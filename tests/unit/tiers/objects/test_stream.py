@@ -3,14 +3,14 @@ from __future__ import annotations
 import pytest
 
 from kvferry.errors import ChunkError
-from kvferry.tiers.objects.stream import Stream
+from kvferry.tiers.objects.stream import ObjectStream
 
 WHOLE = bytes(range(100))
 
 
-def stream(*ends: int) -> Stream:
+def stream(*ends: int) -> ObjectStream:
     """The first bytes, in pieces that end there."""
-    return Stream(WHOLE[at:end] for at, end in zip((0, *ends), ends, strict=False))
+    return ObjectStream(WHOLE[at:end] for at, end in zip((0, *ends), ends, strict=False))
 
 
 @pytest.mark.parametrize("ends", [(100,), (1, 2, 99, 100), (10, 100), (9, 10, 11, 100)])
