@@ -26,9 +26,11 @@ demo: $(VENV)/.engine-$(ENGINE) ## serve a prefill and a decode engine, send tex
 	@$(VENV)/bin/kvferry demo $(MODEL) $(ARGS)
 
 ##@ Install
-.PHONY: install venv
+.PHONY: install venv hooks
 install: $(VENV)/.engine-$(ENGINE) ## make .venv with kvferry and the engine, for this machine (ENGINE=cpu|cuda)
 venv: $(VENV)/.dev ## the same, with the tools that check and test
+hooks: $(VENV)/.dev ## install the Git hooks: lint and format before a commit, types and layering before a push
+	$(VENV)/bin/pre-commit install
 
 # An own name before `python3`: a python3 that is too old is often first on PATH.
 $(PYTHON):
