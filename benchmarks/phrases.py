@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.bench.stats import Spread
+from kvferry.measuring.spread import Spread
 from kvferry.plan.units import duration
 
 PLACES = {"host": "in host memory", "file": "in files"}

@@ -30,12 +30,12 @@ from benchmarks.choice.workload import Workload
 from benchmarks.object_server import BUCKET, ObjectServer, object_server
 from benchmarks.served import side_by_side, tiered
 from kvferry.bench.chunks import chunk_group
-from kvferry.bench.engines import read_geometry
 from kvferry.bench.slow_tier import Bodies, Loads, namespace, queue_over, store_all
-from kvferry.bench.stats import Spread
-from kvferry.bench.transfer import Machine, machine
 from kvferry.errors import TransferError
 from kvferry.geometry.canonical import CanonicalGroup
+from kvferry.measuring.machine import MachineFacts, machine_facts
+from kvferry.measuring.simulated import read_geometry
+from kvferry.measuring.spread import Spread
 from kvferry.tiers.objects.tier import ObjectTier
 
 POLICIES = ("weight", "first", "cost")
@@ -155,7 +155,7 @@ class MeasuredChoice:
     """
 
     job: ChoiceJob
-    machine: Machine
+    machine: MachineFacts
     probed: Probed
     learning: Mapping[str, Replayed]
     rounds: Mapping[str, tuple[Replayed, ...]]
@@ -225,7 +225,7 @@ def measure(job: ChoiceJob, progress: Callable[[str], None]) -> MeasuredChoice:
         found = _replay(job, engines, server, progress)
     learning = {policy: replays[0] for policy, replays in found.items()}
     rounds = {policy: tuple(replays[1:]) for policy, replays in found.items()}
-    return MeasuredChoice(job, machine(), probed, learning, rounds)
+    return MeasuredChoice(job, machine_facts(), probed, learning, rounds)
 
 
 def _replay(

@@ -11,7 +11,7 @@ from rich.table import Table
 from benchmarks.choice.measure import CONNECTORS, POLICIES, TARGET_RATIO, MeasuredChoice, Replayed
 from benchmarks.choice.policy_engine import FAR
 from benchmarks.phrases import seconds, verdict
-from kvferry.bench.stats import Spread
+from kvferry.measuring.spread import Spread
 from kvferry.plan.units import size
 
 _OTHERS = tuple(policy for policy in POLICIES if policy != "cost")

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.overhead.planning import Arithmetic
-from kvferry.bench.engines import Engine
 from kvferry.bench.rounds import Series
-from kvferry.bench.stats import Spread
 from kvferry.geometry.layout import lay_out
+from kvferry.measuring.simulated import SimulatedEngine
+from kvferry.measuring.spread import Spread
 from kvferry.planning.image import Image, fetched, gathered
 from kvferry.planning.strategy import Strategy
 from kvferry.planning.template import Route, build_templates
@@ -115,7 +115,7 @@ class Table:
     left_out: tuple[tuple[str, str], ...]
 
 
-def runs_of(src: Engine, dst: Engine, rank: int = 0) -> Runs:
+def runs_of(src: SimulatedEngine, dst: SimulatedEngine, rank: int = 0) -> Runs:
     """How the bytes that a rank of `dst` reads from `src` lie."""
     templates = build_templates(lay_out(src.model, src.shape), lay_out(dst.model, dst.shape)[rank])
     routes = [route for template in templates for route in template.routes]

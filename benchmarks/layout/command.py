@@ -52,8 +52,8 @@ def layout(
     from benchmarks.layout import report
     from benchmarks.layout.measure import LayoutJob, measure
     from benchmarks.layout.plot import picture
-    from kvferry.bench.engines import read_geometry
-    from kvferry.bench.transfer import machine
+    from kvferry.measuring.machine import machine_facts
+    from kvferry.measuring.simulated import read_geometry
 
     if plot is not None and plot.suffix != ".svg":
         raise ConfigError(f"--plot {plot} is not an .svg file, which is the only kind that is written")
@@ -71,9 +71,9 @@ def layout(
     if plot is not None:
         write(plot, picture(tables))
     if as_json:
-        print(json.dumps(report.as_json(tables, machine())))
+        print(json.dumps(report.as_json(tables, machine_facts())))
     else:
-        report.show(tables, machine(), repeats, Console(highlight=False))
+        report.show(tables, machine_facts(), repeats, Console(highlight=False))
 
 
 def _parse_parallel(text: str) -> tuple[tuple[int, int], ...]:

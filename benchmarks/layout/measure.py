@@ -15,15 +15,15 @@ import numpy as np
 
 from benchmarks.layout.cells import CHOSEN, WAYS, Cell, Row, Table, runs_of
 from benchmarks.overhead import planning
-from kvferry.bench.engines import Engine, engine, span_of
-from kvferry.bench.link import Producer, use_transports
 from kvferry.bench.movers import Ferry, Mover, RawNixl
-from kvferry.bench.raw import RawReads
-from kvferry.bench.reader import Reader
 from kvferry.bench.rounds import Series, run_rounds
 from kvferry.errors import ConfigError, GeometryError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.models import ModelReading
+from kvferry.measuring.producer_process import ProducerProcess, use_transports
+from kvferry.measuring.raw_reads import RawReads
+from kvferry.measuring.reader import Reader
+from kvferry.measuring.simulated import SimulatedEngine, simulate_engine, span_of
 from kvferry.plan.side import Side, block_tokens
 from kvferry.planning.select import needed
 from kvferry.planning.strategy import Strategy
@@ -74,7 +74,7 @@ def measure(job: LayoutJob, reading: ModelReading, progress: Callable[[str], Non
     transfer = TransferSettings(costs=load_costs(), lanes=job.lanes)
     with ExitStack() as stack:
         progress(f"{reading.cache.name}: starting the producer process")
-        producer = stack.enter_context(Producer(list(found.sources.values()), settings))
+        producer = stack.enter_context(ProducerProcess(list(found.sources.values()), settings))
         peers = {key: number for number, key in enumerate(found.sources)}
         readers: dict[tuple[str, int], Reader] = {}
         for key, dst in found.destinations.items():
@@ -90,7 +90,7 @@ def measure(job: LayoutJob, reading: ModelReading, progress: Callable[[str], Non
         }  # fmt: skip
         largest = max(readers.values(), key=lambda reader: reader.bytes)
         raw = stack.enter_context(closing(RawReads(largest, next(iter(largest.cards)))))
-        lists = raw.large(largest.cache.buffer.nbytes)
+        lists = raw.equal_descriptors(largest.cache.buffer.nbytes)
         raws = [RawNixl("raw NIXL", raw, lists) for _ in range(-(-len(ferries) // RAW_EVERY))]
         movers: list[Mover] = [*ferries.values(), *raws]
         times = run_rounds(movers, job.repeats, lambda said: progress(f"{reading.cache.name}: {said}"))
@@ -145,8 +145,8 @@ class _Engines:
         left_out: cells that cannot, and why.
     """
 
-    sources: dict[tuple[str, int], Engine] = field(default_factory=dict)
-    destinations: dict[tuple[str, int], Engine] = field(default_factory=dict)
+    sources: dict[tuple[str, int], SimulatedEngine] = field(default_factory=dict)
+    destinations: dict[tuple[str, int], SimulatedEngine] = field(default_factory=dict)
     cells: list[Cell] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)
 
@@ -171,14 +171,14 @@ class _Engines:
         self.cells.append(cell)
 
 
-def pair_of(cell: Cell, reading: ModelReading, tokens: int) -> tuple[Engine, Engine]:
+def pair_of(cell: Cell, reading: ModelReading, tokens: int) -> tuple[SimulatedEngine, SimulatedEngine]:
     """Both engines of a cell.
 
     Raises:
         GeometryError: one of them cannot be; says why.
     """
     src, dst = (
-        engine(f"{cell.layout}/{tp}", reading, Side(tp=tp, layout=cell.layout), tokens, "scattered", seed)
+        simulate_engine(f"{cell.layout}/{tp}", reading, Side(tp=tp, layout=cell.layout), tokens, seed=seed)
         for seed, tp in ((1, cell.src_tp), (2, cell.dst_tp))
     )
     return src, dst

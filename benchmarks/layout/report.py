@@ -11,13 +11,13 @@ from rich.table import Table as Grid
 
 from benchmarks.layout.cells import CHOSEN, Row, Table
 from benchmarks.layout.verdicts import verdicts
-from kvferry.bench.stats import Spread
-from kvferry.bench.transfer import Machine
+from kvferry.measuring.machine import MachineFacts
+from kvferry.measuring.spread import Spread
 from kvferry.plan.units import size
 from kvferry.planning.strategy import Strategy
 
 
-def show(tables: Sequence[Table], machine: Machine, repeats: int, console: Console) -> None:
+def show(tables: Sequence[Table], machine: MachineFacts, repeats: int, console: Console) -> None:
     """Print it; fits 80 columns."""
     transports = "not set" if machine.transports is None else machine.transports
     console.print(
@@ -35,7 +35,7 @@ def show(tables: Sequence[Table], machine: Machine, repeats: int, console: Conso
             console.print(f"  {missed}", highlight=False)
 
 
-def as_json(tables: Sequence[Table], machine: Machine) -> dict[str, Any]:
+def as_json(tables: Sequence[Table], machine: MachineFacts) -> dict[str, Any]:
     """Everything, in seconds and bytes."""
     return {
         "machine": asdict(machine),

@@ -45,7 +45,7 @@ def offload(
     from benchmarks.offload import report
     from benchmarks.offload.engine_parts import Asked
     from benchmarks.offload.measure import PARTS, OffloadJob, measure
-    from kvferry.bench.engines import read_geometry
+    from kvferry.measuring.simulated import read_geometry
 
     chosen = parse_names(parts, PARTS, "parts")
     reading = read_geometry(geometry, given(num_hidden_layers=layers))

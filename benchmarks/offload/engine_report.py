@@ -11,7 +11,7 @@ from rich.table import Table
 from benchmarks.offload.first_token import FirstToken
 from benchmarks.offload.tier_hooks import TARGET_SHARE, HookCost
 from benchmarks.phrases import PLACES, seconds, verdict
-from kvferry.bench.stats import Spread
+from kvferry.measuring.spread import Spread
 from kvferry.plan.units import duration, size
 
 _MOST_HOOKS = 3

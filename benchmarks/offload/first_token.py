@@ -15,8 +15,8 @@ import numpy as np
 
 from benchmarks.checkpoint import VOCABULARY
 from benchmarks.served import Served
-from kvferry.bench.stats import Spread
 from kvferry.errors import TransferError
+from kvferry.measuring.spread import Spread
 
 _WARMING_TOKENS = 512
 

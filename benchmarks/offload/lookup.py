@@ -15,12 +15,12 @@ import numpy as np
 
 from kvferry.bench.chunks import CHUNK_TOKENS
 from kvferry.bench.slow_tier import queue_over
-from kvferry.bench.stats import Spread
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.prompt_chunks import PromptChunks
 from kvferry.cache.writing import Behind
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.chunk import ChunkKeys
+from kvferry.measuring.spread import Spread
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.host.tier import HostTier

@@ -19,8 +19,8 @@ from benchmarks.offload.first_token import FirstToken
 from benchmarks.offload.lookup import LookUp
 from benchmarks.offload.tier_hooks import HookCost
 from kvferry.bench.chunks import CHUNK_TOKENS, chunk_group
-from kvferry.bench.transfer import Machine, machine
 from kvferry.geometry.models import ModelReading
+from kvferry.measuring.machine import MachineFacts, machine_facts
 
 PARTS = ("lookup", "asking", HOOKS, TTFT)
 ASKED_FOR = 10
@@ -61,7 +61,7 @@ class MeasuredOffload:
     """
 
     job: OffloadJob
-    machine: Machine
+    machine: MachineFacts
     chunk_tokens: int
     chunk_bytes: int
     lookup: LookUp | None = None
@@ -95,7 +95,7 @@ def measure(job: OffloadJob, progress: Callable[[str], None]) -> MeasuredOffload
         hooks, first = engine_parts.measure(job.asked, engine_wanted, job.path, progress)
     return MeasuredOffload(
         job=job,
-        machine=machine(),
+        machine=machine_facts(),
         chunk_tokens=CHUNK_TOKENS,
         chunk_bytes=group.chunk_bytes,
         lookup=looked_up,

@@ -18,8 +18,8 @@ import numpy as np
 
 from benchmarks.checkpoint import VOCABULARY
 from benchmarks.served import Served
-from kvferry.bench.stats import Spread, percentile
 from kvferry.errors import TransferError
+from kvferry.measuring.spread import Spread, percentile
 
 REQUESTS = 16
 PROMPT_TOKENS = 520

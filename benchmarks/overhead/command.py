@@ -37,7 +37,7 @@ def overhead(
 
     from benchmarks.overhead import report
     from benchmarks.overhead.measure import OverheadJob, measure
-    from kvferry.bench.engines import read_geometry
+    from kvferry.measuring.simulated import read_geometry
     from kvferry.plan.side import Side
 
     changes = given(num_hidden_layers=layers, num_key_value_heads=kv_heads, head_dim=head_dim)

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvferry.bench.engines import Engine, span_of
-from kvferry.bench.reader import Reader
-from kvferry.bench.stats import percentile
-from kvferry.bench.steps import Wanted
 from kvferry.errors import TransferError
+from kvferry.measuring.reader import Reader
+from kvferry.measuring.simulated import SimulatedEngine, span_of
+from kvferry.measuring.spread import percentile
+from kvferry.measuring.worker_steps import LoadRequest
 
 IN_FLIGHT = 4
 STEPS = 1500
@@ -43,7 +43,9 @@ class HookTimes:
     longest: float
 
 
-def measure(reader: Reader, source: Engine, progress: Callable[[str], None], steps: int = STEPS) -> HookTimes:
+def measure(
+    reader: Reader, source: SimulatedEngine, progress: Callable[[str], None], steps: int = STEPS
+) -> HookTimes:
     """Time the hooks of `steps` steps.
 
     Args:
@@ -88,7 +90,7 @@ class _Requests:
         ended: how many have come to an end.
     """
 
-    def __init__(self, reader: Reader, source: Engine) -> None:
+    def __init__(self, reader: Reader, source: SimulatedEngine) -> None:
         (src,), (dst,) = source.tables, reader.engine.tables
         each = max(1, len(src) // IN_FLIGHT)
         self._reader = reader
@@ -104,17 +106,17 @@ class _Requests:
         """Requests that have begun and not ended."""
         return len(self._slot_of)
 
-    def refill(self) -> list[Wanted]:
+    def refill(self) -> list[LoadRequest]:
         """Requests for the slots that are free, with their leases."""
         new = []
         for slot in sorted(set(range(self.slots)) - set(self._slot_of.values())):
             src, dst = self._tables[slot]
-            wanted = self._reader.wanted(span_of(self.tokens), (src,), (dst,))
+            wanted = self._reader.load_request(span_of(self.tokens), (src,), (dst,))
             self._slot_of[wanted.key] = slot
             new.append(wanted)
         return new
 
-    def step(self, new: list[Wanted]) -> None:
+    def step(self, new: list[LoadRequest]) -> None:
         """One step's hooks, acknowledgements included.
 
         Raises:

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from benchmarks.overhead import hooks, planning, readiness
-from kvferry.bench.engines import Engine, engine
-from kvferry.bench.link import Producer, use_transports
-from kvferry.bench.reader import Reader
-from kvferry.bench.stats import Spread
-from kvferry.bench.transfer import Machine, machine
 from kvferry.geometry.models import ModelReading
+from kvferry.measuring.machine import MachineFacts, machine_facts
+from kvferry.measuring.producer_process import ProducerProcess, use_transports
+from kvferry.measuring.reader import Reader
+from kvferry.measuring.simulated import SimulatedEngine, simulate_engine
+from kvferry.measuring.spread import Spread
 from kvferry.plan.side import Side
 
 
@@ -49,7 +49,7 @@ class MeasuredOverhead:
     """
 
     job: OverheadJob
-    machine: Machine
+    machine: MachineFacts
     planning: planning.Arithmetic
     making: Spread
     readiness: tuple[readiness.Readiness, ...]
@@ -71,16 +71,16 @@ def measure(job: OverheadJob, progress: Callable[[str], None]) -> MeasuredOverhe
     ready = readiness.measure(job.repeats)
     progress("starting the producer process")
     src, dst = _pair(job, job.moved_tokens)
-    with Producer([src], settings) as producer, Reader(dst, producer) as reader:
+    with ProducerProcess([src], settings) as producer, Reader(dst, producer) as reader:
         hook_times = hooks.measure(reader, src, progress)
     return MeasuredOverhead(
-        job=job, machine=machine(), planning=planned, making=making, readiness=ready, hooks=hook_times
+        job=job, machine=machine_facts(), planning=planned, making=making, readiness=ready, hooks=hook_times
     )
 
 
-def _pair(job: OverheadJob, tokens: int) -> tuple[Engine, Engine]:
+def _pair(job: OverheadJob, tokens: int) -> tuple[SimulatedEngine, SimulatedEngine]:
     src, dst = (
-        engine(name, job.reading, job.side, tokens, seed=seed)
+        simulate_engine(name, job.reading, job.side, tokens, seed=seed)
         for seed, name in enumerate(("source", "destination"), 1)
     )
     return src, dst

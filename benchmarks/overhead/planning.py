@@ -12,20 +12,21 @@ import itertools
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import zmq
 
-from kvferry.bench.engines import Engine, engine, small_pages
-from kvferry.bench.link import Producer
-from kvferry.bench.raw import RawReads
-from kvferry.bench.reader import Reader
-from kvferry.bench.stats import Spread
-from kvferry.bench.steps import as_arrays
-from kvferry.geometry import Region
+from kvferry.geometry import GroupKind, Region
 from kvferry.geometry.layout import lay_out
 from kvferry.geometry.models import ModelReading
+from kvferry.geometry.store import LayerStore, ModelCache, Stored
+from kvferry.measuring.producer_process import ProducerProcess
+from kvferry.measuring.raw_reads import RawReads
+from kvferry.measuring.reader import Reader
+from kvferry.measuring.simulated import SimulatedEngine, simulate_engine
+from kvferry.measuring.spread import Spread
+from kvferry.measuring.worker_steps import as_arrays
 from kvferry.plan.side import Side
 from kvferry.planning.pieces import Int64s
 from kvferry.planning.strategy import LANE_BYTES
@@ -68,7 +69,11 @@ class Arithmetic:
 
 
 def measure(
-    src: Engine, dst: Engine, repeats: int, rank: int = 0, lanes: int = TransferSettings().lanes
+    src: SimulatedEngine,
+    dst: SimulatedEngine,
+    repeats: int,
+    rank: int = 0,
+    lanes: int = TransferSettings().lanes,
 ) -> Arithmetic:
     """Plan the first lane's part of a request from `src` to a rank of `dst`, while the others plan theirs.
 
@@ -110,14 +115,26 @@ def making(reading: ModelReading, tokens: int, repeats: int, settings: Mapping[s
         ConfigError, TransferError: as `Reader`.
     """
     small = small_pages(reading)
-    src, dst = (engine(name, small, Side(), tokens, seed=seed) for seed, name in enumerate(("src", "dst")))
+    src, dst = (
+        simulate_engine(name, small, Side(), tokens, seed=seed) for seed, name in enumerate(("src", "dst"))
+    )
     with (
-        Producer([src], settings) as producer,
+        ProducerProcess([src], settings) as producer,
         Reader(dst, producer) as reader,
         closing(RawReads(reader)) as raw,
     ):
-        lists = raw.same(src)
+        lists = raw.same_descriptors(src)
         return Spread.of([raw.make_only(lists) for _ in range(repeats + 1)][1:])
+
+
+def small_pages(reading: ModelReading) -> ModelReading:
+    """Return a model of as many layers with pages of 512 bytes per block of 16 tokens.
+
+    The number of blocks, layers and descriptors stays the same; memory shrinks.
+    """
+    stored = tuple(Stored(name, 2, 1, (("content", 4),)) for name in ("k", "v"))
+    layers = tuple(LayerStore(GroupKind.FULL, 0, stored) for _ in reading.cache.layers)
+    return replace(reading, cache=ModelCache(f"{reading.cache.name}, small pages", layers))
 
 
 class _Paper(Agent):
@@ -151,7 +168,7 @@ class OnPaper:
         descriptors: prepared, on both sides.
     """
 
-    def __init__(self, src: Engine, dst: Engine, rank: int) -> None:
+    def __init__(self, src: SimulatedEngine, dst: SimulatedEngine, rank: int) -> None:
         self.ours = lay_out(dst.model, dst.shape)[rank]
         self.strategies: tuple[str, ...] = ()
         settings = TransferSettings(costs=load_costs())
@@ -183,7 +200,7 @@ class OnPaper:
         self._peer.close()
         self._context.destroy(linger=0)
 
-    def _cards(self, src: Engine) -> Sequence[RankCard]:
+    def _cards(self, src: SimulatedEngine) -> Sequence[RankCard]:
         area = self._landing.region
         # Nobody listens there, and nobody is asked.
         outgoing = Outgoing("127.0.0.1", 9, area.address, area.length, self._landing.units)

@@ -11,8 +11,8 @@ import time
 from dataclasses import dataclass
 
 from benchmarks.overhead.planning import OnPaper
-from kvferry.bench.engines import engine, read_geometry
-from kvferry.bench.stats import Spread
+from kvferry.measuring.simulated import read_geometry, simulate_engine
+from kvferry.measuring.spread import Spread
 from kvferry.plan.side import Side, layout_of
 
 PAIRS = (
@@ -54,7 +54,7 @@ def _readiness(name: str, parallel: tuple[int, int], repeats: int) -> Readiness:
     reading = read_geometry(name)
     layout = layout_of("auto", reading)
     src, dst = (
-        engine(side, reading, Side(tp, layout=layout), TOKENS)
+        simulate_engine(side, reading, Side(tp, layout=layout), TOKENS)
         for side, tp in zip(("source", "destination"), parallel, strict=True)
     )
     seconds, descriptors = [], 0

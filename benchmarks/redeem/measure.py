@@ -18,12 +18,12 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from kvferry.bench.stats import Spread, percentile
 from kvferry.engines.vllm.claims import STEP_WAIT_SECONDS
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.geometry.store import LayerStore, ModelCache, Stored
+from kvferry.measuring.spread import Spread, percentile
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer, ProducerCard
 from kvferry.transport.handshake import Address, PeerInfo, Pending

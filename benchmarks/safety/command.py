@@ -34,7 +34,7 @@ def safety(
     from benchmarks.safety import report
     from benchmarks.safety.cost import SafetyJob
     from benchmarks.safety.measure import PARTS, measure
-    from kvferry.bench.engines import read_geometry
+    from kvferry.measuring.simulated import read_geometry
 
     chosen = parse_names(parts, PARTS, "parts")
     reading = read_geometry(geometry, given(num_hidden_layers=layers))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.bench.stats import Spread
 from kvferry.geometry.models import ModelReading
+from kvferry.measuring.spread import Spread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

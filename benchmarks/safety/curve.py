@@ -20,10 +20,10 @@ from typing import Any
 import zmq
 
 from benchmarks.safety.cost import Cost, SafetyJob
-from kvferry.bench.engines import engine
-from kvferry.bench.link import Producer, use_transports
 from kvferry.bench.movers import Ferry
-from kvferry.bench.reader import Reader
+from kvferry.measuring.producer_process import ProducerProcess, use_transports
+from kvferry.measuring.reader import Reader
+from kvferry.measuring.simulated import simulate_engine
 from kvferry.plan.side import Side
 from kvferry.planning.strategy import Strategy
 from kvferry.transport import security
@@ -117,11 +117,11 @@ def _transfer(job: SafetyJob, strategy: Strategy, on: _Pair, off: _Pair) -> Cost
     # Short runs on one side, so that there is something to stage.
     sides = Side(layout="LBNHC"), Side(layout="LBHNC" if strategy is Strategy.STAGED else "LBNHC")
     source, destination = (
-        engine(name, job.reading, side, job.tokens, "scattered", seed)
+        simulate_engine(name, job.reading, side, job.tokens, seed=seed)
         for seed, (name, side) in enumerate(zip(("source", "destination"), sides, strict=True), 1)
     )
     moved, talks = list[float](), list[tuple[float, float]]()
-    with Producer([source], use_transports(None)) as producer, Reader(destination, producer) as reader:
+    with ProducerProcess([source], use_transports(None)) as producer, Reader(destination, producer) as reader:
         ferry = Ferry("kvferry", reader, source, strategy=strategy)
         ferry.move()
         for number in range(job.repeats):

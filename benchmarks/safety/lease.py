@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 from benchmarks.safety.cost import Cost, SafetyJob
-from kvferry.bench.engines import engine
-from kvferry.bench.link import Producer, use_transports
 from kvferry.bench.movers import Ferry
-from kvferry.bench.reader import Reader
 from kvferry.bench.rounds import run_rounds
+from kvferry.measuring.producer_process import ProducerProcess, use_transports
+from kvferry.measuring.reader import Reader
+from kvferry.measuring.simulated import simulate_engine
 from kvferry.plan.side import Side
 from kvferry.transport import lane
 
@@ -38,10 +38,10 @@ class Unchecked:
 def measure(job: SafetyJob, progress: Callable[[str], None]) -> list[Cost]:
     """Measure whole transfers between two processes, with the lease check and without."""
     source, destination = (
-        engine(name, job.reading, Side(), job.tokens, "scattered", seed)
+        simulate_engine(name, job.reading, Side(), job.tokens, seed=seed)
         for seed, name in enumerate(("source", "destination"), 1)
     )
-    with Producer([source], use_transports(None)) as producer, Reader(destination, producer) as reader:
+    with ProducerProcess([source], use_transports(None)) as producer, Reader(destination, producer) as reader:
         checked, unchecked = Ferry("with", reader, source), Unchecked(Ferry("without", reader, source))
         on, off = run_rounds([checked, unchecked], job.repeats, progress)
     checks = tuple(check for _, _, check, _ in checked.stages[-job.repeats :])

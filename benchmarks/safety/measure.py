@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.safety import checksum as checksum_cost, curve, lease as lease_cost
 from benchmarks.safety.cost import Cost, SafetyJob
-from kvferry.bench.transfer import Machine, machine
+from kvferry.measuring.machine import MachineFacts, machine_facts
 
 PARTS: Mapping[str, Callable[[SafetyJob, Callable[[str], None]], list[Cost]]] = {
     "lease": lease_cost.measure,
@@ -22,7 +22,7 @@ class MeasuredSafety:
     """All costs, and where they were measured."""
 
     job: SafetyJob
-    machine: Machine
+    machine: MachineFacts
     costs: tuple[Cost, ...]
 
 
@@ -34,4 +34,4 @@ def measure(job: SafetyJob, progress: Callable[[str], None]) -> MeasuredSafety:
         TransferError: something could not be moved.
     """
     costs = [cost for part in job.parts for cost in PARTS[part](job, progress)]
-    return MeasuredSafety(job, machine(), tuple(costs))
+    return MeasuredSafety(job, machine_facts(), tuple(costs))

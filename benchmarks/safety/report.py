@@ -10,7 +10,7 @@ from rich.table import Table
 
 from benchmarks.safety.cost import Cost
 from benchmarks.safety.measure import MeasuredSafety
-from kvferry.bench.stats import Spread
+from kvferry.measuring.spread import Spread
 from kvferry.plan.units import duration
 
 

@@ -21,13 +21,14 @@ from benchmarks.safety import measure as safety, report as safety_report
 from benchmarks.safety.cost import SafetyJob
 from kvferry.bench import calibrate_report, report
 from kvferry.bench.calibrate import CalibrationJob, calibrate
-from kvferry.bench.engines import Engine, engine, read_geometry
-from kvferry.bench.link import Producer
 from kvferry.bench.movers import Ferry
-from kvferry.bench.reader import Reader
-from kvferry.bench.transfer import TransferJob, machine, measure
+from kvferry.bench.transfer import TransferJob, measure
 from kvferry.cli.bench import register
 from kvferry.errors import TransferError
+from kvferry.measuring.machine import machine_facts
+from kvferry.measuring.producer_process import ProducerProcess
+from kvferry.measuring.reader import Reader
+from kvferry.measuring.simulated import SimulatedEngine, read_geometry, simulate_engine
 from kvferry.plan.side import Side
 from kvferry.planning.strategy import Strategy
 from kvferry.transport.costs_file import read_costs, write_costs
@@ -44,8 +45,8 @@ def _quiet(_: str) -> None:
     """Progress is not looked at."""
 
 
-def _engine(name: str, seed: int, **side: int | str) -> Engine:
-    return engine(name, TINY, Side(**side), TOKENS, seed=seed)
+def _engine(name: str, seed: int, **side: int | str) -> SimulatedEngine:
+    return simulate_engine(name, TINY, Side(**side), TOKENS, seed=seed)
 
 
 SOURCE = _engine("source", 1)
@@ -53,7 +54,7 @@ SOURCE = _engine("source", 1)
 
 @pytest.fixture
 def reader():
-    with Producer([SOURCE], {}) as producer, Reader(_engine("destination", 2), producer) as reader:
+    with ProducerProcess([SOURCE], {}) as producer, Reader(_engine("destination", 2), producer) as reader:
         yield reader
 
 
@@ -95,7 +96,7 @@ def test_every_lease_is_acknowledged(reader: Reader) -> None:
     leases = []
     for _ in range(2):
         ferry.move()
-        wanted = reader.wanted(SOURCE.span, SOURCE.tables, reader.engine.tables)
+        wanted = reader.load_request(SOURCE.span, SOURCE.tables, reader.engine.tables)
         leases.append(wanted.lease)
         reader.acknowledge(wanted.key)
         reader.producer.wait_ended()
@@ -131,7 +132,7 @@ def test_layouts_are_compared_in_every_way(model: str, fewer: dict[str, int]) ->
         assert [len(row.ratios[way]) for way in WAYS] == [7] * 4
         assert row.strategy
     assert len(table.raw) == 7
-    json.dumps(layout_report.as_json([table], machine()))
+    json.dumps(layout_report.as_json([table], machine_facts()))
 
 
 def test_a_pinned_strategy_is_what_moves(reader: Reader) -> None:
@@ -186,7 +187,7 @@ def test_costs_are_written_where_they_are_wanted(tmp_path: Path) -> None:
         copy_bytes=1 << 18,
     )
     found = calibrate(small, _quiet)
-    facts = calibrate_report.facts(machine(), found)
+    facts = calibrate_report.facts(machine_facts(), found)
     write_costs(tmp_path / "costs.json", found.costs, "now", facts)
     assert read_costs(tmp_path / "costs.json") == found.costs
 

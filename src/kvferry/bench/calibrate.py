@@ -20,18 +20,16 @@ import numpy as np
 import torch
 import zmq
 
-from kvferry.bench.engines import Engine, engine, read_geometry
 from kvferry.bench.fit import Fit, fit
-from kvferry.bench.link import Producer, use_transports
-from kvferry.bench.raw import Patience, RawReads
-from kvferry.bench.reader import Reader
-from kvferry.bench.stats import Spread
 from kvferry.errors import TransferError
 from kvferry.geometry import Region
-from kvferry.geometry.models import ModelReading
+from kvferry.measuring.producer_process import ProducerProcess, use_transports
+from kvferry.measuring.raw_reads import RawReads, WaitLimit
+from kvferry.measuring.reader import Reader
+from kvferry.measuring.simulated import plain_engine
+from kvferry.measuring.spread import Spread
 from kvferry.memory.address_space import AddressSpace
 from kvferry.memory.cell_copies import CellCopies, StagedCells
-from kvferry.plan.side import Side
 from kvferry.planning.nest import Loop, Nest
 from kvferry.planning.plane import ONE_CELL, PoolNests
 from kvferry.planning.strategy import LARGEST_CHUNK_BYTES, Costs
@@ -93,8 +91,8 @@ def calibrate(job: CalibrationJob, progress: Callable[[str], None]) -> Calibrate
     """
     settings = use_transports(job.transports)
     progress("starting the producer process")
-    src, dst = (room(name, job.read_bytes) for name in ("source", "destination"))
-    with Producer([src], settings) as producer, Reader(dst, producer) as reader:
+    src, dst = (plain_engine(name, job.read_bytes) for name in ("source", "destination"))
+    with ProducerProcess([src], settings) as producer, Reader(dst, producer) as reader:
         progress("reading descriptors of several sizes")
         with closing(RawReads(reader)) as raw:
             reads = _reads(job, raw, reader.cache.buffer.nbytes)
@@ -115,23 +113,12 @@ def calibrate(job: CalibrationJob, progress: Callable[[str], None]) -> Calibrate
     return Calibrated(costs, reads, copies, ask)
 
 
-def room(name: str, size: int) -> Engine:
-    """An engine of plain attention with a request of about so many bytes."""
-    reading = _plain()
-    tokens = max(16, size // reading.cache.layers[0].whole_bytes // len(reading.cache.layers))
-    return engine(name, reading, Side(layout="BLHNC"), tokens)
-
-
-def _plain() -> ModelReading:
-    return read_geometry("Llama-3.1-8B", {"num_hidden_layers": 8})
-
-
 def _reads(job: CalibrationJob, raw: RawReads, room: int) -> Fit:
     lists = []
     for size in job.read_sizes:
         count = min(job.read_descriptors, min(job.read_bytes, room) // size)
         if count:
-            lists.append(raw.large(count * size, size))
+            lists.append(raw.equal_descriptors(count * size, size))
     seconds = np.median(_rounds([partial(raw.read, made) for made in lists], job.repeats), axis=0)
     work = np.array([[len(made.indices.src), made.bytes] for made in lists], np.float64)
     return fit(work, seconds)
@@ -143,8 +130,8 @@ def _lanes_gain(job: CalibrationJob, reader: Reader, alone: RawReads, run: int, 
     with ExitStack() as stack:
         others = [stack.enter_context(closing(RawReads(reader))) for _ in range(lanes - 1)]
         threads = stack.enter_context(ThreadPoolExecutor(lanes))
-        parts = [(raw, raw.large(size // lanes, run)) for raw in (alone, *others)]
-        whole = alone.large(size, run)
+        parts = [(raw, raw.equal_descriptors(size // lanes, run)) for raw in (alone, *others)]
+        whole = alone.equal_descriptors(size, run)
 
         def together() -> float:
             started = time.perf_counter()
@@ -224,7 +211,7 @@ class _Asking:
         self._client = GatherClient(
             self._context, card.outgoing.host, card.outgoing.port, routes, reader.producer.keys
         )
-        self._lease = reader.granted("asking")
+        self._lease = reader.claim_lease("asking")
 
     def small(self) -> float:
         """Seconds from asking for next to nothing until the answer is here."""
@@ -241,12 +228,12 @@ class _Asking:
         self._reader.acknowledge("asking")
 
     def _timed(self, route: int, beside: Callable[[], object]) -> float:
-        give_up = Patience(self._reader.producer.check)
+        limit = WaitLimit(self._reader.producer.check)
         started = time.perf_counter()
         chunk = self._client.ask(route, self._lease, np.ones(1, np.int64), 0)
         beside()
         while (answer := self._client.answer(chunk)) is None:
-            give_up.look()
+            limit.check()
             self._client.socket.poll(1)
         seconds = time.perf_counter() - started
         if not isinstance(answer, Gathered):
@@ -257,7 +244,7 @@ class _Asking:
 
 def _overlap(job: CalibrationJob, asking: _Asking, raw: RawReads, size: int) -> float:
     """Share of the shorter of gathering and reading that is hidden when both are done at once."""
-    lists = raw.large(size)
+    lists = raw.equal_descriptors(size)
     timed: list[Callable[[], float]] = [
         asking.large,
         partial(raw.read, lists),

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from kvferry.bench.calibrate import Calibrated
 from kvferry.bench.fit import Fit
-from kvferry.bench.transfer import Machine
+from kvferry.measuring.machine import MachineFacts
 from kvferry.planning.strategy import Costs
 
 _WHAT = {
@@ -27,7 +27,7 @@ _WHAT = {
 }
 
 
-def facts(machine: Machine, found: Calibrated) -> dict[str, Any]:
+def facts(machine: MachineFacts, found: Calibrated) -> dict[str, Any]:
     """Where, and how good: what is written beside the costs."""
     return {**asdict(machine), "errors": {"reads": _errors(found.reads), "copies": _errors(found.copies)}}
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Self
 
-from kvferry.bench import content
-from kvferry.bench.engines import engine
 from kvferry.cache.chunk_routes import ChunkRoutes
 from kvferry.errors import ConfigError
 from kvferry.geometry.canonical import CanonicalGroup, canonical_of, chunk_pool
 from kvferry.geometry.layout import lay_out
 from kvferry.geometry.models import ModelReading
+from kvferry.measuring import content
+from kvferry.measuring.simulated import simulate_engine
 from kvferry.plan.side import Side
 from kvferry.planning.chunks import Stretch
 from kvferry.planning.template import build_templates
@@ -29,7 +29,7 @@ def chunk_group(reading: ModelReading, tokens: int = CHUNK_TOKENS) -> CanonicalG
     Raises:
         ConfigError: its chunks are of several kinds.
     """
-    held = engine("chunk", reading, Side(), tokens)
+    held = simulate_engine("chunk", reading, Side(), tokens)
     groups = canonical_of(lay_out(held.model, held.shape), tokens).groups
     if len(groups) > 1:
         raise ConfigError(
@@ -62,10 +62,10 @@ class Ranks:
         Raises:
             ConfigError: there is not enough.
         """
-        held = engine("holder", reading, side, chunks * CHUNK_TOKENS)
+        held = simulate_engine("holder", reading, side, chunks * CHUNK_TOKENS)
         self.layout, self.chunks = side.layout, chunks
         self.source, self.destination = held.allocated(0), held.allocated(0)
-        content.fill(self.source, held)
+        content.fill_blocks(self.source, held)
         self._canonical = canonical_of([self.source.geometry], CHUNK_TOKENS)
         self.chunk_bytes = self._canonical.groups[0].chunk_bytes
         self.arena = Arena.create(chunks * self.chunk_bytes)
@@ -108,4 +108,4 @@ class Ranks:
         Raises:
             TransferError: it has other bytes.
         """
-        content.check(self.destination, self.source)
+        content.check_memory(self.destination, self.source)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvferry.bench.movers import Mover
 from kvferry.bench.rounds import Series, run_rounds
-from kvferry.bench.stats import Spread
+from kvferry.measuring.spread import Spread
 
 
 @dataclass(frozen=True, slots=True)

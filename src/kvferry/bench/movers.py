@@ -11,10 +11,10 @@ from typing import Protocol
 
 import numpy as np
 
-from kvferry.bench.engines import Engine
-from kvferry.bench.raw import Lists, Patience, RawReads
-from kvferry.bench.reader import Reader
 from kvferry.errors import TransferError
+from kvferry.measuring.raw_reads import PreparedLists, RawReads, WaitLimit
+from kvferry.measuring.reader import Reader
+from kvferry.measuring.simulated import SimulatedEngine
 from kvferry.planning.strategy import Strategy
 from kvferry.transport.lane import ReadResult
 from kvferry.transport.read_plan import ReadPlan
@@ -51,7 +51,7 @@ class Ferry:
         self,
         name: str,
         reader: Reader,
-        source: Engine,
+        source: SimulatedEngine,
         peer: int = 0,
         strategy: Strategy | None = None,
         poll_seconds: float = _HOOK_POLL_SECONDS,
@@ -80,22 +80,22 @@ class Ferry:
             TransferError: the load failed, or other bytes than those asked for arrived.
         """
         reader = self._reader
-        reader.wipe()
-        wanted = reader.wanted(
+        reader.clear()
+        request = reader.load_request(
             self._source.span, self._source.tables, reader.engine.tables, self._peer, self._strategy
         )
-        give_up = Patience(reader.producer.check)
+        limit = WaitLimit(reader.producer.check)
         started = time.perf_counter()
-        stepped = reader.steps.step([wanted])
-        while wanted.key not in stepped.failures:
-            give_up.look()
+        outcome = reader.steps.step([request])
+        while request.key not in outcome.failures:
+            limit.check()
             time.sleep(self._poll_seconds)
-            stepped = reader.steps.step()
-        reader.acknowledge(wanted.key, self._peer)
+            outcome = reader.steps.step()
+        reader.acknowledge(request.key, self._peer)
         seconds = time.perf_counter() - started
-        if failure := stepped.failures[wanted.key]:
+        if failure := outcome.failures[request.key]:
             raise TransferError(f"kvferry could not read from the producer process: {failure}")
-        result = stepped.results[wanted.key]
+        result = outcome.results[request.key]
         self.stages.append(_stages(result, seconds))
         self.plan = result.plan
         self.strategies = result.plan.strategy_by_group if result.plan else ()
@@ -113,7 +113,7 @@ def _stages(result: ReadResult, seconds: float) -> tuple[float, float, float, fl
 class RawNixl:
     """NIXL alone over lists prepared before: make the transfer, post it, poll until it is done."""
 
-    def __init__(self, name: str, reads: RawReads, lists: Lists) -> None:
+    def __init__(self, name: str, reads: RawReads, lists: PreparedLists) -> None:
         self.name, self.bytes = name, lists.bytes
         self._reads, self._lists = reads, lists
 

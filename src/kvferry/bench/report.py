@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvferry.bench.rounds import Comparison, Series
-from kvferry.bench.stats import Spread
 from kvferry.bench.transfer import MeasuredTransfer
+from kvferry.measuring.spread import Spread
 from kvferry.plan.units import size
 
 SAME_DESCRIPTORS = 1

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.bench.engines import Engine
 from kvferry.bench.movers import Ferry, Memcpy, Mover, RawNixl
-from kvferry.bench.raw import RawReads
-from kvferry.bench.reader import Reader
-from kvferry.bench.stats import Spread
+from kvferry.measuring.raw_reads import RawReads
+from kvferry.measuring.reader import Reader
+from kvferry.measuring.simulated import SimulatedEngine
+from kvferry.measuring.spread import Spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,9 @@ class Comparison:
     stages: tuple[float, float, float, float]
 
 
-def compare(reader: Reader, source: Engine, repeats: int, progress: Callable[[str], None]) -> Comparison:
+def compare(
+    reader: Reader, source: SimulatedEngine, repeats: int, progress: Callable[[str], None]
+) -> Comparison:
     """Move a request in every way, `repeats` rounds after one that does not count.
 
     Args:
@@ -79,8 +81,8 @@ def compare(reader: Reader, source: Engine, repeats: int, progress: Callable[[st
     with closing(RawReads(reader)) as raw:
         movers: list[Mover] = [
             ferry,
-            RawNixl("(a) raw NIXL, 2 MiB descriptors", raw, raw.large(ferry.bytes)),
-            RawNixl("(b) raw NIXL, same descriptors", raw, raw.same(source)),
+            RawNixl("(a) raw NIXL, 2 MiB descriptors", raw, raw.equal_descriptors(ferry.bytes)),
+            RawNixl("(b) raw NIXL, same descriptors", raw, raw.same_descriptors(source)),
             Memcpy(reader),
         ]
         seconds = run_rounds(movers, repeats, progress)

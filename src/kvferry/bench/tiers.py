@@ -10,8 +10,8 @@ from pathlib import Path
 from kvferry.bench import file_tier, host_tier, object_tier
 from kvferry.bench.chunks import CHUNK_TOKENS, Ranks, chunk_group
 from kvferry.bench.contest import Speed, run
-from kvferry.bench.transfer import Machine, machine
 from kvferry.geometry.models import ModelReading
+from kvferry.measuring.machine import MachineFacts, machine_facts
 from kvferry.plan.side import Side
 
 
@@ -47,7 +47,7 @@ class MeasuredTiers:
     """
 
     job: TiersJob
-    machine: Machine
+    machine: MachineFacts
     chunk_tokens: int
     chunk_bytes: int
     speeds: tuple[Speed, ...]
@@ -80,7 +80,7 @@ def measure(job: TiersJob, progress: Callable[[str], None]) -> MeasuredTiers:
             speeds += run(contests, job.repeats, _prefixed(progress, "object tier"))
     return MeasuredTiers(
         job=job,
-        machine=machine(),
+        machine=machine_facts(),
         chunk_tokens=CHUNK_TOKENS,
         chunk_bytes=group.chunk_bytes,
         speeds=tuple(speeds),

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvferry.bench import rounds
-from kvferry.bench.engines import engine
-from kvferry.bench.link import Producer, use_transports
-from kvferry.bench.reader import Reader
 from kvferry.geometry.layout import lay_out
 from kvferry.geometry.models import ModelReading
+from kvferry.measuring.machine import MachineFacts, machine_facts
+from kvferry.measuring.producer_process import ProducerProcess, use_transports
+from kvferry.measuring.reader import Reader
+from kvferry.measuring.simulated import simulate_engine
 from kvferry.plan.side import Side
 
 MIN_REPEATS = 7
@@ -26,7 +25,7 @@ class TransferJob:
         reading: what the model keeps.
         side: how both engines are set up; one rank each.
         tokens: of the request that is moved.
-        order: how block tables lie, see `engines.engine`.
+        order: how block tables lie, as `simulate_engine` takes it.
         repeats: rounds, at least MIN_REPEATS.
         transports: value of UCX_TLS, None to leave it as it is.
     """
@@ -37,21 +36,6 @@ class TransferJob:
     order: str
     repeats: int
     transports: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """Where it was measured.
-
-    Attributes:
-        cores: that this process may use.
-        cpu: the processor's name for itself.
-        transports: value of UCX_TLS, None if it is not set.
-    """
-
-    cores: int
-    cpu: str
-    transports: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +52,7 @@ class MeasuredTransfer:
     blocks: int
     layers: int
     page_bytes: int
-    machine: Machine
+    machine: MachineFacts
     comparison: rounds.Comparison
 
 
@@ -82,10 +66,10 @@ def measure(job: TransferJob, progress: Callable[[str], None]) -> MeasuredTransf
     settings = use_transports(job.transports)
     progress("starting the producer process")
     src, dst = (
-        engine(name, job.reading, job.side, job.tokens, job.order, seed)
+        simulate_engine(name, job.reading, job.side, job.tokens, order=job.order, seed=seed)
         for seed, name in enumerate(("source", "destination"), 1)
     )
-    with Producer([src], settings) as producer, Reader(dst, producer) as reader:
+    with ProducerProcess([src], settings) as producer, Reader(dst, producer) as reader:
         comparison = rounds.compare(reader, src, job.repeats, progress)
     (group,) = lay_out(dst.model, dst.shape)[0].groups
     return MeasuredTransfer(
@@ -93,20 +77,6 @@ def measure(job: TransferJob, progress: Callable[[str], None]) -> MeasuredTransf
         blocks=dst.blocks,
         layers=len(group.layers),
         page_bytes=group.layers[0].page.page_bytes,
-        machine=machine(),
+        machine=machine_facts(),
         comparison=comparison,
     )
-
-
-def machine() -> Machine:
-    """This machine, as this process sees it."""
-    return Machine(len(os.sched_getaffinity(0)), _cpu_name(), os.environ.get("UCX_TLS"))
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return "unknown processor"
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else "unknown processor"

@@ -55,8 +55,8 @@ def transfer(
     from rich.console import Console
 
     from kvferry.bench import report
-    from kvferry.bench.engines import ORDERS, read_geometry
     from kvferry.bench.transfer import TransferJob, measure
+    from kvferry.measuring.simulated import ORDERS, read_geometry
     from kvferry.plan.side import Side
 
     if order not in ORDERS:
@@ -108,13 +108,13 @@ def calibrate(
 
     from kvferry.bench import calibrate_report
     from kvferry.bench.calibrate import CalibrationJob, calibrate as measure
-    from kvferry.bench.transfer import machine
+    from kvferry.measuring.machine import machine_facts
     from kvferry.transport.costs_file import default_costs_path, write_costs
 
     with progress_line() as progress:
         found = measure(CalibrationJob(repeats=repeats, transports=transports), progress)
     path = None if dry_run else out or default_costs_path()
-    facts = calibrate_report.facts(machine(), found)
+    facts = calibrate_report.facts(machine_facts(), found)
     if path is not None:
         write_costs(path, found.costs, datetime.now(UTC).isoformat(timespec="seconds"), facts)
     if as_json:
@@ -153,8 +153,8 @@ def tiers(
     from rich.console import Console
 
     from kvferry.bench import tiers_report
-    from kvferry.bench.engines import read_geometry
     from kvferry.bench.tiers import TiersJob, measure
+    from kvferry.measuring.simulated import read_geometry
     from kvferry.plan.side import Side
 
     reading = read_geometry(geometry, given(num_hidden_layers=layers))

@@ -69,17 +69,21 @@ def reads() -> None:
     """READs of small and of large descriptors, as `kvferry bench calibrate` times them."""
     import numpy as np  # noqa: PLC0415
 
-    from kvferry.bench.calibrate import room  # noqa: PLC0415 - loads torch and NIXL
-    from kvferry.bench.link import Producer  # noqa: PLC0415
-    from kvferry.bench.raw import RawReads  # noqa: PLC0415
-    from kvferry.bench.reader import Reader  # noqa: PLC0415
-    from kvferry.bench.transfer import machine  # noqa: PLC0415
+    from kvferry.measuring.machine import machine_facts  # noqa: PLC0415
+    from kvferry.measuring.producer_process import ProducerProcess  # noqa: PLC0415
+    from kvferry.measuring.raw_reads import RawReads  # noqa: PLC0415
+    from kvferry.measuring.reader import Reader  # noqa: PLC0415
+    from kvferry.measuring.simulated import plain_engine  # noqa: PLC0415 - loads torch
 
-    _say(machine=asdict(machine()))
-    src, dst = (room(name, _READ_BYTES) for name in ("source", "destination"))
-    with Producer([src], {}) as producer, Reader(dst, producer) as reader, closing(RawReads(reader)) as raw:
+    _say(machine=asdict(machine_facts()))
+    src, dst = (plain_engine(name, _READ_BYTES) for name in ("source", "destination"))
+    with (
+        ProducerProcess([src], {}) as producer,
+        Reader(dst, producer) as reader,
+        closing(RawReads(reader)) as raw,
+    ):
         for size in (_SMALL, _LARGE):
-            lists = raw.large(min(_READ_BYTES, size * _MOST_DESCRIPTORS), size)
+            lists = raw.equal_descriptors(min(_READ_BYTES, size * _MOST_DESCRIPTORS), size)
             seconds = [raw.read(lists) for _ in range(_ROUNDS + 1)][1:]
             _say(descriptors=len(lists.indices.src), bytes=lists.bytes, seconds=float(np.median(seconds)))
 

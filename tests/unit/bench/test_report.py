@@ -9,10 +9,11 @@ import pytest
 from rich.console import Console
 
 from kvferry.bench import report
-from kvferry.bench.engines import read_geometry
 from kvferry.bench.rounds import Comparison, Series
-from kvferry.bench.stats import Spread
-from kvferry.bench.transfer import Machine, MeasuredTransfer, TransferJob
+from kvferry.bench.transfer import MeasuredTransfer, TransferJob
+from kvferry.measuring.machine import MachineFacts
+from kvferry.measuring.simulated import read_geometry
+from kvferry.measuring.spread import Spread
 from kvferry.plan.side import Side
 
 
@@ -29,7 +30,7 @@ def _measured(ferry_seconds: tuple[float, ...]) -> MeasuredTransfer:
         blocks=256,
         layers=32,
         page_bytes=64 << 10,
-        machine=Machine(
+        machine=MachineFacts(
             128, "Some Long-named Processor 9654P 96-Core @ 3.70GHz", "rc,cuda_copy,cuda_ipc,sm,self"
         ),
         comparison=Comparison(Series("kvferry", size, ferry_seconds), raw, (1e-3, 0.1, 1e-3, 1e-3)),

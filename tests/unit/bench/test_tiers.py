@@ -10,10 +10,10 @@ import pytest
 
 from kvferry.bench import fio, tiers, tiers_report
 from kvferry.bench.chunks import CHUNK_TOKENS, Ranks, chunk_group
-from kvferry.bench.engines import read_geometry
 from kvferry.bench.host_tier import contests, prove
 from kvferry.bench.slow_tier import Bodies, Loads, queue_over, store_all
 from kvferry.errors import ConfigError, TransferError
+from kvferry.measuring.simulated import read_geometry
 from kvferry.plan.side import Side
 from support.stores import open_store
 

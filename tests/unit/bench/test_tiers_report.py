@@ -11,11 +11,11 @@ from rich.console import Console
 
 from kvferry.bench import tiers_report
 from kvferry.bench.contest import Contest, Speed, run
-from kvferry.bench.engines import read_geometry
 from kvferry.bench.rounds import Series
-from kvferry.bench.stats import Spread
 from kvferry.bench.tiers import MeasuredTiers, TiersJob
-from kvferry.bench.transfer import Machine
+from kvferry.measuring.machine import MachineFacts
+from kvferry.measuring.simulated import read_geometry
+from kvferry.measuring.spread import Spread
 from kvferry.plan.side import Side
 
 SIZE = 512 << 20
@@ -37,7 +37,7 @@ def measured(*speeds: Speed) -> MeasuredTiers:
             repeats=7,
             path=Path("/tmp"),
         ),
-        machine=Machine(128, "Some Long-named Processor 9654P 96-Core @ 3.70GHz", None),
+        machine=MachineFacts(128, "Some Long-named Processor 9654P 96-Core @ 3.70GHz", None),
         chunk_tokens=256,
         chunk_bytes=16 << 20,
         speeds=speeds,

@@ -15,9 +15,9 @@ from benchmarks.choice import report as choice_report
 from benchmarks.choice.measure import ChoiceJob, MeasuredChoice, Probed, Replayed
 from benchmarks.choice.policy_engine import Answer, Load, Seen
 from benchmarks.choice.workload import Prompt, Workload
-from kvferry.bench.stats import Spread
-from kvferry.bench.transfer import Machine
 from kvferry.cache.bids import Part
+from kvferry.measuring.machine import MachineFacts
+from kvferry.measuring.spread import Spread
 from kvferry.observe.events import LoadBegan, LoadEnded, Outcome
 from kvferry.observe.watch import Watch
 
@@ -41,7 +41,7 @@ def measured(cost: float = 0.06, *, failed: int = 0) -> MeasuredChoice:
         ChoiceJob(
             workload=WORKLOAD, sources="connectors", apart=20.0, near=0.25, rounds=2, path=Path("/tmp")
         ),
-        Machine(128, "Some Long-named Processor 9654P 96-Core @ 3.70GHz", None),
+        MachineFacts(128, "Some Long-named Processor 9654P 96-Core @ 3.70GHz", None),
         Probed(Spread(12_600e6, 11_000e6, 13_000e6), Spread(631e6, 600e6, 632.4e6), 700e6),
         learning,
         rounds,

@@ -15,13 +15,15 @@ from benchmarks.layout.measure import LayoutJob, moved_tokens, pair_of
 from benchmarks.layout.plot import picture
 from benchmarks.layout.verdicts import verdicts
 from benchmarks.overhead.planning import Arithmetic, measure
-from kvferry.bench.engines import read_geometry
 from kvferry.bench.rounds import Series
-from kvferry.bench.stats import Spread
-from kvferry.bench.transfer import Machine
+from kvferry.measuring.machine import MachineFacts
+from kvferry.measuring.simulated import read_geometry
+from kvferry.measuring.spread import Spread
 from kvferry.planning.strategy import Strategy
 
-MACHINE = Machine(128, "Some Long-named Processor 9654P 96-Core @ 3.70GHz", "rc,cuda_copy,cuda_ipc,sm,self")
+MACHINE = MachineFacts(
+    128, "Some Long-named Processor 9654P 96-Core @ 3.70GHz", "rc,cuda_copy,cuda_ipc,sm,self"
+)
 EQUAL = dict.fromkeys(WAYS, (0.5, 0.5, 0.5))
 
 

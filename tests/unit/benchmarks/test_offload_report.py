@@ -15,9 +15,9 @@ from benchmarks.offload.first_token import FirstToken
 from benchmarks.offload.lookup import Looks, LookUp
 from benchmarks.offload.measure import MeasuredOffload, OffloadJob
 from benchmarks.offload.tier_hooks import HookClock, HookCost, StepTimes
-from kvferry.bench.engines import read_geometry
-from kvferry.bench.stats import Spread
-from kvferry.bench.transfer import Machine
+from kvferry.measuring.machine import MachineFacts
+from kvferry.measuring.simulated import read_geometry
+from kvferry.measuring.spread import Spread
 from support.clock import Clock
 
 HOOKS = HookCost(
@@ -45,7 +45,7 @@ def measured(look_ms: float = 1.0, ask_us: float = 900) -> MeasuredOffload:
         job=OffloadJob(
             reading=read_geometry("Llama-3.1-8B"), parts=("lookup", "hooks"), repeats=7, path=Path("/tmp")
         ),
-        machine=Machine(128, "Some Long-named Processor 9654P 96-Core @ 3.70GHz", None),
+        machine=MachineFacts(128, "Some Long-named Processor 9654P 96-Core @ 3.70GHz", None),
         chunk_tokens=256,
         chunk_bytes=16 << 20,
         lookup=LookUp(131_072, 512, 1_000_000, 64_292, wide, looks),

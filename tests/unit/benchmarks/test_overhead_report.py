@@ -13,16 +13,18 @@ from benchmarks.overhead.hooks import HookTimes
 from benchmarks.overhead.measure import MeasuredOverhead, OverheadJob
 from benchmarks.overhead.planning import Arithmetic
 from benchmarks.overhead.readiness import Readiness
-from kvferry.bench.engines import read_geometry
-from kvferry.bench.stats import Spread
-from kvferry.bench.transfer import Machine
+from kvferry.measuring.machine import MachineFacts
+from kvferry.measuring.simulated import read_geometry
+from kvferry.measuring.spread import Spread
 
 
 def _measured(planning_ms: float = 1.0, ready_ms: float = 30.0) -> MeasuredOverhead:
     wide = Spread(planning_ms / 1e3, 108.53e-3, 1162.35e-3)
     return MeasuredOverhead(
         job=OverheadJob(reading=read_geometry("Llama-3.1-8B")),
-        machine=Machine(128, "Some Long-named Processor 9654P 96-Core @ 3.70GHz", "rc,cuda_copy,cuda_ipc,sm"),
+        machine=MachineFacts(
+            128, "Some Long-named Processor 9654P 96-Core @ 3.70GHz", "rc,cuda_copy,cuda_ipc,sm"
+        ),
         planning=Arithmetic(131_072, 262_144, ("direct",), wide, wide, wide, wide),
         making=wide,
         readiness=tuple(

@@ -10,9 +10,9 @@ from benchmarks.safety import checksum as checksum_cost, curve, report as safety
 from benchmarks.safety.cost import Cost, SafetyJob
 from benchmarks.safety.measure import MeasuredSafety
 from benchmarks.safety.prompt_loads import prompt_in_files
-from kvferry.bench.engines import read_geometry
-from kvferry.bench.transfer import machine
 from kvferry.errors import ConfigError, TransferError
+from kvferry.measuring.machine import machine_facts
+from kvferry.measuring.simulated import read_geometry
 from kvferry.transport.messages import decode_numbered, decode_request
 from support.keys import KEYS
 
@@ -47,7 +47,7 @@ def test_it_fits_80_columns():
     )
     job = SafetyJob(parts=("curve",), reading=read_geometry("Qwen3-0.6B"), tokens=4096, repeats=7)
     console = Console(width=80, record=True, highlight=False)
-    measured = MeasuredSafety(job, machine(), costs)
+    measured = MeasuredSafety(job, machine_facts(), costs)
     safety_report.show(measured, console)
     text = console.export_text()
     assert "0.10%" in text

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.bench.content import check, fill
-from kvferry.bench.engines import Engine, engine, read_geometry
 from kvferry.errors import TransferError
+from kvferry.measuring.content import check_memory, fill_blocks
+from kvferry.measuring.simulated import SimulatedEngine, read_geometry, simulate_engine
 from kvferry.memory.owned import OwnedCache
 from kvferry.plan.side import Side
 
@@ -16,14 +16,14 @@ ATTENTION = read_geometry("Llama-3.1-8B", {"num_hidden_layers": 2, "num_key_valu
 HYBRID = {"num_hidden_layers": 4, "linear_num_value_heads": 4, "linear_num_key_heads": 2}
 
 
-def _filled(one: Engine, rank: int = 0) -> OwnedCache:
+def _filled(one: SimulatedEngine, rank: int = 0) -> OwnedCache:
     memory = one.allocated(rank)
-    fill(memory, one)
+    fill_blocks(memory, one)
     return memory
 
 
-def _attention(seed: int, **side: int | str) -> Engine:
-    return engine("tiny", ATTENTION, Side(**side), 64, seed=seed)
+def _attention(seed: int, **side: int | str) -> SimulatedEngine:
+    return simulate_engine("tiny", ATTENTION, Side(**side), 64, seed=seed)
 
 
 def test_the_same_token_and_head_hold_the_same_on_every_engine() -> None:
@@ -38,7 +38,7 @@ def test_the_same_token_and_head_hold_the_same_on_every_engine() -> None:
 
 def test_state_is_the_same_on_ranks_that_share_it_out() -> None:
     reading = read_geometry("Qwen3-Next-80B-A3B", HYBRID)
-    whole, part = (engine("tiny", reading, Side(tp=tp), 1088) for tp in (1, 2))
+    whole, part = (simulate_engine("tiny", reading, Side(tp=tp), 1088) for tp in (1, 2))
     one, other = (_filled(e, rank).states(guarded=False) for e, rank in ((whole, 0), (part, 1)))
     here = {layer.name: int(t[0]) for g, t in zip(_groups(whole), whole.tables, strict=True) for layer in g}
     there = {layer.name: int(t[0]) for g, t in zip(_groups(part), part.tables, strict=True) for layer in g}
@@ -49,7 +49,7 @@ def test_state_is_the_same_on_ranks_that_share_it_out() -> None:
             assert torch.equal(mine[half:], other[layer][name][there[layer]])
 
 
-def _groups(one: Engine) -> list:
+def _groups(one: SimulatedEngine) -> list:
     return [group.layers for group in one.allocated(0).geometry.groups]
 
 
@@ -61,16 +61,16 @@ def test_no_two_words_are_alike() -> None:
 
 
 def test_what_is_as_it_must_be_passes() -> None:
-    check(_filled(_attention(1)), _filled(_attention(1)))
+    check_memory(_filled(_attention(1)), _filled(_attention(1)))
 
 
 def test_one_wrong_byte_is_noticed() -> None:
     found = _filled(_attention(1))
     found.buffer[5000] ^= 1
     with pytest.raises(TransferError, match=r"1 of .* bytes are not what they must be"):
-        check(found, _filled(_attention(1)))
+        check_memory(found, _filled(_attention(1)))
 
 
 def test_blocks_in_another_order_are_noticed() -> None:
     with pytest.raises(TransferError, match="please report this"):
-        check(_filled(_attention(1)), _filled(_attention(2)))
+        check_memory(_filled(_attention(1)), _filled(_attention(2)))

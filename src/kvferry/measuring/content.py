@@ -1,8 +1,8 @@
-"""What a request's blocks hold, so that every word tells where it belongs.
+"""Values for a request's blocks that tell where each belongs.
 
-An element's value follows from layer, field, token, head and place within, whatever engine keeps it and
-wherever; it is written through the views that an engine would write through. So a destination's memory can be
-made as it must be after a move without moving anything, and compared byte for byte.
+The value of an element depends on its layer, field, token, head and position within the head, and not on the
+engine that keeps it. It is written through the views that an engine writes through. So the memory that a move
+must produce can be computed without moving anything, and compared byte for byte.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from math import gcd, prod
 import numpy as np
 import torch
 
-from kvferry.bench.engines import Engine
 from kvferry.errors import TransferError
 from kvferry.geometry import Group, GroupKind, Layer
+from kvferry.measuring.simulated import SimulatedEngine
 from kvferry.memory.owned import OwnedCache
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -25,8 +25,8 @@ _HEAD, _TOKEN, _WORD, _LAYER, _FIELD, _MIX = (
 )  # fmt: skip
 
 
-def fill(memory: OwnedCache, held: Engine) -> None:
-    """Write a request's content into one rank's blocks."""
+def fill_blocks(memory: OwnedCache, held: SimulatedEngine) -> None:
+    """Write the content of an engine's request into the memory of one of its ranks."""
     pages, states = memory.views(guarded=False), memory.states(guarded=False)
     for group, table in zip(memory.geometry.groups, held.tables, strict=True):
         for layer in group.layers:
@@ -37,8 +37,8 @@ def fill(memory: OwnedCache, held: Engine) -> None:
                 _fill_pages(pages[layer.name], group, layer, number, table.tolist())
 
 
-def check(memory: OwnedCache, expected: OwnedCache) -> None:
-    """Raise TransferError unless all of a rank's memory is what it must be."""
+def check_memory(memory: OwnedCache, expected: OwnedCache) -> None:
+    """Raise TransferError unless every byte of a rank's memory is as expected."""
     found, wanted = memory.buffer.numpy(), expected.buffer.numpy()
     if np.array_equal(found, wanted):
         return
@@ -75,18 +75,18 @@ def _first_head(layer: Layer) -> int:
 
 @cache
 def _base(first_head: int, counts: tuple[int, int, int]) -> torch.Tensor:
-    """What distinguishes the words of one page; int64 of shape (heads, tokens, words)."""
+    """Return a value per word of a page, int64 of shape (heads, tokens, words)."""
     head, token, word = (torch.arange(count, dtype=torch.int64) for count in counts)
     return ((head + first_head) * _HEAD)[:, None, None] + (token * _TOKEN)[None, :, None] + word * _WORD
 
 
 def _mixed(value: torch.Tensor) -> torch.Tensor:
-    """Every bit of the result depends on many of the value's; changes `value`."""
+    """Mix the bits of `value`, so that each bit of the result depends on many; changes `value`."""
     value ^= value >> 29
     value *= _MIX
     return value.__ixor__(value >> 32)
 
 
 def _wrap(value: int) -> int:
-    """The 64-bit signed integer that is congruent."""
+    """Return the signed 64-bit integer that is congruent to `value`."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)

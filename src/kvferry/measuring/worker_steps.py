@@ -1,7 +1,7 @@
-"""What an engine's hooks do on every step of a rank that reads: the same calls, without an engine.
+"""The calls that a worker's hooks make on every step, without an engine.
 
-An engine's scheduler hands over block tables as lists of numbers; the hooks make arrays of them, start the
-request's clock, hand the order to the lanes, take what has come to an end, and settle the clocks.
+A scheduler hands over block tables as lists of numbers. The hooks convert them to arrays, start the deadline
+of the load, submit the order to the lanes, collect the loads that ended, and settle the deadlines.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ LOAD_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A request's load, as a scheduler hands it over.
+class LoadRequest:
+    """A load, as a scheduler hands it over.
 
     Attributes:
-        key: names it; also the name of its lease.
+        key: name of the load, and of its lease.
         peer: name under which the peer was connected.
-        span: how much of the prompt.
-        src_tables, dst_tables: block ids by position and group.
-        lease: the word of the producer's lease.
-        strategy: pinned, None for the cheapest.
+        span: tokens of the prompt to load.
+        src_tables, dst_tables: block ids per group, by position.
+        lease: word of the producer's lease.
+        strategy: strategy to use, or None for the cheapest.
     """
 
     key: str
@@ -47,38 +47,38 @@ class Wanted:
 
 
 @dataclass(slots=True)
-class Stepped:
-    """What one step brought.
+class StepOutcome:
+    """The loads that ended in one step.
 
     Attributes:
-        failures: load to its failure, None if it succeeded, of those reported.
-        results: load to how it went, of those that landed.
+        failures: reported loads by key: the failure, or None.
+        results: landed loads by key.
     """
 
     failures: dict[str, str | None] = field(default_factory=dict)
     results: dict[str, ReadResult] = field(default_factory=dict)
 
 
-class Steps:
+class WorkerSteps:
     """The loads of one rank, step by step."""
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
         self._loads = Loads(time.monotonic)
 
-    def step(self, wanted: Sequence[Wanted] = ()) -> Stepped:
-        """All hooks of one step.
+    def step(self, requests: Sequence[LoadRequest] = ()) -> StepOutcome:
+        """Begin loads, and return those that ended.
 
         Args:
-            wanted: loads to begin.
+            requests: loads to begin.
         """
-        for load in wanted:
+        for load in requests:
             self._loads.begin(load.key, LOAD_SECONDS)
             tables = as_arrays(load.src_tables), as_arrays(load.dst_tables)
             self._transfers.submit(
                 ReadOrder(load.key, load.peer, load.span, *tables, load.lease, load.strategy)
             )
-        stepped = Stepped()
+        stepped = StepOutcome()
         for result in self._transfers.results():
             stepped.results[result.key] = result
             self._loads.landed(result.key, result.failure)
@@ -87,5 +87,5 @@ class Steps:
 
 
 def as_arrays(tables: Sequence[list[int]]) -> tuple[Int64s, ...]:
-    """Block tables as planning takes them."""
+    """Convert block tables to int64 arrays, one per group."""
     return tuple(np.array(table, np.int64) for table in tables)

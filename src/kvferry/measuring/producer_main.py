@@ -1,8 +1,8 @@
-"""The process that is read from: what prefill engines have, without the engines.
+"""The main function of the process that is read from: prefill engines without a model.
 
-Every rank of every engine has its cache with the request's content and transfers that registered it;
-every engine has a control server and a lease book. The reader asks for tickets through a pipe, as a request's
-parameters would carry them, and redeems them over the control channels, like everything else.
+Every rank of every engine has a cache with the request's content, registered for reading. Every engine has a
+control server and a lease book. The reader gets tickets through a pipe, where a request's parameters would
+carry them, and redeems them over the control channels.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from kvferry.bench.content import fill
-from kvferry.bench.engines import Engine
 from kvferry.errors import KVFerryError
+from kvferry.measuring.content import fill_blocks
+from kvferry.measuring.simulated import SimulatedEngine
 from kvferry.transport.control_server import ControlServer, LeasesClaimed, ProducerCard
 from kvferry.transport.lease import LeaseBook, LeaseWords, new_incarnation
 from kvferry.transport.messages import Facts
@@ -28,18 +28,18 @@ from kvferry.transport.transfers import Transfers
 LEASE_SLOTS = 1024
 LEASE_SECONDS = 60.0
 CONTENT = PromptContent("")
-"""Of every request; the reader knows the block tables."""
+"""Content of every request. It is empty because the reader knows the block tables."""
 _HOST = "127.0.0.1"
 _TICK_SECONDS = 0.002
 
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """The producer is up.
+    """The message that the producer is ready.
 
     Attributes:
-        addresses: of every engine's control channel, in the order in which they were given.
-        incarnation: which run of them.
+        addresses: host and port of each engine's control channel, in the order of the engines.
+        incarnation: identifies this run of the engines.
     """
 
     addresses: tuple[tuple[str, int], ...]
@@ -48,7 +48,7 @@ class Listening:
 
 @dataclass(frozen=True, slots=True)
 class AskTicket:
-    """Asks an engine for a lease of that name; answered with a Granted."""
+    """The request for a lease of that name at one engine; the answer is a `Granted`."""
 
     engine: int
     lease: str
@@ -56,10 +56,10 @@ class AskTicket:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """A lease is held.
+    """The answer that a lease is held.
 
     Attributes:
-        ticket: for it.
+        ticket: ticket to redeem for it.
     """
 
     ticket: bytes
@@ -67,38 +67,40 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class AskEnded:
-    """Asks to be told when no lease is held any more; answered with Ended."""
+    """The request to answer `AllEnded` as soon as no lease is held."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """No lease is held."""
+class AllEnded:
+    """The answer that no lease is held."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """The producer cannot go on; why."""
+    """The answer that the producer cannot go on, with the reason."""
 
     reason: str
 
 
-def produce(pipe: Connection, engines: Sequence[Engine], settings: dict[str, str], keys: Keys) -> None:
-    """Serve until the other end of `pipe` closes; the main function of the process.
+def produce(
+    pipe: Connection, engines: Sequence[SimulatedEngine], settings: dict[str, str], keys: Keys
+) -> None:
+    """Serve until the other end of `pipe` closes.
 
     Args:
-        pipe: to the reader.
-        engines: what to hold.
+        pipe: connection to the reader.
+        engines: engines to hold.
         settings: environment variables for the transport.
         keys: CURVE keys of all channels.
     """
     # Ctrl-C reaches the whole process group; the reader ends this process by closing the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(settings)
-    producers: list[_Producer] = []
+    producers: list[_ServedEngine] = []
     try:
         incarnation = new_incarnation()
-        # One by one: those that are up are closed when the next cannot be.
-        producers.extend(_Producer(engine, incarnation, keys) for engine in engines)
+        # One by one, so that those that are up are closed when the next one fails.
+        producers.extend(_ServedEngine(engine, incarnation, keys) for engine in engines)
         _serve(pipe, producers, incarnation)
     except KVFerryError as error:
         pipe.send(Trouble(str(error)))
@@ -109,34 +111,34 @@ def produce(pipe: Connection, engines: Sequence[Engine], settings: dict[str, str
             producer.close()
 
 
-def _serve(pipe: Connection, producers: Sequence[_Producer], incarnation: int) -> None:
+def _serve(pipe: Connection, producers: Sequence[_ServedEngine], incarnation: int) -> None:
     pipe.send(Listening(tuple(producer.address for producer in producers), incarnation))
     while True:
         asked = pipe.recv() if pipe.poll(_TICK_SECONDS) else None
         for producer in producers:
-            producer.hear()
+            producer.end_released()
         if isinstance(asked, AskTicket):
             pipe.send(producers[asked.engine].grant(asked.lease))
         elif isinstance(asked, AskEnded):
             while any(producer.leases for producer in producers):
                 time.sleep(_TICK_SECONDS)
                 for producer in producers:
-                    producer.hear()
-            pipe.send(Ended())
+                    producer.end_released()
+            pipe.send(AllEnded())
 
 
-class _Producer:
-    """One engine's ranks and scheduler.
+class _ServedEngine:
+    """The ranks and the scheduler's parts of one engine.
 
     Attributes:
-        address: of its control channel.
+        address: host and port of the control channel.
     """
 
-    def __init__(self, engine: Engine, incarnation: int, keys: Keys) -> None:
+    def __init__(self, engine: SimulatedEngine, incarnation: int, keys: Keys) -> None:
         self._caches = [engine.allocated(rank) for rank in range(engine.shape.ranks)]
         self._threads: list[Transfers] = []
         for number, cache in enumerate(self._caches):
-            fill(cache, engine)
+            fill_blocks(cache, engine)
             words, settings = LeaseWords(new_incarnation(), LEASE_SLOTS), TransferSettings(keys=keys)
             name = f"bench-producer/{engine.name}/{number}/{words.incarnation:x}"
             self._threads.append(Transfers(name, cache.geometry, words, settings))
@@ -148,17 +150,17 @@ class _Producer:
 
     @property
     def leases(self) -> int:
-        """Leases that are held."""
+        """Number of leases that are held."""
         return len(self._book)
 
     def close(self) -> None:
-        """End all threads."""
+        """Stop all threads."""
         self._server.close()
         for thread in self._threads:
             thread.close()
 
     def grant(self, lease: str) -> Granted | Trouble:
-        """Take a lease."""
+        """Take a lease of that name, and publish a ticket for it."""
         try:
             word = self._book.grant(lease)
         except KVFerryError as error:
@@ -167,8 +169,8 @@ class _Producer:
         self._server.tickets.publish(ticket, lease, 1, CONTENT, Grant.of(word.slot, word.generation, []))
         return Granted(ticket)
 
-    def hear(self) -> None:
-        """What an engine does between steps: end the leases that consumers released."""
+    def end_released(self) -> None:
+        """End the leases that consumers released or that expired, as an engine does between steps."""
         ending = dict[str, int]()
         while self._server.events:
             event = self._server.events.popleft()

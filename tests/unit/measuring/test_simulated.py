@@ -5,17 +5,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvferry.bench.engines import Engine, block_ids, engine, read_geometry, small_pages
+from benchmarks.overhead.planning import small_pages
 from kvferry.errors import GeometryError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.layout import lay_out
+from kvferry.measuring.simulated import (
+    SimulatedEngine,
+    block_ids,
+    read_geometry,
+    simulate_engine,
+)
 from kvferry.plan.side import Side
 from kvferry.planning.select import select_cells
 from kvferry.planning.template import build_templates
 
 
-def _engine(name: str, tokens: int, **side: int | str) -> Engine:
-    return engine(name, read_geometry(name), Side(**side), tokens)
+def _engine(name: str, tokens: int, **side: int | str) -> SimulatedEngine:
+    return simulate_engine(name, read_geometry(name), Side(**side), tokens)
 
 
 def test_llama_has_pages_of_64_kib_and_half_a_gigabyte_for_4096_tokens() -> None:

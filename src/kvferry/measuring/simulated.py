@@ -1,8 +1,8 @@
-"""Engines of a model that hold one request, or are to hold it: shape, block tables, tokens.
+"""Engines reduced to their memory: shape, block tables and tokens of one request.
 
-What a page is, how layers are grouped and how large blocks are is what an engine would decide (`plan.side`);
-memory is one allocation per rank (`memory.owned`). Block tables are those of one request: every group has its
-own blocks of the one pool, a windowed group only those that the next token sees.
+Pages, groups of layers and block sizes are those that an engine would choose (`plan.side`). Each rank has one
+allocation (`memory.owned`). Every group of the request has its own blocks of the one pool; a sliding-window
+group has only the blocks that the next token sees.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvferry.errors import ConfigError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.geometry.models import ModelReading, read_model
-from kvferry.geometry.store import LayerStore, ModelCache, Stored
+from kvferry.geometry.store import LayerStore, ModelCache
 from kvferry.memory.owned import OwnedCache, allocate
 from kvferry.plan.find import find_config
 from kvferry.plan.side import Side, shape
@@ -27,14 +27,14 @@ ORDERS = ("scattered", "contiguous")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Engine:
-    """All ranks of an engine, and where they keep one request.
+class SimulatedEngine:
+    """All ranks of an engine, and the blocks of one request.
 
     Attributes:
-        name: names it among others.
-        model, shape: what it keeps, and how.
-        tokens: of the request.
-        tables: block ids by position and group, int64; 0 where nothing is needed.
+        name: distinguishes engines of one process.
+        model, shape: layers of the model, and their layout in memory.
+        tokens: length of the request.
+        tables: one int64 array of block ids per group, by position; 0 where no block is needed.
     """
 
     name: str
@@ -45,16 +45,16 @@ class Engine:
 
     @property
     def span(self) -> Span:
-        """All tokens are moved; one more will be computed."""
+        """The tokens to move: all of the request, with one more to compute."""
         return span_of(self.tokens)
 
     @property
     def blocks(self) -> int:
-        """Blocks of the request, of all groups."""
+        """Number of blocks of the request, over all groups."""
         return self.shape.num_blocks - 1
 
     def rank_bytes(self, rank: int) -> int:
-        """Bytes of the request's blocks on one rank."""
+        """Return the bytes of the request's blocks on one rank."""
         geometry = lay_out(self.model, self.shape)[rank]
         return sum(
             int((table > 0).sum()) * sum(layer.page.content_bytes for layer in group.layers)
@@ -62,10 +62,10 @@ class Engine:
         )
 
     def allocated(self, rank: int) -> OwnedCache:
-        """Memory of one rank, zero.
+        """Allocate the memory of one rank, filled with zeros.
 
         Raises:
-            ConfigError: there is not enough.
+            ConfigError: there is not enough memory.
         """
         try:
             return allocate(self.model, self.shape, rank, "cpu")
@@ -77,20 +77,20 @@ class Engine:
 
 
 def span_of(tokens: int) -> Span:
-    """A prompt of one token more, nothing of it at hand."""
+    """Return the span that loads `tokens` tokens of a prompt with one more, none of them cached."""
     return Span(0, tokens, tokens + 1)
 
 
 def read_geometry(name: str, changes: Mapping[str, int] | None = None, dtype: str = "auto") -> ModelReading:
-    """What a model keeps.
+    """Read what a model keeps in its KV cache.
 
     Args:
-        name: as `kvferry plan` takes it.
-        changes: keys of its ``config.json`` that are to have other values.
-        dtype: of an element, as `kvferry plan` takes it.
+        name: model, as `kvferry plan` takes it.
+        changes: values that replace those of its ``config.json``.
+        dtype: element type, as `kvferry plan` takes it.
 
     Raises:
-        ConfigError: there is no such model, or it cannot be read.
+        ConfigError: there is no such model, or its configuration cannot be read.
     """
     found, config = find_config(name)
     if changes:
@@ -98,29 +98,22 @@ def read_geometry(name: str, changes: Mapping[str, int] | None = None, dtype: st
     return read_model(config, dtype, name=found)
 
 
-def small_pages(reading: ModelReading) -> ModelReading:
-    """As many layers, in pages of 512 bytes per block of 16 tokens: what planning and NIXL count stays."""
-    stored = tuple(Stored(name, 2, 1, (("content", 4),)) for name in ("k", "v"))
-    layers = tuple(LayerStore(GroupKind.FULL, 0, stored) for _ in reading.cache.layers)
-    return replace(reading, cache=ModelCache(f"{reading.cache.name}, small pages", layers))
-
-
-def engine(
-    name: str, reading: ModelReading, side: Side, tokens: int, order: str = "scattered", seed: int = 1
-) -> Engine:
-    """An engine with room for one request and the null block.
+def simulate_engine(
+    name: str, reading: ModelReading, side: Side, tokens: int, *, order: str = "scattered", seed: int = 1
+) -> SimulatedEngine:
+    """Describe an engine with room for one request and the null block.
 
     Args:
-        name: names it among others.
+        name: distinguishes engines of one process.
         reading: what the model keeps.
-        side: what is decided about the engine.
-        tokens: of the request.
-        order: how block tables lie: "scattered" as in an engine that has run for a while, or "contiguous" as
+        side: parallel sizes, layout and block size of the engine.
+        tokens: length of the request.
+        order: order of block ids: "scattered", as in an engine that has run for a while, or "contiguous", as
             in a fresh one.
-        seed: which scattering.
+        seed: draws the scattering.
 
     Raises:
-        GeometryError: the engine cannot keep the model; says why.
+        GeometryError: the engine cannot keep the model.
     """
     made = shape(reading, side, 1)
     layers = reading.cache.layers
@@ -131,19 +124,26 @@ def engine(
     for first, last in parts:
         tables.append(np.concatenate([np.zeros(first, np.int64), ids[: last - first]]))
         ids = ids[last - first :]
-    found = Engine(name, reading.cache, replace(made, num_blocks=blocks + 1), tokens, tuple(tables))
+    found = SimulatedEngine(name, reading.cache, replace(made, num_blocks=blocks + 1), tokens, tuple(tables))
     lay_out(found.model, found.shape)
     return found
 
 
+def plain_engine(name: str, size: int) -> SimulatedEngine:
+    """Describe an engine of full attention that holds a request of about `size` bytes."""
+    reading = read_geometry("Llama-3.1-8B", {"num_hidden_layers": 8})
+    tokens = max(16, size // reading.cache.layers[0].whole_bytes // len(reading.cache.layers))
+    return simulate_engine(name, reading, Side(layout="BLHNC"), tokens)
+
+
 def block_ids(blocks: int, order: str, seed: int) -> Int64s:
-    """All ids of a pool but the null block's, int64 of shape (blocks,)."""
+    """Return the ids of a pool without the null block, int64 of shape (blocks,)."""
     ids = np.arange(1, blocks + 1, dtype=np.int64)
     return np.random.default_rng(seed).permutation(ids) if order == "scattered" else ids
 
 
 def _positions(store: LayerStore, block_tokens: int, tokens: int) -> tuple[int, int]:
-    """First and last position of a group's table that is needed."""
+    """Return the range of positions in a group's table that are needed, the end excluded."""
     if store.kind is GroupKind.STATE:
         return 0, 1
     low, high = needed(store.kind, store.attention_span, span_of(tokens))

@@ -1,4 +1,4 @@
-"""The decode side, without the engine: one rank's cache, its transfers, handshakes with producers."""
+"""The decode side without a model: one rank's cache, its transfers, and handshakes with producers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Self
 
 import torch
 
-from kvferry.bench.content import check, fill
-from kvferry.bench.engines import Engine
-from kvferry.bench.link import Producer
-from kvferry.bench.producer import CONTENT
-from kvferry.bench.steps import Steps, Wanted
 from kvferry.errors import TransferError
+from kvferry.measuring.content import check_memory, fill_blocks
+from kvferry.measuring.producer_main import CONTENT
+from kvferry.measuring.producer_process import ProducerProcess
+from kvferry.measuring.simulated import SimulatedEngine
+from kvferry.measuring.worker_steps import LoadRequest, WorkerSteps
 from kvferry.planning.pieces import Int64s
 from kvferry.planning.select import Span
 from kvferry.planning.strategy import Strategy
@@ -33,33 +33,33 @@ _LEASE_SLOTS = 1
 
 
 class Reader:
-    """A rank that reads from engines of a producer process; a context manager that ends its threads.
+    """A rank that reads from the engines of a producer process; leaving the context manager ends its threads.
 
     Attributes:
-        engine: whose rank, with the block tables to read into.
-        producer: the other process.
+        engine: engine of the rank, with the block tables to read into.
+        producer: the process to read from.
         bytes: useful bytes of the engine's request on this rank.
-        cache: where blocks land.
-        cards: the ranks of every engine it reads from, as they introduced themselves.
-        steps: what hooks do.
+        cache: memory to read into.
+        cards: ranks of every engine to read from, as the handshake gave them.
+        steps: the loads of the rank.
     """
 
     def __init__(
         self,
-        engine: Engine,
-        producer: Producer,
+        engine: SimulatedEngine,
+        producer: ProducerProcess,
         peers: Sequence[int] = (0,),
         rank: int = 0,
         settings: TransferSettings | None = None,
     ) -> None:
-        """Start everything; returns when all know each other.
+        """Allocate memory, start the threads, and shake hands with the producer's engines.
 
         Args:
-            engine: what is read into.
-            producer: the process that holds what is read.
+            engine: engine to read into.
+            producer: the process to read from.
             peers: numbers of its engines.
-            rank: which rank of `engine` this is.
-            settings: how bytes move.
+            rank: number of this rank in `engine`.
+            settings: transfer settings; the keys are the producer's.
 
         Raises:
             ConfigError: memory or NIXL cannot be had.
@@ -70,18 +70,18 @@ class Reader:
         with ExitStack() as stack:
             self.cache = engine.allocated(rank)
             self._expected = engine.allocated(rank)
-            fill(self._expected, engine)
+            fill_blocks(self._expected, engine)
             words = LeaseWords(new_incarnation(), _LEASE_SLOTS)
             name = f"bench-reader/{engine.name}/{words.incarnation:x}"
             transfers = Transfers(
                 name, self.cache.geometry, words, replace(settings or TransferSettings(), keys=producer.keys)
             )
             stack.callback(transfers.close)
-            self.steps = Steps(transfers)
+            self.steps = WorkerSteps(transfers)
             facts = Facts("bench-reader", new_incarnation(), "kvferry bench", {})
             self._client = ControlClient(facts, self._fits, producer.keys)
             stack.callback(self._client.close)
-            self.cards: Mapping[int, tuple[RankCard, ...]] = {peer: self._known(peer) for peer in peers}
+            self.cards: Mapping[int, tuple[RankCard, ...]] = {peer: self._shake_hands(peer) for peer in peers}
             for peer, cards in self.cards.items():
                 transfers.connect(_name(peer), cards)
             self._stack = stack.pop_all()
@@ -96,28 +96,28 @@ class Reader:
 
     @property
     def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The cache's memory, and as much memory with what it must hold after a move; uint8."""
+        """The cache's memory and the memory that a move must produce, both uint8 of shape (bytes,)."""
         return self.cache.buffer, self._expected.buffer
 
-    def wanted(
+    def load_request(
         self,
         span: Span,
         src_tables: Sequence[Int64s],
         dst_tables: Sequence[Int64s],
         peer: int = 0,
         strategy: Strategy | None = None,
-    ) -> Wanted:
-        """A load for which the producer has granted a lease."""
+    ) -> LoadRequest:
+        """Take a lease at a peer, and return a load under it."""
         self._leases += 1
         key = f"{self.engine.name}-{self._leases}"
         tables = [table.tolist() for table in src_tables], [table.tolist() for table in dst_tables]
-        return Wanted(key, _name(peer), span, *tables, self.granted(key, peer), strategy)
+        return LoadRequest(key, _name(peer), span, *tables, self.claim_lease(key, peer), strategy)
 
-    def granted(self, key: str, peer: int = 0) -> LeaseWord:
-        """Have the producer take a lease, and claim it; return its word.
+    def claim_lease(self, key: str, peer: int = 0) -> LeaseWord:
+        """Have the producer take a lease named `key`, claim it, and return its word.
 
         Raises:
-            TransferError: the producer refuses, or is silent.
+            TransferError: the producer refuses, or does not answer.
         """
         ticket = self._tickets[key] = self.producer.grant(peer, key)
         number = self._client.redeem(self.producer.address(peer), ticket, 1, CONTENT)
@@ -129,21 +129,22 @@ class Reader:
         return answer.grant.word(answer.incarnation)
 
     def acknowledge(self, key: str, peer: int = 0) -> None:
-        """Tell the producer that its blocks are no longer needed."""
+        """Release the lease named `key` at the producer."""
         self._client.release(self.producer.address(peer), self._tickets.pop(key))
 
-    def wipe(self) -> None:
-        """Forget what was read; not by torch, whose threads would spin on into what is timed."""
+    def clear(self) -> None:
+        """Set the cache's memory to zero."""
+        # By numpy: the threads of torch would go on spinning while the clock runs.
         self.cache.buffer.numpy().fill(0)
 
     def check(self) -> None:
-        """Raise TransferError unless the memory is what it must be after the engine's request was read."""
-        check(self.cache, self._expected)
+        """Raise TransferError unless the memory is what reading the engine's request must produce."""
+        check_memory(self.cache, self._expected)
 
     def _fits(self, cards: tuple[RankCard, ...]) -> None:
         build_templates([card.geometry for card in cards], self.cache.geometry)
 
-    def _known(self, peer: int) -> tuple[RankCard, ...]:
+    def _shake_hands(self, peer: int) -> tuple[RankCard, ...]:
         address, incarnation = self.producer.address(peer), self.producer.listening.incarnation
         deadline = time.monotonic() + _HANDSHAKE_SECONDS
         while time.monotonic() < deadline:

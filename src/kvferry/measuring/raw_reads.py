@@ -1,4 +1,4 @@
-"""NIXL alone, over the reader's memory and a producer's: what kvferry stands on."""
+"""READs by NIXL alone, between the memory of a reader and of a producer."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import zmq
 
-from kvferry.bench.engines import Engine
-from kvferry.bench.reader import Reader
 from kvferry.errors import TransferError
 from kvferry.geometry import Region
+from kvferry.measuring.reader import Reader
+from kvferry.measuring.simulated import SimulatedEngine
 from kvferry.planning.request import Indices
 from kvferry.planning.strategy import Strategy
 from kvferry.transport.agent import Agent, ReadState
@@ -25,17 +25,17 @@ from kvferry.transport.staging import StagingArea
 LARGE_BYTES = 2 << 20
 MOVE_SECONDS = 60.0
 _POLL_SECONDS = 20e-6
-_LOOK_SECONDS = 0.2
+_CHECK_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Lists:
-    """Prepared lists of both sides and the positions to read.
+class PreparedLists:
+    """Descriptor lists that NIXL has prepared on both sides, and the positions to read.
 
     Attributes:
-        local, remote: the transport's.
-        indices: which descriptors.
-        bytes: what they hold together.
+        local, remote: NIXL's handles.
+        indices: positions in both lists, in pairs.
+        bytes: total size of the descriptors.
     """
 
     local: Any
@@ -45,7 +45,7 @@ class Lists:
 
 
 class RawReads:
-    """An agent of its own over the reader's memory, with an engine of the producer as its peer."""
+    """A NIXL agent over the reader's memory, with one engine of the producer as its peer."""
 
     def __init__(self, reader: Reader, peer: int = 0) -> None:
         self._reader, self._number = reader, peer
@@ -61,23 +61,23 @@ class RawReads:
         self._peer = ConnectedPeer(self._agent, ours, cards, region, area, self._context, settings)
         self._extra: list[Any] = []
 
-    def same(self, source: Engine) -> Lists:
-        """The descriptors that kvferry reads for the request, from the one rank that holds it."""
+    def same_descriptors(self, source: SimulatedEngine) -> PreparedLists:
+        """Prepare the descriptors that kvferry reads for the request of `source`, which has one rank."""
         ours = self._reader.engine
-        lease = self._reader.granted("same descriptors", self._number)
+        lease = self._reader.claim_lease("same descriptors", self._number)
         plan = self._peer.plan(ReadOrder("", "", source.span, source.tables, ours.tables, lease))
         self._reader.acknowledge("same descriptors", self._number)
         (rank,) = plan.ranks
         lists = rank.source.lists
         assert rank.direct is not None  # noqa: S101 - the strategy is pinned
-        return Lists(lists.local, lists.remote, rank.direct, plan.tally.bytes)
+        return PreparedLists(lists.local, lists.remote, rank.direct, plan.tally.bytes)
 
-    def large(self, size: int, length: int = LARGE_BYTES) -> Lists:
-        """Descriptors of one length over the same memory, about `size` bytes in all, shuffled on both sides.
+    def equal_descriptors(self, size: int, length: int = LARGE_BYTES) -> PreparedLists:
+        """Prepare descriptors of one length over the same memory, shuffled on both sides.
 
         Args:
-            size: bytes in all, at most those of the cache.
-            length: bytes of a descriptor, at most `size`.
+            size: bytes of all descriptors together; no more than the cache has are used.
+            length: bytes of one descriptor; at most `size` are used.
         """
         ours = self._reader.cache.geometry.regions[0]
         theirs = self._reader.cards[self._number][0].geometry.regions[0]
@@ -91,18 +91,18 @@ class RawReads:
         self._extra += [local, remote]
         shuffle = np.random.default_rng(3).permutation
         indices = Indices(*(shuffle(places)[:count].astype(np.int32) for _ in range(2)))
-        return Lists(local, remote, indices, count * length)
+        return PreparedLists(local, remote, indices, count * length)
 
-    def read(self, lists: Lists) -> float:
-        """Read once; seconds from making the transfer to its end."""
+    def read(self, lists: PreparedLists) -> float:
+        """Read once; return the seconds from making the transfer to its end."""
         agent, indices = self._agent, lists.indices
-        give_up = Patience(self._reader.producer.check)
+        limit = WaitLimit(self._reader.producer.check)
         started = time.perf_counter()
         handle = agent.read(lists.local, indices.dst, lists.remote, indices.src)
         state = agent.post(handle)
         while state is ReadState.IN_FLIGHT:
-            give_up.look()
-            # Looking without a pause would hold up NIXL's own thread, which has the work to do.
+            limit.check()
+            # Polling without a pause would hold up NIXL's own thread, which does the work.
             time.sleep(_POLL_SECONDS)
             state = agent.state(handle)
         seconds = time.perf_counter() - started
@@ -112,8 +112,8 @@ class RawReads:
             raise TransferError("NIXL failed while reading from the producer process")
         return seconds
 
-    def make_only(self, lists: Lists) -> float:
-        """Seconds that NIXL takes to make a transfer of these, which is not posted."""
+    def make_only(self, lists: PreparedLists) -> float:
+        """Return the seconds in which NIXL makes a transfer, without posting it."""
         started = time.perf_counter()
         handle = self._agent.read(lists.local, lists.indices.dst, lists.remote, lists.indices.src)
         seconds = time.perf_counter() - started
@@ -121,7 +121,7 @@ class RawReads:
         return seconds
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release all handles and the agent."""
         for handle in self._extra:
             self._agent.release_list(handle)
         self._peer.close()
@@ -129,20 +129,23 @@ class RawReads:
         self._agent.close()
 
 
-class Patience:
-    """Ends a wait that has become pointless, without a system call on every look."""
+class WaitLimit:
+    """A deadline and a health check for a polling loop, cheap enough for every turn of it."""
 
     def __init__(self, check: Callable[[], None]) -> None:
         self._check = check
         now = time.monotonic()
-        self._end, self._next = now + MOVE_SECONDS, now + _LOOK_SECONDS
+        self._end, self._next = now + MOVE_SECONDS, now + _CHECK_SECONDS
 
-    def look(self) -> None:
-        """Raise TransferError if the other process has died, or time is up."""
+    def check(self) -> None:
+        """Raise TransferError if the other process has died or the time is up.
+
+        The process is checked every `_CHECK_SECONDS`.
+        """
         now = time.monotonic()
         if now < self._next:
             return
-        self._next = now + _LOOK_SECONDS
+        self._next = now + _CHECK_SECONDS
         self._check()
         if now > self._end:
             raise TransferError(f"a transfer was not done after {MOVE_SECONDS:g} s")

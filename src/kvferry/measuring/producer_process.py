@@ -1,4 +1,4 @@
-"""Our hold on the producer's process: started, asked, ended; its death is one sentence."""
+"""A handle on the process that is read from: start it, ask it, end it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,17 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from kvferry.bench.engines import Engine
-from kvferry.bench.producer import AskEnded, AskTicket, Ended, Granted, Listening, Trouble, produce
 from kvferry.errors import TransferError
+from kvferry.measuring.producer_main import (
+    AllEnded,
+    AskEnded,
+    AskTicket,
+    Granted,
+    Listening,
+    Trouble,
+    produce,
+)
+from kvferry.measuring.simulated import SimulatedEngine
 from kvferry.transport.security import random_keys
 
 START_SECONDS = 120.0
@@ -21,29 +29,31 @@ AnswerT = TypeVar("AnswerT")
 
 
 def use_transports(named: str | None) -> dict[str, str]:
-    """Let UCX use these here, if any are named; returns the environment in which a producer does."""
+    """Set UCX_TLS in this process, if transports are named; return the variables that a producer needs."""
     settings = {} if named is None else {"UCX_TLS": named}
     os.environ.update(settings)
     return settings
 
 
-class Producer:
-    """The other process; a context manager, after which it is gone.
+class ProducerProcess:
+    """The process that holds engines to read from; leaving the context manager ends it.
+
+    Its death raises TransferError with the reason in every method that needs it.
 
     Attributes:
-        listening: where it listens.
+        listening: addresses of its engines.
         keys: CURVE keys of its channels.
     """
 
-    def __init__(self, engines: Sequence[Engine], settings: Mapping[str, str]) -> None:
-        """Start it; returns when it listens.
+    def __init__(self, engines: Sequence[SimulatedEngine], settings: Mapping[str, str]) -> None:
+        """Start the process, and return when it listens.
 
         Args:
-            engines: what it holds.
+            engines: engines to hold.
             settings: environment variables for its transport.
 
         Raises:
-            TransferError: it cannot start, and why.
+            TransferError: the process cannot start.
         """
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
@@ -72,30 +82,30 @@ class Producer:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id."""
         return self._process.pid or 0
 
     def address(self, engine: int) -> tuple[str, int]:
-        """Where an engine's control channel listens."""
+        """Return host and port of an engine's control channel."""
         return self.listening.addresses[engine]
 
     def grant(self, engine: int, lease: str) -> bytes:
-        """Have an engine promise its blocks under that name; return the ticket."""
+        """Take a lease of that name at an engine; return the ticket for it."""
         self._say(AskTicket(engine, lease))
         return self._answer(Granted, ANSWER_SECONDS).ticket
 
     def wait_ended(self) -> None:
-        """Return when it has heard every acknowledgement: no lease is held."""
+        """Wait until every lease has been released."""
         self._say(AskEnded())
-        self._answer(Ended, ANSWER_SECONDS)
+        self._answer(AllEnded, ANSWER_SECONDS)
 
     def check(self) -> None:
-        """Raise TransferError if it has died."""
+        """Raise TransferError if the process has died."""
         if not self._process.is_alive():
             raise TransferError(self._death())
 
     def close(self) -> None:
-        """End it, politely for a while."""
+        """End the process; kill it if it does not end by itself."""
         self._pipe.close()
         self._process.join(_END_SECONDS)
         if self._process.is_alive():

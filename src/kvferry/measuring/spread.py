@@ -1,4 +1,4 @@
-"""Repeated measurements of one thing, and what is said of them."""
+"""Median, extremes and percentiles of repeated measurements."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Median and extremes; a machine that is shared makes a mean meaningless.
+    """Median, lowest and highest value.
 
     >>> Spread.of([3.0, 1.0, 2.0, 9.0])
     Spread(median=2.5, low=1.0, high=9.0)
     """
 
+    # No mean: one slow round on a shared machine would decide it.
     median: float
     low: float
     high: float
 
     @staticmethod
     def of(values: Sequence[float]) -> Spread:
-        """Of at least one value."""
+        """Return the spread of at least one value."""
         return Spread(float(np.median(values)), float(min(values)), float(max(values)))
 
 
 def percentile(values: Sequence[float], q: float) -> float:
-    """The value that `q` percent do not exceed, one that was measured.
+    """Return the measured value that `q` percent of `values` do not exceed.
 
     >>> percentile([1.0, 2.0, 3.0, 4.0], 99)
     4.0
