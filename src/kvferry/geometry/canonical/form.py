@@ -9,8 +9,8 @@ what every rank has whole is a section of one unit. So a rank's slice is one con
 section. Sections begin at pages, so that storage can be read into a chunk's memory directly; else every byte
 is content.
 
-In a chunk of a sliding-window group, tokens that the writer had already freed are zeros. `length.content_alignment`
-says where valid content begins.
+In a chunk of a sliding-window group, tokens that the writer had already freed are zeros.
+`length.content_alignment` says where valid content begins.
 
 K and V lie side by side per token, as GPU backends keep them: one head of one layer is then one run on both
 sides where the engine keeps heads outside of tokens.
