@@ -39,7 +39,8 @@ def content_alignment(kind: GroupKind, attention_span: int, chunk_tokens: int) -
     """Return the alignment of a chunk's content, in tokens.
 
     The writer may have freed tokens that the window no longer covers; the chunk has zeros for them. Valid
-    content begins at the last multiple of this alignment, at or before the first token that the chunk's end sees.
+    content begins at the last multiple of this alignment, at or before the first token that the chunk's end
+    sees.
 
     >>> content_alignment(GroupKind.SLIDING, 128, 256), content_alignment(GroupKind.SLIDING, 1024, 256)
     (128, 256)
