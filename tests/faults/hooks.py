@@ -215,7 +215,7 @@ def _hook_threads(engine: Any, hooks: Hooks) -> None:
     """Let something unexpected be raised in each of the threads."""
     owners = [(lane, "_read_words", "break lane") for lane in worker_half(engine)._transfers._lanes]
     owners += [
-        (half(engine)._client._redemptions, "hear", "break client"),
+        (half(engine)._client._redemptions, "handle_reply", "break client"),
         (half(engine)._server.tickets, "redeem", "break server"),
         (worker_half(engine)._transfers._exposed._gatherer, "_gather", "break gather"),
     ]
@@ -282,7 +282,7 @@ def _sending(send: Any, hooks: Hooks) -> Any:
         if hooks.take(f"lose {kind}"):
             return
         if hooks.take(f"garble {kind}"):
-            peer.socket.send(random.Random(hooks.injected.total()).randbytes(200), zmq.DONTWAIT)
+            peer.socket.raw.send(random.Random(hooks.injected.total()).randbytes(200), zmq.DONTWAIT)
         if hooks.take(f"double {kind}"):
             send(peer, message)
         send(peer, message)

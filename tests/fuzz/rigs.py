@@ -153,12 +153,12 @@ class Worker:
         region = Region(self.address, len(self.pool))
         self.area = StagingArea(UNITS * UNIT_BYTES, region)
         self.words = LeaseWords(INCARNATION, LEASES)
-        first = self.words.extend(UNITS)
+        first = self.words.add(UNITS)
         geometry = RankGeometry(0, 1, 0, 1, BLOCKS, (), (region,))
         self.server = GatherServer(HOST, geometry, self.area, self.words, first, rig.keys)
         rig.stack.callback(self.server.close)
 
     def image(self, position: int, stride: int) -> bytes:
         """Return the image at a position of the area."""
-        whole = self.area.slots(stride).space._flat(0, 1).numpy()
+        whole = self.area.cells(stride).space._flat(0, 1).numpy()
         return bytes(whole[position * stride : (position + 1) * stride])

@@ -19,10 +19,10 @@ from kvferry.transport.metadata_validation import ValidationResult
 class Trusting:
     """Lets every peer pass: a local agent's metadata is its name."""
 
-    def ask(self, cards: Sequence[RankCard], wake: Callable[[], None]) -> ValidationResult:
+    def validate(self, cards: Sequence[RankCard], wake: Callable[[], None]) -> ValidationResult:
         return ValidationResult("")
 
-    def warm(self) -> None:
+    def warm_up(self) -> None:
         pass
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ def reader(world):
 
 def verdict(reader, card) -> str:
     told = threading.Event()
-    verdict = reader.thread._vetting.ask([card], told.set)
+    verdict = reader.thread._validator.validate([card], told.set)
     assert told.wait(60), "no verdict"
     assert verdict.reason is not None
     return verdict.reason
@@ -152,7 +152,7 @@ def test_registered_memory_that_does_not_exist_is_refused_before_anything_is_rea
 def test_the_child_ends_when_its_worker_closes(world, reader):
     (card,) = world.shared_producer(large.SPEC, large.FAMILIES).cards
     assert verdict(reader, card) == ""
-    child = reader.thread._vetting._trial._process
+    child = reader.thread._validator._sandbox._process
     assert child.poll() is None
     reader.thread.close()
     assert child.poll() is not None
@@ -182,7 +182,7 @@ os.kill(os.getpid(), 9)
 def test_nobody_outside_the_machine_reaches_an_engine_on_loopback(world, reader, monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     producer = well(world, reader, "P", world.producer)
-    child = reader.thread._vetting._trial._process.pid
+    child = reader.thread._validator._sandbox._process.pid
     for pid in (producer.process.pid, os.getpid(), child):
         found = listening(pid)
         assert found, "UCX listens"

@@ -74,7 +74,7 @@ def test_a_word_of_another_run_of_the_worker_is_a_failure(world, producer):
     (card,) = producer.cards
     restarted = type(card)(card.geometry, card.agent, card.words_address, card.words, INCARNATION + 1)
     (lane,) = reader.thread._lanes
-    lane._vetting = Trusting()  # it restarted after its metadata had been tried
+    lane._validator = Trusting()  # it restarted after its metadata had been tried
     reader.thread.connect("P", [restarted])
     reader.submit("load", "P", large.span(1), large.FORWARD, large.FORWARD)
     result = reader.result("load")

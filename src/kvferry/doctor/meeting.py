@@ -25,11 +25,10 @@ import kvferry
 from kvferry.errors import KVFerryError, ProtocolError
 from kvferry.keys import prompt_digest
 from kvferry.transport import security
-from kvferry.transport.endpoint import zmq_endpoint
+from kvferry.transport.control_socket import ControlSocket
 from kvferry.transport.handshake import Address
 from kvferry.transport.lease import new_incarnation
 from kvferry.transport.messages import (
-    MAX_REPLY_BYTES,
     PROTOCOL,
     Accepted,
     AskRanks,
@@ -39,14 +38,12 @@ from kvferry.transport.messages import (
     Ranks,
     Refused,
     Release,
-    Reply,
     Request,
-    decode_reply,
-    encode,
 )
 from kvferry.transport.redeem import PromptContent, Redeem
 
 _ROUNDS = 7
+_LINGER_MILLISECONDS = 1000
 _GREETING_BYTES = 64
 _GIVE_KEY = (
     "give --secret-file, or a --config that names it; on the engine's machine, run this as the engine's user"
@@ -128,37 +125,45 @@ def give_back(address: Address, keys: security.Keys, ticket: bytes, tokens: Sequ
         tokens: token ids that the blocks hold.
     """
     consumer, content = new_incarnation(), PromptContent(prompt_digest(tokens))
-    with _connected(address, keys) as channel:
-        channel.linger = 1000
-        channel.send(encode(Redeem(0, consumer, ticket, len(tokens), content)))
-        channel.send(encode(Release(consumer, [ticket])))
+    with _connected(address, keys, _LINGER_MILLISECONDS) as channel:
+        channel.send(Redeem(0, consumer, ticket, len(tokens), content))
+        channel.send(Release(consumer, [ticket]))
 
 
 @contextmanager
-def _connected(address: Address, keys: security.Keys) -> Iterator[zmq.Socket[Any]]:
+def _connected(
+    address: Address, keys: security.Keys, linger_milliseconds: int = 0
+) -> Iterator[ControlSocket]:
+    """Yield a connection to the control channel at `address`.
+
+    Raises:
+        CannotMeet: the address is malformed, or the socket fails.
+    """
     context: zmq.Context[Any] = zmq.Context()
-    channel: zmq.Socket[Any] = context.socket(zmq.DEALER)
-    channel.linger = 0
-    channel.maxmsgsize = MAX_REPLY_BYTES
+    channel = None
     try:
-        security.secure_client(channel, keys)
-        channel.connect(zmq_endpoint(channel, *address))
+        channel = ControlSocket(context, *address, keys)
         yield channel
     except zmq.ZMQError as error:
         raise CannotMeet(f"it cannot be asked: {error}", "correct the address") from error
     finally:
-        channel.close()
+        if channel is not None:
+            channel.close(linger_milliseconds)
         context.term()
 
 
-def _ask(channel: zmq.Socket[Any], message: Request, kind: type[Any], until: float) -> Any:
-    channel.send(encode(message))
-    if not channel.poll(max(0, int((until - time.monotonic()) * 1000))):
+def _ask(channel: ControlSocket, message: Request, kind: type[Any], deadline: float) -> Any:
+    """Return the answer to a message, which is of class `kind`.
+
+    Raises:
+        CannotMeet: there is no answer by the deadline, or another one.
+    """
+    try:
+        reply = channel.ask(message, deadline)
+    except TimeoutError as error:
         raise CannotMeet(
             "it does not answer: it has another key, or its peers setting leaves this machine out", _GIVE_KEY
-        )
-    try:
-        reply: Reply = decode_reply(channel.recv_multipart()[-1])
+        ) from error
     except ProtocolError as error:
         raise CannotMeet(f"its answer is {error}", "use the same kvferry here and there") from error
     if isinstance(reply, Refused):

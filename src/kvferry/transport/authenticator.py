@@ -75,7 +75,7 @@ class Authenticator:
             return b"400", b"not this key"
         host = client.decode("ascii", "replace")
         address = parse_ip(host)
-        admitted = address is not None and self._names.admits(address)
+        admitted = address is not None and self._names.is_allowed(address)
         if admitted:
             return b"200", b"OK"
         if admitted is None:

@@ -110,7 +110,7 @@ class ConnectedPeer:
                     order.src_tables[route.src_group],
                     dst_table,
                 )
-                cells = order.share.of(cells, route.cell_bytes, number)
+                cells = order.share.select(cells, route.cell_bytes, number)
                 number += 1
                 if not len(cells):
                     continue

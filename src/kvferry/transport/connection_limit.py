@@ -47,7 +47,7 @@ class ConnectionLimiter:
     Attributes:
         open: connections that were accepted and have not ended.
         paused: nothing is accepted now.
-        events: to be polled; readable if `count` has something to do.
+        events: to be polled; readable if `process_events` has something to do.
     """
 
     def __init__(self, listener: zmq.Socket[Any], most: int | None = None) -> None:
@@ -75,7 +75,7 @@ class ConnectionLimiter:
         self.events.rcvhwm = 1  # beside the 1000 that the other end of it holds
         self.events.connect(told)
 
-    def count(self) -> None:
+    def process_events(self) -> None:
         """Process events of connections; stop or resume accepting."""
         while (said := self._next()) is not None:
             event, value = said
@@ -94,7 +94,7 @@ class ConnectionLimiter:
         """Watch no more; before the socket is closed."""
         # Where events wait for room, ZeroMQ holds a lock that `disable_monitor` needs. So make room, and let
         # no more strangers in meanwhile.
-        self.count()
+        self.process_events()
         self._filter(_ATTACH_FILTER, _PROGRAM)
         while self._next() is not None:
             pass

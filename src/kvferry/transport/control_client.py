@@ -23,12 +23,11 @@ import zmq
 from kvferry.limited_log import LimitedLog
 from kvferry.transport import security
 from kvferry.transport.allowed_peers import ANY_PEER, AllowedPeers
+from kvferry.transport.control_socket import ControlSocket
 from kvferry.transport.delay_monitor import DelayMonitor
-from kvferry.transport.endpoint import zmq_endpoint
 from kvferry.transport.gather_address import resolve_gather_address
 from kvferry.transport.handshake import Address, Handshakes, PeerStatus, Pending, Unusable
 from kvferry.transport.messages import (
-    MAX_REPLY_BYTES,
     MAX_TICKETS,
     AskTurn,
     Facts,
@@ -39,7 +38,6 @@ from kvferry.transport.messages import (
     Request,
     Turns,
     decode_numbered,
-    encode,
 )
 from kvferry.transport.redeem import PromptContent, Redeem, Redeemed
 from kvferry.transport.redemptions import Redemptions
@@ -68,7 +66,7 @@ class _Peer:
         held: tickets whose leases are kept alive there.
     """
 
-    socket: zmq.Socket[Any]
+    socket: ControlSocket
     held: set[bytes] = field(default_factory=set)
 
 
@@ -115,10 +113,10 @@ class ControlClient:
     # -- the engine's thread ------------------------------------------------------------------------------
 
     def look_up(self, address: Address, incarnation: int | None = None) -> PeerStatus:
-        """What is known of the peer at `address`, see `Handshakes.known`; asks it if nothing is."""
-        answer = self._handshakes.known(address, incarnation)
+        """What is known of the peer at `address`, see `Handshakes.status`; asks it if nothing is."""
+        answer = self._handshakes.status(address, incarnation)
         if answer is None:
-            if self._handshakes.crowded:
+            if self._handshakes.is_full:
                 return Pending()
             answer = self._handshakes.start(address)
             self._command(address, None)
@@ -130,7 +128,7 @@ class ControlClient:
 
     def redeem(self, address: Address, ticket: bytes, tokens: int, content: PromptContent) -> int:
         """Exchange a ticket for a grant, which claims the lease; return the redemption's number."""
-        self._questions.named(address)
+        self._questions.note_ticket(address)
         message = self._redemptions.begin(address, ticket, tokens, content)
         self._command(address, message)
         return message.number
@@ -138,7 +136,7 @@ class ControlClient:
     def redemption(self, number: int, wait_seconds: float = 0.0) -> Redeemed | Unusable | Pending:
         """Return a redemption's answer, see `Redemptions.answer`; a silent producer is met anew next time."""
         answer = self._redemptions.answer(number, wait_seconds)
-        if isinstance(answer, Unusable) and (silent := self._redemptions.silent(number)) is not None:
+        if isinstance(answer, Unusable) and (silent := self._redemptions.silent_producer(number)) is not None:
             self.forget(silent)
         return answer
 
@@ -190,19 +188,19 @@ class ControlClient:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
-        punctual = DelayMonitor("control channel, asking")
+        delay = DelayMonitor("control channel, asking")
         self._next_beat = time.monotonic() + self._heartbeat_seconds
         stop = False
         while not stop:
-            heard = poller.poll(int(punctual.wait(self._wait_seconds(self._next_beat)) * 1000))
-            punctual.back()
+            heard = poller.poll(int(delay.before_wait(self._wait_seconds(self._next_beat)) * 1000))
+            delay.after_wait()
             stop = self._stop  # what was asked for before is still sent
             try:
                 self._turn(poller, [source for source, _ in heard])
             except Exception as error:  # noqa: BLE001 - one peer's message must not silence all others
                 self._log.say(type(error).__name__, "control channel: an unexpected error", error)
         for peer in self._peers.values():
-            peer.socket.close(linger=_LINGER_MILLISECONDS)
+            peer.socket.close(_LINGER_MILLISECONDS)
         self._context.term()
 
     def _turn(self, poller: zmq.Poller, heard: list[Any]) -> None:
@@ -211,7 +209,7 @@ class ControlClient:
             if source == self._wake:
                 os.eventfd_read(self._wake)
             else:
-                self._receive(next(a for a, p in self._peers.items() if p.socket is source))
+                self._receive(next(a for a, p in self._peers.items() if p.socket.raw is source))
         unresolved, self._unresolved = self._unresolved, []
         self._unnamed.clear()
         for command in unresolved:
@@ -222,8 +220,8 @@ class ControlClient:
         if now >= self._next_beat:
             self._next_beat = now + self._heartbeat_seconds
             self._beat(poller)
-        self._handshakes.give_up_on_silent()
-        for address in self._handshakes.take_refused():
+        self._handshakes.refuse_silent()
+        for address in self._handshakes.pop_refused():
             self._close_if_idle(poller, address)
 
     def _wait_seconds(self, beat: float) -> float:
@@ -262,15 +260,16 @@ class ControlClient:
         opened = peer is None
         if peer is None or message is None:
             # A name may be resolved at any moment: what comes after a command that waits, waits too.
-            place = None if address in self._unnamed else self._names.place(address[0])
+            place = None if address in self._unnamed else self._names.resolve(address[0])
             if place is None:
                 self._wait_for_name((address, message))
                 return
             # A socket that a handshake failed on may never connect again: ZeroMQ gives it up for good when
             # something that is no ZeroMQ has answered.
             held = self._close(poller, address)
-            peer = self._peers[address] = _Peer(self._connect(place, address[1]), held)
-            poller.register(peer.socket, zmq.POLLIN)
+            socket = self._connect(place, address[1])
+            peer = self._peers[address] = _Peer(socket, held)
+            poller.register(socket.raw, zmq.POLLIN)
         if message is None:
             self._send(peer, self._handshakes.open(address))
             for question in self._redemptions.unanswered(address):
@@ -289,8 +288,8 @@ class ControlClient:
         peer = self._peers.pop(address, None)
         if peer is None:
             return set()
-        poller.unregister(peer.socket)
-        peer.socket.close(linger=_LINGER_MILLISECONDS)
+        poller.unregister(peer.socket.raw)
+        peer.socket.close(_LINGER_MILLISECONDS)
         return peer.held
 
     def _close_if_idle(self, poller: zmq.Poller, address: Address) -> None:
@@ -311,28 +310,21 @@ class ControlClient:
         self._check_ranks(ranks)
         return tuple(resolve_gather_address(card, address, self._names, self._log) for card in ranks)
 
-    def _connect(self, host: str, port: int) -> zmq.Socket[Any]:
-        socket: zmq.Socket[Any] = self._context.socket(zmq.DEALER)
-        socket.maxmsgsize = MAX_REPLY_BYTES
-        socket.linger = 0
-        security.secure_client(socket, self._keys)
-        socket.connect(zmq_endpoint(socket, host, port))
-        return socket
+    def _connect(self, host: str, port: int) -> ControlSocket:
+        return ControlSocket(self._context, host, port, self._keys)
 
     def _send(self, peer: _Peer, message: Request) -> None:
-        try:
-            peer.socket.send(encode(message), zmq.DONTWAIT)
-        except zmq.Again:
+        if not peer.socket.send(message):
             logger.debug("control channel: a peer takes no more messages; dropped %s", type(message).__name__)
 
     def _receive(self, address: Address) -> None:
         peer = self._peers[address]
-        frames = peer.socket.recv_multipart()
-        answer = decode_numbered(frames[-1])
+        data = peer.socket.receive()
+        answer = decode_numbered(data)
         if isinstance(answer, Turns):
-            self._questions.hear(address, answer)
+            self._questions.handle_reply(address, answer)
         elif answer is not None:
-            if (ticket := self._redemptions.hear(address, answer)) is not None:
+            if (ticket := self._redemptions.handle_reply(address, answer)) is not None:
                 peer.held.add(ticket)  # before a release of it can be carried out by this thread
-        elif message := self._handshakes.hear(address, frames[-1]):
+        elif message := self._handshakes.handle_reply(address, data):
             self._send(peer, message)

@@ -146,10 +146,10 @@ class ControlServer:
         self._thread.join()
 
     def _run(self) -> None:
-        punctual = DelayMonitor("control channel, listening")
+        delay = DelayMonitor("control channel, listening")
         while not self._stop.is_set():
-            heard = self._listener.wait(punctual.wait(_POLL_SECONDS))
-            punctual.back()
+            heard = self._listener.wait(delay.before_wait(_POLL_SECONDS))
+            delay.after_wait()
             if not heard:
                 continue
             try:
@@ -203,7 +203,7 @@ class ControlServer:
                 self.events.put(sender, LeasesClaimed(leases))
         elif leases := self.tickets.release(message.consumer, message.tickets):
             # A ticket is closed once, so there are no more of these than leases.
-            self.events.put(sender, LeasesReleased(leases), always=True)
+            self.events.put(sender, LeasesReleased(leases), force=True)
 
     def _met(self, peer: Facts) -> None:
         if peer.keeps_turns is not None and self._peers.could_be(peer.keeps_turns[0]):

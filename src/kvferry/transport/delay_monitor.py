@@ -25,12 +25,12 @@ class DelayMonitor:
         self._name, self._clock = name, clock
         self._due = self._said = float("-inf")
 
-    def wait(self, seconds: float) -> float:
+    def before_wait(self, seconds: float) -> float:
         """The thread is about to wait for at most so long; returns that."""
         self._due = self._clock() + seconds
         return seconds
 
-    def back(self) -> None:
+    def after_wait(self) -> None:
         """It runs again: warn if that is late, once a minute at most."""
         now = self._clock()
         if now - self._due > LATE_SECONDS and now - self._said > _QUIET_SECONDS:

@@ -38,7 +38,7 @@ class ExportedMemory:
         """
         self._agent = agent
         outgoing = StagingArea(settings.staging_bytes, geometry.regions[0])
-        first_word = words.extend(outgoing.units)
+        first_word = words.add(outgoing.units)
         areas = [outgoing.region] if outgoing.units else []
         for region in geometry.regions:
             request_huge_pages(region, touched=True)

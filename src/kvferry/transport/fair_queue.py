@@ -20,15 +20,15 @@ class FairQueue(Generic[_Message]):
         dropped: messages that found no room.
     """
 
-    def __init__(self, most_of_sender: int = MAX_PER_SENDER, most: int = MAX_MESSAGES) -> None:
+    def __init__(self, per_sender: int = MAX_PER_SENDER, total: int = MAX_MESSAGES) -> None:
         """Begin empty.
 
         Args:
-            most_of_sender: messages of one sender.
-            most: messages of all.
+            per_sender: messages of one sender.
+            total: messages of all.
         """
         self.dropped = 0
-        self._most_of_sender, self._most = most_of_sender, most
+        self._per_sender, self._total = per_sender, total
         self._waiting: deque[tuple[bytes, _Message]] = deque()
         self._of: Counter[bytes] = Counter()
         self._lock = threading.Lock()
@@ -41,18 +41,18 @@ class FairQueue(Generic[_Message]):
         """Iterate over the messages, oldest first, without taking them."""
         return iter([message for _, message in list(self._waiting)])
 
-    def put(self, sender: bytes, message: _Message, *, always: bool = False) -> bool:
+    def put(self, sender: bytes, message: _Message, *, force: bool = False) -> bool:
         """Append a message; return False, and count it, if there is no room for it.
 
         Args:
             sender: who sent it.
             message: what is appended.
-            always: take it beyond the limits, because it is lost for good if it is dropped. Only for messages
+            force: take it beyond the limits, because it is lost for good if it is dropped. Only for messages
                 whose number is bounded otherwise.
         """
         with self._lock:
-            full = self._of[sender] >= self._most_of_sender or len(self._waiting) >= self._most
-            if full and not always:
+            full = self._of[sender] >= self._per_sender or len(self._waiting) >= self._total
+            if full and not force:
                 self.dropped += 1
                 return False
             self._of[sender] += 1

@@ -27,7 +27,7 @@ def resolve_gather_address(
     if card.outgoing is None:
         return card
     try:
-        place = names.place(card.outgoing.host)
+        place = names.resolve(card.outgoing.host)
         why = "its name is not resolved yet"
     except AddressNotAllowed as error:
         place, why = None, str(error)

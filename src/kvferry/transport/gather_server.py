@@ -223,12 +223,12 @@ class GatherServer:
         blocks = message.ids()
         if reason := self._refusal(reader, route, message, blocks):
             return self._refuse(sender, message, reason)
-        lot = self.area.take(len(blocks), route.image_stride)
+        lot = self.area.allocate(len(blocks), route.image_stride)
         if lot is None:
             return False
         # What was gathered is right only if no block had been given back by now.
         if reason := self._copy(message, route, loops, lot) or self._ended(message):
-            self.area.give_back(lot)
+            self.area.free(lot)
             return self._refuse(sender, message, reason)
         reader.lots[message.chunk] = _HeldAllocation(lot, self._clock())
         word = self._first_word + lot.unit
@@ -238,7 +238,7 @@ class GatherServer:
 
     def _copy(self, message: Gather, route: GatherRoute, loops: CellCopies, lot: Allocation) -> str | None:
         """Fill a lot; why that cannot be done, None if it is done."""
-        slots = self.area.slots(route.image_stride)
+        slots = self.area.cells(route.image_stride)
         try:
             blocks = message.ids()
             loops.gather(blocks, message.cell + np.arange(len(blocks)), slots, lot.position)
@@ -297,4 +297,4 @@ class GatherServer:
     def _free(self, held: _HeldAllocation) -> None:
         """Give a lot back; first its word is raised, so that a READ that comes late is seen to be late."""
         self._words.end([self._first_word + held.lot.unit])
-        self.area.give_back(held.lot)
+        self.area.free(held.lot)

@@ -6,7 +6,7 @@
 Addresses come with requests, so anyone can make them up. Few are asked at a time, and while many are, silent
 ones are given up early: one that answers is met all the same. What is remembered is bounded too.
 
-The engine's thread uses `known`, `start` and `forget`; the thread that has the sockets uses the rest.
+The engine's thread uses `status`, `start` and `forget`; the thread that has the sockets uses the rest.
 """
 
 from __future__ import annotations
@@ -115,11 +115,11 @@ class Handshakes:
         self._known_since: dict[Address, float] = {}
         self._closable: list[Address] = []
         self._log = LimitedLog(logger, clock=clock)
-        self._under_way: dict[Address, _Handshake] = {}
+        self._running: dict[Address, _Handshake] = {}
 
     # -- the engine's thread ------------------------------------------------------------------------------
 
-    def known(self, address: Address, incarnation: int | None = None) -> PeerStatus | None:
+    def status(self, address: Address, incarnation: int | None = None) -> PeerStatus | None:
         """Return what is known of the peer at `address`, of this incarnation; None if it must be asked.
 
         A peer known by another incarnation may have been restarted: it is asked anew, unless that was done
@@ -137,7 +137,7 @@ class Handshakes:
         return answer
 
     @property
-    def crowded(self) -> bool:
+    def is_full(self) -> bool:
         """True while too many handshakes are under way to begin another."""
         return len(self._looking) >= MAX_HANDSHAKES
 
@@ -157,16 +157,16 @@ class Handshakes:
     @property
     def deadlines(self) -> list[float]:
         """Deadlines of the handshakes under way, by the clock."""
-        return [one.began + self._patience(one) for one in list(self._under_way.values())]
+        return [one.began + self._patience(one) for one in list(self._running.values())]
 
     def open(self, address: Address) -> Hello:
         """Return the first message to a peer; its time begins now."""
-        self._under_way[address] = _Handshake(self._clock())
+        self._running[address] = _Handshake(self._clock())
         return Hello(PROTOCOL, self._facts)
 
-    def hear(self, address: Address, answer: bytes) -> AskRanks | None:
+    def handle_reply(self, address: Address, answer: bytes) -> AskRanks | None:
         """Take a peer's answer; return the next message to it, if any."""
-        handshake = self._under_way.get(address)
+        handshake = self._running.get(address)
         if handshake is None:
             return None  # nothing was asked, or it came too late
         try:
@@ -183,7 +183,7 @@ class Handshakes:
         reason = shown(reason, _REASON_CHARACTERS)
         host, port = address
         self._log.say(f"{address}", f"peer at {shown(host)}:{port} cannot be used: {reason}")
-        self._under_way.pop(address, None)
+        self._running.pop(address, None)
         self._looking.pop(address, None)
         self._answers[address] = Unusable(reason)
         if (oldest := _put(self._refused_at, address, self._clock())) is not None and isinstance(
@@ -192,15 +192,15 @@ class Handshakes:
             self._answers.pop(oldest, None)
         self._closable.append(address)
 
-    def take_refused(self) -> list[Address]:
+    def pop_refused(self) -> list[Address]:
         """Return the peers that were refused since the last call."""
         refused, self._closable = self._closable, []
         return refused
 
-    def give_up_on_silent(self) -> None:
+    def refuse_silent(self) -> None:
         """Refuse peers whose time is over."""
         now = self._clock()
-        for address, handshake in list(self._under_way.items()):
+        for address, handshake in list(self._running.items()):
             patience = self._patience(handshake)
             if now >= handshake.began + patience:
                 self.refuse(
@@ -215,13 +215,13 @@ class Handshakes:
 
     def _patience(self, handshake: _Handshake) -> float:
         """Return how long an answer is waited for; less while many are, if the peer has said nothing yet."""
-        if handshake.facts is None and len(self._under_way) > HURRY_HANDSHAKES:
+        if handshake.facts is None and len(self._running) > HURRY_HANDSHAKES:
             return min(HURRY_SECONDS, self._patience_seconds)
         return self._patience_seconds
 
     def is_unknown(self, address: Address) -> bool:
         """Return whether nothing is known of a peer and nothing was asked."""
-        return self._answers.get(address) is None and address not in self._under_way
+        return self._answers.get(address) is None and address not in self._running
 
     def forget_refusals(self) -> None:
         """Forget refusals that no longer stand."""
@@ -246,7 +246,7 @@ class Handshakes:
         if facts is None or not ranks:
             raise ProtocolError("ranks came before the peer was accepted, or there are none")
         ranks = self._check(address, ranks)
-        del self._under_way[address]
+        del self._running[address]
         self._looking.pop(address, None)
         self._answers[address] = PeerInfo(facts, ranks)
         if (oldest := _put(self._known_since, address, self._clock())) is not None and isinstance(

@@ -30,15 +30,15 @@ class KeyLocation:
 
     Attributes:
         path: of the file.
-        given: it is the ``secret_file`` of the configuration; else the machine's key.
+        configured: it is the ``secret_file`` of the configuration; else the machine's key.
     """
 
     path: Path
-    given: bool
+    configured: bool
 
     def __str__(self) -> str:
         """Name it as error messages do."""
-        return f"secret_file {self.path}" if self.given else f"this machine's key {self.path}"
+        return f"secret_file {self.path}" if self.configured else f"this machine's key {self.path}"
 
 
 def key_location(secret_file: str | None, environment: Mapping[str, str] = os.environ) -> KeyLocation:
@@ -48,10 +48,10 @@ def key_location(secret_file: str | None, environment: Mapping[str, str] = os.en
         ConfigError: no secret_file is set, and this user has no state directory.
     """
     if secret_file is not None:
-        return KeyLocation(Path(secret_file), given=True)
+        return KeyLocation(Path(secret_file), configured=True)
     for name, below in (("XDG_STATE_HOME", ""), ("HOME", ".local/state")):
         if os.path.isabs(environment.get(name, "")):  # noqa: PTH117 - an empty text is no path
-            return KeyLocation(Path(environment[name], below, "kvferry", KEY_NAME), given=False)
+            return KeyLocation(Path(environment[name], below, "kvferry", KEY_NAME), configured=False)
     try:
         home = pwd.getpwuid(os.geteuid()).pw_dir
     except KeyError:
@@ -61,7 +61,7 @@ def key_location(secret_file: str | None, environment: Mapping[str, str] = os.en
             "no secret_file is set, and there is no place for a key of this machine: HOME and XDG_STATE_HOME "
             f"are not set, and user {os.geteuid()} has no home directory; {REMEDY}"
         )
-    return KeyLocation(Path(home, ".local/state/kvferry", KEY_NAME), given=False)
+    return KeyLocation(Path(home, ".local/state/kvferry", KEY_NAME), configured=False)
 
 
 def read_keys(secret_file: str | None) -> Keys:
@@ -71,7 +71,7 @@ def read_keys(secret_file: str | None) -> Keys:
         ConfigError: the file cannot be read or made, others can read it, or it holds no secret.
     """
     place = key_location(secret_file)
-    if place.given:
+    if place.configured:
         return derive_keys(_given_secret(place))
     with private_directory(place.path.parent, make=True) as directory:
         if not _exists(directory):
@@ -86,7 +86,7 @@ def existing_keys(secret_file: str | None) -> Keys | None:
         ConfigError: see `read_keys`.
     """
     place = key_location(secret_file)
-    if place.given:
+    if place.configured:
         return derive_keys(_given_secret(place))
     try:
         with private_directory(place.path.parent, make=False) as directory:

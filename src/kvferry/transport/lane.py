@@ -114,7 +114,7 @@ class Lane:
         landing: StagingArea,
         settings: TransferSettings,
         make_agent: MakeAgent,
-        vetting: MetadataValidator,
+        validator: MetadataValidator,
         in_flight: int,
     ) -> None:
         """Start the thread; `wait_ready` says when it can read.
@@ -125,14 +125,14 @@ class Lane:
             landing: where images are read into; lanes share it.
             settings: strategies, costs.
             make_agent: called in the thread.
-            vetting: says whether a peer's metadata may be loaded.
+            validator: says whether a peer's metadata may be loaded.
             in_flight: how many reads may be in flight; more wait their turn.
         """
         self._settings, self._geometry, self._images = settings, geometry, landing
         self._landing = np.zeros(in_flight * MAX_SOURCES + MAX_CHUNKS, np.uint64)
         self._landing_region = Region(int(self._landing.ctypes.data), self._landing.nbytes)
         self._free_landings = list(range(0, in_flight * MAX_SOURCES, MAX_SOURCES))
-        self._vetting = vetting
+        self._validator = validator
         self._asked: deque[ReadOrder | _Connect] = deque()
         self._held: deque[ReadOrder] = deque()
         self._results: deque[ReadResult] = deque()
@@ -205,7 +205,7 @@ class Lane:
         self._context: zmq.Context[Any] = zmq.Context()
         self._links = PeerConnections(
             partial(self._make_peer, agent),
-            lambda cards: self._vetting.ask(cards, self._wake.set),
+            lambda cards: self._validator.validate(cards, self._wake.set),
             lambda: [read.peer for read in self._reads],
         )
         self._bench = PackedReadResources(
@@ -230,7 +230,7 @@ class Lane:
 
     def _take_asked(self, agent: Agent) -> bool:
         """Carry out what was asked for, in that order; return False if nothing was."""
-        busy = self._links.settle()
+        busy = self._links.process_verdicts()
         if busy:
             self._asked.extendleft(reversed(self._held))
             self._held.clear()
@@ -243,7 +243,7 @@ class Lane:
                 self._links.connect(asked.peer, asked.cards)
             else:
                 self._links.disconnect(asked.peer)
-        self._links.let_go()
+        self._links.close_unused()
         return busy
 
     def _make_peer(self, agent: Agent, cards: tuple[RankCard, ...]) -> ConnectedPeer:
@@ -362,10 +362,10 @@ class Lane:
     def _end(self, read: _Read) -> None:
         now = time.perf_counter()
         if read.failure is None:
-            self._links.served(read.peer)
+            self._links.mark_served(read.peer)
             self._check_words(read)
         elif read.peer_lost:
-            self._links.failed(read.peer, read.failure)
+            self._links.mark_failed(read.peer, read.failure)
         self._reads.remove(read)
         self._free_landings.append(read.landing)
         done = read.data_done or now

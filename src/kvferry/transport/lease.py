@@ -68,7 +68,7 @@ class LeaseWords:
         """Address of slot 0."""
         return int(self.array.ctypes.data)
 
-    def extend(self, count: int) -> int:
+    def add(self, count: int) -> int:
         """Add words that are no leases', before the array is registered; returns the first one's slot."""
         first = len(self.array)
         self.array = np.concatenate([self.array, np.full(count, self.incarnation << 32, np.uint64)])

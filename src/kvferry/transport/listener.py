@@ -74,7 +74,7 @@ class Listener:
         """Wait for a message, at most this long; return whether there is one to `receive`."""
         heard = dict(self._poller.poll(int(seconds * 1000)))
         if self._connections.events in heard:
-            self._connections.count()
+            self._connections.process_events()
         return self._socket in heard
 
     def receive(self) -> tuple[bytes, bytes]:

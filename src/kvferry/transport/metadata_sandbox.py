@@ -103,10 +103,10 @@ class MetadataSandbox:
         )
         return "" if self._ready else late
 
-    def ask(self, card: RankCard, seconds: float) -> str:
+    def run_trial(self, card: RankCard, seconds: float) -> str:
         """Have the metadata of a worker tried; return why it cannot be used, empty if it can.
 
-        After any reason the child may be damaged: `end` it.
+        After any reason the child may be damaged: `kill` it.
         """
         try:
             self._connection.send_bytes(encode_trial(card))
@@ -116,7 +116,7 @@ class MetadataSandbox:
         except (EOFError, OSError):
             return f"its transport metadata ended the process that tried it ({self._how()})"
 
-    def end(self) -> None:
+    def kill(self) -> None:
         """Kill the child."""
         self._connection.close()
         self._process.kill()

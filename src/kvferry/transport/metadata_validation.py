@@ -50,10 +50,10 @@ class ValidationResult:
 class MetadataValidator(Protocol):
     """Decides whether peers' metadata may be loaded."""
 
-    def ask(self, cards: Sequence[RankCard], wake: Callable[[], None]) -> ValidationResult:
+    def validate(self, cards: Sequence[RankCard], wake: Callable[[], None]) -> ValidationResult:
         """Ask about all ranks of a peer; `wake` is called from another thread once the verdict is there."""
 
-    def warm(self) -> None:
+    def warm_up(self) -> None:
         """Get ready for the first question."""
 
     def close(self) -> None:
@@ -73,14 +73,14 @@ class SandboxValidator:
     def __init__(
         self, start: Callable[[], MetadataSandbox], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Start the thread; the child is started when it is first needed, or with `warm`.
+        """Start the thread; the child is started when it is first needed, or with `warm_up`.
 
         Args:
             start: starts a child.
             clock: seconds.
         """
         self._start, self._clock = start, clock
-        self._trial: MetadataSandbox | None = None
+        self._sandbox: MetadataSandbox | None = None
         self._trials = 0
         self._passed: dict[bytes, None] = {}
         self._refused: dict[bytes, tuple[str, float]] = {}
@@ -88,13 +88,13 @@ class SandboxValidator:
         self._thread = threading.Thread(target=self._run, name="kvferry-vetting", daemon=True)
         self._thread.start()
 
-    def ask(self, cards: Sequence[RankCard], wake: Callable[[], None]) -> ValidationResult:
+    def validate(self, cards: Sequence[RankCard], wake: Callable[[], None]) -> ValidationResult:
         """Ask about all ranks of a peer; `wake` is called from another thread once the verdict is there."""
         encode_trial = _ValidationRequest(tuple(cards), ValidationResult(), wake)
         self._asked.put(encode_trial)
         return encode_trial.verdict
 
-    def warm(self) -> None:
+    def warm_up(self) -> None:
         """Start the child now, so that the first peer does not wait for it."""
         self._asked.put(_ValidationRequest((), ValidationResult(), _nobody))
 
@@ -113,8 +113,8 @@ class SandboxValidator:
                 logger.exception("transport metadata")
                 encode_trial.verdict.reason = f"its transport metadata cannot be tried: {error}"
             encode_trial.wake()
-        if self._trial is not None:
-            self._trial.end()
+        if self._sandbox is not None:
+            self._sandbox.kill()
 
     def _judge(self, cards: Sequence[RankCard]) -> str:
         try:
@@ -144,8 +144,8 @@ class SandboxValidator:
         return ""
 
     def _tried(self, card: RankCard, seconds: float) -> str:
-        assert self._trial is not None  # noqa: S101 - it is ready
-        reason = self._trial.ask(card, seconds)
+        assert self._sandbox is not None  # noqa: S101 - it is ready
+        reason = self._sandbox.run_trial(card, seconds)
         self._trials += 1
         if reason or self._trials == MAX_TRIALS:
             self._replace()
@@ -153,21 +153,21 @@ class SandboxValidator:
 
     def _unready(self) -> str:
         """Wait for a child that can be asked; return why there is none."""
-        if self._trial is None:
+        if self._sandbox is None:
             self._replace()
-        if self._trial is None:
+        if self._sandbox is None:
             return "the process that tries transport metadata cannot be started; see the log of this engine"
-        if reason := self._trial.wait_ready():
+        if reason := self._sandbox.wait_ready():
             self._replace()
         return reason
 
     def _replace(self) -> None:
         """Start a child; the last one may have been damaged."""
-        if self._trial is not None:
-            self._trial.end()
-            self._trial = None
+        if self._sandbox is not None:
+            self._sandbox.kill()
+            self._sandbox = None
         try:
-            self._trial, self._trials = self._start(), 0
+            self._sandbox, self._trials = self._start(), 0
         except OSError as error:
             logger.warning(
                 "the process that tries peers' transport metadata cannot be started (%s), so no peer is read "

@@ -267,7 +267,7 @@ class PackedRead:
                 return False
             chunk.word = self._bench.free_words.pop()
         if self._way.scatter is not None:
-            chunk.lot = self._bench.landing.take(len(chunk.cells), self._way.stride)
+            chunk.lot = self._bench.landing.allocate(len(chunk.cells), self._way.stride)
             return chunk.lot is not None
         return True
 
@@ -308,7 +308,7 @@ class PackedRead:
     def _scatter(self, chunk: _Segment, lot: Allocation) -> None:
         loops, cells = self._way.scatter, chunk.cells
         assert loops is not None  # noqa: S101 - a lot was taken for it
-        slots = self._bench.landing.slots(self._way.stride)
+        slots = self._bench.landing.cells(self._way.stride)
         loops.scatter(cells.dst_block, cells.number, slots, lot.position)
 
     def _fail(self, chunk: _Segment, reason: str, *, peer_lost: bool = False) -> None:
@@ -326,7 +326,7 @@ class PackedRead:
         if chunk.number and self._client is not None:
             self._client.done(chunk.number)
         if chunk.lot is not None:
-            self._bench.landing.give_back(chunk.lot)
+            self._bench.landing.free(chunk.lot)
         if chunk.word >= 0:
             self._bench.free_words.append(chunk.word)
         chunk.number, chunk.lot, chunk.word = 0, None, -1

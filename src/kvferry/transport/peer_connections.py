@@ -96,12 +96,12 @@ class PeerConnections:
             return None
         return link.reason if link.peer is None else link.peer
 
-    def settle(self) -> bool:
+    def process_verdicts(self) -> bool:
         """Connect the peers that have passed; return whether any peer was ASKED and no longer is."""
         settled = [self._settle(name, link) for name, link in self._links.items()]
         return any(settled)
 
-    def failed(self, peer: ConnectedPeer, reason: str) -> None:
+    def mark_failed(self, peer: ConnectedPeer, reason: str) -> None:
         """Take a connection down whose transport failed; it is not used again."""
         for name, link in self._links.items():
             if link.peer is peer:
@@ -109,13 +109,13 @@ class PeerConnections:
                 self._leaving.append((name, peer))
                 self._down(link, reason)
 
-    def served(self, peer: ConnectedPeer) -> None:
+    def mark_served(self, peer: ConnectedPeer) -> None:
         """Note a read that succeeded."""
         for link in self._links.values():
             if link.peer is peer:
                 link.failures = 0
 
-    def let_go(self) -> None:
+    def close_unused(self) -> None:
         """Close connections that were taken down and that no read uses any more."""
         in_use = self._in_use()
         for entry in [entry for entry in self._leaving if entry[1] not in in_use]:
@@ -131,7 +131,7 @@ class PeerConnections:
         yield from (link.peer for link in self._links.values() if link.peer is not None)
 
     def _ask(self, name: str, link: _PeerConnection) -> None:
-        self.let_go()
+        self.close_unused()
         if any(name == leaving for leaving, _ in self._leaving):
             link.reason = f"peer {name} cannot be read from: reads of its last connection are in flight"
             return

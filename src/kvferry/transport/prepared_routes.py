@@ -199,8 +199,8 @@ class RoutePreparation:
     def add(self, route: Route) -> None:
         """Prepare one more route."""
         there = self._card.outgoing
-        room = min(self._landing.largest_image, there.bytes // 4 if there else 0)
-        found = ways(route, self._costs, self._landing.largest_image, self._cuts)
+        room = min(self._landing.largest_cell, there.bytes // 4 if there else 0)
+        found = ways(route, self._costs, self._landing.largest_cell, self._cuts)
         possible = [(way, *self._rows(route, way)) for way in found if self._possible(way, room)]
         made = [self._made(route, *prepared) for prepared in self._fitting(possible)]
         if not made:

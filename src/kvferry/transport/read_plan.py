@@ -28,7 +28,7 @@ class Share:
     lanes: int = 1
     least_bytes: int = 1
 
-    def of(self, cells: Cells, cell_bytes: int, route: int) -> Cells:
+    def select(self, cells: Cells, cell_bytes: int, route: int) -> Cells:
         """Return the lane's part of a route's cells.
 
         Args:

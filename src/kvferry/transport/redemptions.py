@@ -78,7 +78,7 @@ class Redemptions:
             return Unusable(SILENT.format(seconds=self._patience_seconds))
         return Pending()
 
-    def silent(self, number: int) -> Address | None:
+    def silent_producer(self, number: int) -> Address | None:
         """Return the address of a producer that has not answered; None if it has."""
         asked = self._asked[number]
         return asked.address if asked.answer is None else None
@@ -92,7 +92,7 @@ class Redemptions:
 
     # -- the channel's thread -----------------------------------------------------------------------------
 
-    def hear(self, address: Address, answer: Redeemed | NotRedeemed) -> bytes | None:
+    def handle_reply(self, address: Address, answer: Redeemed | NotRedeemed) -> bytes | None:
         """Take an answer; return the ticket if it has been redeemed and somebody waits for it."""
         asked = self._asked.get(answer.number)
         if asked is None or asked.address != address or asked.answer is not None:

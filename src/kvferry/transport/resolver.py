@@ -3,9 +3,9 @@
     (unknown) ─asked→ under way ─addresses→ FRESH ─30 s→ asked again, while the old addresses serve
                           └─none, or 5 s without an answer→ FAILED ─10 s→ (unknown)
 
-A resolver may take tens of seconds. So `place` and `admits` never wait: they may answer that an address is
-not known yet. Only names that the configuration lists are ever resolved, and the addresses found are the ones
-that are dialled, so a name cannot stand for another address when it is used.
+`resolve` and `is_allowed` never wait, because the system's resolver may take tens of seconds: they may answer
+that an address is not known yet. Only names that the configuration lists are resolved. The engine dials the
+address that it checked, so a name cannot stand for another address when it is used.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class PeerResolver:
         self._wanted: deque[str] = deque()
         self._threads = 0
 
-    def place(self, host: str) -> str | None:
+    def resolve(self, host: str) -> str | None:
         """Return the address to dial for a host, None while it is being resolved.
 
         Raises:
@@ -93,13 +93,13 @@ class PeerResolver:
         """
         address = parse_ip("127.0.0.1" if host == "localhost" else host)
         if address is None:
-            return self._place_of_name(host)
-        admitted = self.admits(address)
+            return self._resolve_name(host)
+        admitted = self.is_allowed(address)
         if admitted is False:
             raise AddressNotAllowed(self._refusal(address))
         return str(address) if admitted else None
 
-    def admits(self, address: IP) -> bool | None:
+    def is_allowed(self, address: IP) -> bool | None:
         """Return whether an address may be a peer's; None while a name that may have it is being resolved."""
         if self._peers.allows(address):
             return True
@@ -115,7 +115,7 @@ class PeerResolver:
         with self._lock:
             self._on_answer = lambda: None
 
-    def _place_of_name(self, host: str) -> str | None:
+    def _resolve_name(self, host: str) -> str | None:
         if not self._peers.lists(host):
             raise AddressNotAllowed(
                 "it is a name that this engine's peers setting does not list, so it is not resolved; list it "

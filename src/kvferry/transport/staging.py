@@ -1,8 +1,8 @@
-"""Staging memory: where images are while they travel.
+"""Staging memory: where packed cells lie while they travel.
 
-A worker has two areas, registered with the transport: *outgoing*, into which it gathers for others, and
-*landing*, into which it reads what it then scatters. An area is handed out in units; what is handed out is a
-`Allocation`, as long as the images of one chunk.
+A worker has two areas, both registered with the transport. It gathers cells for other workers into the
+*outgoing* area, and reads packed cells into the *landing* area before it scatters them. An area is allocated
+in units of `UNIT_BYTES`. One `Allocation` holds the packed cells of one segment.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ _ALIGNMENT = 4096
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Some units in a row.
+    """Consecutive units of a staging area.
 
     Attributes:
-        unit, units: the first, and how many.
-        position: images of a stride are numbered from the start of the area; this is the first in the lot.
+        unit, units: index of the first unit, number of units.
+        position: index of the first packed cell, counted from the start of the area in steps of the stride
+            that was allocated for.
     """
 
     unit: int
@@ -35,20 +36,20 @@ class Allocation:
 
 
 class StagingArea:
-    """Memory of one direction; any thread takes and gives back.
+    """Staging memory of one direction. Thread-safe.
 
     Attributes:
-        region: to be registered with the transport.
-        device: torch's name for where it is, which is where the cache is.
-        units: how many there are.
+        region: the memory to register with the transport.
+        device: torch device of the memory, the same as the cache's.
+        units: number of units.
     """
 
     def __init__(self, size: int, like: Region) -> None:
-        """Allocate, in memory of the kind that `like` is.
+        """Allocate the memory.
 
         Args:
-            size: bytes, rounded down to whole units; 0 for an area that has no room.
-            like: a region of the cache.
+            size: bytes, rounded down to whole units; 0 for an area without room.
+            like: a region of the cache; the area gets the same kind of memory on the same device.
         """
         self.device = "cpu" if like.memory == "DRAM" else f"cuda:{like.device}"
         self.units = size // UNIT_BYTES
@@ -62,18 +63,18 @@ class StagingArea:
         self._lock = threading.Lock()
 
     @property
-    def largest_image(self) -> int:
-        """Bytes of the largest image that is handled: several of them must find room at a time."""
+    def largest_cell(self) -> int:
+        """Bytes of the largest packed cell that may use the area: a quarter, so that several fit."""
         return self.units * UNIT_BYTES // 4
 
-    def slots(self, stride: int) -> StagedCells:
-        """Images of a stride, numbered from the start of the area."""
+    def cells(self, stride: int) -> StagedCells:
+        """Return the packed cells of the whole area, `stride` bytes apart."""
         return StagedCells(self._space, self.region.address, stride)
 
-    def take(self, images: int, stride: int) -> Allocation | None:
-        """Room for so many images of a stride, None if there is none now."""
-        # One more: images are numbered from the start of the area, and a lot begins anywhere.
-        units = -(-(images + 1) * stride // UNIT_BYTES)
+    def allocate(self, cells: int, stride: int) -> Allocation | None:
+        """Allocate room for `cells` packed cells, `stride` bytes apart; return None if none is free now."""
+        # One cell more: cells count from the start of the area, and an allocation may begin between two.
+        units = -(-(cells + 1) * stride // UNIT_BYTES)
         with self._lock:
             unit = self._taken.find(bytes(units))
             if unit < 0:
@@ -81,12 +82,12 @@ class StagingArea:
             self._taken[unit : unit + units] = b"\1" * units
         return Allocation(unit, units, -(-unit * UNIT_BYTES // stride))
 
-    def give_back(self, lot: Allocation) -> None:
-        """Nothing reads or writes these units any more."""
+    def free(self, allocation: Allocation) -> None:
+        """Free an allocation. Nothing may read or write it any more."""
         with self._lock:
-            self._taken[lot.unit : lot.unit + lot.units] = bytes(lot.units)
+            self._taken[allocation.unit : allocation.unit + allocation.units] = bytes(allocation.units)
 
 
 def cell_capacity(length: int, stride: int) -> int:
-    """How many images of a stride an area of `length` bytes has room for."""
+    """Return how many packed cells, `stride` bytes apart, fit in `length` bytes."""
     return length // stride

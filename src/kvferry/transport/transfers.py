@@ -49,7 +49,7 @@ class Transfers:
         settings: TransferSettings | None = None,
         make_agent: MakeAgent = Agent,
         in_flight: int = MAX_IN_FLIGHT,
-        vetting: MetadataValidator | None = None,
+        validator: MetadataValidator | None = None,
     ) -> None:
         """Start the lanes, register the memory; returns when that is done.
 
@@ -60,7 +60,7 @@ class Transfers:
             settings: strategies, costs, staging memory, lanes.
             make_agent: called for the agent that is read from, and in every lane for the one that reads.
             in_flight: how many reads a lane may have in flight; more wait their turn.
-            vetting: says whether a peer's metadata may be loaded; by default a child process tries it.
+            validator: says whether a peer's metadata may be loaded; by default a child process tries it.
 
         Raises:
             ConfigError: NIXL cannot be used, or the memory cannot be registered.
@@ -76,8 +76,8 @@ class Transfers:
         with ExitStack() as started, restrict_ucx_to(settings.host):
             self._exposed = ExportedMemory(geometry, words, settings, make_agent(name, progress=True))
             started.callback(self._exposed.close)
-            self._vetting = vetting or SandboxValidator(partial(MetadataSandbox, settings.host))
-            started.callback(self._vetting.close)
+            self._validator = validator or SandboxValidator(partial(MetadataSandbox, settings.host))
+            started.callback(self._validator.close)
             self._lanes = [
                 Lane(
                     f"{name}/reads-{number}",
@@ -85,7 +85,7 @@ class Transfers:
                     landing,
                     settings,
                     make_agent,
-                    self._vetting,
+                    self._validator,
                     in_flight,
                 )
                 for number in range(settings.lanes)
@@ -97,9 +97,9 @@ class Transfers:
             started.pop_all()
         self.card: RankCard = self._exposed.card
 
-    def warm(self) -> None:
+    def warm_up(self) -> None:
         """Start what the first peer would wait for."""
-        self._vetting.warm()
+        self._validator.warm_up()
 
     def connect(self, peer: str, cards: Sequence[RankCard]) -> None:
         """Prepare a peer; orders for it may follow at once."""
@@ -139,7 +139,7 @@ class Transfers:
                 "whether a peer hangs",
                 patience_seconds,
             )
-        self._vetting.close()
+        self._validator.close()
         self._exposed.close()
 
 

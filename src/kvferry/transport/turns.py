@@ -48,10 +48,14 @@ class TurnContent:
     def begins_with(self, other: TurnContent) -> bool:
         """Whether this is the other, or goes on from it, for certain."""
         chunks = len(other.keys)
-        rest, told = len(other.tokens) - chunks * other.chunk_tokens, other.after(chunks)
-        return self.keys[:chunks] == other.keys and len(told) == rest and self.after(chunks)[:rest] == told
+        rest, told = len(other.tokens) - chunks * other.chunk_tokens, other.tokens_after(chunks)
+        return (
+            self.keys[:chunks] == other.keys
+            and len(told) == rest
+            and self.tokens_after(chunks)[:rest] == told
+        )
 
-    def after(self, chunks: int) -> Sequence[int]:
+    def tokens_after(self, chunks: int) -> Sequence[int]:
         """Tokens that follow so many chunks, a chunk of them at most, up to what is not told by tokens."""
         first = chunks * self.chunk_tokens
         last = next((at for at in self.items if at >= first), len(self.tokens))
@@ -68,7 +72,7 @@ def shared_tokens(prompt: TurnContent, kept: KeptTurn) -> int:
     """
     if kept.chunks > len(prompt.keys):
         return 0
-    both = zip(prompt.after(kept.chunks), kept.after, strict=False)
+    both = zip(prompt.tokens_after(kept.chunks), kept.after, strict=False)
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
     return min(kept.chunks * prompt.chunk_tokens + same, kept.tokens)
 
@@ -110,7 +114,7 @@ class TurnIndex:
             tickets = list(self._by_key.get((last, question.keys[last]), ()))
             turns = [turn for ticket in reversed(tickets) if (turn := self._turns.get(ticket)) is not None]
             found = [
-                kept.found(last + 1, list(content.after(last + 1)))
+                kept.found(last + 1, list(content.tokens_after(last + 1)))
                 for content, kept, _ in turns[:MAX_TURNS]
                 if content.chunk_tokens == question.chunk_tokens
             ]
@@ -172,12 +176,12 @@ class TurnQueries:
         self._open[number] = _TurnQuery(asked, now)
         return number, list(asked)
 
-    def named(self, address: Address) -> None:
+    def note_ticket(self, address: Address) -> None:
         """A ticket of this peer has come: it was there lately, and is asked again."""
         if (silence := self._silent.get(address)) is not None:
             self._silent[address] = replace(silence, until=self._clock())
 
-    def hear(self, address: Address, turns: Turns) -> None:
+    def handle_reply(self, address: Address, turns: Turns) -> None:
         """An answer; one that nobody waits for is dropped."""
         question = self._open.get(turns.number)
         if question is not None and address in question.waiting:

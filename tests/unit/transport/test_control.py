@@ -13,7 +13,7 @@ from msgspec import structs
 
 from kvferry.errors import ConfigError, Incompatible
 from kvferry.keys.chunk import ChunkKeys
-from kvferry.transport import control_client, handshake, security
+from kvferry.transport import control_client, control_socket, handshake, security
 from kvferry.transport.allowed_peers import ANY_PEER
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer, LeasesClaimed, LeasesReleased, ProducerCard
@@ -320,7 +320,7 @@ def test_a_peer_that_was_given_up_has_its_full_time_when_it_is_asked_anew(ends, 
     obey = ControlClient._execute
 
     def late(self, *command):
-        self._handshakes.give_up_on_silent()  # as the thread does between two steps of the asking thread
+        self._handshakes.refuse_silent()  # as the thread does between two steps of the asking thread
         obey(self, *command)
 
     with socket.create_server((HOST, 0)) as silent:
@@ -560,7 +560,7 @@ def test_what_was_asked_on_a_connection_that_is_made_anew_is_asked_again(ends, m
     publish(server, LEASE)
     settled(client, server.port)
     with monkeypatch.context() as deaf:
-        deaf.setattr(client._redemptions, "hear", lambda address, answer: None)
+        deaf.setattr(client._redemptions, "handle_reply", lambda address, answer: None)
         number = client.redeem((HOST, server.port), LEASE, 4, CONTENT)
         until(lambda: server.events)
         time.sleep(0.05)
@@ -583,7 +583,7 @@ def test_a_ticket_that_two_decode_engines_have_redeemed_ends_with_the_last_of_th
 
 def test_a_release_is_heard_however_many_heartbeats_wait_for_the_engine(ends, monkeypatch):
     server, client = ends.server(), ends.client(heartbeat_seconds=600.0)
-    monkeypatch.setattr(server.events, "_most_of_sender", 1)
+    monkeypatch.setattr(server.events, "_per_sender", 1)
     redeem(client, server, LEASE)
     until(lambda: list(server.events) == [LeasesClaimed(["lease"])])
     client.release((HOST, server.port), LEASE)
@@ -644,7 +644,7 @@ def test_a_port_in_use_is_a_setting_to_change(ends):
 
 
 def test_an_answer_that_is_too_long_is_not_taken(ends, monkeypatch):
-    monkeypatch.setattr(control_client, "MAX_REPLY_BYTES", 10_000)
+    monkeypatch.setattr(control_socket, "MAX_REPLY_BYTES", 10_000)
     answer = settled(ends.client(handshake_seconds=1.0), ends.fake(bytes(10_001)))
     assert isinstance(answer, Unusable)
     assert answer.reason.startswith("no answer within 1 s")

@@ -16,14 +16,14 @@ def clock():
 @pytest.fixture
 def late(clock, caplog):
     """Wait so long, come back so much later; what is said of it."""
-    punctual = DelayMonitor("a thread", clock)
+    delay = DelayMonitor("a thread", clock)
 
     def run(seconds: float, later: float) -> list[str]:
         caplog.clear()
         with caplog.at_level(logging.WARNING, "kvferry"):
-            assert punctual.wait(seconds) == seconds
+            assert delay.before_wait(seconds) == seconds
             clock.now += seconds + later
-            punctual.back()
+            delay.after_wait()
         return caplog.messages
 
     return run

@@ -20,7 +20,7 @@ def test_messages_are_taken_in_their_order():
 
 
 def test_a_sender_that_floods_loses_its_own_messages_and_no_others():
-    inbox = FairQueue[int](most_of_sender=4, most=100)
+    inbox = FairQueue[int](per_sender=4, total=100)
     for number in range(1000):
         inbox.put(b"flood", number)
     assert inbox.put(b"honest", -1)
@@ -31,17 +31,17 @@ def test_a_sender_that_floods_loses_its_own_messages_and_no_others():
 
 
 def test_what_would_be_lost_for_good_is_taken_beyond_the_limits():
-    inbox = FairQueue[str](most_of_sender=2, most=3)
+    inbox = FairQueue[str](per_sender=2, total=3)
     for sender in (b"a", b"a", b"b"):
         assert inbox.put(sender, "beat")
     assert not inbox.put(b"a", "beat")
-    assert inbox.put(b"a", "release", always=True)
+    assert inbox.put(b"a", "release", force=True)
     assert list(inbox) == ["beat"] * 3 + ["release"]
     assert inbox.dropped == 1
 
 
 def test_made_up_senders_do_not_make_it_grow():
-    inbox = FairQueue[int](most_of_sender=4, most=10)
+    inbox = FairQueue[int](per_sender=4, total=10)
     for number in range(1000):
         inbox.put(str(number).encode(), number)
     assert len(inbox) == 10

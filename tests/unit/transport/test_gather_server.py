@@ -47,7 +47,7 @@ class World:
         region = Region(self.address, len(self.pool))
         self.area = StagingArea(units * UNIT_BYTES, region)
         self.words = LeaseWords(INCARNATION, LEASES)
-        first = self.words.extend(units)
+        first = self.words.add(units)
         geometry = RankGeometry(0, 1, 0, 1, BLOCKS - 1, (), (region,))
         self.server = GatherServer(
             HOST, geometry, self.area, self.words, first, KEYS, peers, lambda: self.now
@@ -65,7 +65,7 @@ class World:
         return GatherRoute(STRIDE, blocks, stride, parts)
 
     def images(self, position: int, stride: int, count: int) -> np.ndarray:
-        whole = self.area.slots(stride).space._flat(0, 1).numpy()
+        whole = self.area.cells(stride).space._flat(0, 1).numpy()
         return whole[position * stride : (position + count) * stride].reshape(count, stride)
 
     def word(self, gathered: Gathered) -> int:
@@ -117,7 +117,7 @@ def world(stack):
 
 def test_it_gathers_what_the_nests_say(world):
     reader = world.reader(world.route(Nest(16, 8, 4, (Loop(3, 100, 12),))))
-    before = world.area.slots(64).space._flat(0, 1).numpy().copy()
+    before = world.area.cells(64).space._flat(0, 1).numpy().copy()
     reader.say(ask(5, (3, 6, 1)))
     found = reader.hear()
     assert isinstance(found, Gathered)
@@ -398,8 +398,8 @@ def test_room_is_free_only_once_its_word_is_raised(world, monkeypatch):
     reader = world.reader(world.route(Nest(0, 0, 8)))
     reader.say(ask(1))
     held, seen = reader.hear(), []
-    inner = world.area.give_back
-    monkeypatch.setattr(world.area, "give_back", lambda lot: seen.append(world.word(held)) or inner(lot))
+    inner = world.area.free
+    monkeypatch.setattr(world.area, "free", lambda lot: seen.append(world.word(held)) or inner(lot))
     reader.say(Done(1))
     world.idle()
     assert seen == [INCARNATION << 32 | held.generation + 1]

@@ -41,13 +41,13 @@ def begun(handshakes: Handshakes) -> Handshakes:
 
 
 def test_a_peer_is_known_once_its_ranks_have_come(handshakes):
-    assert handshakes.known(PEER, 1) is None
+    assert handshakes.status(PEER, 1) is None
     begun(handshakes)
-    assert handshakes.known(PEER, 1) == Pending()
-    assert handshakes.hear(PEER, ACCEPTED) == AskRanks(PROTOCOL, OURS)
-    assert handshakes.known(PEER, 1) == Pending()
-    assert handshakes.hear(PEER, RANKS) is None
-    assert handshakes.known(PEER, 1) == PeerInfo(facts(), cards())
+    assert handshakes.status(PEER, 1) == Pending()
+    assert handshakes.handle_reply(PEER, ACCEPTED) == AskRanks(PROTOCOL, OURS)
+    assert handshakes.status(PEER, 1) == Pending()
+    assert handshakes.handle_reply(PEER, RANKS) is None
+    assert handshakes.status(PEER, 1) == PeerInfo(facts(), cards())
     assert not handshakes.deadlines
 
 
@@ -55,36 +55,36 @@ def test_a_silent_peer_is_given_up_at_its_deadline_and_not_before(handshakes, cl
     begun(handshakes)
     assert handshakes.deadlines == [clock.now + 5]
     clock.now += 4.9
-    handshakes.give_up_on_silent()
-    assert handshakes.known(PEER, 1) == Pending()
+    handshakes.refuse_silent()
+    assert handshakes.status(PEER, 1) == Pending()
     clock.now += 0.1
-    handshakes.give_up_on_silent()
-    assert handshakes.known(PEER, 1) == Unusable(
+    handshakes.refuse_silent()
+    assert handshakes.status(PEER, 1) == Unusable(
         "no answer within 5 s; is it up and reachable, and does it have the same key?"
     )
 
 
 def test_an_answer_that_comes_too_late_changes_nothing(handshakes, clock):
-    begun(handshakes).hear(PEER, ACCEPTED)
+    begun(handshakes).handle_reply(PEER, ACCEPTED)
     clock.now += 5
-    handshakes.give_up_on_silent()
-    assert handshakes.hear(PEER, RANKS) is None
-    assert isinstance(handshakes.known(PEER, 1), Unusable)
+    handshakes.refuse_silent()
+    assert handshakes.handle_reply(PEER, RANKS) is None
+    assert isinstance(handshakes.status(PEER, 1), Unusable)
 
 
 def test_what_was_accepted_in_an_earlier_handshake_does_not_count_in_the_next(handshakes):
-    begun(handshakes).hear(PEER, ACCEPTED)
-    begun(handshakes).hear(PEER, RANKS)
-    assert "ranks came before the peer was accepted" in handshakes.known(PEER, 1).reason
+    begun(handshakes).handle_reply(PEER, ACCEPTED)
+    begun(handshakes).handle_reply(PEER, RANKS)
+    assert "ranks came before the peer was accepted" in handshakes.status(PEER, 1).reason
 
 
 def test_a_refusal_stands_for_its_time_and_is_then_forgotten(handshakes, clock):
-    begun(handshakes).hear(PEER, encode(Refused(["one", "two"])))
+    begun(handshakes).handle_reply(PEER, encode(Refused(["one", "two"])))
     clock.now += REFUSAL_SECONDS
-    assert handshakes.known(PEER, 1) == Unusable("one; two")
+    assert handshakes.status(PEER, 1) == Unusable("one; two")
     assert not handshakes.is_unknown(PEER)
     clock.now += 0.1
-    assert handshakes.known(PEER, 1) is None
+    assert handshakes.status(PEER, 1) is None
     handshakes.forget_refusals()
     assert handshakes.is_unknown(PEER)
     assert not handshakes._answers
@@ -92,20 +92,20 @@ def test_a_refusal_stands_for_its_time_and_is_then_forgotten(handshakes, clock):
 
 
 def test_a_peer_that_is_asked_again_is_not_forgotten_with_its_old_refusal(handshakes, clock):
-    begun(handshakes).hear(PEER, encode(Refused([])))
+    begun(handshakes).handle_reply(PEER, encode(Refused([])))
     clock.now += REFUSAL_SECONDS + 1
     handshakes.start(PEER)
     handshakes.forget_refusals()
     assert not handshakes.is_unknown(PEER)
-    assert handshakes.known(PEER, 1) == Pending()
+    assert handshakes.status(PEER, 1) == Pending()
 
 
 def test_a_peer_is_unknown_until_it_is_asked_and_once_it_is_forgotten(handshakes):
     assert handshakes.is_unknown(PEER)
-    begun(handshakes).hear(PEER, ACCEPTED)
+    begun(handshakes).handle_reply(PEER, ACCEPTED)
     handshakes.forget(PEER)
     assert not handshakes.is_unknown(PEER), "its answer is still to come"
-    handshakes.hear(PEER, RANKS)
+    handshakes.handle_reply(PEER, RANKS)
     assert not handshakes.is_unknown(PEER)
     handshakes.forget(PEER)
     assert handshakes.is_unknown(PEER)
@@ -117,9 +117,9 @@ def test_ranks_that_do_not_fit_are_refused_with_every_difference(clock):
         raise Incompatible(["first", "second"])
 
     handshakes = begun(Handshakes(OURS, check, 5.0, clock))
-    handshakes.hear(PEER, ACCEPTED)
-    handshakes.hear(PEER, RANKS)
-    assert handshakes.known(PEER, 1) == Unusable("first; second")
+    handshakes.handle_reply(PEER, ACCEPTED)
+    handshakes.handle_reply(PEER, RANKS)
+    assert handshakes.status(PEER, 1) == Unusable("first; second")
 
 
 def sizes(handshakes: Handshakes) -> list[int]:
@@ -129,28 +129,28 @@ def sizes(handshakes: Handshakes) -> list[int]:
 def test_no_number_of_made_up_addresses_makes_anything_grow(handshakes, clock, caplog):
     for number in range(5000):
         address = f"10.1.{number // 250}.{number % 250}", 7000
-        if handshakes.known(address, 1) is None and not handshakes.crowded:
+        if handshakes.status(address, 1) is None and not handshakes.is_full:
             handshakes.start(address)
             handshakes.open(address)
         clock.now += 0.01
-        handshakes.give_up_on_silent()
-        handshakes.take_refused()
+        handshakes.refuse_silent()
+        handshakes.pop_refused()
     assert max(sizes(handshakes)) <= MAX_REMEMBERED + MAX_HANDSHAKES
     assert 0 < len(caplog.records) <= 21
     clock.now += REFUSAL_SECONDS + 5
-    handshakes.give_up_on_silent()
-    handshakes.take_refused()
+    handshakes.refuse_silent()
+    handshakes.pop_refused()
     clock.now += REFUSAL_SECONDS + 5
     handshakes.forget_refusals()
     assert sizes(handshakes) == [0] * len(sizes(handshakes))
 
 
 def test_made_up_runs_of_a_known_peer_are_asked_for_once_in_a_while_and_not_remembered(handshakes, clock):
-    begun(handshakes).hear(PEER, ACCEPTED)
-    handshakes.hear(PEER, RANKS)
+    begun(handshakes).handle_reply(PEER, ACCEPTED)
+    handshakes.handle_reply(PEER, RANKS)
     asked = 0
     for run in range(1000):
-        if handshakes.known(PEER, 1000 + run) is None:
+        if handshakes.status(PEER, 1000 + run) is None:
             asked += 1
         clock.now += 0.01
     assert asked == pytest.approx(10 / REFRESH_SECONDS, abs=1)
@@ -158,29 +158,29 @@ def test_made_up_runs_of_a_known_peer_are_asked_for_once_in_a_while_and_not_reme
 
 
 def test_a_peer_that_was_restarted_is_asked_at_once_though_made_up_runs_were_asked_for(handshakes, clock):
-    begun(handshakes).hear(PEER, ACCEPTED)
-    handshakes.hear(PEER, RANKS)
-    assert handshakes.known(PEER, 99) is None, "asked, and still run 1"
+    begun(handshakes).handle_reply(PEER, ACCEPTED)
+    handshakes.handle_reply(PEER, RANKS)
+    assert handshakes.status(PEER, 99) is None, "asked, and still run 1"
     clock.now += REFRESH_SECONDS
-    assert handshakes.known(PEER, 2) is None
+    assert handshakes.status(PEER, 2) is None
 
 
 def test_silent_peers_are_given_up_early_while_many_are_asked_and_one_that_has_answered_is_not(
     handshakes, clock
 ):
-    begun(handshakes).hear(PEER, ACCEPTED)
+    begun(handshakes).handle_reply(PEER, ACCEPTED)
     for number in range(MAX_HANDSHAKES - 1):
-        assert not handshakes.crowded
+        assert not handshakes.is_full
         handshakes.start(("10.2.0.1", number))
         handshakes.open(("10.2.0.1", number))
-    assert handshakes.crowded
+    assert handshakes.is_full
     clock.now += HURRY_SECONDS
-    handshakes.give_up_on_silent()
-    assert not handshakes.crowded
-    assert len(handshakes._under_way) == HURRY_HANDSHAKES
-    assert handshakes.known(PEER, 1) == Pending()
-    assert handshakes.hear(PEER, RANKS) is None
-    assert isinstance(handshakes.known(PEER, 1), PeerInfo)
+    handshakes.refuse_silent()
+    assert not handshakes.is_full
+    assert len(handshakes._running) == HURRY_HANDSHAKES
+    assert handshakes.status(PEER, 1) == Pending()
+    assert handshakes.handle_reply(PEER, RANKS) is None
+    assert isinstance(handshakes.status(PEER, 1), PeerInfo)
 
 
 def test_the_peers_that_are_known_are_bounded(handshakes):
@@ -188,13 +188,13 @@ def test_the_peers_that_are_known_are_bounded(handshakes):
         address = f"10.3.{number // 250}.{number % 250}", 7000
         handshakes.start(address)
         handshakes.open(address)
-        handshakes.hear(address, ACCEPTED)
-        handshakes.hear(address, RANKS)
+        handshakes.handle_reply(address, ACCEPTED)
+        handshakes.handle_reply(address, RANKS)
     assert len(handshakes._answers) == MAX_REMEMBERED
-    assert isinstance(handshakes.known(address, 1), PeerInfo)
+    assert isinstance(handshakes.status(address, 1), PeerInfo)
 
 
 def test_a_reason_of_megabytes_is_cut(handshakes, caplog):
-    begun(handshakes).hear(PEER, encode(Refused(["x" * 10_000] * 60)))
-    assert len(handshakes.known(PEER, 1).reason) < 2100
+    begun(handshakes).handle_reply(PEER, encode(Refused(["x" * 10_000] * 60)))
+    assert len(handshakes.status(PEER, 1).reason) < 2100
     assert len(caplog.text) < 3000

@@ -213,8 +213,8 @@ def test_a_user_without_a_home_is_refused_with_the_way_out(monkeypatch):
 def test_the_place_of_the_key_follows_the_environment():
     named = key_location(None, {"XDG_STATE_HOME": "/s", "HOME": "/h"}), key_location(None, {"HOME": "/h"})
     assert [str(one.path) for one in named] == ["/s/kvferry/key", "/h/.local/state/kvferry/key"]
-    assert not named[0].given
-    assert key_location("/x", {}).given
+    assert not named[0].configured
+    assert key_location("/x", {}).configured
 
 
 def test_white_space_around_a_secret_does_not_count(secret_file):

@@ -26,12 +26,12 @@ def deaf(monkeypatch):
 
 
 def test_a_child_that_does_not_hear_the_end_of_its_channel_is_killed(deaf):
-    deaf.end()
+    deaf.kill()
     assert deaf._process.returncode == -signal.SIGKILL
 
 
 def test_a_child_that_hangs_has_come_to_no_end(deaf, monkeypatch):
     monkeypatch.setattr(metadata_sandbox, "encode_trial", lambda card: b"")
-    assert "did not come to an end" in deaf.ask(None, 0.0)
+    assert "did not come to an end" in deaf.run_trial(None, 0.0)
     monkeypatch.setattr(metadata_sandbox, "START_SECONDS", 0.0)
     assert "did not start in 0 s" in deaf.wait_ready()

@@ -23,14 +23,14 @@ class Child:
     def wait_ready(self) -> str:
         return self.world.unready
 
-    def ask(self, card, seconds: float) -> str:
+    def run_trial(self, card, seconds: float) -> str:
         self.world.tried.append(card.incarnation)
         self.world.clock.now += self.world.takes
         if self.world.fails is not None:
             raise self.world.fails
         return self.world.says if seconds > 0 else "late"
 
-    def end(self) -> None:
+    def kill(self) -> None:
         self.ended = True
 
 
@@ -38,7 +38,7 @@ class World:
     def __init__(self) -> None:
         self.children, self.tried, self.says, self.unready, self.takes = [], [], "", "", 0.0
         self.fails, self.clock = None, Clock()
-        self.vetting = SandboxValidator(self.start, self.clock)
+        self.validator = SandboxValidator(self.start, self.clock)
 
     def start(self) -> Child:
         self.children.append(Child(self))
@@ -46,7 +46,7 @@ class World:
 
     def verdict(self, *asked) -> str:
         told = threading.Event()
-        verdict = self.vetting.ask(asked, told.set)
+        verdict = self.validator.validate(asked, told.set)
         assert told.wait(10)
         return verdict.reason
 
@@ -68,7 +68,7 @@ def elsewhere(one) -> int:
 def world():
     made = World()
     yield made
-    made.vetting.close()
+    made.validator.close()
 
 
 def test_what_has_passed_is_not_tried_again(world):
@@ -158,7 +158,7 @@ def test_a_machine_without_room_for_a_process_refuses_in_words(world, caplog):
     def full():
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    world.vetting._start = full
+    world.validator._start = full
     assert world.verdict(card()).startswith("the process that tries transport metadata cannot be started")
     assert "temporarily unavailable" in caplog.text
 
@@ -169,7 +169,7 @@ def test_a_child_is_replaced_after_many_trials(world):
 
 
 def test_warming_up_starts_the_child_and_closing_ends_it(world):
-    world.vetting.warm()
-    world.vetting.close()
+    world.validator.warm_up()
+    world.validator.close()
     (child,) = world.children
     assert child.ended

@@ -320,7 +320,7 @@ def test_a_source_that_does_not_answer_is_asked_no_more_for_a_while_and_everythi
 @pytest.mark.parametrize("gathers", [True, False])
 def test_chunks_wait_for_room_to_land_and_then_go_direct(gathers):
     table = Table(cells=1, gathers=gathers)
-    other = table.landing.take(15, STRIDE)
+    other = table.landing.allocate(15, STRIDE)
     table.run()
     table.answer()
     table.run()
@@ -333,13 +333,13 @@ def test_chunks_wait_for_room_to_land_and_then_go_direct(gathers):
     table.transport.end()
     table.run()
     assert table.read.failure is None
-    table.landing.give_back(other)
+    table.landing.free(other)
     assert table.all_given_back()
 
 
 def test_chunks_that_get_room_in_time_are_read_through_it():
     table = Table(cells=1)
-    other = table.landing.take(15, STRIDE)
+    other = table.landing.allocate(15, STRIDE)
     table.run()
     table.now += ASK_SECONDS
     table.answer()
@@ -347,21 +347,21 @@ def test_chunks_that_get_room_in_time_are_read_through_it():
     table.now += ROOM_SECONDS
     table.run()
     assert table.transport.posted == []
-    table.landing.give_back(other)
+    table.landing.free(other)
     table.run()
     assert table.transport.posted == ["images"]
 
 
 def test_where_nothing_goes_direct_no_room_is_a_failure():
     table = Table(cells=1, direct=False)
-    other = table.landing.take(15, STRIDE)
+    other = table.landing.allocate(15, STRIDE)
     table.run()
     table.answer()
     table.run()
     table.now += ROOM_SECONDS + 1
     table.run()
     assert f"no room to land for {ROOM_SECONDS:g} s" in table.read.failure
-    table.landing.give_back(other)
+    table.landing.free(other)
     assert table.all_given_back()
 
 
@@ -485,14 +485,14 @@ def test_what_is_in_flight_when_a_read_is_abandoned_is_waited_for(ends):
 
 def test_what_was_gathered_when_a_read_is_abandoned_is_not_read():
     table = Table(cells=1)
-    other = table.landing.take(15, STRIDE)
+    other = table.landing.allocate(15, STRIDE)
     table.run()
     table.answer()
     table.run()
     table.read.abandon("given up")
     table.run()
     assert table.transport.posted == []
-    table.landing.give_back(other)
+    table.landing.free(other)
     assert table.all_given_back()
 
 

@@ -62,8 +62,8 @@ def test_a_success_ends_the_pauses(world):
     world.links.connect("P", ())
     for _ in range(5):
         peer = world.links.get("P")
-        world.links.served(peer)
-        world.links.failed(peer, "the transport failed")
+        world.links.mark_served(peer)
+        world.links.mark_failed(peer, "the transport failed")
         assert isinstance(world.links.get("P"), Peer), "the first failure after a success waits for nothing"
 
 
@@ -77,8 +77,8 @@ def test_a_connection_that_is_up_is_kept_whoever_asks_for_it_again(world):
 
 def test_reads_that_fail_one_after_the_other_make_pauses_grow(world):
     world.links.connect("P", ())
-    world.links.failed(world.links.get("P"), "the transport failed")
-    world.links.failed(world.links.get("P"), "the transport failed")
+    world.links.mark_failed(world.links.get("P"), "the transport failed")
+    world.links.mark_failed(world.links.get("P"), "the transport failed")
     for _ in range(10):
         assert world.links.get("P") == "the transport failed"
         world.clock.now += 0.0999
@@ -89,10 +89,10 @@ def test_reads_that_fail_one_after_the_other_make_pauses_grow(world):
 def test_a_success_with_one_peer_says_nothing_of_another(world):
     for name in "PQ":
         world.links.connect(name, ())
-    world.links.failed(world.links.get("P"), "the transport failed")
+    world.links.mark_failed(world.links.get("P"), "the transport failed")
     broken = world.links.get("P")
-    world.links.served(world.links.get("Q"))
-    world.links.failed(broken, "the transport failed")
+    world.links.mark_served(world.links.get("Q"))
+    world.links.mark_failed(broken, "the transport failed")
     assert world.links.get("P") == "the transport failed", "its second failure in a row"
 
 
@@ -102,7 +102,7 @@ def test_what_is_not_connected_can_be_disconnected(world, caplog):
     world.links.connect("P", ())
     assert list(world.links) == []
     world.links.disconnect("P")
-    world.links.let_go()
+    world.links.close_unused()
     assert list(world.links) == []
     assert world.links.get("P") == "peer P is not connected"
     assert not caplog.records
@@ -112,7 +112,7 @@ def test_no_second_connection_is_made_while_a_read_uses_the_first(world):
     world.links.connect("P", ())
     first = world.links.get("P")
     world.in_use = [first]
-    world.links.failed(first, "the transport failed")
+    world.links.mark_failed(first, "the transport failed")
     assert world.links.get("P") == "peer P cannot be read from: reads of its last connection are in flight"
     assert not first.closed
     world.in_use = []
@@ -126,11 +126,11 @@ def test_what_was_disconnected_is_closed_when_nothing_uses_it(world):
     peer = world.links.get("P")
     world.in_use = [peer]
     world.links.disconnect("P")
-    world.links.let_go()
+    world.links.close_unused()
     assert world.links.get("P") == "peer P is not connected"
     assert (peer.closed, list(world.links)) == (False, [peer])
     world.in_use = []
-    world.links.let_go()
+    world.links.close_unused()
     assert (peer.closed, list(world.links)) == (True, [])
 
 
@@ -144,7 +144,7 @@ def test_a_connection_that_cannot_be_closed_keeps_no_other_open(world, caplog):
     first.close = failing
     for name in "PQ":
         world.links.disconnect(name)
-    world.links.let_go()
+    world.links.close_unused()
     assert (second.closed, list(world.links)) == (True, [])
     assert "closing the connection to P" in caplog.text
 
@@ -163,11 +163,11 @@ def test_a_peer_is_not_connected_before_its_metadata_has_passed(world):
     world.verdict = None
     world.links.connect("P", ())
     assert world.links.get("P") is None
-    assert (world.links.settle(), world.attempts) == (False, 0)
+    assert (world.links.process_verdicts(), world.attempts) == (False, 0)
     world.asked.reason = ""
-    assert world.links.settle()
+    assert world.links.process_verdicts()
     assert (isinstance(world.links.get("P"), Peer), world.attempts) == (True, 1)
-    assert not world.links.settle()
+    assert not world.links.process_verdicts()
 
 
 def test_a_refused_peer_is_asked_about_again_after_growing_pauses(world):
@@ -186,5 +186,5 @@ def test_what_is_said_of_a_peer_that_was_disconnected_meanwhile_is_of_no_use(wor
     world.links.connect("P", ())
     world.links.disconnect("P")
     world.asked.reason = ""
-    assert not world.links.settle()
+    assert not world.links.process_verdicts()
     assert (world.attempts, world.links.get("P")) == (0, "peer P is not connected")

@@ -32,32 +32,32 @@ def begun(redemptions: Redemptions, name: str = "a", at=HERE) -> int:
 
 def test_an_answer_counts_only_from_the_peer_that_was_asked(redemptions):
     number = begun(redemptions)
-    assert redemptions.hear(ELSEWHERE, Redeemed(number, 1, GRANT)) is None
+    assert redemptions.handle_reply(ELSEWHERE, Redeemed(number, 1, GRANT)) is None
     assert isinstance(redemptions.answer(number), Pending)
-    assert redemptions.hear(HERE, good := Redeemed(number, 1, GRANT)) == ticket("a")
+    assert redemptions.handle_reply(HERE, good := Redeemed(number, 1, GRANT)) == ticket("a")
     assert redemptions.answer(number) == good
 
 
 def test_the_first_answer_stands(redemptions):
     """A question that was asked again is answered twice."""
     number = begun(redemptions)
-    redemptions.hear(HERE, first := Redeemed(number, 1, GRANT))
-    assert redemptions.hear(HERE, Redeemed(number, 1, Grant.of(4, 8, [[5]]))) is None
+    redemptions.handle_reply(HERE, first := Redeemed(number, 1, GRANT))
+    assert redemptions.handle_reply(HERE, Redeemed(number, 1, Grant.of(4, 8, [[5]]))) is None
     assert redemptions.answer(number) == first
 
 
 def test_of_a_ticket_that_is_refused_no_lease_is_kept_alive(redemptions):
     number = begun(redemptions)
-    assert redemptions.hear(HERE, NotRedeemed(number, 1, "other tokens")) is None
+    assert redemptions.handle_reply(HERE, NotRedeemed(number, 1, "other tokens")) is None
     assert redemptions.answer(number) == Unusable("other tokens")
-    assert redemptions.silent(number) is None
+    assert redemptions.silent_producer(number) is None
     assert redemptions.end(number) is False
 
 
 def test_an_answer_to_what_nobody_waits_for_keeps_no_lease_alive(redemptions):
     number = begun(redemptions)
     assert redemptions.end(number) is True
-    assert redemptions.hear(HERE, Redeemed(number, 1, GRANT)) is None
+    assert redemptions.handle_reply(HERE, Redeemed(number, 1, GRANT)) is None
 
 
 def test_whoever_waits_is_woken_by_the_answer(redemptions):
@@ -68,7 +68,7 @@ def test_whoever_waits_is_woken_by_the_answer(redemptions):
         """The answer comes while somebody waits."""
 
         def wait(self, timeout: float | None = None) -> bool:
-            threading.Thread(target=redemptions.hear, args=(HERE, good)).start()
+            threading.Thread(target=redemptions.handle_reply, args=(HERE, good)).start()
             woken.append(super().wait(timeout))
             return woken[-1]
 
@@ -79,7 +79,7 @@ def test_whoever_waits_is_woken_by_the_answer(redemptions):
 
 def test_only_what_this_peer_has_not_answered_is_asked_again_and_has_its_full_time(redemptions, clock):
     answered, waits, other = begun(redemptions), begun(redemptions, "b"), begun(redemptions, "c", ELSEWHERE)
-    redemptions.hear(HERE, Redeemed(answered, 1, GRANT))
+    redemptions.handle_reply(HERE, Redeemed(answered, 1, GRANT))
     clock.now = 4.0
     assert [one.number for one in redemptions.unanswered(HERE)] == [waits]
     clock.now = 6.0
@@ -87,4 +87,4 @@ def test_only_what_this_peer_has_not_answered_is_asked_again_and_has_its_full_ti
     assert isinstance(redemptions.answer(other), Unusable)
     clock.now = 9.0
     assert isinstance(redemptions.answer(waits), Unusable)
-    assert redemptions.silent(waits) == HERE
+    assert redemptions.silent_producer(waits) == HERE

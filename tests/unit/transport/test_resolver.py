@@ -65,7 +65,8 @@ def settled(ask, seconds: float = 10.0):
 
 def test_a_numeric_address_is_dialled_as_it_is_and_nothing_is_resolved(resolver):
     found = PeerResolver(ANY_PEER, resolve=resolver)
-    assert [found.place(host) for host in ("10.0.0.7", "::ffff:10.0.0.7", "[2001:DB8::1]", "localhost")] == [
+    hosts = "10.0.0.7", "::ffff:10.0.0.7", "[2001:DB8::1]", "localhost"
+    assert [found.resolve(host) for host in hosts] == [
         "10.0.0.7", "10.0.0.7", "2001:db8::1", "127.0.0.1",
     ]  # fmt: skip
     assert resolver.asked == []
@@ -80,74 +81,74 @@ def test_a_numeric_address_is_dialled_as_it_is_and_nothing_is_resolved(resolver)
 def test_a_name_that_is_not_listed_never_reaches_a_resolver(resolver, host, peers):
     found = PeerResolver(peers, resolve=resolver)
     with pytest.raises(AddressNotAllowed, match="a name that this engine's peers setting does not list"):
-        found.place(host)
+        found.resolve(host)
     assert resolver.asked == []
 
 
 def test_an_address_that_is_not_allowed_is_refused_with_what_to_do(resolver):
     with pytest.raises(AddressNotAllowed, match=r"10\.0\.0\.7 is none of the peers .*; list it in peers"):
-        PeerResolver(listing("10.1.0.0/16"), resolve=resolver).place("10.0.0.7")
+        PeerResolver(listing("10.1.0.0/16"), resolve=resolver).resolve("10.0.0.7")
     resolver.book["node7"] = ["10.0.0.8"]
     listed = PeerResolver(parse_allowed_peers(["localhost", "node7"], "127.0.0.1", None), resolve=resolver)
     with pytest.raises(AddressNotAllowed, match="is none of the peers"):
-        settled(lambda: listed.place("10.0.0.7"))
+        settled(lambda: listed.resolve("10.0.0.7"))
     with pytest.raises(
         AddressNotAllowed, match=r"10\.0\.0\.7 is another machine, .*listens on loopback; set host"
     ):
-        PeerResolver(parse_allowed_peers(None, "127.0.0.1", None), resolve=resolver).place("10.0.0.7")
+        PeerResolver(parse_allowed_peers(None, "127.0.0.1", None), resolve=resolver).resolve("10.0.0.7")
     with pytest.raises(AddressNotAllowed):
-        PeerResolver(ANY_PEER, resolve=resolver).place("0.0.0.0")
+        PeerResolver(ANY_PEER, resolve=resolver).resolve("0.0.0.0")
 
 
 def test_a_listed_name_is_resolved_once_and_dialled_at_the_address_found(resolver):
     resolver.book["node7"] = ["10.0.0.7", "10.0.0.8"]
     told = threading.Event()
     found = PeerResolver(listing("Node7"), told.set, resolver)
-    assert found.place("NODE7") is None, "nobody waits for a resolver"
+    assert found.resolve("NODE7") is None, "nobody waits for a resolver"
     assert told.wait(10.0)
-    assert found.place("node7.") == "10.0.0.7"
+    assert found.resolve("node7.") == "10.0.0.7"
     resolver.book["node7"] = ["192.168.0.1"]
-    assert found.place("node7") == "10.0.0.7"
+    assert found.resolve("node7") == "10.0.0.7"
     assert resolver.asked == ["node7"]
 
 
 def test_addresses_of_a_listed_name_are_allowed_and_others_are_not(resolver):
     resolver.book["node7"] = ["10.0.0.7"]
     found = PeerResolver(listing("node7", "192.168.0.0/16"), resolve=resolver)
-    assert found.admits(parse_ip("10.0.0.7")) is None, "its name is being resolved"
-    assert settled(lambda: found.admits(parse_ip("10.0.0.7"))) is True
-    assert found.place("10.0.0.7") == "10.0.0.7"
-    assert found.admits(parse_ip("192.168.3.3")) is True
-    assert found.admits(parse_ip("10.0.0.8")) is False
+    assert found.is_allowed(parse_ip("10.0.0.7")) is None, "its name is being resolved"
+    assert settled(lambda: found.is_allowed(parse_ip("10.0.0.7"))) is True
+    assert found.resolve("10.0.0.7") == "10.0.0.7"
+    assert found.is_allowed(parse_ip("192.168.3.3")) is True
+    assert found.is_allowed(parse_ip("10.0.0.8")) is False
 
 
 def test_an_address_that_is_new_for_a_name_is_learned(resolver, clock):
     resolver.book["svc"] = ["10.0.0.7"]
     found = PeerResolver(listing("svc"), resolve=resolver, clock=clock)
-    settled(lambda: found.place("svc"))
+    settled(lambda: found.resolve("svc"))
     resolver.book["svc"] = ["10.0.0.8"]
-    assert found.admits(parse_ip("10.0.0.8")) is False, "it was resolved just now"
+    assert found.is_allowed(parse_ip("10.0.0.8")) is False, "it was resolved just now"
     clock.now += resolver_module.NEW_SECONDS
-    assert found.admits(parse_ip("10.0.0.8")) is None
-    assert settled(lambda: found.admits(parse_ip("10.0.0.8"))) is True
-    assert found.admits(parse_ip("10.0.0.7")) is False, "the name has left it"
+    assert found.is_allowed(parse_ip("10.0.0.8")) is None
+    assert settled(lambda: found.is_allowed(parse_ip("10.0.0.8"))) is True
+    assert found.is_allowed(parse_ip("10.0.0.7")) is False, "the name has left it"
 
 
 def test_old_addresses_serve_while_the_resolver_hangs_and_are_forgotten_after_a_while(resolver, clock):
     resolver.book["svc"] = ["10.0.0.7"]
     found = PeerResolver(listing("svc"), resolve=resolver, clock=clock)
-    settled(lambda: found.place("svc"))
+    settled(lambda: found.resolve("svc"))
     del resolver.book["svc"]
     clock.now += resolver_module.FRESH_SECONDS
-    assert found.place("svc") == "10.0.0.7"
+    assert found.resolve("svc") == "10.0.0.7"
     clock.now += resolver_module.STALE_SECONDS
     with pytest.raises(AddressNotAllowed, match="the name server does not answer"):
-        found.place("svc")
-    assert found.admits(parse_ip("10.0.0.7")) is False
+        found.resolve("svc")
+    assert found.is_allowed(parse_ip("10.0.0.7")) is False
     settled(lambda: len(resolver.asked) == 2 or None)
     clock.now += resolver_module.FRESH_SECONDS
     with pytest.raises(AddressNotAllowed):
-        found.place("svc")
+        found.resolve("svc")
     time.sleep(0.05)
     assert resolver.asked == ["svc", "svc"], "a name that hangs is not asked for again"
 
@@ -158,7 +159,7 @@ def test_a_name_without_an_address_is_refused_in_words_and_tried_again(resolver,
 
     def refused() -> str | None:
         try:
-            return found.place("svc")
+            return found.resolve("svc")
         except AddressNotAllowed as error:
             return str(error)
 
@@ -166,15 +167,15 @@ def test_a_name_without_an_address_is_refused_in_words_and_tried_again(resolver,
     assert resolver.asked == ["svc"]
     resolver.book["svc"] = ["0.0.0.0", "ff02::1", "10.0.0.9"]
     clock.now += resolver_module.RETRY_SECONDS
-    found.place("svc")
+    found.resolve("svc")
     assert settled(refused) == "10.0.0.9"
 
 
 def test_few_threads_resolve_however_many_names_hang(resolver):
     found = PeerResolver(listing(*(f"n{i}" for i in range(50))), resolve=resolver)
     for number in range(50):
-        assert found.place(f"n{number}") is None
-    assert found.admits(parse_ip("10.0.0.1")) is None
+        assert found.resolve(f"n{number}") is None
+    assert found.is_allowed(parse_ip("10.0.0.1")) is None
     threads = [one for one in threading.enumerate() if one.name == "kvferry-names"]
     assert 1 <= len(threads) <= resolver_module.THREADS
     assert len(resolver.asked) <= resolver_module.THREADS
@@ -183,7 +184,7 @@ def test_few_threads_resolve_however_many_names_hang(resolver):
 def test_nobody_is_told_of_answers_after_the_end(resolver):
     told = []
     found = PeerResolver(listing("svc"), lambda: told.append(1), resolver)
-    assert found.place("svc") is None
+    assert found.resolve("svc") is None
     found.close()
     resolver.ended.set()
     deadline = time.monotonic() + 10
@@ -195,6 +196,6 @@ def test_nobody_is_told_of_answers_after_the_end(resolver):
 
 def test_the_systems_resolver_is_asked():
     found = PeerResolver(listing(socket.gethostname()))
-    assert settled(lambda: found.place(socket.gethostname())) in resolver_module._resolve(
+    assert settled(lambda: found.resolve(socket.gethostname())) in resolver_module._resolve(
         socket.gethostname()
     )

@@ -83,7 +83,7 @@ class Engine:
                 settings,
                 self._agent,
                 in_flight=in_flight,
-                vetting=Trusting(),
+                validator=Trusting(),
             )
             for i, rank in enumerate(self.ranks)
         ]
@@ -405,11 +405,11 @@ def test_an_order_that_cannot_be_planned_fails_alone(world, monkeypatch, caplog)
 def test_orders_that_wait_for_their_peer_are_carried_out_in_the_order_in_which_they_came(world, monkeypatch):
     asked = []
 
-    def ask(self, cards, wake):
+    def validate(self, cards, wake):
         asked.append((ValidationResult(), wake))
         return asked[0][0]
 
-    monkeypatch.setattr(Trusting, "ask", ask)
+    monkeypatch.setattr(Trusting, "validate", validate)
     producer = world.engine(ranks(dense(), DENSE))
     reader = world.engine(ranks(dense(), DENSE), 1000, in_flight=1)
     (thread,) = reader.threads

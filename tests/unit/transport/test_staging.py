@@ -20,8 +20,8 @@ def test_images_of_lots_lie_in_the_area_and_in_no_others(units, steps):
     held = []
     for (images, stride), gives_back in steps:
         if gives_back and held:
-            area.give_back(held.pop(0)[0])
-        lot = area.take(images, stride)
+            area.free(held.pop(0)[0])
+        lot = area.allocate(images, stride)
         if lot is None:
             assert held or (images + 1) * stride > units * UNIT_BYTES, "an empty area has room"
             continue
@@ -32,22 +32,22 @@ def test_images_of_lots_lie_in_the_area_and_in_no_others(units, steps):
         assert all(lot.unit + lot.units <= o.unit or o.unit + o.units <= lot.unit for o, _, _ in held)
         held.append((lot, low, high))
     for lot, _, _ in held:
-        area.give_back(lot)
-    whole = area.take(units * UNIT_BYTES // 64 - 1, 64)
+        area.free(lot)
+    whole = area.allocate(units * UNIT_BYTES // 64 - 1, 64)
     assert whole is not None, "everything has been given back"
     assert (whole.unit, whole.units) == (0, units)
 
 
 def test_an_area_of_no_size_has_no_room():
     area = StagingArea(UNIT_BYTES - 1, HOST)
-    assert area.units == area.largest_image == 0
-    assert area.take(1, 1) is None
+    assert area.units == area.largest_cell == 0
+    assert area.allocate(1, 1) is None
 
 
 def test_the_largest_image_finds_room_in_an_area_of_any_size():
     for units in (1, 2, 3, 5, 64):
         area = StagingArea(units * UNIT_BYTES, HOST)
-        assert area.take(1, area.largest_image) is not None
+        assert area.allocate(1, area.largest_cell) is not None
 
 
 @pytest.mark.parametrize("size", [UNIT_BYTES, 3 * UNIT_BYTES])
@@ -55,4 +55,4 @@ def test_an_area_begins_where_devices_like_memory_to_begin(size):
     area = StagingArea(size, HOST)
     assert area.region.address % 4096 == 0
     assert area.region.length == size
-    assert area.slots(64).address == area.region.address
+    assert area.cells(64).address == area.region.address

@@ -148,8 +148,8 @@ def test_chunks_of_another_length_are_others():
 
 def test_tokens_are_compared_up_to_where_something_stands_in_their_place():
     image = content(range(11), items=(Item(9, 1, "a picture"),))
-    assert image.after(1) == [4, 5, 6, 7]
-    assert image.after(2) == [8]
+    assert image.tokens_after(1) == [4, 5, 6, 7]
+    assert image.tokens_after(2) == [8]
     index = TurnIndex()
     publish(index, image)
     for prompt in (content(range(11)), content(range(11), items=(Item(9, 1, "another"),))):
@@ -198,13 +198,13 @@ def test_answers_are_waited_for_until_all_have_come():
     questions = TurnQueries(Clock())
     number, asked = questions.begin(BOTH)
     assert asked == [A, B]
-    questions.hear(A, Turns(number, []))
+    questions.handle_reply(A, Turns(number, []))
     assert questions.answers(number) is None
     one = kept(content(range(9)))
-    questions.hear(B, Turns(number, [one]))
-    questions.hear(B, Turns(number, []))
-    questions.hear(("10.0.0.3", 3), Turns(number, [one]))
-    questions.hear(A, Turns(number + 1, [one]))
+    questions.handle_reply(B, Turns(number, [one]))
+    questions.handle_reply(B, Turns(number, []))
+    questions.handle_reply(("10.0.0.3", 3), Turns(number, [one]))
+    questions.handle_reply(A, Turns(number + 1, [one]))
     assert questions.answers(number) == [(B, one)]
 
 
@@ -212,7 +212,7 @@ def test_who_does_not_answer_is_left_alone_for_a_while():
     clock = Clock()
     questions = TurnQueries(clock)
     number, _ = questions.begin(BOTH)
-    questions.hear(A, Turns(number, []))
+    questions.handle_reply(A, Turns(number, []))
     clock.now = ASK_SECONDS
     assert questions.answers(number) == []
     assert questions.begin(BOTH)[1] == [A]
@@ -231,7 +231,7 @@ class Asked:
         """Whether it was asked; the answer, or none in time."""
         number, asked = self.questions.begin({A: run})
         if answers:
-            self.questions.hear(A, Turns(number, []))
+            self.questions.handle_reply(A, Turns(number, []))
         self.clock.now += ASK_SECONDS
         assert self.questions.answers(number) == []
         return asked == [A]
@@ -265,7 +265,7 @@ def test_who_answers_late_is_there_and_is_left_alone_no_longer_than_at_first():
     asked = Asked()
     list(asked.pauses(4))
     assert asked.ask(answers=False)
-    asked.questions.hear(A, Turns(99, []))
+    asked.questions.handle_reply(A, Turns(99, []))
     assert asked.pause() == 10
     assert list(asked.pauses(1)) == [20]
 
@@ -285,8 +285,8 @@ def test_who_is_named_by_an_offer_is_asked_at_once_and_left_alone_for_longer_if_
     asked = Asked()
     list(asked.pauses(2))
     assert asked.ask(answers=False)
-    asked.questions.named(A)
-    asked.questions.named(B)
+    asked.questions.note_ticket(A)
+    asked.questions.note_ticket(B)
     assert list(asked.pauses(1)) == [80]
 
 
@@ -310,6 +310,6 @@ def test_a_question_that_is_dropped_hears_nothing():
     questions = TurnQueries(Clock())
     number, _ = questions.begin({A: 1})
     questions.drop(number)
-    questions.hear(A, Turns(number, [kept(content(range(9)))]))
+    questions.handle_reply(A, Turns(number, [kept(content(range(9)))]))
     with pytest.raises(KeyError):
         questions.answers(number)

@@ -26,7 +26,7 @@ def scheduler_keys(config: ConnectorConfig) -> Keys | None:
         return None
     keys, place = read_keys(config.secret_file), key_location(config.secret_file)
     logger.info("channels between engines use %s (fingerprint %s)", place, keys.fingerprint)
-    if not place.given and not is_loopback(config.host):
+    if not place.configured and not is_loopback(config.host):
         logger.warning(
             "host is %s and secret_file is not set, so only this user's engines on this machine have "
             "the key: others are refused until they have it too; copy %s to their machines, or make a file "

@@ -110,7 +110,7 @@ class WorkerHalf:
         ours = _transfer_settings(settings)
         self._transfers = Transfers(name, self._geometry, words, ours)
         if self._vllm_config.kv_transfer_config.kv_role != "kv_producer":
-            self._transfers.warm()
+            self._transfers.warm_up()
         fingerprint = ours.keys.fingerprint
         return WorkerCard(self._geometry, self._transfers.card, settings.anywhere, self._built, fingerprint)
 
