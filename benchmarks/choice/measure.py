@@ -29,8 +29,8 @@ from benchmarks.choice.policy_engine import FAR, Answer, PolicyEngine, Setup
 from benchmarks.choice.workload import Workload
 from benchmarks.object_server import BUCKET, ObjectServer, object_server
 from benchmarks.served import side_by_side, tiered
-from kvferry.bench.chunks import chunk_group
-from kvferry.bench.slow_tier import Bodies, Loads, namespace, queue_over, store_all
+from kvferry.bench.rank_chunks import chunk_group
+from kvferry.bench.storage_chunks import ChunkBodies, LoadMover, bench_namespace, open_queue, store_all
 from kvferry.errors import TransferError
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.measuring.machine import MachineFacts, machine_facts
@@ -139,7 +139,7 @@ class Replayed:
 
     @property
     def failed(self) -> int:
-        """Loads that failed."""
+        """LoadMover that failed."""
         return sum(answer.failed for answer in self.answers)
 
 
@@ -262,22 +262,22 @@ def _probe(
     near = Spread.of([sum(load.parts.values()) * token_bytes(MODEL) / load.seconds for load in loads])
     wanted = line.bytes_per_second = near.median / job.apart
     with (
-        Bodies(group, tokens, _PROBED_CHUNKS) as bodies,
-        Bodies(group, tokens, _PROBED_CHUNKS) as into,
+        ChunkBodies(group, tokens, _PROBED_CHUNKS) as bodies,
+        ChunkBodies(group, tokens, _PROBED_CHUNKS) as into,
     ):
         store = ObjectTier(
-            f"s3://{BUCKET}/probe", namespace(bodies.group), options, timeout_seconds=_STORE_SECONDS
+            f"s3://{BUCKET}/probe", bench_namespace(bodies.group), options, timeout_seconds=_STORE_SECONDS
         )
-        with queue_over(store) as queue:
+        with open_queue(store) as queue:
             store_all(queue, bodies, len(bodies), depth=8)
-            moved = Loads(queue, bodies, into, len(bodies))
+            moved = LoadMover(queue, bodies, into, len(bodies))
             # What a request costs besides its bytes, the line makes up for.
             line.bytes_per_second *= wanted / _rate(moved).median
             far = _rate(moved)
     return Probed(near, far, line.bytes_per_second)
 
 
-def _rate(loads: Loads) -> Spread:
+def _rate(loads: LoadMover) -> Spread:
     """Bytes per second, after once that does not count."""
     seconds = [loads.move() for _ in range(_PROBES + 1)][1:]
     return Spread.of([loads.bytes / one for one in seconds])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.overhead.planning import Arithmetic
-from kvferry.bench.rounds import Series
+from kvferry.bench.rounds import MoverRounds
 from kvferry.geometry.layout import lay_out
 from kvferry.measuring.simulated import SimulatedEngine
 from kvferry.measuring.spread import Spread
@@ -76,7 +76,7 @@ class Row:
     cell: Cell
     runs: Runs
     strategy: str
-    ways: Mapping[str, Series]
+    ways: Mapping[str, MoverRounds]
     ratios: Mapping[str, tuple[float, ...]]
     planning: Arithmetic
 

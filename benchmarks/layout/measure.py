@@ -15,8 +15,8 @@ import numpy as np
 
 from benchmarks.layout.cells import CHOSEN, WAYS, Cell, Row, Table, runs_of
 from benchmarks.overhead import planning
-from kvferry.bench.movers import Ferry, Mover, RawNixl
-from kvferry.bench.rounds import Series, run_rounds
+from kvferry.bench.movers import KVFerryMover, Mover, RawNixlMover
+from kvferry.bench.rounds import MoverRounds, run_rounds
 from kvferry.errors import ConfigError, GeometryError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.models import ModelReading
@@ -81,7 +81,7 @@ def measure(job: LayoutJob, reading: ModelReading, progress: Callable[[str], Non
             read = [peers[c.layout, c.src_tp] for c in found.cells if (c.layout, c.dst_tp) == key]
             readers[key] = stack.enter_context(Reader(dst, producer, read, settings=transfer))
         ferries = {
-            (cell, way): Ferry(
+            (cell, way): KVFerryMover(
                 f"{cell} {way}", readers[cell.layout, cell.dst_tp], found.sources[cell.layout, cell.src_tp],
                 peers[cell.layout, cell.src_tp], None if way == CHOSEN else Strategy(way), _POLL_SECONDS,
             )
@@ -91,12 +91,12 @@ def measure(job: LayoutJob, reading: ModelReading, progress: Callable[[str], Non
         largest = max(readers.values(), key=lambda reader: reader.bytes)
         raw = stack.enter_context(closing(RawReads(largest, next(iter(largest.cards)))))
         lists = raw.equal_descriptors(largest.cache.buffer.nbytes)
-        raws = [RawNixl("raw NIXL", raw, lists) for _ in range(-(-len(ferries) // RAW_EVERY))]
+        raws = [RawNixlMover("raw NIXL", raw, lists) for _ in range(-(-len(ferries) // RAW_EVERY))]
         movers: list[Mover] = [*ferries.values(), *raws]
         times = run_rounds(movers, job.repeats, lambda said: progress(f"{reading.cache.name}: {said}"))
     speed = [lists.bytes / float(np.median(s)) / 1e9 for s in zip(*times[len(ferries) :], strict=True)]
     series = {
-        key: Series(ferry.name, ferry.bytes, tuple(seconds))
+        key: MoverRounds(ferry.name, ferry.bytes, tuple(seconds))
         for (key, ferry), seconds in zip(ferries.items(), times, strict=False)
     }
     progress(f"{reading.cache.name}: planning {job.planned_tokens:,} tokens")
@@ -189,8 +189,8 @@ def _row(
     reading: ModelReading,
     cell: Cell,
     found: _Engines,
-    ways: dict[str, Series],
-    chosen: Ferry,
+    ways: dict[str, MoverRounds],
+    chosen: KVFerryMover,
     speed: Sequence[float],
 ) -> Row:
     src, dst = found.sources[cell.layout, cell.src_tp], found.destinations[cell.layout, cell.dst_tp]

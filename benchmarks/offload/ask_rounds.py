@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.offload.asking import SHARES, Asking, Asks, Times
 from benchmarks.offload.sources import SLOW, Asker, Kept, chunks_of, model
-from kvferry.bench.chunks import CHUNK_TOKENS
+from kvferry.bench.rank_chunks import CHUNK_TOKENS
 from kvferry.cache.prompt_chunks import PromptChunks
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.bench.chunks import CHUNK_TOKENS
-from kvferry.bench.slow_tier import queue_over
+from kvferry.bench.rank_chunks import CHUNK_TOKENS
+from kvferry.bench.storage_chunks import open_queue
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.prompt_chunks import PromptChunks
 from kvferry.cache.writing import Behind
@@ -133,7 +133,7 @@ def measure(
     in_host = [*keys["host"], *made[: len(made) // _HOST_SHARE]]
     table = KeyTable()
     behind = Made([*keys["file"], *in_host, *made[len(made) // _HOST_SHARE :]], table)
-    with queue_over(behind) as queue:
+    with open_queue(behind) as queue:
         cache = ChunkCache(_host_of(in_host, table), _no_memory, (group,), (Behind(queue),))
         progress(f"looking for prompts of {tokens:,} tokens")
         took = [

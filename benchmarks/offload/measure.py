@@ -18,7 +18,7 @@ from benchmarks.offload.engine_parts import HOOKS, TTFT, Asked
 from benchmarks.offload.first_token import FirstToken
 from benchmarks.offload.lookup import LookUp
 from benchmarks.offload.tier_hooks import HookCost
-from kvferry.bench.chunks import CHUNK_TOKENS, chunk_group
+from kvferry.bench.rank_chunks import CHUNK_TOKENS, chunk_group
 from kvferry.geometry.models import ModelReading
 from kvferry.measuring.machine import MachineFacts, machine_facts
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from kvferry.bench.chunks import CHUNK_TOKENS
-from kvferry.bench.slow_tier import namespace
+from kvferry.bench.rank_chunks import CHUNK_TOKENS
+from kvferry.bench.storage_chunks import bench_namespace
 from kvferry.cache.bids import Part
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.pins import Pins
@@ -146,7 +146,7 @@ class Kept:
         for key in keys[0]:
             if (slot := self.host.reserve(key, key[-1])) is not None:
                 self.host.commit(slot)
-        spaces = namespace(chunk_group(canonical.groups[0], CHUNK_TOKENS))
+        spaces = bench_namespace(chunk_group(canonical.groups[0], CHUNK_TOKENS))
         self.behind: list[Behind] = []
         for name, of in zip(SLOW, keys[1:], strict=True):
             root = folder / name

@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.safety.cost import Cost, SafetyJob
 from benchmarks.safety.prompt_loads import prompt_in_files
-from kvferry.bench.chunks import CHUNK_TOKENS, chunk_group
+from kvferry.bench.rank_chunks import CHUNK_TOKENS, chunk_group
 from kvferry.errors import ConfigError
 from kvferry.tiers.files import tier as file_tier
 from kvferry.tiers.files.direct_io import read_all, whole_pages

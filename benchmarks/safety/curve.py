@@ -20,7 +20,7 @@ from typing import Any
 import zmq
 
 from benchmarks.safety.cost import Cost, SafetyJob
-from kvferry.bench.movers import Ferry
+from kvferry.bench.movers import KVFerryMover
 from kvferry.measuring.producer_process import ProducerProcess, use_transports
 from kvferry.measuring.reader import Reader
 from kvferry.measuring.simulated import simulate_engine
@@ -122,7 +122,7 @@ def _transfer(job: SafetyJob, strategy: Strategy, on: _Pair, off: _Pair) -> Cost
     )
     moved, talks = list[float](), list[tuple[float, float]]()
     with ProducerProcess([source], use_transports(None)) as producer, Reader(destination, producer) as reader:
-        ferry = Ferry("kvferry", reader, source, strategy=strategy)
+        ferry = KVFerryMover("kvferry", reader, source, strategy=strategy)
         ferry.move()
         for number in range(job.repeats):
             moved.append(ferry.move())

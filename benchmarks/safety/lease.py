@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 from benchmarks.safety.cost import Cost, SafetyJob
-from kvferry.bench.movers import Ferry
+from kvferry.bench.movers import KVFerryMover
 from kvferry.bench.rounds import run_rounds
 from kvferry.measuring.producer_process import ProducerProcess, use_transports
 from kvferry.measuring.reader import Reader
@@ -25,7 +25,7 @@ class Unchecked:
 
     name = "without"
 
-    def __init__(self, ferry: Ferry) -> None:
+    def __init__(self, ferry: KVFerryMover) -> None:
         """Take over how to move."""
         self._ferry, self.bytes = ferry, ferry.bytes
 
@@ -42,7 +42,10 @@ def measure(job: SafetyJob, progress: Callable[[str], None]) -> list[Cost]:
         for seed, name in enumerate(("source", "destination"), 1)
     )
     with ProducerProcess([source], use_transports(None)) as producer, Reader(destination, producer) as reader:
-        checked, unchecked = Ferry("with", reader, source), Unchecked(Ferry("without", reader, source))
+        checked, unchecked = (
+            KVFerryMover("with", reader, source),
+            Unchecked(KVFerryMover("without", reader, source)),
+        )
         on, off = run_rounds([checked, unchecked], job.repeats, progress)
     checks = tuple(check for _, _, check, _ in checked.stages[-job.repeats :])
     return [

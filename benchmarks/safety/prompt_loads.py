@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from kvferry.bench.chunks import CHUNK_TOKENS, Ranks
-from kvferry.bench.slow_tier import namespace
+from kvferry.bench.rank_chunks import CHUNK_TOKENS, RankPair
+from kvferry.bench.storage_chunks import bench_namespace
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.fetch import Fetch, Want
 from kvferry.cache.mover import ChunkMover
@@ -58,7 +58,7 @@ class PromptLoads:
         chunks, chunk_bytes: of the prompt.
     """
 
-    def __init__(self, ranks: Ranks, store: FileTier, group: ChunkGroup, mover: ChunkMover) -> None:
+    def __init__(self, ranks: RankPair, store: FileTier, group: ChunkGroup, mover: ChunkMover) -> None:
         """Store the prompt. Use `prompt_in_files`.
 
         Args:
@@ -134,7 +134,7 @@ class PromptLoads:
         Raises:
             TransferError: other bytes came.
         """
-        self._ranks.wipe()
+        self._ranks.clear()
         self.load()
         self._ranks.check()
 
@@ -177,11 +177,11 @@ def prompt_in_files(reading: ModelReading, tokens: int, folder: Path) -> Iterato
         TransferError: a chunk cannot be stored.
     """
     with ExitStack() as stack:
-        ranks = stack.enter_context(Ranks(reading, Side(), max(tokens // CHUNK_TOKENS, 1)))
+        ranks = stack.enter_context(RankPair(reading, Side(), max(tokens // CHUNK_TOKENS, 1)))
         (canonical,) = canonical_of([ranks.source.geometry], CHUNK_TOKENS).groups
         group = chunk_group(canonical, CHUNK_TOKENS)
         capacity = 2 * ranks.chunks * ranks.chunk_bytes
-        store = FileTier(folder, namespace(group), capacity=capacity, table=KeyTable())
+        store = FileTier(folder, bench_namespace(group), capacity=capacity, table=KeyTable())
         mover = ChunkMover((0, 0))
         stack.callback(mover.close)
         loads = PromptLoads(ranks, store, group, mover)

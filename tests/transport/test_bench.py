@@ -19,9 +19,9 @@ from benchmarks.layout.cells import WAYS
 from benchmarks.overhead.measure import OverheadJob, measure as measure_overhead
 from benchmarks.safety import measure as safety, report as safety_report
 from benchmarks.safety.cost import SafetyJob
-from kvferry.bench import calibrate_report, report
+from kvferry.bench import calibrate_report, transfer_report
 from kvferry.bench.calibrate import CalibrationJob, calibrate
-from kvferry.bench.movers import Ferry
+from kvferry.bench.movers import KVFerryMover
 from kvferry.bench.transfer import TransferJob, measure
 from kvferry.cli.bench import register
 from kvferry.errors import TransferError
@@ -63,7 +63,7 @@ def test_everything_is_measured_once_through() -> None:
         TransferJob(reading=TINY, side=Side(), tokens=TOKENS, order="scattered", repeats=7),
         _quiet,
     )
-    loaded = json.loads(json.dumps(report.as_json(measured)))
+    loaded = json.loads(json.dumps(transfer_report.as_json(measured)))
     assert loaded["comparison"]["ferry"]["bytes"] == BLOCKS * BLOCK_BYTES
     assert [series["bytes"] for series in loaded["comparison"]["others"]][1:] == [BLOCKS * BLOCK_BYTES] * 2
     assert all(len(series["seconds"]) == 7 for series in loaded["comparison"]["others"])
@@ -78,7 +78,7 @@ def test_hooks_and_planning_are_measured_while_requests_move() -> None:
 
 
 def test_a_move_is_checked_byte_for_byte(reader: Reader) -> None:
-    Ferry("", reader, SOURCE).move()
+    KVFerryMover("", reader, SOURCE).move()
     reader.check()
     reader.cache.buffer[-1] ^= 1
     with pytest.raises(TransferError, match="1 of"):
@@ -88,11 +88,11 @@ def test_a_move_is_checked_byte_for_byte(reader: Reader) -> None:
 def test_what_is_read_in_the_wrong_order_is_noticed(reader: Reader) -> None:
     other = _engine("source", 3)
     with pytest.raises(TransferError, match="are not what they must be"):
-        Ferry("", reader, other).move()
+        KVFerryMover("", reader, other).move()
 
 
 def test_every_lease_is_acknowledged(reader: Reader) -> None:
-    ferry = Ferry("", reader, SOURCE)
+    ferry = KVFerryMover("", reader, SOURCE)
     leases = []
     for _ in range(2):
         ferry.move()
@@ -108,7 +108,7 @@ def test_every_lease_is_acknowledged(reader: Reader) -> None:
 def test_a_producer_that_dies_is_one_sentence(reader: Reader) -> None:
     os.kill(reader.producer.pid, signal.SIGKILL)
     with pytest.raises(TransferError, match=r"the producer process \(pid \d+\) died: killed by signal 9"):
-        Ferry("", reader, SOURCE).move()
+        KVFerryMover("", reader, SOURCE).move()
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_layouts_are_compared_in_every_way(model: str, fewer: dict[str, int]) ->
 
 def test_a_pinned_strategy_is_what_moves(reader: Reader) -> None:
     for strategy in Strategy:
-        ferry = Ferry("", reader, SOURCE, strategy=strategy)
+        ferry = KVFerryMover("", reader, SOURCE, strategy=strategy)
         ferry.move()
         assert ferry.strategies == (strategy,)
 

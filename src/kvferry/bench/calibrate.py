@@ -1,9 +1,8 @@
-"""`kvferry bench calibrate`: what reading, copying and asking cost on this machine.
+"""`kvferry bench calibrate`: fit the costs of reading, copying and asking on this machine.
 
-The three are measured apart, each through the code that does it in a transfer: READs between two processes
-through `transport.agent`, gathers and scatters through `memory.cell_copies`, asking through the gather
-channel. Sizes are taken in an order drawn anew every round: a slow minute of the machine does not fall on one
-of them.
+Each is measured by itself, through the code that does it in a transfer: READs between two processes by
+`transport.agent`, gathers and scatters by `memory.cell_copies`, requests over the gather channel. Every round
+draws a new order of sizes, so that a slow minute of the machine does not fall on one of them.
 """
 
 from __future__ import annotations
@@ -43,17 +42,17 @@ _LANE_RUNS = 2 << 10, 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationJob:
-    """What is measured.
+    """The sizes to measure.
 
     Attributes:
-        repeats: rounds.
-        transports: value of UCX_TLS, None to leave it as it is.
-        read_sizes: bytes of a descriptor.
-        read_bytes: of a READ, at most; of short descriptors fewer are read.
-        read_descriptors: of a READ, at most.
-        runs: bytes that are copied in a row.
-        cells: bytes of a cell that is gathered or scattered, so many runs side by side.
-        copy_bytes: of a gather or scatter.
+        repeats: counted rounds.
+        transports: value of UCX_TLS, or None to leave it unchanged.
+        read_sizes: bytes of a descriptor, one READ each.
+        read_bytes: largest size of a READ; READs of short descriptors are smaller.
+        read_descriptors: largest number of descriptors of a READ.
+        runs: contiguous bytes of a copy.
+        cells: bytes of a cell that is gathered or scattered, made of equal runs.
+        copy_bytes: bytes of one gather or scatter.
     """
 
     repeats: int = 9
@@ -67,13 +66,13 @@ class CalibrationJob:
 
 
 @dataclass(frozen=True, slots=True)
-class Calibrated:
-    """Costs, and how well they predict what they were fitted to.
+class CalibrationResult:
+    """Fitted costs, and how well they predict the timings.
 
     Attributes:
-        costs: fitted.
-        reads, copies: of each.
-        ask: seconds of asking, all rounds.
+        costs: the costs.
+        reads, copies: fits of READs, and of gathers and scatters.
+        ask: seconds of a request over the gather channel.
     """
 
     costs: Costs
@@ -82,8 +81,8 @@ class Calibrated:
     ask: Spread
 
 
-def calibrate(job: CalibrationJob, progress: Callable[[str], None]) -> Calibrated:
-    """Measure and fit.
+def calibrate(job: CalibrationJob, progress: Callable[[str], None]) -> CalibrationResult:
+    """Measure all sizes and fit the costs.
 
     Raises:
         ConfigError: memory or NIXL cannot be had.
@@ -102,7 +101,7 @@ def calibrate(job: CalibrationJob, progress: Callable[[str], None]) -> Calibrate
                 for run in _LANE_RUNS
             )
             progress("asking for gathers")
-            with closing(_Asking(reader)) as asking:
+            with closing(_GatherChannel(reader)) as asking:
                 ask = Spread.of([asking.small() for _ in range(10 * job.repeats + 1)][1:])
                 overlap = _overlap(job, asking, raw, reader.cache.buffer.nbytes // 2)
     progress("copying runs of several lengths")
@@ -110,7 +109,7 @@ def calibrate(job: CalibrationJob, progress: Callable[[str], None]) -> Calibrate
     read_descriptor, read_byte = reads.costs.tolist()
     call, run, byte = copies.costs.tolist()
     costs = Costs(read_descriptor, read_byte, call, run, byte, ask.median, overlap, work, byte_gain)
-    return Calibrated(costs, reads, copies, ask)
+    return CalibrationResult(costs, reads, copies, ask)
 
 
 def _reads(job: CalibrationJob, raw: RawReads, room: int) -> Fit:
@@ -125,7 +124,7 @@ def _reads(job: CalibrationJob, raw: RawReads, room: int) -> Fit:
 
 
 def _lanes_gain(job: CalibrationJob, reader: Reader, alone: RawReads, run: int, room: int) -> float:
-    """How many times as fast as one lane as many as a worker has read: the same bytes, shared out."""
+    """Return the speed of all lanes of a worker as a multiple of one lane's, for the same bytes."""
     lanes, size = TransferSettings().lanes, min(room, run * job.read_descriptors)
     with ExitStack() as stack:
         others = [stack.enter_context(closing(RawReads(reader))) for _ in range(lanes - 1)]
@@ -156,10 +155,10 @@ def _copies(job: CalibrationJob) -> Fit:
 
 
 class _Copy:
-    """Cells of equal runs, every other stretch of a pool, gathered into images or scattered from them.
+    """A gather or scatter of cells with equal runs, which fill every other stretch of a pool.
 
     Attributes:
-        work: calls, runs and bytes.
+        work: numbers of calls, runs and bytes.
     """
 
     def __init__(self, run: int, cell: int, size: int, side: str) -> None:
@@ -182,15 +181,15 @@ class _Copy:
         self.work = (cells, cells * runs, cells * cell)
 
     def once(self) -> float:
-        """Copy all; seconds."""
+        """Copy all cells; return the seconds."""
         copy = self._loops.gather if self._gathers else self._loops.scatter
         started = time.perf_counter()
         copy(self._blocks, self._blocks, self._slots, 0)
         return time.perf_counter() - started
 
 
-class _Asking:
-    """The gather channel to the producer's one rank, and a READ beside it."""
+class _GatherChannel:
+    """The gather channel to the producer's one rank, and a lease for it."""
 
     def __init__(self, reader: Reader) -> None:
         (card,) = reader.cards[0]
@@ -214,15 +213,15 @@ class _Asking:
         self._lease = reader.claim_lease("asking")
 
     def small(self) -> float:
-        """Seconds from asking for next to nothing until the answer is here."""
+        """Return the seconds of a request for a gather of 64 bytes."""
         return self._timed(0, lambda: None)
 
     def large(self, beside: Callable[[], object] = lambda: None) -> float:
-        """Seconds of a gather that takes long, with something else done meanwhile."""
+        """Return the seconds of a long gather, during which `beside` is called."""
         return self._timed(1, beside)
 
     def close(self) -> None:
-        """Disconnect."""
+        """Disconnect, and release the lease."""
         self._client.close()
         self._context.destroy(linger=0)
         self._reader.acknowledge("asking")
@@ -242,8 +241,8 @@ class _Asking:
         return seconds
 
 
-def _overlap(job: CalibrationJob, asking: _Asking, raw: RawReads, size: int) -> float:
-    """Share of the shorter of gathering and reading that is hidden when both are done at once."""
+def _overlap(job: CalibrationJob, asking: _GatherChannel, raw: RawReads, size: int) -> float:
+    """Return the share of the shorter of gathering and reading that overlaps with the longer."""
     lists = raw.equal_descriptors(size)
     timed: list[Callable[[], float]] = [
         asking.large,
@@ -255,7 +254,7 @@ def _overlap(job: CalibrationJob, asking: _Asking, raw: RawReads, size: int) -> 
 
 
 def _rounds(timed: Sequence[Callable[[], float]], repeats: int) -> np.ndarray:
-    """Seconds of each in every round, shape (rounds, n), in an order of its own; the first does not count."""
+    """Return the seconds of each in every round, shape (rounds, n); a first round does not count."""
     draw = np.random.default_rng(11)
     seconds = np.empty((repeats + 1, len(timed)))
     for number in range(repeats + 1):

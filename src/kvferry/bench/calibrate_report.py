@@ -1,4 +1,4 @@
-"""Fitted costs, for people and as JSON."""
+"""The report of `kvferry bench calibrate`, for people and as JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.bench.calibrate import Calibrated
+from kvferry.bench.calibrate import CalibrationResult
 from kvferry.bench.fit import Fit
 from kvferry.measuring.machine import MachineFacts
 from kvferry.planning.strategy import Costs
@@ -27,13 +27,13 @@ _WHAT = {
 }
 
 
-def facts(machine: MachineFacts, found: Calibrated) -> dict[str, Any]:
-    """Where, and how good: what is written beside the costs."""
+def facts(machine: MachineFacts, found: CalibrationResult) -> dict[str, Any]:
+    """Return the machine and the errors of the fits, which the file has beside the costs."""
     return {**asdict(machine), "errors": {"reads": _errors(found.reads), "copies": _errors(found.copies)}}
 
 
-def as_json(found: Calibrated, facts: dict[str, Any], path: Path | None) -> dict[str, Any]:
-    """All of it, in seconds."""
+def as_json(found: CalibrationResult, facts: dict[str, Any], path: Path | None) -> dict[str, Any]:
+    """Return the costs in seconds, with the machine and the path of the file."""
     return {
         "costs": asdict(found.costs),
         "ask_seconds": asdict(found.ask),
@@ -42,8 +42,8 @@ def as_json(found: Calibrated, facts: dict[str, Any], path: Path | None) -> dict
     }
 
 
-def show(found: Calibrated, path: Path | None, console: Console) -> None:
-    """Print it; fits 80 columns."""
+def show(found: CalibrationResult, path: Path | None, console: Console) -> None:
+    """Print the costs; fits 80 columns."""
     built_in = Costs()
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("what")

@@ -1,6 +1,7 @@
-"""The file tier: a file store that keeps durably, beside files of the same size in the same folder.
+"""Cases of the file tier: durable chunks in a folder, compared with raw files of the same size.
 
-The limit is the faster of threads of this process that write and read whole files, and of fio if it is there.
+The limit is the faster of threads of this process that write and read whole files, and of fio if it is
+installed.
 """
 
 from __future__ import annotations
@@ -11,12 +12,20 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from kvferry.bench.chunks import CHUNK_TOKENS
-from kvferry.bench.contest import Contest
 from kvferry.bench.fio import FioReads, FioWrites, has_fio
 from kvferry.bench.movers import Mover
+from kvferry.bench.rank_chunks import CHUNK_TOKENS
 from kvferry.bench.raw_files import ThreadReads, ThreadWrites, random_pages, write_file
-from kvferry.bench.slow_tier import Bodies, Loads, Stores, chunks_at, namespace, queue_over, store_all
+from kvferry.bench.storage_chunks import (
+    ChunkBodies,
+    LoadMover,
+    StoreMover,
+    bench_namespace,
+    chunks_per_move,
+    open_queue,
+    store_all,
+)
+from kvferry.bench.tier_cases import TierCase
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.tiers.files.tier import FileTier
 from kvferry.tiers.format.chunk import Chunk
@@ -24,52 +33,58 @@ from kvferry.tiers.format.chunk import Chunk
 STORE_RATIO, LOAD_RATIO = 0.7, 0.8
 
 
-def contests(stack: ExitStack, group: CanonicalGroup, path: Path, depths: Sequence[int]) -> list[Contest]:
-    """Stores and loads at every depth.
+def tier_cases(stack: ExitStack, group: CanonicalGroup, path: Path, depths: Sequence[int]) -> list[TierCase]:
+    """Return a case for storing and one for loading, per depth.
 
     Args:
-        stack: ends threads, and removes what was written.
-        group: what chunks hold.
-        path: the folder, which exists.
-        depths: chunks under way at a time.
+        stack: ends the threads, and removes the files.
+        group: form of the chunks.
+        path: existing folder.
+        depths: chunks in flight at a time.
 
     Raises:
-        ConfigError: memory, or the folder, cannot be used.
+        ConfigError: memory or the folder cannot be used.
         TransferError: a chunk could not be stored.
     """
     folder = Path(stack.enter_context(TemporaryDirectory(prefix="bench-", dir=path)))
-    count = chunks_at(max(depths))
-    bodies, into = (stack.enter_context(Bodies(group, CHUNK_TOKENS, count)) for _ in range(2))
+    count = chunks_per_move(max(depths))
+    bodies, into = (stack.enter_context(ChunkBodies(group, CHUNK_TOKENS, count)) for _ in range(2))
     size = Chunk(bytes(32), bodies.keys[0], (bodies.group,)).file_bytes
-    queue = stack.enter_context(queue_over(stack.enter_context(_fresh(folder, bodies))))
+    queue = stack.enter_context(open_queue(stack.enter_context(_fresh(folder, bodies))))
     store_all(queue, bodies, count, depth=8)
     files = _files(folder, count, size)
     found = []
     for depth in depths:
         pool = stack.enter_context(ThreadPoolExecutor(depth, "bench-files"))
-        number = chunks_at(depth)
+        number = chunks_per_move(depth)
         writes: list[Mover] = [ThreadWrites(folder, pool, number, size)]
         reads: list[Mover] = [ThreadReads(pool, files[:number])]
         if has_fio():
             writes.append(FioWrites(folder, depth, number, size))
             reads.append(FioReads(depth, files[:number]))
-        stores = Stores(lambda: _fresh(folder, bodies), bodies, depth)
-        loads = Loads(queue, bodies, into, depth)
-        found.append(Contest("file", "store", depth, STORE_RATIO, stores, tuple(writes)))
-        found.append(Contest("file", "load", depth, LOAD_RATIO, loads, tuple(reads)))
+        stores = StoreMover(lambda: _fresh(folder, bodies), bodies, depth)
+        loads = LoadMover(queue, bodies, into, depth)
+        found.append(_case("store", depth, STORE_RATIO, stores, writes))
+        found.append(_case("load", depth, LOAD_RATIO, loads, reads))
     return found
 
 
+def _case(direction: str, depth: int, target: float, ours: Mover, limits: Sequence[Mover]) -> TierCase:
+    return TierCase(
+        tier="file", direction=direction, depth=depth, target=target, ours=ours, limits=tuple(limits)
+    )
+
+
 @contextmanager
-def _fresh(folder: Path, bodies: Bodies) -> Iterator[FileTier]:
-    """An empty store, which is removed."""
+def _fresh(folder: Path, bodies: ChunkBodies) -> Iterator[FileTier]:
+    """Yield an empty tier; remove it afterwards."""
     with TemporaryDirectory(dir=folder) as root:
         capacity = 2 * len(bodies) * bodies.chunk_bytes
-        yield FileTier(root, namespace(bodies.group), capacity=capacity, durable=True)
+        yield FileTier(root, bench_namespace(bodies.group), capacity=capacity, durable=True)
 
 
 def _files(folder: Path, count: int, size: int) -> list[Path]:
-    """As many files of a size, in a folder of their own."""
+    """Write `count` files of `size` bytes to a new folder; return their paths."""
     raw = folder / "raw"
     raw.mkdir()
     content = random_pages(size)

@@ -1,7 +1,6 @@
-"""fio as a mover: files of one size, written anew or read, by as many jobs as files are under way.
+"""Movers that run fio: one job per file in flight, which writes new files or reads existing ones.
 
-Each job has several pieces of its file under way. fio says itself how long it took: what it needs to start
-is on nobody's clock.
+Each job has several pieces of its file in flight. fio reports its own time, so its start is not timed.
 """
 
 from __future__ import annotations
@@ -21,31 +20,31 @@ _PATIENCE_SECONDS = 300.0
 
 
 class FioWrites:
-    """New files, each flushed when it is whole; a `Mover`."""
+    """A mover that writes new files, and flushes each when it is complete."""
 
     name = "fio"
 
     def __init__(self, folder: Path, depth: int, files: int, size: int) -> None:
-        """Prepare.
+        """Prepare a mover.
 
         Args:
-            folder: which has room.
-            depth: jobs.
-            files: how many.
-            size: bytes of each, whole pages.
+            folder: folder with room for the files.
+            depth: number of jobs.
+            files: number of files.
+            size: bytes of each file, a multiple of the page size.
         """
         self._folder, self._depth, self._files, self._size = folder, depth, files, size
         self.bytes = files * size
 
     def move(self) -> float:
-        """Write once."""
+        """Write all files; return the seconds."""
         with TemporaryDirectory(dir=self._folder) as folder:
             names = [str(number) for number in range(self._files)]
             return _run(Path(folder), "write", names, self._size, self._depth)
 
 
 class FioReads:
-    """Files of one folder and size; a `Mover`."""
+    """A mover that reads files of one folder and one size."""
 
     name = "fio"
 
@@ -55,25 +54,25 @@ class FioReads:
         self.bytes = len(files) * self._size
 
     def move(self) -> float:
-        """Read once."""
+        """Read all files; return the seconds."""
         return _run(self._folder, "read", self._names, self._size, self._depth)
 
 
 def has_fio() -> bool:
-    """Whether fio can be run."""
+    """Return whether fio is installed."""
     return shutil.which("fio") is not None
 
 
-def _run(folder: Path, way: str, names: Sequence[str], size: int, depth: int) -> float:
-    """Seconds.
+def _run(folder: Path, direction: str, names: Sequence[str], size: int, depth: int) -> float:
+    """Run fio; return the seconds.
 
     Raises:
         TransferError: fio failed.
     """
-    command = ["fio", "--output-format=json", *(["--readonly"] if way == "read" else []), "-"]
+    command = ["fio", "--output-format=json", *(["--readonly"] if direction == "read" else []), "-"]
     done = subprocess.run(
         command,
-        input=_job_file(way, names, size, depth),
+        input=_job_file(direction, names, size, depth),
         cwd=folder,
         capture_output=True,
         text=True,
@@ -83,13 +82,13 @@ def _run(folder: Path, way: str, names: Sequence[str], size: int, depth: int) ->
     if done.returncode:
         raise TransferError(f"fio failed: {done.stderr.strip() or done.stdout.strip()}")
     (job,) = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
-    # What is left of a file when its last whole piece is through, fio leaves out.
-    return size * len(names) / float(job[way]["bw_bytes"])
+    # From the bandwidth: fio leaves out the end of a file that fills no whole piece.
+    return size * len(names) / float(job[direction]["bw_bytes"])
 
 
-def _job_file(way: str, names: Sequence[str], size: int, depth: int) -> str:
+def _job_file(direction: str, names: Sequence[str], size: int, depth: int) -> str:
     settings = {
-        "rw": way,
+        "rw": direction,
         "direct": 1,
         "ioengine": "libaio",
         "bs": min(size, _PIECE_BYTES),
@@ -101,7 +100,7 @@ def _job_file(way: str, names: Sequence[str], size: int, depth: int) -> str:
         "openfiles": 1,
         "fallocate": "none",
     }
-    if way == "write":
+    if direction == "write":
         settings |= {"create_on_open": 1, "fsync_on_close": 1, "refill_buffers": 1}
     lines = ["[global]", *(f"{name}={value}" for name, value in settings.items())]
     for number in range(depth):

@@ -1,9 +1,9 @@
-"""Costs from timings: how long each piece of work takes, when a timing is a sum of many.
+"""Least-squares fit of costs to timings.
 
-A timing is some number of pieces of several kinds of work. What a piece of each kind costs is found by least
-squares in *relative* error: a transfer of 50 µs counts as much as one of 50 ms, since the planner compares
-ratios. No cost is below 0. Each timing is a median of repetitions; one that is still too long, by whatever
-factor, since somebody else was at work, has a relative error of 1 at most, and bends the rest little.
+A timing is the sum of the costs of its pieces of work, of several kinds. The fit minimizes the *relative*
+error, because the planner compares ratios: a transfer of 50 µs counts as much as one of 50 ms. No cost is
+negative. Each timing is a median of repetitions. A timing that is still too long, because the machine was
+busy, has a relative error of at most 1, so it changes the fit little.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fit:
-    """Costs, and how well they predict.
+    """Fitted costs and their errors.
 
     Attributes:
-        costs: seconds of a piece of each kind, float64 of shape (kinds,).
+        costs: seconds per piece of each kind, float64 of shape (kinds,).
         errors: |predicted / measured - 1| of every timing, float64 of shape (n,).
     """
 
@@ -32,17 +32,17 @@ class Fit:
 
     @property
     def median_error(self) -> float:
-        """Of all timings."""
+        """Median of the errors."""
         return float(np.median(self.errors))
 
     @property
     def worst_error(self) -> float:
-        """Of all timings."""
+        """Largest of the errors."""
         return float(self.errors.max())
 
 
 def fit(work: Floats, seconds: Floats) -> Fit:
-    """Fit costs.
+    """Fit costs to timings.
 
     Three descriptors and 300 bytes take 6.3 µs, one and 1,000 bytes 3 µs:
 
@@ -50,8 +50,8 @@ def fit(work: Floats, seconds: Floats) -> Fit:
     [2e-06, 1e-09]
 
     Args:
-        work: pieces of each kind in every timing, float64 of shape (n, kinds).
-        seconds: float64 of shape (n,), above 0.
+        work: number of pieces of each kind in every timing, float64 of shape (n, kinds).
+        seconds: timings, float64 of shape (n,), all positive.
     """
     relative = work / seconds[:, None]
     costs = _not_negative(relative, np.ones(len(seconds)))
@@ -59,7 +59,7 @@ def fit(work: Floats, seconds: Floats) -> Fit:
 
 
 def _not_negative(matrix: Floats, target: Floats) -> Floats:
-    """Least squares with no coefficient below 0; the kinds are few, so all subsets are tried."""
+    """Solve non-negative least squares by trying every subset of the few kinds."""
     kinds = matrix.shape[1]
     best, least = np.zeros(kinds), float(target @ target)
     for chosen in chain.from_iterable(combinations(range(kinds), n) for n in range(1, kinds + 1)):

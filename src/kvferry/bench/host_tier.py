@@ -1,8 +1,9 @@
-"""The host tier: chunks between a rank's blocks and an arena, beside memcpy.
+"""Cases of the host tier: chunks between a rank's blocks and an arena, compared with memcpy.
 
-A mover does what a connector's thread does with orders: cells chosen and checked, then copied. Depth is
-threads, each with its share of the chunks; the connector has one per rank. Memcpy has as many threads and as
-many bytes, contiguous, between the same memory; the aside cuts them into runs as short as the layout's.
+kvferry's mover does what a worker's thread does with an order: it selects and checks cells, then copies them.
+Depth is the number of threads, each with its share of the chunks; a connector has one per rank. Memcpy
+copies as many bytes with as many threads between the same memory, in one piece. The control copies runs as
+short as the layout's.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.bench.chunks import Ranks
-from kvferry.bench.contest import Contest
+from kvferry.bench.rank_chunks import RankPair
+from kvferry.bench.tier_cases import TierCase
 from kvferry.cache.orders import LoadPart, Piece, StoreOrder
 from kvferry.plan.units import size
 
@@ -26,44 +27,56 @@ TARGET_RATIO = 0.8
 _APART = 16
 
 
-def contests(stack: ExitStack, ranks: Ranks, depths: Sequence[int]) -> list[Contest]:
-    """Stores and loads at every depth.
+def tier_cases(stack: ExitStack, ranks: RankPair, depths: Sequence[int]) -> list[TierCase]:
+    """Return a case for storing and one for loading, per depth.
 
     Args:
         stack: ends the threads.
-        ranks: at least as many chunks as the largest depth.
-        depths: threads.
+        ranks: ranks with at least as many chunks as the largest depth.
+        depths: numbers of threads.
     """
     found = []
     total, short = ranks.chunks * ranks.chunk_bytes, f"memcpy in runs of {size(ranks.run_bytes)}"
     for depth in depths:
         pool = stack.enter_context(ThreadPoolExecutor(depth, "bench-host"))
         shares = _shares(ranks.chunks, depth)
-        for way, orders in (("store", _stores), ("load", _loads)):
-            ours = Threads("kvferry", total, pool, [orders(ranks, share) for share in shares])
-            memcpy = Threads("memcpy", total, pool, [_contiguous(ranks, way, share) for share in shares])
-            aside = Threads(short, total, pool, [_in_runs(ranks, way, share) for share in shares])
+        for direction, orders in (("store", _stores), ("load", _loads)):
+            ours = ThreadedMover("kvferry", total, pool, [orders(ranks, share) for share in shares])
+            memcpy = ThreadedMover(
+                "memcpy", total, pool, [_contiguous(ranks, direction, share) for share in shares]
+            )
+            control = ThreadedMover(
+                short, total, pool, [_in_runs(ranks, direction, share) for share in shares]
+            )
             found.append(
-                Contest(f"host, {ranks.layout}", way, depth, TARGET_RATIO, ours, (memcpy,), (aside,))
+                TierCase(
+                    tier=f"host, {ranks.layout}",
+                    direction=direction,
+                    depth=depth,
+                    target=TARGET_RATIO,
+                    ours=ours,
+                    limits=(memcpy,),
+                    controls=(control,),
+                )
             )
     return found
 
 
-def prove(contests: Sequence[Contest], ranks: Ranks) -> None:
-    """Store and load at every depth and compare all memory: what was timed copies what it should.
+def verify_copies(contests: Sequence[TierCase], ranks: RankPair) -> None:
+    """Store and load at every depth, and compare all memory.
 
     Raises:
-        TransferError: other bytes arrived.
+        TransferError: wrong bytes arrived.
     """
     for store, load in zip(contests[::2], contests[1::2], strict=True):
-        ranks.wipe()
+        ranks.clear()
         store.ours.move()
         load.ours.move()
         ranks.check()
 
 
-class Threads:
-    """Every thread does one thing, all at once; a `Mover`."""
+class ThreadedMover:
+    """A mover that runs one function per thread, all at once."""
 
     def __init__(
         self, name: str, total: int, pool: ThreadPoolExecutor, what: Sequence[Callable[[], object]]
@@ -72,7 +85,7 @@ class Threads:
         self._pool, self._what = pool, what
 
     def move(self) -> float:
-        """Do it once; seconds until the last has ended."""
+        """Run all functions; return the seconds until the last has ended."""
         started = time.perf_counter()
         for done in [self._pool.submit(one) for one in self._what]:
             done.result()
@@ -80,38 +93,38 @@ class Threads:
 
 
 def _shares(chunks: int, threads: int) -> list[range]:
-    """Chunks dealt out, neighbours together."""
+    """Split chunk numbers into contiguous shares, one per thread."""
     cuts = [chunks * n // threads for n in range(threads + 1)]
     return [range(low, high) for low, high in pairwise(cuts)]
 
 
-def _stores(ranks: Ranks, share: range) -> Callable[[], object]:
+def _stores(ranks: RankPair, share: range) -> Callable[[], object]:
     return partial(
         ranks.routes(stores=True).store,
         StoreOrder("", _pieces(ranks, share), ranks.tables, range(ranks.tokens)),
     )
 
 
-def _loads(ranks: Ranks, share: range) -> Callable[[], object]:
+def _loads(ranks: RankPair, share: range) -> Callable[[], object]:
     part = LoadPart("", "", ranks.span, _pieces(ranks, share), ranks.tables, first=False)
     return partial(ranks.routes(stores=False).load, part)
 
 
-def _pieces(ranks: Ranks, share: range) -> tuple[Piece, ...]:
+def _pieces(ranks: RankPair, share: range) -> tuple[Piece, ...]:
     return tuple(Piece(0, number, number * ranks.chunk_bytes) for number in share)
 
 
-def _contiguous(ranks: Ranks, way: str, share: range) -> Callable[[], object]:
-    """As many bytes in one copy."""
-    to, of = (memory[_bytes(ranks, share)] for memory in _memories(ranks, way))
+def _contiguous(ranks: RankPair, direction: str, share: range) -> Callable[[], object]:
+    """Return a function that copies the share in one piece."""
+    to, of = (memory[_bytes(ranks, share)] for memory in _memories(ranks, direction))
     return partial(np.copyto, to, of)
 
 
-def _in_runs(ranks: Ranks, way: str, share: range) -> Callable[[], object]:
-    """As many bytes in runs, a copy per chunk; neighbours of one side are apart on the other."""
+def _in_runs(ranks: RankPair, direction: str, share: range) -> Callable[[], object]:
+    """Return a function that copies the share in runs that are adjacent on one side only."""
     pairs = []
     for number in share:
-        to, of = (memory[_bytes(ranks, range(number, number + 1))] for memory in _memories(ranks, way))
+        to, of = (memory[_bytes(ranks, range(number, number + 1))] for memory in _memories(ranks, direction))
         rows = (_APART, -1, ranks.run_bytes // 8)
         words = to.view(np.int64).reshape(rows), of.view(np.int64).reshape(rows[1], rows[0], rows[2])
         pairs.append((words[0], words[1].swapaxes(0, 1)))
@@ -123,12 +136,12 @@ def _in_runs(ranks: Ranks, way: str, share: range) -> Callable[[], object]:
     return copy
 
 
-def _memories(ranks: Ranks, way: str) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """Where to, and where from."""
-    if way == "store":
+def _memories(ranks: RankPair, direction: str) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+    """Return destination and source memory."""
+    if direction == "store":
         return ranks.arena.memory, ranks.source.buffer.numpy()
     return ranks.destination.buffer.numpy(), ranks.arena.memory
 
 
-def _bytes(ranks: Ranks, share: range) -> slice:
+def _bytes(ranks: RankPair, share: range) -> slice:
     return slice(share.start * ranks.chunk_bytes, share.stop * ranks.chunk_bytes)

@@ -1,7 +1,7 @@
-"""The ways of moving the same bytes that are compared.
+"""Movers: kvferry, raw NIXL and memcpy, which move the same bytes and time it.
 
-A mover moves once and says how long that took, in seconds. What may be prepared before block ids are known is
-prepared before the clock runs, for every mover alike; what depends on them is on the clock.
+Every mover prepares what does not depend on block ids before its clock starts. Everything that depends on
+them is on the clock.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _HOOK_POLL_SECONDS = 1e-3
 
 
 class Mover(Protocol):
-    """One way of moving.
+    """One way to move bytes.
 
     Attributes:
-        name: for people.
+        name: name in reports.
         bytes: useful bytes of one move.
     """
 
@@ -34,17 +34,17 @@ class Mover(Protocol):
     bytes: int
 
     def move(self) -> float:
-        """Move once; seconds."""
+        """Move once; return the seconds."""
 
 
-class Ferry:
-    """kvferry: from blocks known to blocks usable, everything included.
+class KVFerryMover:
+    """A transfer by kvferry, from the moment the blocks are known until they may be used.
 
     Attributes:
-        strategies: that the last move used, of all groups.
-        stages: per move, seconds of planning, of reading, of the lease check, and of all the rest: handing
-            over between threads, the next look of a hook, the acknowledgement.
-        plan: of the last move.
+        strategies: strategy of each group in the last move.
+        stages: one tuple per move: seconds of planning, reading, the lease check and the rest. The rest is
+            the hand-over between threads, the wait for the next hook, and the release.
+        plan: read plan of the last move.
     """
 
     def __init__(
@@ -56,15 +56,15 @@ class Ferry:
         strategy: Strategy | None = None,
         poll_seconds: float = _HOOK_POLL_SECONDS,
     ) -> None:
-        """Prepare.
+        """Prepare a mover.
 
         Args:
-            name: for people.
-            reader: reads.
-            source: what the peer is.
-            peer: its number.
-            strategy: pinned, None for the cheapest.
-            poll_seconds: between looks of a hook.
+            name: name in reports.
+            reader: the side that reads.
+            source: engine to read from.
+            peer: number of that engine in the producer process.
+            strategy: strategy to use, or None for the cheapest.
+            poll_seconds: time between two hooks.
         """
         self.name, self.bytes = name, reader.bytes
         self.strategies: tuple[str, ...] = ()
@@ -74,10 +74,10 @@ class Ferry:
         self._strategy, self._poll_seconds = strategy, poll_seconds
 
     def move(self) -> float:
-        """Move once, check every byte, see the acknowledgement arrive; what a request waits for is timed.
+        """Move once, then check every byte and wait for the release; return the seconds that a request waits.
 
         Raises:
-            TransferError: the load failed, or other bytes than those asked for arrived.
+            TransferError: the load failed, or wrong bytes arrived.
         """
         reader = self._reader
         reader.clear()
@@ -110,15 +110,15 @@ def _stages(result: ReadResult, seconds: float) -> tuple[float, float, float, fl
     return (*known, seconds - sum(known))
 
 
-class RawNixl:
-    """NIXL alone over lists prepared before: make the transfer, post it, poll until it is done."""
+class RawNixlMover:
+    """A READ by NIXL alone over prepared lists: make the transfer, post it, poll until it is done."""
 
     def __init__(self, name: str, reads: RawReads, lists: PreparedLists) -> None:
         self.name, self.bytes = name, lists.bytes
         self._reads, self._lists = reads, lists
 
     def move(self) -> float:
-        """Move once.
+        """Move once; return the seconds.
 
         Raises:
             TransferError: NIXL failed.
@@ -126,8 +126,8 @@ class RawNixl:
         return self._reads.read(self._lists)
 
 
-class Memcpy:
-    """One thread copies as many bytes from memory of this process to the pool."""
+class MemcpyMover:
+    """A copy of as many bytes by one thread, from other memory of this process to the pool."""
 
     name = "(c) memcpy"
 
@@ -136,7 +136,7 @@ class Memcpy:
         self._dst, self._src = (memory[: self.bytes].numpy() for memory in reader.buffers)
 
     def move(self) -> float:
-        """Move once."""
+        """Copy once; return the seconds."""
         started = time.perf_counter()
         np.copyto(self._dst, self._src)
         return time.perf_counter() - started

@@ -1,7 +1,7 @@
-"""The object tier, beside its client alone: as many threads that put and get objects of the same size.
+"""Cases of the object tier: chunks in a bucket, compared with obstore's own put and get of as many bytes.
 
-Everything is written under names of its own below the URL, and removed. What the client needs besides the
-URL it takes from the environment (``AWS_ENDPOINT``, ``AWS_ACCESS_KEY_ID``, ...).
+All objects have random names below the URL, and are removed. Credentials come from the environment
+(``AWS_ENDPOINT``, ``AWS_ACCESS_KEY_ID``, ...).
 """
 
 from __future__ import annotations
@@ -15,10 +15,19 @@ from contextlib import ExitStack, contextmanager
 import obstore
 from obstore.store import from_url
 
-from kvferry.bench.chunks import CHUNK_TOKENS
-from kvferry.bench.contest import Contest
+from kvferry.bench.movers import Mover
+from kvferry.bench.rank_chunks import CHUNK_TOKENS
 from kvferry.bench.raw_files import random_pages
-from kvferry.bench.slow_tier import Bodies, Loads, Stores, chunks_at, namespace, queue_over, store_all
+from kvferry.bench.storage_chunks import (
+    ChunkBodies,
+    LoadMover,
+    StoreMover,
+    bench_namespace,
+    chunks_per_move,
+    open_queue,
+    store_all,
+)
+from kvferry.bench.tier_cases import TierCase
 from kvferry.errors import TransferError
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.tiers.format.chunk import Chunk
@@ -31,8 +40,8 @@ _PATIENCE_SECONDS = 60.0
 _PIECE_BYTES = 512 << 10
 
 
-class Requests:
-    """One request for each of some objects, by threads; a `Mover`."""
+class RequestMover:
+    """A mover that makes one request per object, with threads."""
 
     def __init__(
         self,
@@ -42,44 +51,44 @@ class Requests:
         names: Sequence[str],
         size: int,
     ) -> None:
-        """Prepare.
+        """Prepare a mover.
 
         Args:
-            name: for people.
-            pool: as many threads as requests are under way.
-            request: makes one, for an object's name.
-            names: of objects.
-            size: bytes of each.
+            name: name in reports.
+            pool: one thread per request in flight.
+            request: makes the request for an object's name.
+            names: names of the objects.
+            size: bytes of each object.
         """
         self.name, self.bytes = name, len(names) * size
         self._pool, self._request, self._names = pool, request, names
 
     def move(self) -> float:
-        """Make them once; seconds until the last is answered."""
+        """Make all requests; return the seconds until the last is answered."""
         started = time.perf_counter()
         for _ in self._pool.map(self._request, self._names):
             pass
         return time.perf_counter() - started
 
 
-def contests(stack: ExitStack, group: CanonicalGroup, url: str, depths: Sequence[int]) -> list[Contest]:
-    """Stores and loads at every depth.
+def tier_cases(stack: ExitStack, group: CanonicalGroup, url: str, depths: Sequence[int]) -> list[TierCase]:
+    """Return a case for storing and one for loading, per depth.
 
     Args:
-        stack: ends threads, and removes what was written.
-        group: what chunks hold.
-        url: of the bucket, and a path in it.
-        depths: chunks under way at a time.
+        stack: ends the threads, and removes the objects.
+        group: form of the chunks.
+        url: bucket, and a path in it.
+        depths: chunks in flight at a time.
 
     Raises:
-        ConfigError: memory, or the URL, cannot be used.
-        TransferError: the store does not keep what it is given.
+        ConfigError: memory or the URL cannot be used.
+        TransferError: the bucket does not keep what it is given.
     """
-    count = chunks_at(max(depths))
-    bodies, into = (stack.enter_context(Bodies(group, CHUNK_TOKENS, count)) for _ in range(2))
+    count = chunks_per_move(max(depths))
+    bodies, into = (stack.enter_context(ChunkBodies(group, CHUNK_TOKENS, count)) for _ in range(2))
     size = Chunk(bytes(32), bodies.keys[0], (bodies.group,)).file_bytes
     kept = stack.enter_context(_fresh(url, bodies))
-    queue = stack.enter_context(queue_over(kept))
+    queue = stack.enter_context(open_queue(kept))
     store_all(queue, bodies, count, depth=8)
     prefix = stack.enter_context(_removed(url, f"bench-{secrets.token_hex(8)}"))
     client, content = from_url(url), random_pages(size)
@@ -100,27 +109,41 @@ def contests(stack: ExitStack, group: CanonicalGroup, url: str, depths: Sequence
     found = []
     for depth in depths:
         pool = stack.enter_context(ThreadPoolExecutor(depth, "bench-objects"))
-        some = names[: chunks_at(depth)]
-        stores = Stores(lambda: _fresh(url, bodies), bodies, depth)
-        loads = Loads(queue, bodies, into, depth)
-        puts, gets = (Requests("obstore", pool, request, some, size) for request in (put, get))
-        streams = Requests("obstore in pieces of 512 KiB", pool, stream, some, size)
-        found.append(Contest("object", "store", depth, TARGET_RATIO, stores, (puts,)))
-        found.append(Contest("object", "load", depth, TARGET_RATIO, loads, (gets,), (streams,)))
+        some = names[: chunks_per_move(depth)]
+        stores = StoreMover(lambda: _fresh(url, bodies), bodies, depth)
+        loads = LoadMover(queue, bodies, into, depth)
+        puts, gets = (RequestMover("obstore", pool, request, some, size) for request in (put, get))
+        streams = RequestMover("obstore in pieces of 512 KiB", pool, stream, some, size)
+        found.append(_case("store", depth, stores, puts))
+        found.append(_case("load", depth, loads, gets, (streams,)))
     return found
 
 
+def _case(
+    direction: str, depth: int, ours: Mover, limit: Mover, controls: tuple[Mover, ...] = ()
+) -> TierCase:
+    return TierCase(
+        tier="object",
+        direction=direction,
+        depth=depth,
+        target=TARGET_RATIO,
+        ours=ours,
+        limits=(limit,),
+        controls=controls,
+    )
+
+
 @contextmanager
-def _fresh(url: str, bodies: Bodies) -> Iterator[ObjectTier]:
-    """A store of a namespace that nobody has, which is removed."""
-    own = namespace(bodies.group, secrets.token_hex(8))
+def _fresh(url: str, bodies: ChunkBodies) -> Iterator[ObjectTier]:
+    """Yield an empty tier with a namespace of its own; remove its objects afterwards."""
+    own = bench_namespace(bodies.group, secrets.token_hex(8))
     with _removed(url, own.digest.hex()):
         yield ObjectTier(url, own, timeout_seconds=_PATIENCE_SECONDS)
 
 
 @contextmanager
 def _removed(url: str, prefix: str) -> Iterator[str]:
-    """A path below a URL; what is written there is removed."""
+    """Yield `prefix`, and remove all objects below it afterwards."""
     bucket = BucketClient(url, {}, _PATIENCE_SECONDS)
     try:
         yield prefix

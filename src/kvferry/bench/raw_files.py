@@ -1,7 +1,7 @@
-"""Files of a size, written and read without us: what a directory can do.
+"""Movers that write and read raw files: the speed of a directory without kvferry.
 
-Threads of this process, each with a file at a time. Writes make files anew and count when their data is on
-the disk; both go past the page cache where the file system allows it.
+Each thread handles one file at a time. Writes create new files and wait until their data is on the disk. Both
+bypass the page cache where the file system allows it.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ _Item = TypeVar("_Item")
 
 
 class ThreadWrites:
-    """New files, each by one thread, flushed one by one; a `Mover`."""
+    """A mover that writes new files, one per thread, and flushes each."""
 
     name = "threads, O_DIRECT"
 
     def __init__(self, folder: Path, pool: ThreadPoolExecutor, files: int, size: int) -> None:
-        """Prepare.
+        """Prepare a mover.
 
         Args:
-            folder: which has room.
-            pool: as many threads as files are under way.
-            files: how many.
-            size: bytes of each, whole pages.
+            folder: folder with room for the files.
+            pool: one thread per file in flight.
+            files: number of files.
+            size: bytes of each file, a multiple of the page size.
         """
         self._folder, self._pool, self._files, self.bytes = folder, pool, files, files * size
         self._content = random_pages(size)
 
     def move(self) -> float:
-        """Write once; seconds until the last file is on the disk."""
+        """Write all files; return the seconds until the last is on the disk."""
         with TemporaryDirectory(dir=self._folder) as folder:
             files = [f"{folder}/{number}" for number in range(self._files)]
             return _timed(self._pool, lambda file: write_file(file, self._content), files)
 
 
 class ThreadReads:
-    """Files, each by one thread; a `Mover`."""
+    """A mover that reads files, one per thread."""
 
     name = "threads, O_DIRECT"
 
@@ -54,12 +54,12 @@ class ThreadReads:
         self.bytes = sum(len(memory) for _, memory in self._files)
 
     def move(self) -> float:
-        """Read once; seconds until the last file is there."""
+        """Read all files; return the seconds until the last is read."""
         return _timed(self._pool, _read, self._files)
 
 
 def random_pages(size: int) -> memoryview:
-    """Memory of `size` bytes that begins at a page and holds nothing that storage could make smaller."""
+    """Return `size` random bytes in page-aligned memory, which storage cannot compress."""
     pages = whole_pages(size)
     pages[:] = os.urandom(size)
     return pages

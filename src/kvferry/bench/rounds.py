@@ -1,7 +1,7 @@
-"""The comparison: every round runs every mover once, in an order of its own.
+"""Interleaved rounds: every round runs every mover once, in a newly drawn order.
 
-Machines are shared and their speed drifts, so a ratio is taken within a round, and the median over rounds is
-reported. The order is drawn: what a mover leaves in the caches helps another in some rounds only.
+Machines are shared and their speed drifts, so ratios are taken within a round and the median over rounds is
+reported. The order is drawn so that what one mover leaves in the caches helps another in some rounds only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.bench.movers import Ferry, Memcpy, Mover, RawNixl
+from kvferry.bench.movers import KVFerryMover, MemcpyMover, Mover, RawNixlMover
 from kvferry.measuring.raw_reads import RawReads
 from kvferry.measuring.reader import Reader
 from kvferry.measuring.simulated import SimulatedEngine
@@ -20,13 +20,13 @@ from kvferry.measuring.spread import Spread
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
-    """All rounds of one mover.
+class MoverRounds:
+    """The rounds of one mover.
 
     Attributes:
-        name: the mover's.
+        name: name of the mover.
         bytes: useful bytes per round.
-        seconds: per round.
+        seconds: time of each round.
     """
 
     name: str
@@ -35,11 +35,11 @@ class Series:
 
     @property
     def gigabytes_per_second(self) -> Spread:
-        """10⁹ bytes per second."""
+        """Speed in 10⁹ bytes per second."""
         return Spread.of([self.bytes / s / 1e9 for s in self.seconds])
 
-    def times(self, other: Series) -> Spread:
-        """How many times as fast as `other` this is, round by round."""
+    def times(self, other: MoverRounds) -> Spread:
+        """Return how many times as fast as `other` this mover is, round by round."""
         return Spread.of(
             [
                 (self.bytes / mine) / (other.bytes / theirs)
@@ -49,52 +49,52 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """All movers.
+class TransferComparison:
+    """The rounds of all movers of one request.
 
     Attributes:
-        ferry: kvferry's series.
-        others: raw NIXL with large descriptors, with the same descriptors, and memcpy.
-        stages: medians of kvferry's time in seconds: planning, reading, lease check, all the rest.
+        ferry: rounds of kvferry.
+        others: rounds of raw NIXL with large descriptors, with the same descriptors, and of memcpy.
+        stages: median seconds of kvferry's planning, reading, lease check, and the rest.
     """
 
-    ferry: Series
-    others: tuple[Series, ...]
+    ferry: MoverRounds
+    others: tuple[MoverRounds, ...]
     stages: tuple[float, float, float, float]
 
 
 def compare(
     reader: Reader, source: SimulatedEngine, repeats: int, progress: Callable[[str], None]
-) -> Comparison:
-    """Move a request in every way, `repeats` rounds after one that does not count.
+) -> TransferComparison:
+    """Move a request with kvferry, raw NIXL and memcpy.
 
     Args:
-        reader: reads.
-        source: what is read from.
-        repeats: rounds.
-        progress: told what is going on.
+        reader: the side that reads.
+        source: engine to read from.
+        repeats: counted rounds; one more comes before them.
+        progress: called with a line of text before each round.
 
     Raises:
-        TransferError: a mover failed, or kvferry moved other bytes than it was asked to.
+        TransferError: a mover failed, or kvferry moved wrong bytes.
     """
-    ferry = Ferry("kvferry", reader, source)
+    ferry = KVFerryMover("kvferry", reader, source)
     with closing(RawReads(reader)) as raw:
         movers: list[Mover] = [
             ferry,
-            RawNixl("(a) raw NIXL, 2 MiB descriptors", raw, raw.equal_descriptors(ferry.bytes)),
-            RawNixl("(b) raw NIXL, same descriptors", raw, raw.same_descriptors(source)),
-            Memcpy(reader),
+            RawNixlMover("(a) raw NIXL, 2 MiB descriptors", raw, raw.equal_descriptors(ferry.bytes)),
+            RawNixlMover("(b) raw NIXL, same descriptors", raw, raw.same_descriptors(source)),
+            MemcpyMover(reader),
         ]
         seconds = run_rounds(movers, repeats, progress)
-    all_series = [Series(m.name, m.bytes, tuple(s)) for m, s in zip(movers, seconds, strict=True)]
+    all_series = [MoverRounds(m.name, m.bytes, tuple(s)) for m, s in zip(movers, seconds, strict=True)]
     planning, reading, check, rest = (
         Spread.of(column).median for column in zip(*ferry.stages[1:], strict=True)
     )
-    return Comparison(all_series[0], tuple(all_series[1:]), (planning, reading, check, rest))
+    return TransferComparison(all_series[0], tuple(all_series[1:]), (planning, reading, check, rest))
 
 
 def run_rounds(movers: Sequence[Mover], repeats: int, progress: Callable[[str], None]) -> list[list[float]]:
-    """Seconds of every mover in every round; a round before that does not count."""
+    """Return the seconds of every mover, round by round, after a round that does not count."""
     progress("moving, a round that does not count")
     for mover in movers:
         mover.move()

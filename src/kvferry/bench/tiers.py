@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.bench import file_tier, host_tier, object_tier
-from kvferry.bench.chunks import CHUNK_TOKENS, Ranks, chunk_group
-from kvferry.bench.contest import Speed, run
+from kvferry.bench.rank_chunks import CHUNK_TOKENS, RankPair, chunk_group
+from kvferry.bench.tier_cases import TierSpeed, measure_cases
 from kvferry.geometry.models import ModelReading
 from kvferry.measuring.machine import MachineFacts, machine_facts
 from kvferry.plan.side import Side
@@ -50,7 +50,7 @@ class MeasuredTiers:
     machine: MachineFacts
     chunk_tokens: int
     chunk_bytes: int
-    speeds: tuple[Speed, ...]
+    speeds: tuple[TierSpeed, ...]
 
 
 def measure(job: TiersJob, progress: Callable[[str], None]) -> MeasuredTiers:
@@ -65,19 +65,19 @@ def measure(job: TiersJob, progress: Callable[[str], None]) -> MeasuredTiers:
         TransferError: a chunk did not come back as it was.
     """
     group = chunk_group(job.reading)
-    speeds: list[Speed] = []
+    speeds: list[TierSpeed] = []
     for side in job.sides:
-        with Ranks(job.reading, side, max(job.depths)) as ranks, ExitStack() as stack:
-            contests = host_tier.contests(stack, ranks, job.depths)
-            speeds += run(contests, job.repeats, _prefixed(progress, f"host tier, {side.layout}"))
-            host_tier.prove(contests, ranks)
+        with RankPair(job.reading, side, max(job.depths)) as ranks, ExitStack() as stack:
+            cases = host_tier.tier_cases(stack, ranks, job.depths)
+            speeds += measure_cases(cases, job.repeats, _prefixed(progress, f"host tier, {side.layout}"))
+            host_tier.verify_copies(cases, ranks)
     with ExitStack() as stack:
-        contests = file_tier.contests(stack, group, job.path, job.depths)
-        speeds += run(contests, job.repeats, _prefixed(progress, "file tier"))
+        cases = file_tier.tier_cases(stack, group, job.path, job.depths)
+        speeds += measure_cases(cases, job.repeats, _prefixed(progress, "file tier"))
     if job.url is not None:
         with ExitStack() as stack:
-            contests = object_tier.contests(stack, group, job.url, job.depths)
-            speeds += run(contests, job.repeats, _prefixed(progress, "object tier"))
+            cases = object_tier.tier_cases(stack, group, job.url, job.depths)
+            speeds += measure_cases(cases, job.repeats, _prefixed(progress, "object tier"))
     return MeasuredTiers(
         job=job,
         machine=machine_facts(),

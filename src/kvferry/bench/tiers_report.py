@@ -1,4 +1,4 @@
-"""The speed of every tier, for people and as JSON."""
+"""The report of `kvferry bench tiers`, for people and as JSON."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.bench.contest import Speed
-from kvferry.bench.rounds import Series
+from kvferry.bench.rounds import MoverRounds
+from kvferry.bench.tier_cases import TierSpeed
 from kvferry.bench.tiers import MeasuredTiers
 from kvferry.plan.units import size
 
 
 def show(measured: MeasuredTiers, console: Console) -> None:
-    """Print it; fits 80 columns."""
+    """Print the results; fits 80 columns."""
     job, machine = measured.job, measured.machine
     console.print(
         f"[bold]{job.reading.cache.name}[/]: chunks of {measured.chunk_tokens} tokens, "
@@ -43,37 +43,37 @@ def as_json(measured: MeasuredTiers) -> dict[str, Any]:
     }
 
 
-def _show_speeds(speeds: Sequence[Speed], console: Console) -> None:
+def _show_speeds(speeds: Sequence[TierSpeed], console: Console) -> None:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for title in ("tier", "way"):
+    for title in ("tier", "direction"):
         table.add_column(title, no_wrap=True)
     for title in ("depth", "GB/s", "limit", "ratio", "range", "target"):
         table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("the limit", no_wrap=True)
+    table.add_column("limited by", no_wrap=True)
     for speed in speeds:
         table.add_row(*_speed_row(speed))
-    console.print("\n[bold]Tiers[/]: speed, and that of the same bytes without us", highlight=False)
+    console.print("\n[bold]Tiers[/]: speed, and that of the same bytes without kvferry", highlight=False)
     console.print(table)
 
 
-def _speed_json(speed: Speed) -> dict[str, Any]:
+def _speed_json(speed: TierSpeed) -> dict[str, Any]:
     return {
         **asdict(speed),
         "limit": speed.limit.name,
         "gigabytes_per_second": {
             series.name: asdict(series.gigabytes_per_second)
-            for series in (speed.ours, *speed.limits, *speed.asides)
+            for series in (speed.ours, *speed.limits, *speed.controls)
         },
         "ratio": asdict(speed.ratio),
         "reached": speed.reached,
     }
 
 
-def _speed_row(speed: Speed) -> list[str]:
+def _speed_row(speed: TierSpeed) -> list[str]:
     ratio, colour = speed.ratio, "green" if speed.reached else "red"
     return [
         speed.tier,
-        speed.way,
+        speed.direction,
         str(speed.depth),
         _gigabytes(speed.ours),
         _gigabytes(speed.limit),
@@ -84,22 +84,22 @@ def _speed_row(speed: Speed) -> list[str]:
     ]
 
 
-def _show_notes(speeds: Sequence[Speed], console: Console) -> None:
-    """What explains a result, and what depth brings, per tier and way."""
+def _show_notes(speeds: Sequence[TierSpeed], console: Console) -> None:
+    """Print the gain of depth and the controls, per tier and direction."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for title in ("tier", "way"):
+    for title in ("tier", "direction"):
         table.add_column(title, no_wrap=True)
-    for title in ("beside the least depth", "what explains it, of the limit"):
+    for title in ("gain over the least depth", "control, share of the limit"):
         table.add_column(title)
-    kinds = dict.fromkeys((speed.tier, speed.way) for speed in speeds)
+    kinds = dict.fromkeys((speed.tier, speed.direction) for speed in speeds)
     for kind in kinds:
-        first, *rest = sorted((s for s in speeds if (s.tier, s.way) == kind), key=lambda s: s.depth)
+        first, *rest = sorted((s for s in speeds if (s.tier, s.direction) == kind), key=lambda s: s.depth)
         gains = ", ".join(f"{one.depth}: {one.ours.times(first.ours).median:.2f}x" for one in rest)
-        why = ", ".join(f"{a.name}: {a.times(first.limit).median:.2f}" for a in first.asides)
+        why = ", ".join(f"{a.name}: {a.times(first.limit).median:.2f}" for a in first.controls)
         table.add_row(*kind, gains, why)
     console.print()
     console.print(table)
 
 
-def _gigabytes(series: Series) -> str:
+def _gigabytes(series: MoverRounds) -> str:
     return f"{series.gigabytes_per_second.median:.2f}"

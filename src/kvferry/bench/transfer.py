@@ -1,4 +1,4 @@
-"""`kvferry bench transfer`: one geometry, moved and measured."""
+"""`kvferry bench transfer`: the speed of one request between two processes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,18 @@ from kvferry.measuring.reader import Reader
 from kvferry.measuring.simulated import simulate_engine
 from kvferry.plan.side import Side
 
-MIN_REPEATS = 7
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferJob:
-    """What is measured.
+    """The request to move.
 
     Attributes:
-        reading: what the model keeps.
-        side: how both engines are set up; one rank each.
-        tokens: of the request that is moved.
-        order: how block tables lie, as `simulate_engine` takes it.
-        repeats: rounds, at least MIN_REPEATS.
-        transports: value of UCX_TLS, None to leave it as it is.
+        reading: model of both engines, which have one rank each.
+        side: set-up of both engines.
+        tokens: length of the request.
+        order: order of block ids, as `simulate_engine` takes it.
+        repeats: counted rounds.
+        transports: value of UCX_TLS, or None to leave it unchanged.
     """
 
     reading: ModelReading
@@ -40,12 +38,12 @@ class TransferJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredTransfer:
-    """All results of a job.
+    """The results of a job.
 
     Attributes:
         job, machine: what was measured, and where.
-        blocks, layers, page_bytes: of the request that was moved.
-        comparison: of that request, in every way.
+        blocks, layers, page_bytes: blocks and layers of the request, and the size of one page.
+        comparison: rounds of every mover.
     """
 
     job: TransferJob
@@ -53,11 +51,11 @@ class MeasuredTransfer:
     layers: int
     page_bytes: int
     machine: MachineFacts
-    comparison: rounds.Comparison
+    comparison: rounds.TransferComparison
 
 
 def measure(job: TransferJob, progress: Callable[[str], None]) -> MeasuredTransfer:
-    """Do a job; sets UCX_TLS in this process if the job says so.
+    """Move the request in every way; sets UCX_TLS in this process if the job names transports.
 
     Raises:
         ConfigError: memory or NIXL cannot be had.

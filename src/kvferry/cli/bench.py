@@ -54,7 +54,7 @@ def transfer(
     """
     from rich.console import Console
 
-    from kvferry.bench import report
+    from kvferry.bench import transfer_report
     from kvferry.bench.transfer import TransferJob, measure
     from kvferry.measuring.simulated import ORDERS, read_geometry
     from kvferry.plan.side import Side
@@ -81,9 +81,9 @@ def transfer(
             progress,
         )
     if as_json:
-        print(json.dumps(report.as_json(measured)))
+        print(json.dumps(transfer_report.as_json(measured)))
     else:
-        report.show(measured, Console(highlight=False))
+        transfer_report.show(measured, Console(highlight=False))
 
 
 def calibrate(

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvferry.bench import fio, tiers, tiers_report
-from kvferry.bench.chunks import CHUNK_TOKENS, Ranks, chunk_group
-from kvferry.bench.host_tier import contests, prove
-from kvferry.bench.slow_tier import Bodies, Loads, queue_over, store_all
+from kvferry.bench.host_tier import tier_cases, verify_copies
+from kvferry.bench.rank_chunks import CHUNK_TOKENS, RankPair, chunk_group
+from kvferry.bench.storage_chunks import ChunkBodies, LoadMover, open_queue, store_all
 from kvferry.errors import ConfigError, TransferError
 from kvferry.measuring.simulated import read_geometry
 from kvferry.plan.side import Side
@@ -43,11 +43,11 @@ def test_all_tiers_are_measured_once_through(tmp_path: Path, monkeypatch, has_fi
         url=objects.as_uri(),
     )
     measured = tiers.measure(job, quiet)
-    assert [(s.tier, s.way, s.depth) for s in measured.speeds] == [
-        (tier, way, depth)
+    assert [(s.tier, s.direction, s.depth) for s in measured.speeds] == [
+        (tier, direction, depth)
         for tier in ("host, LBNHC", "host, BHLNC", "file", "object")
         for depth in (1, 3)
-        for way in ("store", "load")
+        for direction in ("store", "load")
     ]
     bytes_of = {(s.tier.startswith("host"), s.ours.bytes) for s in measured.speeds}
     assert bytes_of == {(True, 3 * CHUNK_BYTES), (False, 8 * CHUNK_BYTES)}
@@ -57,21 +57,21 @@ def test_all_tiers_are_measured_once_through(tmp_path: Path, monkeypatch, has_fi
 
 
 def test_a_rank_that_got_other_bytes_is_noticed() -> None:
-    with Ranks(TINY, Side(layout="LBNHC"), 2) as ranks, ExitStack() as stack:
-        made = contests(stack, ranks, (2,))
-        prove(made, ranks)
+    with RankPair(TINY, Side(layout="LBNHC"), 2) as ranks, ExitStack() as stack:
+        made = tier_cases(stack, ranks, (2,))
+        verify_copies(made, ranks)
         store, load = made
         load.ours.move = store.ours.move
         with pytest.raises(TransferError, match="are not what they must be"):
-            prove(made, ranks)
+            verify_copies(made, ranks)
 
 
 def test_a_chunk_that_is_not_in_a_tier_ends_the_benchmark(tmp_path: Path) -> None:
     group = chunk_group(TINY)
-    with Bodies(group, CHUNK_TOKENS, 8) as bodies, queue_over(open_store(tmp_path)) as queue:
+    with ChunkBodies(group, CHUNK_TOKENS, 8) as bodies, open_queue(open_store(tmp_path)) as queue:
         store_all(queue, bodies, 7, 2)
         with pytest.raises(TransferError, match="file tier: a chunk is absent, expected hit"):
-            Loads(queue, bodies, bodies, 8).move()
+            LoadMover(queue, bodies, bodies, 8).move()
 
 
 def test_a_model_with_chunks_of_several_kinds_is_refused() -> None:

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from kvferry.bench import tiers_report
-from kvferry.bench.contest import Contest, Speed, run
-from kvferry.bench.rounds import Series
+from kvferry.bench.rounds import MoverRounds
+from kvferry.bench.tier_cases import TierCase, TierSpeed, measure_cases
 from kvferry.bench.tiers import MeasuredTiers, TiersJob
 from kvferry.measuring.machine import MachineFacts
 from kvferry.measuring.simulated import read_geometry
@@ -21,14 +21,22 @@ from kvferry.plan.side import Side
 SIZE = 512 << 20
 
 
-def speed(ours: float, depth: int = 1, target: float = 0.8, tier: str = "host, LBNHC") -> Speed:
+def speed(ours: float, depth: int = 1, target: float = 0.8, tier: str = "host, LBNHC") -> TierSpeed:
     """Beside limits that take 0.1 and 0.2 seconds."""
-    slow, fast = (Series(name, SIZE, (s,) * 3) for name, s in (("threads, O_DIRECT", 0.2), ("fio", 0.1)))
-    aside = Series("memcpy in runs of 8 KiB", SIZE, (0.16,) * 3)
-    return Speed(tier, "store", depth, target, Series("kvferry", SIZE, (ours,) * 3), (slow, fast), (aside,))
+    slow, fast = (MoverRounds(name, SIZE, (s,) * 3) for name, s in (("threads, O_DIRECT", 0.2), ("fio", 0.1)))
+    control = MoverRounds("memcpy in runs of 8 KiB", SIZE, (0.16,) * 3)
+    return TierSpeed(
+        tier=tier,
+        direction="store",
+        depth=depth,
+        target=target,
+        ours=MoverRounds("kvferry", SIZE, (ours,) * 3),
+        limits=(slow, fast),
+        controls=(control,),
+    )
 
 
-def measured(*speeds: Speed) -> MeasuredTiers:
+def measured(*speeds: TierSpeed) -> MeasuredTiers:
     return MeasuredTiers(
         job=TiersJob(
             reading=read_geometry("Llama-3.1-8B"),
@@ -94,12 +102,15 @@ class Counted:
 def test_every_round_runs_all_movers_and_each_keeps_its_own_times() -> None:
     movers = [Counted(name, seconds) for name, seconds in (("a", 1.0), ("b", 2.0), ("c", 3.0), ("d", 4.0))]
     a, b, c, d = movers
-    first, second = run(
-        [Contest("host", "store", 1, 0.8, a, (b,), (c,)), Contest("host", "load", 1, 0.8, d, (a,))],
+    first, second = measure_cases(
+        [
+            TierCase(tier="host", direction="store", depth=1, target=0.8, ours=a, limits=(b,), controls=(c,)),
+            TierCase(tier="host", direction="load", depth=1, target=0.8, ours=d, limits=(a,)),
+        ],
         7,
         lambda _: None,
     )
-    assert (first.ours.seconds, first.limit.seconds, first.asides[0].seconds) == (
+    assert (first.ours.seconds, first.limit.seconds, first.controls[0].seconds) == (
         (1.0,) * 7,
         (2.0,) * 7,
         (3.0,) * 7,

@@ -15,7 +15,7 @@ from benchmarks.layout.measure import LayoutJob, moved_tokens, pair_of
 from benchmarks.layout.plot import picture
 from benchmarks.layout.verdicts import verdicts
 from benchmarks.overhead.planning import Arithmetic, measure
-from kvferry.bench.rounds import Series
+from kvferry.bench.rounds import MoverRounds
 from kvferry.measuring.machine import MachineFacts
 from kvferry.measuring.simulated import read_geometry
 from kvferry.measuring.spread import Spread
@@ -31,7 +31,7 @@ def _row(
     layout: str = "LBNHC", ratios=EQUAL, runs: float = 65536, planning: float = 1e-3, strategy: str = "direct"
 ) -> Row:
     size = 128 << 20
-    ways = {way: Series(str(way), size, tuple(size / 1e9 / r / 16 for r in ratios[way])) for way in WAYS}
+    ways = {way: MoverRounds(str(way), size, tuple(size / 1e9 / r / 16 for r in ratios[way])) for way in WAYS}
     spread = Spread(planning, planning, planning)
     return Row(
         Cell(layout, 1, 1),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.offload import ask_rounds, lookup, report
 from benchmarks.offload.measure import OffloadJob, measure
-from kvferry.bench.chunks import CHUNK_TOKENS, chunk_group
+from kvferry.bench.rank_chunks import CHUNK_TOKENS, chunk_group
 from kvferry.measuring.simulated import read_geometry
 
 TINY = read_geometry("Llama-3.1-8B", {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 32})

@@ -1,7 +1,7 @@
-"""Chunks to and from a slow tier, as the connector moves them: by a `TierQueue`, between it and an arena.
+"""Movers of chunks between an arena and a storage tier, by the connector's `TierQueue`.
 
-Depth is how many chunks are under way at a time. Of those, as many are worked on as the queue has threads;
-it is asked for what has ended as an engine's step would ask, but more often.
+Depth is the number of chunks in flight. The queue works on as many of them as it has threads. It is polled
+for results as an engine's step polls it, but more often.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _PATIENCE_SECONDS = 60.0
 _LEAST_CHUNKS = 8
 
 
-def namespace(group: ChunkGroup, name: str = "") -> Namespace:
-    """One that no engine has, another for every name."""
+def bench_namespace(group: ChunkGroup, name: str = "") -> Namespace:
+    """Return a namespace that no engine has, a different one for every name."""
     return Namespace.of(
         weights=f"none: kvferry bench {name}",
         model={},
@@ -42,21 +42,21 @@ def namespace(group: ChunkGroup, name: str = "") -> Namespace:
     )
 
 
-class Bodies:
-    """Chunks in an arena.
+class ChunkBodies:
+    """Chunks of random bytes in an arena.
 
     Attributes:
-        group: what each is as a file.
-        keys: of each.
-        arena: number n lies at ``n * chunk_bytes``.
-        chunk_bytes: of each.
+        group: form of a chunk as a file.
+        keys: key of each chunk, 32 bytes.
+        arena: memory of the chunks; chunk n is at ``n * chunk_bytes``.
+        chunk_bytes: size of each chunk.
     """
 
     def __init__(self, group: CanonicalGroup, chunk_tokens: int, count: int) -> None:
         self.group, self.chunk_bytes = chunk_group(group, chunk_tokens), group.chunk_bytes
         self.keys = [blake2b(b"%d" % number).digest()[:32] for number in range(count)]
         self.arena = Arena.create(count * self.chunk_bytes)
-        # Storage that compresses, or notices zeros, shall have nothing of it.
+        # Random, because storage may compress or skip zeros.
         content = np.random.default_rng(5)
         for number in range(count):
             self[number][:] = content.bytes(self.chunk_bytes)
@@ -70,22 +70,22 @@ class Bodies:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def wipe(self, count: int) -> None:
-        """Zero the first chunks."""
+    def clear(self, count: int) -> None:
+        """Fill the first `count` chunks with zeros."""
         self.arena.memory[: count * self.chunk_bytes] = 0
 
     def __getitem__(self, number: int) -> memoryview:
         return self.arena.bytes_at(number * self.chunk_bytes, self.chunk_bytes)
 
 
-def chunks_at(depth: int) -> int:
-    """How many chunks a mover of a depth moves."""
+def chunks_per_move(depth: int) -> int:
+    """Return the number of chunks that one move of a depth takes."""
     return max(depth, _LEAST_CHUNKS)
 
 
 @contextmanager
-def queue_over(tier: StorageTier) -> Iterator[TierQueue]:
-    """A tier's threads, as many as the connector has, which end."""
+def open_queue(tier: StorageTier) -> Iterator[TierQueue]:
+    """Yield a queue over a tier, with as many threads as a connector has; close it afterwards."""
     queue = TierQueue(tier)
     try:
         yield queue
@@ -93,73 +93,73 @@ def queue_over(tier: StorageTier) -> Iterator[TierQueue]:
         queue.close(_PATIENCE_SECONDS)
 
 
-def store_all(queue: TierQueue, bodies: Bodies, count: int, depth: int) -> float:
-    """Store so many chunks; seconds until the last counts as stored.
+def store_all(queue: TierQueue, bodies: ChunkBodies, count: int, depth: int) -> float:
+    """Store the first `count` chunks; return the seconds until the last counts as stored.
 
     Raises:
-        TransferError: one was not stored.
+        TransferError: a chunk was not stored.
     """
     return _all(queue, count, depth, lambda n: queue.write(bodies.keys[n], bodies.group, bodies[n]))
 
 
-def load_all(queue: TierQueue, bodies: Bodies, count: int, depth: int) -> float:
-    """Load so many chunks; seconds until the last is there.
+def load_all(queue: TierQueue, bodies: ChunkBodies, count: int, depth: int) -> float:
+    """Load the first `count` chunks; return the seconds until the last is complete.
 
     Raises:
-        TransferError: one did not come.
+        TransferError: a chunk could not be loaded.
     """
     return _all(queue, count, depth, lambda n: queue.read(bodies.keys[n], bodies.group, bodies[n]))
 
 
-class Stores:
-    """Chunks to a tier that has none of them, every time anew; a `Mover`."""
+class StoreMover:
+    """A mover that stores chunks in a new, empty tier on every move."""
 
     name = "kvferry"
 
     def __init__(
-        self, fresh: Callable[[], AbstractContextManager[StorageTier]], bodies: Bodies, depth: int
+        self, fresh: Callable[[], AbstractContextManager[StorageTier]], bodies: ChunkBodies, depth: int
     ) -> None:
-        """Prepare.
+        """Prepare a mover.
 
         Args:
-            fresh: an empty tier; what was stored is removed at the end.
-            bodies: what is stored.
-            depth: chunks under way at a time.
+            fresh: opens an empty tier, and removes what was stored at the end.
+            bodies: chunks to store.
+            depth: chunks in flight at a time.
         """
         self._fresh, self._bodies, self._depth = fresh, bodies, depth
-        self.bytes = chunks_at(depth) * bodies.chunk_bytes
+        self.bytes = chunks_per_move(depth) * bodies.chunk_bytes
 
     def move(self) -> float:
-        """Store all once."""
-        with self._fresh() as tier, queue_over(tier) as queue:
-            return store_all(queue, self._bodies, chunks_at(self._depth), self._depth)
+        """Store all chunks; return the seconds."""
+        with self._fresh() as tier, open_queue(tier) as queue:
+            return store_all(queue, self._bodies, chunks_per_move(self._depth), self._depth)
 
 
-class Loads:
-    """Chunks from a tier that has them; a `Mover`."""
+class LoadMover:
+    """A mover that loads chunks from a tier."""
 
     name = "kvferry"
 
-    def __init__(self, queue: TierQueue, bodies: Bodies, into: Bodies, depth: int) -> None:
-        """Prepare.
+    def __init__(self, queue: TierQueue, bodies: ChunkBodies, into: ChunkBodies, depth: int) -> None:
+        """Prepare a mover.
 
         Args:
-            queue: over a tier that has what is in `bodies`.
-            bodies: what is to come.
-            into: where to.
-            depth: chunks under way at a time.
+            queue: queue over a tier that has the chunks.
+            bodies: the chunks as they were stored.
+            into: chunks to overwrite.
+            depth: chunks in flight at a time.
         """
         self._queue, self._bodies, self._into, self._depth = queue, bodies, into, depth
-        self.bytes = chunks_at(depth) * bodies.chunk_bytes
+        self.bytes = chunks_per_move(depth) * bodies.chunk_bytes
 
     def move(self) -> float:
-        """Load all once, and compare.
+        """Load all chunks and compare them; return the seconds without comparing.
 
         Raises:
-            TransferError: other bytes came.
+            TransferError: wrong bytes arrived.
         """
-        count = chunks_at(self._depth)
-        self._into.wipe(count)
+        count = chunks_per_move(self._depth)
+        self._into.clear(count)
         seconds = load_all(self._queue, self._into, count, self._depth)
         if any(self._into[number] != self._bodies[number] for number in range(count)):
             raise TransferError(
@@ -169,7 +169,7 @@ class Loads:
 
 
 def _all(queue: TierQueue, count: int, depth: int, begin: Callable[[int], None]) -> float:
-    """Begin with `depth`, and another one for each that has ended; seconds."""
+    """Keep `depth` chunks in flight until `count` have ended; return the seconds."""
     begun = ended = 0
     started = time.perf_counter()
     while ended < count:

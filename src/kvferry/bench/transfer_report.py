@@ -1,4 +1,4 @@
-"""What was measured, for people and as JSON."""
+"""The report of `kvferry bench transfer`, for people and as JSON."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.bench.rounds import Comparison, Series
+from kvferry.bench.rounds import MoverRounds, TransferComparison
 from kvferry.bench.transfer import MeasuredTransfer
 from kvferry.measuring.spread import Spread
 from kvferry.plan.units import size
 
 SAME_DESCRIPTORS = 1
-"""Which of `Comparison.others` reads the same descriptors."""
+"""Index in `TransferComparison.others` of the mover that reads the same descriptors."""
 TARGET_RATIO = 0.9
 
 
 def show(measured: MeasuredTransfer, console: Console) -> None:
-    """Print it; fits 80 columns."""
+    """Print the results; fits 80 columns."""
     _show_job(measured, console)
     _show_comparison(measured.comparison, console)
 
 
 def as_json(measured: MeasuredTransfer) -> dict[str, Any]:
-    """Everything, in seconds and bytes, with what is derived beside it."""
+    """Return all rounds, in seconds and bytes, with the figures derived from them."""
     comparison, job = measured.comparison, measured.job
     whole = {
         "geometry": job.reading.cache.name,
@@ -58,7 +58,7 @@ def _show_job(measured: MeasuredTransfer, console: Console) -> None:
     )
 
 
-def _show_comparison(comparison: Comparison, console: Console) -> None:
+def _show_comparison(comparison: TransferComparison, console: Console) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("moved by", no_wrap=True)
     for title in ("GB/s", "range", "ms", "ratio", "range"):
@@ -79,7 +79,7 @@ def _show_comparison(comparison: Comparison, console: Console) -> None:
     )
 
 
-def _series(series: Series) -> tuple[str, str, str, str]:
+def _series(series: MoverRounds) -> tuple[str, str, str, str]:
     speed = series.gigabytes_per_second
     return (
         series.name,

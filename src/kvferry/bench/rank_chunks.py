@@ -1,7 +1,7 @@
-"""Chunks of a model whose layers are alike, and ranks that store and load them.
+"""Chunks of a model whose layers are alike, and a pair of ranks that stores and loads them.
 
-A rank holds a prompt in scattered blocks of an engine's layout; another, empty, takes it. Both are on the
-host, whatever memory an engine's are in. Every word of the prompt tells layer, token and head.
+One rank holds a prompt in scattered blocks of an engine's layout, the other takes it. Both are in host
+memory. The prompt's content is that of `measuring.content`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ CHUNK_TOKENS = 256
 
 
 def chunk_group(reading: ModelReading, tokens: int = CHUNK_TOKENS) -> CanonicalGroup:
-    """What a chunk of a model holds, of so many tokens.
+    """Return the form of a model's chunks of `tokens` tokens.
 
     Raises:
-        ConfigError: its chunks are of several kinds.
+        ConfigError: the model has chunks of several kinds.
     """
     held = simulate_engine("chunk", reading, Side(), tokens)
     groups = canonical_of(lay_out(held.model, held.shape), tokens).groups
@@ -39,28 +39,28 @@ def chunk_group(reading: ModelReading, tokens: int = CHUNK_TOKENS) -> CanonicalG
     return groups[0]
 
 
-class Ranks:
-    """A rank that has a prompt, one that has not, and an arena with room for its chunks.
+class RankPair:
+    """A rank that holds a prompt, an empty rank, and an arena for the prompt's chunks.
 
     Attributes:
-        layout: of both ranks' memory.
-        chunks, chunk_bytes: of the prompt.
-        source, destination: memory of both ranks.
-        arena: chunk number n lies at ``n * chunk_bytes``.
+        layout: memory layout of both ranks.
+        chunks, chunk_bytes: number of chunks of the prompt, and the size of each.
+        source, destination: memory of the rank that holds the prompt, and of the empty one.
+        arena: memory for the chunks; chunk n is at ``n * chunk_bytes``.
         span: the whole prompt, for loads.
-        tables: its blocks, on either rank.
+        tables: blocks of the prompt, the same on both ranks.
     """
 
     def __init__(self, reading: ModelReading, side: Side, chunks: int) -> None:
-        """Take the memory: that of all chunks three times.
+        """Allocate three times the memory of all chunks.
 
         Args:
-            reading: whose.
-            side: what both ranks are like.
-            chunks: how many.
+            reading: model of the chunks.
+            side: set-up of both ranks.
+            chunks: number of chunks.
 
         Raises:
-            ConfigError: there is not enough.
+            ConfigError: there is not enough memory.
         """
         held = simulate_engine("holder", reading, side, chunks * CHUNK_TOKENS)
         self.layout, self.chunks = side.layout, chunks
@@ -82,30 +82,30 @@ class Ranks:
 
     @property
     def tokens(self) -> int:
-        """Of the prompt."""
+        """Length of the prompt."""
         return self.chunks * CHUNK_TOKENS
 
     @property
     def run_bytes(self) -> int:
-        """Bytes that are contiguous in a block and in a chunk at once."""
+        """Bytes that are contiguous both in a block and in a chunk."""
         pool = chunk_pool(self._canonical, 0, 0, self.chunks)
         (template,) = build_templates([self.source.geometry], pool)
         return int(template.routes[0].nests[0].run)
 
     def routes(self, *, stores: bool) -> ChunkRoutes:
-        """For one thread: from the first rank, or to the second."""
+        """Return routes for one thread, from the source or to the destination."""
         rank = (self.source if stores else self.destination).geometry
         return ChunkRoutes(self._canonical, [rank], (0, 0), self.arena.memory)
 
-    def wipe(self) -> None:
-        """Zero the arena and the second rank."""
+    def clear(self) -> None:
+        """Fill the arena and the destination with zeros."""
         self.arena.memory[:] = 0
         self.destination.buffer.zero_()
 
     def check(self) -> None:
-        """See that the second rank has what the first one has.
+        """Compare the destination with the source.
 
         Raises:
-            TransferError: it has other bytes.
+            TransferError: the destination has other bytes.
         """
         content.check_memory(self.destination, self.source)

@@ -8,8 +8,8 @@ import json
 import pytest
 from rich.console import Console
 
-from kvferry.bench import report
-from kvferry.bench.rounds import Comparison, Series
+from kvferry.bench import transfer_report
+from kvferry.bench.rounds import MoverRounds, TransferComparison
 from kvferry.bench.transfer import MeasuredTransfer, TransferJob
 from kvferry.measuring.machine import MachineFacts
 from kvferry.measuring.simulated import read_geometry
@@ -20,7 +20,7 @@ from kvferry.plan.side import Side
 def _measured(ferry_seconds: tuple[float, ...]) -> MeasuredTransfer:
     size = 512 << 20
     raw = tuple(
-        Series(name, size, (0.1, 0.1, 0.1))
+        MoverRounds(name, size, (0.1, 0.1, 0.1))
         for name in ("(a) raw NIXL, 2 MiB descriptors", "(b) raw NIXL, same descriptors", "(c) memcpy")
     )
     return MeasuredTransfer(
@@ -33,13 +33,15 @@ def _measured(ferry_seconds: tuple[float, ...]) -> MeasuredTransfer:
         machine=MachineFacts(
             128, "Some Long-named Processor 9654P 96-Core @ 3.70GHz", "rc,cuda_copy,cuda_ipc,sm,self"
         ),
-        comparison=Comparison(Series("kvferry", size, ferry_seconds), raw, (1e-3, 0.1, 1e-3, 1e-3)),
+        comparison=TransferComparison(
+            MoverRounds("kvferry", size, ferry_seconds), raw, (1e-3, 0.1, 1e-3, 1e-3)
+        ),
     )
 
 
 def _shown(measured: MeasuredTransfer) -> str:
     out = io.StringIO()
-    report.show(measured, Console(file=out, width=80, highlight=False))
+    transfer_report.show(measured, Console(file=out, width=80, highlight=False))
     return out.getvalue()
 
 
@@ -50,7 +52,7 @@ def test_it_fits_80_columns_and_cuts_nothing_off() -> None:
 
 
 def test_the_ratio_is_the_median_of_ratios_within_rounds() -> None:
-    ferry, other = Series("f", 10, (1.0, 10.0, 4.0)), Series("o", 20, (4.0, 10.0, 4.0))
+    ferry, other = MoverRounds("f", 10, (1.0, 10.0, 4.0)), MoverRounds("o", 20, (4.0, 10.0, 4.0))
     assert ferry.times(other) == Spread(median=0.5, low=0.5, high=2.0)
 
 
@@ -63,6 +65,6 @@ def test_the_target_is_nine_tenths_of_raw_nixl_with_the_same_descriptors(
 
 
 def test_json_holds_every_round() -> None:
-    loaded = json.loads(json.dumps(report.as_json(_measured((0.1, 0.2, 0.4)))))
+    loaded = json.loads(json.dumps(transfer_report.as_json(_measured((0.1, 0.2, 0.4)))))
     assert loaded["comparison"]["ferry"]["seconds"] == [0.1, 0.2, 0.4]
     assert loaded["kvferry_as_multiple_of"]["(c) memcpy"]["median"] == pytest.approx(0.5)

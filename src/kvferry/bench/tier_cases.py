@@ -1,0 +1,92 @@
+"""Cases of the tier benchmark: kvferry and its limits, which move the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvferry.bench.movers import Mover
+from kvferry.bench.rounds import MoverRounds, run_rounds
+from kvferry.measuring.spread import Spread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierCase:
+    """The movers for one tier, direction and depth.
+
+    Attributes:
+        tier: name of the tier.
+        direction: "store" or "load".
+        depth: chunks in flight at a time.
+        target: share of the limit's speed to reach.
+        ours: kvferry's mover.
+        limits: movers without kvferry; the fastest is the limit.
+        controls: movers that explain the result, and are no limit.
+    """
+
+    tier: str
+    direction: str
+    depth: int
+    target: float
+    ours: Mover
+    limits: tuple[Mover, ...]
+    controls: tuple[Mover, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSpeed:
+    """The rounds of one `TierCase`.
+
+    Attributes:
+        tier, direction, depth, target: those of the case.
+        ours: rounds of kvferry.
+        limits, controls: rounds of the other movers.
+    """
+
+    tier: str
+    direction: str
+    depth: int
+    target: float
+    ours: MoverRounds
+    limits: tuple[MoverRounds, ...]
+    controls: tuple[MoverRounds, ...] = ()
+
+    @property
+    def limit(self) -> MoverRounds:
+        """The fastest limit, by the median."""
+        return max(self.limits, key=lambda series: series.gigabytes_per_second.median)
+
+    @property
+    def ratio(self) -> Spread:
+        """TierSpeed as a share of the limit's in the same round."""
+        return self.ours.times(self.limit)
+
+    @property
+    def reached(self) -> bool:
+        """Whether the median reaches the target."""
+        return self.ratio.median >= self.target
+
+
+def measure_cases(
+    cases: Sequence[TierCase], repeats: int, progress: Callable[[str], None]
+) -> tuple[TierSpeed, ...]:
+    """Run all movers of all cases in every round; return one speed per case.
+
+    Raises:
+        TransferError: a mover failed.
+    """
+    movers = [mover for one in cases for mover in (one.ours, *one.limits, *one.controls)]
+    seconds = run_rounds(movers, repeats, progress)
+    series = iter([MoverRounds(m.name, m.bytes, tuple(s)) for m, s in zip(movers, seconds, strict=True)])
+    return tuple(
+        TierSpeed(
+            tier=one.tier,
+            direction=one.direction,
+            depth=one.depth,
+            target=one.target,
+            ours=next(series),
+            limits=tuple(next(series) for _ in one.limits),
+            controls=tuple(next(series) for _ in one.controls),
+        )
+        for one in cases
+    )
