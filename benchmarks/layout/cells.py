@@ -16,7 +16,7 @@ from kvferry.bench.rounds import MoverRounds
 from kvferry.geometry.layout import lay_out
 from kvferry.measuring.simulated import SimulatedEngine
 from kvferry.measuring.spread import Spread
-from kvferry.planning.image import Image, fetched, gathered
+from kvferry.planning.packed_image import PackedImage, fetch_image, gather_image
 from kvferry.planning.strategy import Strategy
 from kvferry.planning.template import Route, build_templates
 
@@ -122,11 +122,11 @@ def runs_of(src: SimulatedEngine, dst: SimulatedEngine, rank: int = 0) -> Runs:
     size = sum(route.cell_bytes for route in routes)
     return Runs(
         size / sum(route.row_count for route in routes),
-        size / sum(_stretches(route, fetched(route.planes, 0)) for route in routes),
-        size / sum(_stretches(route, gathered(route.planes)) for route in routes),
+        size / sum(_read_count(route, fetch_image(route.cell_copies, 0)) for route in routes),
+        size / sum(_read_count(route, gather_image(route.cell_copies)) for route in routes),
     )
 
 
-def _stretches(route: Route, image: Image | None) -> int:
+def _read_count(route: Route, image: PackedImage | None) -> int:
     """Per cell; as many as runs if they are too many to be packed."""
-    return sum(len(each.pieces) for each in image.stretches) if image else route.row_count
+    return sum(len(each.descriptors) for each in image.reads) if image else route.row_count

@@ -25,7 +25,7 @@ from kvferry.measuring.raw_reads import RawReads
 from kvferry.measuring.reader import Reader
 from kvferry.measuring.simulated import SimulatedEngine, simulate_engine, span_of
 from kvferry.plan.side import Side, block_tokens
-from kvferry.planning.select import needed
+from kvferry.planning.select import needed_tokens
 from kvferry.planning.strategy import Strategy
 from kvferry.transport.costs_file import load_costs
 from kvferry.transport.settings import TransferSettings
@@ -130,7 +130,7 @@ def _bytes(reading: ModelReading, tokens: int) -> int:
     """What a request comes to, over all ranks."""
     total = 0
     for store in reading.cache.layers:
-        low, high = needed(store.kind, store.attention_span, span_of(tokens))
+        low, high = needed_tokens(store.kind, store.attention_span, span_of(tokens))
         total += store.whole_bytes * (1 if store.kind is GroupKind.STATE else high - low)
     return total
 

@@ -28,7 +28,7 @@ from kvferry.measuring.simulated import SimulatedEngine, simulate_engine
 from kvferry.measuring.spread import Spread
 from kvferry.measuring.worker_steps import as_arrays
 from kvferry.plan.side import Side
-from kvferry.planning.pieces import Int64s
+from kvferry.planning.descriptors import Int64s
 from kvferry.planning.strategy import LANE_BYTES
 from kvferry.transport.agent import Agent
 from kvferry.transport.connected_peer import ConnectedPeer

@@ -13,8 +13,8 @@ from fuzz.lies import Lies
 from fuzz.odd import Odd
 from fuzz.rigs import BLOCKS, HOST, STRIDE, Rig, redeem, until
 from fuzz.seeds import CHUNK_TOKENS, CONTENT, GRANT, KEYS, TOKENS, gather_replies, replies
-from kvferry.planning.nest import Nest
-from kvferry.planning.plane import PoolNests
+from kvferry.planning.cell_copy import PoolCopies
+from kvferry.planning.strided_copy import StridedCopy
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.gather_messages import GatherRoute
@@ -124,7 +124,7 @@ class Reader:
         self._told, self._repeats = small(Odd(seed(), gather_replies())), False
         self._port = rig.hostile(self._lie)
         self._context = rig.socket(self._port).context
-        self._route = GatherRoute(STRIDE, BLOCKS, 64, (PoolNests((0,), (Nest(0, 0, 64),)),))
+        self._route = GatherRoute(STRIDE, BLOCKS, 64, (PoolCopies((0,), (StridedCopy(0, 0, 64),)),))
         self._reader: GatherClient | None = None
         self._asked: list[int] = []
         rig.stack.callback(self._close)

@@ -14,7 +14,7 @@ import zmq
 from fuzz.seeds import CONTENT, GRANT, TOKENS
 from kvferry.geometry import Region
 from kvferry.geometry.rank import RankGeometry
-from kvferry.planning.template import names_absent
+from kvferry.planning.template import absent_layer_names
 from kvferry.transport import security
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer, ProducerCard
@@ -63,7 +63,7 @@ class Rig:
         ours = [card.geometry for card in cards()]
 
         def check(ranks: Any) -> None:
-            names_absent([card.geometry for card in ranks], ours)
+            absent_layer_names([card.geometry for card in ranks], ours)
 
         client = ControlClient(
             facts("D", HONEST_RUN), check, self.keys, handshake_seconds=seconds, heartbeat_seconds=0.1

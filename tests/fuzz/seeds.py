@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from msgspec import structs
 
-from kvferry.planning.nest import Loop, Nest
-from kvferry.planning.plane import PoolNests
+from kvferry.planning.cell_copy import PoolCopies
+from kvferry.planning.strided_copy import Loop, StridedCopy
 from kvferry.transport import gather_messages, messages
 from kvferry.transport.gather_messages import Done, Gather, Gathered, GatherRoute, Introduce, NotGathered
 from kvferry.transport.messages import (
@@ -83,8 +83,8 @@ def replies() -> list[bytes]:
 
 def gather_requests(pool: int, stride: int, blocks: int) -> list[bytes]:
     """Return what readers say to a worker with a pool at this address."""
-    nests = (Nest(16, 8, 4, (Loop(3, 100, 12),)).at(pool, 0),)
-    route = GatherRoute(stride, blocks, 64, (PoolNests((0, 1000), nests),))
+    nests = (StridedCopy(16, 8, 4, (Loop(3, 100, 12),)).at(pool, 0),)
+    route = GatherRoute(stride, blocks, 64, (PoolCopies((0, 1000), nests),))
     ids = np.array([1, 2, 3], np.int32).tobytes()
     found = [
         Introduce(PROTOCOL, [route]),

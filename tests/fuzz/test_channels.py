@@ -23,8 +23,8 @@ from fuzz.seeds import (
     gather_requests,
     requests,
 )
-from kvferry.planning.nest import Nest
-from kvferry.planning.plane import PoolNests
+from kvferry.planning.cell_copy import PoolCopies
+from kvferry.planning.strided_copy import StridedCopy
 from kvferry.transport import check_ranks, gather_messages, gather_server, messages, turns
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer, ProducerCard
@@ -150,7 +150,7 @@ def test_a_worker_gathers_on_whatever_a_reader_with_the_key_says(rig, caplog, mo
         worker.server._serve = cost = Costs(worker.server._serve)
         odd = Odd(seed(), gather_requests(worker.address, STRIDE, BLOCKS))
         honest, liar = rig.socket(worker.server.port), rig.socket(worker.server.port)
-        route = GatherRoute(STRIDE, BLOCKS, 64, (PoolNests((0,), (Nest(worker.address, 0, 64),)),))
+        route = GatherRoute(STRIDE, BLOCKS, 64, (PoolCopies((0,), (StridedCopy(worker.address, 0, 64),)),))
 
         def served() -> None:
             """Have a block gathered, and look at it."""

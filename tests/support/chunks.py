@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from kvferry.geometry import GroupKind
-from kvferry.planning.select import Span
+from kvferry.planning.select import LoadSpan
 from support.engines import LAYOUTS, SCATTERED, EngineSpec, Family, GroupSpec, Stored, layer_name
 from support.oracle import _hash
 from support.strategies import (
@@ -68,7 +68,7 @@ class Kept:
     cut: int
     writers: tuple[Engine, Engine]
     reader: Engine
-    spans: tuple[Span, ...]
+    spans: tuple[LoadSpan, ...]
     seed: int
 
 

@@ -72,7 +72,7 @@ class Family:
 class Interior:
     """How one engine arranges a page: a plane per field or packed, what is transposed, unused bytes."""
 
-    planes: bool = False
+    cell_copies: bool = False
     transposed: frozenset[str] = frozenset()
     gap: int = 0
 
@@ -189,7 +189,7 @@ class _Place:
         offset = 0
         for stored in family.fields:
             transposed = stored.name in self.interior.transposed
-            if self.interior.planes:
+            if self.interior.cell_copies:
                 token, scale = (stored.item_bytes, self.tokens) if transposed else (stored.run, 1)
                 at, offset = offset, offset + self.tokens * stored.run
             else:
@@ -223,15 +223,15 @@ def _scattered(spec: EngineSpec, family: Family, tp_rank: int, slots: int) -> _P
     """[L,H,B,N,C] or [B,H,L,N,C]; a block is `kernels` neighbours along B."""
     group = spec.groups[0]
     heads, run = _heads(family, spec, tp_rank), family.run
-    plane = group.kernel_tokens * run
+    cell_copy = group.kernel_tokens * run
     blocks = spec.num_blocks * group.kernels
     if spec.layout == "LHBNC":
-        kernel, head, slot = plane, blocks * plane, heads * blocks * plane
+        kernel, head, slot = cell_copy, blocks * cell_copy, heads * blocks * cell_copy
     else:
-        kernel, head, slot = heads * slots * plane, slots * plane, plane
+        kernel, head, slot = heads * slots * cell_copy, slots * cell_copy, cell_copy
     return _Place(
         spec.interior, tp_rank, spec.tp, group.kernels, group.kernel_tokens,
-        kernel, head, run, slot, group.kernels * kernel, slots * heads * blocks * plane,
+        kernel, head, run, slot, group.kernels * kernel, slots * heads * blocks * cell_copy,
     )  # fmt: skip
 
 
@@ -245,7 +245,7 @@ def _contiguous(spec: EngineSpec, family: Family, group: GroupSpec, tp_rank: int
     heads, run, tokens = _heads(family, spec, tp_rank), family.run, group.kernel_tokens
     outside = spec.layout.index("N") < spec.layout.index("H")
     head, token = (run, heads * run) if outside else (tokens * run, run)
-    interior = replace(spec.interior, planes=spec.interior.planes and not outside)
+    interior = replace(spec.interior, cell_copies=spec.interior.cell_copies and not outside)
     place = _Place(interior, tp_rank, spec.tp, group.kernels, tokens, heads * tokens * run, head, token)
     return place.page(family)
 

@@ -16,8 +16,8 @@ from math import gcd
 import numpy as np
 
 from kvferry.geometry import Field, Group, GroupKind, Layer, RankGeometry
-from kvferry.planning.pieces import Pieces
-from kvferry.planning.select import Span
+from kvferry.planning.descriptors import Descriptors
+from kvferry.planning.select import LoadSpan
 
 Table = np.ndarray
 """Block ids by position, int64; for a state group the one block of the snapshot."""
@@ -86,7 +86,7 @@ class Expected:
 def expect(
     dst: RankGeometry,
     srcs: Sequence[RankGeometry],
-    spans: Sequence[Span],
+    spans: Sequence[LoadSpan],
     tables: Sequence[Table],
     before: np.ndarray,
     *,
@@ -118,7 +118,7 @@ def expect(
     return Expected(before, value, must)
 
 
-def visible(kind: GroupKind, attention_span: int, span: Span) -> set[int]:
+def visible(kind: GroupKind, attention_span: int, span: LoadSpan) -> set[int]:
     """Tokens that the next computed token attends to, that the source has and the destination has not.
 
     The next computed token is the first that is not loaded, but the last prompt token is always computed.
@@ -209,7 +209,7 @@ def _hash(state: np.ndarray, value: np.ndarray | int) -> np.ndarray:
     return mixed ^ (mixed >> np.uint64(31))
 
 
-def copy(pieces: Pieces, src: Memory, dst: Memory, writes: np.ndarray) -> None:
+def copy(pieces: Descriptors, src: Memory, dst: Memory, writes: np.ndarray) -> None:
     """Move pieces one by one; `writes` counts per destination byte how often it was written."""
     for a, b, n in zip(pieces.src.tolist(), pieces.dst.tolist(), pieces.length.tolist(), strict=True):
         to = dst.at(b, n)

@@ -7,42 +7,46 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import event
 
-from kvferry.planning.image import Image
-from kvferry.planning.nest import Nest
-from kvferry.planning.pieces import Pieces
+from kvferry.planning.descriptors import Descriptors
+from kvferry.planning.packed_image import PackedImage
 from kvferry.planning.select import Cells
-from kvferry.planning.strategy import Costs, Strategy, Way, ways
+from kvferry.planning.strategy import Costs, Strategy, TransferMethod, transfer_methods
+from kvferry.planning.strided_copy import StridedCopy
 from kvferry.planning.template import Route
 from support.oracle import Memory, copy
 
 
-def move(route: Route, way: Way, cells: Cells, src: Memory, dst: Memory, writes: np.ndarray) -> None:
+def move(
+    route: Route, way: TransferMethod, cells: Cells, src: Memory, dst: Memory, writes: np.ndarray
+) -> None:
     """Move cells the way `way` says; `writes` as of `copy`."""
     image = way.image
     assert image is not None
     packed = Memory(0, np.full(len(cells) * image.stride, 0xA5, np.uint8))
     ignored = np.zeros(len(packed.bytes), np.int64)
-    stretches = [(part.at, part.pieces) for part in image.stretches]
+    reads = [(part.at, part.descriptors) for part in image.reads]
     nests = [(part.at, runs(part.nests)) for part in image.nests]
-    for_image = stretches if way.strategy is Strategy.OVER_READ else nests
-    from_image = stretches
+    for_image = reads if way.strategy is Strategy.OVER_READ else nests
+    from_image = reads
     if way.scatters is not None:
         from_image = [(part.at, runs(part.nests)) for part in way.scatters]
     for index, number in enumerate(cells.number.tolist()):
         src_block = int(cells.src_block[index]) * route.src_stride
         dst_block = int(cells.dst_block[index]) * route.dst_stride
         at = index * image.stride
-        for offsets, pieces in for_image:
-            copy(shifted(pieces, src_block + offsets[number % route.src_cells], at), src, packed, ignored)
-        for offsets, pieces in from_image:
-            copy(shifted(pieces, at, dst_block + offsets[number % route.dst_cells]), packed, dst, writes)
+        for offsets, descriptors in for_image:
+            copy(
+                shifted(descriptors, src_block + offsets[number % route.src_cells], at), src, packed, ignored
+            )
+        for offsets, descriptors in from_image:
+            copy(shifted(descriptors, at, dst_block + offsets[number % route.dst_cells]), packed, dst, writes)
     assert ignored.max(initial=0) <= 1, "a byte of an image was written twice"
 
 
-def way_of(route: Route, how: str, gap: int) -> Way:
+def way_of(route: Route, how: str, gap: int) -> TransferMethod:
     """A way of `how`: "over-read" with gaps of so many bytes, "staged", or "staged, landed"."""
     costs = Costs(read_descriptor_seconds=gap * 1e-9, read_byte_seconds=1e-9)
-    for way in ways(route, costs, 1 << 30):
+    for way in transfer_methods(route, costs, 1 << 30):
         wanted = Strategy.OVER_READ if how == "over-read" else Strategy.STAGED
         if way.strategy is wanted and (way.landing is not None) == how.endswith("landed"):
             event(how)
@@ -50,19 +54,21 @@ def way_of(route: Route, how: str, gap: int) -> Way:
     raise AssertionError(f"no way that is {how}")
 
 
-def runs(nests: Sequence[Nest]) -> Pieces:
+def runs(nests: Sequence[StridedCopy]) -> Descriptors:
     """Every run of some nests, each by itself."""
-    parts = [nest.pieces() for nest in nests]
-    return Pieces(*(np.concatenate([getattr(p, side) for p in parts]) for side in ("src", "dst", "length")))
+    parts = [nest.descriptors() for nest in nests]
+    return Descriptors(
+        *(np.concatenate([getattr(p, side) for p in parts]) for side in ("src", "dst", "length"))
+    )
 
 
-def shifted(pieces: Pieces, src: int, dst: int) -> Pieces:
+def shifted(descriptors: Descriptors, src: int, dst: int) -> Descriptors:
     """The same, further on."""
-    return Pieces(pieces.src + src, pieces.dst + dst, pieces.length)
+    return Descriptors(descriptors.src + src, descriptors.dst + dst, descriptors.length)
 
 
-def check_image(image: Image) -> None:
+def check_image(image: PackedImage) -> None:
     """An image's loops and stretches stay inside of it, and nothing overlaps."""
-    for part in image.stretches:
-        assert (np.diff(np.sort(part.pieces.src)) > 0).all()
+    for part in image.reads:
+        assert (np.diff(np.sort(part.descriptors.src)) > 0).all()
     assert image.bytes <= image.stride

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from kvferry.geometry import GroupKind
-from kvferry.planning.select import Span
+from kvferry.planning.select import LoadSpan
 from support.engines import LAYOUTS, SCATTERED, EngineSpec, Family, GroupSpec, Interior, Stored
 from support.oracle import cells_of, visible
 
@@ -33,7 +33,7 @@ class Transfer:
     families: tuple[Family, ...]
     src: EngineSpec
     dst: EngineSpec
-    spans: tuple[Span, ...]
+    spans: tuple[LoadSpan, ...]
     src_tables: tuple[np.ndarray, ...]
     dst_tables: tuple[np.ndarray, ...]
 
@@ -191,13 +191,13 @@ def transfers(
     return Transfer(tuple(families[f] for f in of_layer), src, dst, spans, src_tables, dst_tables)
 
 
-def _span(blocks: int, group: GroupSpec, total: int, prompt: int) -> Span:
+def _span(blocks: int, group: GroupSpec, total: int, prompt: int) -> LoadSpan:
     """The destination has some whole blocks already, or everything."""
-    return Span(min(blocks * group.block_tokens, total), total, prompt)
+    return LoadSpan(min(blocks * group.block_tokens, total), total, prompt)
 
 
 def _cells_per_group(
-    groups: tuple[GroupSpec, ...], dst_groups: tuple[GroupSpec, ...], spans: tuple[Span, ...]
+    groups: tuple[GroupSpec, ...], dst_groups: tuple[GroupSpec, ...], spans: tuple[LoadSpan, ...]
 ) -> list[set[int]]:
     """Tokens that each of `groups` must have blocks for."""
     return [

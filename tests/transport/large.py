@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvferry.geometry import GroupKind
-from kvferry.planning.select import Span
+from kvferry.planning.select import LoadSpan
 from support.engines import EngineSpec, Family, GroupSpec, Interior, ranks
 from support.oracle import Memory
 
@@ -13,15 +13,15 @@ PAGE = 1 << 18
 BLOCKS = 128
 FAMILIES = (Family(GroupKind.FULL, opaque_bytes=PAGE),)
 SPEC = EngineSpec(1, (1,), (GroupSpec(GroupKind.FULL, 0, (0,), 16),), "LBHNC", Interior(), BLOCKS + 1)
-SPAN = Span(0, BLOCKS * 16, BLOCKS * 16)
+SPAN = LoadSpan(0, BLOCKS * 16, BLOCKS * 16)
 FORWARD = (np.arange(1, BLOCKS + 1, dtype=np.int64),)
 BACKWARD = (np.arange(BLOCKS, 0, -1, dtype=np.int64),)
 (RANK,) = ranks(SPEC, FAMILIES)
 
 
-def span(blocks: int) -> Span:
+def span(blocks: int) -> LoadSpan:
     """So many blocks from the start."""
-    return Span(0, blocks * 16, blocks * 16)
+    return LoadSpan(0, blocks * 16, blocks * 16)
 
 
 def pages(seed_or_bytes: int | np.ndarray) -> np.ndarray:

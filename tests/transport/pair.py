@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.geometry import RankGeometry
-from kvferry.planning.select import Span
+from kvferry.planning.select import LoadSpan
 from kvferry.transport.agent import Agent, ReadState
 from kvferry.transport.lane import ReadResult
 from kvferry.transport.lease import LeaseWord, LeaseWords
@@ -183,7 +183,7 @@ class Reader:
         self,
         key: str,
         peer: str,
-        span: Span,
+        span: LoadSpan,
         src: Sequence[np.ndarray],
         dst: Sequence[np.ndarray],
         lease: LeaseWord = FIRST,

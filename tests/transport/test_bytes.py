@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from kvferry.geometry import GroupKind
-from kvferry.planning.select import Span
+from kvferry.planning.select import LoadSpan
 from kvferry.planning.strategy import Strategy
 from kvferry.transport.settings import TransferSettings
 from support.engines import EngineSpec, Family, GroupSpec, Interior, Stored, ranks
@@ -94,7 +94,7 @@ CASES = {
 @pytest.mark.parametrize("strategy", [None, *Strategy], ids=lambda s: s or "chosen")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_what_is_read_is_what_was_written(world, case, strategy):
-    span = Span(case.have, case.total, case.total)
+    span = LoadSpan(case.have, case.total, case.total)
     src_tables = scattered_tables(case.src, case.total, 1)
     dst_tables = scattered_tables(case.dst, case.total, 2)
     producer = world.shared_producer(case.src, case.families, src_tables)
@@ -128,7 +128,7 @@ def test_several_reads_in_flight_do_not_disturb_each_other(world):
     parts = [destination[at : at + 3] for at in range(0, 39, 3)]
     reader.agent.gate.clear()
     for number, part in enumerate(parts):
-        reader.submit(f"load {number}", "P", Span(0, 48, 48), tables, (part,))
+        reader.submit(f"load {number}", "P", LoadSpan(0, 48, 48), tables, (part,))
     reader.until(lambda: reader.agent.posted == 3 * 2)
     assert reader.result("load 0", 0.2) is None
     assert reader.agent.posted == 3 * 2, "no more in flight than allowed"
@@ -139,7 +139,7 @@ def test_several_reads_in_flight_do_not_disturb_each_other(world):
         assert result is not None
         assert result.failure is None
         before = reader.before if expected is None else expected
-        expected = expect(reader.rank, ranks(spec, DENSE), [Span(0, 48, 48)], (part,), before).value
+        expected = expect(reader.rank, ranks(spec, DENSE), [LoadSpan(0, 48, 48)], (part,), before).value
     assert (reader.memory.bytes == expected).all()
 
 
@@ -149,7 +149,7 @@ def test_when_everything_is_there_nothing_is_read(world):
     reader = world.reader(rank)
     reader.thread.connect("P", producer.cards)
     tables = scattered_tables(dense(), 64, 2)
-    reader.submit("load", "P", Span(64, 64, 65), tables, tables)
+    reader.submit("load", "P", LoadSpan(64, 64, 65), tables, tables)
     result = reader.result("load")
     assert result is not None
     assert result.failure is None

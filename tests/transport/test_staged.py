@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvferry.geometry import GroupKind
-from kvferry.planning.select import Span
+from kvferry.planning.select import LoadSpan
 from kvferry.planning.strategy import Strategy
 from kvferry.transport import packed_read
 from kvferry.transport.gather_client import GatherClient
@@ -25,7 +25,7 @@ MIB = 1 << 20
 FAMILIES = (Family(GroupKind.FULL, fields=tuple(Stored(name, 2, 4, (("content", 512),)) for name in "kv")),)
 BLOCKS = 140
 TOKENS = 128 * 16
-SPAN = Span(0, TOKENS, TOKENS)
+SPAN = LoadSpan(0, TOKENS, TOKENS)
 PATIENCE = 30.0
 
 
@@ -50,7 +50,7 @@ def part(number: int, blocks: int = 16) -> tuple[np.ndarray, ...]:
 
 def right(reader, tables, tokens: int) -> None:
     """The first tokens are in these blocks, and whatever else is as it was."""
-    span = Span(0, tokens, tokens)
+    span = LoadSpan(0, tokens, tokens)
     expect(reader.rank, [SOURCE], [span], tables, reader.before).check(reader.memory.bytes)
 
 
@@ -103,11 +103,11 @@ def test_reads_that_share_a_small_area_all_end_right(world, strategy, theirs):
     producer = world.shared_producer(SRC, FAMILIES, FROM, settings=settings(staging=theirs))
     reader.thread.connect("P", producer.cards)
     for number in range(8):
-        reader.submit(f"load {number}", "P", Span(0, 256, 256), FROM, part(number))
+        reader.submit(f"load {number}", "P", LoadSpan(0, 256, 256), FROM, part(number))
     after = reader.before
     for number in range(8):
         assert reader.result(f"load {number}").failure is None
-        after = expect(reader.rank, [SOURCE], [Span(0, 256, 256)], part(number), after).value
+        after = expect(reader.rank, [SOURCE], [LoadSpan(0, 256, 256)], part(number), after).value
     assert (reader.memory.bytes == after).all()
 
 
@@ -115,7 +115,7 @@ def test_a_peer_that_does_not_gather_is_read_from_directly(world, make_producer,
     (card,) = make_producer().cards
     reader = world.reader(RANK, settings=settings())
     reader.thread.connect("P", [msgspec.structs.replace(card, outgoing=None)])
-    reader.submit("load", "P", Span(0, 256, 256), FROM, part(0))
+    reader.submit("load", "P", LoadSpan(0, 256, 256), FROM, part(0))
     assert reader.result("load").failure is None
     right(reader, part(0), 256)
     assert answers.found == []
@@ -125,7 +125,7 @@ def test_a_peer_that_would_have_to_gather_and_does_not_is_a_failure_in_words(
     world, make_producer, monkeypatch
 ):
     monkeypatch.setattr("kvferry.planning.strategy.MAX_ROWS", 1)
-    monkeypatch.setattr("kvferry.planning.strategy._fetched", lambda *_: None)
+    monkeypatch.setattr("kvferry.planning.strategy._fetch_image", lambda *_: None)
     (card,) = make_producer().cards
     reader = world.reader(RANK, settings=settings())
     reader.thread.connect("P", [msgspec.structs.replace(card, outgoing=None)])
@@ -161,11 +161,11 @@ def test_a_source_that_stops_holds_up_nobody_and_its_reads_end_once_it_goes_on(
     stopped, well = (world.producer(SRC, FAMILIES, FROM) for _ in range(2))
     reader.thread.connect("stopped", stopped.cards)
     reader.thread.connect("well", well.cards)
-    reader.submit("before", "stopped", Span(0, 16, 16), FROM, part(0, 1))
+    reader.submit("before", "stopped", LoadSpan(0, 16, 16), FROM, part(0, 1))
     assert reader.result("before").failure is None
     stopped.signal(signal.SIGSTOP)
-    reader.submit("given up", "stopped", Span(0, 256, 256), FROM, part(1))
-    reader.submit("other", "well", Span(0, 256, 256), FROM, part(2))
+    reader.submit("given up", "stopped", LoadSpan(0, 256, 256), FROM, part(1))
+    reader.submit("other", "well", LoadSpan(0, 256, 256), FROM, part(2))
     assert reader.result("other").failure is None
     reader.until(lambda: reader.agent.held["reads"] > 0)
     assert reader.result("given up", 1.0) is None
@@ -173,7 +173,7 @@ def test_a_source_that_stops_holds_up_nobody_and_its_reads_end_once_it_goes_on(
     assert reader.agent.held["reads"] > 0
     stopped.signal(signal.SIGCONT)
     assert reader.result("given up", PATIENCE).failure is None
-    reader.submit("after", "stopped", Span(0, 256, 256), FROM, part(3))
+    reader.submit("after", "stopped", LoadSpan(0, 256, 256), FROM, part(3))
     assert reader.result("after", PATIENCE).failure is None
     assert reader.result("given up", 0.2) is reader.result("given up"), "one result"
 
@@ -190,7 +190,7 @@ def test_a_source_killed_between_gathering_and_reading_is_a_failure(over_tcp, wo
     assert not any(reader.thread._lanes[0]._images._taken)
     answers.hooks.clear()
     reader.thread.connect("well", make_producer().cards)
-    reader.submit("well", "well", Span(0, 256, 256), FROM, part(0))
+    reader.submit("well", "well", LoadSpan(0, 256, 256), FROM, part(0))
     assert reader.result("well").failure is None
 
 
@@ -231,11 +231,11 @@ def test_a_peer_whose_second_rank_cannot_be_prepared_leaves_nothing_behind(world
         "words": msgspec.structs.replace(second, words_address=8),
     }.items():
         reader.thread.connect(key, [first, spoiled])
-        reader.submit(key, key, Span(0, 16, 16), tables, part(0, 1))
+        reader.submit(key, key, LoadSpan(0, 16, 16), tables, part(0, 1))
         assert "cannot be read from" in reader.result(key).failure
         assert reader.agent.held == {"peers": 0, "lists": 0, "reads": 0, "regions": 1}
     reader.thread.connect("well", [first, second])
-    reader.submit("load", "well", Span(0, 16, 16), tables, part(0, 1))
+    reader.submit("load", "well", LoadSpan(0, 16, 16), tables, part(0, 1))
     assert reader.result("load").failure is None
 
 
@@ -243,12 +243,12 @@ def test_a_peer_that_copies_anothers_metadata_and_fails_does_not_take_the_other_
     (card,) = make_producer().cards
     reader = world.reader(RANK, settings=settings())
     reader.thread.connect("P", [card])
-    reader.submit("before", "P", Span(0, 256, 256), FROM, part(0))
+    reader.submit("before", "P", LoadSpan(0, 256, 256), FROM, part(0))
     assert reader.result("before").failure is None
     reader.thread.connect("copy", [msgspec.structs.replace(card, words_address=8)])
-    reader.submit("copy", "copy", Span(0, 256, 256), FROM, part(0))
+    reader.submit("copy", "copy", LoadSpan(0, 256, 256), FROM, part(0))
     assert reader.result("copy").failure is not None
-    reader.submit("after", "P", Span(0, 256, 256), FROM, part(1))
+    reader.submit("after", "P", LoadSpan(0, 256, 256), FROM, part(1))
     assert reader.result("after").failure is None, reader.result("after").failure
 
 

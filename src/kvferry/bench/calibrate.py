@@ -29,9 +29,9 @@ from kvferry.measuring.simulated import plain_engine
 from kvferry.measuring.spread import Spread
 from kvferry.memory.address_space import AddressSpace
 from kvferry.memory.cell_copies import CellCopies, StagedCells
-from kvferry.planning.nest import Loop, Nest
-from kvferry.planning.plane import ONE_CELL, PoolNests
-from kvferry.planning.strategy import LARGEST_CHUNK_BYTES, Costs
+from kvferry.planning.cell_copy import ONE_CELL, PoolCopies
+from kvferry.planning.strategy import LARGEST_SEGMENT_BYTES, Costs
+from kvferry.planning.strided_copy import Loop, StridedCopy
 from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.gather_messages import Gathered, GatherRoute
 from kvferry.transport.settings import TransferSettings
@@ -62,7 +62,7 @@ class CalibrationJob:
     read_descriptors: int = 8192
     runs: tuple[int, ...] = (64, 256, 1024, 4096, 16384)
     cells: tuple[int, ...] = (16 << 10, 64 << 10, 256 << 10)
-    copy_bytes: int = LARGEST_CHUNK_BYTES
+    copy_bytes: int = LARGEST_SEGMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +168,14 @@ class _Copy:
         regions = [Region(memory.data_ptr(), memory.nbytes) for memory in (pool, images)]
         there, here = regions[0].address, 0
         loops = (Loop(runs, 2 * run, run),) if runs > 1 else ()
-        nest = Nest(there, here, run, loops)
+        nest = StridedCopy(there, here, run, loops)
         if side == "dst":
-            nest = Nest(here, there, run, tuple(Loop(loop.count, loop.dst, loop.src) for loop in loops))
+            nest = StridedCopy(
+                here, there, run, tuple(Loop(loop.count, loop.dst, loop.src) for loop in loops)
+            )
         self._keep = pool, images
         self._loops = CellCopies(
-            [PoolNests(ONE_CELL, (nest,))], AddressSpace(regions[:1]), side, 2 * cell, cells
+            [PoolCopies(ONE_CELL, (nest,))], AddressSpace(regions[:1]), side, 2 * cell, cells
         )
         self._slots = StagedCells(AddressSpace(regions[1:]), regions[1].address, cell)
         self._blocks = np.random.default_rng(5).permutation(cells)
@@ -198,13 +200,13 @@ class _GatherChannel:
         self._reader = reader
         pool = card.geometry.regions[0]
         first, room = pool.address, min(pool.length, card.outgoing.bytes // 2) // 2 // _LARGE_RUN * _LARGE_RUN
-        small = Nest(first, 0, _SMALL_RUN)
+        small = StridedCopy(first, 0, _SMALL_RUN)
         # Every other run of the first blocks, as much as is gathered at a time.
         runs = max(2, room // _LARGE_RUN)
-        large = Nest(first, 0, _LARGE_RUN, (Loop(runs, 2 * _LARGE_RUN, _LARGE_RUN),))
+        large = StridedCopy(first, 0, _LARGE_RUN, (Loop(runs, 2 * _LARGE_RUN, _LARGE_RUN),))
         routes = [
-            GatherRoute(_SMALL_RUN, 2, _SMALL_RUN, (PoolNests(ONE_CELL, (small,)),)),
-            GatherRoute(_SMALL_RUN, 2, runs * _LARGE_RUN, (PoolNests(ONE_CELL, (large,)),)),
+            GatherRoute(_SMALL_RUN, 2, _SMALL_RUN, (PoolCopies(ONE_CELL, (small,)),)),
+            GatherRoute(_SMALL_RUN, 2, runs * _LARGE_RUN, (PoolCopies(ONE_CELL, (large,)),)),
         ]
         self._context: zmq.Context[Any] = zmq.Context()
         self._client = GatherClient(

@@ -16,7 +16,7 @@ from kvferry.geometry.models import ModelReading
 from kvferry.measuring import content
 from kvferry.measuring.simulated import simulate_engine
 from kvferry.plan.side import Side
-from kvferry.planning.chunks import Stretch
+from kvferry.planning.chunk_cells import TableSlice
 from kvferry.planning.template import build_templates
 from kvferry.tiers.host.arena import Arena
 
@@ -72,7 +72,7 @@ class RankPair:
         if self.arena.collapsing is not None:
             self.arena.collapsing.wait()
         self.span = held.span
-        self.tables = tuple(Stretch(0, tuple(table.tolist())) for table in held.tables)
+        self.tables = tuple(TableSlice(0, tuple(table.tolist())) for table in held.tables)
 
     def __enter__(self) -> Self:
         return self

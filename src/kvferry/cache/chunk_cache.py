@@ -22,7 +22,7 @@ from kvferry.cache.reading import Reading
 from kvferry.cache.tier_queue import Read
 from kvferry.cache.writing import Behind, Writing
 from kvferry.geometry.canonical import CanonicalGroup
-from kvferry.planning.coverage import NOWHERE
+from kvferry.planning.coverage import NO_TIER
 from kvferry.tiers.format.body import chunk_group
 from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.host.counters import HostMissReason
@@ -105,7 +105,7 @@ class ChunkCache:
             keys: of chunks.
             without: names of tiers that are not asked.
         """
-        return self.reading.places(tags_of(keys), without) < NOWHERE
+        return self.reading.places(tags_of(keys), without) < NO_TIER
 
     @property
     def tiers(self) -> list[str]:

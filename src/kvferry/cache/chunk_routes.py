@@ -15,8 +15,8 @@ from kvferry.geometry import RankGeometry
 from kvferry.geometry.canonical import Canonical, chunk_pool
 from kvferry.memory.address_space import AddressSpace
 from kvferry.memory.chunk_copies import ChunkCopies, offsets_of
-from kvferry.planning.chunks import cells_beside, cells_to_load, cells_to_store
-from kvferry.planning.select import uncovered
+from kvferry.planning.chunk_cells import cells_to_load, cells_to_store, unfilled_cells
+from kvferry.planning.select import partly_written_blocks
 from kvferry.planning.template import Route, build_templates
 
 _SLOTS = 1 << 20
@@ -95,7 +95,7 @@ class ChunkRoutes:
                     each.copies.store(cells, offsets)
                     found[group] += len(cells) * each.route.cell_bytes
                 for piece in {pieces[0], pieces[-1]}:
-                    beside = cells_beside(each.route, tokens, piece.number, order.at_hand)
+                    beside = unfilled_cells(each.route, tokens, piece.number, order.at_hand)
                     each.copies.blank(beside, piece.offset)
         return tuple(found)
 
@@ -125,7 +125,9 @@ class ChunkRoutes:
             for each in routes:
                 here = self._rank.groups[each.route.dst_group]
                 table = part.tables[each.route.dst_group].table()
-                each.copies.clear(uncovered(each.route, here.kind, here.attention_span, part.span, table))
+                each.copies.clear(
+                    partly_written_blocks(each.route, here.kind, here.attention_span, part.span, table)
+                )
 
 
 @dataclass(frozen=True, slots=True)

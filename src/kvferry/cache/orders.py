@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvferry.geometry import RankGeometry
-from kvferry.planning.chunks import Stretch
-from kvferry.planning.select import Span
+from kvferry.planning.chunk_cells import TableSlice
+from kvferry.planning.select import LoadSpan
 from kvferry.tiers.host.arena import ArenaHandle
 
 
@@ -54,7 +54,7 @@ class StoreOrder:
 
     key: str
     pieces: tuple[Piece, ...]
-    tables: tuple[Stretch | None, ...]
+    tables: tuple[TableSlice | None, ...]
     at_hand: range
 
 
@@ -73,9 +73,9 @@ class LoadPart:
 
     key: str
     load: str
-    span: Span
+    span: LoadSpan
     pieces: tuple[Piece, ...]
-    tables: tuple[Stretch, ...]
+    tables: tuple[TableSlice, ...]
     first: bool
 
 

@@ -14,8 +14,8 @@ from kvferry.cache.fetch import Want
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.chunk import ChunkKeys
-from kvferry.planning.coverage import Coverage, Cut, Places, coverage, to_load
-from kvferry.planning.select import Span
+from kvferry.planning.coverage import ChunkedPrompt, Coverage, TierNumbers, chunks_to_load, coverage
+from kvferry.planning.select import LoadSpan
 from kvferry.tiers.index.key_table import TAG_BYTES, Uint64s, tags_of
 
 
@@ -58,13 +58,13 @@ class PromptChunks:
             of_any.insert(whole, self.keys.at(prompt))
         return [_of_group(key, group) for key in of_any for group in range(len(self._groups))]
 
-    def key_of(self, cut: Cut, group: int, number: int) -> bytes:
+    def key_of(self, cut: ChunkedPrompt, group: int, number: int) -> bytes:
         """Of a chunk of a prompt that was cut so: a whole one, or the tail."""
         whole = (number + 1) * cut.chunk_tokens <= cut.tokens
         return self.key(group, number) if whole else self.tail(group, cut.tokens)
 
     def look_up(
-        self, tokens: int, have: int, places: Callable[[Uint64s], Places], *, in_full: bool = True
+        self, tokens: int, have: int, places: Callable[[Uint64s], TierNumbers], *, in_full: bool = True
     ) -> Coverage:
         """The longest prefix that can be continued from.
 
@@ -76,16 +76,16 @@ class PromptChunks:
         """
         whole, rest = divmod(tokens if in_full else tokens - 1, self.keys.chunk_tokens)
         ends_inside = in_full and rest > 0 and self.tails
-        cut = Cut(
+        cut = ChunkedPrompt(
             tokens if ends_inside else whole * self.keys.chunk_tokens, self.keys.chunk_tokens, tokens, have
         )
         tags = self._tags(cut)
         return coverage(self._groups, cut, places(tags.ravel()).reshape(tags.shape))
 
-    def wants(self, found: Coverage, span: Span) -> Iterator[Want]:
+    def wants(self, found: Coverage, span: LoadSpan) -> Iterator[Want]:
         """The chunks that a prefix takes, or a part of it, by number, so that the first come first."""
         cut = found.cut
-        numbers = to_load(self._groups, cut, span.total, span.part)
+        numbers = chunks_to_load(self._groups, cut, span.total, span.part)
         each = [(int(number), group) for group, of in enumerate(numbers) for number in of]
         size = self.keys.chunk_tokens
         for number, group in sorted(each):
@@ -95,7 +95,7 @@ class PromptChunks:
             key = self.key(group, number) if whole else self.tail(group, last)
             yield Want(group, number, key, 0 if state else last - number * size)
 
-    def _tags(self, cut: Cut) -> Uint64s:
+    def _tags(self, cut: ChunkedPrompt) -> Uint64s:
         """Of all chunks' keys, uint64 of shape (groups, chunks): all at once, without making the keys."""
         whole, rest = divmod(cut.tokens, cut.chunk_tokens)
         if len(self._of_any) < whole:

@@ -16,7 +16,7 @@ import numpy as np
 from kvferry.cache.counts import CacheCounts
 from kvferry.cache.fetch import Fetch, Want
 from kvferry.cache.writing import Writing
-from kvferry.planning.coverage import NOWHERE, Places
+from kvferry.planning.coverage import NO_TIER, TierNumbers
 from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.host.tier import HostTier, Slot
 from kvferry.tiers.index.key_table import MAX_TIERS, Uint64s, tags_of
@@ -74,13 +74,13 @@ class Reading:
         self.events = 0
         self._host, self._writing, self._body, self._file = host, writing, body, file
         self._queues = [one.behind.queue for one in writing]
-        self._firsts: dict[tuple[bool, ...], Places] = {}
+        self._firsts: dict[tuple[bool, ...], TierNumbers] = {}
         self._counts = counts
 
-    def places(self, tags: Uint64s, without: Iterable[str] = ()) -> Places:
+    def places(self, tags: Uint64s, without: Iterable[str] = ()) -> TierNumbers:
         """Where chunks would come from now: int64 of shape (len(tags),).
 
-        0 for host memory, n for the n-th tier, `NOWHERE` for none. What a tier is reading comes from that
+        0 for host memory, n for the n-th tier, `NO_TIER` for none. What a tier is reading comes from that
         one; of a tier that is stuck or not asked nobody should join in waiting.
 
         Args:
@@ -92,7 +92,7 @@ class Reading:
         found = self._first_of(asked).take(self._host.tags.table.marks(tags))
         if self.incoming:
             coming = np.maximum(found, self._coming(tags, names))
-            found = np.where((found > 0) & (found < NOWHERE), coming, found)
+            found = np.where((found > 0) & (found < NO_TIER), coming, found)
         return found
 
     def fetch(self, wants: Iterable[Want], without: Iterable[str] = ()) -> Fetch:
@@ -159,21 +159,21 @@ class Reading:
             self._advance(fetch)
         self.fetches = [fetch for fetch in self.fetches if not fetch.over]
 
-    def _first_of(self, asked: tuple[bool, ...]) -> Places:
+    def _first_of(self, asked: tuple[bool, ...]) -> TierNumbers:
         """By the marks of a tag, the fastest of its places that are asked."""
         if asked not in self._firsts:
             marks = np.arange(1 << MAX_TIERS)
-            found = self._firsts[asked] = np.full(len(marks), NOWHERE)
+            found = self._firsts[asked] = np.full(len(marks), NO_TIER)
             bits = [self._host.tags.bit, *(queue.tier.tags.bit for queue in self._queues)]
             for place in reversed(range(len(bits))):
                 if asked[place]:
                     found[(marks & bits[place]) != 0] = place
         return self._firsts[asked]
 
-    def _coming(self, tags: Uint64s, without: frozenset[str]) -> Places:
+    def _coming(self, tags: Uint64s, without: frozenset[str]) -> TierNumbers:
         """The places that chunks are being read from, 0 of those that are not; see `places`."""
         reads = [
-            NOWHERE if queue.name in without or queue.stuck_for_reading else number
+            NO_TIER if queue.name in without or queue.stuck_for_reading else number
             for number, queue in enumerate(self._queues, 1)
         ]
         coming = tags_of(list(self.incoming))

@@ -14,8 +14,8 @@ from kvferry.doctor.meeting import Met
 from kvferry.errors import ConfigError, Incompatible
 from kvferry.geometry import GroupKind
 from kvferry.plan.units import duration, size
-from kvferry.planning.strategy import Costs, choose, ways
-from kvferry.planning.template import Template, build_templates, kept_too_little, names_absent
+from kvferry.planning.strategy import Costs, choose_method, transfer_methods
+from kvferry.planning.template import Template, absent_layer_names, build_templates, window_mismatches
 from kvferry.serving.role import Role
 from kvferry.transport.address import is_loopback
 from kvferry.transport.messages import compare_facts
@@ -49,7 +49,7 @@ def differences(there: Met, here: Met) -> list[str]:
             build_templates(peer, card.geometry)
         except Incompatible as error:
             found |= dict.fromkeys(error.differences)
-        found |= dict.fromkeys(kept_too_little(peer, card.geometry))
+        found |= dict.fromkeys(window_mismatches(peer, card.geometry))
     return list(found)
 
 
@@ -164,15 +164,15 @@ def _strategies(templates: Sequence[Template], costs: Costs) -> set[str]:
     found = set()
     for template in templates:
         for route in template.routes:
-            possible = ways(route, costs, _IMAGE_BYTES)
-            found.add(str(possible[choose(possible, _CELLS, costs)].strategy))
+            possible = transfer_methods(route, costs, _IMAGE_BYTES)
+            found.add(str(possible[choose_method(possible, _CELLS, costs)].strategy))
     return found
 
 
 def _drafts(there: Met, here: Met) -> list[Finding]:
     """Layers of a draft model that the peer does not keep are cleared instead of loaded."""
     peer, ours = ([card.geometry for card in met.ranks] for met in (there, here))
-    if not (names := names_absent(peer, ours)):
+    if not (names := absent_layer_names(peer, ours)):
         return []
     return [
         note(

@@ -4,7 +4,7 @@ A *page* is the bytes of one block in one layer. A `PageFormat` names its *field
 `ssm`, ...); a `Field` is a logical tensor with named axes, and an `Axis` says where its elements lie
 (byte strides) and which part of the whole model's axis they are (the global range). Two engines agree on
 a field when they agree on names and totals; strides, order of axes and ranges may all differ, and
-`planning.retile` bridges them.
+`planning.page_copy` bridges them.
 
 The axis called ``token`` is special in one way only: it is cut by the block size, so a field that has it can
 move between engines of different block sizes. A field without it (recurrent state, opaque bytes) is one

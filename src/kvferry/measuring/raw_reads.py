@@ -14,7 +14,7 @@ from kvferry.errors import TransferError
 from kvferry.geometry import Region
 from kvferry.measuring.reader import Reader
 from kvferry.measuring.simulated import SimulatedEngine
-from kvferry.planning.request import Indices
+from kvferry.planning.prepared_lists import Indices
 from kvferry.planning.strategy import Strategy
 from kvferry.transport.agent import Agent, ReadState
 from kvferry.transport.connected_peer import ConnectedPeer

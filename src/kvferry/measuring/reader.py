@@ -17,8 +17,8 @@ from kvferry.measuring.producer_main import CONTENT
 from kvferry.measuring.producer_process import ProducerProcess
 from kvferry.measuring.simulated import SimulatedEngine
 from kvferry.measuring.worker_steps import LoadRequest, WorkerSteps
-from kvferry.planning.pieces import Int64s
-from kvferry.planning.select import Span
+from kvferry.planning.descriptors import Int64s
+from kvferry.planning.select import LoadSpan
 from kvferry.planning.strategy import Strategy
 from kvferry.planning.template import build_templates
 from kvferry.transport.control_client import ControlClient
@@ -101,7 +101,7 @@ class Reader:
 
     def load_request(
         self,
-        span: Span,
+        span: LoadSpan,
         src_tables: Sequence[Int64s],
         dst_tables: Sequence[Int64s],
         peer: int = 0,

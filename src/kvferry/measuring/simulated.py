@@ -20,8 +20,8 @@ from kvferry.geometry.store import LayerStore, ModelCache
 from kvferry.memory.owned import OwnedCache, allocate
 from kvferry.plan.find import find_config
 from kvferry.plan.side import Side, shape
-from kvferry.planning.pieces import Int64s
-from kvferry.planning.select import Span, needed
+from kvferry.planning.descriptors import Int64s
+from kvferry.planning.select import LoadSpan, needed_tokens
 
 ORDERS = ("scattered", "contiguous")
 
@@ -44,7 +44,7 @@ class SimulatedEngine:
     tables: tuple[Int64s, ...]
 
     @property
-    def span(self) -> Span:
+    def span(self) -> LoadSpan:
         """The tokens to move: all of the request, with one more to compute."""
         return span_of(self.tokens)
 
@@ -76,9 +76,9 @@ class SimulatedEngine:
             ) from error
 
 
-def span_of(tokens: int) -> Span:
+def span_of(tokens: int) -> LoadSpan:
     """Return the span that loads `tokens` tokens of a prompt with one more, none of them cached."""
-    return Span(0, tokens, tokens + 1)
+    return LoadSpan(0, tokens, tokens + 1)
 
 
 def read_geometry(name: str, changes: Mapping[str, int] | None = None, dtype: str = "auto") -> ModelReading:
@@ -146,5 +146,5 @@ def _positions(store: LayerStore, block_tokens: int, tokens: int) -> tuple[int, 
     """Return the range of positions in a group's table that are needed, the end excluded."""
     if store.kind is GroupKind.STATE:
         return 0, 1
-    low, high = needed(store.kind, store.attention_span, span_of(tokens))
+    low, high = needed_tokens(store.kind, store.attention_span, span_of(tokens))
     return low // block_tokens, -(-high // block_tokens)

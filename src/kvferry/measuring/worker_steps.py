@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvferry.cache.loads import Loads
-from kvferry.planning.pieces import Int64s
-from kvferry.planning.select import Span
+from kvferry.planning.descriptors import Int64s
+from kvferry.planning.select import LoadSpan
 from kvferry.planning.strategy import Strategy
 from kvferry.transport.lane import ReadResult
 from kvferry.transport.lease import LeaseWord
@@ -39,7 +39,7 @@ class LoadRequest:
 
     key: str
     peer: str
-    span: Span
+    span: LoadSpan
     src_tables: Sequence[list[int]]
     dst_tables: Sequence[list[int]]
     lease: LeaseWord

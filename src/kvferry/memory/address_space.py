@@ -17,7 +17,7 @@ import torch
 
 from kvferry.errors import TransferError
 from kvferry.geometry import Region
-from kvferry.planning.nest import Nest
+from kvferry.planning.strided_copy import StridedCopy
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -47,7 +47,7 @@ class AddressSpace:
         self._starts = [region.address for region in self._regions]
         self._words: dict[tuple[int, int], torch.Tensor] = {}
 
-    def view(self, nest: Nest, side: str, stride: int, count: int, word: int) -> torch.Tensor:
+    def view(self, nest: StridedCopy, side: str, stride: int, count: int, word: int) -> torch.Tensor:
         """What a nest covers on one side, in `count` blocks or images.
 
         Args:
@@ -66,10 +66,10 @@ class AddressSpace:
         first = nest.src if side == "src" else nest.dst
         distances = [loop.src if side == "src" else loop.dst for loop in nest.loops]
         counts = [loop.count for loop in nest.loops]
-        attention_span = [(n - 1) * d for n, d in zip((count, *counts), (stride, *distances), strict=True)]
+        extents = [(n - 1) * d for n, d in zip((count, *counts), (stride, *distances), strict=True)]
         low, high = (
-            first + sum(min(r, 0) for r in attention_span),
-            first + sum(max(r, 0) for r in attention_span) + nest.run,
+            first + sum(min(r, 0) for r in extents),
+            first + sum(max(r, 0) for r in extents) + nest.run,
         )
         at = bisect.bisect_right(self._starts, low) - 1
         region = self._regions[at] if at >= 0 else None
@@ -96,7 +96,7 @@ class AddressSpace:
         return self._starts[max(bisect.bisect_right(self._starts, address) - 1, 0)]
 
 
-def largest_word(nest: Nest, *offsets: Any) -> int:
+def largest_word(nest: StridedCopy, *offsets: Any) -> int:
     """Bytes of the largest word that divides a nest's runs and distances, and all `offsets`."""
     numbers = [nest.run, *offsets]
     numbers += [n for loop in nest.loops for n in (loop.src, loop.dst)]

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from kvferry.memory.address_space import AddressSpace, largest_word
-from kvferry.planning.nest import Nest
-from kvferry.planning.pieces import Int64s
-from kvferry.planning.plane import PoolNests
+from kvferry.planning.cell_copy import PoolCopies
+from kvferry.planning.descriptors import Int64s
+from kvferry.planning.strided_copy import StridedCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class _CellViews:
 
     block: int
     cells: Int64s
-    views: tuple[tuple[Nest, int, torch.Tensor], ...]
+    views: tuple[tuple[StridedCopy, int, torch.Tensor], ...]
 
     def index(self, blocks: Int64s, cells: Int64s) -> Int64s:
         """Return the places of cells in the views."""
@@ -63,7 +63,7 @@ class CellCopies:
     """
 
     def __init__(
-        self, parts: Sequence[PoolNests], pool: AddressSpace, side: str, stride: int, blocks: int
+        self, parts: Sequence[PoolCopies], pool: AddressSpace, side: str, stride: int, blocks: int
     ) -> None:
         """Prepare.
 
@@ -122,7 +122,7 @@ class CellCopies:
                     of[at] = 0
         self._wait()
 
-    def _part(self, part: PoolNests, pool: AddressSpace, stride: int, blocks: int) -> _CellViews:
+    def _part(self, part: PoolCopies, pool: AddressSpace, stride: int, blocks: int) -> _CellViews:
         unit = gcd(stride, *part.at)
         count = ((blocks - 1) * stride + max(part.at)) // unit + 1
         views = []

@@ -17,10 +17,10 @@ import numpy.typing as npt
 import torch
 
 from kvferry.memory.address_space import AddressSpace, largest_word
-from kvferry.planning.nest import Nest
-from kvferry.planning.pieces import Int64s
-from kvferry.planning.plane import Plane
+from kvferry.planning.cell_copy import CellCopy
+from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import Cells
+from kvferry.planning.strided_copy import StridedCopy
 from kvferry.planning.template import Route
 
 _WORDS = {8: np.int64, 4: np.int32, 2: np.int16, 1: np.uint8}
@@ -92,7 +92,7 @@ class ChunkCopies:
         self._storing, self._memory = side == "src", memory
         self._stride = route.src_stride if self._storing else route.dst_stride
         self._blocks = route.src_blocks if self._storing else route.dst_blocks
-        self._planes = [self._plane(plane, side, engine) for plane in route.planes]
+        self._planes = [self._plane(cell_copy, side, engine) for cell_copy in route.cell_copies]
 
     def store(self, cells: Cells, offsets: Int64s) -> None:
         """Copy cells from blocks to chunks.
@@ -109,25 +109,25 @@ class ChunkCopies:
 
     def blank(self, cells: Cells, offset: int) -> None:
         """Zero cells of the chunk at `offset`."""
-        for plane in self._planes:
-            for at in plane.offsets(offset, cells.number):
-                for copy in plane.copies:
+        for cell_copy in self._planes:
+            for at in cell_copy.offsets(offset, cells.number):
+                for copy in cell_copy.copies:
                     self._image(copy, at)[...] = 0
 
     def clear(self, blocks: Int64s) -> None:
         """Zero what the route covers of all cells of these blocks."""
-        for plane in self._planes:
-            places = plane.places(blocks[:, None], np.arange(len(plane.cells)))
-            for copy in plane.copies:
+        for cell_copy in self._planes:
+            places = cell_copy.places(blocks[:, None], np.arange(len(cell_copy.cells)))
+            for copy in cell_copy.copies:
                 for place in places:
                     copy.blocks[place] = 0
         self._wait()
 
     def _each(self, cells: Cells, blocks: Int64s, chunks: Int64s) -> None:
-        for plane in self._planes:
-            places, offsets = plane.places(blocks, cells.number), plane.offsets(chunks, cells.number)
+        for cell_copy in self._planes:
+            places, offsets = cell_copy.places(blocks, cells.number), cell_copy.offsets(chunks, cells.number)
             for place, offset in zip(places, offsets, strict=True):
-                for copy in plane.copies:
+                for copy in cell_copy.copies:
                     self._move(copy, place, offset)
         self._wait()
 
@@ -145,24 +145,24 @@ class ChunkCopies:
         word = copy.strides[-1]
         return np.ndarray(copy.shape, _WORDS[word], self._memory.data, offset + copy.offset, copy.strides)
 
-    def _plane(self, plane: Plane, side: str, engine: AddressSpace) -> _PlaneCopies:
+    def _plane(self, cell_copy: CellCopy, side: str, engine: AddressSpace) -> _PlaneCopies:
         here, there = (
-            (plane.src_offsets, plane.dst_offsets)
+            (cell_copy.src_offsets, cell_copy.dst_offsets)
             if self._storing
-            else (plane.dst_offsets, plane.src_offsets)
+            else (cell_copy.dst_offsets, cell_copy.src_offsets)
         )
         unit = gcd(self._stride, *here.tolist())
         count = ((self._blocks - 1) * self._stride + int(here.max())) // unit + 1
         apart = gcd(unit, *there.tolist())
         copies = [
             self._copy(nest, engine, side, (unit, count), apart)
-            for given in plane.nests
+            for given in cell_copy.nests
             for nest in given.ascending()
         ]
         return _PlaneCopies(self._stride // unit, here // unit, there, tuple(copies))
 
     def _copy(
-        self, nest: Nest, engine: AddressSpace, side: str, places: tuple[int, int], apart: int
+        self, nest: StridedCopy, engine: AddressSpace, side: str, places: tuple[int, int], apart: int
     ) -> _NestCopy:
         """A nest.
 
@@ -184,8 +184,8 @@ class ChunkCopies:
 
     def _wait(self) -> None:
         """Wait until the copies are done: the engine uses other streams."""
-        for plane in self._planes[:1]:
-            for copy in plane.copies[:1]:
+        for cell_copy in self._planes[:1]:
+            for copy in cell_copy.copies[:1]:
                 if not isinstance(copy.blocks, np.ndarray):
                     torch.cuda.synchronize(copy.blocks.device)
 

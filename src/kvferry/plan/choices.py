@@ -15,8 +15,8 @@ import numpy as np
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import Canonical
 from kvferry.plan.snapshots import Steps
-from kvferry.planning.coverage import Bools, Cut, to_load
-from kvferry.planning.keeping import keeps_chunk, keeps_snapshot, last_ends
+from kvferry.planning.coverage import Bools, ChunkedPrompt, chunks_to_load
+from kvferry.planning.retention import keeps_chunk, keeps_snapshot, last_prefix_ends
 
 _THINNED = (16, 128)
 """Chunks between windows, where thinning them is a choice."""
@@ -92,7 +92,7 @@ class Prompt:
     def _at_hand(self, steps: Steps, every: int) -> Bools:
         """Which whole chunks are kept, bool of shape (groups, chunks)."""
         chunk = self.canonical.chunk_tokens
-        ends = last_ends(self.tokens, chunk, steps.block_tokens if self._has_state else 0)
+        ends = last_prefix_ends(self.tokens, chunk, steps.block_tokens if self._has_state else 0)
         found = np.zeros((len(self.canonical.groups), self.tokens // chunk), np.bool_)
         for row, group in zip(found, self.canonical.groups, strict=True):
             if group.kind is GroupKind.STATE:
@@ -105,9 +105,9 @@ class Prompt:
     def _usable(self, at_hand: Bools) -> Iterator[int]:
         """The ends of chunks from which a longer prompt can be continued, ascending."""
         tokens = at_hand.shape[1] * self.canonical.chunk_tokens
-        cut = Cut(tokens, self.canonical.chunk_tokens, tokens + 1)
+        cut = ChunkedPrompt(tokens, self.canonical.chunk_tokens, tokens + 1)
         for end in cut.boundaries.tolist():
-            takes = to_load(self.canonical.groups, cut, end)
+            takes = chunks_to_load(self.canonical.groups, cut, end)
             if all(row[numbers].all() for row, numbers in zip(at_hand, takes, strict=True)):
                 yield end
 

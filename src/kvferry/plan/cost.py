@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from kvferry.errors import ConfigError
-from kvferry.planning.request import Tally
+from kvferry.planning.prepared_lists import Tally
 from kvferry.planning.select import Cells
-from kvferry.planning.strategy import Costs, Strategy, choose, chunk_bytes, ways
+from kvferry.planning.strategy import Costs, Strategy, choose_method, segment_bytes, transfer_methods
 from kvferry.planning.template import Route
 from kvferry.transport.settings import TransferSettings
 
@@ -95,13 +95,13 @@ def expected(route: Route, cells: Cells, tally: Tally, pricing: Pricing) -> Expe
         pricing: what work costs.
     """
     costs = pricing.costs
-    found = ways(route, costs, ROOM_BYTES)
-    way = found[choose(found, len(cells), costs, pricing.pin)]
+    found = transfer_methods(route, costs, ROOM_BYTES)
+    way = found[choose_method(found, len(cells), costs, pricing.pin)]
     seconds = way.work.seconds(len(cells), costs)
     read_bytes = round(way.work.read_bytes * len(cells))
     if way.strategy is Strategy.DIRECT:
         descriptors = tally.descriptors
     else:
         # An image that is read whole goes in chunks.
-        descriptors = ceil(way.work.descriptors * len(cells)) or ceil(read_bytes / chunk_bytes(read_bytes))
+        descriptors = ceil(way.work.descriptors * len(cells)) or ceil(read_bytes / segment_bytes(read_bytes))
     return Expected(way.strategy, seconds, descriptors, read_bytes)

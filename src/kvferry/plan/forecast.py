@@ -13,7 +13,7 @@ from kvferry.plan.cost import Pricing
 from kvferry.plan.moved import Moved, Sum
 from kvferry.plan.setting import Setting, set_up
 from kvferry.plan.side import Side, block_tokens
-from kvferry.planning.select import needed
+from kvferry.planning.select import needed_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def forecast(
 
 def _row(setting: Setting, number: int, layers: int, moved: Moved) -> Row:
     store = setting.kinds[number]
-    low, high = needed(store.kind, store.attention_span, setting.span)
+    low, high = needed_tokens(store.kind, store.attention_span, setting.span)
     here, there = (
         [n for n, row in enumerate(rows) if row == number] for rows in (setting.src_rows, setting.dst_rows)
     )

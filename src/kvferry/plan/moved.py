@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from kvferry.plan.cost import Pricing, expected
-from kvferry.planning.request import tally
+from kvferry.planning.prepared_lists import tally
 from kvferry.planning.select import Cells
 from kvferry.planning.strategy import Strategy
 from kvferry.planning.template import Route
@@ -81,8 +81,8 @@ class Sum:
         self.descriptors += counted.descriptors
         self.bytes += counted.bytes
         self.full_bytes += tally(route, full).bytes
-        for plane in route.planes:
-            for length, count in plane.lengths:
+        for cell_copy in route.cell_copies:
+            for length, count in cell_copy.lengths:
                 self.runs[length] += length * count * len(cells)
         if len(cells):
             how = expected(route, cells, counted, pricing)

@@ -10,16 +10,16 @@ import numpy as np
 from kvferry.geometry import GroupKind
 from kvferry.geometry.models import ModelReading
 from kvferry.plan.side import Side, shape
-from kvferry.planning.pieces import Int64s
-from kvferry.planning.select import Span
+from kvferry.planning.descriptors import Int64s
+from kvferry.planning.select import LoadSpan
 
 _STEP = 2
 """Every other block of the pool: no two of a table are neighbours, on either side."""
 
 
-def span_of(tokens: int) -> Span:
+def span_of(tokens: int) -> LoadSpan:
     """A prompt of so many tokens, nothing of it at hand: all are moved but the last, which is computed."""
-    return Span(0, tokens - 1, tokens)
+    return LoadSpan(0, tokens - 1, tokens)
 
 
 @dataclass(frozen=True, slots=True)

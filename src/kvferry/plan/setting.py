@@ -11,7 +11,7 @@ from kvferry.geometry.store import LayerStore
 from kvferry.plan.planes import apart
 from kvferry.plan.request import Tables, span_of, tables
 from kvferry.plan.side import Side, shape
-from kvferry.planning.select import Cells, Span, select_cells
+from kvferry.planning.select import Cells, LoadSpan, select_cells
 from kvferry.planning.template import Route, Template, build_templates
 
 
@@ -34,7 +34,7 @@ class Setting:
     dsts: tuple[RankGeometry, ...]
     here: Tables
     there: Tables
-    span: Span
+    span: LoadSpan
 
     def templates(self, number: int) -> tuple[Template, ...]:
         """What one rank of the destination reads from every rank of the source.

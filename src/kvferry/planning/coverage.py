@@ -2,7 +2,7 @@
 
 A prompt is cut in chunks from its first token on; the last one may be a shorter *tail*. Where a chunk ends is
 a *boundary*. A prefix can be used up to a boundary if every group can continue there, that is, has at hand
-what the next computed token will look at (`select.first_seen`) and the engine lacks:
+what the next computed token will look at (`select.first_attended`) and the engine lacks:
 
 - full attention and MLA: every chunk before the boundary;
 - sliding window: the chunks with tokens of the next token's window; chunked-local: of its attention chunk;
@@ -32,17 +32,17 @@ import numpy.typing as npt
 
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
-from kvferry.planning.pieces import Int64s
-from kvferry.planning.select import Span, first_seen, needed, sees_all
+from kvferry.planning.descriptors import Int64s
+from kvferry.planning.select import LoadSpan, attends_to_all, first_attended, needed_tokens
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
-Places: TypeAlias = npt.NDArray[np.int64]
+TierNumbers: TypeAlias = npt.NDArray[np.int64]
 
-NOWHERE = 1 << 16
+NO_TIER = 1 << 16
 """Of a chunk that is in no place; places have numbers from 0 on, the fastest first."""
 
 
-class Continued(Protocol):
+class GroupPattern(Protocol):
     """What decides how a group is continued; a `geometry.Group` and a `geometry.store.LayerStore` say it."""
 
     @property
@@ -55,7 +55,7 @@ class Continued(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ChunkedPrompt:
     """A prompt that is looked up in chunks.
 
     Attributes:
@@ -120,23 +120,23 @@ class Coverage:
         of_all: the slowest of all groups.
     """
 
-    groups: Sequence[Continued]
-    cut: Cut
-    places: Places
+    groups: Sequence[GroupPattern]
+    cut: ChunkedPrompt
+    places: TierNumbers
     ends: Int64s
     usable: Bools
-    slowest: tuple[Places, ...]
-    of_all: Places
+    slowest: tuple[TierNumbers, ...]
+    of_all: TierNumbers
 
     @property
     def tokens(self) -> int:
-        """The longest usable prefix; `Cut.have` if there is nothing to gain."""
+        """The longest usable prefix; `ChunkedPrompt.have` if there is nothing to gain."""
         return self.longest()[0]
 
     @property
     def alone(self) -> tuple[int, ...]:
         """How far each group could be used if the others had everything, in tokens."""
-        return tuple(self._last(row, NOWHERE)[0] for row in self.slowest)
+        return tuple(self._last(row, NO_TIER)[0] for row in self.slowest)
 
     @property
     def beginning(self) -> int:
@@ -145,7 +145,7 @@ class Coverage:
         Where it ends, other groups need something as well.
         """
         each = zip(self.groups, self.alone, strict=True)
-        return min((tokens for group, tokens in each if sees_all(group.kind)), default=self.cut.have)
+        return min((tokens for group, tokens in each if attends_to_all(group.kind)), default=self.cut.have)
 
     @property
     def better(self) -> int | None:
@@ -164,29 +164,29 @@ class Coverage:
         if at is None:
             return ()
         end = int(self.ends[at])
-        span, found = Span(self.cut.have, end, self.cut.prompt, (min(self.cut.first, end), end)), []
+        span, found = LoadSpan(self.cut.have, end, self.cut.prompt, (min(self.cut.first, end), end)), []
         for number, (group, slowest) in enumerate(zip(self.groups, self.slowest, strict=True)):
-            if slowest[at] == NOWHERE:
-                run = _chunks(needed(group.kind, group.attention_span, span), group.kind, self.cut)
+            if slowest[at] == NO_TIER:
+                run = _chunks(needed_tokens(group.kind, group.attention_span, span), group.kind, self.cut)
                 found.append(Missing(number, int(run[self.places[number, run].argmax()])))
         return tuple(found)
 
-    def longest(self, before: int = NOWHERE) -> tuple[int, int]:
+    def longest(self, before: int = NO_TIER) -> tuple[int, int]:
         """The longest usable prefix that takes nothing of a place or of slower ones.
 
         Args:
             before: the place, not the first.
 
         Returns:
-            Tokens, `Cut.have` if there is nothing to gain, and the slowest place that they take.
+            Tokens, `ChunkedPrompt.have` if there is nothing to gain, and the slowest place that they take.
         """
         return self._last(self.of_all, before)
 
     def after(self, first: int) -> int:
-        """The longest usable prefix if what lies before `first` came from elsewhere; see `Cut.first`."""
+        """Return the tokens of the longest usable prefix, given another `ChunkedPrompt.first`."""
         return _covered(self.groups, replace(self.cut, first=first), self.places, self).tokens
 
-    def _last(self, slowest: Places, before: int) -> tuple[int, int]:
+    def _last(self, slowest: TierNumbers, before: int) -> tuple[int, int]:
         good = (self.usable & (slowest < before)).nonzero()[0]
         return (int(self.ends[good[-1]]), int(slowest[good[-1]])) if len(good) else (self.cut.have, 0)
 
@@ -195,23 +195,23 @@ class Coverage:
         beyond = (self.usable & (self.ends > self.tokens)).nonzero()[0]
         if not len(beyond):
             return None
-        failing = sum((row[beyond] >= NOWHERE).view(np.uint8) for row in self.slowest)
+        failing = sum((row[beyond] >= NO_TIER).view(np.uint8) for row in self.slowest)
         return int(beyond[np.argmin(failing)])
 
 
-def farthest(groups: Sequence[Continued], prompt: int) -> int:
+def longest_usable_prefix(groups: Sequence[GroupPattern], prompt: int) -> int:
     """The longest prefix of a prompt that may be used at all, in tokens."""
     return max(prompt - any(group.kind is GroupKind.STATE for group in groups), 0)
 
 
-def coverage(groups: Sequence[Continued], cut: Cut, places: Places) -> Coverage:
+def coverage(groups: Sequence[GroupPattern], cut: ChunkedPrompt, places: TierNumbers) -> Coverage:
     """How far every group can continue.
 
     Args:
         groups: all groups of the model.
         cut: the prompt.
         places: where a group's content of a chunk comes from, int64 of shape (groups, `cut.chunks`);
-            `NOWHERE` if it is not at hand. For a state group, the snapshot at the chunk's end. Chunks inside
+            `NO_TIER` if it is not at hand. For a state group, the snapshot at the chunk's end. Chunks inside
             `cut.have` need not be at hand, a snapshot at the end must be. For attention, a longer chunk that
             begins with the tail serves as one.
 
@@ -220,8 +220,8 @@ def coverage(groups: Sequence[Continued], cut: Cut, places: Places) -> Coverage:
 
     >>> from kvferry.geometry.store import LayerStore
     >>> full, state = LayerStore(GroupKind.FULL, 0, ()), LayerStore(GroupKind.STATE, 0, ())
-    >>> found = np.array([[0, 0, 1, NOWHERE], [NOWHERE, 0, NOWHERE, 0]])
-    >>> both = coverage([full, state], Cut(tokens=1024, chunk_tokens=256, prompt=1025), found)
+    >>> found = np.array([[0, 0, 1, NO_TIER], [NO_TIER, 0, NO_TIER, 0]])
+    >>> both = coverage([full, state], ChunkedPrompt(tokens=1024, chunk_tokens=256, prompt=1025), found)
     >>> both.longest(), both.alone, both.better, both.missing
     ((512, 0), (768, 1024), 768, (Missing(group=1, chunk=2),))
     """
@@ -234,22 +234,28 @@ def coverage(groups: Sequence[Continued], cut: Cut, places: Places) -> Coverage:
 
 
 def _covered(
-    groups: Sequence[Continued], cut: Cut, places: Places, before: Coverage | None = None
+    groups: Sequence[GroupPattern], cut: ChunkedPrompt, places: TierNumbers, before: Coverage | None = None
 ) -> Coverage:
-    """See `coverage`. `before` differs in `Cut.first` alone: that is of groups which see everything."""
+    """Compute `coverage`.
+
+    `before` is a coverage that differs in `ChunkedPrompt.first` alone; rows that do not depend on it are
+    kept.
+    """
     ends = cut.boundaries if before is None else before.ends
     usable = ends > max(cut.have, cut.first)
-    if cut.tokens > farthest(groups, cut.prompt):
+    if cut.tokens > longest_usable_prefix(groups, cut.prompt):
         usable[-1:] = False
     slowest = tuple(
-        _slowest(group, cut, ends, row) if before is None or sees_all(group.kind) else before.slowest[number]
+        _slowest(group, cut, ends, row)
+        if before is None or attends_to_all(group.kind)
+        else before.slowest[number]
         for number, (group, row) in enumerate(zip(groups, places, strict=True))
     )
     return Coverage(groups, cut, places, ends, usable, slowest, reduce(np.maximum, slowest))
 
 
-def to_load(
-    groups: Sequence[Continued], cut: Cut, tokens: int, part: tuple[int, int] | None = None
+def chunks_to_load(
+    groups: Sequence[GroupPattern], cut: ChunkedPrompt, tokens: int, part: tuple[int, int] | None = None
 ) -> tuple[Int64s, ...]:
     """The chunks of each group that a prefix of `tokens` takes, beyond what the engine has.
 
@@ -257,7 +263,7 @@ def to_load(
         groups: all groups of the model.
         cut: the prompt.
         tokens: a boundary, or `cut.have` or less, which takes none.
-        part: of the prefix, as of `Span`: `tokens` may lie anywhere if it ends before.
+        part: of the prefix, as of `LoadSpan`: `tokens` may lie anywhere if it ends before.
 
     Returns:
         Numbers of chunks, int64, ascending, per group; of a state group, the one whose end has the snapshot.
@@ -267,18 +273,20 @@ def to_load(
     """
     if tokens <= cut.have:
         return tuple(np.zeros(0, np.int64) for _ in groups)
-    span = Span(cut.have, tokens, cut.prompt, part)
+    span = LoadSpan(cut.have, tokens, cut.prompt, part)
     whole = span.ends == tokens
     on_boundary = not whole or tokens == cut.tokens or tokens % cut.chunk_tokens == 0
-    if not on_boundary or span.ends > min(cut.tokens, farthest(groups, cut.prompt)):
+    if not on_boundary or span.ends > min(cut.tokens, longest_usable_prefix(groups, cut.prompt)):
         raise TransferError(
             f"a prefix of {span.ends} tokens ends on no boundary of {cut.tokens} tokens in chunks of "
-            f"{cut.chunk_tokens}, or beyond the {farthest(groups, cut.prompt)} that may be used"
+            f"{cut.chunk_tokens}, or beyond the {longest_usable_prefix(groups, cut.prompt)} that may be used"
         )
-    return tuple(_chunks(needed(group.kind, group.attention_span, span), group.kind, cut) for group in groups)
+    return tuple(
+        _chunks(needed_tokens(group.kind, group.attention_span, span), group.kind, cut) for group in groups
+    )
 
 
-def _chunks(tokens: tuple[int, int], kind: GroupKind, cut: Cut) -> Int64s:
+def _chunks(tokens: tuple[int, int], kind: GroupKind, cut: ChunkedPrompt) -> Int64s:
     """Numbers of the chunks that tokens ``[low, high)`` lie in; of a state, the last alone."""
     low, high = tokens
     if low >= high:
@@ -290,19 +298,19 @@ def _chunks(tokens: tuple[int, int], kind: GroupKind, cut: Cut) -> Int64s:
 _NONE = np.zeros(1, np.int64)
 
 
-def _slowest(group: Continued, cut: Cut, ends: Int64s, places: Places) -> Places:
+def _slowest(group: GroupPattern, cut: ChunkedPrompt, ends: Int64s, places: TierNumbers) -> TierNumbers:
     """The slowest place of the run of chunks that a group takes up to each boundary, 0 if it takes none.
 
-    As `select.needed`, for all boundaries at once.
+    As `select.needed_tokens`, for all boundaries at once.
     """
     if group.kind is GroupKind.STATE:
         return places
-    if sees_all(group.kind):
+    if attends_to_all(group.kind):
         run = places.copy()
         run[: max(cut.have, cut.first) // cut.chunk_tokens] = 0
         return np.maximum.accumulate(run, out=run)
     computed, after = np.minimum(ends, cut.prompt - 1), np.arange(1, len(ends) + 1)
-    low = np.maximum(first_seen(group.kind, group.attention_span, computed), cut.have)
+    low = np.maximum(first_attended(group.kind, group.attention_span, computed), cut.have)
     bounds = np.empty((len(ends), 2), np.int64)
     bounds[:, 0], bounds[:, 1] = np.where(low < ends, low // cut.chunk_tokens, after), after
     found = np.maximum.reduceat(np.concatenate((places, _NONE)), bounds.ravel())[::2]

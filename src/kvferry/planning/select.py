@@ -14,7 +14,7 @@ import numpy as np
 
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
-from kvferry.planning.pieces import Int64s
+from kvferry.planning.descriptors import Int64s
 from kvferry.planning.template import Route
 
 NULL_BLOCK = 0
@@ -24,7 +24,7 @@ STATE_BLOCKS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class LoadSpan:
     """The tokens of a prompt that a load moves.
 
     A prefix may come in parts, from several sources. Each part brings its tokens of layers that see all
@@ -65,17 +65,17 @@ class Span:
 Position = TypeVar("Position", int, Int64s)
 
 
-def sees_all(kind: GroupKind) -> bool:
+def attends_to_all(kind: GroupKind) -> bool:
     """Return whether a layer of this kind sees every earlier token."""
     return kind in (GroupKind.FULL, GroupKind.MLA)
 
 
-def first_seen(kind: GroupKind, attention_span: int, next_token: Position) -> Position:
+def first_attended(kind: GroupKind, attention_span: int, next_token: Position) -> Position:
     """Return the first token that `next_token` sees; all tokens if it is below 0.
 
     Takes one position or an array of them.
 
-    >>> first_seen(GroupKind.SLIDING, 24, 63), first_seen(GroupKind.CHUNKED, 32, 63)
+    >>> first_attended(GroupKind.SLIDING, 24, 63), first_attended(GroupKind.CHUNKED, 32, 63)
     (40, 32)
     """
     if kind is GroupKind.SLIDING:
@@ -85,32 +85,32 @@ def first_seen(kind: GroupKind, attention_span: int, next_token: Position) -> Po
     return next_token * 0
 
 
-def needed(kind: GroupKind, attention_span: int, span: Span) -> tuple[int, int]:
+def needed_tokens(kind: GroupKind, attention_span: int, span: LoadSpan) -> tuple[int, int]:
     """Return the tokens ``[low, high)`` that a continuation needs and the destination lacks.
 
-    >>> needed(GroupKind.SLIDING, 24, Span(have=0, total=64, prompt=64))   # next: 63, sees 40..63
+    >>> needed_tokens(GroupKind.SLIDING, 24, LoadSpan(have=0, total=64, prompt=64))   # next: 63, sees 40..63
     (40, 64)
-    >>> needed(GroupKind.FULL, 0, Span(have=16, total=64, prompt=64))
+    >>> needed_tokens(GroupKind.FULL, 0, LoadSpan(have=16, total=64, prompt=64))
     (16, 64)
-    >>> head = Span(have=16, total=64, prompt=64, part=(16, 48))
-    >>> needed(GroupKind.FULL, 0, head), needed(GroupKind.SLIDING, 24, head)
+    >>> head = LoadSpan(have=16, total=64, prompt=64, part=(16, 48))
+    >>> needed_tokens(GroupKind.FULL, 0, head), needed_tokens(GroupKind.SLIDING, 24, head)
     ((16, 48), (48, 48))
 
     The snapshot of a state group is the state after ``high`` tokens; it is needed whenever anything is.
     """
-    if sees_all(kind):
+    if attends_to_all(kind):
         low = span.begins
     elif span.ends < span.total:
         low = span.ends
     else:
-        low = max(span.have, first_seen(kind, attention_span, span.next_token))
+        low = max(span.have, first_attended(kind, attention_span, span.next_token))
     return min(low, span.ends), span.ends
 
 
-def unseen_from(kind: GroupKind, attention_span: int, end: int) -> int:
+def first_independent(kind: GroupKind, attention_span: int, end: int) -> int:
     """Return the first token that sees nothing before `end`, in a window or in chunked attention.
 
-    >>> unseen_from(GroupKind.SLIDING, 24, 64), unseen_from(GroupKind.CHUNKED, 32, 48)
+    >>> first_independent(GroupKind.SLIDING, 24, 64), first_independent(GroupKind.CHUNKED, 32, 48)
     (87, 64)
     """
     if kind is GroupKind.CHUNKED:
@@ -118,16 +118,17 @@ def unseen_from(kind: GroupKind, attention_span: int, end: int) -> int:
     return end + attention_span - 1
 
 
-def part_block(
-    kind: GroupKind, attention_span: int, block_tokens: int, span: Span, alignment_tokens: int
+def partial_block(
+    kind: GroupKind, attention_span: int, block_tokens: int, span: LoadSpan, alignment_tokens: int
 ) -> int | None:
     """Return the position of the destination block whose beginning is not loaded; None if there is none.
 
     Only the first block of a window can be one: the source need not keep tokens before the window.
 
-    >>> part_block(GroupKind.SLIDING, 100, 128, Span(0, 300, 300), 64)   # next: 299, sees 200..299: 192..
+    >>> span = LoadSpan(0, 300, 300)   # the next token, 299, sees 200..299; content begins at 192
+    >>> partial_block(GroupKind.SLIDING, 100, 128, span, 64)
     1
-    >>> part_block(GroupKind.SLIDING, 100, 128, Span(0, 300, 300), 128) is None
+    >>> partial_block(GroupKind.SLIDING, 100, 128, span, 128) is None
     True
 
     Args:
@@ -137,7 +138,7 @@ def part_block(
     """
     if not attention_span:
         return None
-    low, high = needed(kind, attention_span, span)
+    low, high = needed_tokens(kind, attention_span, span)
     first = low // block_tokens
     loaded_from = low // alignment_tokens * alignment_tokens
     return first if low < high and max(first * block_tokens, span.have) < loaded_from else None
@@ -165,7 +166,7 @@ class Cells:
 
 
 def select_cells(
-    route: Route, kind: GroupKind, attention_span: int, span: Span, src_table: Int64s, dst_table: Int64s
+    route: Route, kind: GroupKind, attention_span: int, span: LoadSpan, src_table: Int64s, dst_table: Int64s
 ) -> Cells:
     """Return the cells of `route` that a request moves.
 
@@ -181,7 +182,7 @@ def select_cells(
         TransferError: a needed block is missing, null or not in the pool on either side, or the
             destination's prefix ends inside a cell (writing the rest would overwrite what others read).
     """
-    low, high = needed(kind, attention_span, span)
+    low, high = needed_tokens(kind, attention_span, span)
     if low >= high:
         empty = np.zeros(0, np.int64)
         return Cells(empty, empty, empty)
@@ -197,7 +198,7 @@ def select_cells(
             f"the local prefix ends at token {span.have}, inside the cell of {route.cell_tokens} tokens from "
             f"{first * route.cell_tokens}; it must end on one"
         )
-    check_part(route, kind, span)
+    check_part_edges(route, kind, span)
     cells = np.arange(first, -(-high // route.cell_tokens), dtype=np.int64)
     src_at, dst_at = cells // route.src_cells, cells // route.dst_cells
     for table, at, side in ((src_table, src_at, "source"), (dst_table, dst_at, "destination")):
@@ -208,7 +209,9 @@ def select_cells(
     return _cells(route, src_table[src_at], dst_table[dst_at], cells)
 
 
-def uncovered(route: Route, kind: GroupKind, attention_span: int, span: Span, dst_table: Int64s) -> Int64s:
+def partly_written_blocks(
+    route: Route, kind: GroupKind, attention_span: int, span: LoadSpan, dst_table: Int64s
+) -> Int64s:
     """Return destination blocks that a load fills in part and that hold nothing of this prompt yet.
 
     Attention reads the rest of such a block with weight 0, where a NaN that its last owner left would still
@@ -217,7 +220,7 @@ def uncovered(route: Route, kind: GroupKind, attention_span: int, span: Span, ds
     Returns:
         Ids, int64, at most two: blocks at both ends.
     """
-    low, high = needed(kind, attention_span, span)
+    low, high = needed_tokens(kind, attention_span, span)
     if low >= high or route.dst_cells == 1 or not route.cell_tokens:
         return dst_table[:0]
     first, last = low // route.cell_tokens, -(-high // route.cell_tokens)
@@ -230,13 +233,13 @@ def uncovered(route: Route, kind: GroupKind, attention_span: int, span: Span, ds
     return dst_table[sorted(b for b in partial if b * block_tokens >= span.have)]
 
 
-def check_part(route: Route, kind: GroupKind, span: Span) -> None:
+def check_part_edges(route: Route, kind: GroupKind, span: LoadSpan) -> None:
     """Check that only one part of a prefix writes each block of the destination.
 
     Raises:
         TransferError: a part begins or ends inside a block. It would clear what the other part fills.
     """
-    if span.part is None or not sees_all(kind):
+    if span.part is None or not attends_to_all(kind):
         return
     block = route.cell_tokens * route.dst_cells
     for at in ({span.begins} - {span.have}) | ({span.ends} - {span.total}):
@@ -260,16 +263,16 @@ def _cells(route: Route, src: Int64s, dst: Int64s, number: Int64s) -> Cells:
 
 
 def blocks_needed(
-    kind: GroupKind, attention_span: int, block_tokens: int, span: Span, table: Int64s
+    kind: GroupKind, attention_span: int, block_tokens: int, span: LoadSpan, table: Int64s
 ) -> Int64s:
-    """Return ids of the blocks of `table` that `needed` tokens lie in; int64, ascending by position.
+    """Return ids of the blocks of `table` that `needed_tokens` tokens lie in; int64, ascending by position.
 
     Args:
         kind, attention_span, block_tokens: properties of the group.
         span: the tokens that move.
         table: block ids by position; of a state group, the one block with the snapshot.
     """
-    low, high = needed(kind, attention_span, span)
+    low, high = needed_tokens(kind, attention_span, span)
     if low >= high:
         return table[:0]
     if kind is GroupKind.STATE:
@@ -277,13 +280,13 @@ def blocks_needed(
     return table[low // block_tokens : -(-high // block_tokens)]
 
 
-def blocks_begun(
-    kind: GroupKind, attention_span: int, block_tokens: int, span: Span, table: Int64s
+def unwritten_blocks_needed(
+    kind: GroupKind, attention_span: int, block_tokens: int, span: LoadSpan, table: Int64s
 ) -> Int64s:
-    """Return ids of the blocks that `needed` tokens lie in and that hold nothing of this prompt yet.
+    """Return ids of the blocks that `needed_tokens` tokens lie in and that hold nothing of this prompt yet.
 
     >>> table = np.arange(10, 16)
-    >>> blocks_begun(GroupKind.FULL, 0, 16, Span(have=24, total=64, prompt=64), table).tolist()
+    >>> unwritten_blocks_needed(GroupKind.FULL, 0, 16, LoadSpan(have=24, total=64, prompt=64), table).tolist()
     [12, 13]
 
     Args:
@@ -291,37 +294,41 @@ def blocks_begun(
     """
     ids = blocks_needed(kind, attention_span, block_tokens, span, table)
     if kind is not GroupKind.STATE:  # its snapshot is written as a whole
-        first = needed(kind, attention_span, span)[0] // block_tokens
+        first = needed_tokens(kind, attention_span, span)[0] // block_tokens
         ids = ids[int(first * block_tokens < span.have) :]
     found: Int64s = ids[ids != NULL_BLOCK]
     return found
 
 
-def written(kind: GroupKind, block_tokens: int, span: Span) -> slice:
+def writable_blocks(kind: GroupKind, block_tokens: int, span: LoadSpan) -> slice:
     """Return the positions of a group's blocks that a load may write.
 
-    >>> head = Span(have=16, total=64, prompt=64, part=(16, 48))
-    >>> written(GroupKind.FULL, 16, head), written(GroupKind.SLIDING, 16, head)
+    >>> head = LoadSpan(have=16, total=64, prompt=64, part=(16, 48))
+    >>> writable_blocks(GroupKind.FULL, 16, head), writable_blocks(GroupKind.SLIDING, 16, head)
     (slice(1, 3, None), slice(1, 0, None))
     """
     last = span.ends == span.total
-    if sees_all(kind):
+    if attends_to_all(kind):
         return slice(span.begins // block_tokens, None if last else -(-span.ends // block_tokens))
     if kind is GroupKind.STATE:
         return slice(0, None if last else 0)
     return slice(span.have // block_tokens, None if last else 0)
 
 
-def most_written(kind: GroupKind, attention_span: int, block_tokens: int, span: Span) -> int:
-    """Return an upper bound of the blocks of a group that a load may write: those of `written` not null.
+def max_writable_blocks(kind: GroupKind, attention_span: int, block_tokens: int, span: LoadSpan) -> int:
+    """Return an upper bound of the blocks that a load may write in a group: `writable_blocks` without nulls.
 
-    >>> span = Span(have=16, total=64, prompt=65)
-    >>> most_written(GroupKind.FULL, 0, 16, span), most_written(GroupKind.SLIDING, 20, 16, span)
+    >>> span = LoadSpan(have=16, total=64, prompt=65)
+    >>> max_writable_blocks(GroupKind.FULL, 0, 16, span), max_writable_blocks(GroupKind.SLIDING, 20, 16, span)
     (3, 2)
     """
-    if not sees_all(kind) and span.ends != span.total:
+    if not attends_to_all(kind) and span.ends != span.total:
         return 0
     if kind is GroupKind.STATE:
         return STATE_BLOCKS
-    first = span.begins if sees_all(kind) else max(span.have, first_seen(kind, attention_span, span.total))
+    first = (
+        span.begins
+        if attends_to_all(kind)
+        else max(span.have, first_attended(kind, attention_span, span.total))
+    )
     return -(-span.ends // block_tokens) - first // block_tokens

@@ -6,8 +6,8 @@
 - *staged*: the source gathers an image in the destination's order; the destination reads it straight
   into place, or, where its own runs are short too, whole, and scatters it.
 
-A `Way` is one of these for one route, with the work it makes per cell. What work costs is `Costs`: a
-machine's, fitted by ``kvferry bench calibrate``, or the defaults, which are those of two cores of an AMD EPYC
+A `TransferMethod` is one of these for one route, with its work per cell. `Costs` prices that work: measured
+on a machine by ``kvferry bench calibrate``, or the defaults, which are those of two cores of an AMD EPYC
 and NIXL over UCX on one host.
 """
 
@@ -18,22 +18,22 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from kvferry.errors import ConfigError
-from kvferry.planning.image import Image, fetched, gathered
-from kvferry.planning.nest import Nest, fused
-from kvferry.planning.pieces import Pieces
-from kvferry.planning.plane import PoolNests
+from kvferry.planning.cell_copy import PoolCopies
+from kvferry.planning.descriptors import Descriptors
+from kvferry.planning.packed_image import PackedImage, fetch_image, gather_image
+from kvferry.planning.strided_copy import StridedCopy, fuse_copies
 from kvferry.planning.template import Route
 
 MAX_ROWS = 1 << 17
 """Most runs of a cell that goes direct."""
 
-CHUNKS = 4
+SEGMENTS = 4
 """Number of chunks in which gathered images move: one is gathered while the previous one is read."""
 
-SMALLEST_CHUNK_BYTES, LARGEST_CHUNK_BYTES = 2 << 20, 16 << 20
+SMALLEST_SEGMENT_BYTES, LARGEST_SEGMENT_BYTES = 2 << 20, 16 << 20
 """Limits of a gathered chunk: each costs a round trip, and all hold staging memory."""
 
-FETCHED_CHUNK_BYTES = 4 << 20
+FETCHED_SEGMENT_BYTES = 4 << 20
 """Size of a chunk that is read without asking, small enough to be scattered from the CPU's cache."""
 
 LANE_BYTES = 2 << 20
@@ -128,11 +128,11 @@ class Work:
         scatter = self._copy(cells, self.scatter_calls, self.scatter_runs, here)
         if not self.gather_runs:
             return read + scatter
-        chunks = max(1.0, cells * self.read_bytes / chunk_bytes(cells * self.read_bytes))
+        segments = max(1.0, cells * self.read_bytes / segment_bytes(cells * self.read_bytes))
         gather = self._copy(cells, self.gather_calls, self.gather_runs, c)
-        ours = read + scatter + chunks * c.read_descriptor_seconds
-        hidden = c.overlap * min(gather, ours) * (1 - 1 / chunks)
-        return chunks * c.ask_seconds + gather + ours - hidden
+        ours = read + scatter + segments * c.read_descriptor_seconds
+        hidden = c.overlap * min(gather, ours) * (1 - 1 / segments)
+        return segments * c.ask_seconds + gather + ours - hidden
 
     def _copy(self, cells: int, calls: float, runs: float, c: Costs) -> float:
         if not runs:
@@ -143,7 +143,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class TransferMethod:
     """One way to move the cells of a route.
 
     Attributes:
@@ -156,27 +156,29 @@ class Way:
 
     strategy: Strategy
     work: Work
-    image: Image | None = None
-    landing: tuple[PoolNests, ...] | None = None
+    image: PackedImage | None = None
+    landing: tuple[PoolCopies, ...] | None = None
 
     @property
-    def scatters(self) -> tuple[PoolNests, ...] | None:
+    def scatters(self) -> tuple[PoolCopies, ...] | None:
         """The loops from the image to the destination's memory; None if nothing is scattered."""
         if self.image is not None and self.strategy is Strategy.OVER_READ:
             return self.image.nests
         return self.landing
 
 
-def chunk_bytes(total: float) -> int:
+def segment_bytes(total: float) -> int:
     """Return the bytes of one gathered chunk, for images of `total` bytes.
 
-    >>> chunk_bytes(64 << 20) >> 20, chunk_bytes(1 << 30) >> 20
+    >>> segment_bytes(64 << 20) >> 20, segment_bytes(1 << 30) >> 20
     (16, 16)
     """
-    return int(min(max(total / CHUNKS, SMALLEST_CHUNK_BYTES), LARGEST_CHUNK_BYTES))
+    return int(min(max(total / SEGMENTS, SMALLEST_SEGMENT_BYTES), LARGEST_SEGMENT_BYTES))
 
 
-def ways(route: Route, costs: Costs, max_image_bytes: int, cuts: Sequence[int] = ()) -> tuple[Way, ...]:
+def transfer_methods(
+    route: Route, costs: Costs, max_image_bytes: int, cuts: Sequence[int] = ()
+) -> tuple[TransferMethod, ...]:
     """Return all ways to move a route's cells.
 
     Args:
@@ -191,17 +193,19 @@ def ways(route: Route, costs: Costs, max_image_bytes: int, cuts: Sequence[int] =
     found = []
     size = route.cell_bytes
     if route.row_count <= MAX_ROWS:
-        found.append(Way(Strategy.DIRECT, Work(len(route.rows), size, bytes=size)))
-    if image := _fetched(route, costs.gap_bytes, cuts):
+        found.append(TransferMethod(Strategy.DIRECT, Work(len(route.rows), size, bytes=size)))
+    if image := _fetch_image(route, costs.gap_bytes, cuts):
         calls, runs = _copies(image.nests)
-        work = Work(_stretches(image), image.bytes, scatter_calls=calls, scatter_runs=runs, bytes=size)
-        found.append(Way(Strategy.OVER_READ, work, image))
-    if image := gathered(route.planes):
+        work = Work(_read_count(image), image.bytes, scatter_calls=calls, scatter_runs=runs, bytes=size)
+        found.append(TransferMethod(Strategy.OVER_READ, work, image))
+    if image := gather_image(route.cell_copies):
         calls, runs = _copies(image.nests)
-        found.append(Way(Strategy.STAGED, Work(_stretches(image), size, calls, runs, bytes=size), image))
-        landing = tuple(PoolNests(each.at, _as_nests(each.pieces)) for each in image.stretches)
+        found.append(
+            TransferMethod(Strategy.STAGED, Work(_read_count(image), size, calls, runs, bytes=size), image)
+        )
+        landing = tuple(PoolCopies(each.at, _as_nests(each.descriptors)) for each in image.reads)
         work = Work(0, size, calls, runs, *_copies(landing), bytes=size)
-        found.append(Way(Strategy.STAGED, work, image, landing))
+        found.append(TransferMethod(Strategy.STAGED, work, image, landing))
     packed = [way for way in found if way.image is None or way.image.stride <= max_image_bytes]
     if not packed:
         raise ConfigError(
@@ -211,32 +215,34 @@ def ways(route: Route, costs: Costs, max_image_bytes: int, cuts: Sequence[int] =
     return tuple(packed)
 
 
-def choose(found: Sequence[Way], cells: int, costs: Costs, pinned: Strategy | None = None) -> int:
+def choose_method(
+    found: Sequence[TransferMethod], cells: int, costs: Costs, pinned: Strategy | None = None
+) -> int:
     """Return the index of the fastest way for so many cells; of the pinned strategy, if any way has it."""
     allowed = [i for i, way in enumerate(found) if way.strategy is pinned] or range(len(found))
     return min(allowed, key=lambda i: found[i].work.seconds(cells, costs))
 
 
-def _fetched(route: Route, gap_bytes: int, cuts: Sequence[int]) -> Image | None:
+def _fetch_image(route: Route, gap_bytes: int, cuts: Sequence[int]) -> PackedImage | None:
     """Fetch in stretches no longer than a block: reading other blocks as gaps never pays."""
-    image = fetched(route.planes, gap_bytes, cuts)
+    image = fetch_image(route.cell_copies, gap_bytes, cuts)
     while image and gap_bytes and image.longest > route.src_stride:
         gap_bytes //= 4
-        image = fetched(route.planes, gap_bytes, cuts)
+        image = fetch_image(route.cell_copies, gap_bytes, cuts)
     return image
 
 
-def _stretches(image: Image) -> int:
+def _read_count(image: PackedImage) -> int:
     """Count the stretches of a cell."""
-    return sum(len(each.pieces) for each in image.stretches)
+    return sum(len(each.descriptors) for each in image.reads)
 
 
-def _copies(parts: Sequence[PoolNests]) -> tuple[int, int]:
+def _copies(parts: Sequence[PoolCopies]) -> tuple[int, int]:
     """Count calls of the copy operation, and runs, per cell."""
     nests = [nest for part in parts for nest in part.nests]
     return len(nests), sum(nest.rows for nest in nests)
 
 
-def _as_nests(stretches: Pieces) -> tuple[Nest, ...]:
-    rows = zip(stretches.src.tolist(), stretches.dst.tolist(), stretches.length.tolist(), strict=True)
-    return fused(Nest(*row) for row in rows)
+def _as_nests(reads: Descriptors) -> tuple[StridedCopy, ...]:
+    rows = zip(reads.src.tolist(), reads.dst.tolist(), reads.length.tolist(), strict=True)
+    return fuse_copies(StridedCopy(*row) for row in rows)

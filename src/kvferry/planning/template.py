@@ -15,11 +15,11 @@ from typing import TypeAlias
 
 from kvferry.errors import Incompatible
 from kvferry.geometry import Field, GroupKind, Layer, PageFormat, RankGeometry
-from kvferry.planning.nest import Nest
-from kvferry.planning.pieces import Pieces, concatenate
-from kvferry.planning.plane import Plane, joined
-from kvferry.planning.retile import Retiled, differences, retile
+from kvferry.planning.cell_copy import CellCopy, joined
+from kvferry.planning.descriptors import Descriptors, concatenate
+from kvferry.planning.page_copy import PageCopy, differences, plan_page_copy
 from kvferry.planning.scales import same_scales
+from kvferry.planning.strided_copy import StridedCopy
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Route:
     dst_stride: int
     src_blocks: int
     dst_blocks: int
-    planes: tuple[Plane, ...]
+    cell_copies: tuple[CellCopy, ...]
 
     @property
     def cell_bytes(self) -> int:
@@ -56,9 +56,9 @@ class Route:
         return sum(nest.bytes for nest in self.nests)
 
     @property
-    def nests(self) -> tuple[Nest, ...]:
+    def nests(self) -> tuple[StridedCopy, ...]:
         """The loops of all planes."""
-        return tuple(nest for plane in self.planes for nest in plane.nests)
+        return tuple(nest for cell_copy in self.cell_copies for nest in cell_copy.nests)
 
     @property
     def row_count(self) -> int:
@@ -66,9 +66,9 @@ class Route:
         return sum(nest.rows for nest in self.nests)
 
     @cached_property
-    def rows(self) -> Pieces:
+    def rows(self) -> Descriptors:
         """The runs of a cell, expanded plane by plane; runs that touch on both sides are merged."""
-        return concatenate([plane.pieces for plane in self.planes])
+        return concatenate([cell_copy.descriptors for cell_copy in self.cell_copies])
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ def absent_layers(templates: Sequence[Template], dst: RankGeometry) -> RankGeome
     return replace(dst, groups=tuple(groups))
 
 
-def names_absent(srcs: Sequence[RankGeometry], dsts: Sequence[RankGeometry]) -> list[str]:
+def absent_layer_names(srcs: Sequence[RankGeometry], dsts: Sequence[RankGeometry]) -> list[str]:
     """Return the names of all layers of a draft model that our ranks do without.
 
     Args:
@@ -310,7 +310,7 @@ def _route(
         alike[pages.number(theirs.page), pages.number(ours.page)].append((theirs, ours))
     found = [
         (
-            retile(of[0][0].page, of[0][1].page, key.fields),
+            plan_page_copy(of[0][0].page, of[0][1].page, key.fields),
             [(theirs.address, ours.address) for theirs, ours in of],
         )
         for of in alike.values()
@@ -331,15 +331,15 @@ def _route(
     )
 
 
-def _placed(found: Sequence[tuple[Retiled, Sequence[tuple[int, int]]]]) -> Iterator[Plane]:
+def _placed(found: Sequence[tuple[PageCopy, Sequence[tuple[int, int]]]]) -> Iterator[CellCopy]:
     """Yield the planes of every layer at absolute addresses."""
     for retiled, addresses in found:
-        for plane in retiled.planes:
-            nests = tuple(nest.at(src, dst) for src, dst in addresses for nest in plane.nests)
-            yield Plane(plane.src_at, plane.dst_at, nests)
+        for cell_copy in retiled.cell_copies:
+            nests = tuple(nest.at(src, dst) for src, dst in addresses for nest in cell_copy.nests)
+            yield CellCopy(cell_copy.src_at, cell_copy.dst_at, nests)
 
 
-def kept_too_little(srcs: Sequence[RankGeometry], dst: RankGeometry) -> list[str]:
+def window_mismatches(srcs: Sequence[RankGeometry], dst: RankGeometry) -> list[str]:
     """Name the layers of which the peer keeps less than we need once a prompt is longer than its window.
 
     This happens if the hybrid cache manager is on there and off here: our windowed layers are full attention.

@@ -18,9 +18,9 @@ import zmq
 from kvferry.errors import TransferError
 from kvferry.geometry import RankGeometry, Region
 from kvferry.memory.cell_copies import CellCopies
-from kvferry.planning.pieces import Int64s
-from kvferry.planning.request import Indices
-from kvferry.planning.select import blocks_begun, select_cells, uncovered
+from kvferry.planning.descriptors import Int64s
+from kvferry.planning.prepared_lists import Indices
+from kvferry.planning.select import partly_written_blocks, select_cells, unwritten_blocks_needed
 from kvferry.planning.strategy import Strategy
 from kvferry.planning.template import Route, absent_layers, build_templates
 from kvferry.transport.agent import Agent
@@ -123,7 +123,7 @@ class ConnectedPeer:
                     direct.append(prepared.direct_indices(cells))
                 else:
                     packed.append(PackedCells(prepared, way, cells))
-                left = uncovered(route, group.kind, group.attention_span, order.span, dst_table)
+                left = partly_written_blocks(route, group.kind, group.attention_span, order.span, dst_table)
                 if len(left) and len(left := left[np.isin(left, cells.dst_block)]):
                     clears.append((prepared.clearing, left))
             if direct or packed:
@@ -149,7 +149,9 @@ class ConnectedPeer:
         for number, loops in self._absent:
             group = self._ours.groups[number]
             table = order.dst_tables[number]
-            ids = blocks_begun(group.kind, group.attention_span, group.block_tokens, order.span, table)
+            ids = unwritten_blocks_needed(
+                group.kind, group.attention_span, group.block_tokens, order.span, table
+            )
             found.append((loops, ids))
         return found
 

@@ -13,7 +13,7 @@ import numpy as np
 import zmq
 
 from kvferry.errors import ProtocolError
-from kvferry.planning.pieces import Int64s
+from kvferry.planning.descriptors import Int64s
 from kvferry.transport import security
 from kvferry.transport.endpoint import zmq_endpoint
 from kvferry.transport.gather_messages import (

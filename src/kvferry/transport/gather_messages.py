@@ -18,10 +18,10 @@ import msgspec
 import numpy as np
 
 from kvferry.errors import ProtocolError
-from kvferry.planning.image import ALIGNMENT
-from kvferry.planning.nest import Nest
-from kvferry.planning.pieces import Int64s
-from kvferry.planning.plane import PoolNests
+from kvferry.planning.cell_copy import PoolCopies
+from kvferry.planning.descriptors import Int64s
+from kvferry.planning.packed_image import ALIGNMENT
+from kvferry.planning.strided_copy import StridedCopy
 from kvferry.transport.decode_errors import as_protocol_error
 from kvferry.transport.messages import PROTOCOL
 
@@ -50,7 +50,7 @@ class GatherRoute(msgspec.Struct, frozen=True, array_like=True):
     src_stride: _Stride
     src_blocks: _Count
     image_stride: _Stride
-    parts: tuple[PoolNests, ...]
+    parts: tuple[PoolCopies, ...]
 
     @property
     def cells(self) -> int:
@@ -198,7 +198,7 @@ def _check_route(route: GatherRoute) -> None:
         raise ProtocolError(f"{size} bytes for an image of {stride}")
 
 
-def _check_nest(nest: Nest, stride: int) -> None:
+def _check_nest(nest: StridedCopy, stride: int) -> None:
     """An image must stay in its own room: what is past it belongs to another reader."""
     regular = all(loop.count > 1 and loop.src >= 0 and loop.dst >= 0 for loop in nest.loops)
     if nest.run < 1 or len(nest.loops) > MAX_LOOPS or not regular:

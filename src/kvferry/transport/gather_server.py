@@ -23,7 +23,7 @@ from kvferry.geometry import RankGeometry
 from kvferry.limited_log import LimitedLog
 from kvferry.memory.address_space import AddressSpace
 from kvferry.memory.cell_copies import CellCopies
-from kvferry.planning.pieces import Int64s
+from kvferry.planning.descriptors import Int64s
 from kvferry.terminal import shown
 from kvferry.transport import security
 from kvferry.transport.allowed_peers import ANY_PEER, AllowedPeers

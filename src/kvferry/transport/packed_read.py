@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.planning.request import Indices
+from kvferry.planning.prepared_lists import Indices
 from kvferry.planning.select import Cells
 from kvferry.transport.agent import Agent, ReadState
 from kvferry.transport.gather_client import GatherClient

@@ -14,11 +14,19 @@ from kvferry.errors import TransferError
 from kvferry.geometry import RankGeometry
 from kvferry.memory.address_space import AddressSpace
 from kvferry.memory.cell_copies import CellCopies
-from kvferry.planning.pieces import Int64s
-from kvferry.planning.plane import ONE_CELL, Offsets, PoolNests
-from kvferry.planning.request import Entries, Indices, Int32s, Tally, tally
+from kvferry.planning.cell_copy import ONE_CELL, Offsets, PoolCopies
+from kvferry.planning.descriptors import Int64s
+from kvferry.planning.prepared_lists import Entries, Indices, Int32s, Tally, tally
 from kvferry.planning.select import Cells
-from kvferry.planning.strategy import FETCHED_CHUNK_BYTES, Costs, Strategy, Way, choose, chunk_bytes, ways
+from kvferry.planning.strategy import (
+    FETCHED_SEGMENT_BYTES,
+    Costs,
+    Strategy,
+    TransferMethod,
+    choose_method,
+    segment_bytes,
+    transfer_methods,
+)
 from kvferry.planning.template import Route, build_templates
 from kvferry.transport.gather_messages import MAX_CELLS, MAX_NESTS, GatherRoute
 from kvferry.transport.messages import RankCard
@@ -58,7 +66,7 @@ class _DescriptorRows:
         return self.rows * self.cells * self.count
 
 
-_Prepared: TypeAlias = tuple[Way, _DescriptorRows, _DescriptorRows]
+_Prepared: TypeAlias = tuple[TransferMethod, _DescriptorRows, _DescriptorRows]
 
 
 class DescriptorList:
@@ -104,7 +112,7 @@ class PreparedMethod:
         scatter: loops from images to blocks; None if nothing is scattered.
     """
 
-    way: Way
+    way: TransferMethod
     rows: int
     src: Entries
     dst: Entries
@@ -120,7 +128,7 @@ class PreparedMethod:
         """Return how many cells make a chunk: several chunks must fit in either staging area."""
         areas = [self.src.blocks] if self.gather >= 0 else []
         areas += [self.dst.blocks] if self.scatter is not None else []
-        size = chunk_bytes(cells * self.stride) if self.gather >= 0 else FETCHED_CHUNK_BYTES
+        size = segment_bytes(cells * self.stride) if self.gather >= 0 else FETCHED_SEGMENT_BYTES
         wanted = size // self.stride
         return max(1, min(wanted, *(room // 4 for room in areas)))
 
@@ -142,18 +150,18 @@ class PreparedRoute:
 
     Attributes:
         route: the route.
-        ways: its ways; the first is direct if that is possible.
+        methods: its methods; the first is direct if that is possible.
         clearing: loops over all bytes that the route writes in a block.
     """
 
     route: Route
-    ways: tuple[PreparedMethod, ...]
+    methods: tuple[PreparedMethod, ...]
     clearing: CellCopies
 
     @property
     def direct(self) -> PreparedMethod | None:
         """The direct way; None if there is none."""
-        return next((p for p in self.ways if p.way.strategy is Strategy.DIRECT), None)
+        return next((p for p in self.methods if p.way.strategy is Strategy.DIRECT), None)
 
     def direct_indices(self, cells: Cells) -> Indices:
         """Return the entries of the direct way."""
@@ -166,7 +174,7 @@ class PreparedRoute:
 
     def chosen(self, cells: int, costs: Costs, pinned: Strategy | None) -> PreparedMethod:
         """Return the fastest way for so many cells."""
-        return self.ways[choose([prepared.way for prepared in self.ways], cells, costs, pinned)]
+        return self.methods[choose_method([prepared.way for prepared in self.methods], cells, costs, pinned)]
 
     def tally(self, cells: Cells, chosen: PreparedMethod) -> Tally:
         """Count what cells move on this way."""
@@ -200,7 +208,7 @@ class RoutePreparation:
         """Prepare one more route."""
         there = self._card.outgoing
         room = min(self._landing.largest_cell, there.bytes // 4 if there else 0)
-        found = ways(route, self._costs, self._landing.largest_cell, self._cuts)
+        found = transfer_methods(route, self._costs, self._landing.largest_cell, self._cuts)
         possible = [(way, *self._rows(route, way)) for way in found if self._possible(way, room)]
         made = [self._made(route, *prepared) for prepared in self._fitting(possible)]
         if not made:
@@ -210,7 +218,7 @@ class RoutePreparation:
             )
         self.routes.append(PreparedRoute(route, tuple(made), _clearing(route, self._space)))
 
-    def _possible(self, way: Way, room: int) -> bool:
+    def _possible(self, way: TransferMethod, room: int) -> bool:
         if way.strategy is not Strategy.STAGED or way.image is None:
             return True
         parts = [*(part for gather in self.gathers for part in gather.parts), *way.image.nests]
@@ -229,26 +237,28 @@ class RoutePreparation:
             found = found[:most] + found[most + 1 :]
         return found
 
-    def _rows(self, route: Route, way: Way) -> tuple[_DescriptorRows, _DescriptorRows]:
+    def _rows(self, route: Route, way: TransferMethod) -> tuple[_DescriptorRows, _DescriptorRows]:
         """Return the rows of a way in either list."""
         image = way.image
         pools = (route.src_stride, route.src_blocks), (route.dst_stride, route.dst_blocks)
         if image is None:
-            both = [(plane, plane.pieces) for plane in route.planes]
+            both = [(cell_copy, cell_copy.descriptors) for cell_copy in route.cell_copies]
             return (
                 _DescriptorRows(
-                    tuple((rows.src, rows.length, plane.src_at) for plane, rows in both), *pools[0]
+                    tuple((rows.src, rows.length, cell_copy.src_at) for cell_copy, rows in both), *pools[0]
                 ),
                 _DescriptorRows(
-                    tuple((rows.dst, rows.length, plane.dst_at) for plane, rows in both), *pools[1]
+                    tuple((rows.dst, rows.length, cell_copy.dst_at) for cell_copy, rows in both), *pools[1]
                 ),
             )
         landing = self._landing.region
         here = image.stride, cell_capacity(landing.length, image.stride)
-        read = image.stretches
+        read = image.reads
         if way.strategy is Strategy.OVER_READ:
-            fetched = tuple((part.pieces.src, part.pieces.length, part.at) for part in read)
-            inside = tuple((part.pieces.dst + landing.address, part.pieces.length, ONE_CELL) for part in read)
+            fetched = tuple((part.descriptors.src, part.descriptors.length, part.at) for part in read)
+            inside = tuple(
+                (part.descriptors.dst + landing.address, part.descriptors.length, ONE_CELL) for part in read
+            )
             return _DescriptorRows(fetched, *pools[0]), _DescriptorRows(inside, *here)
         outgoing = self._card.outgoing
         assert outgoing is not None  # noqa: S101 - see _possible
@@ -259,11 +269,15 @@ class RoutePreparation:
                 ((np.array([at], np.int64), whole, ONE_CELL),) for at in (outgoing.address, landing.address)
             ]
             return _DescriptorRows(ends[0], *there), _DescriptorRows(ends[1], *here)
-        packed = tuple((part.pieces.src + outgoing.address, part.pieces.length, ONE_CELL) for part in read)
-        placed = tuple((part.pieces.dst, part.pieces.length, part.at) for part in read)
+        packed = tuple(
+            (part.descriptors.src + outgoing.address, part.descriptors.length, ONE_CELL) for part in read
+        )
+        placed = tuple((part.descriptors.dst, part.descriptors.length, part.at) for part in read)
         return _DescriptorRows(packed, *there), _DescriptorRows(placed, *pools[1])
 
-    def _made(self, route: Route, way: Way, src: _DescriptorRows, dst: _DescriptorRows) -> PreparedMethod:
+    def _made(
+        self, route: Route, way: TransferMethod, src: _DescriptorRows, dst: _DescriptorRows
+    ) -> PreparedMethod:
         ends = (
             Entries(self.src.add(src), src.count, src.cells),
             Entries(self.dst.add(dst), dst.count, dst.cells),
@@ -282,8 +296,8 @@ class RoutePreparation:
 def _clearing(route: Route, space: AddressSpace) -> CellCopies:
     """Return loops over all bytes that a route writes in a block."""
     written = [
-        PoolNests(plane.dst_at, tuple(nest.at(-nest.src, 0) for nest in plane.nests))
-        for plane in route.planes
+        PoolCopies(cell_copy.dst_at, tuple(nest.at(-nest.src, 0) for nest in cell_copy.nests))
+        for cell_copy in route.cell_copies
     ]
     return CellCopies(written, space, "dst", route.dst_stride, route.dst_blocks)
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.memory.cell_copies import CellCopies
-from kvferry.planning.pieces import Int64s
-from kvferry.planning.request import Indices, Tally
-from kvferry.planning.select import Cells, Span
+from kvferry.planning.descriptors import Int64s
+from kvferry.planning.prepared_lists import Indices, Tally
+from kvferry.planning.select import Cells, LoadSpan
 from kvferry.planning.strategy import Strategy
 from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.lease import LeaseWord
@@ -73,7 +73,7 @@ class ReadOrder:
 
     key: str
     peer: str
-    span: Span
+    span: LoadSpan
     src_tables: tuple[Int64s, ...]
     dst_tables: tuple[Int64s, ...]
     lease: LeaseWord

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvferry.observe.events import LoadBegan
 from kvferry.observe.fold import Fold
-from kvferry.planning.select import Span
+from kvferry.planning.select import LoadSpan
 from kvferry.serving.router.bodies import ASK_FOR_KV
 from kvferry.transport.redeem import Grant, Redeemed
 from support.vllm_engine import any_layout, copied, overlapped, pages
@@ -579,7 +579,7 @@ def digests_of_offer(engine: Any, offer: dict[str, Any]) -> Digests:
 
 def digests(engine: Any, tables: list[list[int]], tokens: int, have: int = 0) -> Digests:
     """What a continuation after `tokens` tokens needs, as `pages.digests_of` has it."""
-    return digests_of(worker_half(engine), tables, Span(have, tokens, tokens + 1))
+    return digests_of(worker_half(engine), tables, LoadSpan(have, tokens, tokens + 1))
 
 
 class Witness:

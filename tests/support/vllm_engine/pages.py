@@ -12,21 +12,21 @@ import numpy as np
 
 from kvferry.geometry import Field, GroupKind, Layer
 from kvferry.geometry.page import TOKEN
-from kvferry.planning.select import Span, blocks_needed, needed
+from kvferry.planning.select import LoadSpan, blocks_needed, needed_tokens
 
 Digests = dict[str, list[str]]
 """``layer/field/head`` to a digest per token, or per block where a field has no tokens; what has no
 heads is head 0."""
 
 
-def digests_of(worker: Any, tables: Any, span: Span) -> Digests:
+def digests_of(worker: Any, tables: Any, span: LoadSpan) -> Digests:
     """Digests of all that a continuation over `span` needs: equal for equal content in whatever layout."""
     result = {}
     for group, table in zip(worker._geometry.groups, tables, strict=True):
         ids = blocks_needed(
             group.kind, group.attention_span, group.block_tokens, span, np.array(table, np.int64)
         )
-        low, high = needed(group.kind, group.attention_span, span)
+        low, high = needed_tokens(group.kind, group.attention_span, span)
         at = 0 if group.kind is GroupKind.STATE else low // group.block_tokens * group.block_tokens
         for layer in group.layers:
             for head, field in (each for whole in layer.page.fields for each in _by_head(whole)):

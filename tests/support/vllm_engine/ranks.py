@@ -56,11 +56,11 @@ class RankWitness:
 
     def digests_held(self, load: str) -> dict[str, list[str]]:
         """Digests of what a load was to bring, on the rank it came from."""
-        from kvferry.planning.select import Span
+        from kvferry.planning.select import LoadSpan
         from support.vllm_engine.pages import digests_of
 
         told = json.loads(load)
-        return digests_of(_half(), told["tables"], Span(*told["span"]))
+        return digests_of(_half(), told["tables"], LoadSpan(*told["span"]))
 
 
 def _half() -> Any:

@@ -76,13 +76,13 @@ def _where(tables: list[list[int]], tokens: int) -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     from kvferry.geometry import GroupKind
-    from kvferry.planning.select import Span, blocks_needed
+    from kvferry.planning.select import LoadSpan, blocks_needed
 
     (half,) = get_kv_transfer_group()._halves.values()
     for group, table in zip(half._geometry.groups, tables, strict=True):
         if group.kind is not GroupKind.STATE:
             continue
-        span = Span(0, tokens, tokens + 1)
+        span = LoadSpan(0, tokens, tokens + 1)
         (block,) = blocks_needed(
             group.kind, group.attention_span, group.block_tokens, span, np.array(table, np.int64)
         )

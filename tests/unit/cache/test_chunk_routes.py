@@ -14,8 +14,8 @@ from kvferry.geometry.canonical import canonical_of
 from kvferry.geometry.layout import EngineShape
 from kvferry.geometry.store import LayerStore, ModelCache, Stored
 from kvferry.memory.owned import allocate
-from kvferry.planning.chunks import stretch_of
-from kvferry.planning.select import Span
+from kvferry.planning.chunk_cells import slice_table
+from kvferry.planning.select import LoadSpan
 from kvferry.tiers.host.arena import Arena
 
 KV = tuple(Stored(name, 2, 4, (("content", 8),)) for name in ("k", "v"))
@@ -57,11 +57,11 @@ class Engine:
         found, first = [], 1
         for group in self.groups:
             if group.kind is GroupKind.STATE:
-                found.append(stretch_of([first], 0, 1, 1))
+                found.append(slice_table([first], 0, 1, 1))
                 first += 1
                 continue
             blocks = -(-TOKENS // group.block_tokens)
-            found.append(stretch_of(list(range(first, first + blocks)), low, high, group.block_tokens))
+            found.append(slice_table(list(range(first, first + blocks)), low, high, group.block_tokens))
             first += blocks
         return tuple(found)
 
@@ -106,7 +106,7 @@ def test_what_one_engine_stored_another_loads_and_stores_the_same(
     )
     assert sum(map(sum, stored)) == content
     written = arena.memory.copy()
-    span = Span(0, TOKENS, TOKENS + 1)
+    span = LoadSpan(0, TOKENS, TOKENS + 1)
     before = [cache.buffer.clone() for cache in b.caches]
     for routes in b.routes(arena):
         routes.load(LoadPart("p", "l", span, pieces, b.tables(0, TOKENS), first=True))
@@ -123,7 +123,7 @@ def test_what_one_engine_stored_another_loads_and_stores_the_same(
             assert np.array_equal(arena.memory[at], written[at]), piece
 
 
-def whole_in(engine: Engine, piece: Piece, span: Span) -> bool:
+def whole_in(engine: Engine, piece: Piece, span: LoadSpan) -> bool:
     """A window's earlier chunks are not loaded, or only in part."""
     group = canonical_of(engine.ranks, CHUNK).groups[piece.group]
     return group.kind is not GroupKind.SLIDING
@@ -134,7 +134,7 @@ def test_a_load_in_parts_is_the_same_as_whole(arena: Arena) -> None:
     pieces = pieces_of(a, range(3))
     for routes in a.routes(arena):
         routes.store(StoreOrder("s", pieces, a.tables(0, TOKENS), WHOLE))
-    span = Span(64, 192, 400)
+    span = LoadSpan(64, 192, 400)
     needed = tuple(p for p in pieces if p.number >= (2 if p.group == sliding(a) else 1))
     whole = loaded(b, arena, [needed], span)
     c = Engine(EngineShape(2, (2, 2), 16, "LBNHC", 60), 2)
@@ -147,7 +147,7 @@ def sliding(engine: Engine) -> int:
     return next(n for n, group in enumerate(groups) if group.kind is GroupKind.SLIDING)
 
 
-def loaded(engine: Engine, arena: Arena, parts, span: Span) -> list[np.ndarray]:
+def loaded(engine: Engine, arena: Arena, parts, span: LoadSpan) -> list[np.ndarray]:
     for routes in engine.routes(arena):
         for number, pieces in enumerate(parts):
             tables = engine.tables(0, TOKENS)
@@ -161,7 +161,7 @@ def test_what_a_load_fills_in_part_is_zeroed_first(arena: Arena) -> None:
     for routes in a.routes(arena):
         routes.store(StoreOrder("s", pieces, a.tables(0, TOKENS), WHOLE))
     needed = tuple(p for p in pieces if p.group != sliding(a) or p.number == 2)
-    loaded(b, arena, [needed], Span(0, 192, 400))
+    loaded(b, arena, [needed], LoadSpan(0, 192, 400))
     full = next(n for n, group in enumerate(b.groups) if group.kind is GroupKind.FULL)
     block = b.tables(0, TOKENS)[full].ids[1]
     for cache in b.caches:
@@ -194,7 +194,7 @@ def test_a_chunk_without_its_beginning_holds_nothing_there(arena: Arena, writer:
     size = a.groups[part].block_tokens
     tables = list(a.tables(0, TOKENS))
     since = TOKENS - size
-    tables[part] = stretch_of(
+    tables[part] = slice_table(
         [0] * (since // size) + list(tables[part].ids[since // size :]), 0, TOKENS, size
     )
     arena.memory[4096:] = 0xEE
@@ -210,7 +210,7 @@ def test_a_chunk_of_a_block_that_is_gone_is_not_stored(arena: Arena) -> None:
     a, _ = engines(1, 2)
     tables = list(a.tables(0, TOKENS))
     full = next(n for n, group in enumerate(a.groups) if group.kind is GroupKind.FULL)
-    tables[full] = stretch_of([0, 0, *tables[full].ids[2:]], 0, TOKENS, 32)
+    tables[full] = slice_table([0, 0, *tables[full].ids[2:]], 0, TOKENS, 32)
     (routes,) = a.routes(arena)
     with pytest.raises(TransferError, match="null block"):
         routes.store(StoreOrder("s", pieces_of(a, range(3)), tuple(tables), WHOLE))
@@ -224,7 +224,7 @@ def test_a_mover_does_loads_first_and_says_what_it_did(arena: Arena) -> None:
     mover.store(ChunkOrders(stores=[StoreOrder("early", pieces, tables, WHOLE)]), lambda: waited.append(1))
     mover.load(ChunkOrders(arena=ArenaCard(arena.name, tuple(a.ranks), CHUNK)))
     mover.store(ChunkOrders(stores=[StoreOrder("s", pieces, tables, WHOLE)]), lambda: waited.append(1))
-    part = LoadPart("p", "l", Span(0, TOKENS, 400), pieces, tables[:1], first=True)
+    part = LoadPart("p", "l", LoadSpan(0, TOKENS, 400), pieces, tables[:1], first=True)
     mover.load(ChunkOrders(parts=[part], ends=[LoadEnd("l", None)]))
     mover.close()
     moved = {one.key: one for one in mover.moved()}

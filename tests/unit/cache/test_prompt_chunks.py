@@ -10,8 +10,8 @@ from kvferry.cache.prompt_chunks import PromptChunks
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.chunk import ChunkKeys
-from kvferry.planning.coverage import NOWHERE
-from kvferry.planning.select import Span
+from kvferry.planning.coverage import NO_TIER
+from kvferry.planning.select import LoadSpan
 from kvferry.tiers.index.key_table import tags_of
 
 FULL, STATE = CanonicalGroup(GroupKind.FULL, 0, ()), CanonicalGroup(GroupKind.STATE, 0, ())
@@ -58,7 +58,7 @@ def usable(groups, tokens, chunk, have, stored, end):
 def in_host(keys):
     """What says that chunks of these keys are in host memory, and others nowhere."""
     here = tags_of(list(keys))
-    return lambda tags: np.where(np.isin(tags, here), 0, NOWHERE)
+    return lambda tags: np.where(np.isin(tags, here), 0, NO_TIER)
 
 
 @pytest.mark.parametrize(("groups", "ends"), [([FULL, STATE], [4, 8, 12]), ([FULL], [4, 8, 10, 12])])
@@ -96,7 +96,7 @@ def test_what_is_found_and_wanted_is_what_a_search_token_by_token_finds(data, gr
         (end for end in ends if end > have and usable(groups, tokens, chunk, have, stored, end)), default=have
     )
     assert found.tokens == best
-    wants = list(chunks.wants(found, Span(have, best, length)))
+    wants = list(chunks.wants(found, LoadSpan(have, best, length)))
     assert [want.number for want in wants] == sorted(want.number for want in wants)
     for want in wants:
         end = min((want.number + 1) * chunk, best)
@@ -119,7 +119,7 @@ def test_a_prefix_whose_beginning_comes_from_elsewhere_takes_the_chunks_after_it
     found = chunks.look_up(40, 0, in_host(every - gone))
     assert (found.tokens, found.beginning) == (0, 0)
     assert found.after(20) == 32
-    wants = [(w.group, w.number, w.tokens) for w in chunks.wants(found, Span(0, 32, 40, (20, 32)))]
+    wants = [(w.group, w.number, w.tokens) for w in chunks.wants(found, LoadSpan(0, 32, 40, (20, 32)))]
     assert wants == [(0, 2, 8), (0, 3, 8), (1, 3, 8), (2, 3, 0)]
     assert found.after(12) == 0, "a chunk that is gone is needed then"
 
@@ -131,7 +131,7 @@ def test_the_beginning_of_a_prefix_takes_chunks_of_what_sees_everything_alone():
     there = {chunks.key(0, number) for number in (0, 1, 2, 4)}
     found = chunks.look_up(40, 8, in_host(there))
     assert (found.tokens, found.beginning) == (8, 24)
-    wants = [(w.group, w.number, w.tokens) for w in chunks.wants(found, Span(8, 39, 40, (8, 20)))]
+    wants = [(w.group, w.number, w.tokens) for w in chunks.wants(found, LoadSpan(8, 39, 40, (8, 20)))]
     assert wants == [(0, 1, 8), (0, 2, 8)]
 
 

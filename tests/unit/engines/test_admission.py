@@ -36,7 +36,7 @@ from kvferry.observe.events import (
 )
 from kvferry.observe.fold import Fold
 from kvferry.observe.watch import Watch
-from kvferry.planning.select import Span
+from kvferry.planning.select import LoadSpan
 from support.block_pool import BlockPool, request
 from support.clock import Clock
 
@@ -337,7 +337,7 @@ def test_a_load_is_described_whole():
     one = engine.arrive()
     assert engine.admit(one, have=8) == 16
     load = source.load
-    assert (load.request_id, load.source, load.span) == ("a", "one", Span(8, 24, PROMPT))
+    assert (load.request_id, load.source, load.span) == ("a", "one", LoadSpan(8, 24, PROMPT))
     assert load.tables == tuple([b.block_id for b in table] for table in engine.held["a"])
     assert engine.admission.origins("a") == {"one of a": 16}
 
@@ -728,8 +728,8 @@ def test_the_beginning_comes_from_one_source_and_the_rest_from_another():
     assert engine.admit(one, have=4) == 35
     assert (near.heard, far.heard) == ([("begin", 4, 16)], [("begin", 16, 39)]), "16: where a block ends"
     assert (near.load.span, far.load.span) == (
-        Span(4, 39, PROMPT, (4, 16)),
-        Span(4, 39, PROMPT, (16, 39)),
+        LoadSpan(4, 39, PROMPT, (4, 16)),
+        LoadSpan(4, 39, PROMPT, (16, 39)),
     )
     assert near.load.attempt == far.load.attempt
     assert (near.load.loads, far.load.loads) == (2, 2)
@@ -772,7 +772,7 @@ def test_the_source_of_the_part_that_failed_is_struck_out_and_the_other_is_not(f
     assert engine.pool.references == 0
     if fails == "near":
         assert engine.admit_anew(one) == 39
-        assert far.load.span == Span(0, 39, PROMPT)
+        assert far.load.span == LoadSpan(0, 39, PROMPT)
     else:
         assert engine.admit_anew(one) == 0, "a beginning alone is of no use"
         assert near.heard[-1] == ("settled", "a")
@@ -873,7 +873,7 @@ def test_an_engine_that_takes_less_may_need_the_second_part_alone():
     one = engine.arrive()
     assert engine.admission.matched(one, 0) == 39
     engine.allocate(one, 19)
-    assert (near.heard, far.load.span) == ([], Span(20, 39, PROMPT, (16, 39)))
+    assert (near.heard, far.load.span) == ([], LoadSpan(20, 39, PROMPT, (16, 39)))
     assert far.load.loads == 1
     engine.report(far.load, None, None)
     assert far.heard[-1] == ("settled", "a")
@@ -883,7 +883,7 @@ def test_one_source_that_has_all_is_preferred_to_two():
     both, far = Stand("both", 39, head_until=16), Stand("far", 39)
     engine = Engine(both, far)
     assert engine.admit(engine.arrive()) == 39
-    assert (both.load.span, far.heard) == (Span(0, 39, PROMPT), [])
+    assert (both.load.span, far.heard) == (LoadSpan(0, 39, PROMPT), [])
 
 
 def test_an_end_that_is_looked_for_is_waited_for(monkeypatch):
@@ -904,7 +904,7 @@ def test_nothing_is_composed_with_what_has_no_end(total):
     near, far = Stand("near", 8, head_until=16), Stand("far", total)
     engine = Engine(near, far, policy=Weight({"near": 2.0, "far": 0.1}))
     assert engine.admit(engine.arrive()) == 8
-    assert (near.load.span, far.heard) == (Span(0, 8, PROMPT), [])
+    assert (near.load.span, far.heard) == (LoadSpan(0, 8, PROMPT), [])
 
 
 def said(engine):

@@ -29,9 +29,9 @@ from kvferry.engines.vllm.source import Load
 from kvferry.engines.vllm.tier_source import TierSource
 from kvferry.geometry import Group, GroupKind, Layer, RankGeometry, Region
 from kvferry.geometry.canonical import Canonical, canonical_of, chunk_pool
-from kvferry.planning.chunks import Stretch, cells_to_load
-from kvferry.planning.coverage import NOWHERE
-from kvferry.planning.select import Cells, Span, select_cells, uncovered, written
+from kvferry.planning.chunk_cells import TableSlice, cells_to_load
+from kvferry.planning.coverage import NO_TIER
+from kvferry.planning.select import Cells, LoadSpan, partly_written_blocks, select_cells, writable_blocks
 from kvferry.planning.template import Route, build_templates
 from kvferry.transport.handshake import PeerInfo
 from kvferry.transport.redeem import Grant, Redeemed
@@ -143,7 +143,7 @@ def row(draw: Any, chunks: int) -> list[int]:
     cut, how = draw(st.integers(0, chunks)), draw(st.sampled_from(("all", "all", "before", "after", "but")))
     gone = draw(st.sets(st.integers(0, chunks - 1), max_size=2)) if how == "but" else set()
     return [
-        NOWHERE if number in gone or (how == "before" and number >= cut) or (how == "after" and number < cut)
+        NO_TIER if number in gone or (how == "before" and number >= cut) or (how == "after" and number < cut)
         else place
         for number, place in enumerate(places)
     ]  # fmt: skip
@@ -245,7 +245,7 @@ class Engine:
     def offers(self) -> list[Any]:
         return offers_of(self.sources, self.one, self.case.have, self.alignment_tokens)
 
-    def loads(self, offer: Any, here: int) -> list[tuple[Span, list[Brought]]]:
+    def loads(self, offer: Any, here: int) -> list[tuple[LoadSpan, list[Brought]]]:
         """What each load of an offer brings, by group; `here` tokens are here by now."""
         case, found = self.case, []
         tables = tuple([1] if kind is STATE else list(range(1, BLOCKS)) for kind, _ in case.kinds)
@@ -265,7 +265,7 @@ class Engine:
             tables.append([1] if kind is STATE else ids)
         return tables
 
-    def _read(self, span: Span) -> list[Brought]:
+    def _read(self, span: LoadSpan) -> list[Brought]:
         meta = SchedulerMeta("engine")
         self.peer.hand_over(meta)
         (order,) = meta.orders
@@ -286,25 +286,25 @@ class Engine:
                 to.take(route, cells, range(BLOCKS))
                 to.cleared |= {
                     int(block) - 1
-                    for block in uncovered(route, group.kind, group.attention_span, span, table)
+                    for block in partly_written_blocks(route, group.kind, group.attention_span, span, table)
                 }
             else:
                 to.snapshots += [self.case.offered] * len(cells)
         return found
 
-    def _fetched(self, span: Span) -> list[Brought]:
+    def _fetched(self, span: LoadSpan) -> list[Brought]:
         case, found = self.case, [Brought() for _ in self.case.kinds]
         numbers = defaultdict[int, list[int]](list)
         for want in self.cache.wants:
-            assert case.rows[want.group, want.number] < NOWHERE, "it is nowhere"
+            assert case.rows[want.group, want.number] < NO_TIER, "it is nowhere"
             numbers[want.group].append(want.number)
         for canonical, (of, template) in enumerate(zip(case.canonical.groups, self._from_pools, strict=True)):
             for route in template.routes:
                 group, to = case.rank.groups[route.dst_group], found[route.dst_group]
                 chunks = numbers[canonical]
-                table = Stretch(0, (1,) if of.kind is STATE else tuple(range(1, BLOCKS)))
+                table = TableSlice(0, (1,) if of.kind is STATE else tuple(range(1, BLOCKS)))
                 if route.cell_tokens:
-                    left = uncovered(route, group.kind, group.attention_span, span, table.table())
+                    left = partly_written_blocks(route, group.kind, group.attention_span, span, table.table())
                     to.cleared |= {int(block) - 1 for block in left}
                 if not chunks:
                     continue
@@ -341,7 +341,7 @@ def test_loads_of_an_offer_bring_each_token_that_is_looked_at_once_and_nothing_e
             touched = Counter(block for one in each for block in one.blocks | one.cleared)
             assert set(touched.values()) <= {1}, "both parts write to a block"
             for (span, _), one in zip(loads, each, strict=True):
-                pinned = range(BLOCKS)[written(kind, size, span)]
+                pinned = range(BLOCKS)[writable_blocks(kind, size, span)]
                 assert one.blocks | one.cleared <= {*pinned}, "it is nobody's when it is written"
                 if kind in SEES_ALL:
                     assert {span.begins % size, (span.ends - end) and span.ends % size} == {0}
@@ -373,7 +373,7 @@ def lacks(case: Case, group: int, end: int, first: int) -> bool:
     if kind in SEES_ALL:
         tokens -= {*range(first)}
     of = case.canonical.index(case.rank.groups[group].label)
-    return any(case.rows[of, token // case.chunk_tokens] == NOWHERE for token in tokens)
+    return any(case.rows[of, token // case.chunk_tokens] == NO_TIER for token in tokens)
 
 
 @given(cases())

@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.cache.bids import Bid, Part
 from kvferry.engines.vllm.offers import Offer, offers_of
-from kvferry.planning.select import Span
+from kvferry.planning.select import LoadSpan
 
 
 def bid(of, tokens):
@@ -55,16 +55,16 @@ def test_nothing_is_composed_of_one_source_or_without_a_beginning_that_layers_ne
 
 def test_what_one_source_has_is_all_of_a_load():
     (offer,) = offers_of([NEAR], None, 8, 16)
-    assert offer.parts(8, 42, 100) == [(NEAR, bid("near", 42), Span(8, 50, 100))]
-    assert offer.parts(8, 30, 100) == [(NEAR, bid("near", 42), Span(20, 50, 100))], "some has come since"
+    assert offer.parts(8, 42, 100) == [(NEAR, bid("near", 42), LoadSpan(8, 50, 100))]
+    assert offer.parts(8, 30, 100) == [(NEAR, bid("near", 42), LoadSpan(20, 50, 100))], "some has come since"
 
 
 @pytest.mark.parametrize(
     ("external", "spans"),
     [
-        (90, [Span(0, 90, 100, (0, 48)), Span(0, 90, 100, (48, 90))]),
-        (60, [Span(30, 90, 100, (0, 48)), Span(30, 90, 100, (48, 90))]),
-        (42, [Span(48, 90, 100, (48, 90))]),
+        (90, [LoadSpan(0, 90, 100, (0, 48)), LoadSpan(0, 90, 100, (48, 90))]),
+        (60, [LoadSpan(30, 90, 100, (0, 48)), LoadSpan(30, 90, 100, (48, 90))]),
+        (42, [LoadSpan(48, 90, 100, (48, 90))]),
     ],
     ids=["nothing is here", "some of the first", "all of the first"],
 )

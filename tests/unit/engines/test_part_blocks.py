@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.engines.vllm.part_blocks import PartBlocks
 from kvferry.geometry import Group, GroupKind
-from kvferry.planning.select import Span
+from kvferry.planning.select import LoadSpan
 from support.block_pool import BlockPool, request
 
 GROUP = Group(GroupKind.SLIDING, 256, 200, ())
@@ -17,7 +17,7 @@ def begun():
     pool = BlockPool(9)
     parts, one = PartBlocks([GROUP], pool), request("a", range(251))
     (block,) = pool.allocate(1)
-    parts.begin(one, ([block.block_id],), Span(0, 250, 251), (32,))
+    parts.begin(one, ([block.block_id],), LoadSpan(0, 250, 251), (32,))
     return parts, one, block
 
 

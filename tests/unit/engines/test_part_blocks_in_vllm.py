@@ -23,7 +23,7 @@ from vllm.v1.request import Request
 
 from kvferry.engines.vllm.part_blocks import PartBlocks
 from kvferry.geometry import Group, GroupKind
-from kvferry.planning.select import Span, first_seen, needed
+from kvferry.planning.select import LoadSpan, first_attended, needed_tokens
 
 F, S = GroupKind.FULL, GroupKind.SLIDING
 SHAPES = {
@@ -97,7 +97,7 @@ class Engine:
         self.texts = [[self.draw.randrange(3) + 3 * n for n in range(100)] * 4 for _ in range(2)]
         self.content: dict[int, dict[int, int]] = {}
         self.waiting: list[Request] = []
-        self.loading: list[tuple[Request, Span, list[int]]] = []
+        self.loading: list[tuple[Request, LoadSpan, list[int]]] = []
         self.promoted: list[Request] = []
         self.running: list[Request] = []
         self.count = 0
@@ -133,7 +133,7 @@ class Engine:
         offer = self.draw.choice(
             [0, one.num_tokens - 1, one.num_tokens, self.draw.randrange(one.num_tokens + 1)]
         )
-        span = Span(
+        span = LoadSpan(
             have, max(have, offer - (offer == one.num_tokens and self.lets_go(offer))), one.num_tokens
         )
         found = {"num_new_computed_tokens": have, "new_computed_blocks": blocks}
@@ -160,15 +160,15 @@ class Engine:
     def lets_go(self, total: int) -> bool:
         """The engine would let go of what the last token sees, so that token is not loaded."""
         return any(
-            first_seen(one.kind, one.attention_span, total - 1) // one.block_tokens
-            != first_seen(one.kind, one.attention_span, total) // one.block_tokens
+            first_attended(one.kind, one.attention_span, total - 1) // one.block_tokens
+            != first_attended(one.kind, one.attention_span, total) // one.block_tokens
             for one in self.groups
             if one.attention_span and total >= one.attention_span
         )
 
-    def promote(self, one: Request, span: Span, alignments: list[int]) -> None:
+    def promote(self, one: Request, span: LoadSpan, alignments: list[int]) -> None:
         for number, (group, alignment_tokens) in enumerate(zip(self.groups, alignments, strict=True)):
-            low, high = needed(group.kind, group.attention_span, span)
+            low, high = needed_tokens(group.kind, group.attention_span, span)
             if low < high:
                 self.write(one, number, max(low // alignment_tokens * alignment_tokens, span.have, 0), high)
         self.manager.cache_blocks(one, one.num_computed_tokens)
@@ -202,7 +202,7 @@ class Engine:
         self.watch.goes_on(one.request_id)
         for number, group in enumerate(self.groups):
             self.write(one, number, first, first + count)
-            low = first_seen(group.kind, self.windows[number], first) if group.attention_span else 0
+            low = first_attended(group.kind, self.windows[number], first) if group.attention_span else 0
             self.wrong += self.missing(one, self.tables(one), number, low, first + count)
         one.num_computed_tokens = first + count
         if one.num_computed_tokens == one.num_tokens:
@@ -241,10 +241,10 @@ class Engine:
     def check_hit(self, one: Request, tables: Any, have: int) -> None:
         self.hits += bool(have)
         for number, group in enumerate(self.groups if have else ()):
-            low = first_seen(group.kind, self.windows[number], have) if group.attention_span else 0
+            low = first_attended(group.kind, self.windows[number], have) if group.attention_span else 0
             self.wrong += self.missing(one, tables, number, low, have)
             if group.attention_span:
-                begin = max(first_seen(group.kind, group.attention_span, have), 0) // group.block_tokens
+                begin = max(first_attended(group.kind, group.attention_span, have), 0) // group.block_tokens
                 self.believed += self.missing(one, tables, number, begin * group.block_tokens, have)
 
 

@@ -22,8 +22,8 @@ from kvferry.engines.vllm.turn_finder import FoundTurn
 from kvferry.geometry import GroupKind
 from kvferry.observe.events import Lack, Miss, Refused
 from kvferry.observe.watch import Watch
-from kvferry.planning.select import Span
-from kvferry.planning.template import build_templates, kept_too_little
+from kvferry.planning.select import LoadSpan
+from kvferry.planning.template import build_templates, window_mismatches
 from kvferry.tiers.names import TIERS
 from kvferry.transport.handshake import PeerInfo, Pending, Unusable
 from kvferry.transport.messages import KeptTurn, RankCard
@@ -136,7 +136,7 @@ class Engine:
     def begin(self, one, have=0):
         (bid,) = self.source.bids(one, have)
         name = one.request_id
-        span = Span(have, have + bid.tokens, 41)
+        span = LoadSpan(have, have + bid.tokens, 41)
         load = Load(f"{name}#1", name, f"{name}#1", 1, bid, span, ([4, 5, 6],), 0.0)
         self.source.begin(load, one)
         return load
@@ -188,7 +188,7 @@ def test_a_load_is_ordered_with_the_peer_met_before():
     meta = engine.step()
     assert meta.connects == {PEER: KNOWN.ranks}
     (order,) = meta.orders
-    assert (order.key, order.request_id, order.peer, order.span) == ("a#1", "a", PEER, Span(8, 40, 41))
+    assert (order.key, order.request_id, order.peer, order.span) == ("a#1", "a", PEER, LoadSpan(8, 40, 41))
     assert (order.src_tables, order.dst_tables, order.timeout_seconds) == (([1, 2, 3],), ([4, 5, 6],), 30.0)
     assert (order.lease.slot, order.lease.generation, order.lease.incarnation) == (3, 7, 11)
     assert engine.source.origin(load) == "peer"
@@ -344,7 +344,7 @@ SLIDING, CHUNKED, FULL = GroupKind.SLIDING, GroupKind.CHUNKED, GroupKind.FULL
 def test_groups_are_told_by_their_layers_whatever_they_are_called(ours, theirs):
     mine = as_kind(ranks(spec(block_tokens=128), [ATTENTION] * 2)[0], *ours)
     peer = as_kind(ranks(spec(block_tokens=32, address=1 << 41), [ATTENTION] * 2)[0], *theirs)
-    assert not kept_too_little([peer], mine), "the handshake lets them through"
+    assert not window_mismatches([peer], mine), "the handshake lets them through"
     (template,) = build_templates([peer], mine)
     assert {route.cell_tokens for route in template.routes} == {32}
     engine = Engine(PeerInfo(facts("engine", 11), (RankCard(peer, b"metadata", 4096, 64, 1),)), [mine])

@@ -50,8 +50,8 @@ from kvferry.engines.vllm.compat.specs import (
 from kvferry.errors import ConfigError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.store import LayerStore
-from kvferry.planning.coverage import NOWHERE, Cut, coverage
-from kvferry.planning.select import Span, blocks_needed, first_seen
+from kvferry.planning.coverage import NO_TIER, ChunkedPrompt, coverage
+from kvferry.planning.select import LoadSpan, blocks_needed, first_attended
 
 BLOCK, BLOCKS, LONGEST = 16, 64, 400
 VALUES = {
@@ -218,9 +218,9 @@ def test_what_the_next_token_sees_is_held_by_vllm_and_selected(spec: Any) -> Non
     for tokens in range(1, 200, 7):
         table = Managed(spec).table(tokens)
         held = {at for at, block in enumerate(table) if block}
-        seen = max(first_seen(kind, attention_span, tokens), 0)
+        seen = max(first_attended(kind, attention_span, tokens), 0)
         selected = blocks_needed(
-            kind, attention_span, size, Span(0, tokens, tokens + 1), np.array(table)
+            kind, attention_span, size, LoadSpan(0, tokens, tokens + 1), np.array(table)
         ).tolist()
         assert 0 not in selected, "vLLM has freed what is said to be needed"
         assert {table.index(block) for block in selected} == {at for at in held if (at + 1) * size > seen}
@@ -251,8 +251,8 @@ def test_a_prefix_that_is_covered_is_one_that_vllm_would_take(spec: Any, cached:
     _, hit = managed.manager.find_longest_cache_hit(
         hashes, count * size, [0], managed.pool, spec, drop_eagle_block=False, alignment_tokens=size
     )
-    places = np.array([[0 if at in cached else NOWHERE for at in range(count)]], np.int64)
-    cut = Cut(count * size, size, request.num_tokens)
+    places = np.array([[0 if at in cached else NO_TIER for at in range(count)]], np.int64)
+    cut = ChunkedPrompt(count * size, size, request.num_tokens)
     found, _ = coverage([LayerStore(kind_of(spec), attention_span_of(spec), ())], cut, places).longest()
     assert found == hit
 
@@ -262,7 +262,7 @@ def test_a_ring_is_one_block_however_long_the_prompt() -> None:
         (block,) = table = Managed(RING).table(tokens)
         at = state_position(RING, tokens)
         assert table[at] == block != 0
-        span = Span(0, tokens, tokens + 1)
+        span = LoadSpan(0, tokens, tokens + 1)
         assert blocks_needed(GroupKind.STATE, 0, 8, span, np.array([table[at]])).tolist() == [block]
 
 

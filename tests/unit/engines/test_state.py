@@ -16,8 +16,8 @@ from kvferry.engines.vllm.state import Rank, page_of_state
 from kvferry.engines.vllm.state_format import FORMATS, StateFormat
 from kvferry.errors import Incompatible
 from kvferry.geometry import PageFormat
-from kvferry.planning.pieces import concatenate
-from kvferry.planning.retile import retile
+from kvferry.planning.descriptors import concatenate
+from kvferry.planning.page_copy import plan_page_copy
 
 
 @dataclass(frozen=True)
@@ -263,8 +263,10 @@ def test_state_moves_between_any_ranks_and_orders(name, src_ranks, dst_ranks, or
         target = page(name, rank, dst_ranks, orders[1])
         moved = np.zeros(target.page_bytes, np.uint8)
         for source, memory in zip(sources, pages, strict=True):
-            pieces = concatenate([plane.pieces for plane in retile(source, target).planes])
-            for src, dst, length in zip(pieces.src, pieces.dst, pieces.length, strict=True):
+            descriptors = concatenate(
+                [cell_copy.descriptors for cell_copy in plan_page_copy(source, target).cell_copies]
+            )
+            for src, dst, length in zip(descriptors.src, descriptors.dst, descriptors.length, strict=True):
                 moved[dst : dst + length] = memory[src : src + length]
         assert np.array_equal(moved, filled(target))
 
@@ -273,14 +275,16 @@ def test_state_moves_between_any_ranks_and_orders(name, src_ranks, dst_ranks, or
 @either_order
 def test_between_equal_ranks_a_page_moves_as_one_stretch(name, channels_first):
     one, other = (page(name, 1, 2, channels_first) for _ in range(2))
-    (plane,) = retile(one, other).planes
-    assert plane.pieces.length.tolist() == [one.page_bytes]
+    (cell_copy,) = plan_page_copy(one, other).cell_copies
+    assert cell_copy.descriptors.length.tolist() == [one.page_bytes]
 
 
 @pytest.mark.parametrize("name", ["mamba2", "gated delta net"])
 def test_channels_first_halves_move_as_one_stretch_per_field(name):
-    (plane,) = retile(page(name, 0, 1, channels_first=True), page(name, 0, 2, channels_first=True)).planes
-    assert len(plane.pieces) == 4
+    (cell_copy,) = plan_page_copy(
+        page(name, 0, 1, channels_first=True), page(name, 0, 2, channels_first=True)
+    ).cell_copies
+    assert len(cell_copy.descriptors) == 4
 
 
 def filled(found: PageFormat) -> np.ndarray:
@@ -308,7 +312,7 @@ def test_columns_for_drafts_are_no_part_of_a_field(name, channels_first):
     # The first columns of the window, where a step that computes a prompt leaves it.
     assert window.start == 0
     assert window.count == without.fields[0].axis("width").count
-    retile(without, with_drafts)
+    plan_page_copy(without, with_drafts)
 
 
 @every_type
@@ -356,7 +360,7 @@ def test_groups_that_cannot_be_shared_out_are_opaque(monkeypatch, caplog):
 def test_opaque_pages_of_the_two_orders_do_not_mix():
     odd = {"mamba_type": SimpleNamespace(name="CUSTOM")}
     with pytest.raises(Incompatible):
-        retile(page("short conv", 0, 1, **odd), page("short conv", 0, 1, channels_first=True, **odd))
+        plan_page_copy(page("short conv", 0, 1, **odd), page("short conv", 0, 1, channels_first=True, **odd))
 
 
 @every_type

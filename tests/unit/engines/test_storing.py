@@ -23,7 +23,7 @@ from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.geometry.store import LayerStore
 from kvferry.observe.events import StoreBegan, StoreEnded
 from kvferry.observe.watch import Watch
-from kvferry.planning.select import Span, first_seen
+from kvferry.planning.select import LoadSpan, first_attended
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.tier import HostTier
 from support.block_pool import BlockPool, request
@@ -190,7 +190,7 @@ class Engine:
             assert (
                 first == begin
                 or first
-                <= first_seen(of.kind, of.attention_span, last - 1) // alignment_tokens * alignment_tokens
+                <= first_attended(of.kind, of.attention_span, last - 1) // alignment_tokens * alignment_tokens
             )
             held = [self.content[table[at // BLOCK]][at % BLOCK] for at in range(first, last)]
             assert held == [held[-1][: at + 1] for at in range(first, last)]
@@ -459,7 +459,7 @@ def test_blocks_that_a_load_filled_in_part_are_not_stored():
     engine = Engine(WINDOWED, blocks=600)
     one = arrived(engine, range(40))
     assert engine.allocate(one, 25)
-    engine.parts.begin(one, engine.table_ids("a"), Span(0, 25, 40), (1, 1))  # 25 sees tokens from 14 on
+    engine.parts.begin(one, engine.table_ids("a"), LoadSpan(0, 25, 40), (1, 1))  # 25 sees tokens from 14 on
     engine.step((one, 25))
     assert windows(engine) == [0, 2]
     engine.end()

@@ -21,7 +21,7 @@ from kvferry.geometry.canonical import canonical_of
 from kvferry.geometry.canonical.length import WINDOW_ALIGNMENT_TOKENS
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.observe.events import Lack, Miss, Moved
-from kvferry.planning.select import Span
+from kvferry.planning.select import LoadSpan
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.files.usage import StoreUsage
 from kvferry.tiers.host.tier import HostTier
@@ -73,7 +73,7 @@ class Engine:
     def begin(self, have=0):
         bid = self.bid(have)
         self.loads += 1
-        span = Span(have, have + bid.tokens, PROMPT)
+        span = LoadSpan(have, have + bid.tokens, PROMPT)
         load = Load(f"a#{self.loads}", "a", "a", 1, bid, span, (list(range(1, 8)),), 0.0)
         self.source.begin(load, self.one)
         return load
@@ -128,7 +128,7 @@ def test_a_load_from_host_memory_is_one_part_and_an_end_and_closes_its_slots_whe
     ]
     assert (numbers(orders), ends(orders)) == ([[1, 2, 3]], [("a#1", None)])
     (part,) = orders.parts
-    assert (part.load, part.span, part.first) == ("a#1", Span(8, PROMPT, PROMPT), True)
+    assert (part.load, part.span, part.first) == ("a#1", LoadSpan(8, PROMPT, PROMPT), True)
     assert [stretch.ids for stretch in part.tables] == [tuple(range(1, 8))]
     assert not engine.step(), "all is said once"
     assert engine.holds() == 3
@@ -274,7 +274,7 @@ def test_a_load_whose_request_has_lost_its_names_fails_rather_than_bringing_noth
     engine.store(0)
     engine.bid()
     engine.prompts.remove("a")
-    load = Load("a#1", "a", "a", 1, Bid(TIERS, ()), Span(0, 8, PROMPT), ([1, 2],), 0.0)
+    load = Load("a#1", "a", "a", 1, Bid(TIERS, ()), LoadSpan(0, 8, PROMPT), ([1, 2],), 0.0)
     engine.source.begin(load, engine.one)
     assert ends(engine.step()) == [("a#1", "its chunks have no names any more")]
 
@@ -313,7 +313,7 @@ def test_content_of_chunks_begins_where_their_writers_count_on_it():
     source = TierSource(
         engine.cache, engine.prompts, (*RANKS[0].groups, *groups), CANONICAL, Refusals(), 30.0
     )
-    load = Load("a#1", "a", "a", 1, Bid(TIERS, ()), Span(0, CHUNK, PROMPT), ([], [], []), 0.0)
+    load = Load("a#1", "a", "a", 1, Bid(TIERS, ()), LoadSpan(0, CHUNK, PROMPT), ([], [], []), 0.0)
     assert source.alignments(load) == (CHUNK, CHUNK, WINDOW_ALIGNMENT_TOKENS)
 
 
@@ -348,7 +348,7 @@ def test_an_end_of_which_the_beginning_is_gone_is_fetched_alone():
     bid = engine.source.tail(engine.one, 0, 12)
     assert parts([bid]) == [{"file": 12}]
     engine.loads += 1
-    span = Span(0, 24, PROMPT, (12, 24))
+    span = LoadSpan(0, 24, PROMPT, (12, 24))
     engine.source.begin(Load("a#1.1", "a", "a#1", 2, bid, span, (list(range(1, 8)),), 0.0), engine.one)
     begun = engine.step()
     assert [(begin.attempt, begin.loads) for begin in begun.begins] == [("a#1", 2)]

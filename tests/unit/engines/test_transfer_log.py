@@ -11,10 +11,10 @@ pytest.importorskip("vllm")
 from kvferry.engines.vllm.meta import Report
 from kvferry.engines.vllm.transfer_log import TransferLog
 from kvferry.errors import ConfigError
-from kvferry.planning.select import Span
+from kvferry.planning.select import LoadSpan
 
 LABELS = ["full_attention", "sliding_window(64)"]
-SPAN = Span(have=16, total=116, prompt=117)
+SPAN = LoadSpan(have=16, total=116, prompt=117)
 READY = Report(None, bytes_by_group=(1000, 200), pages=12, descriptors=3, run_bytes=512)
 
 

@@ -9,8 +9,8 @@ from kvferry.geometry import Axis, Field, GroupKind, PageFormat, RankGeometry, o
 from kvferry.geometry.canonical import Canonical, canonical_of, chunk_pool
 from kvferry.geometry.layout import EngineShape, GroupShape, lay_out
 from kvferry.geometry.store import LayerStore, ModelCache, Stored
-from kvferry.planning.request import as_addresses
-from kvferry.planning.select import Span, select_cells
+from kvferry.planning.prepared_lists import expand_cells
+from kvferry.planning.select import LoadSpan, select_cells
 from kvferry.planning.template import build_templates
 from support.oracle import Memory, copy, expect, fill
 from support.pages import kv_page, rank_of, state_page
@@ -148,7 +148,7 @@ def hand_over(writers, pool, readers) -> None:
     carried(writers, memories, pool, kept, TABLE[:1], TABLE[3:])
     for rank in readers:
         memory = Memory.of(rank, 200)
-        expected = expect(rank, [pool], [Span(0, 9, 9)], [TABLE[2:3]], memory.bytes.copy())
+        expected = expect(rank, [pool], [LoadSpan(0, 9, 9)], [TABLE[2:3]], memory.bytes.copy())
         carried([pool], [kept], rank, memory, TABLE[3:], TABLE[2:3])
         expected.check(memory.bytes)
 
@@ -157,8 +157,8 @@ def carried(srcs, memories, dst, memory, src_table, dst_table) -> None:
     writes = np.zeros(len(memory.bytes), np.int64)
     for template, source in zip(build_templates(srcs, dst), memories, strict=True):
         for route in template.routes:
-            cells = select_cells(route, GroupKind.STATE, 0, Span(0, 9, 9), src_table, dst_table)
-            copy(as_addresses(route, cells), source, memory, writes)
+            cells = select_cells(route, GroupKind.STATE, 0, LoadSpan(0, 9, 9), src_table, dst_table)
+            copy(expand_cells(route, cells), source, memory, writes)
     assert writes.max() == 1
 
 

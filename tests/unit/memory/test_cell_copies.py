@@ -9,8 +9,8 @@ from kvferry.errors import TransferError
 from kvferry.geometry import Region
 from kvferry.memory.address_space import AddressSpace, largest_word, tensor_over
 from kvferry.memory.cell_copies import CellCopies, StagedCells
-from kvferry.planning.nest import Loop, Nest
-from kvferry.planning.plane import ONE_CELL, PoolNests
+from kvferry.planning.cell_copy import ONE_CELL, PoolCopies
+from kvferry.planning.strided_copy import Loop, StridedCopy
 
 BLOCKS, STRIDE, IMAGE = 6, 512, 256
 DEVICES = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
@@ -29,7 +29,7 @@ def nests(draw):
     loops = [Loop(columns, across, run * rows)]
     if rows > 1:
         loops.append(Loop(rows, down, run))
-    return Nest(word * draw(st.integers(0, 4)), word * draw(st.integers(0, 4)), run, tuple(loops))
+    return StridedCopy(word * draw(st.integers(0, 4)), word * draw(st.integers(0, 4)), run, tuple(loops))
 
 
 def memory(size: int, device: str, seed: int) -> tuple[torch.Tensor, Region]:
@@ -51,44 +51,44 @@ def test_gather_and_scatter_are_the_runs_one_by_one(device, nest, ids, first, at
     slots = StagedCells(AddressSpace([area_region]), area_region.address, IMAGE)
     blocks, cells = np.array(ids), cell + np.arange(len(ids))
     begins = [block * STRIDE + at[number % len(at)] for block, number in zip(ids, cells, strict=True)]
-    part = PoolNests(tuple(at), (nest.at(region.address, 0),))
+    part = PoolCopies(tuple(at), (nest.at(region.address, 0),))
     loops = CellCopies([part], AddressSpace([region]), "src", STRIDE, BLOCKS)
     loops.gather(blocks, cells, slots, first)
     expected, source = before.copy(), pool.cpu().numpy()
-    pieces = nest.pieces()
+    descriptors = nest.descriptors()
     for number, begin in enumerate(begins):
         image = (first + number) * IMAGE
-        for a, b, n in zip(pieces.src, pieces.dst, pieces.length, strict=True):
+        for a, b, n in zip(descriptors.src, descriptors.dst, descriptors.length, strict=True):
             expected[image + b : image + b + n] = source[begin + a : begin + a + n]
     assert (area.cpu().numpy() == expected).all()
 
     back, back_region = memory(BLOCKS * STRIDE, device, 3)
     wanted = back.cpu().numpy().copy()
-    turned = Nest(nest.dst, nest.src, nest.run, tuple(Loop(x.count, x.dst, x.src) for x in nest.loops))
-    part = PoolNests(tuple(at), (turned.at(0, back_region.address),))
+    turned = StridedCopy(nest.dst, nest.src, nest.run, tuple(Loop(x.count, x.dst, x.src) for x in nest.loops))
+    part = PoolCopies(tuple(at), (turned.at(0, back_region.address),))
     into = CellCopies([part], AddressSpace([back_region]), "dst", STRIDE, BLOCKS)
     into.scatter(blocks, cells, slots, first)
     for begin in begins:
-        for a, n in zip(pieces.src, pieces.length, strict=True):
+        for a, n in zip(descriptors.src, descriptors.length, strict=True):
             wanted[begin + a : begin + a + n] = source[begin + a : begin + a + n]
     assert (back.cpu().numpy() == wanted).all()
 
     into.clear(blocks)
     for begin in (block * STRIDE + offset for block in ids for offset in at):
-        for a, n in zip(pieces.src, pieces.length, strict=True):
+        for a, n in zip(descriptors.src, descriptors.length, strict=True):
             wanted[begin + a : begin + a + n] = 0
     assert (back.cpu().numpy() == wanted).all()
 
 
 def test_a_nest_that_leaves_registered_memory_is_refused():
     _, region = memory(BLOCKS * STRIDE, "cpu", 1)
-    inside = Nest(region.address, 0, 8)
+    inside = StridedCopy(region.address, 0, 8)
     with pytest.raises(TransferError, match="not in registered memory"):
-        CellCopies([PoolNests(ONE_CELL, (inside,))], AddressSpace([region]), "src", STRIDE, BLOCKS + 1)
+        CellCopies([PoolCopies(ONE_CELL, (inside,))], AddressSpace([region]), "src", STRIDE, BLOCKS + 1)
     with pytest.raises(TransferError, match="not in registered memory"):
-        CellCopies([PoolNests((0, STRIDE - 7), (inside,))], AddressSpace([region]), "src", STRIDE, BLOCKS)
+        CellCopies([PoolCopies((0, STRIDE - 7), (inside,))], AddressSpace([region]), "src", STRIDE, BLOCKS)
     with pytest.raises(TransferError, match="not in registered memory"):
-        CellCopies([PoolNests(ONE_CELL, (inside.at(-1, 0),))], AddressSpace([region]), "src", STRIDE, BLOCKS)
+        CellCopies([PoolCopies(ONE_CELL, (inside.at(-1, 0),))], AddressSpace([region]), "src", STRIDE, BLOCKS)
 
 
 def test_a_view_is_of_the_memory_that_is_there():
@@ -98,9 +98,9 @@ def test_a_view_is_of_the_memory_that_is_there():
 
 
 def test_words_divide_all_there_is():
-    assert largest_word(Nest(0, 0, 24, (Loop(2, 40, 64),)), 16) == 8
-    assert largest_word(Nest(0, 0, 24, (Loop(2, 40, 64),)), 6) == 2
-    assert largest_word(Nest(0, 0, 3)) == 1
+    assert largest_word(StridedCopy(0, 0, 24, (Loop(2, 40, 64),)), 16) == 8
+    assert largest_word(StridedCopy(0, 0, 24, (Loop(2, 40, 64),)), 6) == 2
+    assert largest_word(StridedCopy(0, 0, 3)) == 1
 
 
 @pytest.mark.parametrize("distance", [12, 10, 9])
@@ -109,7 +109,11 @@ def test_blocks_that_are_no_whole_words_apart_are_copied_whole(distance):
     area, area_region = memory(4 * IMAGE, "cpu", 2)
     slots = StagedCells(AddressSpace([area_region]), area_region.address, IMAGE)
     loops = CellCopies(
-        [PoolNests(ONE_CELL, (Nest(region.address, 0, 8),))], AddressSpace([region]), "src", distance, 5
+        [PoolCopies(ONE_CELL, (StridedCopy(region.address, 0, 8),))],
+        AddressSpace([region]),
+        "src",
+        distance,
+        5,
     )
     loops.gather(np.array([1, 3]), np.zeros(2, np.int64), slots, 0)
     for number, block in enumerate((1, 3)):

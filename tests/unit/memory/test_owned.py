@@ -11,8 +11,8 @@ from kvferry.geometry import GroupKind, Layer, RankGeometry
 from kvferry.geometry.layout import LAYOUTS, EngineShape
 from kvferry.geometry.store import LayerStore, ModelCache, Stored
 from kvferry.memory.owned import OwnedCache, allocate
-from kvferry.planning.request import as_addresses
-from kvferry.planning.select import Span, select_cells
+from kvferry.planning.prepared_lists import expand_cells
+from kvferry.planning.select import LoadSpan, select_cells
 from kvferry.planning.template import build_templates
 from support.models import COMPACT, SPLITS, attention, model, state
 
@@ -216,10 +216,10 @@ def move(srcs, dst: OwnedCache, src_tables, dst_tables) -> None:
         for route in template.routes:
             group = dst.geometry.groups[route.dst_group]
             cells = select_cells(
-                route, group.kind, group.attention_span, Span(0, 24, 25),
+                route, group.kind, group.attention_span, LoadSpan(0, 24, 25),
                 src_tables[route.src_group], dst_tables[route.dst_group],
             )  # fmt: skip
-            pieces = as_addresses(route, cells)
+            pieces = expand_cells(route, cells)
             for a, b, n in zip(pieces.src, pieces.dst, pieces.length, strict=True):
                 at, into = a - src.buffer.data_ptr(), b - dst.buffer.data_ptr()
                 to[into : into + n] = src.buffer.numpy()[at : at + n]

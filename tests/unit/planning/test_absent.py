@@ -11,8 +11,8 @@ import torch
 from kvferry.errors import Incompatible
 from kvferry.geometry import GroupKind, Layer, RankGeometry, Region
 from kvferry.geometry.canonical import canonical_of
-from kvferry.planning.select import Span, blocks_begun
-from kvferry.planning.template import absent_layers, build_templates, kept_too_little, names_absent
+from kvferry.planning.select import LoadSpan, unwritten_blocks_needed
+from kvferry.planning.template import absent_layer_names, absent_layers, build_templates, window_mismatches
 from kvferry.transport.prepared_routes import page_clearings
 from support.pages import ADDRESS, cross_layer, kv_page, rank_of
 
@@ -56,8 +56,10 @@ def test_layers_that_several_ranks_do_without_are_named_once_in_order():
     many = rank_of(*[kv_page()] * 9)
     group = replace(many.groups[0], layers=tuple(replace(one, draft="3fa9") for one in many.groups[0].layers))
     ours = replace(many, groups=(group,))
-    assert names_absent([rank_of(kv_page())], [ours, ours]) == [f"layers.{number}" for number in range(9)]
-    assert names_absent([ours], [ours, ours]) == []
+    assert absent_layer_names([rank_of(kv_page())], [ours, ours]) == [
+        f"layers.{number}" for number in range(9)
+    ]
+    assert absent_layer_names([ours], [ours, ours]) == []
 
 
 def test_a_draft_that_only_the_peer_has_stays_there():
@@ -85,8 +87,8 @@ def test_a_window_of_a_draft_may_differ():
     one = with_draft(ALL)
     (group,) = one.groups
     window = replace(one, groups=(replace(group, kind=GroupKind.SLIDING, attention_span=32),))
-    assert kept_too_little([window], one)
-    assert not kept_too_little(
+    assert window_mismatches([window], one)
+    assert not window_mismatches(
         [with_draft(window, "other")], replace(one, groups=(replace(group, layers=group.layers[2:]),))
     )
 
@@ -124,23 +126,25 @@ def test_clearing_touches_the_absent_layers_of_these_blocks_and_nothing_else(acr
 @pytest.mark.parametrize(
     ("kind", "attention_span", "span", "expected"),
     [
-        (GroupKind.FULL, 0, Span(0, 40, 41), [10, 11, 12]),
-        (GroupKind.FULL, 0, Span(16, 40, 41), [11, 12]),
-        (GroupKind.FULL, 0, Span(24, 40, 41), [12]),
-        (GroupKind.FULL, 0, Span(0, 64, 65, (0, 32)), [10, 11]),
-        (GroupKind.SLIDING, 20, Span(0, 64, 65), [12, 13]),
-        (GroupKind.SLIDING, 20, Span(0, 64, 65, (0, 40)), []),
+        (GroupKind.FULL, 0, LoadSpan(0, 40, 41), [10, 11, 12]),
+        (GroupKind.FULL, 0, LoadSpan(16, 40, 41), [11, 12]),
+        (GroupKind.FULL, 0, LoadSpan(24, 40, 41), [12]),
+        (GroupKind.FULL, 0, LoadSpan(0, 64, 65, (0, 32)), [10, 11]),
+        (GroupKind.SLIDING, 20, LoadSpan(0, 64, 65), [12, 13]),
+        (GroupKind.SLIDING, 20, LoadSpan(0, 64, 65, (0, 40)), []),
     ],
 )
 def test_which_blocks_hold_nothing_yet(kind, attention_span, span, expected):
-    assert blocks_begun(kind, attention_span, 16, span, np.arange(10, 15)).tolist() == expected
+    assert unwritten_blocks_needed(kind, attention_span, 16, span, np.arange(10, 15)).tolist() == expected
 
 
 @pytest.mark.parametrize("have", [0, 16, 40])
 def test_the_block_of_a_snapshot_holds_nothing_yet_whatever_prefix_is_here(have):
-    assert blocks_begun(GroupKind.STATE, 0, 16, Span(have, 64, 65), np.array([7])).tolist() == [7]
+    assert unwritten_blocks_needed(
+        GroupKind.STATE, 0, 16, LoadSpan(have, 64, 65), np.array([7])
+    ).tolist() == [7]
 
 
 def test_a_null_block_is_never_cleared():
     table = np.array([0, 0, 12])
-    assert blocks_begun(GroupKind.FULL, 0, 16, Span(0, 40, 41), table).tolist() == [12]
+    assert unwritten_blocks_needed(GroupKind.FULL, 0, 16, LoadSpan(0, 40, 41), table).tolist() == [12]

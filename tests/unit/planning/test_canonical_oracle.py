@@ -9,8 +9,8 @@ from hypothesis import event, given, settings, strategies as st
 
 from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.geometry.canonical import Canonical, canonical_of, chunk_pool
-from kvferry.planning.request import as_addresses
-from kvferry.planning.select import Cells, Span, select_cells
+from kvferry.planning.prepared_lists import expand_cells
+from kvferry.planning.select import Cells, LoadSpan, select_cells
 from kvferry.planning.template import Route, build_templates
 from support.chunks import Engine, Finest, Kept, chunk_of, kept
 from support.engines import ranks
@@ -68,7 +68,7 @@ def store(
         fill(rank, engine.tables, memory)
     if not chunks:
         return
-    span = Span(
+    span = LoadSpan(
         chunks.start * case.chunk_tokens, chunks.stop * case.chunk_tokens, case.chunks * case.chunk_tokens
     )
     for number, pool in enumerate(pools):
@@ -124,7 +124,7 @@ def load(case: Kept, pools, tables, memories, how: str) -> None:
         event("loads something" if writes.any() else "loads nothing")
 
 
-def needed_slots(case: Kept, group, span: Span, table: np.ndarray) -> np.ndarray:
+def needed_slots(case: Kept, group, span: LoadSpan, table: np.ndarray) -> np.ndarray:
     """Null slots for chunks that nobody needs: a window does not ask for what is before it."""
     if group.kind is GroupKind.STATE:
         return table
@@ -134,7 +134,7 @@ def needed_slots(case: Kept, group, span: Span, table: np.ndarray) -> np.ndarray
 
 def carry(route: Route, cells: Cells, src: Memory, dst: Memory, writes: np.ndarray, how: str) -> None:
     if how == "direct":
-        copy(as_addresses(route, cells), src, dst, writes)
+        copy(expand_cells(route, cells), src, dst, writes)
     elif len(cells):
         move(route, way_of(route, how, 64), cells, src, dst, writes)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.planning.strategy import Costs, Work, chunk_bytes
+from kvferry.planning.strategy import Costs, Work, segment_bytes
 
 CELL = 1 << 20
 COSTS = Costs(2e-6, 1e-10, 1e-6, 1e-8, 1e-10, 3e-4, 0.0, 1.0, 1.0)
@@ -19,7 +19,7 @@ def test_direct_is_descriptors_and_bytes() -> None:
 
 def test_a_gather_is_asked_for_chunk_by_chunk() -> None:
     cells = 64
-    chunks = cells * CELL / chunk_bytes(cells * CELL)
+    chunks = cells * CELL / segment_bytes(cells * CELL)
     gather = cells * (1e-6 + 512 * 1e-8 + CELL * 1e-10)
     read = cells * (2e-6 + CELL * 1e-10) + chunks * 2e-6
     assert STAGED.seconds(cells, COSTS) == pytest.approx(chunks * 3e-4 + gather + read)
@@ -50,7 +50,7 @@ def test_a_few_cells_go_direct_and_many_staged() -> None:
 
 @pytest.mark.parametrize(("total", "chunk"), [(1 << 20, 2 << 20), (16 << 20, 4 << 20), (1 << 33, 16 << 20)])
 def test_chunks_have_bounds(total: int, chunk: int) -> None:
-    assert chunk_bytes(total) == chunk
+    assert segment_bytes(total) == chunk
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,15 @@ from hypothesis import event, given, settings, strategies as st
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.store import LayerStore
-from kvferry.planning.coverage import NOWHERE, Cut, Missing, coverage, farthest, to_load
-from kvferry.planning.select import Span, needed
+from kvferry.planning.coverage import (
+    NO_TIER,
+    ChunkedPrompt,
+    Missing,
+    chunks_to_load,
+    coverage,
+    longest_usable_prefix,
+)
+from kvferry.planning.select import LoadSpan, needed_tokens
 
 FULL, SLIDING, CHUNKED, MLA, STATE = (
     GroupKind.FULL, GroupKind.SLIDING, GroupKind.CHUNKED, GroupKind.MLA, GroupKind.STATE
@@ -27,16 +34,16 @@ def group(kind: GroupKind, attention_span: int = 0) -> LayerStore:
 @dataclass(frozen=True)
 class Case:
     groups: list[LayerStore]
-    cut: Cut
+    cut: ChunkedPrompt
     places: np.ndarray
 
     @property
     def at_hand(self) -> np.ndarray:
-        return self.places < NOWHERE
+        return self.places < NO_TIER
 
     def without(self, place: int) -> Case:
         """What is left without a place and slower ones."""
-        return replace(self, places=np.where(self.places < place, self.places, NOWHERE))
+        return replace(self, places=np.where(self.places < place, self.places, NO_TIER))
 
     @property
     def coverage(self) -> Told:
@@ -53,7 +60,7 @@ class Told:
     missing: tuple[Missing, ...]
 
 
-def told(groups: list[LayerStore], cut: Cut, places: np.ndarray) -> Told:
+def told(groups: list[LayerStore], cut: ChunkedPrompt, places: np.ndarray) -> Told:
     found = coverage(groups, cut, places)
     return Told(found.tokens, found.alone, found.better, found.missing)
 
@@ -66,7 +73,7 @@ def cases(draw):
     tokens = draw(st.integers(0, 50))
     prompt = tokens + draw(st.sampled_from((0, 0, 1, 1, 2, 9)))
     have, first = (draw(st.sampled_from((0, 0, draw(st.integers(0, prompt))))) for _ in range(2))
-    cut = Cut(tokens, draw(st.integers(1, 9)), prompt, have, first)
+    cut = ChunkedPrompt(tokens, draw(st.integers(1, 9)), prompt, have, first)
     rows = [draw(row(cut.chunks)) for _ in groups]
     return Case(groups, cut, np.array(rows, np.int64).reshape(len(groups), cut.chunks))
 
@@ -81,10 +88,10 @@ def row(draw, chunks):
         here = draw(st.lists(st.booleans(), min_size=chunks, max_size=chunks))
     else:
         here = [how == "all" or (number in some) == (how == "only") for number in range(chunks)]
-    return [place if yes else NOWHERE for place, yes in zip(from_where, here, strict=True)]
+    return [place if yes else NO_TIER for place, yes in zip(from_where, here, strict=True)]
 
 
-def seen(group: LayerStore, cut: Cut, end: int) -> list[int]:
+def seen(group: LayerStore, cut: ChunkedPrompt, end: int) -> list[int]:
     """Tokens before `end` that the next computed token attends to and the engine lacks, one by one."""
     computed = end if end < cut.prompt else cut.prompt - 1
     return [
@@ -96,7 +103,7 @@ def seen(group: LayerStore, cut: Cut, end: int) -> list[int]:
     ]
 
 
-def wanted(group: LayerStore, cut: Cut, end: int) -> set[int]:
+def wanted(group: LayerStore, cut: ChunkedPrompt, end: int) -> set[int]:
     """Chunks that a prefix up to `end` takes of one group."""
     if end <= max(cut.have, cut.first):
         return set()
@@ -118,7 +125,7 @@ def ends_of(case: Case) -> list[int]:
 
 
 def loaded(case: Case, end: int) -> tuple[np.ndarray, ...]:
-    return to_load(case.groups, case.cut, end, (min(case.cut.first, end), end))
+    return chunks_to_load(case.groups, case.cut, end, (min(case.cut.first, end), end))
 
 
 def lacking(case: Case, end: int) -> dict[int, int]:
@@ -200,10 +207,10 @@ def test_what_is_loaded_is_at_hand_and_is_what_the_next_token_sees(case: Case):
 @given(cases())
 def test_the_chunks_are_those_of_the_tokens_that_a_hand_over_moves(case: Case):
     for end in ends_of(case):
-        span = Span(case.cut.have, end, case.cut.prompt, (case.cut.first, end))
+        span = LoadSpan(case.cut.have, end, case.cut.prompt, (case.cut.first, end))
         for group, chunks in zip(case.groups, loaded(case, end), strict=True):
             if group.kind is not STATE:
-                low, high = needed(group.kind, group.attention_span, span)
+                low, high = needed_tokens(group.kind, group.attention_span, span)
                 size = case.cut.chunk_tokens
                 assert chunks.tolist() == (list(range(low // size, -(-high // size))) if low < high else [])
 
@@ -217,12 +224,12 @@ def test_more_at_hand_never_means_less_of_a_prefix(case: Case):
         assert coverage(case.groups, case.cut, more).tokens >= found
 
 
-def prefix(groups, cut: Cut, *rows: str) -> Told:
+def prefix(groups, cut: ChunkedPrompt, *rows: str) -> Told:
     """Rows: a letter per chunk, ``x`` at hand and ``.`` not."""
-    return told(groups, cut, np.array([[0 if letter == "x" else NOWHERE for letter in row] for row in rows]))
+    return told(groups, cut, np.array([[0 if letter == "x" else NO_TIER for letter in row] for row in rows]))
 
 
-PROMPT = Cut(tokens=64, chunk_tokens=16, prompt=100)
+PROMPT = ChunkedPrompt(tokens=64, chunk_tokens=16, prompt=100)
 
 
 @pytest.mark.parametrize(
@@ -262,37 +269,40 @@ def test_the_prefix_is_where_all_can_continue_not_where_the_shortest_ends():
     ],
 )
 def test_what_the_engine_has_need_not_be_at_hand(have, row, tokens):
-    assert prefix([group(FULL)], Cut(64, 16, 100, have), row).tokens == tokens
+    assert prefix([group(FULL)], ChunkedPrompt(64, 16, 100, have), row).tokens == tokens
 
 
 def test_a_snapshot_is_needed_at_the_boundary_whatever_the_engine_has():
-    cut = Cut(64, 16, 100, have=32)
+    cut = ChunkedPrompt(64, 16, 100, have=32)
     assert prefix([group(FULL), group(STATE)], cut, "..xx", "xx..").tokens == 32
     assert prefix([group(FULL), group(STATE)], cut, "..xx", "..x.").tokens == 48
-    assert [chunks.tolist() for chunks in to_load([group(FULL), group(STATE)], cut, 64)] == [[2, 3], [3]]
+    assert [chunks.tolist() for chunks in chunks_to_load([group(FULL), group(STATE)], cut, 64)] == [
+        [2, 3],
+        [3],
+    ]
 
 
 def test_attention_may_be_loaded_to_the_end_of_the_prompt_a_state_may_not():
-    cut = Cut(tokens=64, chunk_tokens=16, prompt=64)
+    cut = ChunkedPrompt(tokens=64, chunk_tokens=16, prompt=64)
     assert prefix([group(FULL)], cut, "xxxx").tokens == 64
     found = prefix([group(FULL), group(STATE)], cut, "xxxx", "xxxx")
     assert (found.tokens, found.better, found.missing) == (48, None, ())
-    assert farthest([group(FULL)], 64) == 64
-    assert farthest([group(FULL), group(STATE)], 64) == 63
+    assert longest_usable_prefix([group(FULL)], 64) == 64
+    assert longest_usable_prefix([group(FULL), group(STATE)], 64) == 63
     with pytest.raises(TransferError, match="a prefix of 64 tokens ends on no boundary"):
-        to_load([group(STATE)], cut, 64)
+        chunks_to_load([group(STATE)], cut, 64)
 
 
 def test_at_the_end_of_the_prompt_the_window_of_the_last_token_counts():
     """Window 17: token 64 sees 48 to 64, token 63, computed again, sees 47 to 63."""
-    longer, whole = Cut(64, 16, 65), Cut(64, 16, 64)
+    longer, whole = ChunkedPrompt(64, 16, 65), ChunkedPrompt(64, 16, 64)
     assert prefix([group(SLIDING, 17)], longer, "...x").tokens == 64
     assert prefix([group(SLIDING, 17)], whole, "...x").tokens == 0
     assert prefix([group(SLIDING, 17)], whole, "..xx").tokens == 64
 
 
 def test_a_state_one_token_before_the_end_is_a_tail():
-    cut = Cut(tokens=63, chunk_tokens=16, prompt=64)
+    cut = ChunkedPrompt(tokens=63, chunk_tokens=16, prompt=64)
     assert prefix([group(FULL), group(STATE)], cut, "xxxx", "...x").tokens == 63
     assert prefix([group(FULL), group(STATE)], cut, "xxxx", "..x.").tokens == 48
     assert prefix([group(FULL), group(STATE)], cut, "xxx.", "..xx").tokens == 48
@@ -302,10 +312,10 @@ def test_a_state_one_token_before_the_end_is_a_tail():
 def test_a_prompt_of_one_token_or_none_has_no_prefix_for_a_state(groups):
     stateful = groups[-1].kind is STATE
     for prompt in (0, 1):
-        cut = Cut(prompt, 16, prompt)
+        cut = ChunkedPrompt(prompt, 16, prompt)
         found = coverage(groups, cut, np.zeros((len(groups), cut.chunks), np.int64))
         assert found.tokens == (0 if stateful else prompt)
-        assert farthest(groups, prompt) == found.tokens
+        assert longest_usable_prefix(groups, prompt) == found.tokens
 
 
 def test_the_reason_is_the_group_without_which_more_could_be_used():
@@ -327,7 +337,7 @@ def test_what_is_missing_is_named_as_the_first_chunk_that_is():
     assert found == Told(0, (16, 64), 16, (Missing(1, 0),))
     found = prefix([group(SLIDING, 40), group(STATE)], PROMPT, "xx.x", "...x")
     assert found == Told(0, (32, 64), 16, (Missing(1, 0),))
-    found = prefix([group(SLIDING, 40)], Cut(64, 16, 100, 40), "xx..")
+    found = prefix([group(SLIDING, 40)], ChunkedPrompt(64, 16, 100, 40), "xx..")
     assert found.missing == (Missing(0, 2),)
 
 
@@ -353,13 +363,13 @@ def test_a_model_without_groups_is_an_error():
 @pytest.mark.parametrize("made", [(5, 0, 5), (6, 4, 5), (-1, 4, 5), (5, 4, 5, -1), (5, 4, 5, 0, -1)])
 def test_a_cut_that_cannot_be_is_an_error(made):
     with pytest.raises(TransferError, match=f"{made[0]} of 5 tokens"):
-        Cut(*made)
+        ChunkedPrompt(*made)
 
 
 @pytest.mark.parametrize("tokens", [8, 65, 80, 63])
 def test_chunks_up_to_what_is_no_boundary_are_an_error(tokens):
     with pytest.raises(TransferError, match=f"a prefix of {tokens} tokens ends on no boundary"):
-        to_load([group(FULL)], PROMPT, tokens)
+        chunks_to_load([group(FULL)], PROMPT, tokens)
 
 
 @given(cases(), st.data())
@@ -370,14 +380,16 @@ def test_the_beginning_of_a_prefix_is_chunks_of_what_sees_everything(case: Case,
     stateful = any(group.kind is STATE for group in case.groups)
     if end <= case.cut.have or (stateful and last == case.cut.prompt):
         return
-    chunks = to_load(case.groups, case.cut, end, (case.cut.first, last))
+    chunks = chunks_to_load(case.groups, case.cut, end, (case.cut.first, last))
     begin, size = max(case.cut.have, case.cut.first), case.cut.chunk_tokens
     for group, found in zip(case.groups, chunks, strict=True):
-        sees_all = group.kind in (FULL, MLA)
-        assert set(found.tolist()) == ({token // size for token in range(begin, last)} if sees_all else set())
+        attends_to_all = group.kind in (FULL, MLA)
+        assert set(found.tolist()) == (
+            {token // size for token in range(begin, last)} if attends_to_all else set()
+        )
 
 
 def test_nothing_is_loaded_up_to_what_the_engine_has():
     for tokens in (0, 8, 17):
-        loads = to_load([group(FULL), group(STATE)], Cut(64, 16, 100, 17), tokens)
+        loads = chunks_to_load([group(FULL), group(STATE)], ChunkedPrompt(64, 16, 100, 17), tokens)
         assert [chunks.tolist() for chunks in loads] == [[], []]

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import event, given, settings, strategies as st
 
 from kvferry.geometry import RankGeometry
-from kvferry.planning.pieces import merge
-from kvferry.planning.request import Entries, Tally, as_addresses, tally
+from kvferry.planning.descriptors import merge
+from kvferry.planning.prepared_lists import Entries, Tally, expand_cells, tally
 from kvferry.planning.select import Cells, select_cells
 from kvferry.planning.template import Route, Template, build_templates
 from support.engines import ranks
@@ -57,7 +57,7 @@ def check_bytes(transfer: Transfer, how: str, gap: int) -> None:
             for route in template.routes:
                 cells = cells_of(transfer, route)
                 if how == "direct":
-                    copy(as_addresses(route, cells), memories[source], memory, writes)
+                    copy(expand_cells(route, cells), memories[source], memory, writes)
                 else:
                     move(route, way_of(route, how, gap), cells, memories[source], memory, writes)
         expected.check(memory.bytes)
@@ -71,15 +71,15 @@ def test_indices_and_tally_tell_of_the_same_descriptors_as_addresses_do(transfer
         src_list, dst_list, bases = prepared(template)
         for route, (src_base, dst_base) in zip(template.routes, bases, strict=True):
             cells = cells_of(transfer, route)
-            spelled = as_addresses(route, cells)
+            expand_copies = expand_cells(route, cells)
             src = Entries(src_base, route.src_blocks, route.src_cells)
             dst = Entries(dst_base, route.dst_blocks, route.dst_cells)
             here, there = (
                 each.of(len(route.rows), ids, cells.number)
                 for each, ids in ((src, cells.src_block), (dst, cells.dst_block))
             )
-            assert (src_list[here] == np.stack([spelled.src, spelled.length], 1)).all()
-            assert (dst_list[there] == np.stack([spelled.dst, spelled.length], 1)).all()
+            assert (src_list[here] == np.stack([expand_copies.src, expand_copies.length], 1)).all()
+            assert (dst_list[there] == np.stack([expand_copies.dst, expand_copies.length], 1)).all()
             assert tally(route, cells) == counted_one_by_one(route, cells)
 
 
@@ -102,11 +102,13 @@ def cells_of(transfer: Transfer, route: Route) -> Cells:
 
 def counted_one_by_one(route: Route, cells: Cells) -> Tally:
     """A tally by spelling every descriptor out and merging, row by row."""
-    merged, pieces = [], as_addresses(route, cells)
-    for row in range(0, len(pieces), max(len(cells), 1)):
+    merged, descriptors = [], expand_cells(route, cells)
+    for row in range(0, len(descriptors), max(len(cells), 1)):
         part = slice(row, row + len(cells))
-        merged += merge(pieces.src[part], pieces.dst[part], pieces.length[part]).length.tolist()
-    return Tally(sum(merged), len(pieces), len(merged), max(merged, default=0))
+        merged += merge(
+            descriptors.src[part], descriptors.dst[part], descriptors.length[part]
+        ).length.tolist()
+    return Tally(sum(merged), len(descriptors), len(merged), max(merged, default=0))
 
 
 def prepared(template: Template) -> tuple[np.ndarray, np.ndarray, list[tuple[int, int]]]:
@@ -115,10 +117,14 @@ def prepared(template: Template) -> tuple[np.ndarray, np.ndarray, list[tuple[int
     bases = []
     for route in template.routes:
         bases.append((sum(map(len, src)), sum(map(len, dst))))
-        for plane in route.planes:
-            rows = plane.pieces
-            src.append(_every_cell(rows.src, rows.length, plane.src_at, route.src_stride, route.src_blocks))
-            dst.append(_every_cell(rows.dst, rows.length, plane.dst_at, route.dst_stride, route.dst_blocks))
+        for cell_copy in route.cell_copies:
+            rows = cell_copy.descriptors
+            src.append(
+                _every_cell(rows.src, rows.length, cell_copy.src_at, route.src_stride, route.src_blocks)
+            )
+            dst.append(
+                _every_cell(rows.dst, rows.length, cell_copy.dst_at, route.dst_stride, route.dst_blocks)
+            )
     return np.concatenate(src), np.concatenate(dst), bases
 
 

@@ -4,7 +4,7 @@ from kvferry.errors import ConfigError
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.geometry.rank import GroupKind
 from kvferry.geometry.store import LayerStore, ModelCache, Stored
-from kvferry.planning.strategy import Costs, Strategy, Work, choose, ways
+from kvferry.planning.strategy import Costs, Strategy, Work, choose_method, transfer_methods
 from kvferry.planning.template import build_templates
 
 KV = Stored("kv", 2, 8, (("content", 256),))
@@ -20,8 +20,8 @@ def route(src_layout: str, dst_layout: str, src_tp: int = 1, dst_tp: int = 1):
 
 
 def chosen(found_route, cells: int = 256, costs: Costs = COSTS) -> Strategy:
-    found = ways(found_route, costs, ROOM)
-    return found[choose(found, cells, costs)].strategy
+    found = transfer_methods(found_route, costs, ROOM)
+    return found[choose_method(found, cells, costs)].strategy
 
 
 def test_long_runs_go_direct():
@@ -35,14 +35,15 @@ def test_many_short_runs_do_not():
 
 def test_little_goes_direct_where_asking_costs_more():
     costs = Costs(ask_seconds=0.5)
-    found = ways(route("LBNHC", "LBNHC", 1, 2), costs, ROOM)
-    assert found[choose(found, 1, costs)].strategy is not Strategy.STAGED
+    found = transfer_methods(route("LBNHC", "LBNHC", 1, 2), costs, ROOM)
+    assert found[choose_method(found, 1, costs)].strategy is not Strategy.STAGED
 
 
 def test_copies_of_either_side_are_part_of_the_work():
     """One layer of half the heads: one loop, a run per token."""
     found = {
-        (way.strategy, way.landing is None): way for way in ways(route("LBNHC", "LBNHC", 1, 2), COSTS, ROOM)
+        (way.strategy, way.landing is None): way
+        for way in transfer_methods(route("LBNHC", "LBNHC", 1, 2), COSTS, ROOM)
     }
     copies = {
         of: (way.work.gather_calls, way.work.gather_runs, way.work.scatter_calls, way.work.scatter_runs)
@@ -59,7 +60,7 @@ def test_copies_of_either_side_are_part_of_the_work():
 
 
 def test_half_the_heads_read_whole_is_twice_the_bytes():
-    found = {way.strategy: way for way in ways(route("LBNHC", "LBNHC", 1, 2), COSTS, ROOM)}
+    found = {way.strategy: way for way in transfer_methods(route("LBNHC", "LBNHC", 1, 2), COSTS, ROOM)}
     direct, over = found[Strategy.DIRECT].work, found[Strategy.OVER_READ].work
     page = 16 * 8 * 512
     assert direct.descriptors == 4 * 16
@@ -69,7 +70,11 @@ def test_half_the_heads_read_whole_is_twice_the_bytes():
 
 
 def test_a_staged_image_lands_in_one_stretch_per_page():
-    staged = [way for way in ways(route("LBNHC", "LBNHC", 1, 2), COSTS, ROOM) if way.strategy == "staged"]
+    staged = [
+        way
+        for way in transfer_methods(route("LBNHC", "LBNHC", 1, 2), COSTS, ROOM)
+        if way.strategy == "staged"
+    ]
     in_place = next(way for way in staged if way.landing is None)
     landed = next(way for way in staged if way.landing is not None)
     assert in_place.work.descriptors == 4
@@ -78,15 +83,17 @@ def test_a_staged_image_lands_in_one_stretch_per_page():
 
 
 def test_a_pinned_strategy_is_taken_where_it_is_possible():
-    found = ways(route("BHLNC", "BHLNC"), COSTS, ROOM)
+    found = transfer_methods(route("BHLNC", "BHLNC"), COSTS, ROOM)
     for strategy in Strategy:
-        assert found[choose(found, 9, COSTS, strategy)].strategy is strategy
+        assert found[choose_method(found, 9, COSTS, strategy)].strategy is strategy
     direct_only = [way for way in found if way.strategy is Strategy.DIRECT]
-    assert choose(direct_only, 9, COSTS, Strategy.STAGED) == 0
+    assert choose_method(direct_only, 9, COSTS, Strategy.STAGED) == 0
 
 
 def test_images_that_have_no_room_are_no_way():
-    assert {way.strategy for way in ways(route("LBNHC", "LBHNC"), COSTS, 1000)} == {Strategy.DIRECT}
+    assert {way.strategy for way in transfer_methods(route("LBNHC", "LBHNC"), COSTS, 1000)} == {
+        Strategy.DIRECT
+    }
 
 
 def test_a_pipeline_is_as_slow_as_its_slower_end():

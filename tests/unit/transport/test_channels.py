@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from kvferry.errors import ProtocolError
-from kvferry.planning.nest import Loop, Nest
-from kvferry.planning.plane import PoolNests
+from kvferry.planning.cell_copy import PoolCopies
+from kvferry.planning.strided_copy import Loop, StridedCopy
 from kvferry.transport import gather_messages as gather, messages as control, redeem
 from transport.cards import cards, facts
 
 QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=300)
 PROTOCOL = control.PROTOCOL
-NEST = Nest(4096, 64, 8, (Loop(3, 100, 16), Loop(2, 8, 8)))
+NEST = StridedCopy(4096, 64, 8, (Loop(3, 100, 16), Loop(2, 8, 8)))
 GRANT = redeem.Grant.of(1, 2, [[5, 6], [7]])
 BLOCKS = np.array([1, 2, 3], np.int32).tobytes()
 
@@ -39,7 +39,7 @@ REQUESTS = [
     Sample(control, control.AskTurn(7, 16, [bytes(32)])),
     Sample(
         gather,
-        gather.Introduce(PROTOCOL, [gather.GatherRoute(4096, 9, 128, (PoolNests((0, 8), (NEST,)),) * 2)]),
+        gather.Introduce(PROTOCOL, [gather.GatherRoute(4096, 9, 128, (PoolCopies((0, 8), (NEST,)),) * 2)]),
     ),
     Sample(gather, gather.Gather(7, 1, 3, 2**32 - 1, BLOCKS, 2)),
     Sample(gather, gather.Done(9)),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvferry.planning.image import Image
-from kvferry.planning.request import Entries
+from kvferry.planning.packed_image import PackedImage
+from kvferry.planning.prepared_lists import Entries
 from kvferry.planning.select import Cells
-from kvferry.planning.strategy import Strategy, Way, Work
+from kvferry.planning.strategy import Strategy, TransferMethod, Work
 from kvferry.transport.packed_read import segments_of
 from kvferry.transport.prepared_routes import PreparedMethod
 
@@ -16,7 +16,7 @@ STRIDE = 1 << 20
 
 
 def _way(room: int, gather: int = 0, rows: int = 3, cells: int = 1) -> PreparedMethod:
-    way = Way(Strategy.STAGED, Work(1, STRIDE), Image(STRIDE, (), ()))
+    way = TransferMethod(Strategy.STAGED, Work(1, STRIDE), PackedImage(STRIDE, (), ()))
     return PreparedMethod(way, rows, Entries(100, room), Entries(7, 1000, cells), gather)
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import zmq
 
-from kvferry.planning.nest import Nest
-from kvferry.planning.plane import PoolNests
+from kvferry.planning.cell_copy import PoolCopies
+from kvferry.planning.strided_copy import StridedCopy
 from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.gather_messages import (
     MAX_REPLY_BYTES,
@@ -25,7 +25,7 @@ from kvferry.transport.messages import PROTOCOL
 from kvferry.transport.security import secure_server
 from support.keys import KEYS
 
-ROUTES = [GatherRoute(4096, 8, 64, (PoolNests((0, 8), (Nest(0, 0, 8),)),))]
+ROUTES = [GatherRoute(4096, 8, 64, (PoolCopies((0, 8), (StridedCopy(0, 0, 8),)),))]
 TICKET = LeaseWord(3, 9, 1)
 BLOCKS = np.array([5, 2], np.int64)
 

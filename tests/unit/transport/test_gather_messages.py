@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from kvferry.errors import ProtocolError
-from kvferry.planning.nest import Loop, Nest
-from kvferry.planning.plane import PoolNests
+from kvferry.planning.cell_copy import PoolCopies
+from kvferry.planning.strided_copy import Loop, StridedCopy
 from kvferry.transport.gather_messages import (
     MAX_CELLS,
     MAX_LOOPS,
@@ -25,12 +25,12 @@ from kvferry.transport.gather_messages import (
 from kvferry.transport.messages import PROTOCOL
 
 QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=300)
-NEST = Nest(4096, 64, 8, (Loop(3, 100, 16), Loop(2, 8, 8)))
+NEST = StridedCopy(4096, 64, 8, (Loop(3, 100, 16), Loop(2, 8, 8)))
 
 
-def introduce(*nests: Nest, stride: int = 128, blocks: int = 9, planes: int = 1, at=(0,)) -> Introduce:
+def introduce(*nests: StridedCopy, stride: int = 128, blocks: int = 9, planes: int = 1, at=(0,)) -> Introduce:
     return Introduce(
-        PROTOCOL, [GatherRoute(4096, blocks, stride, (PoolNests(at, nests or (NEST,)),) * planes)]
+        PROTOCOL, [GatherRoute(4096, blocks, stride, (PoolCopies(at, nests or (NEST,)),) * planes)]
     )
 
 
@@ -47,7 +47,7 @@ numbers = st.one_of(
     st.sampled_from([1 << 20, 1 << 31, 1 << 40, (1 << 63) - 1, -(1 << 63), (1 << 64) - 1]),
 )
 anything = st.builds(
-    Nest,
+    StridedCopy,
     numbers,
     numbers,
     numbers,
@@ -65,25 +65,27 @@ def test_nests_that_are_let_in_keep_inside_of_their_image_and_fill_no_byte_of_it
     assert isinstance(message, Introduce)
     assert sum(nest.bytes for nest in nests) <= 128
     for nest in nests:
-        pieces = nest.pieces()
-        assert pieces.dst.min() >= 0
-        assert (pieces.dst + pieces.length).max() <= 128
+        # Only the image's side: the addresses to read are checked against the pool, when it is viewed.
+        loops = tuple(Loop(loop.count, 0, loop.dst) for loop in nest.loops)
+        descriptors = StridedCopy(0, nest.dst, nest.run, loops).descriptors()
+        assert descriptors.dst.min() >= 0
+        assert (descriptors.dst + descriptors.length).max() <= 128
 
 
 @pytest.mark.parametrize(
     ("nest", "says"),
     [
-        (Nest(0, -1, 8), r"covers bytes \[-1, 7\) of images of 128"),
-        (Nest(0, 121, 8), r"covers bytes \[121, 129\) of images of 128"),
-        (Nest(0, 0, 8, (Loop(17, 8, 8),)), r"covers bytes \[0, 136\)"),
-        (Nest(0, 0, 8, (Loop(1 << 62, 0, 1 << 62),)), "covers bytes"),
-        (Nest(0, 0, 8, (Loop(1 << 40, 0, 0),)), f"{8 << 40} bytes for an image of 128"),
-        (Nest(0, 0, 1, (Loop(64, 0, 1), Loop(64, 0, 1))), "4096 bytes for an image of 128"),
-        (Nest(0, 64, 8, (Loop(2, 8, -8),)), "runs of 8 bytes in loops"),
-        (Nest(64, 0, 8, (Loop(2, -8, 8),)), "runs of 8 bytes in loops"),
-        (Nest(0, 0, 8, (Loop(1, 8, 1 << 62),)), "runs of 8 bytes in loops"),
-        (Nest(0, 0, 0), "runs of 0 bytes"),
-        (Nest(0, 0, 1, (Loop(2, 0, 0),) * (MAX_LOOPS + 1)), "runs of 1 bytes in loops"),
+        (StridedCopy(0, -1, 8), r"covers bytes \[-1, 7\) of images of 128"),
+        (StridedCopy(0, 121, 8), r"covers bytes \[121, 129\) of images of 128"),
+        (StridedCopy(0, 0, 8, (Loop(17, 8, 8),)), r"covers bytes \[0, 136\)"),
+        (StridedCopy(0, 0, 8, (Loop(1 << 62, 0, 1 << 62),)), "covers bytes"),
+        (StridedCopy(0, 0, 8, (Loop(1 << 40, 0, 0),)), f"{8 << 40} bytes for an image of 128"),
+        (StridedCopy(0, 0, 1, (Loop(64, 0, 1), Loop(64, 0, 1))), "4096 bytes for an image of 128"),
+        (StridedCopy(0, 64, 8, (Loop(2, 8, -8),)), "runs of 8 bytes in loops"),
+        (StridedCopy(64, 0, 8, (Loop(2, -8, 8),)), "runs of 8 bytes in loops"),
+        (StridedCopy(0, 0, 8, (Loop(1, 8, 1 << 62),)), "runs of 8 bytes in loops"),
+        (StridedCopy(0, 0, 0), "runs of 0 bytes"),
+        (StridedCopy(0, 0, 1, (Loop(2, 0, 0),) * (MAX_LOOPS + 1)), "runs of 1 bytes in loops"),
     ],
 )
 def test_a_nest_that_would_write_elsewhere_or_endlessly_is_refused(nest, says):
@@ -95,15 +97,15 @@ def test_a_nest_that_would_write_elsewhere_or_endlessly_is_refused(nest, says):
     ("message", "says"),
     [
         (
-            introduce(*[Nest(0, 0, 1)] * 2, planes=MAX_NESTS // 2 + 1),
+            introduce(*[StridedCopy(0, 0, 1)] * 2, planes=MAX_NESTS // 2 + 1),
             f"{MAX_NESTS + 2} planes or nests",
         ),
         (
-            Introduce(PROTOCOL, [GatherRoute(1, 1, 64, (PoolNests((0,), ()),) * (MAX_NESTS + 1))]),
+            Introduce(PROTOCOL, [GatherRoute(1, 1, 64, (PoolCopies((0,), ()),) * (MAX_NESTS + 1))]),
             "planes or nests",
         ),
         (
-            Introduce(PROTOCOL, [GatherRoute(1, 1, 64, (PoolNests((0,), ()),))] * (MAX_ROUTES + 1)),
+            Introduce(PROTOCOL, [GatherRoute(1, 1, 64, (PoolCopies((0,), ()),))] * (MAX_ROUTES + 1)),
             f"{MAX_ROUTES + 1} routes, at most",
         ),
         (introduce(planes=0), "a route of 0 planes"),
@@ -114,16 +116,16 @@ def test_a_nest_that_would_write_elsewhere_or_endlessly_is_refused(nest, says):
         (
             Introduce(
                 PROTOCOL,
-                [GatherRoute(64, 9, 128, (PoolNests((0, 8), (NEST,)), PoolNests((0, 8, 16), (NEST,))))],
+                [GatherRoute(64, 9, 128, (PoolCopies((0, 8), (NEST,)), PoolCopies((0, 8, 16), (NEST,))))],
             ),
             "3 cells of a block of 2",
         ),
         (
-            introduce(Nest(0, 0, 1), planes=2, at=tuple(range(MAX_CELLS // 2 + 1))),
+            introduce(StridedCopy(0, 0, 1), planes=2, at=tuple(range(MAX_CELLS // 2 + 1))),
             f"places of {MAX_CELLS + 2} cells in their blocks, at most {MAX_CELLS}",
         ),
-        (introduce(Nest(0, 0, 64), Nest(0, 0, 65)), "129 bytes for an image of 128"),
-        (introduce(Nest(0, 0, 65), planes=2), "130 bytes for an image of 128"),
+        (introduce(StridedCopy(0, 0, 64), StridedCopy(0, 0, 65)), "129 bytes for an image of 128"),
+        (introduce(StridedCopy(0, 0, 65), planes=2), "130 bytes for an image of 128"),
         (introduce(stride=129), "images every 129 bytes"),
         (Introduce(PROTOCOL + 1, []), f"protocol {PROTOCOL + 1} there, {PROTOCOL} here"),
         (introduce(stride=1 << 40), "not a gather request"),
@@ -148,5 +150,5 @@ def test_an_answer_that_names_no_place_is_refused(reply):
 
 
 def test_as_many_nests_as_allowed_are_let_in():
-    message = introduce(Nest(0, 0, 1), planes=MAX_NESTS, stride=MAX_NESTS)
+    message = introduce(StridedCopy(0, 0, 1), planes=MAX_NESTS, stride=MAX_NESTS)
     assert decode_request(msgspec.msgpack.encode(message)) == message

@@ -10,8 +10,8 @@ import zmq
 from kvferry.errors import ConfigError
 from kvferry.geometry import Region
 from kvferry.geometry.rank import RankGeometry
-from kvferry.planning.nest import Loop, Nest
-from kvferry.planning.plane import PoolNests
+from kvferry.planning.cell_copy import PoolCopies
+from kvferry.planning.strided_copy import Loop, StridedCopy
 from kvferry.transport import gather_server, security
 from kvferry.transport.allowed_peers import ANY_PEER, AllowedPeers, parse_allowed_peers
 from kvferry.transport.gather_messages import (
@@ -60,8 +60,8 @@ class World:
             reader.say(Introduce(PROTOCOL, list(routes)))
         return reader
 
-    def route(self, *nests: Nest, stride: int = 64, blocks: int = BLOCKS, at=(0,)) -> GatherRoute:
-        parts = (PoolNests(at, tuple(nest.at(self.address, 0) for nest in nests)),)
+    def route(self, *nests: StridedCopy, stride: int = 64, blocks: int = BLOCKS, at=(0,)) -> GatherRoute:
+        parts = (PoolCopies(at, tuple(nest.at(self.address, 0) for nest in nests)),)
         return GatherRoute(STRIDE, blocks, stride, parts)
 
     def images(self, position: int, stride: int, count: int) -> np.ndarray:
@@ -73,7 +73,7 @@ class World:
 
     def idle(self) -> None:
         """Everything said so far has been dealt with, and the area is looked after."""
-        reader = self.reader(self.route(Nest(0, 0, 8)))
+        reader = self.reader(self.route(StridedCopy(0, 0, 8)))
         reader.say(ask(1, blocks=(0,)))
         assert isinstance(reader.hear(), NotGathered)
 
@@ -116,7 +116,7 @@ def world(stack):
 
 
 def test_it_gathers_what_the_nests_say(world):
-    reader = world.reader(world.route(Nest(16, 8, 4, (Loop(3, 100, 12),))))
+    reader = world.reader(world.route(StridedCopy(16, 8, 4, (Loop(3, 100, 12),))))
     before = world.area.cells(64).space._flat(0, 1).numpy().copy()
     reader.say(ask(5, (3, 6, 1)))
     found = reader.hear()
@@ -133,8 +133,8 @@ def test_it_gathers_what_the_nests_say(world):
 
 @pytest.mark.parametrize("cell", [0, 1, 2])
 def test_cells_begin_anywhere_in_a_block_and_follow_one_another(world, cell):
-    one = world.route(Nest(0, 0, 40), at=(0, 1000, 3000))
-    other = world.route(Nest(7, 40, 24), at=(0, 24, 48))
+    one = world.route(StridedCopy(0, 0, 40), at=(0, 1000, 3000))
+    other = world.route(StridedCopy(7, 40, 24), at=(0, 24, 48))
     both = GatherRoute(STRIDE, BLOCKS, 64, one.parts + other.parts)
     reader = world.reader(both)
     reader.say(ask(1, (1, 2, 3, 4, 5), cell=cell))
@@ -152,7 +152,7 @@ def test_an_ended_lease_is_refused_and_nothing_is_gathered(world, monkeypatch):
     gather = gather_server.CellCopies.gather
     monkeypatch.setattr(gather_server.CellCopies, "gather", lambda *order: copies.append(1) or gather(*order))
     world.words.end([2])
-    reader = world.reader(world.route(Nest(0, 0, 8)))
+    reader = world.reader(world.route(StridedCopy(0, 0, 8)))
     reader.say(ask(1, slot=2), ask(2, slot=2, generation=1), ask(3, slot=LEASES), ask(4, slot=1 << 30))
     assert reader.hear() == NotGathered(1, "the lease has ended")
     assert isinstance(reader.hear(), Gathered)
@@ -171,7 +171,7 @@ def test_a_lease_that_ends_while_its_blocks_are_gathered_is_refused_and_gives_it
         world.words.end([0])
 
     monkeypatch.setattr(gather_server.CellCopies, "gather", ending)
-    reader = world.reader(world.route(Nest(0, 0, 8)))
+    reader = world.reader(world.route(StridedCopy(0, 0, 8)))
     reader.say(ask(1))
     assert reader.hear() == NotGathered(1, "the lease has ended")
     assert not any(world.area._taken)
@@ -182,7 +182,7 @@ def test_a_copy_that_fails_is_refused_and_gives_its_room_back(world, monkeypatch
         raise RuntimeError("no such device")
 
     monkeypatch.setattr(gather_server.CellCopies, "gather", failing)
-    reader = world.reader(world.route(Nest(0, 0, 8)))
+    reader = world.reader(world.route(StridedCopy(0, 0, 8)))
     reader.say(ask(1))
     assert reader.hear() == NotGathered(1, "the copy failed: no such device")
     assert not any(world.area._taken)
@@ -192,7 +192,7 @@ def test_a_copy_that_fails_is_refused_and_gives_its_room_back(world, monkeypatch
 
 
 def test_a_copy_that_fails_when_its_turn_comes_holds_up_nobody(world, monkeypatch):
-    reader = world.reader(world.route(Nest(0, 0, 8), stride=WIDE))
+    reader = world.reader(world.route(StridedCopy(0, 0, 8), stride=WIDE))
     reader.say(ask(1, (1,) * 5), ask(2), ask(3))
     assert reader.hear().chunk == 1
     gather = gather_server.CellCopies.gather
@@ -220,21 +220,21 @@ def test_a_copy_that_fails_when_its_turn_comes_holds_up_nobody(world, monkeypatc
     ],
 )
 def test_what_cannot_be_gathered_is_refused_in_words(world, order, says):
-    reader = world.reader(world.route(Nest(0, 0, 8)))
+    reader = world.reader(world.route(StridedCopy(0, 0, 8)))
     reader.say(order)
     assert reader.hear() == NotGathered(1, says)
     assert not any(world.area._taken)
 
 
 def test_blocks_past_those_introduced_are_not_in_the_pool(world):
-    reader = world.reader(world.route(Nest(0, 0, 8), blocks=4))
+    reader = world.reader(world.route(StridedCopy(0, 0, 8), blocks=4))
     reader.say(ask(1, (3,)), ask(2, (4,)))
     assert isinstance(reader.hear(), Gathered)
     assert reader.hear() == NotGathered(2, "blocks 4 to 4 are not in the pool")
 
 
 def test_a_chunk_of_a_name_that_is_held_is_refused_and_the_first_stays(world):
-    reader = world.reader(world.route(Nest(0, 0, 8)))
+    reader = world.reader(world.route(StridedCopy(0, 0, 8)))
     reader.say(ask(1), ask(1))
     first = reader.hear()
     assert reader.hear() == NotGathered(1, "a chunk of that name is held")
@@ -250,11 +250,11 @@ def test_who_has_not_introduced_itself_is_told_to(world):
 @pytest.mark.parametrize(
     "nest",
     [
-        Nest(-(1 << 40), 0, 8),
-        Nest(1 << 62, 0, 8),
-        Nest(STRIDE, 0, 8),
-        Nest(0, 0, 8, (Loop(2, STRIDE, 8),)),
-        Nest(0, 0, 8, (Loop(2, (1 << 63) - 1, 8),)),
+        StridedCopy(-(1 << 40), 0, 8),
+        StridedCopy(1 << 62, 0, 8),
+        StridedCopy(STRIDE, 0, 8),
+        StridedCopy(0, 0, 8, (Loop(2, STRIDE, 8),)),
+        StridedCopy(0, 0, 8, (Loop(2, (1 << 63) - 1, 8),)),
     ],
 )
 def test_nests_that_leave_the_pool_introduce_nobody(world, nest):
@@ -265,13 +265,13 @@ def test_nests_that_leave_the_pool_introduce_nobody(world, nest):
 
 @pytest.mark.parametrize(("at", "inside"), [((0, STRIDE - 8), True), ((STRIDE - 7, 0), False)])
 def test_cells_that_leave_the_pool_introduce_nobody(world, at, inside):
-    reader = world.reader(world.route(Nest(0, 0, 8), at=at))
+    reader = world.reader(world.route(StridedCopy(0, 0, 8), at=at))
     reader.say(ask(1))
     assert isinstance(reader.hear(), Gathered) == inside
 
 
 def test_without_room_a_request_waits_until_there_is_some(world):
-    reader = world.reader(world.route(Nest(0, 0, 8), stride=WIDE))
+    reader = world.reader(world.route(StridedCopy(0, 0, 8), stride=WIDE))
     reader.say(ask(1, (1,) * 5), ask(2, (2,)))
     first = reader.hear()
     assert reader.hear(0.3) is None
@@ -283,7 +283,7 @@ def test_without_room_a_request_waits_until_there_is_some(world):
 
 
 def test_a_request_that_raises_once_there_is_room_ends_the_waiting_of_no_other(world, monkeypatch):
-    reader = world.reader(world.route(Nest(0, 0, 8), stride=WIDE))
+    reader = world.reader(world.route(StridedCopy(0, 0, 8), stride=WIDE))
     reader.say(ask(1, (1,) * 5), ask(2, (2,)), ask(3, (3,)))
     assert reader.hear().chunk == 1
     assert reader.hear(0.3) is None, "both wait"
@@ -301,7 +301,7 @@ def test_a_request_that_raises_once_there_is_room_ends_the_waiting_of_no_other(w
 
 
 def test_small_requests_do_not_overtake_a_large_one(world):
-    large, small = (world.reader(world.route(Nest(0, 0, 8), stride=WIDE)) for _ in range(2))
+    large, small = (world.reader(world.route(StridedCopy(0, 0, 8), stride=WIDE)) for _ in range(2))
     small.say(ask(1))
     assert isinstance(small.hear(), Gathered)
     large.say(ask(1, (1,) * 5))
@@ -315,13 +315,13 @@ def test_small_requests_do_not_overtake_a_large_one(world):
 
 
 def test_a_request_that_is_no_longer_wanted_does_not_wait_on(world):
-    reader = world.reader(world.route(Nest(0, 0, 8), stride=WIDE))
+    reader = world.reader(world.route(StridedCopy(0, 0, 8), stride=WIDE))
     reader.say(ask(1, (1,) * 5), ask(2), ask(3), Done(2), Done(1))
     assert [reader.hear().chunk, reader.hear().chunk] == [1, 3]
 
 
 def test_a_request_that_waits_in_vain_is_refused(world):
-    reader = world.reader(world.route(Nest(0, 0, 8), stride=WIDE))
+    reader = world.reader(world.route(StridedCopy(0, 0, 8), stride=WIDE))
     reader.say(ask(1, (1,) * 5), ask(2))
     assert reader.hear().chunk == 1
     assert reader.hear(0.3) is None
@@ -330,7 +330,7 @@ def test_a_request_that_waits_in_vain_is_refused(world):
 
 
 def test_what_a_silent_reader_holds_is_reclaimed_and_its_word_raised_before(world):
-    silent, other = (world.reader(world.route(Nest(0, 0, 8), stride=WIDE)) for _ in range(2))
+    silent, other = (world.reader(world.route(StridedCopy(0, 0, 8), stride=WIDE)) for _ in range(2))
     silent.say(ask(1, (1,) * 5))
     held = silent.hear()
     world.now += ALLOCATION_SECONDS - 2
@@ -345,7 +345,7 @@ def test_what_a_silent_reader_holds_is_reclaimed_and_its_word_raised_before(worl
 
 
 def test_it_is_reclaimed_while_others_speak_without_pause(world):
-    silent, talker = (world.reader(world.route(Nest(0, 0, 8))) for _ in range(2))
+    silent, talker = (world.reader(world.route(StridedCopy(0, 0, 8))) for _ in range(2))
     silent.say(ask(1))
     held = silent.hear()
     world.now += ALLOCATION_SECONDS + 1
@@ -360,7 +360,7 @@ def test_it_is_reclaimed_while_others_speak_without_pause(world):
 def test_the_word_of_a_part_of_the_area_that_was_given_often_is_said_in_full(world):
     generation = 0x81234567
     world.words.array[LEASES] = INCARNATION << 32 | generation
-    reader = world.reader(world.route(Nest(0, 0, 8)))
+    reader = world.reader(world.route(StridedCopy(0, 0, 8)))
     reader.say(ask(1))
     found = reader.hear()
     assert (found.word, found.generation) == (LEASES, generation)
@@ -374,7 +374,7 @@ def test_it_does_not_look_for_silent_readers_after_every_message(world):
 
 
 def test_done_for_a_chunk_that_nobody_has_changes_nothing(world):
-    reader, stranger = world.reader(world.route(Nest(0, 0, 8))), world.reader()
+    reader, stranger = world.reader(world.route(StridedCopy(0, 0, 8))), world.reader()
     reader.say(ask(1))
     held = reader.hear()
     reader.say(Done(2))
@@ -385,7 +385,7 @@ def test_done_for_a_chunk_that_nobody_has_changes_nothing(world):
 
 
 def test_done_raises_the_word_and_frees_the_room(world):
-    reader = world.reader(world.route(Nest(0, 0, 8)))
+    reader = world.reader(world.route(StridedCopy(0, 0, 8)))
     reader.say(ask(1))
     held = reader.hear()
     reader.say(Done(1))
@@ -395,7 +395,7 @@ def test_done_raises_the_word_and_frees_the_room(world):
 
 
 def test_room_is_free_only_once_its_word_is_raised(world, monkeypatch):
-    reader = world.reader(world.route(Nest(0, 0, 8)))
+    reader = world.reader(world.route(StridedCopy(0, 0, 8)))
     reader.say(ask(1))
     held, seen = reader.hear(), []
     inner = world.area.free
@@ -406,10 +406,10 @@ def test_room_is_free_only_once_its_word_is_raised(world, monkeypatch):
 
 
 def test_another_introduction_frees_what_was_held(world):
-    reader = world.reader(world.route(Nest(0, 0, 8)))
+    reader = world.reader(world.route(StridedCopy(0, 0, 8)))
     reader.say(ask(1))
     held = reader.hear()
-    reader.say(Introduce(PROTOCOL, [world.route(Nest(8, 0, 8))]), ask(1))
+    reader.say(Introduce(PROTOCOL, [world.route(StridedCopy(8, 0, 8))]), ask(1))
     again = reader.hear()
     assert world.word(held) != INCARNATION << 32 | held.generation
     assert (world.images(again.position, 64, 1)[0, :8] == world.pool[STRIDE + 8 :][:8]).all()
@@ -420,7 +420,7 @@ def test_of_too_many_readers_the_first_is_forgotten(world, monkeypatch):
     monkeypatch.setattr(gather_server, "MAX_READERS", 2)
     readers = []
     for _ in range(3):
-        readers.append(world.reader(world.route(Nest(0, 0, 8))))
+        readers.append(world.reader(world.route(StridedCopy(0, 0, 8))))
         readers[-1].say(ask(1))
         assert isinstance(readers[-1].hear(), Gathered)
     assert sum(world.area._taken) == 2
@@ -432,14 +432,14 @@ def test_of_too_many_readers_the_first_is_forgotten(world, monkeypatch):
 
 def test_more_than_may_wait_are_refused(world, monkeypatch):
     monkeypatch.setattr(gather_server, "MAX_WAITING", 1)
-    reader = world.reader(world.route(Nest(0, 0, 8), stride=WIDE))
+    reader = world.reader(world.route(StridedCopy(0, 0, 8), stride=WIDE))
     reader.say(ask(1, (1,) * 5), ask(2), ask(3))
     assert reader.hear().chunk == 1
     assert reader.hear() == NotGathered(3, "1 requests are waiting already")
 
 
 def test_garbage_is_dropped_and_others_are_served(world):
-    reader = world.reader(world.route(Nest(0, 0, 8)))
+    reader = world.reader(world.route(StridedCopy(0, 0, 8)))
     for garbage in (
         b"",
         b"\xc1",
@@ -455,7 +455,7 @@ def test_garbage_is_dropped_and_others_are_served(world):
 
 def test_keys_let_in_whoever_has_them_and_nobody_else(stack):
     world = World(stack)
-    route = world.route(Nest(0, 0, 8))
+    route = world.route(StridedCopy(0, 0, 8))
     others = [world.reader(route, keys=OTHER_KEYS), world.reader(route, keys=None)]
     friend = world.reader(route)
     for reader in (*others, friend):
@@ -466,7 +466,7 @@ def test_keys_let_in_whoever_has_them_and_nobody_else(stack):
 
 def test_a_reader_that_is_no_peer_is_not_let_in_even_with_the_key(stack):
     world = World(stack, peers=parse_allowed_peers(["10.0.0.0/8"], HOST, None))
-    reader = world.reader(world.route(Nest(0, 0, 8)))
+    reader = world.reader(world.route(StridedCopy(0, 0, 8)))
     reader.say(ask(1))
     assert reader.hear(0.5) is None
 
@@ -480,7 +480,7 @@ def test_an_address_of_another_machine_is_refused_in_words(stack):
 
 
 def test_closing_ends_the_thread_with_messages_still_to_come(world):
-    reader = world.reader(world.route(Nest(0, 0, 8)))
+    reader = world.reader(world.route(StridedCopy(0, 0, 8)))
     reader.say(*[ask(number) for number in range(100)])
     world.server.close()
     assert not world.server._thread.is_alive()
@@ -490,7 +490,7 @@ def test_closing_ends_the_thread_with_messages_still_to_come(world):
 def test_closing_leaves_a_copy_behind_that_hangs(world, monkeypatch, caplog):
     begun, let_go = threading.Event(), threading.Event()
     monkeypatch.setattr(gather_server.CellCopies, "gather", lambda *order: begun.set() or let_go.wait(30))
-    reader = world.reader(world.route(Nest(0, 0, 8)))
+    reader = world.reader(world.route(StridedCopy(0, 0, 8)))
     reader.say(ask(1))
     assert begun.wait(5)
     world.server.close(patience_seconds=0.1)
@@ -505,7 +505,7 @@ def test_readers_with_very_many_cells_are_forgotten_the_oldest_first(world, monk
     monkeypatch.setattr(gather_server, "MAX_CELLS_OF_ALL_READERS", 100)
     readers = []
     for _ in range(2):
-        readers.append(world.reader(world.route(Nest(0, 0, 8), at=tuple(range(60)))))
+        readers.append(world.reader(world.route(StridedCopy(0, 0, 8), at=tuple(range(60)))))
         readers[-1].say(ask(1))
         assert isinstance(readers[-1].hear(), Gathered)
     readers[0].say(ask(2))
@@ -516,7 +516,7 @@ def test_what_waits_is_bounded_by_its_size_and_by_its_reader(stack, monkeypatch)
     monkeypatch.setattr(gather_server, "MAX_WAITING_OF_READER", 2)
     monkeypatch.setattr(gather_server, "MAX_WAITING_BYTES", 100)
     world = World(stack, units=1)
-    one, other = (world.reader(world.route(Nest(0, 0, 8), stride=WIDE)) for _ in range(2))
+    one, other = (world.reader(world.route(StridedCopy(0, 0, 8), stride=WIDE)) for _ in range(2))
     one.say(ask(1))
     assert isinstance(one.hear(), Gathered)
     one.say(ask(2), ask(3), ask(4))

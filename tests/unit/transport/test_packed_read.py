@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvferry.geometry import Region
-from kvferry.planning.request import Entries, Indices
+from kvferry.planning.prepared_lists import Entries, Indices
 from kvferry.planning.select import Cells
 from kvferry.transport import packed_read
 from kvferry.transport.agent import ReadState

@@ -12,7 +12,7 @@ import zmq
 
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind, Region
-from kvferry.planning.select import Span
+from kvferry.planning.select import LoadSpan
 from kvferry.planning.strategy import Costs, Strategy
 from kvferry.planning.template import build_templates
 from kvferry.transport import prepared_routes
@@ -153,7 +153,7 @@ def gathered(monkeypatch):
 
 def moved(world, src, dst, families, total, have=0, **settings):
     """Read a prompt and check every byte; returns the reader and what it did."""
-    span = Span(have, total, total)
+    span = LoadSpan(have, total, total)
     src_tables, dst_tables = scattered_tables(src, total, 1), scattered_tables(dst, total, 2)
     producer = world.engine(ranks(src, families), staging_bytes=settings.pop("theirs", 4 << 20))
     for rank, memory in zip(producer.ranks, producer.memories, strict=True):
@@ -271,11 +271,13 @@ def test_layers_in_descending_order_of_addresses_are_gathered_and_cut_out(world,
         reader = world.engine([backwards], 1000, strategy=strategy, staging_bytes=4 << 20)
         before = reader.memories[0].bytes.copy()
         reader.threads[0].connect("P", producer.cards)
-        reader.threads[0].submit(ReadOrder("a", "P", Span(0, 200, 200), tables, tables, LeaseWord(0, 0, 1)))
-        assert reader.result("a").failure is None
-        expect(reader.ranks[0], ranks(src, DENSE), [Span(0, 200, 200)], tables, before, cleared=True).check(
-            reader.memories[0].bytes
+        reader.threads[0].submit(
+            ReadOrder("a", "P", LoadSpan(0, 200, 200), tables, tables, LeaseWord(0, 0, 1))
         )
+        assert reader.result("a").failure is None
+        expect(
+            reader.ranks[0], ranks(src, DENSE), [LoadSpan(0, 200, 200)], tables, before, cleared=True
+        ).check(reader.memories[0].bytes)
     assert set(gathered) == {"Gathered"}
 
 
@@ -291,14 +293,14 @@ def test_many_reads_share_a_small_area(world, strategy):
     for number in range(8):
         part = (ids[number * 20 : number * 20 + 20],)
         reader.threads[0].submit(
-            ReadOrder(f"{number}", "P", Span(0, 320, 320), tables, part, LeaseWord(0, 0, 1))
+            ReadOrder(f"{number}", "P", LoadSpan(0, 320, 320), tables, part, LeaseWord(0, 0, 1))
         )
     before = reader.memories[0].bytes.copy()
     for number in range(8):
         assert reader.result(f"{number}").failure is None
     for number in range(8):
         part = (ids[number * 20 : number * 20 + 20],)
-        expected = expect(reader.ranks[0], ranks(src, WIDE), [Span(0, 320, 320)], part, before)
+        expected = expect(reader.ranks[0], ranks(src, WIDE), [LoadSpan(0, 320, 320)], part, before)
         assert (reader.memories[0].bytes == expected.value)[expected.must].all()
     assert sum(reader.agents[0].held.values()) == 1 + 4
 
@@ -318,7 +320,7 @@ def test_a_lot_that_was_given_to_another_while_it_was_read_is_a_failure(world):
 
     reader.agents[0].before_post = reclaimed
     reader.threads[0].connect("P", producer.cards)
-    reader.threads[0].submit(ReadOrder("a", "P", Span(0, 100, 100), tables, tables, LeaseWord(0, 0, 1)))
+    reader.threads[0].submit(ReadOrder("a", "P", LoadSpan(0, 100, 100), tables, tables, LeaseWord(0, 0, 1)))
     assert "used its staging area for others" in reader.result("a").failure
 
 
@@ -336,7 +338,7 @@ def test_a_lease_that_ends_between_chunks_is_a_failure(world):
 
     reader.agents[0].before_post = ended
     reader.threads[0].connect("P", producer.cards)
-    reader.threads[0].submit(ReadOrder("a", "P", Span(0, 1600, 1600), tables, tables, LeaseWord(0, 0, 1)))
+    reader.threads[0].submit(ReadOrder("a", "P", LoadSpan(0, 1600, 1600), tables, tables, LeaseWord(0, 0, 1)))
     result = reader.result("a")
     assert "gave the blocks back before they were read" in result.failure
     assert not result.peer_lost
@@ -348,7 +350,7 @@ def ordered(world):
     reader = world.engine(ranks(dense(), DENSE), 1000, strategy=Strategy.DIRECT)
     reader.threads[0].connect("P", producer.cards)
     tables = scattered_tables(dense(), 16, 1)
-    return producer, reader, ReadOrder("a", "P", Span(0, 16, 16), tables, tables, LeaseWord(0, 0, 1))
+    return producer, reader, ReadOrder("a", "P", LoadSpan(0, 16, 16), tables, tables, LeaseWord(0, 0, 1))
 
 
 def test_words_of_another_run_of_the_producer_lose_the_peer(world):
@@ -416,7 +418,7 @@ def test_orders_that_wait_for_their_peer_are_carried_out_in_the_order_in_which_t
     thread.connect("P", producer.cards)
     tables = scattered_tables(dense(), 16, 1)
     for key in "abc":
-        thread.submit(ReadOrder(key, "P", Span(0, 16, 16), tables, tables, LeaseWord(0, 0, 1)))
+        thread.submit(ReadOrder(key, "P", LoadSpan(0, 16, 16), tables, tables, LeaseWord(0, 0, 1)))
     until(lambda: len(thread._lanes[0]._held) == 3)
     [(verdict, wake)] = asked
     verdict.reason = ""
@@ -458,7 +460,7 @@ def test_a_read_that_hangs_and_holds_all_room_does_not_hold_up_others_for_long(w
     for name, producer in (("stuck", stuck), ("well", well)):
         reader.threads[0].connect(name, producer.cards)
         reader.threads[0].submit(
-            ReadOrder(name, name, Span(0, 1600, 1600), tables, tables, LeaseWord(0, 0, 1))
+            ReadOrder(name, name, LoadSpan(0, 1600, 1600), tables, tables, LeaseWord(0, 0, 1))
         )
     assert reader.result("well").failure is None
     assert reader.result("stuck", seconds=0) is None
@@ -472,7 +474,7 @@ def test_a_peer_that_cannot_be_prepared_to_the_end_leaves_nothing_behind(world):
     first, second = producer.cards
     thread, agent = reader.threads[0], reader.agents[0]
     tables = scattered_tables(dense(), 16, 1)
-    order = ReadOrder("a", "P", Span(0, 16, 16), tables, tables, LeaseWord(0, 0, 1))
+    order = ReadOrder("a", "P", LoadSpan(0, 16, 16), tables, tables, LeaseWord(0, 0, 1))
     for number, spoiled in enumerate(
         [
             msgspec.structs.replace(second, agent=b"nobody"),
@@ -495,7 +497,7 @@ def test_a_peer_that_is_disconnected_is_let_go_of_when_nothing_is_in_flight(worl
     reader = world.engine(ranks(dense(), DENSE), 1000)
     (thread,), (agent,) = reader.threads, reader.agents
     tables = scattered_tables(dense(), 16, 1)
-    order = ReadOrder("a", "P", Span(0, 16, 16), tables, tables, LeaseWord(0, 0, 1))
+    order = ReadOrder("a", "P", LoadSpan(0, 16, 16), tables, tables, LeaseWord(0, 0, 1))
     thread.connect("P", producer.cards)
     agent.gate.clear()
     thread.submit(order)
@@ -547,7 +549,7 @@ def test_blocks_that_cannot_be_cleared_fail_that_read_only(world, monkeypatch):
     reader = world.engine(ranks(dense(block=32), DENSE), 1000)
     reader.threads[0].connect("P", producer.cards)
     tables = scattered_tables(dense(), 16, 1)
-    order = ReadOrder("a", "P", Span(0, 16, 16), tables, tables, LeaseWord(0, 0, 1))
+    order = ReadOrder("a", "P", LoadSpan(0, 16, 16), tables, tables, LeaseWord(0, 0, 1))
 
     def failing(self, blocks):
         raise RuntimeError("no such device")
@@ -575,7 +577,7 @@ def test_a_read_at_which_a_lane_raises_fails_alone_and_the_lane_goes_on(world, m
     monkeypatch.setattr(lane, method, raising)
     reader.threads[0].connect("P", producer.cards)
     tables = scattered_tables(dense(), 16, 1)
-    order = ReadOrder("a", "P", Span(0, 16, 16), tables, tables, LeaseWord(0, 0, 1))
+    order = ReadOrder("a", "P", LoadSpan(0, 16, 16), tables, tables, LeaseWord(0, 0, 1))
     reader.threads[0].submit(order)
     assert reader.result("a").failure == "the lane failed: nobody expects this"
     assert "please report it" in caplog.text
@@ -602,7 +604,7 @@ def test_prepared_lists_have_a_row_per_cell_of_a_block_and_an_entry_per_cell_of_
     route, blocks = prepared_route.route, dense().num_blocks
     assert (route.src_cells, route.dst_cells) == (src // route.cell_tokens, dst // route.cell_tokens)
     rows = {"src": 0, "dst": 0}
-    for way in prepared_route.ways:
+    for way in prepared_route.methods:
         assert way.src.cells in (1, route.src_cells)
         assert way.dst.cells in (1, route.dst_cells)
         assert {way.src.blocks, way.dst.blocks} & {blocks} or way.way.landing is not None
@@ -620,7 +622,7 @@ def test_prepared_lists_have_a_row_per_cell_of_a_block_and_an_entry_per_cell_of_
 
 def test_ways_that_lists_have_no_room_for_are_left_out(monkeypatch):
     everything = preparation(dense(), dense(layout="LBNHC"), DENSE)
-    assert [way.way.strategy for way in everything.routes[0].ways] == [
+    assert [way.way.strategy for way in everything.routes[0].methods] == [
         "direct",
         "over-read",
         "staged",
@@ -630,8 +632,8 @@ def test_ways_that_lists_have_no_room_for_are_left_out(monkeypatch):
     for room in (most, most - 1, most // 2, most // 8):
         monkeypatch.setattr(prepared_routes, "MAX_DESCRIPTORS", room)
         made = preparation(dense(), dense(layout="LBNHC"), DENSE)
-        assert max(made.src.entries, made.dst.entries) <= room or len(made.routes[0].ways) == 1
-        assert (len(made.routes[0].ways) == 4) == (room == most)
+        assert max(made.src.entries, made.dst.entries) <= room or len(made.routes[0].methods) == 1
+        assert (len(made.routes[0].methods) == 4) == (room == most)
 
 
 def test_images_of_too_many_nests_are_not_introduced(monkeypatch):
@@ -641,22 +643,22 @@ def test_images_of_too_many_nests_are_not_introduced(monkeypatch):
     monkeypatch.setattr(prepared_routes, "MAX_NESTS", nests - 1)
     made = preparation(dense(), dense(layout="LBNHC"), DENSE)
     assert made.gathers == []
-    assert {way.way.strategy for way in made.routes[0].ways} == {"direct", "over-read"}
+    assert {way.way.strategy for way in made.routes[0].methods} == {"direct", "over-read"}
 
 
 @pytest.mark.parametrize(("images", "fits"), [(3, False), (4, True)])
 def test_images_that_the_peer_has_no_room_for_are_not_staged(images, fits):
-    staged = preparation(wide(layout="LBNHC"), wide(), WIDE).routes[0].ways[-1]
+    staged = preparation(wide(layout="LBNHC"), wide(), WIDE).routes[0].methods[-1]
     assert staged.way.strategy is Strategy.STAGED
     made = preparation(wide(layout="LBNHC"), wide(), WIDE, outgoing=images * staged.stride)
-    assert (made.routes[0].ways[-1].way.strategy is Strategy.STAGED) == fits == bool(made.gathers)
+    assert (made.routes[0].methods[-1].way.strategy is Strategy.STAGED) == fits == bool(made.gathers)
 
 
 def test_entries_lie_where_their_images_and_blocks_do():
     made = preparation(dense(block=24), dense(layout="LBNHC"), DENSE)
     for prepared_list, ends in (
-        (made.src, [(way.rows, way.src) for way in made.routes[0].ways]),
-        (made.dst, [(way.rows, way.dst) for way in made.routes[0].ways]),
+        (made.src, [(way.rows, way.src) for way in made.routes[0].methods]),
+        (made.dst, [(way.rows, way.dst) for way in made.routes[0].methods]),
     ):
         reached = 0
         for rows, entries in ends:
@@ -667,7 +669,7 @@ def test_entries_lie_where_their_images_and_blocks_do():
 
 def test_what_only_moves_staged_and_cannot_is_refused_in_words(monkeypatch):
     monkeypatch.setattr("kvferry.planning.strategy.MAX_ROWS", 1)
-    monkeypatch.setattr("kvferry.planning.strategy._fetched", lambda *_: None)
+    monkeypatch.setattr("kvferry.planning.strategy._fetch_image", lambda *_: None)
     monkeypatch.setattr(prepared_routes, "MAX_NESTS", 0)
     with pytest.raises(TransferError, match="can only move staged, and the peer does not gather"):
         preparation(dense(), dense(layout="LBNHC"), DENSE)

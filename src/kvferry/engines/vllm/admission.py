@@ -45,7 +45,7 @@ from kvferry.engines.vllm.request_phase import RequestPhase
 from kvferry.engines.vllm.source import Load, Source
 from kvferry.geometry import GroupKind
 from kvferry.observe.watch import Watch
-from kvferry.planning.select import Span, most_written, written
+from kvferry.planning.select import LoadSpan, max_writable_blocks, writable_blocks
 from kvferry.terminal import shown
 
 
@@ -311,7 +311,7 @@ class Admission:
         """Return whether an offer's loads leave the blocks that others need, even if they are late."""
         tokens, total = request.num_tokens, have + offer.bid.tokens
         return self._headroom.fits(request.request_id, total, tokens) and all(
-            source.room(bid, sum(most_written(*group, span) for group in self._blocks))
+            source.room(bid, sum(max_writable_blocks(*group, span) for group in self._blocks))
             for source, bid, span in offer.parts(have, offer.bid.tokens, tokens)
         )
 
@@ -346,7 +346,7 @@ class Admission:
         Not known, so False, of an offer that a source is still looking for.
         """
         source, bid = offer.legs[-1]
-        span = Span(have, have + offer.bid.tokens, request.num_tokens)
+        span = LoadSpan(have, have + offer.bid.tokens, request.num_tokens)
         load = Load("", request.request_id, "", 1, bid, span, (), 0.0)
         return not offer.bid.looking and self._parts.refuses(span, source.alignments(load))
 
@@ -360,13 +360,13 @@ class Admission:
         held = [
             block
             for kind, group, of_group in zip(self._kinds, self._groups, blocks, strict=True)
-            for block in of_group[written(kind, group.kv_cache_spec.block_size, load.span)]
+            for block in of_group[writable_blocks(kind, group.kv_cache_spec.block_size, load.span)]
             if not block.is_null
         ]
         self._pool.touch(held)
         self.pins.hold(load.key, load.source, held)
 
-    def _tables(self, block_ids: BlockIds, span: Span) -> BlockIds:
+    def _tables(self, block_ids: BlockIds, span: LoadSpan) -> BlockIds:
         """Return this engine's block tables; of a state group only the block for the snapshot."""
         return tuple(
             [ids[state_position(group.kv_cache_spec, span.total)]] if kind is GroupKind.STATE else list(ids)

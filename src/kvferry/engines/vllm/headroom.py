@@ -18,7 +18,7 @@ from typing import Any
 
 from kvferry.engines.vllm.compat.specs import attention_span_of, kind_of
 from kvferry.geometry import GroupKind
-from kvferry.planning.select import STATE_BLOCKS, first_seen, sees_all
+from kvferry.planning.select import STATE_BLOCKS, attends_to_all, first_attended
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class Headroom:
     def _takes(self, total: int) -> int:
         """Return the blocks that a request with `total` tokens holds if it has none yet."""
         seen_from = [
-            max(first_seen(kind, attention_span, total), 0) for kind, attention_span, _ in self.groups
+            max(first_attended(kind, attention_span, total), 0) for kind, attention_span, _ in self.groups
         ]
         return sum(
             _between(group, first // group[2] * group[2], total)
@@ -94,7 +94,9 @@ class Headroom:
     def _need(self, total: int, tokens: int) -> int:
         """Return the blocks that its next step takes, or all later steps in groups that see all tokens."""
         step = min(tokens, min(total, tokens - 1) + self.step_tokens)
-        return sum(_between(group, total, tokens if sees_all(group[0]) else step) for group in self.groups)
+        return sum(
+            _between(group, total, tokens if attends_to_all(group[0]) else step) for group in self.groups
+        )
 
 
 def _between(group: tuple[GroupKind, int, int], have: int, tokens: int) -> int:

@@ -14,7 +14,7 @@ import torch
 
 from kvferry.errors import ConfigError
 from kvferry.geometry import Group
-from kvferry.planning.pieces import Int64s
+from kvferry.planning.descriptors import Int64s
 
 CopyBlocks: TypeAlias = Callable[
     [dict[str, torch.Tensor], dict[str, torch.Tensor], list[int], list[int], Literal["h2d", "d2h"]], None

@@ -17,7 +17,7 @@ from kvferry.engines.vllm.compat.contract import (
 )
 from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.geometry import RankGeometry
-from kvferry.planning.select import Span
+from kvferry.planning.select import LoadSpan
 from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import RankCard
 
@@ -61,7 +61,7 @@ class LoadOrder:
     key: str
     request_id: str
     peer: str
-    span: Span
+    span: LoadSpan
     src_tables: BlockIds
     dst_tables: BlockIds
     lease: LeaseWord

@@ -14,7 +14,7 @@ from typing import Any
 from kvferry.cache.bids import Bid
 from kvferry.engines.vllm.source import Source
 from kvferry.geometry import GroupKind
-from kvferry.planning.select import Span, sees_all
+from kvferry.planning.select import LoadSpan, attends_to_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Offer:
         """The source of the last part."""
         return self.legs[-1][0]
 
-    def parts(self, have: int, external: int, prompt: int) -> list[tuple[Source, Bid, Span]]:
+    def parts(self, have: int, external: int, prompt: int) -> list[tuple[Source, Bid, LoadSpan]]:
         """Return (source, bid, span) of every leg that the engine does not have by now.
 
         Args:
@@ -42,10 +42,10 @@ class Offer:
             external: tokens of the prefix that it lacks now.
             prompt: tokens of the prompt.
         """
-        total, last, found = have + self.bid.tokens, have, list[tuple[Source, Bid, Span]]()
+        total, last, found = have + self.bid.tokens, have, list[tuple[Source, Bid, LoadSpan]]()
         for source, bid in self.legs:
             first, last = last, last + bid.tokens
-            span = Span(total - external, total, prompt, (first, last) if len(self.legs) > 1 else None)
+            span = LoadSpan(total - external, total, prompt, (first, last) if len(self.legs) > 1 else None)
             if span.begins < span.ends:
                 found.append((source, bid, span))
         return found
@@ -60,7 +60,7 @@ def common_alignment(blocks: Iterable[tuple[GroupKind, int]]) -> int:
     >>> common_alignment([(GroupKind.FULL, 48), (GroupKind.MLA, 32), (GroupKind.SLIDING, 7)])
     96
     """
-    found = [tokens for kind, tokens in blocks if sees_all(kind)]
+    found = [tokens for kind, tokens in blocks if attends_to_all(kind)]
     return lcm(*found) if found else 0
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvferry.engines.vllm.meta import BlockIds
 from kvferry.geometry import Group
-from kvferry.planning.select import NULL_BLOCK, Span, part_block, unseen_from
+from kvferry.planning.select import NULL_BLOCK, LoadSpan, first_independent, partial_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +73,22 @@ class PartBlocks:
         """Another connector fills blocks of this request in the step that uses them: all may prove wrong."""
         self._doubted.add(request_id)
 
-    def refuses(self, span: Span, alignments: Sequence[int]) -> bool:
+    def refuses(self, span: LoadSpan, alignments: Sequence[int]) -> bool:
         """Whether such a load would fill a block in part, and there must be none; see `begin`."""
         return self._refused and any(
-            part_block(group.kind, group.attention_span, group.block_tokens, span, alignment_tokens)
+            partial_block(group.kind, group.attention_span, group.block_tokens, span, alignment_tokens)
             is not None
             for group, alignment_tokens in zip(self._groups, alignments, strict=True)
         )
 
-    def begin(self, request: Any, tables: BlockIds, span: Span, alignments: Sequence[int]) -> None:
+    def begin(self, request: Any, tables: BlockIds, span: LoadSpan, alignments: Sequence[int]) -> None:
         """A load fills these tables; what an earlier one filled in part is the request's no more.
 
         Args:
             request: vLLM's.
             tables: destination blocks by position per group.
             span: how much is loaded.
-            alignments: `alignment_tokens` of `part_block`, per group.
+            alignments: `alignment_tokens` of `partial_block`, per group.
         """
         self.forget(request.request_id)
         found = []
@@ -96,9 +96,9 @@ class PartBlocks:
             zip(self._groups, tables, alignments, strict=True)
         ):
             size = group.block_tokens
-            at = part_block(group.kind, group.attention_span, size, span, alignment_tokens)
+            at = partial_block(group.kind, group.attention_span, size, span, alignment_tokens)
             if at is not None:
-                until = unseen_from(group.kind, group.attention_span, (at + 1) * size)
+                until = first_independent(group.kind, group.attention_span, (at + 1) * size)
                 found.append(_Part(number, at, ids[at], until))
         if found:
             self._parts[request.request_id] = found

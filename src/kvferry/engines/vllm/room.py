@@ -8,7 +8,7 @@ from typing import Any
 from kvferry.engines.vllm.compat.requests import waits_for_blocks
 from kvferry.engines.vllm.compat.specs import attention_span_of
 from kvferry.geometry import GroupKind
-from kvferry.planning.select import sees_all
+from kvferry.planning.select import attends_to_all
 
 
 class BlocksWanted:
@@ -44,7 +44,7 @@ class BlocksWanted:
         return sum(self._of_group(kind, spec, tokens) for kind, spec in self._groups) if tokens else 0
 
     def _of_group(self, kind: GroupKind, spec: Any, tokens: int) -> int:
-        if not sees_all(kind):
+        if not attends_to_all(kind):
             tokens = min(tokens, attention_span_of(spec) + self._ahead + spec.block_size)
         return 1 + -(-tokens // int(spec.block_size))
 

@@ -41,7 +41,7 @@ from kvferry.errors import ConfigError, Incompatible
 from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.observe.fold import Fold
 from kvferry.observe.watch import Watch
-from kvferry.planning.template import kept_too_little, names_absent
+from kvferry.planning.template import absent_layer_names, window_mismatches
 from kvferry.tiers.names import PEER
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer, ProducerCard
@@ -348,8 +348,8 @@ def sorted_cards(metadata: dict[tuple[int, int], Any]) -> tuple[WorkerCard, ...]
 def _check_all(theirs: tuple[RankCard, ...], ours: tuple[RankCard, ...]) -> None:
     """Raise Incompatible unless each of our ranks can read what it needs."""
     peer, here = ([card.geometry for card in cards] for cards in (theirs, ours))
-    absent = names_absent(peer, here)
-    if found := [text for rank in here for text in kept_too_little(peer, rank)]:
+    absent = absent_layer_names(peer, here)
+    if found := [text for rank in here for text in window_mismatches(peer, rank)]:
         raise Incompatible(list(dict.fromkeys(found)))
     if absent:
         logger.warning(

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from kvferry.cache.bids import Bid, Bidding
 from kvferry.engines.vllm.meta import BlockIds, Report, SchedulerMeta
 from kvferry.observe.events import Lack, Miss, Moved
-from kvferry.planning.select import Span
+from kvferry.planning.select import LoadSpan
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class Load:
     attempt: str
     loads: int
     bid: Bid
-    span: Span
+    span: LoadSpan
     tables: BlockIds
     began: float
     given_up: bool = False

@@ -17,7 +17,7 @@ from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.orders import MovedByAll, Piece, StoreOrder
 from kvferry.observe.events import StoreBegan, StoreEnded
 from kvferry.observe.watch import Watch
-from kvferry.planning.chunks import Stretch
+from kvferry.planning.chunk_cells import TableSlice
 from kvferry.planning.select import NULL_BLOCK
 from kvferry.tiers.host.tier import Slot
 
@@ -76,7 +76,7 @@ class StoreOrders:
         request_id: str,
         group: int,
         wanted: Sequence[tuple[int, bytes, int]],
-        stretches: Sequence[Stretch | None],
+        stretches: Sequence[TableSlice | None],
         at_hand: range,
     ) -> None:
         """Reserve room, pin blocks, and tell the ranks with the next hand-over.

@@ -29,9 +29,9 @@ from kvferry.engines.vllm.store_orders import StoreOrders
 from kvferry.geometry import Group, GroupKind
 from kvferry.geometry.canonical import Canonical
 from kvferry.geometry.canonical.length import content_alignment, snapshots_apart
-from kvferry.planning.chunks import Stretch, stretch_of
-from kvferry.planning.keeping import keeps_chunk, keeps_snapshot, last_ends
-from kvferry.planning.select import NULL_BLOCK, first_seen
+from kvferry.planning.chunk_cells import TableSlice, slice_table
+from kvferry.planning.retention import keeps_chunk, keeps_snapshot, last_prefix_ends
+from kvferry.planning.select import NULL_BLOCK, first_attended
 
 _TOGETHER = 16
 """Chunks of one order at most."""
@@ -128,7 +128,7 @@ class Storing:
             self._progress.pop(request.request_id, None)
             return
         tables = self._part_blocks.without(request.request_id, resolve(request.request_id))
-        ends = last_ends(prompt, self._chunk, self._block)
+        ends = last_prefix_ends(prompt, self._chunk, self._block)
         for group, one in enumerate(self._canonical):
             if one.kind is not GroupKind.STATE:
                 kept = [n for n in numbers if keeps_chunk(one, n, self._chunk, self._every, ends)]
@@ -175,7 +175,7 @@ class Storing:
         """Order chunks whose tokens at hand are these."""
         low, high = at_hand.start, min((numbers[-1] + 1) * self._chunk, at_hand.stop)
         stretches = [
-            stretch_of(tables[number], low, high, one.block_tokens) if number in self._parts[group] else None
+            slice_table(tables[number], low, high, one.block_tokens) if number in self._parts[group] else None
             for number, one in enumerate(self._groups)
         ]
         wanted = [(n, keys[n], min((n + 1) * self._chunk, high) - n * self._chunk) for n in numbers]
@@ -191,15 +191,15 @@ class Storing:
         one, low, high = self._canonical[group], number * self._chunk, min((number + 1) * self._chunk, until)
         needed = max(
             low,
-            first_seen(one.kind, one.attention_span, high - 1)
+            first_attended(one.kind, one.attention_span, high - 1)
             // self._alignments[group]
             * self._alignments[group],
         )
-        looked = first_seen(one.kind, one.attention_span, found) if one.attention_span and found else 0
+        looked = first_attended(one.kind, one.attention_span, found) if one.attention_span and found else 0
         since = low
         for part in self._parts[group]:
             size = self._groups[part].block_tokens
-            ids = stretch_of(tables[part], low, high, size).ids
+            ids = slice_table(tables[part], low, high, size).ids
             gone = next((at for at, block in enumerate(ids) if block != NULL_BLOCK), len(ids))
             if NULL_BLOCK in ids[gone:] or len(ids) < -(-high // size) - low // size:
                 return None
@@ -219,7 +219,7 @@ class Storing:
         assert self._state is not None
         chunks = self._prompts.get(request)
         at: dict[int, dict[int, int]] = {}
-        ends = last_ends(request.num_prompt_tokens, self._chunk, self._block)
+        ends = last_prefix_ends(request.num_prompt_tokens, self._chunk, self._block)
         for group, block, tokens in snapshots:
             if keeps_snapshot(tokens, self._chunk, self._every, ends):
                 at.setdefault(tokens, {})[group] = block
@@ -232,5 +232,7 @@ class Storing:
             key = chunks.key(self._state, number)
             if self._cache.host.contains([key])[0]:
                 continue
-            stretches = [Stretch(0, (blocks[n],)) if n in blocks else None for n in range(len(self._groups))]
+            stretches = [
+                TableSlice(0, (blocks[n],)) if n in blocks else None for n in range(len(self._groups))
+            ]
             self._orders.order(request.request_id, self._state, [(number, key, 0)], stretches, range(tokens))

@@ -34,9 +34,9 @@ from kvferry.geometry import Group
 from kvferry.geometry.canonical import Canonical
 from kvferry.geometry.canonical.length import content_alignment
 from kvferry.observe.events import Lack, Miss, Moved
-from kvferry.planning.chunks import Stretch
-from kvferry.planning.coverage import NOWHERE, Coverage
-from kvferry.planning.select import first_seen
+from kvferry.planning.chunk_cells import TableSlice
+from kvferry.planning.coverage import NO_TIER, Coverage
+from kvferry.planning.select import first_attended
 from kvferry.tiers.host.tier import Slot
 from kvferry.tiers.names import HOST, TIERS
 from kvferry.tiers.outcome import GetOutcome
@@ -78,7 +78,7 @@ class _Loading:
 
     load: Load
     fetch: Fetch
-    tables: tuple[Stretch, ...]
+    tables: tuple[TableSlice, ...]
     parts: int = 0
 
 
@@ -223,7 +223,7 @@ class TierSource:
             fetch.failure = "its chunks have no names any more"
         else:
             fetch = self._cache.reading.fetch(chunks.wants(asked.looked, load.span), asked.without)
-        tables = tuple(Stretch(0, tuple(ids)) for ids in load.tables)
+        tables = tuple(TableSlice(0, tuple(ids)) for ids in load.tables)
         self._loading[load.key] = _Loading(load, fetch, tables)
         self._brought[load.key] = _Brought()
         self._begins.append(LoadBegin(load.key, load.request_id, self._timeout, load.attempt, load.loads))
@@ -312,7 +312,7 @@ class TierSource:
         """
         size = found.cut.chunk_tokens
         low, high = first // size, -(-last // size)
-        row = found.places[self._widest, low:high] % NOWHERE
+        row = found.places[self._widest, low:high] % NO_TIER
         sums = np.bincount(row) * size
         sums[row[0]] -= first - low * size
         sums[row[-1]] -= high * size - last
@@ -325,8 +325,8 @@ class TierSource:
         The engine computes the last token again, but has freed blocks that the token after it does not see.
         """
         return all(
-            first_seen(one.kind, one.attention_span, tokens - 1) // one.block_tokens
-            == first_seen(one.kind, one.attention_span, tokens) // one.block_tokens
+            first_attended(one.kind, one.attention_span, tokens - 1) // one.block_tokens
+            == first_attended(one.kind, one.attention_span, tokens) // one.block_tokens
             for one in self._groups
             if one.attention_span and tokens >= one.attention_span
         )

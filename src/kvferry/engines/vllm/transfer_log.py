@@ -11,7 +11,7 @@ from io import FileIO
 from kvferry.engines.vllm.meta import Report
 from kvferry.errors import ConfigError
 from kvferry.observe.events import LONGEST_ID
-from kvferry.planning.select import Span
+from kvferry.planning.select import LoadSpan
 from kvferry.private_file import open_private
 from kvferry.terminal import shown
 
@@ -49,7 +49,7 @@ class TransferLog:
                     f"transfer_log {path}: {os.strerror(error.errno or 0)}; name a file that can be written"
                 ) from error
 
-    def write(self, request_id: str, peer: str, span: Span, report: Report, seconds: float) -> None:
+    def write(self, request_id: str, peer: str, span: LoadSpan, report: Report, seconds: float) -> None:
         """Log one load."""
         if self._file is None:
             return
@@ -78,6 +78,6 @@ class TransferLog:
             self._file.close()
             self._file = None
 
-    def _blocks(self, span: Span) -> int:
+    def _blocks(self, span: LoadSpan) -> int:
         """Blocks that hold what was missing, the last one whole."""
         return -(-span.ends // self._block_tokens) - span.begins // self._block_tokens

@@ -29,7 +29,7 @@ from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
 from kvferry.observe.events import LeaseGranted
 from kvferry.observe.watch import Watch
-from kvferry.planning.select import NULL_BLOCK, sees_all, unseen_from
+from kvferry.planning.select import NULL_BLOCK, attends_to_all, first_independent
 from kvferry.transport.lease import LeaseBook
 from kvferry.transport.messages import KeptTurn
 from kvferry.transport.redeem import Grant, new_ticket
@@ -227,8 +227,8 @@ class TurnKeeper:
                 continue
             whole = list(ids[: -(-tokens // spec.block_size)])
             gone = len(whole) - whole[::-1].index(NULL_BLOCK) if NULL_BLOCK in whole else 0
-            if gone and sees_all(kind):
+            if gone and attends_to_all(kind):
                 return None
             if gone:
-                least = max(least, unseen_from(kind, attention_span_of(spec), gone * spec.block_size))
+                least = max(least, first_independent(kind, attention_span_of(spec), gone * spec.block_size))
         return least if least <= tokens else None

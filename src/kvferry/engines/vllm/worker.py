@@ -28,8 +28,8 @@ from kvferry.engines.vllm.meta import BlockIds, LoadOrder, Report, SchedulerMeta
 from kvferry.engines.vllm.producer import LEASE_SLOTS
 from kvferry.engines.vllm.stale import CHANGED, StaleEpochs
 from kvferry.geometry import RankGeometry
-from kvferry.planning.pieces import Int64s
-from kvferry.planning.select import Span, blocks_needed
+from kvferry.planning.descriptors import Int64s
+from kvferry.planning.select import LoadSpan, blocks_needed
 from kvferry.planning.strategy import Strategy
 from kvferry.transport.costs_file import load_costs
 from kvferry.transport.key_file import read_keys
@@ -172,7 +172,7 @@ class WorkerHalf:
         """The step has computed what it was to: keep what is to be kept of it."""
         for tables, tokens in meta.saves:
             if self._host is not None:
-                span = Span(0, tokens, tokens + 1)
+                span = LoadSpan(0, tokens, tokens + 1)
                 self._host.save(self._described().groups, self._needed(span, tables))
         if self._mover is not None and meta.chunks.stores:
             if meta.epoch in self._stale:
@@ -237,7 +237,7 @@ class WorkerHalf:
         assert self._geometry is not None, "start comes first"
         return self._geometry
 
-    def _needed(self, span: Span, tables: BlockIds) -> list[Int64s]:
+    def _needed(self, span: LoadSpan, tables: BlockIds) -> list[Int64s]:
         groups = self._described().groups
         return [
             blocks_needed(group.kind, group.attention_span, group.block_tokens, span, table)

@@ -39,10 +39,10 @@ def runs_of(route: Route, src_blocks: int, dst_blocks: int) -> Iterator[Run]:
             divmod(cell, route.src_cells),
             divmod(cell, route.dst_cells),
         )
-        for plane in route.planes:
-            src = src_block * route.src_stride + plane.src_at[src_cell]
-            dst = dst_block * route.dst_stride + plane.dst_at[dst_cell]
-            pieces = plane.pieces
+        for cell_copy in route.cell_copies:
+            src = src_block * route.src_stride + cell_copy.src_at[src_cell]
+            dst = dst_block * route.dst_stride + cell_copy.dst_at[dst_cell]
+            pieces = cell_copy.descriptors
             rows = zip(pieces.src.tolist(), pieces.dst.tolist(), pieces.length.tolist(), strict=True)
             for a, b, length in rows:
                 yield Run(a + src, b + dst, length, length, length, length)

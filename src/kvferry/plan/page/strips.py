@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.geometry import Group, PageFormat, RankGeometry
-from kvferry.planning.pieces import Int64s
+from kvferry.planning.descriptors import Int64s
 
 
 @dataclass(frozen=True, slots=True)

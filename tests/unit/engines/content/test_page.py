@@ -11,7 +11,7 @@ from kvferry.engines.vllm.content import Shard, page_of_attention, scales_of
 from kvferry.engines.vllm.content.adapters import ADAPTERS
 from kvferry.errors import Incompatible
 from kvferry.geometry import Scale
-from kvferry.planning.retile import differences, retile
+from kvferry.planning.page_copy import differences, plan_page_copy
 from support.backends.layers import BLOCKS, Case, make
 
 LAYOUTS = ("LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC", "LHBNC")
@@ -105,10 +105,10 @@ def test_an_opaque_page_moves_whole_between_equal_layouts_and_not_between_others
     assert differences(there, here) == []
     assert here.content_bytes == 2 * 32 * 128 * 4
     with pytest.raises(Incompatible, match=r"the peer's pages hold opaque .* at strides of \d+"):
-        retile(other, here)
+        plan_page_copy(other, here)
     # NHD and HND pages are as long, and both are one stretch.
     with pytest.raises(Incompatible):
-        retile(described(ByPosition, "LBNHC")[0], described(ByPosition, "LBHNC")[0])
+        plan_page_copy(described(ByPosition, "LBNHC")[0], described(ByPosition, "LBHNC")[0])
 
 
 def test_scales_that_are_one_or_multiply_nothing_are_not_told():

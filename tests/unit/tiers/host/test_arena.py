@@ -22,8 +22,8 @@ from kvferry.geometry import Region
 from kvferry.memory import huge_pages
 from kvferry.memory.address_space import AddressSpace
 from kvferry.memory.cell_copies import CellCopies
-from kvferry.planning.nest import Nest
-from kvferry.planning.plane import ONE_CELL, PoolNests
+from kvferry.planning.cell_copy import ONE_CELL, PoolCopies
+from kvferry.planning.strided_copy import StridedCopy
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.arena import Arena
 from kvferry.tiers.host.tier import HostTier
@@ -187,7 +187,9 @@ def test_what_is_gathered_into_slots_lies_in_the_chunks():
     blocks = torch.arange(6 * 64, dtype=torch.uint8)
     pool = AddressSpace([Region(blocks.data_ptr(), 6 * 64, "DRAM", 0)])
     with arena_of() as arena:
-        loops = CellCopies([PoolNests(ONE_CELL, (Nest(blocks.data_ptr(), 0, 32, ()),))], pool, "src", 64, 6)
+        loops = CellCopies(
+            [PoolCopies(ONE_CELL, (StridedCopy(blocks.data_ptr(), 0, 32, ()),))], pool, "src", 64, 6
+        )
         loops.gather(np.array([4, 1]), np.zeros(2, np.int64), arena.slots(8192, 4096), first=1)
         found = [bytes(arena.bytes_at(8192 + number * 4096, 32)) for number in (1, 2)]
         assert found == [bytes(blocks[at : at + 32].numpy()) for at in (256, 64)]

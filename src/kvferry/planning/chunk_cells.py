@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.geometry import GroupKind
-from kvferry.planning.coverage import Continued
-from kvferry.planning.pieces import Int64s
-from kvferry.planning.select import Cells, Span, check_part, needed, select_cells
+from kvferry.planning.coverage import GroupPattern
+from kvferry.planning.descriptors import Int64s
+from kvferry.planning.select import Cells, LoadSpan, check_part_edges, needed_tokens, select_cells
 from kvferry.planning.template import Route
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class TableSlice:
     """Part of a block table: what a movement may need of it.
 
     Attributes:
@@ -33,20 +33,20 @@ class Stretch:
     def table(self) -> Int64s:
         """As a table by position, null blocks before it.
 
-        >>> Stretch(2, (7, 9)).table().tolist()
+        >>> TableSlice(2, (7, 9)).table().tolist()
         [0, 0, 7, 9]
         """
         return np.array((0,) * self.first + self.ids, np.int64)
 
 
-def stretch_of(ids: Sequence[int], low: int, high: int, block_tokens: int) -> Stretch:
+def slice_table(ids: Sequence[int], low: int, high: int, block_tokens: int) -> TableSlice:
     """The part of a table that holds tokens ``[low, high)``.
 
-    >>> stretch_of([5, 6, 7, 8], 100, 200, 64)
-    Stretch(first=1, ids=(6, 7, 8))
+    >>> slice_table([5, 6, 7, 8], 100, 200, 64)
+    TableSlice(first=1, ids=(6, 7, 8))
     """
     first = low // block_tokens
-    return Stretch(first, tuple(ids[first : -(-high // block_tokens)]))
+    return TableSlice(first, tuple(ids[first : -(-high // block_tokens)]))
 
 
 def runs_of(numbers: Sequence[int]) -> list[range]:
@@ -76,7 +76,7 @@ def chunk_table(numbers: Sequence[int]) -> Int64s:
 
 
 def cells_to_store(
-    route: Route, chunk_tokens: int, numbers: Sequence[int], at_hand: range, blocks: Stretch
+    route: Route, chunk_tokens: int, numbers: Sequence[int], at_hand: range, blocks: TableSlice
 ) -> list[Cells]:
     """Cells that fill chunks, from blocks that all hold their tokens.
 
@@ -91,17 +91,17 @@ def cells_to_store(
         TransferError: a block is missing or null.
     """
     if not route.cell_tokens:
-        one = Span(0, 1, 2)
+        one = LoadSpan(0, 1, 2)
         return [select_cells(route, GroupKind.STATE, 0, one, blocks.table(), np.ones(1, np.int64))]
     table, chunks, found = blocks.table(), chunk_table(numbers), []
     for run in runs_of(numbers):
         high = min(run.stop * chunk_tokens, at_hand.stop)
-        part = Span(max(run.start * chunk_tokens, at_hand.start), high, high)
+        part = LoadSpan(max(run.start * chunk_tokens, at_hand.start), high, high)
         found.append(select_cells(route, GroupKind.FULL, 0, part, table, chunks))
     return found
 
 
-def cells_beside(route: Route, chunk_tokens: int, number: int, at_hand: range) -> Cells:
+def unfilled_cells(route: Route, chunk_tokens: int, number: int, at_hand: range) -> Cells:
     """Cells of a chunk, the only one, that `cells_to_store` does not fill.
 
     Args:
@@ -117,7 +117,12 @@ def cells_beside(route: Route, chunk_tokens: int, number: int, at_hand: range) -
 
 
 def cells_to_load(
-    route: Route, chunk_tokens: int, group: Continued, span: Span, numbers: Sequence[int], blocks: Stretch
+    route: Route,
+    chunk_tokens: int,
+    group: GroupPattern,
+    span: LoadSpan,
+    numbers: Sequence[int],
+    blocks: TableSlice,
 ) -> list[Cells]:
     """Cells that a continuation takes from some of the chunks that it needs.
 
@@ -136,12 +141,12 @@ def cells_to_load(
     table = blocks.table()
     if not route.cell_tokens:
         return [select_cells(route, group.kind, group.attention_span, span, np.ones(1, np.int64), table)]
-    low, high = needed(group.kind, group.attention_span, span)
-    check_part(route, group.kind, span)
+    low, high = needed_tokens(group.kind, group.attention_span, span)
+    check_part_edges(route, group.kind, span)
     low = max(low // route.cell_tokens * route.cell_tokens, span.have)
     chunks, found = chunk_table(numbers), []
     for run in runs_of(numbers):
         first, last = max(low, run.start * chunk_tokens), min(high, run.stop * chunk_tokens)
-        part = Span(first, last, max(first, last))
+        part = LoadSpan(first, last, max(first, last))
         found.append(select_cells(route, GroupKind.FULL, 0, part, chunks, table))
     return found

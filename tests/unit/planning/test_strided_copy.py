@@ -1,11 +1,22 @@
 import numpy as np
 from hypothesis import given, strategies as st
 
-from kvferry.planning.nest import Loop, Nest, coalesced, fused, nests_of, spelled
+from kvferry.planning.strided_copy import (
+    Loop,
+    StridedCopy,
+    coalesce_copy,
+    expand_copies,
+    fuse_copies,
+    strided_copies,
+)
 
 loops = st.builds(Loop, st.integers(2, 4), st.integers(1, 40), st.integers(1, 40))
 nests = st.builds(
-    Nest, st.integers(0, 50), st.integers(0, 50), st.integers(1, 8), st.lists(loops, max_size=3).map(tuple)
+    StridedCopy,
+    st.integers(0, 50),
+    st.integers(0, 50),
+    st.integers(1, 8),
+    st.lists(loops, max_size=3).map(tuple),
 )
 offsets = st.lists(st.integers(0, 200), min_size=1, max_size=12, unique=True)
 
@@ -15,18 +26,18 @@ def moved(found) -> list[tuple[int, int]]:
     return sorted(
         (a + i, b + i)
         for nest in found
-        for a, b, n in zip(*(x.tolist() for x in vars_of(nest.pieces())), strict=True)
+        for a, b, n in zip(*(x.tolist() for x in vars_of(nest.descriptors())), strict=True)
         for i in range(n)
     )
 
 
-def vars_of(pieces):
-    return pieces.src, pieces.dst, pieces.length
+def vars_of(descriptors):
+    return descriptors.src, descriptors.dst, descriptors.length
 
 
 @given(nests)
 def test_coalescing_moves_the_same_bytes_in_no_more_runs(nest):
-    found = coalesced(nest)
+    found = coalesce_copy(nest)
     assert moved([found]) == moved([nest])
     assert found.rows <= nest.rows
     assert found.bytes == nest.bytes
@@ -34,7 +45,7 @@ def test_coalescing_moves_the_same_bytes_in_no_more_runs(nest):
 
 @given(st.lists(nests, max_size=6))
 def test_fusing_moves_the_same_bytes_in_no_more_nests(several):
-    found = fused(several)
+    found = fuse_copies(several)
     assert moved(found) == moved(several)
     assert len(found) <= len(several)
 
@@ -48,7 +59,7 @@ def test_nests_of_axes_move_every_combination_of_positions(axes, item):
         shuffle.shuffle(dst)
         pairs.append((np.array(src), np.array(dst)))
         expected = [(a + x, b + y) for a, b in expected for x, y in zip(src, dst, strict=True)]
-    found = nests_of(item, 100, 0, pairs)
+    found = strided_copies(item, 100, 0, pairs)
     assert moved(found) == sorted((a + i, b + i) for a, b in expected for i in range(item))
 
 
@@ -56,7 +67,7 @@ def test_a_head_range_of_a_page_of_kernel_blocks_is_one_nest():
     # 2 kernel blocks of 16 tokens, 4 heads, 8 bytes: tokens of a head are in two places.
     tokens = np.concatenate([np.arange(16) * 8, 4096 + np.arange(16) * 8])
     heads = np.array([2, 3]) * 128
-    (found,) = nests_of(8, 0, 0, [(heads, heads - 256), (tokens, np.arange(32) * 8 * 2)])
+    (found,) = strided_copies(8, 0, 0, [(heads, heads - 256), (tokens, np.arange(32) * 8 * 2)])
     assert (found.run, found.rows) == (8, 64)
     assert len(found.loops) == 3
 
@@ -64,17 +75,17 @@ def test_a_head_range_of_a_page_of_kernel_blocks_is_one_nest():
 def test_kernel_blocks_cut_in_the_middle_are_the_fewest_nests():
     # Tokens 12..47 of kernel blocks of 16: 4, then two whole ones.
     tokens = np.concatenate([np.arange(16) + base for base in (0, 100, 200)])[12:]
-    found = nests_of(1, 0, 0, [(tokens, np.arange(36) * 1)])
+    found = strided_copies(1, 0, 0, [(tokens, np.arange(36) * 1)])
     assert [(nest.run, nest.rows) for nest in found] == [(4, 1), (16, 2)]
 
 
 def test_layers_at_regular_distances_are_a_loop_and_others_are_not():
-    regular = [Nest(1000 * n, 64 * n, 64) for n in range(5)]
-    assert fused(regular) == (Nest(0, 0, 64, (Loop(5, 1000, 64),)),)
-    odd = [*regular, Nest(99_999, 64 * 5, 64)]
-    assert sorted(nest.rows for nest in fused(odd)) == [1, 5]
+    regular = [StridedCopy(1000 * n, 64 * n, 64) for n in range(5)]
+    assert fuse_copies(regular) == (StridedCopy(0, 0, 64, (Loop(5, 1000, 64),)),)
+    odd = [*regular, StridedCopy(99_999, 64 * 5, 64)]
+    assert sorted(nest.rows for nest in fuse_copies(odd)) == [1, 5]
 
 
 def test_spelled_runs_are_merged_across_nests():
-    found = spelled([Nest(0, 0, 8), Nest(8, 8, 4), Nest(100, 12, 4)])
+    found = expand_copies([StridedCopy(0, 0, 8), StridedCopy(8, 8, 4), StridedCopy(100, 12, 4)])
     assert found.length.tolist() == [12, 4]

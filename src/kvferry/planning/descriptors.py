@@ -13,7 +13,7 @@ Int64s: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pieces:
+class Descriptors:
     """Stretches contiguous on both sides.
 
     Attributes:
@@ -34,24 +34,24 @@ class Pieces:
         return int(self.length.sum())
 
 
-def join(parts: Sequence[Pieces]) -> Pieces:
+def join(parts: Sequence[Descriptors]) -> Descriptors:
     """All parts as one, sorted by destination, neighbours on both sides merged."""
     whole = concatenate(parts)
     order = np.argsort(whole.dst, kind="stable")
     return merge(whole.src[order], whole.dst[order], whole.length[order])
 
 
-def concatenate(parts: Sequence[Pieces]) -> Pieces:
+def concatenate(parts: Sequence[Descriptors]) -> Descriptors:
     """All parts as one, in their order."""
     empty = np.zeros(0, np.int64)
-    return Pieces(
+    return Descriptors(
         np.concatenate([empty, *(p.src for p in parts)]),
         np.concatenate([empty, *(p.dst for p in parts)]),
         np.concatenate([empty, *(p.length for p in parts)]),
     )
 
 
-def merge(src: Int64s, dst: Int64s, length: Int64s) -> Pieces:
+def merge(src: Int64s, dst: Int64s, length: Int64s) -> Descriptors:
     """Merge each piece into the one before it where it continues it on both sides.
 
     >>> merged = merge(np.array([0, 8, 16]), np.array([0, 8, 32]), np.array([8, 8, 8]))
@@ -62,7 +62,7 @@ def merge(src: Int64s, dst: Int64s, length: Int64s) -> Pieces:
         src, dst, length: int64 of shape (n,), in the order in which neighbours are looked for.
     """
     if len(src) == 0:
-        return Pieces(src, dst, length)
+        return Descriptors(src, dst, length)
     continues = (src[1:] == src[:-1] + length[:-1]) & (dst[1:] == dst[:-1] + length[:-1])
     first = np.concatenate([[0], np.flatnonzero(~continues) + 1])
-    return Pieces(src[first], dst[first], np.add.reduceat(length, first))
+    return Descriptors(src[first], dst[first], np.add.reduceat(length, first))

@@ -1,8 +1,8 @@
-"""Retiling: the loops that move pages of one format into pages of another.
+"""Page copies: the loops that move pages of one format into pages of another.
 
-`retile` intersects the ranges that both sides hold of each field, cuts tokens at the common divisor of the
-two block sizes (a *cell*), and returns the loops of a cell. That reshards, changes the layout and changes the
-block size at once; none of them has code of its own.
+`plan_page_copy` intersects the ranges that both sides hold of each field, cuts tokens at the greatest common
+divisor of the two block sizes (a *cell*), and returns the loops of a cell. Resharding, layout changes and
+block size changes are all this one computation.
 
 The result is small, because it describes a page and not every block. It is computed once per pair of formats,
 at handshake.
@@ -16,13 +16,13 @@ from math import gcd
 
 from kvferry.errors import Incompatible
 from kvferry.geometry.page import TOKEN, Axis, Field, PageFormat
-from kvferry.planning.nest import nests_of
-from kvferry.planning.pieces import Int64s
-from kvferry.planning.plane import ONE_CELL, Plane, joined, split_tokens
+from kvferry.planning.cell_copy import ONE_CELL, CellCopy, joined, split_tokens
+from kvferry.planning.descriptors import Int64s
+from kvferry.planning.strided_copy import strided_copies
 
 
 @dataclass(frozen=True, slots=True)
-class Retiled:
+class PageCopy:
     """The loops from pages of one format to pages of another.
 
     Cell ``c`` of a sequence (tokens ``[c·cell_tokens, (c+1)·cell_tokens)``) is cell ``c % src_cells`` of
@@ -38,7 +38,7 @@ class Retiled:
     cell_tokens: int
     src_cells: int
     dst_cells: int
-    planes: tuple[Plane, ...]
+    cell_copies: tuple[CellCopy, ...]
 
 
 def differences(src: PageFormat, dst: PageFormat) -> list[str]:
@@ -75,7 +75,7 @@ def differences(src: PageFormat, dst: PageFormat) -> list[str]:
     return found
 
 
-def retile(src: PageFormat, dst: PageFormat, fields: frozenset[str] | None = None) -> Retiled:
+def plan_page_copy(src: PageFormat, dst: PageFormat, fields: frozenset[str] | None = None) -> PageCopy:
     """Return the loops that fill a page of `dst` from a page of `src`, for any cell.
 
     Blocks of 4 tokens to blocks of 6, an element of 2 bytes per token: cells of 2 tokens.
@@ -83,11 +83,11 @@ def retile(src: PageFormat, dst: PageFormat, fields: frozenset[str] | None = Non
     >>> def page(tokens):
     ...     field = Field("kv", 2, 0, (Axis("token", ((tokens, 2),)),))
     ...     return PageFormat("kv", tokens, 2 * tokens, (field,))
-    >>> moved = retile(page(4), page(6))
+    >>> moved = plan_page_copy(page(4), page(6))
     >>> moved.cell_tokens, moved.src_cells, moved.dst_cells
     (2, 2, 3)
-    >>> moved.planes
-    (Plane(src_at=(0, 4), dst_at=(0, 4, 8), nests=(Nest(src=0, dst=0, run=4, loops=()),)),)
+    >>> moved.cell_copies
+    (CellCopy(src_at=(0, 4), dst_at=(0, 4, 8), nests=(StridedCopy(src=0, dst=0, run=4, loops=()),)),)
 
     Args:
         src: format of the pages read.
@@ -103,23 +103,25 @@ def retile(src: PageFormat, dst: PageFormat, fields: frozenset[str] | None = Non
     if fields is not None:
         pairs = [(a, b) for a, b in pairs if b.name in fields]
     cell = gcd(src.block_tokens, dst.block_tokens)
-    planes = joined(plane for pair in pairs for plane in _planes(*pair, cell))
+    cell_copies = joined(cell_copy for pair in pairs for cell_copy in _planes(*pair, cell))
     if not cell:
-        return Retiled(0, 1, 1, planes)
-    return Retiled(cell, src.block_tokens // cell, dst.block_tokens // cell, planes)
+        return PageCopy(0, 1, 1, cell_copies)
+    return PageCopy(cell, src.block_tokens // cell, dst.block_tokens // cell, cell_copies)
 
 
-def _planes(src: Field, dst: Field, cell_tokens: int) -> Iterator[Plane]:
+def _planes(src: Field, dst: Field, cell_tokens: int) -> Iterator[CellCopy]:
     """Yield planes over all that both sides hold of a field."""
     others = [(_axis(src, axis.name), axis) for axis in dst.axes if axis.name != TOKEN]
     axes = [_common(*pair) for pair in others]
     here = dst.axis(TOKEN)
     if here is None:
-        yield Plane(ONE_CELL, ONE_CELL, tuple(nests_of(dst.item_bytes, src.offset, dst.offset, axes)))
+        yield CellCopy(
+            ONE_CELL, ONE_CELL, tuple(strided_copies(dst.item_bytes, src.offset, dst.offset, axes))
+        )
         return
     for src_at, dst_at, *tokens in split_tokens(_axis(src, TOKEN).offsets(), here.offsets(), cell_tokens):
-        found = nests_of(dst.item_bytes, src.offset, dst.offset, [*axes, (tokens[0], tokens[1])])
-        yield Plane(src_at, dst_at, tuple(found))
+        found = strided_copies(dst.item_bytes, src.offset, dst.offset, [*axes, (tokens[0], tokens[1])])
+        yield CellCopy(src_at, dst_at, tuple(found))
 
 
 def _axis(field: Field, name: str) -> Axis:

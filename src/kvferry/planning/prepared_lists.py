@@ -2,7 +2,7 @@
 
 A transport prepares the rows of a route once per cell of a block and per block, so that descriptor
 ``base + (row·cells + cell)·blocks + block`` exists before any request does; a request is then two arrays of
-indices (`Entries`). `as_addresses` gives the same descriptors spelled out, for a mover that has no prepared
+indices (`Entries`). `expand_cells` gives the same descriptors spelled out, for a mover that has no prepared
 lists.
 """
 
@@ -14,8 +14,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.planning.pieces import Int64s, Pieces, concatenate
-from kvferry.planning.plane import Plane
+from kvferry.planning.cell_copy import CellCopy
+from kvferry.planning.descriptors import Descriptors, Int64s, concatenate
 from kvferry.planning.select import Cells
 from kvferry.planning.template import Route
 
@@ -89,14 +89,16 @@ class Entries:
         return found
 
 
-def as_addresses(route: Route, cells: Cells) -> Pieces:
+def expand_cells(route: Route, cells: Cells) -> Descriptors:
     """Return the descriptors of a request, row-major, as absolute addresses and lengths."""
     found = []
-    for plane in route.planes:
-        src, dst = _positions(route, plane, cells)
-        rows = plane.pieces
+    for cell_copy in route.cell_copies:
+        src, dst = _positions(route, cell_copy, cells)
+        rows = cell_copy.descriptors
         length = np.repeat(rows.length, len(cells))
-        found.append(Pieces((rows.src[:, None] + src).ravel(), (rows.dst[:, None] + dst).ravel(), length))
+        found.append(
+            Descriptors((rows.src[:, None] + src).ravel(), (rows.dst[:, None] + dst).ravel(), length)
+        )
     return concatenate(found)
 
 
@@ -104,11 +106,11 @@ def tally(route: Route, cells: Cells) -> Tally:
     """Count what a request moves over `route`, without expanding its descriptors."""
     total = pages = descriptors = largest = 0
     n = len(cells)
-    for plane in route.planes if n else ():
-        for length, rows in plane.lengths:
+    for cell_copy in route.cell_copies if n else ():
+        for length, rows in cell_copy.lengths:
             longest, breaks = 1, n - 1
-            if _may_touch(route, plane, length):
-                longest, breaks = _touching(*_positions(route, plane, cells), length)
+            if _may_touch(route, cell_copy, length):
+                longest, breaks = _touching(*_positions(route, cell_copy, cells), length)
             total += length * rows * n
             pages += rows * n
             descriptors += rows * (breaks + 1)
@@ -116,21 +118,21 @@ def tally(route: Route, cells: Cells) -> Tally:
     return Tally(total, pages, descriptors, largest)
 
 
-def _positions(route: Route, plane: Plane, cells: Cells) -> tuple[Int64s, Int64s]:
+def _positions(route: Route, cell_copy: CellCopy, cells: Cells) -> tuple[Int64s, Int64s]:
     """Return the bytes from the first cell of block 0 to each of some cells, on both sides."""
     src, dst = cells.src_block * route.src_stride, cells.dst_block * route.dst_stride
     if route.src_cells > 1:
-        src += plane.src_offsets[cells.number % route.src_cells]
+        src += cell_copy.src_offsets[cells.number % route.src_cells]
     if route.dst_cells > 1:
-        dst += plane.dst_offsets[cells.number % route.dst_cells]
+        dst += cell_copy.dst_offsets[cells.number % route.dst_cells]
     return src, dst
 
 
-def _may_touch(route: Route, plane: Plane, length: int) -> bool:
+def _may_touch(route: Route, cell_copy: CellCopy, length: int) -> bool:
     """Return whether runs of this length in neighbouring cells can touch, for some block tables."""
-    src_next, dst_next = route.src_stride + plane.src_at[0], route.dst_stride + plane.dst_at[0]
-    src = length in plane.src_steps or length == src_next - plane.src_at[-1]
-    return src and (length in plane.dst_steps or length == dst_next - plane.dst_at[-1])
+    src_next, dst_next = route.src_stride + cell_copy.src_at[0], route.dst_stride + cell_copy.dst_at[0]
+    src = length in cell_copy.src_steps or length == src_next - cell_copy.src_at[-1]
+    return src and (length in cell_copy.dst_steps or length == dst_next - cell_copy.dst_at[-1])
 
 
 def _touching(src: Int64s, dst: Int64s, length: int) -> tuple[int, int]:

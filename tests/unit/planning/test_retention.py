@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.geometry import GroupKind
 from kvferry.geometry.store import LayerStore
-from kvferry.planning.keeping import keeps_chunk, keeps_snapshot, last_ends
+from kvferry.planning.retention import keeps_chunk, keeps_snapshot, last_prefix_ends
 
 FULL = LayerStore(GroupKind.FULL, 0, ())
 WINDOW = LayerStore(GroupKind.SLIDING, 100, ())
@@ -12,7 +12,7 @@ ATTENTION_CHUNK = LayerStore(GroupKind.CHUNKED, 128, ())
 
 
 def kept(group, every, prompt, chunk_tokens=32, block_tokens=0):
-    ends = last_ends(prompt, chunk_tokens, block_tokens)
+    ends = last_prefix_ends(prompt, chunk_tokens, block_tokens)
     return [n for n in range(prompt // chunk_tokens) if keeps_chunk(group, n, chunk_tokens, every, ends)]
 
 
@@ -43,16 +43,16 @@ def test_beside_state_a_window_is_kept_where_the_last_snapshot_is():
 
 def test_the_last_snapshot_is_kept_where_chunks_are_shorter_than_blocks():
     # 2,000 tokens in blocks of 128: the last snapshot is at 1,920, the last whole chunk of 64 ends at 1,984.
-    ends = last_ends(2000, 64, 128)
+    ends = last_prefix_ends(2000, 64, 128)
     left = (512, 1024, 1536, 1920)
     assert [tokens for tokens in left if keeps_snapshot(tokens, 64, 1024, ends)] == [1024, 1920]
 
 
 def test_a_prompt_of_whole_blocks_keeps_its_last_two():
     # One for the same prompt again, whose last token is computed, one for a longer prompt.
-    ends = last_ends(512, 64, 128)
+    ends = last_prefix_ends(512, 64, 128)
     assert [tokens for tokens in (256, 384, 512) if keeps_snapshot(tokens, 64, 4096, ends)] == [384, 512]
 
 
 def test_a_snapshot_inside_a_chunk_is_not_kept():
-    assert not keeps_snapshot(384, 256, 256, last_ends(500, 256, 128))
+    assert not keeps_snapshot(384, 256, 256, last_prefix_ends(500, 256, 128))

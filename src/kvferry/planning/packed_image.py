@@ -3,15 +3,15 @@
 An *image* is contiguous memory that travels in few large descriptors. There are two ways to pack, and they
 mirror each other.
 
-- *Gathered* (`gathered`): the image has the order of the destination, without what others supply. The
+- *Gathered* (`gather_image`): the image has the order of the destination, without what others supply. The
   source's copy operation makes it (nests from source to image); what is contiguous on the destination's side
   is then a *stretch*: read straight into place.
-- *Fetched* (`fetched`): the image has the order of the source. Stretches of the source's memory are read
+- *Fetched* (`fetch_image`): the image has the order of the source. Stretches of the source's memory are read
   whole, gaps included where that is cheaper than another descriptor; the destination's copy operation takes
   what it needs (nests from image to destination).
 
 Both are `_packed`, on one side or the other. The inside of an image is the same for all cells; where a cell
-lies in the pool depends on its place in its block (`planning.plane`).
+lies in the pool depends on its place in its block (`planning.cell_copy`).
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from kvferry.planning.nest import Loop, Nest
-from kvferry.planning.pieces import Int64s, Pieces
-from kvferry.planning.plane import Offsets, Plane, PoolNests, PoolPieces
+from kvferry.planning.cell_copy import CellCopy, Offsets, PoolCopies, PoolDescriptors
+from kvferry.planning.descriptors import Descriptors, Int64s
+from kvferry.planning.strided_copy import Loop, StridedCopy
 
 Side: TypeAlias = Literal["src", "dst"]
 
 ALIGNMENT = 64
 """Images start at multiples of this, so that copies work on whole words."""
 
-MAX_STRETCHES = 1 << 16
+MAX_READS = 1 << 16
 """Most stretches of a cell's image; with more, packing gains nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Image:
+class PackedImage:
     """The packing of a route's cells.
 
     Attributes:
@@ -48,38 +48,40 @@ class Image:
     """
 
     stride: int
-    nests: tuple[PoolNests, ...]
-    stretches: tuple[PoolPieces, ...]
+    nests: tuple[PoolCopies, ...]
+    reads: tuple[PoolDescriptors, ...]
 
     @property
     def bytes(self) -> int:
         """Bytes of all stretches."""
-        return sum(each.pieces.total_bytes for each in self.stretches)
+        return sum(each.descriptors.total_bytes for each in self.reads)
 
     @property
     def longest(self) -> int:
         """Bytes of the longest stretch."""
-        return max(int(each.pieces.length.max()) for each in self.stretches)
+        return max(int(each.descriptors.length.max()) for each in self.reads)
 
 
-def gathered(planes: Iterable[Plane]) -> Image | None:
+def gather_image(cell_copies: Iterable[CellCopy]) -> PackedImage | None:
     """Pack cells in the destination's order, at the source; None if that gains nothing.
 
     Heads are outside of layers in the destination, layers come one by one from the source:
 
-    >>> from kvferry.planning.plane import ONE_CELL
-    >>> nests = tuple(Nest(layer * 1000, layer * 8, 8, (Loop(2, 8, 24),)) for layer in range(3))
-    >>> image = gathered([Plane(ONE_CELL, ONE_CELL, nests)])
+    >>> from kvferry.planning.cell_copy import ONE_CELL
+    >>> nests = tuple(StridedCopy(layer * 1000, layer * 8, 8, (Loop(2, 8, 24),)) for layer in range(3))
+    >>> image = gather_image([CellCopy(ONE_CELL, ONE_CELL, nests)])
     >>> image.nests[0].nests[1]
-    Nest(src=1000, dst=8, run=8, loops=(Loop(count=2, src=8, dst=24),))
-    >>> stretches = image.stretches[0].pieces
-    >>> stretches.src.tolist(), stretches.dst.tolist(), stretches.length.tolist()
+    StridedCopy(src=1000, dst=8, run=8, loops=(Loop(count=2, src=8, dst=24),))
+    >>> reads = image.reads[0].descriptors
+    >>> reads.src.tolist(), reads.dst.tolist(), reads.length.tolist()
     ([0], [0], [48])
     """
-    return _image(planes, "dst", 0, ())
+    return _image(cell_copies, "dst", 0, ())
 
 
-def fetched(planes: Iterable[Plane], gap_bytes: int, cuts: Sequence[int] = ()) -> Image | None:
+def fetch_image(
+    cell_copies: Iterable[CellCopy], gap_bytes: int, cuts: Sequence[int] = ()
+) -> PackedImage | None:
     """Pack cells in the source's order, to be cut at the destination; None if that gains nothing.
 
     Args:
@@ -87,38 +89,46 @@ def fetched(planes: Iterable[Plane], gap_bytes: int, cuts: Sequence[int] = ()) -
         gap_bytes: longest gap between two runs that is read rather than skipped.
         cuts: addresses at which registered regions of the source begin; no stretch crosses one.
     """
-    return _image(planes, "src", gap_bytes, cuts)
+    return _image(cell_copies, "src", gap_bytes, cuts)
 
 
-def _image(planes: Iterable[Plane], side: Side, gap_bytes: int, cuts: Sequence[int]) -> Image | None:
+def _image(
+    cell_copies: Iterable[CellCopy], side: Side, gap_bytes: int, cuts: Sequence[int]
+) -> PackedImage | None:
     """Pack one side: bytes that lie alike there in every cell become consecutive stretches."""
-    alike = defaultdict[Offsets, list[tuple[Offsets, tuple[Nest, ...]]]](list)
-    for plane in planes:
-        at, other = (plane.src_at, plane.dst_at) if side == "src" else (plane.dst_at, plane.src_at)
-        alike[at].append((other, plane.nests))
-    nests = defaultdict[Offsets, list[Nest]](list)
-    stretches = list[PoolPieces]()
+    alike = defaultdict[Offsets, list[tuple[Offsets, tuple[StridedCopy, ...]]]](list)
+    for cell_copy in cell_copies:
+        at, other = (
+            (cell_copy.src_at, cell_copy.dst_at) if side == "src" else (cell_copy.dst_at, cell_copy.src_at)
+        )
+        alike[at].append((other, cell_copy.nests))
+    nests = defaultdict[Offsets, list[StridedCopy]](list)
+    reads = list[PoolDescriptors]()
     size = 0
     for at, group in alike.items():
-        parts = [(other, part) for other, plane in group for nest in plane for part in nest.ascending()]
+        parts = [
+            (other, part) for other, cell_copy in group for nest in cell_copy for part in nest.ascending()
+        ]
         packed = _packed([part for _, part in parts], side, gap_bytes, cuts, size)
         if packed is None:
             return None
         placed, start, inside, length = packed
-        pieces = Pieces(start, inside, length) if side == "src" else Pieces(inside, start, length)
-        stretches.append(PoolPieces(at, pieces))
-        size += pieces.total_bytes
+        descriptors = (
+            Descriptors(start, inside, length) if side == "src" else Descriptors(inside, start, length)
+        )
+        reads.append(PoolDescriptors(at, descriptors))
+        size += descriptors.total_bytes
         for (other, _), found in zip(parts, placed, strict=True):
             nests[other] += found
-    if not size or sum(len(each.pieces) for each in stretches) > MAX_STRETCHES:
+    if not size or sum(len(each.descriptors) for each in reads) > MAX_READS:
         return None
     stride = -(-size // ALIGNMENT) * ALIGNMENT
-    return Image(stride, tuple(PoolNests(at, tuple(of)) for at, of in nests.items()), tuple(stretches))
+    return PackedImage(stride, tuple(PoolCopies(at, tuple(of)) for at, of in nests.items()), tuple(reads))
 
 
 def _packed(
-    nests: Sequence[Nest], side: Side, gap_bytes: int, cuts: Sequence[int], first: int
-) -> tuple[list[list[Nest]], Int64s, Int64s, Int64s] | None:
+    nests: Sequence[StridedCopy], side: Side, gap_bytes: int, cuts: Sequence[int], first: int
+) -> tuple[list[list[StridedCopy]], Int64s, Int64s, Int64s] | None:
     """Replace one side's addresses by offsets in an image, from `first` on.
 
     Returns:
@@ -128,7 +138,7 @@ def _packed(
     if not nests:
         return None
     shadows = [_shadow(nest, side) for nest in nests]
-    if sum(int(np.prod([count for count, _ in outer])) for _, outer in shadows) > MAX_STRETCHES:
+    if sum(int(np.prod([count for count, _ in outer])) for _, outer in shadows) > MAX_READS:
         return None
     starts = [_starts(_address(nest, side), outer) for nest, (_, outer) in zip(nests, shadows, strict=True)]
     lengths = [
@@ -139,7 +149,7 @@ def _packed(
     return [_placed(nest, side, at, inside) for nest in nests], at, inside, length
 
 
-def _address(nest: Nest, side: Side) -> int:
+def _address(nest: StridedCopy, side: Side) -> int:
     return nest.src if side == "src" else nest.dst
 
 
@@ -147,7 +157,7 @@ def _distance(loop: Loop, side: Side) -> int:
     return loop.src if side == "src" else loop.dst
 
 
-def _shadow(nest: Nest, side: Side) -> tuple[int, list[tuple[int, int]]]:
+def _shadow(nest: StridedCopy, side: Side) -> tuple[int, list[tuple[int, int]]]:
     """Return a nest's extent on one side: bytes of a contiguous stretch, (count, distance) of other loops."""
     length, outer = nest.run, list[tuple[int, int]]()
     for loop in sorted(nest.loops, key=lambda loop: abs(_distance(loop, side))):
@@ -175,7 +185,7 @@ def _united(start: Int64s, length: Int64s, gap_bytes: int, cuts: Sequence[int]) 
     return start[first], stop[last] - start[first]
 
 
-def _placed(nest: Nest, side: Side, at: Int64s, inside: Int64s) -> list[Nest]:
+def _placed(nest: StridedCopy, side: Side, at: Int64s, inside: Int64s) -> list[StridedCopy]:
     """Move one side of a nest into the image; several nests if the image breaks its loops' distances."""
     _, outer = _shadow(nest, side)
     starts = _starts(_address(nest, side), outer)
@@ -193,7 +203,7 @@ def _placed(nest: Nest, side: Side, at: Int64s, inside: Int64s) -> list[Nest]:
 
 
 def _in_order(
-    nest: Nest, side: Side, outer: Sequence[tuple[int, int]], offsets: Int64s
+    nest: StridedCopy, side: Side, outer: Sequence[tuple[int, int]], offsets: Int64s
 ) -> tuple[int, ...] | None:
     """Return the distance in the image of every loop of a nest; None if a loop has no single one."""
     steps = []
@@ -216,7 +226,7 @@ def _in_order(
     return tuple(found[number] for number in range(len(nest.loops)))
 
 
-def _moved(nest: Nest, side: Side, first: int, distances: Sequence[int]) -> Nest:
+def _moved(nest: StridedCopy, side: Side, first: int, distances: Sequence[int]) -> StridedCopy:
     if side == "src":
         loops = tuple(replace(loop, src=d) for loop, d in zip(nest.loops, distances, strict=True))
         return replace(nest, src=first, loops=loops)

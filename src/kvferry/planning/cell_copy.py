@@ -18,8 +18,8 @@ from functools import cached_property
 
 import numpy as np
 
-from kvferry.planning.nest import Nest, fused, spelled
-from kvferry.planning.pieces import Int64s, Pieces
+from kvferry.planning.descriptors import Descriptors, Int64s
+from kvferry.planning.strided_copy import StridedCopy, expand_copies, fuse_copies
 
 Offsets = tuple[int, ...]
 """Bytes from the first cell of a block to each of its cells; none is negative."""
@@ -29,7 +29,7 @@ ONE_CELL: Offsets = (0,)
 
 
 @dataclass(frozen=True)
-class Plane:
+class CellCopy:
     """Loops that every cell of a block repeats.
 
     Attributes:
@@ -39,17 +39,17 @@ class Plane:
 
     src_at: Offsets
     dst_at: Offsets
-    nests: tuple[Nest, ...]
+    nests: tuple[StridedCopy, ...]
 
     @cached_property
-    def pieces(self) -> Pieces:
+    def descriptors(self) -> Descriptors:
         """The runs of the cell at offset 0, spelled out, merged where they touch on both sides."""
-        return spelled(self.nests)
+        return expand_copies(self.nests)
 
     @cached_property
     def lengths(self) -> tuple[tuple[int, int], ...]:
-        """(bytes, how many) of runs of each length in `pieces`."""
-        found = np.unique(self.pieces.length, return_counts=True)
+        """(bytes, how many) of runs of each length in `descriptors`."""
+        found = np.unique(self.descriptors.length, return_counts=True)
         return tuple(zip(*(array.tolist() for array in found), strict=True))
 
     @cached_property
@@ -74,33 +74,33 @@ class Plane:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolNests:
+class PoolCopies:
     """Loops between the blocks of a pool and images: cells of the pool lie `at` these offsets."""
 
     at: Offsets
-    nests: tuple[Nest, ...]
+    nests: tuple[StridedCopy, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PoolPieces:
+class PoolDescriptors:
     """Stretches of the blocks of a pool and of images: cells of the pool lie `at` these offsets."""
 
     at: Offsets
-    pieces: Pieces
+    descriptors: Descriptors
 
 
-def joined(parts: Iterable[Plane]) -> tuple[Plane, ...]:
+def joined(parts: Iterable[CellCopy]) -> tuple[CellCopy, ...]:
     """Parts with equal offsets as one plane; parts without loops are left out.
 
-    >>> k, v = (Plane((0, 8), (0,), (Nest(at, at, 4),)) for at in (0, 4))
-    >>> joined([k, v, Plane((0, 3), (0,), ())])
-    (Plane(src_at=(0, 8), dst_at=(0,), nests=(Nest(src=0, dst=0, run=8, loops=()),)),)
+    >>> k, v = (CellCopy((0, 8), (0,), (StridedCopy(at, at, 4),)) for at in (0, 4))
+    >>> joined([k, v, CellCopy((0, 3), (0,), ())])
+    (CellCopy(src_at=(0, 8), dst_at=(0,), nests=(StridedCopy(src=0, dst=0, run=8, loops=()),)),)
     """
-    found = defaultdict[tuple[Offsets, Offsets], list[Nest]](list)
+    found = defaultdict[tuple[Offsets, Offsets], list[StridedCopy]](list)
     for part in parts:
         if part.nests:
             found[part.src_at, part.dst_at] += part.nests
-    return tuple(Plane(*at, fused(nests)) for at, nests in found.items())
+    return tuple(CellCopy(*at, fuse_copies(nests)) for at, nests in found.items())
 
 
 def split_tokens(

@@ -1,8 +1,8 @@
-"""Nested loops: the compact form of a movement.
+"""Strided copies: loop nests as the compact form of a movement.
 
 A page of a thousand heads, tokens and elements moves by a handful of loops, each with a count and one stride
-per side; the innermost stretch that is contiguous on both sides is the *run*. Loops are what a copy operation
-wants (a strided view per side); `spelled` turns them into `Pieces`, which is what a transport wants.
+per side. The innermost bytes, contiguous on both sides, are the *run*. A copy operation takes the loops as a
+strided view per side; a transport takes the `Descriptors` that `expand_copies` makes of them.
 
     for l in range(32):              Loop(32, 65536, 4096)
       for h in range(8):             Loop(8, 512, 65536)
@@ -19,7 +19,7 @@ from math import prod
 
 import numpy as np
 
-from kvferry.planning.pieces import Int64s, Pieces, join
+from kvferry.planning.descriptors import Descriptors, Int64s, join
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Loop:
 
 
 @dataclass(frozen=True, slots=True)
-class Nest:
+class StridedCopy:
     """Equal runs at regular distances.
 
     Attributes:
@@ -61,15 +61,15 @@ class Nest:
         """Bytes of all runs."""
         return self.rows * self.run
 
-    def at(self, src: int, dst: int) -> Nest:
+    def at(self, src: int, dst: int) -> StridedCopy:
         """The same, further on by so many bytes on each side."""
         return replace(self, src=self.src + src, dst=self.dst + dst)
 
-    def ascending(self) -> tuple[Nest, ...]:
+    def ascending(self) -> tuple[StridedCopy, ...]:
         """The same runs in nests whose loops ascend on both sides, as a strided view of memory must.
 
-        >>> Nest(8, 0, 4, (Loop(2, -8, 100),)).ascending()
-        (Nest(src=8, dst=0, run=4, loops=()), Nest(src=0, dst=100, run=4, loops=()))
+        >>> StridedCopy(8, 0, 4, (Loop(2, -8, 100),)).ascending()
+        (StridedCopy(src=8, dst=0, run=4, loops=()), StridedCopy(src=0, dst=100, run=4, loops=()))
         """
         for number, loop in enumerate(self.loops):
             if loop.src < 0 or loop.dst < 0:
@@ -78,30 +78,32 @@ class Nest:
                 return tuple(found for part in parts for found in part.ascending())
         return (self,)
 
-    def pieces(self) -> Pieces:
+    def descriptors(self) -> Descriptors:
         """Every run."""
         src, dst = np.array([self.src], np.int64), np.array([self.dst], np.int64)
         for loop in self.loops:
             steps = np.arange(loop.count, dtype=np.int64)
             src = (src[:, None] + steps * loop.src).reshape(-1)
             dst = (dst[:, None] + steps * loop.dst).reshape(-1)
-        return Pieces(src, dst, np.full(len(src), self.run, np.int64))
+        return Descriptors(src, dst, np.full(len(src), self.run, np.int64))
 
 
-def spelled(nests: Iterable[Nest]) -> Pieces:
+def expand_copies(nests: Iterable[StridedCopy]) -> Descriptors:
     """Every run of all nests, sorted by destination, neighbours on both sides merged."""
-    return join([nest.pieces() for nest in nests])
+    return join([nest.descriptors() for nest in nests])
 
 
-def nests_of(item_bytes: int, src: int, dst: int, axes: Sequence[tuple[Int64s, Int64s]]) -> list[Nest]:
+def strided_copies(
+    item_bytes: int, src: int, dst: int, axes: Sequence[tuple[Int64s, Int64s]]
+) -> list[StridedCopy]:
     """The nests of all combinations of positions along some axes.
 
     Two axes, the second contiguous on both sides:
 
     >>> rows = np.array([0, 64]), np.array([0, 8])
     >>> columns = np.array([0, 2, 4, 6]), np.array([0, 2, 4, 6])
-    >>> nests_of(2, 100, 0, [rows, columns])
-    [Nest(src=100, dst=0, run=8, loops=(Loop(count=2, src=64, dst=8),))]
+    >>> strided_copies(2, 100, 0, [rows, columns])
+    [StridedCopy(src=100, dst=0, run=8, loops=(Loop(count=2, src=64, dst=8),))]
 
     Args:
         item_bytes: bytes of one element, which are contiguous on both sides.
@@ -112,8 +114,8 @@ def nests_of(item_bytes: int, src: int, dst: int, axes: Sequence[tuple[Int64s, I
         return []
     parts = [_factored(*axis) for axis in axes]
     return [
-        coalesced(
-            Nest(
+        coalesce_copy(
+            StridedCopy(
                 src + sum(part.src for part in chosen),
                 dst + sum(part.dst for part in chosen),
                 item_bytes,
@@ -124,7 +126,7 @@ def nests_of(item_bytes: int, src: int, dst: int, axes: Sequence[tuple[Int64s, I
     ]
 
 
-def coalesced(nest: Nest) -> Nest:
+def coalesce_copy(nest: StridedCopy) -> StridedCopy:
     """The same runs with as few loops as possible: what continues on both sides is one run, or one loop."""
     loops = sorted(nest.loops, key=lambda loop: (abs(loop.dst), abs(loop.src)))
     run, kept = nest.run, list[Loop]()
@@ -135,38 +137,39 @@ def coalesced(nest: Nest) -> Nest:
             kept[-1] = replace(kept[-1], count=kept[-1].count * loop.count)
         else:
             kept.append(loop)
-    return Nest(nest.src, nest.dst, run, tuple(reversed(kept)))
+    return StridedCopy(nest.src, nest.dst, run, tuple(reversed(kept)))
 
 
-def fused(nests: Iterable[Nest]) -> tuple[Nest, ...]:
+def fuse_copies(nests: Iterable[StridedCopy]) -> tuple[StridedCopy, ...]:
     """The same runs in fewer nests: nests of one shape at regular distances become a loop.
 
     That is what joins K and V of a packed page, and the layers of a cache that is one buffer.
 
-    >>> fused([Nest(0, 0, 8), Nest(100, 8, 8), Nest(200, 16, 8)])
-    (Nest(src=0, dst=0, run=8, loops=(Loop(count=3, src=100, dst=8),)),)
+    >>> fuse_copies([StridedCopy(0, 0, 8), StridedCopy(100, 8, 8), StridedCopy(200, 16, 8)])
+    (StridedCopy(src=0, dst=0, run=8, loops=(Loop(count=3, src=100, dst=8),)),)
     """
-    alike: dict[tuple[int, tuple[Loop, ...]], list[Nest]] = defaultdict(list)
+    alike: dict[tuple[int, tuple[Loop, ...]], list[StridedCopy]] = defaultdict(list)
     for nest in nests:
         alike[nest.run, nest.loops].append(nest)
-    found: list[Nest] = []
+    found: list[StridedCopy] = []
     for (run, loops), group in alike.items():
         group.sort(key=lambda nest: nest.dst)
         starts = np.array([nest.src for nest in group]), np.array([nest.dst for nest in group])
         found += [
-            coalesced(Nest(part.src, part.dst, run, (*part.loops, *loops))) for part in _factored(*starts)
+            coalesce_copy(StridedCopy(part.src, part.dst, run, (*part.loops, *loops)))
+            for part in _factored(*starts)
         ]
     if len(found) < sum(map(len, alike.values())):
-        return fused(found)
+        return fuse_copies(found)
     return tuple(sorted(found, key=lambda nest: nest.dst))
 
 
-def _factored(src: Int64s, dst: Int64s) -> list[Nest]:
+def _factored(src: Int64s, dst: Int64s) -> list[StridedCopy]:
     """Pairs of offsets as nests of runs of 0 bytes: the fewest loops that give them in this order."""
     stretches = _progressions(src, dst)
     if len(stretches) == len(src):
-        return [Nest(int(a), int(b), 0) for a, b in zip(src, dst, strict=True)]
-    found: list[Nest] = []
+        return [StridedCopy(int(a), int(b), 0) for a, b in zip(src, dst, strict=True)]
+    found: list[StridedCopy] = []
     at = 0
     while at < len(stretches):
         first, loop = stretches[at]
@@ -178,7 +181,7 @@ def _factored(src: Int64s, dst: Int64s) -> list[Nest]:
         outer = (
             _factored(src[starts], dst[starts])
             if len(starts) > 1
-            else [Nest(int(src[first]), int(dst[first]), 0)]
+            else [StridedCopy(int(src[first]), int(dst[first]), 0)]
         )
         found += [replace(nest, loops=(*nest.loops, *inner)) for nest in outer]
         at = alike

@@ -7,12 +7,12 @@ from hypothesis import given, strategies as st
 from kvferry.geometry import Axis, Field, GroupKind, PageFormat
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.geometry.store import LayerStore, ModelCache, Stored
-from kvferry.planning.nest import Nest
-from kvferry.planning.plane import Plane, split_tokens
-from kvferry.planning.request import Tally, tally
-from kvferry.planning.retile import retile
+from kvferry.planning.cell_copy import CellCopy, split_tokens
+from kvferry.planning.page_copy import plan_page_copy
+from kvferry.planning.prepared_lists import Tally, tally
 from kvferry.planning.select import Cells
-from kvferry.planning.strategy import Costs, ways
+from kvferry.planning.strategy import Costs, transfer_methods
+from kvferry.planning.strided_copy import StridedCopy
 from kvferry.planning.template import Route, build_templates
 
 KERNELS = st.tuples(st.integers(1, 8), st.integers(1, 8))
@@ -34,13 +34,16 @@ def page(*kernels: tuple[int, int], item: int = 2) -> PageFormat:
 def test_tokens_of_every_cell_lie_where_their_plane_says(src, dst, times):
     """All tokens of both blocks, one by one."""
     sides = [page((tokens, count * times)) for tokens, count in (src, dst)]
-    moved = retile(*sides)
+    moved = plan_page_copy(*sides)
     for number in range(moved.src_cells * moved.dst_cells):
         found = []
-        for plane in moved.planes:
-            src_at, dst_at = plane.src_at[number % moved.src_cells], plane.dst_at[number % moved.dst_cells]
-            for nest in plane.nests:
-                runs = nest.at(src_at, dst_at).pieces()
+        for cell_copy in moved.cell_copies:
+            src_at, dst_at = (
+                cell_copy.src_at[number % moved.src_cells],
+                cell_copy.dst_at[number % moved.dst_cells],
+            )
+            for nest in cell_copy.nests:
+                runs = nest.at(src_at, dst_at).descriptors()
                 for a, b, length in zip(runs.src, runs.dst, runs.length, strict=True):
                     found += [(int(a) + at, int(b) + at) for at in range(length)]
         assert sorted(found) == sorted(_bytes_of(moved.cell_tokens, number, *sides))
@@ -61,11 +64,11 @@ def _bytes_of(cell: int, number: int, src: PageFormat, dst: PageFormat):
 def test_cells_that_lie_across_kernel_blocks_differently_are_planes_of_their_own():
     # Blocks of 48, in kernel blocks of 16, to blocks of 96 in kernel blocks of 32: cells of 48 tokens. The
     # second one of a block of 96 begins in the middle of a kernel block.
-    moved = retile(page((16, 3)), page((32, 3)))
+    moved = plan_page_copy(page((16, 3)), page((32, 3)))
     assert (moved.cell_tokens, moved.src_cells, moved.dst_cells) == (48, 1, 2)
-    assert len(moved.planes) == 4
-    assert {plane.dst_at for plane in moved.planes if plane.dst_at[0] == 0} == {
-        plane.dst_at for plane in moved.planes
+    assert len(moved.cell_copies) == 4
+    assert {cell_copy.dst_at for cell_copy in moved.cell_copies if cell_copy.dst_at[0] == 0} == {
+        cell_copy.dst_at for cell_copy in moved.cell_copies
     }
 
 
@@ -88,13 +91,13 @@ def routes(src: int, dst: int, layout: str = "LBHNC") -> Route:
 
 def numbers(route: Route) -> int:
     """How many numbers say what a route moves, in all ways of it."""
-    found = [*ways(route, Costs(), 1 << 30)]
-    parts = [part for way in found if way.image for part in (*way.image.nests, *way.image.stretches)]
+    found = [*transfer_methods(route, Costs(), 1 << 30)]
+    parts = [part for way in found if way.image for part in (*way.image.nests, *way.image.reads)]
     parts += [part for way in found for part in way.landing or ()]
-    offsets = sum(len(plane.src_at) + len(plane.dst_at) for plane in route.planes)
+    offsets = sum(len(cell_copy.src_at) + len(cell_copy.dst_at) for cell_copy in route.cell_copies)
     offsets += sum(len(part.at) for part in parts)
-    loops = [nest for part in (*route.planes, *parts) for nest in getattr(part, "nests", ())]
-    runs = sum(len(part.pieces) for part in (*route.planes, *parts) if hasattr(part, "pieces"))
+    loops = [nest for part in (*route.cell_copies, *parts) for nest in getattr(part, "nests", ())]
+    runs = sum(len(part.descriptors) for part in (*route.cell_copies, *parts) if hasattr(part, "descriptors"))
     return offsets + len(loops) + runs
 
 
@@ -106,19 +109,19 @@ def test_what_is_kept_of_two_block_sizes_grows_with_their_sum(src, dst, layout):
     assert cells == (src + dst) // many.cell_tokens
     # What one cell takes, and a few offsets for each cell of either block.
     assert numbers(many) <= 16 * (numbers(few) + many.row_count + cells)
-    assert sum(len(plane.src_at) + len(plane.dst_at) for plane in many.planes) <= 2 * cells
+    assert sum(len(cell_copy.src_at) + len(cell_copy.dst_at) for cell_copy in many.cell_copies) <= 2 * cells
 
 
 def test_a_plane_knows_its_runs_by_length():
-    plane = routes(784, 400).planes[0]
-    assert isinstance(plane, Plane)
-    assert sum(length * count for length, count in plane.lengths) == plane.pieces.total_bytes
+    cell_copy = routes(784, 400).cell_copies[0]
+    assert isinstance(cell_copy, CellCopy)
+    assert sum(length * count for length, count in cell_copy.lengths) == cell_copy.descriptors.total_bytes
 
 
 def test_the_last_cell_of_a_block_may_touch_the_first_of_the_next():
     """Cells of a block lie apart, at its ends: the last of block 1 and the first of block 2 are one run."""
-    plane = Plane((0, 48), (0, 48), (Nest(0, 0, 16),))
-    route = Route(0, 0, ("a",), 16, 2, 2, 64, 64, 9, 9, (plane,))
+    cell_copy = CellCopy((0, 48), (0, 48), (StridedCopy(0, 0, 16),))
+    route = Route(0, 0, ("a",), 16, 2, 2, 64, 64, 9, 9, (cell_copy,))
     ids, number = np.array([1, 1, 2, 2]), np.arange(4)
     assert tally(route, Cells(ids, ids, number)) == Tally(64, 4, 3, 32)
     assert tally(route, Cells(ids, np.array([1, 1, 3, 3]), number)) == Tally(64, 4, 4, 16)

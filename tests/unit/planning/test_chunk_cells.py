@@ -11,8 +11,15 @@ from hypothesis import assume, given, settings, strategies as st
 
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
-from kvferry.planning.chunks import Stretch, cells_beside, cells_to_load, cells_to_store, runs_of, stretch_of
-from kvferry.planning.select import Span, needed, select_cells
+from kvferry.planning.chunk_cells import (
+    TableSlice,
+    cells_to_load,
+    cells_to_store,
+    runs_of,
+    slice_table,
+    unfilled_cells,
+)
+from kvferry.planning.select import LoadSpan, needed_tokens, select_cells
 from kvferry.planning.template import Route, build_templates
 from support.pages import kv_page, rank_of, state_page
 
@@ -21,7 +28,7 @@ KINDS = st.sampled_from([GroupKind.FULL, GroupKind.SLIDING, GroupKind.CHUNKED])
 
 
 @dataclass(frozen=True)
-class Continued:
+class GroupPattern:
     kind: GroupKind
     attention_span: int
 
@@ -69,14 +76,14 @@ def test_chunks_are_filled_from_all_cells_that_hold_their_tokens(data, block, ch
         numbers[0] * chunk // out.cell_tokens, -(-min((numbers[0] + 1) * chunk, until) // out.cell_tokens)
     )
     low = data.draw(st.sampled_from(cells)) * out.cell_tokens
-    stretch = stretch_of([0] * (low // block) + blocks_of(block)[low // block :], low, high, block)
+    stretch = slice_table([0] * (low // block) + blocks_of(block)[low // block :], low, high, block)
     found = cells_to_store(out, chunk, numbers, range(low, until), stretch)
     whole = [
         select_cells(
             out,
             GroupKind.FULL,
             0,
-            Span(max(n * chunk, low), min((n + 1) * chunk, until), TOKENS),
+            LoadSpan(max(n * chunk, low), min((n + 1) * chunk, until), TOKENS),
             np.array(blocks_of(block)),
             slots(numbers),
         )
@@ -84,7 +91,7 @@ def test_chunks_are_filled_from_all_cells_that_hold_their_tokens(data, block, ch
     ]
     assert triples(found) == triples(whole)
     for index in (0, len(numbers) - 1):
-        beside = cells_beside(out, chunk, numbers[index], range(low, until))
+        beside = unfilled_cells(out, chunk, numbers[index], range(low, until))
         filled = {t[2] for t in triples(found) if t[1] == index + 1}
         blank = {t[2] for t in triples([beside])}
         first = numbers[index] * chunk // out.cell_tokens
@@ -101,12 +108,12 @@ def test_what_parts_of_a_load_bring_is_what_it_brings_at_once(data, block, chunk
     _, into = routes(block, chunk)
     total = data.draw(st.integers(1, TOKENS))
     have = data.draw(st.integers(0, (total - 1) // into.cell_tokens)) * into.cell_tokens
-    span = Span(have, total, data.draw(st.sampled_from([total, total + 1, total + 50])))
-    group = Continued(kind, 0 if kind is GroupKind.FULL else attention_span)
-    low, high = needed(kind, group.attention_span, span)
+    span = LoadSpan(have, total, data.draw(st.sampled_from([total, total + 1, total + 50])))
+    group = GroupPattern(kind, 0 if kind is GroupKind.FULL else attention_span)
+    low, high = needed_tokens(kind, group.attention_span, span)
     assume(low < high)
     numbers = list(range(low // chunk, -(-high // chunk)))
-    blocks = Stretch(0, tuple(blocks_of(block)))
+    blocks = TableSlice(0, tuple(blocks_of(block)))
     everything = select_cells(into, kind, group.attention_span, span, slots(numbers), blocks.table())
     split = data.draw(st.permutations(numbers))
     cut = data.draw(st.integers(0, len(split)))
@@ -122,26 +129,31 @@ def test_what_parts_of_a_load_bring_is_what_it_brings_at_once(data, block, chunk
 def test_a_snapshot_moves_whole():
     rank, pool = (rank_of(state_page(), kind=GroupKind.STATE, blocks=9) for _ in range(2))
     route = build_templates([rank], pool)[0].routes[0]
-    assert triples(cells_to_store(route, 64, [3], range(256), Stretch(0, (7,)))) == {(7, 1, 0)}
-    group = Continued(GroupKind.STATE, 0)
-    assert triples(cells_to_load(route, 64, group, Span(64, 256, 300), [3], Stretch(0, (7,)))) == {(1, 7, 0)}
-    assert len(cells_beside(route, 64, 3, range(250))) == 0
+    assert triples(cells_to_store(route, 64, [3], range(256), TableSlice(0, (7,)))) == {(7, 1, 0)}
+    group = GroupPattern(GroupKind.STATE, 0)
+    assert triples(cells_to_load(route, 64, group, LoadSpan(64, 256, 300), [3], TableSlice(0, (7,)))) == {
+        (1, 7, 0)
+    }
+    assert len(unfilled_cells(route, 64, 3, range(250))) == 0
 
 
 def test_a_block_that_is_gone_or_missing_is_refused():
     out, into = routes(8, 16)
-    for stretch, says in ((Stretch(0, (1, 2, 0, 4)), "null block"), (Stretch(0, (1, 2, 3)), "need block 3")):
+    for stretch, says in (
+        (TableSlice(0, (1, 2, 0, 4)), "null block"),
+        (TableSlice(0, (1, 2, 3)), "need block 3"),
+    ):
         with pytest.raises(TransferError, match=says):
             cells_to_store(out, 16, [1], range(32), stretch)
         with pytest.raises(TransferError, match=says):
-            cells_to_load(into, 16, Continued(GroupKind.FULL, 0), Span(16, 32, 40), [1], stretch)
+            cells_to_load(into, 16, GroupPattern(GroupKind.FULL, 0), LoadSpan(16, 32, 40), [1], stretch)
 
 
-@pytest.mark.parametrize("span", [Span(5, 32, 40), Span(0, 32, 40, (5, 32))])
+@pytest.mark.parametrize("span", [LoadSpan(5, 32, 40), LoadSpan(0, 32, 40, (5, 32))])
 def test_a_prefix_or_a_part_that_ends_inside_a_cell_or_a_block_is_refused(span):
     _, into = routes(8, 16)
     with pytest.raises(TransferError, match=r"inside the cell|inside a block"):
-        cells_to_load(into, 16, Continued(GroupKind.FULL, 0), span, [0, 1], Stretch(0, (1, 2, 3, 4)))
+        cells_to_load(into, 16, GroupPattern(GroupKind.FULL, 0), span, [0, 1], TableSlice(0, (1, 2, 3, 4)))
 
 
 @given(st.sets(st.integers(0, 30)))
@@ -154,7 +166,7 @@ def test_runs_are_the_numbers_and_never_touch(numbers):
 @given(st.integers(1, 9), st.integers(0, 60), st.integers(1, 30))
 def test_a_stretch_is_the_blocks_that_hold_its_tokens(block, low, length):
     ids = list(range(1, 100))
-    stretch = stretch_of(ids, low, low + length, block)
+    stretch = slice_table(ids, low, low + length, block)
     wanted = sorted({token // block for token in range(low, low + length)})
     assert (stretch.first, list(stretch.ids)) == (wanted[0], [ids[at] for at in wanted])
     assert stretch.table()[wanted].tolist() == [ids[at] for at in wanted]
