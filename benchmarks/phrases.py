@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.measuring.spread import Spread
-from kvferry.plan.units import duration
+from kvferry.units import format_seconds
 
 PLACES = {"host": "in host memory", "file": "in files"}
 """Where a prompt's chunks are, by tier."""
@@ -16,4 +16,4 @@ def verdict(*, reached: bool) -> str:
 
 def seconds(spread: Spread) -> str:
     """A time with its range."""
-    return f"{duration(spread.median)} ({duration(spread.low)}-{duration(spread.high)})"
+    return f"{format_seconds(spread.median)} ({format_seconds(spread.low)}-{format_seconds(spread.high)})"

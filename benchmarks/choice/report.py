@@ -12,7 +12,7 @@ from benchmarks.choice.measure import CONNECTORS, POLICIES, TARGET_RATIO, Measur
 from benchmarks.choice.policy_engine import FAR
 from benchmarks.phrases import seconds, verdict
 from kvferry.measuring.spread import Spread
-from kvferry.plan.units import size
+from kvferry.units import format_bytes
 
 _OTHERS = tuple(policy for policy in POLICIES if policy != "cost")
 _TITLES = {"file": "near, files", "object": "far, objects", f"{FAR}object": "far, objects"}
@@ -28,7 +28,7 @@ def show(measured: MeasuredChoice, console: Console) -> None:
         f"[bold]{len(workload.prompts)} requests{of}[/], {workload.name}: {workload.tokens:,} tokens, "
         f"{workload.repeated:.0%} of their blocks of {workload.block_tokens} tokens asked for before\n"
         f"{machine.cores} cores, {machine.cpu}; median and range of {job.rounds} interleaved rounds\n\n"
-        f"Between {between}: near, {size(job.file_bytes)} of files at {_rate(probed.near)};\n"
+        f"Between {between}: near, {format_bytes(job.file_bytes)} of files at {_rate(probed.near)};\n"
         f"far, an object store at {_rate(probed.far)}: {probed.apart:.1f}x apart (asked for: {job.apart:g}x)",
         highlight=False,
     )

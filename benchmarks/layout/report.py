@@ -13,8 +13,8 @@ from benchmarks.layout.cells import CHOSEN, Row, Table
 from benchmarks.layout.verdicts import verdicts
 from kvferry.measuring.machine import MachineFacts
 from kvferry.measuring.spread import Spread
-from kvferry.plan.units import size
 from kvferry.planning.strategy import Strategy
+from kvferry.units import format_bytes
 
 
 def show(tables: Sequence[Table], machine: MachineFacts, repeats: int, console: Console) -> None:
@@ -70,7 +70,8 @@ def _show_table(table: Table, console: Console) -> None:
     speed = Spread.of(table.raw)
     sizes = sorted({row.ways[CHOSEN].bytes for row in table.rows}, reverse=True)
     console.print(
-        f"\n[bold]{table.model}[/]: {table.tokens:,} tokens, {' or '.join(map(size, sizes))} to one rank; "
+        f"\n[bold]{table.model}[/]: {table.tokens:,} tokens, {' or '.join(map(format_bytes, sizes))} to "
+        "one rank; "
         f"raw NIXL at 2 MiB: {speed.median:.2f} GB/s ({speed.low:.2f}-{speed.high:.2f}) = 1",
         highlight=False,
     )
@@ -96,7 +97,7 @@ def _cells(row: Row) -> list[str]:
     return [
         row.cell.layout,
         f"{row.cell.src_tp}→{row.cell.dst_tp}",
-        size(row.runs.both),
+        format_bytes(row.runs.both),
         *(f"{row.ratio(way).median:.2f}" for way in Strategy),
         f"[bold]{chosen.median:.2f}[/]",
         f"{chosen.low:.2f}-{chosen.high:.2f}",

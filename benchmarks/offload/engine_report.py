@@ -12,7 +12,7 @@ from benchmarks.offload.first_token import FirstToken
 from benchmarks.offload.tier_hooks import TARGET_SHARE, HookCost
 from benchmarks.phrases import PLACES, seconds, verdict
 from kvferry.measuring.spread import Spread
-from kvferry.plan.units import duration, size
+from kvferry.units import format_bytes, format_seconds
 
 _MOST_HOOKS = 3
 
@@ -32,18 +32,18 @@ def show_hooks(hooks: HookCost, console: Console) -> None:
         table.add_row(
             name,
             str(len(times.steps)),
-            duration(Spread.of(times.hooks).median),
-            duration(times.p99),
-            duration(max(times.hooks)),
-            duration(Spread.of(times.steps).median),
+            format_seconds(Spread.of(times.hooks).median),
+            format_seconds(times.p99),
+            format_seconds(max(times.hooks)),
+            format_seconds(Spread.of(times.steps).median),
             f"{times.share.median:.2%}",
         )
     console.print(table)
-    most = ", ".join(f"{name} {duration(s)}" for name, s in list(hooks.by_hook.items())[:_MOST_HOOKS])
+    most = ", ".join(f"{name} {format_seconds(s)}" for name, s in list(hooks.by_hook.items())[:_MOST_HOOKS])
     console.print(
         f"target under {TARGET_SHARE:.0%} of a decoding step of this engine's model: "
         f"{verdict(reached=hooks.reached)}\n"
-        f"decoding, most of it in {most}; a request comes in: {duration(hooks.arriving.median)}",
+        f"decoding, most of it in {most}; a request comes in: {format_seconds(hooks.arriving.median)}",
         highlight=False,
     )
 
@@ -57,7 +57,8 @@ def hooks_json(hooks: HookCost) -> dict[str, Any]:
 def show_first_token(first: FirstToken, console: Console) -> None:
     """Print when first tokens come; fits 80 columns."""
     console.print(
-        f"\n[bold]First token[/] of a prompt of {first.tokens:,} tokens, {size(first.bytes)} of KV cache",
+        f"\n[bold]First token[/] of a prompt of {first.tokens:,} tokens, {format_bytes(first.bytes)} of "
+        "KV cache",
         highlight=False,
     )
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)

@@ -13,7 +13,7 @@ from benchmarks.offload.asking import SHARES, Asking
 from benchmarks.offload.lookup import TARGET_SECONDS, Looks, LookUp
 from benchmarks.offload.measure import MeasuredOffload
 from benchmarks.phrases import PLACES, seconds, verdict
-from kvferry.plan.units import duration, size
+from kvferry.units import format_bytes, format_seconds
 
 
 def show(measured: MeasuredOffload, console: Console) -> None:
@@ -21,7 +21,7 @@ def show(measured: MeasuredOffload, console: Console) -> None:
     job, machine = measured.job, measured.machine
     console.print(
         f"[bold]{job.reading.cache.name}[/]: chunks of {measured.chunk_tokens} tokens, "
-        f"{size(measured.chunk_bytes)}\n"
+        f"{format_bytes(measured.chunk_bytes)}\n"
         f"{machine.cores} cores, {machine.cpu}; median and range of {job.repeats} interleaved rounds",
         highlight=False,
     )
@@ -65,7 +65,7 @@ def _show_lookup(lookup: LookUp, console: Console) -> None:
         table.add_row(_place(looks), seconds(looks.first), seconds(looks.again))
     console.print(table)
     console.print(
-        f"target under {duration(TARGET_SECONDS)}: {verdict(reached=lookup.reached)}\n"
+        f"target under {format_seconds(TARGET_SECONDS)}: {verdict(reached=lookup.reached)}\n"
         f"digesting its keys, once per request: {seconds(lookup.keys)}",
         highlight=False,
     )
@@ -84,14 +84,16 @@ def _show_asking(found: Asking, console: Console) -> None:
         table.add_column(title, justify="right", no_wrap=True)
     for one in found.asks:
         times = (one.first.median, one.first.p99, one.again.median, one.again.p99)
-        table.add_row(one.layers, one.policy, one.place, *map(duration, times))
+        table.add_row(one.layers, one.policy, one.place, *map(format_seconds, times))
     console.print(table)
     longest = found.longest
-    shares = ", ".join(f"{name} {duration(took)}" for name, took in zip(SHARES, longest.shares, strict=True))
+    shares = ", ".join(
+        f"{name} {format_seconds(took)}" for name, took in zip(SHARES, longest.shares, strict=True)
+    )
     console.print(
-        f"target under {duration(asking.TARGET_SECONDS)}: {verdict(reached=found.reached)}\n"
+        f"target under {format_seconds(asking.TARGET_SECONDS)}: {verdict(reached=found.reached)}\n"
         f"the longest first, {longest.layers}, {longest.policy}, {longest.place}: {shares}\n"
-        f"digesting its keys and the offer, once per request: {duration(longest.arriving.median)}",
+        f"digesting its keys and the offer, once per request: {format_seconds(longest.arriving.median)}",
         highlight=False,
     )
 

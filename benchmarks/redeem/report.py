@@ -12,7 +12,7 @@ from rich.table import Table
 from benchmarks.phrases import verdict
 from benchmarks.redeem.measure import PRODUCERS, Redeeming
 from kvferry.engines.vllm.claims import STEP_WAIT_SECONDS
-from kvferry.plan.units import duration
+from kvferry.units import format_seconds
 
 TARGET_SECONDS = 0.5e-3
 """Of the median at a known peer at rest."""
@@ -22,10 +22,10 @@ def show(found: Sequence[Redeeming], tokens: int, console: Console) -> None:
     """Print it; fits 80 columns."""
     console.print(f"tickets for prompts of {tokens:,} tokens, redeemed at a known peer:")
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ("producer", "median", "90 %", "99 %", f"within {duration(STEP_WAIT_SECONDS)}"):
+    for name in ("producer", "median", "90 %", "99 %", f"within {format_seconds(STEP_WAIT_SECONDS)}"):
         table.add_column(name, justify="left" if name == "producer" else "right", no_wrap=name != "producer")
     for one in found:
-        table.add_row(one.producer, *map(duration, one.percentiles()), f"{one.within_a_step:.0%}")
+        table.add_row(one.producer, *map(format_seconds, one.percentiles()), f"{one.within_a_step:.0%}")
     console.print(table)
     for one in found:
         ratio = one.beside_handshake
@@ -36,7 +36,7 @@ def show(found: Sequence[Redeeming], tokens: int, console: Console) -> None:
         )
     (rest,) = (one for one in found if one.producer == PRODUCERS[0])
     reached = rest.percentiles()[0] < TARGET_SECONDS
-    console.print(f"median at rest under {duration(TARGET_SECONDS)}: {verdict(reached=reached)}")
+    console.print(f"median at rest under {format_seconds(TARGET_SECONDS)}: {verdict(reached=reached)}")
 
 
 def as_json(found: Sequence[Redeeming], tokens: int) -> dict[str, Any]:

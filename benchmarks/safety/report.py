@@ -11,7 +11,7 @@ from rich.table import Table
 from benchmarks.safety.cost import Cost
 from benchmarks.safety.measure import MeasuredSafety
 from kvferry.measuring.spread import Spread
-from kvferry.plan.units import duration
+from kvferry.units import format_seconds
 
 
 def show(measured: MeasuredSafety, console: Console) -> None:
@@ -58,8 +58,8 @@ def _row(cost: Cost) -> list[str]:
     return [
         cost.part,
         cost.work,
-        duration(Spread.of(cost.on).median),
-        duration(Spread.of(cost.off).median),
+        format_seconds(Spread.of(cost.on).median),
+        format_seconds(Spread.of(cost.off).median),
         _difference(cost.extra.median),
         median if cost.target is None else f"[{colour}]{median}[/]",
         f"{share.low:.1%} to {share.high:.1%}",
@@ -73,4 +73,4 @@ def _difference(seconds: float) -> str:
     >>> _difference(1e-3), _difference(-1e-3)
     ('1 ms', '-1 ms')
     """
-    return duration(seconds) if seconds >= 0 else f"-{duration(-seconds)}"
+    return format_seconds(seconds) if seconds >= 0 else f"-{format_seconds(-seconds)}"

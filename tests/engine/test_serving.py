@@ -23,8 +23,8 @@ import httpx
 import pytest
 
 from kvferry.observe.exposed import COMMON, CONNECTOR, EXPOSED
-from kvferry.plan.units import size
 from kvferry.serving.tiny import tiny_checkpoint
+from kvferry.units import format_bytes
 from support.explain import explain
 from support.odd_requests import FAILS_IN_VLLM, odd_requests
 from support.otlp import Collector, attributes
@@ -168,7 +168,7 @@ def test_a_request_is_explained_and_its_spans_belong_to_the_callers_trace(served
     assert load["gen_ai.request.id"] == lease["gen_ai.request.id"] == answer["id"] + "-0"
     assert (load["kvferry.outcome"], load["kvferry.tokens.peer"]) == ("ready", tokens - 1)
     assert (lease["kvferry.tokens"], lease["kvferry.expired"]) == (tokens - 1, False)
-    assert f"{size(load['kvferry.bytes'])} of 0 full_attention" in decode
+    assert f"{format_bytes(load['kvferry.bytes'])} of 0 full_attention" in decode
     assert 0 < time.time_ns() - spans["kvferry.load"].end_time_unix_nano < 120e9
     assert (
         0

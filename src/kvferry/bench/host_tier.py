@@ -21,7 +21,7 @@ import numpy.typing as npt
 from kvferry.bench.rank_chunks import RankPair
 from kvferry.bench.tier_cases import TierCase
 from kvferry.cache.orders import LoadPart, Piece, StoreOrder
-from kvferry.plan.units import size
+from kvferry.units import format_bytes
 
 TARGET_RATIO = 0.8
 _APART = 16
@@ -36,7 +36,7 @@ def tier_cases(stack: ExitStack, ranks: RankPair, depths: Sequence[int]) -> list
         depths: numbers of threads.
     """
     found = []
-    total, short = ranks.chunks * ranks.chunk_bytes, f"memcpy in runs of {size(ranks.run_bytes)}"
+    total, short = ranks.chunks * ranks.chunk_bytes, f"memcpy in runs of {format_bytes(ranks.run_bytes)}"
     for depth in depths:
         pool = stack.enter_context(ThreadPoolExecutor(depth, "bench-host"))
         shares = _shares(ranks.chunks, depth)

@@ -12,7 +12,7 @@ from rich.table import Table
 from kvferry.bench.rounds import MoverRounds
 from kvferry.bench.tier_cases import TierSpeed
 from kvferry.bench.tiers import MeasuredTiers
-from kvferry.plan.units import size
+from kvferry.units import format_bytes
 
 
 def show(measured: MeasuredTiers, console: Console) -> None:
@@ -20,7 +20,7 @@ def show(measured: MeasuredTiers, console: Console) -> None:
     job, machine = measured.job, measured.machine
     console.print(
         f"[bold]{job.reading.cache.name}[/]: chunks of {measured.chunk_tokens} tokens, "
-        f"{size(measured.chunk_bytes)}\n"
+        f"{format_bytes(measured.chunk_bytes)}\n"
         f"{machine.cores} cores, {machine.cpu}; median and range of {job.repeats} interleaved rounds",
         highlight=False,
     )

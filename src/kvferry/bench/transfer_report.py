@@ -11,7 +11,7 @@ from rich.table import Table
 from kvferry.bench.rounds import MoverRounds, TransferComparison
 from kvferry.bench.transfer import MeasuredTransfer
 from kvferry.measuring.spread import Spread
-from kvferry.plan.units import size
+from kvferry.units import format_bytes
 
 SAME_DESCRIPTORS = 1
 """Index in `TransferComparison.others` of the mover that reads the same descriptors."""
@@ -46,8 +46,8 @@ def _show_job(measured: MeasuredTransfer, console: Console) -> None:
     job, machine, pages = measured.job, measured.machine, measured.blocks * measured.layers
     console.print(
         f"[bold]{job.reading.cache.name}[/]: {job.tokens:,} tokens in {measured.blocks:,} {job.order} blocks "
-        f"x {measured.layers} layers = {pages:,} pages of {size(measured.page_bytes)}, "
-        f"{size(pages * measured.page_bytes)}",
+        f"x {measured.layers} layers = {pages:,} pages of {format_bytes(measured.page_bytes)}, "
+        f"{format_bytes(pages * measured.page_bytes)}",
         highlight=False,
     )
     transports = "not set" if machine.transports is None else machine.transports

@@ -50,8 +50,8 @@ def register(app: typer.Typer) -> None:
 
 def ls(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
     """List the namespaces: which model, how much, when last used."""
-    from kvferry.plan.units import age, size
     from kvferry.tiers.survey import namespace_usage
+    from kvferry.units import format_age, format_bytes
 
     cache = _cache(where, option)
     found, now = namespace_usage(cache), time.time()
@@ -62,10 +62,12 @@ def ls(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
         print(f"{one.namespace[:16]}  {printable(one.name) or 'no model named'}"[: report_width()])
         for line in _lines(_said(one.facts), report_width() - 2):
             print("\n".join(wrapped(line, 2, 2)))
-        held = f"{one.chunks} chunks, {one.tokens} tokens, {size(one.total_bytes)}"
+        held = f"{one.chunks} chunks, {one.tokens} tokens, {format_bytes(one.total_bytes)}"
         if one.oldest is not None and one.newest is not None:
             verb = "last used" if cache.notes_use else "stored"
-            held += f"; {verb} {age(now - one.newest)} ago, the oldest {age(now - one.oldest)} ago"
+            held += (
+                f"; {verb} {format_age(now - one.newest)} ago, the oldest {format_age(now - one.oldest)} ago"
+            )
         print("\n".join(wrapped(held, 2, 2)))
         if one.unreadable:
             print(f"  {one.unreadable} of them cannot be read; see kvferry cache verify")
@@ -75,8 +77,8 @@ def ls(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
 
 def stat(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
     """Show how much the cache holds, and its capacity."""
-    from kvferry.plan.units import size
     from kvferry.tiers.survey import cache_totals
+    from kvferry.units import format_bytes
 
     cache = _cache(where, option)
     found = cache_totals(cache)
@@ -84,12 +86,12 @@ def stat(where: _Where, option: _Options = None, as_json: _Json = False) -> None
         print(json.dumps(asdict(found)))
         return
     rows = [
-        ("capacity", cache.no_capacity if found.capacity is None else size(found.capacity)),
-        ("in use", size(found.total_bytes)),
-        ("free on disk", "" if found.free is None else size(found.free)),
-        ("chunks", f"{found.chunks} of {found.namespaces} namespaces, {size(found.chunk_bytes)}"),
-        ("being written", f"{found.temporary}, {size(found.temporary_bytes)}"),
-        ("quarantined", f"{found.quarantined}, {size(found.quarantined_bytes)}"),
+        ("capacity", cache.no_capacity if found.capacity is None else format_bytes(found.capacity)),
+        ("in use", format_bytes(found.total_bytes)),
+        ("free on disk", "" if found.free is None else format_bytes(found.free)),
+        ("chunks", f"{found.chunks} of {found.namespaces} namespaces, {format_bytes(found.chunk_bytes)}"),
+        ("being written", f"{found.temporary}, {format_bytes(found.temporary_bytes)}"),
+        ("quarantined", f"{found.quarantined}, {format_bytes(found.quarantined_bytes)}"),
     ]
     for name, value in rows:
         if value:
@@ -106,8 +108,8 @@ def verify(
 
     Exit code 1 if something is bad.
     """
-    from kvferry.plan.units import size
     from kvferry.tiers.survey import verify_all
+    from kvferry.units import format_bytes
 
     found = verify_all(_cache(where, option), quarantine=quarantine)
     if as_json:
@@ -116,7 +118,7 @@ def verify(
         for one in found.bad:
             print(printable(str(one.path)))
             print("\n".join(wrapped(f"{one.why}{'; moved to quarantine' if one.moved else ''}", 2)))
-        print(f"{found.chunks} chunks, {size(found.total_bytes)}: {len(found.bad)} bad")
+        print(f"{found.chunks} chunks, {format_bytes(found.total_bytes)}: {len(found.bad)} bad")
         if found.other_versions:
             print(f"{found.other_versions} of other format versions; run the release that wrote them")
     if found.bad:
@@ -139,15 +141,15 @@ def gc(
 
     Leftovers are of processes that were killed; what was used, or stored, longest ago is evicted first.
     """
-    from kvferry.plan.units import size
     from kvferry.tiers.sizes import parse_size
+    from kvferry.units import format_bytes
 
     done = _cache(where, option).collect(None if capacity is None else parse_size(capacity))
     if as_json:
         print(json.dumps(asdict(done)))
         return
-    print(f"{done.swept} leftovers removed; {done.evicted} files evicted, {size(done.evicted_bytes)}")
-    print(f"{size(done.charged)} in use, evicted to {size(done.capacity)}")
+    print(f"{done.swept} leftovers removed; {done.evicted} files evicted, {format_bytes(done.evicted_bytes)}")
+    print(f"{format_bytes(done.charged)} in use, evicted to {format_bytes(done.capacity)}")
 
 
 def clear(
@@ -157,13 +159,13 @@ def clear(
     as_json: _Json = False,
 ) -> None:
     """Remove all of kvferry's files there, and nothing else."""
-    from kvferry.plan.units import size
     from kvferry.tiers.survey import cache_totals
+    from kvferry.units import format_bytes
 
     cache = _cache(where, option)
     if not yes:
         found = cache_totals(cache)
-        question = f"Remove {found.chunks} chunks, {size(found.total_bytes)}, from {cache.where}?"
+        question = f"Remove {found.chunks} chunks, {format_bytes(found.total_bytes)}, from {cache.where}?"
         try:
             sure = typer.confirm(question)
         except typer.Abort as error:
@@ -177,7 +179,7 @@ def clear(
     if as_json:
         print(json.dumps({"files": files, "total_bytes": total_bytes}))
     else:
-        print(f"{files} files removed, {size(total_bytes)}")
+        print(f"{files} files removed, {format_bytes(total_bytes)}")
 
 
 def _cache(where: str, options: list[str] | None) -> CacheAdmin:

@@ -16,13 +16,13 @@ from kvferry.doctor.meeting import CannotMeet, Met, give_back, meet
 from kvferry.errors import ConfigError
 from kvferry.geometry import RankGeometry
 from kvferry.observe.fetch import http_address
-from kvferry.plan.units import duration
 from kvferry.serving.role import Role
 from kvferry.transport.address import is_loopback
 from kvferry.transport.handshake import Address
 from kvferry.transport.messages import compare_facts
 from kvferry.transport.network_devices import is_local_address
 from kvferry.transport.security import Keys
+from kvferry.units import format_seconds
 
 _SCHEME = "kvferry"
 _CONTROL_SECONDS = 5.0
@@ -253,7 +253,7 @@ def _who(met: Met) -> list[Finding]:
     return [
         ok(
             "control channel",
-            f"{_shown(met.address)}, encrypted, answers in {duration(met.round_trip_seconds)}",
+            f"{_shown(met.address)}, encrypted, answers in {format_seconds(met.round_trip_seconds)}",
         ),
         ok("who", f"{met.facts.engine_id}, {met.facts.software}"),
         ok("ranks", f"TP{first.tp_size} PP{first.pp_size}, {first.num_blocks:,} blocks; groups: {groups}"),

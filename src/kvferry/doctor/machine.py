@@ -13,8 +13,8 @@ from kvferry.doctor.finding import Finding, bad, note, ok, refused
 from kvferry.errors import ConfigError
 from kvferry.memory.available import Read, read
 from kvferry.memory.sealed import sealed_file
-from kvferry.plan.units import size
 from kvferry.transport.nixl_requirements import LEAST_BYTES
+from kvferry.units import format_bytes
 
 _ENOUGH_FILES = 65_535
 """What vLLM raises its own limit to, as far as it may."""
@@ -43,7 +43,7 @@ def locked_memory(limit: int | None = None, rdma: list[str] | None = None) -> Fi
     subject = "locked memory"
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
     rdma = devices() if rdma is None else rdma
-    may = "without limit" if limit < 0 else f"up to {size(limit)}"
+    may = "without limit" if limit < 0 else f"up to {format_bytes(limit)}"
     if not rdma:
         return ok(subject, f"may be locked {may}; no RDMA device here needs it")
     if limit < 0:
@@ -122,7 +122,7 @@ def shared_memory(path: str = "/dev/shm", stat: Callable[[str], os.statvfs_resul
             f"mount a tmpfs there: engines of several processes talk through {path}",
         )
     total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
-    room = f"{size(free)} free of {size(total)}"
+    room = f"{format_bytes(free)} free of {format_bytes(total)}"
     if found.f_flag & os.ST_RDONLY:
         return bad(subject, "is mounted read-only: no engine starts", "mount a tmpfs there for writing")
     if free < LEAST_BYTES:
@@ -152,7 +152,8 @@ def file_size(limit: int | None = None) -> Finding:
         return ok(subject, "without limit")
     return bad(
         subject,
-        f"up to {size(limit)} (ulimit -f), which bounds host memory, chunk files and UCX's queues as well",
+        f"up to {format_bytes(limit)} (ulimit -f), which bounds host memory, chunk files and UCX's "
+        "queues as well",
         "ulimit -f unlimited for whoever starts engines",
     )
 

@@ -13,12 +13,12 @@ from kvferry.doctor.limits import guarded
 from kvferry.doctor.meeting import Met
 from kvferry.errors import ConfigError, Incompatible
 from kvferry.geometry import GroupKind
-from kvferry.plan.units import duration, size
 from kvferry.planning.strategy import Costs, choose_method, transfer_methods
 from kvferry.planning.template import Template, absent_layer_names, build_templates, window_mismatches
 from kvferry.serving.role import Role
 from kvferry.transport.address import is_loopback
 from kvferry.transport.messages import compare_facts
+from kvferry.units import format_bytes, format_seconds
 
 _PAIR_SECONDS = 60.0
 _CELLS = 64
@@ -131,7 +131,7 @@ def _fact_of(difference: str) -> str:
 
 def _link(there: Met, here: Met, local: str) -> Finding:
     """How bytes would go; said of no more than what was measured."""
-    took = " and ".join(map(duration, sorted(met.round_trip_seconds for met in (there, here))))
+    took = " and ".join(map(format_seconds, sorted(met.round_trip_seconds for met in (there, here))))
     channel = f"asked from here, control channels answer in {took}"
     if there.address[0] == here.address[0]:
         way = f"one machine; two processes where the doctor runs read {local}" if local else "one machine"
@@ -155,7 +155,7 @@ def _moves(there: Met, here: Met, costs: Costs) -> str:
 
 def _between(runs: Sequence[int]) -> str:
     """Bytes of contiguous runs, from the least to the most."""
-    ends = dict.fromkeys((size(min(runs)), size(max(runs))))
+    ends = dict.fromkeys((format_bytes(min(runs)), format_bytes(max(runs))))
     return " to ".join(ends)
 
 

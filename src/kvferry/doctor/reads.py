@@ -15,7 +15,7 @@ from kvferry.doctor.finding import Finding, bad, note, ok
 from kvferry.doctor.limits import Ended, run_python
 from kvferry.doctor.machine import devices
 from kvferry.doctor.probes import MODULE, said
-from kvferry.plan.units import size
+from kvferry.units import format_bytes
 
 _SECONDS = 90.0
 _TABLE = "remote memory read by ucp_get"
@@ -45,7 +45,7 @@ class Reads:
     def words(self) -> str:
         """In few words."""
         parts = [
-            f"{moved / seconds / 1e9:.2g} GB/s in pieces of {size(moved / count)}"
+            f"{moved / seconds / 1e9:.2g} GB/s in pieces of {format_bytes(moved / count)}"
             for count, moved, seconds in self.timed
         ]
         return f"by {' and '.join(self.way) or 'a way UCX does not name'}: {', '.join(parts)}"

@@ -17,12 +17,12 @@ from kvferry.doctor.probes import MODULE, said
 from kvferry.engines.vllm.tier_config import FileSettings, HostSettings, ObjectSettings, Tiers
 from kvferry.errors import ConfigError
 from kvferry.memory.available import available_memory
-from kvferry.plan.units import size
 from kvferry.tiers.files.opening import DEFAULT_CAPACITY_DIVISOR
 from kvferry.tiers.objects.client import BucketClient
 from kvferry.tiers.objects.faults import Unavailable
 from kvferry.tiers.paths import default_directory
 from kvferry.tiers.sizes import parse_size
+from kvferry.units import format_bytes
 
 _PATH_SECONDS = 10.0
 _OTHERS = 0o077
@@ -61,15 +61,16 @@ def host(settings: HostSettings, room: Callable[[], tuple[int, str] | None] = av
         return note(subject, "how much is available cannot be read here", "check /proc/meminfo")
     available, where = found
     if settings.capacity is None:
-        return ok(subject, f"a tenth of the {size(available)} {where}, at start")
+        return ok(subject, f"a tenth of the {format_bytes(available)} {where}, at start")
     asked = parse_size(settings.capacity)
     if asked > available:
         return bad(
             subject,
-            f"{size(asked)} are asked for, {size(available)} are {where}: the engine would not start",
+            f"{format_bytes(asked)} are asked for, {format_bytes(available)} are {where}: the engine "
+            "would not start",
             "lower the tier's capacity, unless a running engine holds that memory already",
         )
-    return ok(subject, f"{size(asked)} of the {size(available)} {where}")
+    return ok(subject, f"{format_bytes(asked)} of the {format_bytes(available)} {where}")
 
 
 def _probe(path: str) -> Ended:
@@ -166,15 +167,16 @@ def _capacity(subject: str, settings: FileSettings, told: dict[str, Any]) -> Ite
         why = "as the directory was set to before" if ledger else "a tenth of what is free"
     else:
         capacity, why = parse_size(settings.capacity), "as configured"
-    room = f"{size(free)} free{f' and {size(used)} of cache' if used else ''}"
+    room = f"{format_bytes(free)} free{f' and {format_bytes(used)} of cache' if used else ''}"
     if capacity > free + used:
         yield bad(
             subject,
-            f"a capacity of {size(capacity)}, {why}, and {room}: the engine would serve without this tier",
+            f"a capacity of {format_bytes(capacity)}, {why}, and {room}: the engine would serve without "
+            "this tier",
             "lower the capacity or free space",
         )
     else:
-        yield ok(subject, f"{settings.path or default_directory()}: {size(capacity)}, {why}; {room}")
+        yield ok(subject, f"{settings.path or default_directory()}: {format_bytes(capacity)}, {why}; {room}")
 
 
 def _mount(subject: str, path: str, mount: Mount) -> Finding:

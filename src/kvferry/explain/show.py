@@ -7,8 +7,8 @@ import time
 from kvferry.explain.asking import Told
 from kvferry.explain.story import Line, story
 from kvferry.explain.summary import Summary, summary
-from kvferry.plan.units import age, amount, duration
 from kvferry.terminal import wrapped
+from kvferry.units import format_age, format_count, format_seconds
 
 _INDENT = 2
 _TIMES = 11
@@ -35,11 +35,11 @@ def show_list(told: list[Told], now: float) -> str:
     lines: list[str] = []
     for one in told:
         found = summary(one.trace)
-        places = ", ".join(f"{amount(n)} {_from(place)}" for place, n in found.places.most_common())
+        places = ", ".join(f"{format_count(n)} {_from(place)}" for place, n in found.places.most_common())
         if not places:
             places = "no source was asked" if _unasked(one) else "the engine has not gone on with it"
         failed = f"; {found.failed} load{'s' * (found.failed > 1)} failed" if found.failed else ""
-        said = f"{age(now - one.came)} ago, {_engine(one)}, {amount(found.tokens)} tokens: "
+        said = f"{format_age(now - one.came)} ago, {_engine(one)}, {format_count(found.tokens)} tokens: "
         lines += wrapped(one.trace.request_id, hanging=_INDENT)
         lines += wrapped(f"{said}{places}{failed}", _INDENT)
     return "\n".join(lines)
@@ -49,8 +49,10 @@ def _times(found: Summary) -> str | None:
     if found.seconds is None:
         return None
     parts = [(found.loading, "loading"), (found.looking, "waiting for a source"), (found.queued, "queued")]
-    of = ", ".join(f"{duration(seconds)} {what}" for seconds, what in parts if seconds)
-    return f"The engine went on {duration(found.seconds)} after the request came{f': {of}' if of else ''}."
+    of = ", ".join(f"{format_seconds(seconds)} {what}" for seconds, what in parts if seconds)
+    return (
+        f"The engine went on {format_seconds(found.seconds)} after the request came{f': {of}' if of else ''}."
+    )
 
 
 def _line(line: Line) -> list[str]:

@@ -10,8 +10,8 @@ from kvferry.observe import events
 from kvferry.observe.events import Lack, OfRequest, Outcome, Why
 from kvferry.observe.fold import parts_of
 from kvferry.observe.traces import FIRST, Stored, Trace
-from kvferry.plan.units import amount, duration, size
 from kvferry.tiers.names import TIERS
+from kvferry.units import format_bytes, format_count, format_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class _Teller:
             if one.struck:
                 yield f"{one.source} is not asked again: {one.struck}"
                 continue
-            places = ", ".join(f"{amount(part.tokens)} from {part.place}" for part in one.bid.parts)
+            places = ", ".join(f"{format_count(part.tokens)} from {part.place}" for part in one.bid.parts)
             looking = "is still looking, for at most" if one.bid.looking else "bids"
             yield f"{one.source} {looking} {_tokens(one.bid.tokens)} ({places}), worth {one.value:.4g}."
         if event.computing:
@@ -89,13 +89,13 @@ class _Teller:
     def _load_began(self, event: events.LoadBegan) -> Iterator[str]:
         yield from self._again()
         parts = parts_of(event.parts, event.total - event.have)
-        places = ", ".join(f"{amount(part.tokens)} from {part.place}" for part in parts)
+        places = ", ".join(f"{format_count(part.tokens)} from {part.place}" for part in parts)
         yield f"Loading tokens {event.have} to {event.total - 1}: {places}."
         if event.peer != event.source:
             yield f"The {event.source} is {event.peer}"
 
     def _load_ended(self, event: events.LoadEnded) -> Iterator[str]:
-        took = duration(event.seconds)
+        took = format_seconds(event.seconds)
         self._failure = event.failure
         if event.outcome is Outcome.DROPPED:
             yield f"The load is dropped after {took}: {event.failure or 'the request has ended before'}."
@@ -111,14 +111,14 @@ class _Teller:
             ("checking", event.check_seconds),
         )
         waiting = event.seconds - sum(seconds for _, seconds in stages)
-        said = [f"{duration(seconds)} {name}" for name, seconds in stages if event.transfer_seconds]
-        said += [f"{duration(max(0.0, waiting))} waiting"] if said else []
+        said = [f"{format_seconds(seconds)} {name}" for name, seconds in stages if event.transfer_seconds]
+        said += [f"{format_seconds(max(0.0, waiting))} waiting"] if said else []
         yield f"Loaded in {took}{': ' if said else ''}{', '.join(said)}."
         for moved in event.moved:
             way = f", {moved.strategy}" if moved.strategy else ""
-            yield f"{size(moved.size)} of {moved.group}{way}"
+            yield f"{format_bytes(moved.size)} of {moved.group}{way}"
         if event.pages:
-            yield f"{amount(event.pages)} pages in {amount(event.descriptors)} descriptors"
+            yield f"{format_count(event.pages)} pages in {format_count(event.descriptors)} descriptors"
 
     def _refused(self, event: events.Refused) -> Iterator[str]:
         if event.source == TIERS:
@@ -131,7 +131,7 @@ class _Teller:
         rest = event.tokens - event.at_hand
         if event.elsewhere:
             yield f"Another connector of the engine has brought {_tokens(event.elsewhere)}."
-        yield f"The engine goes on with {_tokens(event.at_hand)} at hand and computes {amount(rest)}."
+        yield f"The engine goes on with {_tokens(event.at_hand)} at hand and computes {format_count(rest)}."
 
     def _lease_granted(self, event: events.LeaseGranted) -> Iterator[str]:
         self._turn = event.turn
@@ -177,9 +177,9 @@ def _arrived(event: events.Arrived) -> Iterator[str]:
 
 
 def _stored(stored: Stored) -> str:
-    said = f"Stored {stored.done} of {stored.ordered} chunks of {stored.group}, {size(stored.size)}"
+    said = f"Stored {stored.done} of {stored.ordered} chunks of {stored.group}, {format_bytes(stored.size)}"
     if stored.done + stored.failed == stored.ordered:
-        said += f", until {duration(stored.last - stored.first)} later"
+        said += f", until {format_seconds(stored.last - stored.first)} later"
     else:
         said += f", {stored.ordered - stored.done - stored.failed} under way"
     return f"{said}; {stored.failed} have failed: {stored.failure}" if stored.failed else f"{said}."
@@ -194,8 +194,8 @@ def _words(miss: events.Miss) -> str:
 
 
 def _tokens(count: int) -> str:
-    return f"{amount(count)} token{'' if count == 1 else 's'}"
+    return f"{format_count(count)} token{'' if count == 1 else 's'}"
 
 
 def _signs(count: int) -> str:
-    return f"{amount(count)} sign{'' if count == 1 else 's'} of life"
+    return f"{format_count(count)} sign{'' if count == 1 else 's'} of life"

@@ -6,6 +6,7 @@ import fcntl
 import os
 
 from kvferry.errors import ConfigError
+from kvferry.units import format_bytes
 
 
 def sealed_file(name: str, size: int) -> int:
@@ -27,7 +28,7 @@ def sealed_file(name: str, size: int) -> int:
     except OSError as error:
         os.close(fd)
         raise ConfigError(
-            f"host tier: a memory file of {size / 2**20:.0f} MiB cannot be made: "
+            f"host tier: a memory file of {format_bytes(size)} cannot be made: "
             f"{os.strerror(error.errno or 0)}; lower its capacity, or raise the limit of a file's size "
             "(ulimit -f unlimited)"
         ) from error

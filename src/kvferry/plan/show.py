@@ -17,7 +17,7 @@ from kvferry.plan.forecast import Forecast
 from kvferry.plan.moved import Moved
 from kvferry.plan.side import Side
 from kvferry.plan.table import entries
-from kvferry.plan.units import amount, duration, size
+from kvferry.units import format_bytes, format_count, format_seconds
 
 _ALL = "all"
 _NAMES = {
@@ -53,8 +53,8 @@ def _heading(forecast: Forecast) -> Iterator[str]:
     sides = zip((forecast.source, forecast.destination), forecast.blocks, strict=True)
     here, there = (engine(side, tokens) for side, tokens in sides)
     yield f"from {here} to {'the same' if here == there else there}"
-    kept = [f"{size(forecast.token_bytes)} per token"] if forecast.token_bytes else []
-    kept += [f"{size(forecast.state_bytes)} of state per sequence"] if forecast.state_bytes else []
+    kept = [f"{format_bytes(forecast.token_bytes)} per token"] if forecast.token_bytes else []
+    kept += [f"{format_bytes(forecast.state_bytes)} of state per sequence"] if forecast.state_bytes else []
     yield f"keeps {' and '.join(kept)}"
 
 
@@ -85,19 +85,19 @@ def _table(forecast: Forecast) -> Table:
 def table_cells(forecast: Forecast) -> Iterator[tuple[str, ...]]:
     """A line per kind of layer, and one for all if there are several."""
     for row in forecast.rows:
-        kept = size(row.layers * row.store.bytes_of(1))
+        kept = format_bytes(row.layers * row.store.bytes_of(1))
         yield f"{row.layers} {describe(row.store)}", kept, *_moved(row.moved)
     if len(forecast.rows) > 1:
         yield _ALL, "", *_moved(forecast.whole)
 
 
 def _moved(moved: Moved) -> Iterator[str]:
-    yield size(moved.run_bytes)
-    yield amount(moved.descriptors)
-    yield size(moved.bytes)
+    yield format_bytes(moved.run_bytes)
+    yield format_count(moved.descriptors)
+    yield format_bytes(moved.bytes)
     yield "" if not moved.full_bytes else f"{moved.bytes / moved.full_bytes:.0%}"
     yield moved.strategy
-    yield duration(moved.seconds)
+    yield format_seconds(moved.seconds)
 
 
 def show_table(console: Console) -> None:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from kvferry.plan.choices import Choice
 from kvferry.plan.kept import Kept, KeptGroup
-from kvferry.plan.units import size
+from kvferry.units import format_bytes
 
 PER_TOKENS = 1024
 """Tokens that sizes of attention are said per."""
@@ -53,9 +53,9 @@ def _groups(kept: Kept) -> Table:
 
 def _group(one: KeptGroup, chunk_tokens: int) -> Iterator[str]:
     yield f"{one.layers} {one.group.label}"
-    yield size(one.group.chunk_bytes)
-    yield size(one.file_bytes)
-    yield "" if one.is_state else size(one.file_bytes * PER_TOKENS / chunk_tokens)
+    yield format_bytes(one.group.chunk_bytes)
+    yield format_bytes(one.file_bytes)
+    yield "" if one.is_state else format_bytes(one.file_bytes * PER_TOKENS / chunk_tokens)
 
 
 def _choices(kept: Kept) -> Table:
@@ -80,5 +80,5 @@ def _choice(choice: Choice, *, state: bool, thinned: bool) -> Iterator[str]:
         yield f"{choice.snapshots:,}"
     if thinned:
         yield f"{choice.snapshot_tokens:,}"
-    yield size(choice.bytes)
+    yield format_bytes(choice.bytes)
     yield f"{choice.gap_tokens:,}"

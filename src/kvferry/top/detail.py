@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 
 from rich.cells import cell_len, set_cell_size
 
-from kvferry.plan.units import duration, size
 from kvferry.top.figures import Figures, Flow, Room, Seconds, TierFlow
 from kvferry.top.layout import Column, Line, Look, row, wrapped
 from kvferry.top.units import number, percent
+from kvferry.units import format_bytes, format_seconds
 
 _SOURCE = (
     Column("asked/s", 10),
@@ -78,7 +78,7 @@ def detail(of: Figures, width: int, misses: int | None = None) -> Iterator[Line]
 
 def extra(of: Figures, width: int) -> Iterator[Line]:
     """What is there if there is room."""
-    moved = [f"{one.source} {one.group} {one.strategy} {size(one.size)}" for one in of.totals.moved]
+    moved = [f"{one.source} {one.group} {one.strategy} {format_bytes(one.size)}" for one in of.totals.moved]
     yield from _said("moved", moved, width)
     for what in ("dropped", "missed"):
         reasons = {
@@ -112,7 +112,7 @@ def _requests(of: Figures) -> Iterator[str]:
     yield f"cache {percent(of.levels.cache_usage)}"
     first = _recent(of, lambda flow: flow.first_token_seconds)
     if first.median is not None:
-        yield f"first token {duration(first.median)}, p99 {_duration(first.p99)}"
+        yield f"first token {format_seconds(first.median)}, p99 {_duration(first.p99)}"
 
 
 def _tokens(rates: Flow | None) -> Iterator[str]:
@@ -181,7 +181,7 @@ def _peers(totals: Flow) -> Iterator[str]:
         yield f"{stage} {_duration(seconds.median)}, p99 {_duration(seconds.p99)}"
     if totals.pages_per_descriptor is not None and totals.descriptor_bytes is not None:
         pages = number(totals.pages_per_descriptor)
-        yield f"descriptors of {size(totals.descriptor_bytes)}, {pages} pages each"
+        yield f"descriptors of {format_bytes(totals.descriptor_bytes)}, {pages} pages each"
 
 
 _STAGES = ("plan", "read", "check")
@@ -217,8 +217,8 @@ def _added(rate: float) -> str:
 
 
 def _duration(seconds: float | None) -> str:
-    return "-" if seconds is None else duration(seconds)
+    return "-" if seconds is None else format_seconds(seconds)
 
 
 def _size(count: float | None) -> str:
-    return "-" if count is None else size(count)
+    return "-" if count is None else format_bytes(count)

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 from rich.cells import cell_len
 
-from kvferry.plan.units import age, duration, size
 from kvferry.terminal import printable
 from kvferry.top.detail import TABLE, detail, extra
 from kvferry.top.figures import Figures
 from kvferry.top.layout import Column, Line, Look, broken, fit, row, shortened
 from kvferry.top.seen import Engine, Fleet
 from kvferry.top.units import number, percent
+from kvferry.units import format_age, format_bytes, format_seconds
 
 _NAME = 23
 """Cells that an engine's name has, if it needs them, whatever else there is no room for."""
@@ -137,7 +137,7 @@ def _silent(engine: Engine, at: float, width: int, *, whole: bool) -> list[str]:
         said = "asked, has not answered yet"
     else:
         since = time.strftime("%H:%M:%S", time.localtime(engine.silence.since))
-        said = f"no answer since {since} ({age(at - engine.silence.since)}): {engine.silence.why}"
+        said = f"no answer since {since} ({format_age(at - engine.silence.since)}): {engine.silence.why}"
     if whole:
         return broken(f"{_named(engine)}  {said}", width)
     return [fit(f"{shortened(_named(engine), max(_NAME, width - cell_len(said) - 2))}  {said}", width)]
@@ -156,9 +156,9 @@ def _cells(of: Figures) -> Iterator[str]:
     yield number(None if rates is None else rates.prompt_tokens)
     yield percent(None if rates is None else at_hand(dict(rates.tokens)))
     yield percent(at_hand(dict(totals.tokens)))
-    yield "-" if rates is None else size(sum(source.load_bytes for source in rates.sources.values()))
+    yield "-" if rates is None else format_bytes(sum(source.load_bytes for source in rates.sources.values()))
     slowest = [source.load_seconds.p99 for source in totals.sources.values()]
-    yield duration(max(seen)) if (seen := [each for each in slowest if each is not None]) else "-"
+    yield format_seconds(max(seen)) if (seen := [each for each in slowest if each is not None]) else "-"
     yield number(sum(totals.failed.values()))
 
 
@@ -167,4 +167,4 @@ def _wide(of: Figures, started: float | None, at: float) -> Iterator[str]:
     yield number(None if of.rates is None else of.rates.generated_tokens)
     yield percent(fullest)
     yield number(of.totals.leases_expired)
-    yield "-" if started is None else age(at - started)
+    yield "-" if started is None else format_age(at - started)

@@ -12,6 +12,8 @@ import resource
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from kvferry.units import format_bytes
+
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where the kernel keeps it
 
 AGENT_BYTES = 5 << 20
@@ -46,7 +48,7 @@ def missing_requirements(
         if found.f_flag & os.ST_RDONLY:
             yield f"{SHARED_MEMORY} is mounted read-only (mount a tmpfs there for writing)"
         elif free < LEAST_BYTES:
-            yield f"{SHARED_MEMORY} has {free / 2**20:.1f} MiB free (docker: --shm-size=1g)"
+            yield f"{SHARED_MEMORY} has {format_bytes(free)} free (docker: --shm-size=1g)"
     for limit, (least, text) in _LIMITS.items():
         allowed = resource.getrlimit(limit)[0] if limits is None else limits.get(limit, -1)
         if 0 <= allowed < least:

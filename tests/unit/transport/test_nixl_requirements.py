@@ -28,14 +28,14 @@ ENOUGH = {resource.RLIMIT_NOFILE: 1024}
     ("stat", "limits", "expected"),
     [
         (shm(64), ENOUGH, []),
-        (shm(0.5), ENOUGH, ["/dev/shm has 0.5 MiB free (docker: --shm-size=1g)"]),
+        (shm(0.5), ENOUGH, ["/dev/shm has 512 KiB free (docker: --shm-size=1g)"]),
         (shm(64, os.ST_RDONLY), {}, ["/dev/shm is mounted read-only (mount a tmpfs there for writing)"]),
         (gone, {}, ["/dev/shm cannot be used: No such file or directory (mount a tmpfs there)"]),
         (shm(64), {resource.RLIMIT_FSIZE: 1000}, ["files may have 1,000 bytes (ulimit -f unlimited)"]),
         (
             shm(0),
             {resource.RLIMIT_NOFILE: 64},
-            ["/dev/shm has 0.0 MiB free (docker: --shm-size=1g)", "64 files may be open (ulimit -n 65535)"],
+            ["/dev/shm has 0 B free (docker: --shm-size=1g)", "64 files may be open (ulimit -n 65535)"],
         ),
     ],
     ids=["nothing", "full", "read-only", "gone", "files", "two"],

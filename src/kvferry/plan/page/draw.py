@@ -8,7 +8,7 @@ from html import escape
 
 from kvferry.plan.page.place import WIDTH, Lane, Placed, place
 from kvferry.plan.page.runs import Run
-from kvferry.plan.units import size
+from kvferry.units import format_bytes
 
 COLOURS = 6
 """Hues of layers, and of the destination's ranks; they repeat."""
@@ -60,7 +60,7 @@ def _bars(placed: Sequence[Placed], y: int, label_y: int) -> Iterator[str]:
     for each in placed:
         for x, strip in zip(each.starts, each.lane.strips, strict=True):
             width = max(strip.length * each.per_byte, _LEAST_WIDTH)
-            said = f"{strip.name}, block {strip.block}: {size(strip.length)}"
+            said = f"{strip.name}, block {strip.block}: {format_bytes(strip.length)}"
             yield (
                 f'<rect class="l{strip.layer % COLOURS}" x="{x:.2f}" y="{y}" '
                 f'width="{width:.2f}" height="{_BAR}">'
@@ -80,8 +80,10 @@ def _ribbon(
         f"M{a:.2f},{high}C{a:.2f},{half} {c:.2f},{half} {c:.2f},{low}"
         f"H{d:.2f}C{d:.2f},{half} {b:.2f},{half} {b:.2f},{high}Z"
     )
-    many = f"{size(run.bytes)} in {run.pieces:,} pieces" if run.pieces > 1 else size(run.bytes)
-    part = f" of a run of {size(run.longest)}" if run.longest > run.bytes else ""
+    many = (
+        f"{format_bytes(run.bytes)} in {run.pieces:,} pieces" if run.pieces > 1 else format_bytes(run.bytes)
+    )
+    part = f" of a run of {format_bytes(run.longest)}" if run.longest > run.bytes else ""
     said = f"{many}{part}, from {_where(src, run.src)} to {_where(dst, run.dst)}"
     return f'<path class="r{ribbon.dst % COLOURS}" d="{path}"><title>{escape(said)}</title></path>'
 
@@ -96,5 +98,5 @@ def _rule(per_byte: float, y: int) -> str:
     while 2 * step * per_byte <= _LONGEST_RULE * WIDTH:
         step *= 2
     width = step * per_byte
-    text = f'<text x="{width + 8:.1f}" y="{y}">{size(step)}</text>'
+    text = f'<text x="{width + 8:.1f}" y="{y}">{format_bytes(step)}</text>'
     return f'<path class="rule" d="M0.5,{y - 5}v5h{width:.2f}v-5"/>{text}'

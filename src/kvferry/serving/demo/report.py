@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from kvferry.plan.units import duration, size
 from kvferry.serving.demo.transfers import Transfer
 from kvferry.serving.demo.verdict import Verdict
+from kvferry.units import format_bytes, format_seconds
 
 _WIDE = 120
 
@@ -52,9 +52,12 @@ def summary(rows: Sequence[Row]) -> str:
     loads = [row.transfer for row in rows if row.transfer and row.transfer.outcome == "ready"]
     moved, full = sum(load.bytes for load in loads), sum(load.full_attention_bytes for load in loads)
     same = Counter(row.verdict for row in rows)
-    said = f"Moved {size(moved)} for {len(loads)} of {len(rows)} requests"
+    said = f"Moved {format_bytes(moved)} for {len(loads)} of {len(rows)} requests"
     if moved < full:
-        said += f"; all layers as full attention would have been {size(full)}, {full / moved:.1f} times that"
+        said += (
+            f"; all layers as full attention would have been {format_bytes(full)}, "
+            f"{full / moved:.1f} times that"
+        )
     said += f". Identical to a single engine: {same[Verdict.YES]} of {len(rows)}."
     if same[Verdict.OWN_GAP]:
         said += f" {same[Verdict.OWN_GAP]} differ where that engine, asked to prefill what it decoded,"
@@ -81,15 +84,15 @@ def _cells(row: Row, *, wide: bool) -> Iterator[str]:
         yield from ["-"] * (6 if wide else 4)
     else:
         yield "\n".join(_groups(load, wide=wide))
-        yield size(load.full_attention_bytes)
+        yield format_bytes(load.full_attention_bytes)
         yield str(load.descriptors)
-        yield size(load.run_bytes)
+        yield format_bytes(load.run_bytes)
         if wide:
-            yield duration(load.plan_seconds)
-        yield duration(load.transfer_seconds)
+            yield format_seconds(load.plan_seconds)
+        yield format_seconds(load.transfer_seconds)
         if wide:
-            yield duration(load.total_seconds)
-    yield duration(row.first_token_seconds)
+            yield format_seconds(load.total_seconds)
+    yield format_seconds(row.first_token_seconds)
     yield row.verdict.value
 
 
@@ -97,13 +100,13 @@ def _groups(load: Transfer, *, wide: bool) -> Iterator[str]:
     """One line per group, as in "3 sliding_window(64)", or per kind of group where there is less room."""
     if wide:
         for name, moved in load.bytes_by_group.items():
-            yield f"{name}  {size(moved)}"
+            yield f"{name}  {format_bytes(moved)}"
         return
     kinds: dict[str, list[int]] = {}
     for name, moved in load.bytes_by_group.items():
         kinds.setdefault(name.partition(" ")[2], []).append(moved)
     for kind, sizes in kinds.items():
-        yield f"{len(sizes)} {_SHORT.get(kind, kind).replace('_window', '')} {size(sum(sizes))}"
+        yield f"{len(sizes)} {_SHORT.get(kind, kind).replace('_window', '')} {format_bytes(sum(sizes))}"
 
 
 _SHORT = {"full_attention": "full"}

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
-from kvferry.plan.units import duration
 from kvferry.serving.demo.report import Row, failures, summary, table
 from kvferry.serving.engine import Engine
 from kvferry.serving.progress import startup_progress
 from kvferry.terminal import printable
+from kvferry.units import format_seconds
 
 _INDENT = "    "
 
@@ -40,7 +40,7 @@ class Screen:
 
     def handshake(self, seconds: float) -> None:
         """The first answer's time, in which the engines met."""
-        self.note(f"The engines met: the first request had its first token after {duration(seconds)}.")
+        self.note(f"The engines met: the first request had its first token after {format_seconds(seconds)}.")
 
     @contextmanager
     def answering(self, number: int, prompt: str) -> Iterator[Callable[[str], None]]:

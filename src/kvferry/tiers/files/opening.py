@@ -17,6 +17,7 @@ from kvferry.tiers.files.permissions import writable_by_others
 from kvferry.tiers.files.regular_file import is_regular, make_folder, open_regular, read_regular
 from kvferry.tiers.files.space import DirectorySpace
 from kvferry.tiers.paths import DIRECTORY_VERSION, MARKER, NAMESPACE_NOTE, QUARANTINE, temporary_path
+from kvferry.units import format_bytes
 
 # Of the free space, what a directory may hold if nobody says.
 DEFAULT_CAPACITY_DIVISOR = 10
@@ -119,8 +120,9 @@ def _capacity(root: str, account: HeldLedger, asked: int | None) -> int:
         return account.capacity or (free + account.used) // DEFAULT_CAPACITY_DIVISOR
     if asked > free + account.used:
         raise ConfigError(
-            f"file tier: {_size(free)} free and {_size(account.used)} of cache under {root}, capacity asks "
-            f"for {_size(asked)}; lower the capacity or free space"
+            f"file tier: {format_bytes(free)} free and {format_bytes(account.used)} of cache under "
+            f"{root}, capacity asks "
+            f"for {format_bytes(asked)}; lower the capacity or free space"
         )
     return asked
 
@@ -154,9 +156,10 @@ def _note(path: str, text: str, account: HeldLedger, room: DirectorySpace) -> No
         return
     data = text.encode("ascii")
     if not room.make_room(account, len(data)):
-        needed = _size(account.used + len(data))
+        needed = format_bytes(account.used + len(data))
         raise ConfigError(
-            f"file tier: a capacity of {_size(account.capacity)} cannot hold the {needed} that are needed "
+            f"file tier: a capacity of {format_bytes(account.capacity)} cannot hold the {needed} that "
+            "are needed "
             "before the first chunk; raise the capacity"
         )
     temporary = temporary_path(path, len(data))
@@ -174,15 +177,3 @@ def _note(path: str, text: str, account: HeldLedger, room: DirectorySpace) -> No
     finally:
         if fd >= 0:
             os.close(fd)
-
-
-def _size(size: int) -> str:
-    """A number of bytes, to be read.
-
-    >>> _size(1000), _size(5 << 30)
-    ('1000 bytes', '5.0 GiB')
-    """
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if size >= unit:
-            return f"{size / unit:.1f} {name}"
-    return f"{size} bytes"

@@ -34,6 +34,7 @@ from kvferry.memory.available import available_memory
 from kvferry.memory.cell_copies import StagedCells
 from kvferry.memory.huge_pages import HugePageCollapser, map_shared
 from kvferry.memory.sealed import sealed_file
+from kvferry.units import format_bytes
 
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE, since Linux 5.14: take the memory now, and say so if there is none."""
@@ -86,7 +87,7 @@ class Arena:
         size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         available, where = _available()
         if size > available:
-            raise ConfigError(_too_large(size, f"{available / 2**30:.1f} GiB are {where}"))
+            raise ConfigError(_too_large(size, f"{format_bytes(available)} are {where}"))
         token = secrets.token_hex(16)
         fd = sealed_file(_file_name(token), size)
         try:
@@ -192,4 +193,4 @@ def _available() -> tuple[int, str]:
 
 
 def _too_large(size: int, found: str) -> str:
-    return f"host tier: {size / 2**30:.1f} GiB of shared memory are asked for, {found}; lower its capacity"
+    return f"host tier: {format_bytes(size)} of shared memory are asked for, {found}; lower its capacity"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.plan.units import duration, size
+from kvferry.units import format_bytes, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from kvferry.plan.units import duration, size
     ],
 )
 def test_sizes(count: int, text: str) -> None:
-    assert size(count) == text
+    assert format_bytes(count) == text
 
 
 @pytest.mark.parametrize(
@@ -36,4 +36,4 @@ def test_sizes(count: int, text: str) -> None:
     ],
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_seconds(seconds) == text

@@ -1,0 +1,57 @@
+"""Text for numbers that people read: bytes, counts, times. Few characters, three or four digits."""
+
+from __future__ import annotations
+
+_BINARY = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+_AGES = (("days", 86_400, 0), ("h", 3600, 1), ("min", 60, 0))
+_LARGEST_EXACT = 100_000
+_LARGEST_WITH_DIGITS = 100
+_ROUNDS_TO_A_SECOND = 0.9995
+
+
+def format_bytes(count: float) -> str:
+    """Format bytes in binary units.
+
+    >>> format_bytes(640), format_bytes(1536), format_bytes(2 << 20)
+    ('640 B', '1.50 KiB', '2 MiB')
+    """
+    for unit, size in _BINARY:
+        if count >= size:
+            value = count / size
+            whole = value >= _LARGEST_WITH_DIGITS or value.is_integer()
+            return f"{value:.0f} {unit}" if whole else f"{value:.2f} {unit}"
+    return f"{count:.0f} B"
+
+
+def format_count(number: int) -> str:
+    """Format a count: exact below 100,000, else in thousands or millions.
+
+    >>> format_count(8192), format_count(262_144), format_count(1_048_576)
+    ('8,192', '262 k', '1.05 M')
+    """
+    if number < _LARGEST_EXACT:
+        return f"{number:,}"
+    return f"{number / 1e3:.0f} k" if number < 1e6 else f"{number / 1e6:.2f} M"
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a duration in µs, ms or s.
+
+    >>> format_seconds(42e-6), format_seconds(0.00965), format_seconds(1.2)
+    ('42 µs', '9.65 ms', '1.2 s')
+    """
+    if seconds >= _ROUNDS_TO_A_SECOND:
+        return f"{seconds:.1f} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
+
+
+def format_age(seconds: float) -> str:
+    """Format a long duration in s, min, h or days. A negative one is 0 s.
+
+    >>> [format_age(each) for each in (-0.5, 119, 120, 7200, 9000, 172_800, 345_600)]
+    ['0 s', '119 s', '2 min', '2.0 h', '2.5 h', '2 days', '4 days']
+    """
+    for unit, size, digits in _AGES:
+        if seconds >= 2 * size:
+            return f"{seconds / size:.{digits}f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
