@@ -13,7 +13,14 @@ from hypothesis import HealthCheck, settings
 settings.register_profile(
     "same", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.load_profile("same")
+# For `make test-fast`: a few examples of each property.
+settings.register_profile(
+    "fast",
+    settings.get_profile("same"),
+    max_examples=20,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.load_profile("fast" if os.environ.get("HYPOTHESIS_PROFILE") == "fast" else "same")
 
 # A shell starts what runs in the background with SIGINT ignored, and children inherit that: what is sent an
 # interrupt here must be able to hear it. A handler becomes the default again when a child is executed.

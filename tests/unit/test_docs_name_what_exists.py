@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "kvferry"
 PACKAGES = sorted(path.parent for path in SOURCE.rglob("__init__.py"))
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 found = find_spec("vllm")
 VLLM = [Path(folder) for folder in found.submodule_search_locations or []] if found else []
@@ -25,6 +25,9 @@ OTHERS = {"kv_transfer_params", "ssm", "conv", "k", "v", "latent", *(f"conv.{par
 NAMED = re.compile(r"(?<!`)`([a-z][a-z_0-9]*(?:\.\w+)*)`(?!`)")
 FILE = re.compile(r"`((?:[\w.-]+/)*[\w.-]+\.(?:py|toml|lock|svg))(?::\d+)?`")
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)")
+ANCHOR = re.compile(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+TEST = re.compile(r"`(?:[\w/.]+::)?(test_\w+)`")
 FOLDER = re.compile(r"^  ([a-z/]+)/ ", re.MULTILINE)
 
 
@@ -72,7 +75,7 @@ def test_what_a_packages_docstring_names_exists(package):
     assert not missing, f"{package.relative_to(ROOT)}/__init__.py names what does not exist"
 
 
-@pytest.mark.parametrize("page", DOCS, ids=lambda path: path.name)
+@pytest.mark.parametrize("page", DOCS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_files_that_the_docs_name_exist(page):
     text = page.read_text()
     named = [name for name in FILE.findall(text) if name != "config.json"]
@@ -85,6 +88,40 @@ def test_files_that_the_docs_name_exist(page):
     ]
     missing += [link for link in LINK.findall(text) if not (page.parent / link).exists()]
     assert not missing, f"{page.name} names files that do not exist"
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as the forge makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    found = set()
+    for heading in HEADING.findall(text):
+        plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
+        found.add(next(s for n in range(99) if (s := f"{slug}-{n}" if n else slug) not in found))
+    return found
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_sections_that_the_docs_link_to_exist(page):
+    missing = [
+        f"{link}#{anchor}"
+        for link, anchor in ANCHOR.findall(page.read_text())
+        if (target := page.parent / link if link else page).exists() and anchor not in anchors(target)
+    ]
+    assert not missing, f"{page.name} links to sections that do not exist"
+
+
+@cache
+def tests_by_name() -> frozenset[str]:
+    """Return the names of all test functions, and of modules of tests."""
+    files = list((ROOT / "tests").rglob("*.py"))
+    return frozenset(name for file in files for name in (file.stem, *defined(file)))
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_tests_that_the_docs_name_exist(page):
+    missing = [name for name in TEST.findall(page.read_text()) if name not in tests_by_name()]
+    assert not missing, f"{page.name} names tests that do not exist"
 
 
 def test_the_house_has_these_folders_and_no_others():

@@ -1,4 +1,4 @@
-"""How many examples properties try: HYPOTHESIS_PROFILE is `ci` (the same every time), `explore` or `deep`."""
+"""How many examples properties try: HYPOTHESIS_PROFILE is `ci`, `fast`, `explore` or `deep`."""
 
 import os
 
