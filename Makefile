@@ -64,7 +64,7 @@ $(VENV)/.triton: requirements/triton.lock | $(PYTHON)
 	@touch $@
 
 ##@ Check and test
-.PHONY: check test test-unit test-engines test-long faults soak
+.PHONY: check test test-fast test-unit test-engines test-long faults soak
 check: $(VENV)/.dev ## ruff, mypy --strict, import-linter
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
@@ -74,6 +74,11 @@ check: $(VENV)/.dev ## ruff, mypy --strict, import-linter
 # Engines measure deadlines against the clock: a pair at a time, and nothing beside it.
 test: test-unit ## unit, transport and representative engine tests
 	$(PYTHON) -m pytest tests/transport tests/engine tests/faults -m "not family"
+
+# HYPOTHESIS_PROFILE: a few examples of each property.
+test-fast: export HYPOTHESIS_PROFILE := fast
+test-fast: $(VENV)/.dev ## the quick unit tests, without engine, NIXL, and tests marked slow: under two minutes on two cores
+	$(PYTHON) -m pytest -q -n $(WORKERS) -m "not family and not engine and not transport and not alone and not slow" tests/unit src
 
 test-unit: export KVFERRY_TEST_TRITON := $(CURDIR)/$(VENV)/triton
 test-unit: $(VENV)/.dev $(VENV)/.triton ## what needs neither an engine nor NIXL, on as many cores as there are (WORKERS=)

@@ -112,7 +112,7 @@ def test_sections_that_the_docs_link_to_exist(page):
 
 
 @cache
-def tests_by_name() -> frozenset[str]:
+def names_of_tests() -> frozenset[str]:
     """Return the names of all test functions, and of modules of tests."""
     files = list((ROOT / "tests").rglob("*.py"))
     return frozenset(name for file in files for name in (file.stem, *defined(file)))
@@ -120,7 +120,7 @@ def tests_by_name() -> frozenset[str]:
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_tests_that_the_docs_name_exist(page):
-    missing = [name for name in TEST.findall(page.read_text()) if name not in tests_by_name()]
+    missing = [name for name in TEST.findall(page.read_text()) if name not in names_of_tests()]
     assert not missing, f"{page.name} names tests that do not exist"
 
 
