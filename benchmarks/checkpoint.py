@@ -1,6 +1,6 @@
-"""A checkpoint of random weights, large enough that a step of it on a CPU is work, and no more.
+"""A checkpoint of random weights, just large enough that a step on a CPU takes noticeable time.
 
-Namespaces need weights that are files: an engine with made-up weights (`load_format=dummy`) has no chunks.
+Namespaces need weights in files: an engine with made-up weights (`load_format=dummy`) has no chunks.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ MODEL: dict[str, Any] = {
 
 
 def write_checkpoint(folder: Path, longest: int, changes: dict[str, Any] | None = None) -> Path:
-    """Write the checkpoint, without a tokenizer.
+    """Write the checkpoint, without a tokenizer; return its folder.
 
     Args:
-        folder: made.
-        longest: tokens of a request, at most.
-        changes: to `MODEL`.
+        folder: folder to make.
+        longest: tokens of the longest request.
+        changes: values that replace those of `MODEL`.
     """
     import torch  # noqa: PLC0415 - seconds, and only these parts need it
     import transformers  # noqa: PLC0415
@@ -46,6 +46,6 @@ def write_checkpoint(folder: Path, longest: int, changes: dict[str, Any] | None 
 
 
 def token_bytes(changes: dict[str, Any] | None = None) -> int:
-    """Bytes of KV cache per token of `write_checkpoint`."""
+    """Return the bytes of KV cache per token of `write_checkpoint`."""
     model = {**MODEL, **(changes or {})}
     return 2 * 2 * int(model["num_hidden_layers"] * model["num_key_value_heads"] * model["head_dim"])

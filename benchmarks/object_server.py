@@ -1,4 +1,4 @@
-"""A real S3 server on this machine: rclone, over a folder; its folders are buckets, and its files objects."""
+"""An S3 server on this machine: rclone over a folder of buckets, whose files are objects."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _END_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ObjectServer:
-    """One that is up.
+    """A running server.
 
     Attributes:
-        port: where it listens, on this machine alone.
-        key, secret: that it wants.
-        folder: with all objects.
+        port: port on the loopback address.
+        key, secret: credentials of its only user.
+        folder: folder with all objects.
     """
 
     port: int
@@ -36,7 +36,7 @@ class ObjectServer:
     folder: Path
 
     def options(self, port: int) -> dict[str, str]:
-        """What the object tier needs to reach it through a port."""
+        """Return the options with which the object tier reaches the server through a port."""
         return {
             "endpoint": f"http://127.0.0.1:{port}",
             "region": "us-east-1",
@@ -54,11 +54,11 @@ class ObjectServer:
 
 @contextmanager
 def object_server(folder: Path) -> Iterator[ObjectServer]:
-    """Serve a folder until the end.
+    """Serve a folder until the context ends.
 
     Raises:
-        ConfigError: there is no rclone.
-        TransferError: it does not come up.
+        ConfigError: rclone is not installed.
+        TransferError: the server does not start.
     """
     beside = Path(sys.executable).with_name("rclone")
     rclone = str(beside) if beside.exists() else shutil.which("rclone")

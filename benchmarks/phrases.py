@@ -1,4 +1,4 @@
-"""What several reports say in the same words."""
+"""Text that several reports share."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ PLACES = {"host": "in host memory", "file": "in files"}
 
 
 def verdict(*, reached: bool) -> str:
-    """As a console colours it."""
+    """Return "reached" or "missed", coloured."""
     return "[green]reached[/]" if reached else "[red]missed[/]"
 
 
 def seconds(spread: Spread) -> str:
-    """A time with its range."""
+    """Format a time with its range."""
     return f"{format_seconds(spread.median)} ({format_seconds(spread.low)}-{format_seconds(spread.high)})"

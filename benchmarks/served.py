@@ -1,4 +1,4 @@
-"""A real vLLM engine in this process, stepped by hand, with tiers."""
+"""A real vLLM engine with tiers in this process, stepped by hand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PATIENCE_SECONDS = 600.0
 
 
 def tiered(tiers: Sequence[dict[str, Any]], **settings: Any) -> dict[str, Any]:
-    """For vLLM's configuration: kvferry's connector with tiers, and other settings of its own."""
+    """Return a transfer configuration for vLLM: kvferry's connector with tiers and other settings."""
     return {
         "kv_connector": "KVFerryConnector",
         "kv_connector_module_path": "kvferry.engines.vllm.connector",
@@ -35,7 +35,7 @@ def tiered(tiers: Sequence[dict[str, Any]], **settings: Any) -> dict[str, Any]:
 
 
 def side_by_side(connectors: Sequence[dict[str, Any]], **settings: Any) -> dict[str, Any]:
-    """For vLLM's configuration: connectors in one, and how it chooses between them."""
+    """Return a transfer configuration for vLLM: several connectors in one, with its policy."""
     return {
         "kv_connector": "FerryMultiConnector",
         "kv_connector_module_path": "kvferry.engines.vllm.multi.connector",
@@ -43,12 +43,12 @@ def side_by_side(connectors: Sequence[dict[str, Any]], **settings: Any) -> dict[
     }
 
 
-class Served:
-    """An engine on this machine's processors, whatever else it has.
+class SteppedEngine:
+    """An engine on this machine's processors.
 
     Attributes:
         connectors: kvferry's instances in the scheduler and in the worker.
-        halves: of the connectors side by side in the scheduler, or of the only one.
+        halves: scheduler halves of the connectors side by side, or of the only one.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class Served:
         cache_bytes: int,
         connector: Mapping[str, Any],
     ) -> None:
-        """Start it; tens of seconds.
+        """Start the engine, which takes tens of seconds.
 
         Args:
-            model: a checkpoint of `checkpoint`.
-            longest: tokens of a request, at most.
-            requests: at a time, at most.
-            cache_bytes: of its KV cache.
-            connector: what of vLLM's transfer configuration says which connector it has, see `tiered`.
+            model: checkpoint of `write_checkpoint`.
+            longest: tokens of the longest request.
+            requests: largest number of requests at a time.
+            cache_bytes: size of its KV cache.
+            connector: transfer configuration, as `tiered` and `side_by_side` return it.
         """
         os.environ.update(_ENVIRONMENT)
         os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
@@ -95,7 +95,7 @@ class Served:
         self.halves = tuple(one.scheduler_half for one in several)
 
     def add(self, prompt: Sequence[int], tokens: int) -> None:
-        """A request for so many tokens."""
+        """Add a request for `tokens` tokens."""
         from vllm import SamplingParams  # noqa: PLC0415
 
         sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
@@ -103,7 +103,7 @@ class Served:
         self._engine.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling)
 
     def step(self) -> tuple[int, int]:
-        """One step of the engine: (requests that got a token, requests that ended)."""
+        """Run one step; return the numbers of requests that got a token and that ended."""
         outputs = self._engine.llm_engine.step()
         if not outputs and not self._scheduler.running:
             # As an engine's own loop, which leaves the processor to those that load.
@@ -111,10 +111,10 @@ class Served:
         return len(outputs), sum(bool(output.finished) for output in outputs)
 
     def first_token(self, prompt: Sequence[int], tokens: int = 1) -> float:
-        """Seconds from a request's arrival to its first token of `tokens`, nothing else going on.
+        """Run one request alone for `tokens` tokens; return the seconds until its first token.
 
         Raises:
-            TransferError: it did not come.
+            TransferError: no token came.
         """
         started = time.perf_counter()
         self.add(prompt, tokens)
@@ -124,7 +124,7 @@ class Served:
         return time.perf_counter() - started
 
     def settle(self) -> None:
-        """Step until requests have ended and all chunks are where they belong.
+        """Step until all requests have ended and all chunks are stored.
 
         Raises:
             TransferError: that does not end.
@@ -138,14 +138,14 @@ class Served:
             self.step()
 
     def forget(self, *, host: bool) -> None:
-        """Forget the engine's own prefixes; host memory as well, but not what is behind it."""
+        """Clear the engine's prefix cache, and host memory if `host` is true; keep the storage tiers."""
         self._engine.reset_prefix_cache()
         if host:
             for cache in self._caches:
                 cache.clear()
 
     def hits(self) -> Counter[str]:
-        """Chunks that loads have taken so far, by tier."""
+        """Return the chunks that loads have taken so far, by tier."""
         return sum((cache.counts.fetched for cache in self._caches), Counter[str]())
 
     @property
@@ -161,5 +161,5 @@ class Served:
         return [half._tiering._cache for half in self.halves]  # noqa: SLF001 - no engine has a use for them
 
     def close(self) -> None:
-        """End it."""
+        """Stop the engine."""
         self._engine.llm_engine.engine_core.shutdown()

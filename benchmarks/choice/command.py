@@ -42,22 +42,22 @@ def choice(
 ) -> None:
     """Replay requests by every policy for choosing a source.
 
-    Near are files with room for a part of what is asked, far an object store that has all of it and is many
-    times slower. Real engines on this machine's processors, real tiers, a real server behind a narrow line.
-    Says when the first token comes by each policy, and which source brought what.
+    The near source is files with room for a part of what is asked. The far source is an object store that
+    has all of it and is many times slower. Engines, tiers and the object server behind a narrow line are
+    real. The report says when the first token comes by each policy, and which source supplied what.
     """
     from rich.console import Console
 
     from benchmarks.choice import report
     from benchmarks.choice.measure import SOURCES, ChoiceJob, measure
-    from benchmarks.choice.workload import cut, drawn, read_trace
+    from benchmarks.choice.workload import draw_workload, read_trace, select_conversations
 
     if sources not in SOURCES:
         raise ConfigError(f"--sources {sources} is not known; choose one of {', '.join(SOURCES)}")
     workload = (
-        drawn(block, longest, requests)
+        draw_workload(block, longest, requests)
         if trace is None
-        else cut(trace.name, read_trace(trace), block, longest, requests)
+        else select_conversations(trace.name, read_trace(trace), block, longest, requests)
     )
     with work_folder(path) as folder, progress_line() as progress:
         measured = measure(

@@ -1,12 +1,12 @@
-"""`benchmarks choice`: what the policies make of sources of which one is much slower than the other.
+"""`benchmarks choice`: the effect of the policies when one source is much slower than another.
 
-Engines that differ in nothing but the policy are asked the same requests, one after another. They keep what
-they computed near, in files that have room for a part of it, and far, in an object store that has room for
-all: a real server, behind a line whose width is set by how fast the files are. Before each request the engine
-and its host memory have forgotten everything.
+Engines that differ only in the policy get the same requests, one after another. They store what they computed
+near, in files with room for a part of it, and far, in an object store with room for all. The object store
+is a real server behind a line whose width follows from the speed of the files. Before each request the
+engine's prefix cache and host memory are cleared.
 
-The two are connectors side by side, of which one serves a request; or tiers of one connector, which bring
-parts of it together. Tiers are one source, so `first` and `weight` choose alike among them.
+The two sources are connectors side by side, of which one serves a request, or tiers of one connector, which
+serve parts of it together. Tiers are one source, so `first` and `weight` choose alike among them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.checkpoint import token_bytes, write_checkpoint
-from benchmarks.choice.narrow import Narrow
-from benchmarks.choice.policy_engine import FAR, Answer, PolicyEngine, Setup
+from benchmarks.choice.narrow import NarrowRelay
+from benchmarks.choice.policy_engine import FAR, PolicyEngine, ReplayAnswer, Setup
 from benchmarks.choice.workload import Workload
 from benchmarks.object_server import BUCKET, ObjectServer, object_server
 from benchmarks.served import side_by_side, tiered
@@ -59,15 +59,15 @@ _STORE_SECONDS = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceJob:
-    """What to measure.
+    """The workload and the sources.
 
     Attributes:
-        workload: what is asked, in every round with other tokens.
-        sources: of `SOURCES`.
-        apart: how many times as fast the near source is to be.
-        near: the share of what is asked that files have room for.
-        rounds: replays by every policy; one more comes before them that does not count.
-        path: folder for what is written, which exists; it is removed again.
+        workload: requests to replay, with other tokens in every round.
+        sources: name from `SOURCES`.
+        apart: how many times as fast as the far source the near one is.
+        near: share of all requested bytes that the files have room for.
+        rounds: counted replays by every policy; one more comes before them.
+        path: existing folder; the files made there are removed.
     """
 
     workload: Workload
@@ -84,24 +84,24 @@ class ChoiceJob:
 
     @property
     def file_bytes(self) -> int:
-        """Capacity of the files: the longest prompt fits."""
+        """Capacity of the files, with room for the longest prompt."""
         longest = _LEAST_PROMPTS * self.longest
         tokens = max(self.near * self.workload.distinct_blocks * self.workload.block_tokens, longest)
         return round(tokens * token_bytes(MODEL))
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of a connector: every chunk passes it."""
+        """Host memory of a connector, which every chunk passes."""
         return _HOST_PROMPTS * (self.longest + self.workload.block_tokens) * token_bytes(MODEL)
 
 
 @dataclass(frozen=True, slots=True)
-class Probed:
-    """How far apart the sources are.
+class SourceSpeeds:
+    """The speeds of both sources.
 
     Attributes:
-        near: bytes per second of loads from files, of a prompt of middle length, by an engine.
-        far: bytes per second from the object store behind the line, by as many threads as an engine has.
+        near: bytes per second of loads from files by an engine, for a prompt of middle length.
+        far: bytes per second from the object store behind the line, with as many threads as an engine has.
         line: bytes per second that the line was set to.
     """
 
@@ -116,74 +116,74 @@ class Probed:
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
-    """A replay by one policy.
+class Replay:
+    """One replay by one policy.
 
     Attributes:
-        answers: of all requests.
+        answers: answers to all requests.
     """
 
-    answers: tuple[Answer, ...]
+    answers: tuple[ReplayAnswer, ...]
 
     @property
     def mean(self) -> float:
-        """Seconds until the first token."""
+        """Mean seconds until the first token."""
         return fmean(answer.seconds for answer in self.answers)
 
     @property
     def served(self) -> Counter[str]:
-        """Tokens by place that brought them, "computed" for the rest."""
+        """Tokens by the place that supplied them, "computed" for the rest."""
         found = sum((answer.served for answer in self.answers), Counter[str]())
         found["computed"] = sum(answer.tokens for answer in self.answers) - sum(found.values())
         return found
 
     @property
     def failed(self) -> int:
-        """LoadMover that failed."""
+        """Number of failed loads."""
         return sum(answer.failed for answer in self.answers)
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredChoice:
-    """All results of a job.
+    """The results of a job.
 
     Attributes:
         job, machine: what was measured, and where.
-        probed: how far apart the sources are.
-        learning: by policy, the replay before the rounds.
-        rounds: by policy.
+        probed: speeds of both sources.
+        learning: replay before the rounds, by policy.
+        rounds: counted replays, by policy.
     """
 
     job: ChoiceJob
     machine: MachineFacts
-    probed: Probed
-    learning: Mapping[str, Replayed]
-    rounds: Mapping[str, tuple[Replayed, ...]]
+    probed: SourceSpeeds
+    learning: Mapping[str, Replay]
+    rounds: Mapping[str, tuple[Replay, ...]]
 
     def mean(self, policy: str) -> Spread:
-        """Seconds until the first token, on average over a round's requests."""
+        """Return the seconds until the first token, averaged over the requests of a round."""
         return Spread.of([replayed.mean for replayed in self.rounds[policy]])
 
     def ratio(self, other: str) -> Spread:
-        """The time by cost, of the time by another policy in the same round."""
+        """Return the time by policy `cost` as a multiple of another policy's in the same round."""
         pairs = zip(self.rounds["cost"], self.rounds[other], strict=True)
         return Spread.of([cost.mean / beside.mean for cost, beside in pairs])
 
     @property
     def reached(self) -> bool:
-        """Cost is no slower than any other."""
+        """Whether `cost` is no slower than any other policy."""
         return all(self.ratio(other).median <= TARGET_RATIO for other in POLICIES if other != "cost")
 
     def served(self, policy: str) -> dict[str, float]:
-        """Tokens of a round by place, on average."""
+        """Return the mean tokens of a round by place."""
         found = sum((replayed.served for replayed in self.rounds[policy]), Counter[str]())
         return {place: tokens / len(self.rounds[policy]) for place, tokens in found.items()}
 
     @property
     def rates(self) -> dict[str, Spread]:
-        """Tokens per second in the replays of all policies, by the only place that a request's came from.
+        """Tokens per second over all replays, by the only place that supplied a request.
 
-        Of loads, from their beginning to their end; of what was computed, until the first token.
+        For loads from beginning to end; for computed prompts until the first token.
         """
         found = dict[str, list[float]]()
         answers = [a for rounds in self.rounds.values() for one in rounds for a in one.answers]
@@ -198,18 +198,18 @@ class MeasuredChoice:
 
 
 def measure(job: ChoiceJob, progress: Callable[[str], None]) -> MeasuredChoice:
-    """Do a job.
+    """Replay the workload by every policy.
 
     Raises:
         ConfigError: memory, folder or server cannot be had.
-        TransferError: an engine died, or a source did not give what it was given.
+        TransferError: an engine died, or a source lost what it was given.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="bench-", dir=job.path)))
         progress("writing a checkpoint")
         model = write_checkpoint(folder / "model", job.longest + 256, MODEL)
         server = stack.enter_context(object_server(folder / "objects"))
-        line = stack.enter_context(Narrow(server.port))
+        line = stack.enter_context(NarrowRelay(server.port))
         options = server.options(line.port)
         group = chunk_group(read_geometry(str(model)), job.workload.block_tokens)
         progress(f"starting {len(POLICIES)} engines")
@@ -230,26 +230,26 @@ def measure(job: ChoiceJob, progress: Callable[[str], None]) -> MeasuredChoice:
 
 def _replay(
     job: ChoiceJob, engines: Mapping[str, PolicyEngine], server: ObjectServer, progress: Callable[[str], None]
-) -> dict[str, list[Replayed]]:
-    """Every policy's replays, the first of which does not count."""
+) -> dict[str, list[Replay]]:
+    """Return the replays of every policy, the first of which does not count."""
     draw = np.random.default_rng(7)
-    found: dict[str, list[Replayed]] = {policy: [] for policy in POLICIES}
+    found: dict[str, list[Replay]] = {policy: [] for policy in POLICIES}
     for number in range(job.rounds + 1):
         for which in draw.permutation(len(POLICIES)):
             policy = POLICIES[which]
             said = f"round {number} of {job.rounds}" if number else "a round that does not count"
             progress(f"{said}, policy {policy}")
-            found[policy].append(Replayed(engines[policy].replay(job.workload, number)))
+            found[policy].append(Replay(engines[policy].replay(job.workload, number)))
             server.empty()
     return found
 
 
 def _probe(
-    job: ChoiceJob, engine: PolicyEngine, group: CanonicalGroup, options: dict[str, str], line: Narrow
-) -> Probed:
-    """Load prompts from files into an engine; make the line so much slower, and read from the object store.
+    job: ChoiceJob, engine: PolicyEngine, group: CanonicalGroup, options: dict[str, str], line: NarrowRelay
+) -> SourceSpeeds:
+    """Measure loads from files, set the line to a fraction of that speed, and measure the object store.
 
-    The engine is that of `first`, which takes what is near.
+    The engine has policy `first`, which takes the near source.
     """
     tokens = job.workload.block_tokens
     prompt = sorted(job.workload.prompts, key=lambda one: one.tokens)[len(job.workload.prompts) // 2]
@@ -274,17 +274,17 @@ def _probe(
             # What a request costs besides its bytes, the line makes up for.
             line.bytes_per_second *= wanted / _rate(moved).median
             far = _rate(moved)
-    return Probed(near, far, line.bytes_per_second)
+    return SourceSpeeds(near, far, line.bytes_per_second)
 
 
 def _rate(loads: LoadMover) -> Spread:
-    """Bytes per second, after once that does not count."""
+    """Return bytes per second, after a move that does not count."""
     seconds = [loads.move() for _ in range(_PROBES + 1)][1:]
     return Spread.of([loads.bytes / one for one in seconds])
 
 
 def _setup(job: ChoiceJob, policy: str, model: Path, folder: Path, options: dict[str, str]) -> Setup:
-    """An engine of a policy, with folders and a path in the bucket of its own."""
+    """Return the set-up of a policy's engine, with folders and a path in the bucket of its own."""
     files = folder / policy
     files.mkdir()
     host = {"type": "host", "capacity": job.host_bytes}

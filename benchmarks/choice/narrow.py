@@ -1,7 +1,7 @@
-"""A narrow way to a server: what it answers comes through no faster than so many bytes a second.
+"""A relay that limits the bytes per second of a server's answers.
 
-The bytes are real and come late: a thread per connection passes on what the server has sent, in pieces, each
-when the one before it, of whichever connection, is through. What goes to the server is held up by nothing.
+A thread per connection passes on what the server sends, in pieces. Each piece waits until the one before
+it, of any connection, is through. Requests to the server are not delayed.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Self
 _PIECE_BYTES = 32 << 10
 
 
-class Narrow:
-    """A relay in threads of this process; a context manager that ends it.
+class NarrowRelay:
+    """A relay in threads of this process; leaving the context manager ends it.
 
     Attributes:
-        port: where it listens, on this machine alone.
-        bytes_per_second: that pass, of all connections together; may be set while they do.
+        port: port on the loopback address.
+        bytes_per_second: limit for all connections together; may be changed at any time.
     """
 
     def __init__(self, port: int, bytes_per_second: float = float("inf")) -> None:
-        """Listen.
+        """Start listening.
 
         Args:
-            port: of the server, on this machine.
-            bytes_per_second: of its answers.
+            port: port of the server on this machine.
+            bytes_per_second: limit for its answers.
         """
         self.bytes_per_second = bytes_per_second
         self._to, self._ends = port, list[socket.socket]()
@@ -62,7 +62,7 @@ class Narrow:
         _shut(sink)
 
     def _wait(self, size: int) -> float:
-        """Seconds until so many bytes are through, which come after all that came before."""
+        """Return the seconds until `count` more bytes are through."""
         with self._turn:
             now = time.monotonic()
             self._free = max(now, self._free) + size / self.bytes_per_second

@@ -1,8 +1,9 @@
-"""An engine that chooses by one policy, in a process of its own: started, asked for replays, ended.
+"""An engine with one policy in a process of its own: start it, replay workloads, end it.
 
-vLLM has room for one engine in a process. Those that wait for their turn are not stepped, and take no
-processor. A replay asks for one prompt after another. Before each the engine forgets its own prefixes and
-what is in host memory, so that all there is lies in slow tiers; after each everything is stored.
+vLLM has room for one engine per process. Engines that wait for their turn are not stepped and use no
+processor. A replay sends one prompt after another. Before each prompt the engine clears its prefix cache
+and host memory, so that only storage tiers have chunks. After each prompt it waits until everything is
+stored.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, Self
 
 from benchmarks.checkpoint import VOCABULARY
 from benchmarks.choice.workload import Workload
-from benchmarks.served import Served
+from benchmarks.served import SteppedEngine
 from kvferry.errors import KVFerryError, TransferError
 from kvferry.observe.events import Event, LoadBegan, LoadEnded, Outcome
 
@@ -36,14 +37,14 @@ _END_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """An engine to start.
+    """The configuration of an engine.
 
     Attributes:
-        model: a checkpoint.
-        longest: tokens of a request, at most.
-        cache_bytes: of its KV cache.
-        connector: as of `Served`.
-        threads: that compute.
+        model: folder of the checkpoint.
+        longest: tokens of the longest request.
+        cache_bytes: size of its KV cache.
+        connector: transfer configuration, as for `SteppedEngine`.
+        threads: threads that compute.
     """
 
     model: Path
@@ -54,12 +55,12 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """One that was ready.
+class CompletedLoad:
+    """A load that completed.
 
     Attributes:
         parts: tokens by place.
-        seconds: it took.
+        seconds: duration.
     """
 
     parts: dict[str, int]
@@ -67,19 +68,19 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What became of a request.
+class ReplayAnswer:
+    """The outcome of one request.
 
     Attributes:
-        tokens: of its prompt.
-        seconds: until its first token.
-        loads: that were ready.
-        failed: loads that were not.
+        tokens: length of its prompt.
+        seconds: time until its first token.
+        loads: completed loads.
+        failed: number of failed loads.
     """
 
     tokens: int
     seconds: float
-    loads: tuple[Load, ...]
+    loads: tuple[CompletedLoad, ...]
     failed: int
 
     @property
@@ -100,14 +101,14 @@ class _Trouble:
 
 
 class PolicyEngine:
-    """Our hold on the process; a context manager, after which it is gone.
+    """A handle on the process; leaving the context manager ends it.
 
     Attributes:
-        name: for people.
+        name: name in reports.
     """
 
     def __init__(self, name: str, setup: Setup) -> None:
-        """Begin to start it: `wait` returns when it is up."""
+        """Begin to start the process; `wait` returns when it is ready."""
         self.name = name
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
@@ -129,21 +130,21 @@ class PolicyEngine:
             self._process.join()
 
     def wait(self) -> None:
-        """Return when it can be asked.
+        """Wait until the engine is ready.
 
         Raises:
-            TransferError: it does not start, and why.
+            TransferError: the engine does not start.
         """
         self._hear(_START_SECONDS)
 
-    def replay(self, workload: Workload, salt: int) -> tuple[Answer, ...]:
-        """Ask for all prompts, made of tokens that are those of this salt.
+    def replay(self, workload: Workload, salt: int) -> tuple[ReplayAnswer, ...]:
+        """Send all prompts of a workload, with tokens that depend on the salt.
 
         Raises:
-            TransferError: it died, or one was not answered.
+            TransferError: the process died, or a request was not answered.
         """
         self._pipe.send(_Replay(workload, salt))
-        answers: tuple[Answer, ...] = self._hear(_REPLAY_SECONDS)
+        answers: tuple[ReplayAnswer, ...] = self._hear(_REPLAY_SECONDS)
         return answers
 
     def _hear(self, seconds: float) -> Any:
@@ -162,13 +163,13 @@ class PolicyEngine:
         return heard
 
 
-class Seen:
-    """What loads of an engine bring, from the events of its connectors."""
+class LoadListener:
+    """A listener that collects an engine's loads from the events of its connectors."""
 
     def __init__(self, halves: Sequence[Any]) -> None:
         """Listen to the scheduler halves of connectors."""
         self._began: dict[tuple[str, str], LoadBegan] = {}
-        self._ended, self._failed = list[Load](), 0
+        self._ended, self._failed = list[CompletedLoad](), 0
         for number, half in enumerate(halves):
             half.watch.add(lambda event, prefix=FAR if number else "": self.hear(event, prefix))
 
@@ -180,12 +181,12 @@ class Seen:
             began = self._began.pop((prefix, event.load))
             if event.outcome is Outcome.READY:
                 parts = {prefix + part.place: part.tokens for part in began.parts}
-                self._ended.append(Load(parts, event.seconds))
+                self._ended.append(CompletedLoad(parts, event.seconds))
             else:
                 self._failed += 1
 
-    def take(self) -> tuple[tuple[Load, ...], int]:
-        """Loads that were ready since the last call, and how many were not."""
+    def take(self) -> tuple[tuple[CompletedLoad, ...], int]:
+        """Return the loads completed since the last call, and the number of failed ones."""
         found = tuple(self._ended), self._failed
         self._ended, self._failed = [], 0
         return found
@@ -193,7 +194,7 @@ class Seen:
 
 @contextmanager
 def _environment(**given: str) -> Iterator[None]:
-    """Variables that processes inherit which are started meanwhile."""
+    """Set variables that processes started meanwhile inherit."""
     before = {name: os.environ.get(name) for name in given}
     os.environ.update(given)
     try:
@@ -211,11 +212,12 @@ def _serve(pipe: Connection, setup: Setup) -> None:
     # Ctrl-C reaches the whole process group; the other process ends this one by closing the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with closing(Served(setup.model, setup.longest, 1, setup.cache_bytes, setup.connector)) as served:
+        engine = SteppedEngine(setup.model, setup.longest, 1, setup.cache_bytes, setup.connector)
+        with closing(engine) as served:
             warming = range(min(_WARMING_TOKENS, setup.longest // 2))
             served.first_token([number % VOCABULARY for number in warming], _ANSWER_TOKENS)
             served.settle()
-            seen = Seen(served.halves)
+            seen = LoadListener(served.halves)
             pipe.send(None)
             while True:
                 asked: _Replay = pipe.recv()
@@ -230,9 +232,9 @@ def _prompts(asked: _Replay) -> list[list[int]]:
     return list(asked.workload.token_ids(VOCABULARY, asked.salt))
 
 
-def _answer(served: Served, seen: Seen, prompt: list[int]) -> Answer:
+def _answer(served: SteppedEngine, seen: LoadListener, prompt: list[int]) -> ReplayAnswer:
     served.forget(host=True)
     seconds = served.first_token(prompt, _ANSWER_TOKENS)
     served.settle()
     loads, failed = seen.take()
-    return Answer(len(prompt), seconds, loads, failed)
+    return ReplayAnswer(len(prompt), seconds, loads, failed)

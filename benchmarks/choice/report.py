@@ -1,4 +1,4 @@
-"""What the policies make of sources, for people and as JSON."""
+"""The report of `benchmarks choice`, for people and as JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.choice.measure import CONNECTORS, POLICIES, TARGET_RATIO, MeasuredChoice, Replayed
+from benchmarks.choice.measure import CONNECTORS, POLICIES, TARGET_RATIO, MeasuredChoice, Replay
 from benchmarks.choice.policy_engine import FAR
 from benchmarks.phrases import seconds, verdict
 from kvferry.measuring.spread import Spread
@@ -19,7 +19,7 @@ _TITLES = {"file": "near, files", "object": "far, objects", f"{FAR}object": "far
 
 
 def show(measured: MeasuredChoice, console: Console) -> None:
-    """Print it; fits 80 columns."""
+    """Print the results; fits 80 columns."""
     job, machine, probed = measured.job, measured.machine, measured.probed
     workload = job.workload
     of = f" of the first {workload.of:,}" if workload.of else ""
@@ -44,7 +44,7 @@ def show(measured: MeasuredChoice, console: Console) -> None:
 
 
 def as_json(measured: MeasuredChoice) -> dict[str, Any]:
-    """Everything, in seconds, bytes and tokens, with what is derived beside it."""
+    """Return all requests, in seconds, bytes and tokens, with the figures derived from them."""
     job, workload = measured.job, measured.job.workload
     return {
         "machine": asdict(measured.machine),
@@ -110,7 +110,7 @@ def _first(measured: MeasuredChoice, other: str) -> str:
     return f"; {measured.learning['cost'].mean / measured.learning[other].mean:.2f} while it learns"
 
 
-def _replayed(replayed: Replayed) -> dict[str, Any]:
+def _replayed(replayed: Replay) -> dict[str, Any]:
     return {
         "mean": replayed.mean,
         "seconds": [answer.seconds for answer in replayed.answers],

@@ -1,12 +1,12 @@
-"""Requests that share beginnings, as values: of a trace that was recorded, or drawn.
+"""Workloads: requests that share prefixes, recorded in a trace or drawn at random.
 
-A request is the blocks of its prompt, by content: equal numbers are equal tokens. So it is in the public
-format of Mooncake's traces (https://github.com/kvcache-ai/Mooncake), one JSON object per line:
+A request is a list of block contents: equal numbers are equal tokens. The format is that of Mooncake's
+public traces (https://github.com/kvcache-ai/Mooncake), one JSON object per line:
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48, 2353]}
 
-with one number per block of 512 tokens, the last of which may be shorter. A replay on a small machine cannot
-take it as it is: blocks are made shorter, and what does not fit is left out (`cut`).
+with one number per block of 512 tokens, the last of which may be shorter. A small machine cannot replay a
+trace as it is, so `select_conversations` shortens blocks and leaves out what does not fit.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _ZIPF = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A request's prompt.
+    """The prompt of a request.
 
     Attributes:
-        blocks: what is in each block; equal numbers are equal tokens.
-        tokens: of all blocks; the last may be shorter than the others.
+        blocks: content of each block; equal numbers are equal tokens.
+        tokens: length; the last block may be shorter than the others.
     """
 
     blocks: tuple[int, ...]
@@ -49,13 +49,13 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is replayed, in this order.
+    """Prompts in the order of their replay.
 
     Attributes:
-        name: where it comes from, for people.
-        block_tokens: of a block.
-        prompts: one after another.
-        of: requests that it was cut from, 0 of one that was drawn.
+        name: origin of the workload, for reports.
+        block_tokens: length of a block.
+        prompts: the prompts.
+        of: number of requests that it was selected from, 0 for a drawn workload.
     """
 
     name: str
@@ -65,17 +65,17 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Of all prompts."""
+        """Tokens of all prompts."""
         return sum(prompt.tokens for prompt in self.prompts)
 
     @property
     def distinct_blocks(self) -> int:
-        """Blocks of different content."""
+        """Number of blocks with different content."""
         return len({block for prompt in self.prompts for block in prompt.blocks})
 
     @property
     def repeated(self) -> float:
-        """The share of blocks that earlier prompts began with as well: what a cache without end would hit."""
+        """Share of blocks that are in an earlier prompt's prefix, which an unlimited cache would hit."""
         seen, hits = set[int](), 0
         for prompt in self.prompts:
             hits += next((n for n, one in enumerate(prompt.blocks) if one not in seen), len(prompt.blocks))
@@ -83,11 +83,11 @@ class Workload:
         return hits / sum(len(prompt.blocks) for prompt in self.prompts)
 
     def token_ids(self, vocabulary: int, salt: int) -> Iterator[list[int]]:
-        """The prompts' tokens; others for every salt.
+        """Return the token ids of all prompts, different ones for every salt.
 
         Args:
-            vocabulary: ids are below it.
-            salt: at least 0.
+            vocabulary: exclusive upper bound of the ids.
+            salt: non-negative number.
         """
         for prompt in self.prompts:
             drawn = [
@@ -98,17 +98,17 @@ class Workload:
 
 
 class _Line(msgspec.Struct, frozen=True):
-    """What is read of a trace's line; ``timestamp`` and ``output_length`` are not looked at."""
+    """The fields of a trace's line that are used."""
 
     input_length: int
     hash_ids: list[int]
 
 
 def read_trace(path: Path) -> tuple[Prompt, ...]:
-    """The prompts of a trace, see the module.
+    """Read the prompts of a trace.
 
     Raises:
-        ConfigError: it cannot be read, or a line is no request; says which.
+        ConfigError: the file cannot be read, or a line is no request.
     """
     try:
         lines = path.read_bytes().splitlines()
@@ -138,14 +138,17 @@ def _prompt(read: msgspec.json.Decoder[_Line], line: bytes, where: str) -> Promp
     return Prompt(tuple(one.hash_ids), one.input_length)
 
 
-def cut(name: str, recorded: Sequence[Prompt], block_tokens: int, longest: int, requests: int) -> Workload:
-    """The first conversations of a trace, in its order: what a cache makes no difference to is left out.
+def select_conversations(
+    name: str, recorded: Sequence[Prompt], block_tokens: int, longest: int, requests: int
+) -> Workload:
+    """Select the first conversations of a trace with more than one request, in the order of the trace.
 
-    Blocks become `block_tokens` long. What is longer than `longest` then is left out first. A request belongs
-    to the conversation of an earlier one if half of its blocks, at least two of them, are how that begins.
+    Blocks are shortened to `block_tokens`, and prompts longer than `longest` are left out first. A request
+    belongs to the conversation of an earlier one if half of its blocks, and at least two, are that
+    conversation's prefix.
 
     Raises:
-        ConfigError: conversations of more than one request have fewer than `requests`.
+        ConfigError: the selected conversations have fewer than `requests` requests.
     """
     short = [
         Prompt(one.blocks, (len(one.blocks) - 1) * block_tokens + _last(one, block_tokens))
@@ -169,7 +172,7 @@ def cut(name: str, recorded: Sequence[Prompt], block_tokens: int, longest: int, 
 
 
 def _conversations(prompts: Sequence[Prompt | None]) -> dict[int, int]:
-    """Number of a request to that of its conversation, which is that of the first of its requests."""
+    """Map the number of each request to that of the first request of its conversation."""
     begun, found = dict[int, int](), dict[int, int]()
     for number, prompt in enumerate(prompts):
         if prompt is None or len(prompt.blocks) < _SHARED_BLOCKS:
@@ -182,28 +185,27 @@ def _conversations(prompts: Sequence[Prompt | None]) -> dict[int, int]:
 
 
 def _digest(before: int, block: int) -> int:
-    """Names the beginning of a prompt that ends with a block."""
+    """Return a number for the prefix that ends with a block."""
     return hash((before, block))
 
 
 def _last(prompt: Prompt, block_tokens: int) -> int:
-    """Tokens of the last block, shortened."""
+    """Return the tokens of the shortened last block."""
     of = prompt.tokens - (len(prompt.blocks) - 1) * RECORDED_BLOCK
     return -(-of * block_tokens // RECORDED_BLOCK)
 
 
-def drawn(block_tokens: int, longest: int, requests: int, seed: int = 1) -> Workload:
-    """Conversations: each begins with one of a few system prompts, and grows by a turn with every request.
+def draw_workload(block_tokens: int, longest: int, requests: int, seed: int = 1) -> Workload:
+    """Draw conversations that begin with one of a few system prompts and grow by a turn with every request.
 
-    Seven of ten requests go on with one of the conversations that were spoken in, the others begin one; both
-    which conversation, by how lately, and which system prompt is by Zipf's law. One that has grown too long
-    is over.
+    Seven of ten requests continue a conversation, the others begin one. The conversation, by how recent it
+    is, and the system prompt follow Zipf's law. A conversation that has grown too long ends.
 
     Args:
-        block_tokens: of a block.
-        longest: tokens of a prompt, at least 20 blocks: a system prompt and a turn.
-        requests: how many.
-        seed: which of these workloads.
+        block_tokens: length of a block.
+        longest: tokens of the longest prompt, at least 20 blocks for a system prompt and a turn.
+        requests: number of requests.
+        seed: draws the workload.
 
     Raises:
         ConfigError: `longest` is too short.
@@ -231,6 +233,6 @@ def drawn(block_tokens: int, longest: int, requests: int, seed: int = 1) -> Work
 
 
 def _zipf(draw: np.random.Generator, count: int) -> int:
-    """One of so many, the first most often."""
+    """Draw a number below `count` by Zipf's law, the first most often."""
     weights = 1 / np.arange(1, count + 1) ** _ZIPF
     return int(draw.choice(count, p=weights / weights.sum()))

@@ -1,7 +1,7 @@
-"""What `benchmarks layout` compares: cells of a table, each moved in every way.
+"""The table of `benchmarks layout`: each cell is moved by every method.
 
-A cell is a memory layout, the same on both sides, and the tensor-parallel ranks of the side that has the
-request and of the side that reads it. A way is a strategy, pinned, or `CHOSEN`: whatever the planner takes.
+A cell is a memory layout, the same on both sides, and the tensor-parallel ranks of the source and of the
+reader. A method is a strategy, or `CHOSEN` for the strategy that the planner chooses.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.overhead.planning import Arithmetic
+from benchmarks.overhead.planning import PlanningTimes
 from kvferry.bench.rounds import MoverRounds
 from kvferry.geometry.layout import lay_out
 from kvferry.measuring.simulated import SimulatedEngine
@@ -21,16 +21,16 @@ from kvferry.planning.strategy import Strategy
 from kvferry.planning.template import Route, build_templates
 
 CHOSEN = "chosen"
-WAYS = (*Strategy, CHOSEN)
+METHODS = (*Strategy, CHOSEN)
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """See the module.
+    """A layout and a pair of parallel sizes.
 
     Attributes:
-        layout: of both sides.
-        src_tp, dst_tp: ranks of each side.
+        layout: memory layout of both sides.
+        src_tp, dst_tp: tensor-parallel ranks of each side.
     """
 
     layout: str
@@ -39,7 +39,7 @@ class Cell:
 
     @property
     def parallel(self) -> str:
-        """Ranks for people, and as options take them: ``2:1``."""
+        """The parallel sizes as options take them, such as ``2:1``."""
         return f"{self.src_tp}:{self.dst_tp}"
 
     def __str__(self) -> str:
@@ -48,11 +48,11 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Bytes that are contiguous, on average over what one rank reads.
+    """Mean length of contiguous stretches in what one rank reads, in bytes.
 
     Attributes:
-        both: on both sides at once: a descriptor of a direct move.
-        src, dst: on either side by itself.
+        both: contiguous on both sides at once: a descriptor of a direct transfer.
+        src, dst: contiguous on one side.
     """
 
     both: float
@@ -61,16 +61,16 @@ class Runs:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A cell, measured.
+class LayoutRow:
+    """The results of one cell.
 
     Attributes:
-        cell: which.
-        runs: how its bytes lie.
-        strategy: what the planner chose, of all groups.
-        ways: way to its rounds.
-        ratios: way to its speed as a multiple of raw NIXL's in the same round, per round.
-        planning: of the long request, in the chosen way.
+        cell: the cell.
+        runs: contiguous bytes.
+        strategy: strategies that the planner chose, joined by "+".
+        ways: rounds by method.
+        ratios: speed as a multiple of raw NIXL's in the same round, by method and round.
+        planning: times of planning the long request with the chosen strategies.
     """
 
     cell: Cell
@@ -78,45 +78,45 @@ class Row:
     strategy: str
     ways: Mapping[str, MoverRounds]
     ratios: Mapping[str, tuple[float, ...]]
-    planning: Arithmetic
+    planning: PlanningTimes
 
     def ratio(self, way: str) -> Spread:
-        """Speed as a multiple of raw NIXL's."""
+        """Return the speed of a method as a multiple of raw NIXL's."""
         return Spread.of(self.ratios[way])
 
     @property
     def best(self) -> str:
-        """The strategy that was fastest."""
+        """The fastest strategy."""
         return max((way for way in self.ways if way != CHOSEN), key=lambda way: self.ratio(way).median)
 
     def quartiles(self, way: str, other: str) -> tuple[float, float, float]:
-        """How many times as fast as another way: median and quartiles of the ratio within rounds."""
+        """Return median and quartiles of one method's speed as a multiple of another's, over rounds."""
         ratios = np.array(self.ratios[way]) / np.array(self.ratios[other])
         low, middle, high = np.percentile(ratios, (25, 50, 75)).tolist()
         return middle, low, high
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """All cells of one model.
+class LayoutTable:
+    """The cells of one model.
 
     Attributes:
-        model: its name.
-        tokens: of the request that was moved.
-        raw: raw NIXL with large descriptors, median of every round, GB/s.
-        rows: cells.
-        left_out: what an engine cannot be, and why.
+        model: name of the model.
+        tokens: length of the request.
+        raw: speed of raw NIXL with large descriptors in GB/s, one median per round.
+        rows: results of the cells.
+        left_out: cells that no engine can have, with the reason.
     """
 
     model: str
     tokens: int
     raw: tuple[float, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[LayoutRow, ...]
     left_out: tuple[tuple[str, str], ...]
 
 
 def runs_of(src: SimulatedEngine, dst: SimulatedEngine, rank: int = 0) -> Runs:
-    """How the bytes that a rank of `dst` reads from `src` lie."""
+    """Return the contiguous bytes in what one rank of `dst` reads from `src`."""
     templates = build_templates(lay_out(src.model, src.shape), lay_out(dst.model, dst.shape)[rank])
     routes = [route for template in templates for route in template.routes]
     size = sum(route.cell_bytes for route in routes)

@@ -1,7 +1,7 @@
-"""`benchmarks layout`: what memory layout, tensor parallelism and strategy make of a transfer.
+"""`benchmarks layout`: the effect of memory layout, tensor parallelism and strategy on a transfer.
 
-One process holds engines of every layout and size, all ranks of each; the other reads as one rank of engines
-of every layout and size. All are up at once, so that a round can move every cell in every way.
+One process holds all ranks of an engine per layout and size. The other reads as one rank of an engine per
+layout and size. All are up at once, so that a round can move every cell by every method.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import lcm
 
 import numpy as np
 
-from benchmarks.layout.cells import CHOSEN, WAYS, Cell, Row, Table, runs_of
+from benchmarks.layout.cells import CHOSEN, METHODS, Cell, LayoutRow, LayoutTable, runs_of
 from benchmarks.overhead import planning
 from kvferry.bench.movers import KVFerryMover, Mover, RawNixlMover
 from kvferry.bench.rounds import MoverRounds, run_rounds
@@ -41,15 +41,15 @@ _POLL_SECONDS = 2e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutJob:
-    """What is measured.
+    """The cells to measure.
 
     Attributes:
-        layouts, parallel: rows and columns of cells: layouts, and ranks of both sides.
-        repeats: rounds.
-        tokens: of the request; None for about `MOVED_BYTES` on one rank.
-        transports: value of UCX_TLS, None to leave it as it is.
+        layouts, parallel: memory layouts, and pairs of tensor-parallel sizes.
+        repeats: counted rounds.
+        tokens: length of the request, or None for about `MOVED_BYTES` on one rank.
+        transports: value of UCX_TLS, or None to leave it unchanged.
         lanes: threads that read.
-        planned_tokens: of the request that is planned.
+        planned_tokens: length of the request that is planned.
     """
 
     layouts: tuple[str, ...] = LAYOUTS
@@ -61,12 +61,12 @@ class LayoutJob:
     planned_tokens: int = PLANNED_TOKENS
 
 
-def measure(job: LayoutJob, reading: ModelReading, progress: Callable[[str], None]) -> Table:
-    """Move one request of a model in every cell and way.
+def measure(job: LayoutJob, reading: ModelReading, progress: Callable[[str], None]) -> LayoutTable:
+    """Move one request of a model in every cell by every method.
 
     Raises:
-        ConfigError: no cell can be, or memory or NIXL cannot be had.
-        TransferError: the other process died, or other bytes arrived than were asked for.
+        ConfigError: no cell is possible, or memory or NIXL cannot be had.
+        TransferError: the other process died, or wrong bytes arrived.
     """
     settings = use_transports(job.transports)
     tokens = moved_tokens(job, reading)
@@ -86,7 +86,7 @@ def measure(job: LayoutJob, reading: ModelReading, progress: Callable[[str], Non
                 peers[cell.layout, cell.src_tp], None if way == CHOSEN else Strategy(way), _POLL_SECONDS,
             )
             for cell in found.cells
-            for way in WAYS
+            for way in METHODS
         }  # fmt: skip
         largest = max(readers.values(), key=lambda reader: reader.bytes)
         raw = stack.enter_context(closing(RawReads(largest, next(iter(largest.cards)))))
@@ -101,14 +101,14 @@ def measure(job: LayoutJob, reading: ModelReading, progress: Callable[[str], Non
     }
     progress(f"{reading.cache.name}: planning {job.planned_tokens:,} tokens")
     rows = [
-        _row(job, reading, cell, found, {w: series[cell, w] for w in WAYS}, ferries[cell, CHOSEN], speed)
+        _row(job, reading, cell, found, {w: series[cell, w] for w in METHODS}, ferries[cell, CHOSEN], speed)
         for cell in found.cells
     ]
-    return Table(reading.cache.name, tokens, tuple(speed), tuple(rows), tuple(found.left_out))
+    return LayoutTable(reading.cache.name, tokens, tuple(speed), tuple(rows), tuple(found.left_out))
 
 
 def moved_tokens(job: LayoutJob, reading: ModelReading) -> int:
-    """Tokens of the request, in whole blocks of every engine."""
+    """Return the length of the request in tokens, in whole blocks of every engine."""
     step = lcm(*(_block_tokens(reading, tp) for tp in {tp for pair in job.parallel for tp in pair}))
     if job.tokens is not None:
         return -(-job.tokens // step) * step
@@ -119,7 +119,7 @@ def moved_tokens(job: LayoutJob, reading: ModelReading) -> int:
 
 
 def _block_tokens(reading: ModelReading, tp: int) -> int:
-    """Of an engine of so many ranks; 1 if there can be none, which is said where it is made."""
+    """Return the block size of an engine with `tp` ranks, or 1 if no such engine is possible."""
     try:
         return block_tokens(reading, Side(tp=tp))[0]
     except GeometryError:
@@ -127,7 +127,7 @@ def _block_tokens(reading: ModelReading, tp: int) -> int:
 
 
 def _bytes(reading: ModelReading, tokens: int) -> int:
-    """What a request comes to, over all ranks."""
+    """Return the bytes of a request over all ranks."""
     total = 0
     for store in reading.cache.layers:
         low, high = needed_tokens(store.kind, store.attention_span, span_of(tokens))
@@ -137,12 +137,12 @@ def _bytes(reading: ModelReading, tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Engines:
-    """Everything that is set up.
+    """The engines of all cells.
 
     Attributes:
-        sources, destinations: by layout and ranks.
-        cells: that can be.
-        left_out: cells that cannot, and why.
+        sources, destinations: engines by layout and number of ranks.
+        cells: possible cells.
+        left_out: impossible cells, with the reason.
     """
 
     sources: dict[tuple[str, int], SimulatedEngine] = field(default_factory=dict)
@@ -172,10 +172,10 @@ class _Engines:
 
 
 def pair_of(cell: Cell, reading: ModelReading, tokens: int) -> tuple[SimulatedEngine, SimulatedEngine]:
-    """Both engines of a cell.
+    """Return source and destination of a cell.
 
     Raises:
-        GeometryError: one of them cannot be; says why.
+        GeometryError: one of them cannot exist.
     """
     src, dst = (
         simulate_engine(f"{cell.layout}/{tp}", reading, Side(tp=tp, layout=cell.layout), tokens, seed=seed)
@@ -192,7 +192,7 @@ def _row(
     ways: dict[str, MoverRounds],
     chosen: KVFerryMover,
     speed: Sequence[float],
-) -> Row:
+) -> LayoutRow:
     src, dst = found.sources[cell.layout, cell.src_tp], found.destinations[cell.layout, cell.dst_tp]
     ratios = {
         way: tuple(s.bytes / t / 1e9 / raw for t, raw in zip(s.seconds, speed, strict=True))
@@ -202,4 +202,4 @@ def _row(
     long = pair_of(cell, reading, -(-job.planned_tokens // step) * step)
     planned = planning.measure(*long, max(5, np.size(speed)), lanes=job.lanes)
     strategy = "+".join(dict.fromkeys(s for s in chosen.strategies if s))
-    return Row(cell, runs_of(src, dst), strategy, ways, ratios, planned)
+    return LayoutRow(cell, runs_of(src, dst), strategy, ways, ratios, planned)

@@ -1,7 +1,7 @@
-"""The table of layouts as a picture: one SVG, made by hand.
+"""The table of layouts as an SVG picture.
 
-A model is a row of panels, one per layout; in a panel every pair of parallel sizes has a bar per way, as a
-multiple of raw NIXL, with the range of all rounds.
+A model is a row of panels, one per layout. A panel has one bar per method for every pair of parallel sizes,
+as a multiple of raw NIXL, with the range of all rounds.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from xml.sax.saxutils import escape
 
-from benchmarks.layout.cells import CHOSEN, WAYS, Row, Table
+from benchmarks.layout.cells import CHOSEN, METHODS, LayoutRow, LayoutTable
 from kvferry.planning.strategy import Strategy
 
 _COLOURS = {
@@ -24,8 +24,8 @@ _STYLE = (
 )
 
 
-def picture(tables: Sequence[Table]) -> str:
-    """SVG of all tables."""
+def picture(tables: Sequence[LayoutTable]) -> str:
+    """Return an SVG of all tables."""
     widest = max(_width(table) for table in tables)
     height = _TOP + _ROW * len(tables)
     parts = [
@@ -39,30 +39,30 @@ def picture(tables: Sequence[Table]) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _panels(table: Table) -> dict[str, list[Row]]:
-    panels: dict[str, list[Row]] = {}
+def _panels(table: LayoutTable) -> dict[str, list[LayoutRow]]:
+    panels: dict[str, list[LayoutRow]] = {}
     for row in table.rows:
         panels.setdefault(row.cell.layout, []).append(row)
     return panels
 
 
 def _cluster() -> int:
-    return _BAR * len(WAYS) + _GAP
+    return _BAR * len(METHODS) + _GAP
 
 
-def _width(table: Table) -> int:
+def _width(table: LayoutTable) -> int:
     return max(_LEFT + len(table.rows) * _cluster() + len(_panels(table)) * _PANEL_GAP + _RIGHT, 560)
 
 
 def _legend() -> Iterator[str]:
     yield '<text x="16" y="24" class="b">Speed as a multiple of raw NIXL with 2 MiB descriptors</text>'
-    for number, way in enumerate(WAYS):
+    for number, way in enumerate(METHODS):
         x = 16 + number * 96
         yield f'<rect x="{x}" y="36" width="10" height="10" fill="{_COLOURS[way]}"/>'
         yield f'<text x="{x + 15}" y="45">{way}</text>'
 
 
-def _model(table: Table, top: int) -> Iterator[str]:
+def _model(table: LayoutTable, top: int) -> Iterator[str]:
     highest = max(max(ratios) for row in table.rows for ratios in row.ratios.values())
     scale = max(1.0, -(-highest // _STEP) * _STEP)
     base = top + 30 + _HEIGHT
@@ -83,8 +83,8 @@ def _model(table: Table, top: int) -> Iterator[str]:
         x += _PANEL_GAP
 
 
-def _bars(row: Row, x: float, base: float, scale: float) -> Iterator[str]:
-    for number, way in enumerate(WAYS):
+def _bars(row: LayoutRow, x: float, base: float, scale: float) -> Iterator[str]:
+    for number, way in enumerate(METHODS):
         ratio, left = row.ratio(way), x + number * _BAR
         low, middle, high = (base - v / scale * _HEIGHT for v in (ratio.low, ratio.median, ratio.high))
         yield (
@@ -92,6 +92,6 @@ def _bars(row: Row, x: float, base: float, scale: float) -> Iterator[str]:
             f'fill="{_COLOURS[way]}"><title>{escape(str(row.cell))} {way} {ratio.median:.2f}</title></rect>'
         )
         yield f'<path d="M{left + _BAR / 2 - 0.5:.1f} {low:.1f}V{high:.1f}" stroke="#24303a" opacity=".45"/>'
-    middle = x + _BAR * len(WAYS) / 2
+    middle = x + _BAR * len(METHODS) / 2
     text = f"{row.cell.src_tp}→{row.cell.dst_tp}"
     yield f'<text x="{middle:.1f}" y="{base + 16}" text-anchor="middle" class="s">{text}</text>'

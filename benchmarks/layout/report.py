@@ -1,4 +1,4 @@
-"""The table of layouts, for people and as JSON."""
+"""The report of `benchmarks layout`, for people and as JSON."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table as Grid
+from rich.table import Table as RichTable
 
-from benchmarks.layout.cells import CHOSEN, Row, Table
+from benchmarks.layout.cells import CHOSEN, LayoutRow, LayoutTable
 from benchmarks.layout.verdicts import verdicts
 from kvferry.measuring.machine import MachineFacts
 from kvferry.measuring.spread import Spread
@@ -17,8 +17,8 @@ from kvferry.planning.strategy import Strategy
 from kvferry.units import format_bytes
 
 
-def show(tables: Sequence[Table], machine: MachineFacts, repeats: int, console: Console) -> None:
-    """Print it; fits 80 columns."""
+def show(tables: Sequence[LayoutTable], machine: MachineFacts, repeats: int, console: Console) -> None:
+    """Print the tables; fits 80 columns."""
     transports = "not set" if machine.transports is None else machine.transports
     console.print(
         f"{machine.cores} cores, {machine.cpu}, UCX_TLS {transports}; two processes; median of {repeats} "
@@ -35,8 +35,8 @@ def show(tables: Sequence[Table], machine: MachineFacts, repeats: int, console: 
             console.print(f"  {missed}", highlight=False)
 
 
-def as_json(tables: Sequence[Table], machine: MachineFacts) -> dict[str, Any]:
-    """Everything, in seconds and bytes."""
+def as_json(tables: Sequence[LayoutTable], machine: MachineFacts) -> dict[str, Any]:
+    """Return all rounds, in seconds and bytes."""
     return {
         "machine": asdict(machine),
         "tables": [_table_json(table) for table in tables],
@@ -44,7 +44,7 @@ def as_json(tables: Sequence[Table], machine: MachineFacts) -> dict[str, Any]:
     }
 
 
-def _table_json(table: Table) -> dict[str, Any]:
+def _table_json(table: LayoutTable) -> dict[str, Any]:
     return {
         "model": table.model,
         "tokens": table.tokens,
@@ -66,7 +66,7 @@ def _table_json(table: Table) -> dict[str, Any]:
     }
 
 
-def _show_table(table: Table, console: Console) -> None:
+def _show_table(table: LayoutTable, console: Console) -> None:
     speed = Spread.of(table.raw)
     sizes = sorted({row.ways[CHOSEN].bytes for row in table.rows}, reverse=True)
     console.print(
@@ -75,7 +75,7 @@ def _show_table(table: Table, console: Console) -> None:
         f"raw NIXL at 2 MiB: {speed.median:.2f} GB/s ({speed.low:.2f}-{speed.high:.2f}) = 1",
         highlight=False,
     )
-    grid = Grid(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    grid = RichTable(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for title in ("layout", "TP"):
         grid.add_column(title, no_wrap=True)
     for title in ("run", *Strategy, CHOSEN, "range"):
@@ -92,7 +92,7 @@ def _show_table(table: Table, console: Console) -> None:
         )
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: LayoutRow) -> list[str]:
     chosen = row.ratio(CHOSEN)
     return [
         row.cell.layout,

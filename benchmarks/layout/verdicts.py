@@ -1,11 +1,11 @@
-"""What the table of layouts is to show, and whether it does."""
+"""The targets of `benchmarks layout`, and whether the tables reach them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from benchmarks.layout.cells import CHOSEN, Row, Table
+from benchmarks.layout.cells import CHOSEN, LayoutRow, LayoutTable
 from kvferry.planning.strategy import Strategy
 
 NEAR_BEST = 0.85
@@ -19,12 +19,12 @@ _GAIN_MODEL = "Qwen3-0.6B"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One target.
+    """The result for one target.
 
     Attributes:
-        target: in words.
-        cells: how many it is about.
-        missed: those that miss it, with their number.
+        target: the target in words.
+        cells: number of cells that the target applies to.
+        missed: cells that miss it, with their figure.
     """
 
     target: str
@@ -33,12 +33,12 @@ class Verdict:
 
     @property
     def reached(self) -> bool:
-        """By all cells."""
+        """Whether all cells reach the target."""
         return not self.missed
 
 
-def verdicts(tables: Iterable[Table]) -> tuple[Verdict, ...]:
-    """All targets that the tables say anything about."""
+def verdicts(tables: Iterable[LayoutTable]) -> tuple[Verdict, ...]:
+    """Return the results of all targets that the tables have cells for."""
     tables = list(tables)
     rows = [(table.model, row) for table in tables for row in table.rows]
     found = [
@@ -70,7 +70,9 @@ def verdicts(tables: Iterable[Table]) -> tuple[Verdict, ...]:
 _WITHIN = "not to be told from it (upper quartile of their ratio at least 1)"
 
 
-def _judge(target: str, rows: list[tuple[str, Row]], fault: Callable[[Row], str | None]) -> Verdict:
+def _judge(
+    target: str, rows: list[tuple[str, LayoutRow]], fault: Callable[[LayoutRow], str | None]
+) -> Verdict:
     missed = [(model, row, found) for model, row in rows if (found := fault(row)) is not None]
     return Verdict(target, len(rows), tuple(f"{model} {row.cell}: {found}" for model, row, found in missed))
 
@@ -79,7 +81,7 @@ def _at_least(value: float, least: float) -> str | None:
     return None if value >= least else f"{value:.2f}"
 
 
-def _near_best(row: Row) -> str | None:
+def _near_best(row: LayoutRow) -> str | None:
     median, _, high = row.quartiles(CHOSEN, row.best)
     return (
         None
@@ -88,13 +90,13 @@ def _near_best(row: Row) -> str | None:
     )
 
 
-def _floor(row: Row) -> float:
+def _floor(row: LayoutRow) -> float:
     short = max(row.runs.src, row.runs.dst) <= SHORT_RUN_BYTES
     return FLOOR_SHORT if short else FLOOR
 
 
-def _cross_layer(tables: Iterable[Table]) -> Verdict:
-    """The best layout that keeps a block's layers together, against the best that does not, one rank each."""
+def _cross_layer(tables: Iterable[LayoutTable]) -> Verdict:
+    """Compare the best cross-layer layout with the best other one, with one rank on each side."""
     counted, missed = 0, []
     for table in tables:
         alike = [row for row in table.rows if row.cell.parallel == "1:1"]

@@ -1,9 +1,9 @@
-"""Five sources are asked for prompts by turns, whoever has how much of them (`sources`).
+"""The time to ask five sources for a prompt, for several distributions of its chunks.
 
-On the clock is what an engine's step waits for: what the connector does until it says how many tokens can be
-loaded. A request is asked for first in the step that would admit it, and again in every one in which it
-waits. Digesting its keys happens as it comes in, and is told apart. Its ticket has been redeemed before the
-clock starts. No prompt comes twice in a row.
+The clock covers what an engine's step waits for: the connector, until it returns how many tokens can be
+loaded. A request is asked for first in the step that would admit it, and again in every step in which it
+waits. Its keys are digested as it arrives, which is reported apart. Its ticket is redeemed before the clock
+starts. No prompt comes twice in a row.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.offload.asking import SHARES, Asking, Asks, Times
-from benchmarks.offload.sources import SLOW, Asker, Kept, chunks_of, model
+from benchmarks.offload.asking import SHARES, AskResults, AskTimes, CallTimes
+from benchmarks.offload.sources import SLOW, AskingScheduler, KnownChunks, chunks_of, model
 from kvferry.bench.rank_chunks import CHUNK_TOKENS
 from kvferry.cache.prompt_chunks import PromptChunks
 from kvferry.errors import TransferError
@@ -43,18 +43,19 @@ _TIERS = 1 + len(SLOW)
 _SHARE_OF = {"places": 0, "bids": 1, "head": 2, "tail": 2}
 
 
-def measure(path: Path, tokens: int, rounds: int, progress: Callable[[str], None]) -> Asking:
+def measure(path: Path, tokens: int, rounds: int, progress: Callable[[str], None]) -> AskResults:
     """Ask for prompts of every kind.
 
     Args:
-        path: folder for what names chunks, which is removed again.
-        tokens: of the longest prompt, a few more than of the others: no two of a kind are cut alike.
-        rounds: requests of each kind, and as many to see what takes their time; one more of either comes
-            before them that does not count.
-        progress: told what is going on.
+        path: folder for files that name chunks, which are removed.
+        tokens: length of the longest prompt; others are a little shorter, so that no two of a kind are cut
+        alike. rounds: requests of each kind, and as many to find out where the time goes; one more of
+        either comes before
+            them.
+        progress: called with a line of text for each kind.
 
     Raises:
-        TransferError: other tokens were offered than there are.
+        TransferError: the sources offered another number of tokens than they have.
     """
     progress("making chunks to ask for")
     models = {name: model(name, kinds) for name, kinds in LAYERS.items()}
@@ -68,12 +69,12 @@ def measure(path: Path, tokens: int, rounds: int, progress: Callable[[str], None
     for place in (ALL, EACH):
         for prompt in prompts[place]:
             _keep(canonical, prompt, place, keys)
-    found = defaultdict[tuple[str, str, str], list[_Took]](list)
+    found = defaultdict[tuple[str, str, str], list[_AskSeconds]](list)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="bench-", dir=path)))
-        kept = Kept(stack, folder, canonical, keys)
+        kept = KnownChunks(stack, folder, canonical, keys)
         askers = {
-            (name, policy): Asker(stack, models[name], kept, policy)
+            (name, policy): AskingScheduler(stack, models[name], kept, policy)
             for name, policy in product(LAYERS, POLICIES)
         }
         progress(f"asking for prompts of {tokens:,} tokens")
@@ -83,12 +84,12 @@ def measure(path: Path, tokens: int, rounds: int, progress: Callable[[str], None
             if number > 1:
                 found[*asker, place].append(took)
     asks = tuple(_asks(*kind, took) for kind, took in found.items())
-    return Asking(tokens, tokens // CHUNK_TOKENS, tuple(map(len, keys)), rounds, asks)
+    return AskResults(tokens, tokens // CHUNK_TOKENS, tuple(map(len, keys)), rounds, asks)
 
 
 @dataclass(frozen=True, slots=True)
-class _Took:
-    """Seconds of one request; with shares if they were looked at, which takes time itself."""
+class _AskSeconds:
+    """Seconds of one request, with the shares of its parts if they were timed."""
 
     arriving: float
     first: float
@@ -107,7 +108,7 @@ def _keep(canonical: Canonical, prompt: list[int], place: str, keys: list[list[b
             keys[tier].append(chunks.key(group, number))
 
 
-def _ask(asker: Asker, name: str, prompt: list[int], place: str, *, timed: bool) -> _Took:
+def _ask(asker: AskingScheduler, name: str, prompt: list[int], place: str, *, timed: bool) -> _AskSeconds:
     offered = len(prompt) // 2 if place == EACH else len(prompt) - 1
     one = asker.request(name, prompt, offered)
     times = [time.perf_counter()]
@@ -126,12 +127,12 @@ def _ask(asker: Asker, name: str, prompt: list[int], place: str, *, timed: bool)
         raise TransferError(f"{tokens} tokens are offered of a prompt of which a peer alone has {offered}")
     first, *again = np.diff(times).tolist()
     shares = None if inside is None else (*inside, first - sum(inside))
-    return _Took(arriving, first, tuple(again), shares)
+    return _AskSeconds(arriving, first, tuple(again), shares)
 
 
 @contextmanager
-def _shares(asker: Asker) -> Iterator[list[float]]:
-    """Seconds inside what admission calls, as of `SHARES` but the last; inside two, the inner's."""
+def _shares(asker: AskingScheduler) -> Iterator[list[float]]:
+    """Time the calls of admission, by `SHARES` but the last; of nested calls the inner one counts."""
     seconds, inner = [0.0] * (len(SHARES) - 1), [0.0]
 
     def timed(call: Callable[..., Any], share: int, *args: Any, **named: Any) -> Any:
@@ -154,14 +155,14 @@ def _shares(asker: Asker) -> Iterator[list[float]]:
             delattr(owner, name)
 
 
-def _asks(layers: str, policy: str, place: str, took: Sequence[_Took]) -> Asks:
+def _asks(layers: str, policy: str, place: str, took: Sequence[_AskSeconds]) -> AskTimes:
     whole = [one for one in took if one.shares is None]
-    return Asks(
+    return AskTimes(
         layers,
         policy,
         place,
-        Times.of([one.arriving for one in took]),
-        Times.of([one.first for one in whole]),
-        Times.of([seconds for one in took for seconds in one.again]),
+        CallTimes.of([one.arriving for one in took]),
+        CallTimes.of([one.first for one in whole]),
+        CallTimes.of([seconds for one in took for seconds in one.again]),
         tuple(np.median([one.shares for one in took if one.shares], axis=0).tolist()),
     )

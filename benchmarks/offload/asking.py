@@ -1,4 +1,4 @@
-"""How long a scheduler's thread asks five sources of a long prompt: what `ask_rounds` measures."""
+"""The results of asking five sources for a long prompt."""
 
 from __future__ import annotations
 
@@ -14,66 +14,66 @@ SHARES = ("finding chunks", "coverage and bids", "two together", "choosing and t
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class CallTimes:
     """Seconds of many calls.
 
     Attributes:
-        median, p99: of all.
+        median, p99: over all calls.
     """
 
     median: float
     p99: float
 
     @staticmethod
-    def of(values: Sequence[float]) -> Times:
-        """Of at least one value."""
-        return Times(percentile(values, 50), percentile(values, 99))
+    def of(values: Sequence[float]) -> CallTimes:
+        """Return the times of at least one call."""
+        return CallTimes(percentile(values, 50), percentile(values, 99))
 
 
 @dataclass(frozen=True, slots=True)
-class Asks:
-    """Askings of one kind.
+class AskTimes:
+    """The times for one kind of request.
 
     Attributes:
-        layers, policy, place: of the model; of the engine; who has the prompts.
-        arriving: as a request comes in: its keys are digested, and the tokens of the peer's offer.
-        first: seconds that the step waits which asks for it.
-        again: that a later one does.
-        shares: of `SHARES`, of the first, by the median.
+        layers, policy, place: kinds of layers of the model, policy of the engine, and who has the prompt.
+        arriving: time to digest the keys, and the tokens of the peer's offer, as a request arrives.
+        first: time that the step waits which asks first.
+        again: time that a later step waits.
+        shares: median seconds of `first`, by `SHARES`.
     """
 
     layers: str
     policy: str
     place: str
-    arriving: Times
-    first: Times
-    again: Times
+    arriving: CallTimes
+    first: CallTimes
+    again: CallTimes
     shares: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
-    """What asking for a prompt takes.
+class AskResults:
+    """The times for all kinds of requests.
 
     Attributes:
-        tokens, chunks: of a prompt; chunks of every group.
-        known: chunks that each tier knows, host memory first.
+        tokens, chunks: length of a prompt, and its chunks in every group.
+        known: number of chunks that each tier knows, host memory first.
         rounds: requests of each kind.
-        asks: by kind.
+        asks: times by kind.
     """
 
     tokens: int
     chunks: int
     known: tuple[int, ...]
     rounds: int
-    asks: tuple[Asks, ...]
+    asks: tuple[AskTimes, ...]
 
     @property
     def reached(self) -> bool:
-        """No step waits longer than the target, by the median."""
+        """Whether no kind's median exceeds the target."""
         return all(max(one.first.median, one.again.median) < TARGET_SECONDS for one in self.asks)
 
     @property
-    def longest(self) -> Asks:
-        """Whose first asking takes longest, by the median."""
+    def longest(self) -> AskTimes:
+        """The kind whose first asking takes longest, by the median."""
         return max(self.asks, key=lambda one: one.first.median)

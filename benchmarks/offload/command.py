@@ -43,7 +43,7 @@ def offload(
     from rich.console import Console
 
     from benchmarks.offload import report
-    from benchmarks.offload.engine_parts import Asked
+    from benchmarks.offload.engine_parts import EngineRequests
     from benchmarks.offload.measure import PARTS, OffloadJob, measure
     from kvferry.measuring.simulated import read_geometry
 
@@ -57,7 +57,7 @@ def offload(
                 repeats=repeats,
                 path=folder,
                 stored=stored,
-                asked=Asked(prompt, rounds),
+                asked=EngineRequests(prompt, rounds),
             ),
             progress,
         )

@@ -1,4 +1,4 @@
-"""The parts of `benchmarks offload` that start a real engine: it is started once for both."""
+"""The parts of `benchmarks offload` that start a real engine, once for both."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from benchmarks.checkpoint import token_bytes, write_checkpoint
 from benchmarks.offload import first_token, tier_hooks
 from benchmarks.offload.first_token import FirstToken
 from benchmarks.offload.tier_hooks import HookCost
-from benchmarks.served import Served, tiered
+from benchmarks.served import SteppedEngine, tiered
 
 HOOKS, TTFT = "hooks", "ttft"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What an engine is to show.
+class EngineRequests:
+    """The requests to the engine.
 
     Attributes:
-        prompt_tokens: of the prompt whose first token is waited for.
-        rounds: such prompts.
-        steps: that decode.
+        prompt_tokens: length of the prompts whose first token is timed.
+        rounds: number of such prompts.
+        steps: number of decoding steps.
         model: changes to the checkpoint's configuration.
     """
 
@@ -35,18 +35,18 @@ class Asked:
 
 
 def measure(
-    asked: Asked, parts: Collection[str], path: Path, progress: Callable[[str], None]
+    asked: EngineRequests, parts: Collection[str], path: Path, progress: Callable[[str], None]
 ) -> tuple[HookCost | None, FirstToken | None]:
-    """Start an engine and ask it.
+    """Start an engine and run the parts.
 
     Args:
-        asked: for what.
+        asked: requests to the engine.
         parts: `HOOKS`, `TTFT` or both.
-        path: folder for checkpoint and chunks, which are removed again.
-        progress: told what is going on.
+        path: folder for the checkpoint and chunks, which are removed.
+        progress: called with a line of text before each step.
 
     Raises:
-        TransferError: it did not do what it was asked for.
+        TransferError: the engine or a tier did not do what it must.
     """
     progress("starting an engine")
     batch = tier_hooks.REQUESTS * (tier_hooks.PROMPT_TOKENS + asked.steps + 256)
@@ -62,7 +62,7 @@ def measure(
             {"type": "host", "capacity": room},
             {"type": "file", "path": str(chunks), "capacity": room + asked.rounds * prompt_bytes},
         ]
-        with closing(Served(model, longest, tier_hooks.REQUESTS, room, tiered(tiers))) as served:
+        with closing(SteppedEngine(model, longest, tier_hooks.REQUESTS, room, tiered(tiers))) as served:
             hooks = tier_hooks.measure(served, asked.steps, progress) if HOOKS in parts else None
             first = (
                 first_token.measure(served, asked.prompt_tokens, prompt_bytes, asked.rounds, progress)

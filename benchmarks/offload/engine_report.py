@@ -1,4 +1,4 @@
-"""What tiers cost and bring a real engine, for people and as JSON."""
+"""The part of the report that needs a real engine, for people and as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_HOOKS = 3
 
 
 def show_hooks(hooks: HookCost, console: Console) -> None:
-    """Print time inside hooks; fits 80 columns."""
+    """Print the time inside hooks; fits 80 columns."""
     console.print(
         f"\n[bold]Inside hooks[/] of tiers that have nothing for {hooks.requests} requests of "
         f"{hooks.prompt_tokens} tokens",
@@ -49,13 +49,13 @@ def show_hooks(hooks: HookCost, console: Console) -> None:
 
 
 def hooks_json(hooks: HookCost) -> dict[str, Any]:
-    """All steps, in seconds."""
+    """Return all steps, in seconds."""
     shares = {name: asdict(getattr(hooks, name).share) for name in ("storing", "decoding")}
     return {**asdict(hooks), "share": shares, "reached": hooks.reached}
 
 
 def show_first_token(first: FirstToken, console: Console) -> None:
-    """Print when first tokens come; fits 80 columns."""
+    """Print the time to the first token; fits 80 columns."""
     console.print(
         f"\n[bold]First token[/] of a prompt of {first.tokens:,} tokens, {format_bytes(first.bytes)} of "
         "KV cache",
@@ -74,5 +74,5 @@ def show_first_token(first: FirstToken, console: Console) -> None:
 
 
 def first_token_json(first: FirstToken) -> dict[str, Any]:
-    """All rounds, in seconds."""
+    """Return all rounds, in seconds."""
     return {**asdict(first), "as_fast": {tier: asdict(first.times(tier)) for tier in first.warm}}

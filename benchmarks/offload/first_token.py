@@ -1,8 +1,8 @@
-"""When a prompt's first token comes: computed, from host memory, from files.
+"""The time to a prompt's first token: computed, from host memory, from files.
 
-One engine is asked the same prompt three times per round. First nobody has it; then the engine has forgotten
-it and the tiers' host memory has not; then host memory has forgotten it, too, and the file tier has not. A
-round's prompt is new. The last prompt token is always computed.
+One engine gets the same prompt three times per round. First no tier has it. Then the engine has cleared its
+prefix cache and host memory still has it. Then host memory is cleared too, and the file tier has it. Every
+round has a new prompt. The last prompt token is always computed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.checkpoint import VOCABULARY
-from benchmarks.served import Served
+from benchmarks.served import SteppedEngine
 from kvferry.errors import TransferError
 from kvferry.measuring.spread import Spread
 
@@ -26,10 +26,10 @@ class FirstToken:
     """Seconds until the first token, per round.
 
     Attributes:
-        tokens: of the prompt.
-        bytes: of its KV cache.
-        computed: by the engine.
-        warm: tier to the same with the prompt's chunks there.
+        tokens: length of the prompt.
+        bytes: size of its KV cache.
+        computed: seconds when the engine computes the prompt.
+        warm: seconds when a tier has it, by tier.
     """
 
     tokens: int
@@ -38,24 +38,24 @@ class FirstToken:
     warm: dict[str, tuple[float, ...]]
 
     def times(self, tier: str) -> Spread:
-        """How many times as fast as computing it, round by round."""
+        """Return how many times as fast as computing a tier is, round by round."""
         return Spread.of([c / w for c, w in zip(self.computed, self.warm[tier], strict=True)])
 
 
 def measure(
-    served: Served, tokens: int, size: int, rounds: int, progress: Callable[[str], None]
+    served: SteppedEngine, tokens: int, size: int, rounds: int, progress: Callable[[str], None]
 ) -> FirstToken:
-    """Ask for prompts, each a round, after a short one that does not count.
+    """Time one prompt per round, after a short one that does not count.
 
     Args:
-        served: an idle engine with host memory and files.
-        tokens: of a prompt.
+        served: idle engine with host memory and files.
+        tokens: length of a prompt.
         size: bytes of its KV cache.
-        rounds: prompts.
-        progress: told what is going on.
+        rounds: number of prompts.
+        progress: called with a line of text before each round.
 
     Raises:
-        TransferError: a prompt was not where it should be.
+        TransferError: a prompt did not come from the expected tier.
     """
     draw = np.random.default_rng(time.monotonic_ns())
     progress("warming an engine up")
@@ -74,7 +74,7 @@ def measure(
     return FirstToken(tokens, size, tuple(computed), {tier: tuple(s) for tier, s in warm.items()})
 
 
-def _ask(served: Served, prompt: list[int], tier: str | None) -> float:
+def _ask(served: SteppedEngine, prompt: list[int], tier: str | None) -> float:
     before = served.hits()
     seconds = served.first_token(prompt)
     served.settle()

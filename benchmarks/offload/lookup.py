@@ -1,8 +1,8 @@
-"""How long a scheduler's thread looks for the chunks of a long prompt among very many.
+"""The time in which a scheduler's thread finds the chunks of a long prompt among very many.
 
-The prompt has just come in: its token ids are digested, once, and its chunks looked for, first and again, as
-at every admission of a request that waits. A million chunks are in an index as the file tier has one, of
-which host memory has some; where the prompt's are decides how far a look goes. No chunk has any bytes.
+The token ids of a new prompt are digested once. Its chunks are looked up first, and again as at every
+admission of a waiting request. An index like the file tier's has a million chunks, of which host memory has
+some. The place of the prompt's chunks decides how far a look-up goes. No chunk has bytes.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _VOCABULARY = 128_000
 
 
 @dataclass(frozen=True, slots=True)
-class Looks:
-    """Looks for one prompt after another, all of whose chunks are in one place.
+class LookUpTimes:
+    """The look-ups of prompts whose chunks are all in one place.
 
     Attributes:
-        place: of `PLACES`.
-        tokens: that were found.
-        first, again: seconds of the first look for a prompt, and of the second.
+        place: name from `PLACES`.
+        tokens: number of tokens found.
+        first, again: seconds of the first look-up of a prompt, and of the second.
     """
 
     place: str
@@ -54,14 +54,14 @@ class Looks:
 
 
 @dataclass(frozen=True, slots=True)
-class LookUp:
-    """What looking for a prompt takes.
+class LookUpResults:
+    """The times of looking up a prompt.
 
     Attributes:
-        tokens, chunks: of the prompt.
-        stored, in_host: chunks that are known, and of these in host memory.
+        tokens, chunks: length of the prompt, in tokens and chunks.
+        stored, in_host: number of known chunks, and of those in host memory.
         keys: seconds from token ids to keys.
-        looks: by place.
+        looks: times by place.
     """
 
     tokens: int
@@ -69,16 +69,16 @@ class LookUp:
     stored: int
     in_host: int
     keys: Spread
-    looks: tuple[Looks, ...]
+    looks: tuple[LookUpTimes, ...]
 
     @property
     def reached(self) -> bool:
-        """Every look is within the target, by the median."""
+        """Whether the median of every look-up is within the target."""
         return all(max(one.first.median, one.again.median) < TARGET_SECONDS for one in self.looks)
 
 
-class Made(StorageTier):
-    """A tier that knows keys, and has nothing of them."""
+class IndexOnlyTier(StorageTier):
+    """A tier that knows keys and has no chunks."""
 
     name = "file"
 
@@ -88,37 +88,37 @@ class Made(StorageTier):
             self.tags.add(key)
 
     def put(self, key: bytes, group: ChunkGroup, body: memoryview) -> PutOutcome:  # noqa: ARG002 - it keeps nothing
-        """Refuse."""
+        """Refuse the chunk."""
         return PutOutcome.FULL
 
     def get(self, key: bytes, group: ChunkGroup, into: memoryview) -> GetOutcome:  # noqa: ARG002 - it has nothing
-        """Have none."""
+        """Return a miss."""
         return GetOutcome.ABSENT
 
     def refresh(self) -> int:
-        """Find nothing new: there is no folder."""
+        """Return 0: there is no folder to list."""
         return 0
 
     @property
     def stats(self) -> TierStats:
-        """Nothing."""
+        """Return empty statistics."""
         return TierStats({}, {}, 0, 0, 0, 0, 0, 0)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
 def measure(
     group: CanonicalGroup, tokens: int, stored: int, repeats: int, progress: Callable[[str], None]
-) -> LookUp:
-    """Look for prompts, each of which is in one place, in turns.
+) -> LookUpResults:
+    """Look up prompts that are in one place each, in turns.
 
     Args:
-        group: of the model, of chunks of `CHUNK_TOKENS`.
-        tokens: of a prompt.
-        stored: chunks that are known.
-        repeats: prompts per place; one more comes before them that does not count.
-        progress: told what is going on.
+        group: form of the model's chunks of `CHUNK_TOKENS` tokens.
+        tokens: length of a prompt.
+        stored: number of known chunks.
+        repeats: prompts per place; one more comes before them.
+        progress: called with a line of text before each step.
     """
     progress(f"making {stored:,} chunks to look among")
     draw = np.random.default_rng(11)
@@ -132,7 +132,7 @@ def measure(
     made = [random[at : at + _KEY_BYTES] for at in range(0, len(random), _KEY_BYTES)]
     in_host = [*keys["host"], *made[: len(made) // _HOST_SHARE]]
     table = KeyTable()
-    behind = Made([*keys["file"], *in_host, *made[len(made) // _HOST_SHARE :]], table)
+    behind = IndexOnlyTier([*keys["file"], *in_host, *made[len(made) // _HOST_SHARE :]], table)
     with open_queue(behind) as queue:
         cache = ChunkCache(_host_of(in_host, table), _no_memory, (group,), (Behind(queue),))
         progress(f"looking for prompts of {tokens:,} tokens")
@@ -144,15 +144,17 @@ def measure(
     for place in PLACES:
         of = [one for where, one in took if where == place]
         looks.append(
-            Looks(place, of[0].tokens, Spread.of([t.first for t in of]), Spread.of([t.again for t in of]))
+            LookUpTimes(
+                place, of[0].tokens, Spread.of([t.first for t in of]), Spread.of([t.again for t in of])
+            )
         )
     digesting = Spread.of([one.keys for _, one in took])
-    return LookUp(tokens, tokens // CHUNK_TOKENS, stored, len(in_host), digesting, tuple(looks))
+    return LookUpResults(tokens, tokens // CHUNK_TOKENS, stored, len(in_host), digesting, tuple(looks))
 
 
 @dataclass(frozen=True, slots=True)
-class _Took:
-    """Seconds of one prompt, and tokens that were found."""
+class _LookUpSeconds:
+    """Seconds of one prompt, and the tokens that were found."""
 
     keys: float
     first: float
@@ -160,7 +162,7 @@ class _Took:
     tokens: int
 
 
-def _look(group: CanonicalGroup, prompt: list[int], cache: ChunkCache) -> _Took:
+def _look(group: CanonicalGroup, prompt: list[int], cache: ChunkCache) -> _LookUpSeconds:
     began = time.perf_counter()
     chunks = PromptChunks((group,), ChunkKeys(CHUNK_TOKENS, prompt))
     digested = time.perf_counter()
@@ -168,11 +170,11 @@ def _look(group: CanonicalGroup, prompt: list[int], cache: ChunkCache) -> _Took:
     looked = time.perf_counter()
     chunks.look_up(len(prompt), 0, cache.reading.places)
     again = time.perf_counter()
-    return _Took(digested - began, looked - digested, again - looked, found.tokens)
+    return _LookUpSeconds(digested - began, looked - digested, again - looked, found.tokens)
 
 
 def _keys_of(group: CanonicalGroup, prompts: Sequence[list[int]]) -> list[bytes]:
-    """Of all chunks of prompts."""
+    """Return the keys of all chunks of some prompts."""
     found = []
     for prompt in prompts:
         chunks = PromptChunks((group,), ChunkKeys(CHUNK_TOKENS, prompt))
@@ -181,7 +183,7 @@ def _keys_of(group: CanonicalGroup, prompts: Sequence[list[int]]) -> list[bytes]
 
 
 def _host_of(keys: Sequence[bytes], table: KeyTable) -> HostTier:
-    """Host memory that has these, as far as anybody can tell."""
+    """Return a host tier that lists these keys and has no bytes."""
     host = HostTier(2 * _SLOT_BYTES * len(keys), [_SLOT_BYTES], EVICTION_POLICIES["lru"], table)
     for key in keys:
         slot = host.reserve(key, 0)

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.offload import engine_parts, lookup
-from benchmarks.offload.asking import Asking
-from benchmarks.offload.engine_parts import HOOKS, TTFT, Asked
+from benchmarks.offload.asking import AskResults
+from benchmarks.offload.engine_parts import HOOKS, TTFT, EngineRequests
 from benchmarks.offload.first_token import FirstToken
-from benchmarks.offload.lookup import LookUp
+from benchmarks.offload.lookup import LookUpResults
 from benchmarks.offload.tier_hooks import HookCost
 from kvferry.bench.rank_chunks import CHUNK_TOKENS, chunk_group
 from kvferry.geometry.models import ModelReading
@@ -24,7 +24,7 @@ from kvferry.measuring.machine import MachineFacts, machine_facts
 
 PARTS = ("lookup", "asking", HOOKS, TTFT)
 ASKED_FOR = 10
-"""Times for every round of other parts that sources are asked: few would say nothing of p99."""
+"""Requests per round of the other parts: with few of them p99 would be meaningless."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class OffloadJob:
     path: Path
     stored: int = 1_000_000
     prompt_tokens: int = 131_072
-    asked: Asked = field(default_factory=Asked)
+    asked: EngineRequests = field(default_factory=EngineRequests)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +64,8 @@ class MeasuredOffload:
     machine: MachineFacts
     chunk_tokens: int
     chunk_bytes: int
-    lookup: LookUp | None = None
-    asking: Asking | None = None
+    lookup: LookUpResults | None = None
+    asking: AskResults | None = None
     hooks: HookCost | None = None
     first_token: FirstToken | None = None
 

@@ -9,15 +9,15 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.offload import asking, engine_report
-from benchmarks.offload.asking import SHARES, Asking
-from benchmarks.offload.lookup import TARGET_SECONDS, Looks, LookUp
+from benchmarks.offload.asking import SHARES, AskResults
+from benchmarks.offload.lookup import TARGET_SECONDS, LookUpResults, LookUpTimes
 from benchmarks.offload.measure import MeasuredOffload
 from benchmarks.phrases import PLACES, seconds, verdict
 from kvferry.units import format_bytes, format_seconds
 
 
 def show(measured: MeasuredOffload, console: Console) -> None:
-    """Print it; fits 80 columns."""
+    """Print the results; fits 80 columns."""
     job, machine = measured.job, measured.machine
     console.print(
         f"[bold]{job.reading.cache.name}[/]: chunks of {measured.chunk_tokens} tokens, "
@@ -51,7 +51,7 @@ def as_json(measured: MeasuredOffload) -> dict[str, Any]:
     }
 
 
-def _show_lookup(lookup: LookUp, console: Console) -> None:
+def _show_lookup(lookup: LookUpResults, console: Console) -> None:
     console.print(
         f"\n[bold]Look-up[/] of {lookup.tokens:,} tokens, {lookup.chunks:,} chunks, among {lookup.stored:,} "
         f"chunks, {lookup.in_host:,} of them in host memory",
@@ -71,7 +71,7 @@ def _show_lookup(lookup: LookUp, console: Console) -> None:
     )
 
 
-def _show_asking(found: Asking, console: Console) -> None:
+def _show_asking(found: AskResults, console: Console) -> None:
     console.print(
         f"\n[bold]Asking five sources[/] for {found.tokens:,} tokens, {found.chunks:,} chunks of every "
         f"group: a peer, and tiers that know {', '.join(f'{count:,}' for count in found.known)} chunks",
@@ -98,5 +98,5 @@ def _show_asking(found: Asking, console: Console) -> None:
     )
 
 
-def _place(looks: Looks) -> str:
+def _place(looks: LookUpTimes) -> str:
     return PLACES.get(looks.place, looks.place)

@@ -1,8 +1,8 @@
-"""The sources of one engine, without the engine: a peer, host memory, and three tiers behind it.
+"""The sources of one engine without the engine: a peer, host memory, and three storage tiers.
 
-Everything is what a connector makes of such a configuration: admission, its sources, the cache and its host
-memory, two directories, an object store and the threads of each, a control channel with a peer that answers.
-What is known of chunks is in memory, as always; no chunk has any bytes.
+Everything is what a connector makes for such a configuration: admission, its sources, the cache and its
+host memory, two directories, an object store and their threads, and a control channel with a peer that
+answers. The index of chunks is in memory, as always. No chunk has bytes.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _SPEEDS = dict(zip((PEER, HOST, *SLOW), (400_000, 900_000, 200_000, 150_000, 50_
 
 
 def model(name: str, kinds: Iterable[GroupKind]) -> ModelCache:
-    """A layer of each kind, as small as layers can be."""
+    """Return a model with one layer of each kind, as small as layers can be."""
     rows = tuple(Stored(field, 2, 2, (("content", 16),)) for field in ("k", "v"))
     state = (Stored("ssm", 4, 2, (("row", 8),)),)
     return ModelCache(
@@ -88,7 +88,7 @@ def model(name: str, kinds: Iterable[GroupKind]) -> ModelCache:
 
 
 def chunks_of(of: ModelCache) -> Canonical:
-    """What its chunks are."""
+    """Return the form of a model's chunks."""
     return canonical_of(lay_out(of, _shape(of)), CHUNK_TOKENS)
 
 
@@ -97,7 +97,7 @@ def _shape(of: ModelCache) -> EngineShape:
 
 
 def _request(name: str, tokens: Sequence[int]) -> Any:
-    """As vLLM has one."""
+    """Return a request with the attributes of vLLM's."""
     return SimpleNamespace(
         abort_immediately=False,
         request_id=name,
@@ -117,27 +117,27 @@ def _request(name: str, tokens: Sequence[int]) -> Any:
     )
 
 
-class Kept:
-    """Chunks in host memory and in three tiers behind it, by their names alone.
+class KnownChunks:
+    """Host memory and three storage tiers that list chunks without bytes.
 
     Attributes:
-        host: memory.
-        behind: the tiers.
+        host: host tier.
+        behind: storage tiers.
     """
 
     def __init__(
         self, stack: ExitStack, folder: Path, canonical: Canonical, keys: Sequence[Sequence[bytes]]
     ) -> None:
-        """Make them.
+        """Make the tiers.
 
         Args:
             stack: closes them.
-            folder: for directories; empty.
-            canonical: what chunks are.
-            keys: of each place, host memory first. The last byte is the group's number.
+            folder: empty folder for the directories.
+            canonical: form of the chunks.
+            keys: keys of each place, host memory first; the last byte of a key is the number of its group.
 
         Raises:
-            TransferError: a tier does not know what lies in it.
+            TransferError: a tier does not list what lies in it.
         """
         sizes, table = [group.chunk_bytes for group in canonical.groups], KeyTable()
         self.host = HostTier(
@@ -172,20 +172,20 @@ def _touch(root: Path, digest: bytes, keys: Iterable[bytes]) -> None:
         Path(chunk_path(str(root), digest, key)).touch()
 
 
-class Asker:
-    """What asks, of one engine.
+class AskingScheduler:
+    """The scheduler half of one engine's connector.
 
     Attributes:
-        cache, sources, admission: as the connector makes them.
+        cache, sources, admission: parts as the connector makes them.
     """
 
-    def __init__(self, stack: ExitStack, of: ModelCache, kept: Kept, policy: str) -> None:
-        """Meet the peer.
+    def __init__(self, stack: ExitStack, of: ModelCache, kept: KnownChunks, policy: str) -> None:
+        """Start the parts, and shake hands with the peer.
 
         Args:
-            stack: ends threads.
+            stack: stops the threads.
             of: the model.
-            kept: chunks of it.
+            kept: tiers with its chunks.
             policy: ``weight`` or ``cost``.
 
         Raises:
@@ -229,7 +229,7 @@ class Asker:
             time.sleep(0.001)
 
     def request(self, name: str, tokens: Sequence[int], offered: int) -> Any:
-        """A prompt that comes with the peer's ticket for its beginning."""
+        """Return a request with the peer's ticket for the first `offered` tokens."""
         one, ticket = _request(name, tokens), new_ticket()
         grant = Grant.of(0, 1, [[1] for _ in self._groups])
         self._tickets.publish(ticket, name, offered, content_of(one, offered, Adapters()), grant)
@@ -237,10 +237,10 @@ class Asker:
         return one
 
     def wait_redeemed(self, one: Any) -> None:
-        """Return when the peer has answered the ticket of a request that has come in.
+        """Wait until the peer has answered the ticket of a request.
 
         Raises:
-            TransferError: it does not.
+            TransferError: the peer does not answer.
         """
         ends = time.monotonic() + _PATIENCE_SECONDS
         while any(bid.looking for bid in self._peers.bids(one, 0)):
@@ -248,13 +248,13 @@ class Asker:
                 raise TransferError("a peer in this process does not redeem its own ticket")
 
     def finished(self, name: str) -> None:
-        """A request has ended."""
+        """End a request."""
         self.admission.finished(name)
         self._prompts.remove(name)
 
 
 def _policy(name: str) -> Policy:
-    """As the connector makes one, after some loads."""
+    """Return a policy as the connector makes it, after some loads."""
     if name == "weight":
         return Weight({PEER: 1.0, HOST: 1.0, **dict.fromkeys(SLOW, 1.0)})
     speeds = Speeds(lambda: 0.0)

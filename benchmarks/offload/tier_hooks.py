@@ -1,8 +1,8 @@
-"""What tiers cost an engine whose requests have nothing in them: time inside the connector's hooks, per step.
+"""The time inside the connector's hooks per step of an engine, when no request finds anything in the tiers.
 
-All hooks count, those of the scheduler and those of the worker, of every layer, by a clock around the
-connector's public methods. An engine of this machine computes a batch of prompts, whose chunks it stores, and
-then decodes them together; the share is that of a step of the model that decodes here, on this processor.
+A clock around the connector's public methods times all hooks of scheduler and worker, of every layer. An
+engine of this machine computes a batch of prompts, stores their chunks, and then decodes them together. The
+share is that of a decoding step of this model on this processor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from benchmarks.checkpoint import VOCABULARY
-from benchmarks.served import Served
+from benchmarks.served import SteppedEngine
 from kvferry.errors import TransferError
 from kvferry.measuring.spread import Spread, percentile
 
@@ -28,10 +28,10 @@ TARGET_SHARE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Steps of one kind.
+    """The steps of one kind.
 
     Attributes:
-        hooks: seconds inside hooks, of each step.
+        hooks: seconds inside hooks, per step.
         steps: seconds of each step, hooks included.
     """
 
@@ -40,7 +40,7 @@ class StepTimes:
 
     @property
     def share(self) -> Spread:
-        """Of a step's time that is inside hooks."""
+        """Share of a step's time that is inside hooks."""
         return Spread.of([h / s for h, s in zip(self.hooks, self.steps, strict=True)])
 
     @property
@@ -51,14 +51,14 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class HookCost:
-    """What tiers cost per step.
+    """The cost of tiers per step.
 
     Attributes:
-        requests, prompt_tokens: of the batch.
-        storing: steps that compute prompts, and have their chunks stored.
+        requests, prompt_tokens: number of requests in the batch, and the length of each.
+        storing: steps that compute prompts and store their chunks.
         decoding: steps in which every request gets a token, and nothing is stored or found.
-        arriving: seconds inside hooks as a request comes in, outside of steps.
-        by_hook: hook to its mean seconds per decoding step, the longest first.
+        arriving: seconds inside hooks as a request arrives, outside of steps.
+        by_hook: mean seconds per decoding step by hook, the longest first.
     """
 
     requests: int
@@ -70,20 +70,20 @@ class HookCost:
 
     @property
     def reached(self) -> bool:
-        """A decoding step spends no more than the target's share in hooks, by the median."""
+        """Whether the median share of a decoding step keeps the target."""
         return self.decoding.share.median < TARGET_SHARE
 
 
-def measure(served: Served, steps: int, progress: Callable[[str], None]) -> HookCost:
+def measure(served: SteppedEngine, steps: int, progress: Callable[[str], None]) -> HookCost:
     """Decode a batch.
 
     Args:
-        served: an idle engine for `REQUESTS` requests.
-        steps: that decode.
-        progress: told what is going on.
+        served: idle engine for `REQUESTS` requests.
+        steps: number of decoding steps.
+        progress: called with a line of text before each step.
 
     Raises:
-        TransferError: something was found in the tiers.
+        TransferError: a request found something in the tiers.
     """
     progress(f"an engine decodes {REQUESTS} requests for {steps} steps")
     before, clock = served.hits(), HookClock(served.connectors)
@@ -106,8 +106,8 @@ _Step: TypeAlias = tuple[dict[str, float], float]
 """Seconds by hook, and of the step."""
 
 
-def _steps(served: Served, clock: HookClock) -> tuple[list[_Step], list[_Step]]:
-    """Step until all requests have ended; steps until all got a token at once, and those in which all do."""
+def _steps(served: SteppedEngine, clock: HookClock) -> tuple[list[_Step], list[_Step]]:
+    """Step until all requests have ended; return the steps before all have a token, and those after."""
     storing: list[_Step] = []
     decoding: list[_Step] = []
     left, last = REQUESTS, 0
@@ -137,7 +137,7 @@ def _by_hook(of: Sequence[_Step]) -> dict[str, float]:
 
 
 class HookClock:
-    """Adds up the time inside public methods of connectors; what one calls of another counts once."""
+    """A clock inside the public methods of connectors; nested calls count once."""
 
     def __init__(self, connectors: Sequence[Any]) -> None:
         self._connectors = connectors
@@ -150,12 +150,12 @@ class HookClock:
                     setattr(connector, name, self._timed(getattr(connector, name)))
 
     def take(self) -> dict[str, float]:
-        """Seconds by method since the last call."""
+        """Return the seconds by method since the last call."""
         seconds, self._seconds = self._seconds, defaultdict(float)
         return seconds
 
     def remove(self) -> None:
-        """Leave the connectors as they were."""
+        """Restore the connectors' methods."""
         for connector in self._connectors:
             for name in [name for name, value in vars(connector).items() if hasattr(value, "__wrapped__")]:
                 delattr(connector, name)

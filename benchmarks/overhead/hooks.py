@@ -1,8 +1,8 @@
-"""How long the hooks of an engine's step take while transfers run.
+"""The time that the hooks of an engine's step take while transfers run.
 
-A step comes about every millisecond. Requests are always under way: one that ends is followed by another on
-the same blocks, begun in the next step. Whatever holds up the hooks counts: the lanes work in the
-same process and now and then has the interpreter when a hook wants it.
+A step comes about every millisecond. Four requests are always in flight: one that ends is followed by
+another on the same blocks, in the next step. Everything that holds up the hooks counts, above all the
+lanes, which share the interpreter lock with them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class HookTimes:
     """Seconds inside the hooks of one step.
 
     Attributes:
-        steps: how many, all with transfers under way.
-        loads: how many ended meanwhile.
-        in_flight, tokens: requests under way at a time, and tokens of each.
-        median, p99, longest: of all steps.
+        steps: number of steps, all with transfers in flight.
+        loads: number of loads that ended.
+        in_flight, tokens: number of requests in flight, and the length of each.
+        median, p99, longest: seconds over all steps.
     """
 
     steps: int
@@ -49,13 +49,13 @@ def measure(
     """Time the hooks of `steps` steps.
 
     Args:
-        reader: of an engine of one group.
-        source: whose request is shared out among the requests that are under way together.
-        progress: told what is going on.
-        steps: how many.
+        reader: reader of an engine with one group.
+        source: engine whose request is split into the requests in flight.
+        progress: called with a line of text.
+        steps: number of steps to time.
 
     Raises:
-        TransferError: a load failed, or none came to an end.
+        TransferError: a load failed, or no load ended.
     """
     progress(f"timing the hooks of {steps} steps")
     requests = _Requests(reader, source)
@@ -85,9 +85,9 @@ class _Requests:
     """Requests of equal size, each in a slot with blocks of its own.
 
     Attributes:
-        slots: how many are under way at a time.
-        tokens: of each.
-        ended: how many have come to an end.
+        slots: number of requests in flight.
+        tokens: length of each request.
+        ended: number of requests that have ended.
     """
 
     def __init__(self, reader: Reader, source: SimulatedEngine) -> None:
@@ -103,11 +103,11 @@ class _Requests:
 
     @property
     def under_way(self) -> int:
-        """Requests that have begun and not ended."""
+        """Number of requests in flight."""
         return len(self._slot_of)
 
     def refill(self) -> list[LoadRequest]:
-        """Requests for the slots that are free, with their leases."""
+        """Return new requests for the free slots, with their leases."""
         new = []
         for slot in sorted(set(range(self.slots)) - set(self._slot_of.values())):
             src, dst = self._tables[slot]
@@ -117,7 +117,7 @@ class _Requests:
         return new
 
     def step(self, new: list[LoadRequest]) -> None:
-        """One step's hooks, acknowledgements included.
+        """Run one step's hooks and release the loads that ended.
 
         Raises:
             TransferError: a load failed.

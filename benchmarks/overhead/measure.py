@@ -50,7 +50,7 @@ class MeasuredOverhead:
 
     job: OverheadJob
     machine: MachineFacts
-    planning: planning.Arithmetic
+    planning: planning.PlanningTimes
     making: Spread
     readiness: tuple[readiness.Readiness, ...]
     hooks: hooks.HookTimes
@@ -66,7 +66,7 @@ def measure(job: OverheadJob, progress: Callable[[str], None]) -> MeasuredOverhe
     settings = use_transports(job.transports)
     progress(f"planning {job.planned_tokens:,} tokens")
     planned = planning.measure(*_pair(job, job.planned_tokens), job.repeats)
-    making = planning.making(job.reading, job.planned_tokens, job.repeats, settings)
+    making = planning.time_making(job.reading, job.planned_tokens, job.repeats, settings)
     progress("getting ready for peers")
     ready = readiness.measure(job.repeats)
     progress("starting the producer process")

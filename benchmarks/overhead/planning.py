@@ -1,9 +1,9 @@
-"""What one long request costs the decode side before its first byte moves.
+"""The planning of one long request, before its first byte moves.
 
-Our own arithmetic needs no memory and no transport: it runs on the real geometry at made-up addresses,
-through the same code that a lane calls, for the part that one lane gets. What NIXL adds is measured on the
-same number of blocks and layers with pages so small that they fit in memory: the number of descriptors is
-what it depends on.
+Planning runs on the real geometry at made-up addresses, so it needs no memory and no transport. It calls the
+code that a lane calls, for the share of one lane. The time that NIXL needs depends on the number of
+descriptors only, so it is measured with as many blocks and layers, and pages so small that they fit in
+memory.
 """
 
 from __future__ import annotations
@@ -45,18 +45,17 @@ _TICKET = LeaseWord(0, 0, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Arithmetic:
-    """Seconds per request.
+class PlanningTimes:
+    """Seconds of planning one request.
 
     Attributes:
-        tokens: of the request.
-        pages: one per block and layer, of the blocks that this rank needs.
-        strategies: by group, how the bytes would travel.
-        tables: block tables from lists of numbers to arrays, both sides.
-        plan: everything from there to the index arrays of what is read first: choosing, cells, checks of ids,
-            counts, indices.
-        ours: `tables` and `plan` together: what precedes the first byte.
-        chunks: index arrays of all chunks after the first, each made when the one before has been posted.
+        tokens: length of the request.
+        pages: one per block and layer, for the blocks that this rank needs.
+        strategies: strategy of each group.
+        tables: time to convert the block tables of both sides to arrays.
+        plan: time from there to the index arrays of the first READ.
+        ours: sum of `tables` and `plan`, which precedes the first byte.
+        chunks: time for the index arrays of all later segments, each made after the one before is posted.
     """
 
     tokens: int
@@ -74,14 +73,18 @@ def measure(
     repeats: int,
     rank: int = 0,
     lanes: int = TransferSettings().lanes,
-) -> Arithmetic:
-    """Plan the first lane's part of a request from `src` to a rank of `dst`, while the others plan theirs.
+) -> PlanningTimes:
+    """Plan the first lane's share of a request from `src` to one rank of `dst`.
 
-    It is planned `repeats` times after one that does not count.
+    Args:
+        src, dst: engines of both sides.
+        repeats: counted rounds; one more comes before them.
+        rank: the reading rank of `dst`.
+        lanes: number of lanes that share the request.
     """
     share = Share(0, lanes, LANE_BYTES)
     tables, plan, chunks = [], [], []
-    with closing(OnPaper(src, dst, rank)) as paper:
+    with closing(PlannedPeer(src, dst, rank)) as paper:
         src_lists, dst_lists = ([table.tolist() for table in one.tables] for one in (src, dst))
         for _ in range(repeats + 1):
             started = time.perf_counter()
@@ -97,7 +100,7 @@ def measure(
     # The first of each does not count: it touches memory for the first time.
     del tables[0], plan[0], chunks[0]
     ours = [a + b for a, b in zip(tables, plan, strict=True)]
-    return Arithmetic(
+    return PlanningTimes(
         dst.tokens,
         pages,
         paper.strategies,
@@ -108,11 +111,12 @@ def measure(
     )
 
 
-def making(reading: ModelReading, tokens: int, repeats: int, settings: Mapping[str, str]) -> Spread:
-    """Seconds that NIXL takes to make a transfer of a request's pages, one descriptor each.
+def time_making(reading: ModelReading, tokens: int, repeats: int, settings: Mapping[str, str]) -> Spread:
+    """Measure the time in which NIXL makes a transfer of a request's pages, with one descriptor each.
 
     Raises:
-        ConfigError, TransferError: as `Reader`.
+        ConfigError: memory or NIXL cannot be had.
+        TransferError: the other process cannot be read from.
     """
     small = small_pages(reading)
     src, dst = (
@@ -137,8 +141,8 @@ def small_pages(reading: ModelReading) -> ModelReading:
     return replace(reading, cache=ModelCache(f"{reading.cache.name}, small pages", layers))
 
 
-class _Paper(Agent):
-    """A transport that nothing is ever read over."""
+class _PaperAgent(Agent):
+    """An agent that counts descriptors and reads nothing."""
 
     def __init__(self) -> None:
         self.name = "paper"
@@ -159,13 +163,13 @@ class _Paper(Agent):
         pass
 
 
-class OnPaper:
-    """A peer as a lane prepares it, at addresses where there is nothing.
+class PlannedPeer:
+    """A peer as a lane prepares it, at addresses without memory.
 
     Attributes:
-        ours: the reading rank.
-        strategies: by group, of the last plan.
-        descriptors: prepared, on both sides.
+        ours: geometry of the reading rank.
+        strategies: strategy of each group in the last plan.
+        descriptors: number of descriptors prepared on both sides.
     """
 
     def __init__(self, src: SimulatedEngine, dst: SimulatedEngine, rank: int) -> None:
@@ -174,7 +178,7 @@ class OnPaper:
         settings = TransferSettings(costs=load_costs())
         self._landing = StagingArea(settings.staging_bytes, self.ours.regions[0])
         self._context: zmq.Context[Any] = zmq.Context()
-        paper = _Paper()
+        paper = _PaperAgent()
         self._peer = ConnectedPeer(
             paper, self.ours, self._cards(src), _WORDS, self._landing, self._context, settings
         )
@@ -182,7 +186,7 @@ class OnPaper:
         self.descriptors = paper.descriptors
 
     def plan(self, order: ReadOrder) -> tuple[float, float]:
-        """Seconds that planning takes until something can be read, and of all index arrays after that."""
+        """Plan an order; return the seconds until the first READ is ready, and of later index arrays."""
         started = time.perf_counter()
         plan = self._peer.plan(order)
         packed = (part for source in plan.ranks for part in source.packed)
@@ -196,7 +200,7 @@ class OnPaper:
         return first - started, time.perf_counter() - first
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release the sockets and the peer."""
         self._peer.close()
         self._context.destroy(linger=0)
 

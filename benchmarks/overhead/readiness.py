@@ -1,8 +1,8 @@
-"""What it takes to get ready for a peer, of hybrids whose blocks have little in common on the two sides.
+"""Preparation for a peer with other block sizes, for hybrid models.
 
-vLLM derives their block size from the size of their state, which parallelism changes. As in `planning` no
-memory is needed: geometry at made-up addresses, through the code that a lane runs at the handshake. What NIXL
-takes to prepare lists of as many descriptors is left out.
+vLLM derives the block size of a hybrid from the size of its state, which depends on parallelism. Like
+`planning` this runs at made-up addresses, through the code that a lane runs at the handshake. NIXL's own
+preparation of the lists is left out.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from benchmarks.overhead.planning import OnPaper
+from benchmarks.overhead.planning import PlannedPeer
 from kvferry.measuring.simulated import read_geometry, simulate_engine
 from kvferry.measuring.spread import Spread
 from kvferry.plan.side import Side, layout_of
@@ -28,14 +28,14 @@ TOKENS = 32768
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Getting ready for one peer.
+    """Preparation for one peer.
 
     Attributes:
-        model: its name.
+        model: name of the model.
         parallel: tensor-parallel ranks of source and destination.
-        blocks: tokens of a block of both.
-        descriptors: that are prepared on both sides, for pools that hold `TOKENS` tokens.
-        seconds: until the lists are ready to be given to NIXL.
+        blocks: block sizes of both, in tokens.
+        descriptors: number of descriptors on both sides, for pools of `TOKENS` tokens.
+        seconds: time until the lists can be given to NIXL.
     """
 
     model: str
@@ -46,7 +46,7 @@ class Readiness:
 
 
 def measure(repeats: int) -> tuple[Readiness, ...]:
-    """Get ready for each of `PAIRS`, `repeats` times after one that does not count."""
+    """Prepare for each pair of `PAIRS`, `repeats` times after a round that does not count."""
     return tuple(_readiness(name, (src, dst), repeats) for name, src, dst in PAIRS)
 
 
@@ -60,7 +60,7 @@ def _readiness(name: str, parallel: tuple[int, int], repeats: int) -> Readiness:
     seconds, descriptors = [], 0
     for _ in range(repeats + 1):
         started = time.perf_counter()
-        paper = OnPaper(src, dst, 0)
+        paper = PlannedPeer(src, dst, 0)
         seconds.append(time.perf_counter() - started)
         descriptors = paper.descriptors
         paper.close()

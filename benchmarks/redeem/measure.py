@@ -1,10 +1,10 @@
-"""What redeeming a ticket takes: a round trip between two processes over the encrypted control channel.
+"""The time to redeem a ticket: a round trip between two processes over the encrypted control channel.
 
-The producer is a process with a control channel and its book of tickets, as in an engine. It is measured at
-rest, and beside a thread that computes in Python without a pause. An engine's thread contends for the
-interpreter's lock like that during a part of each step. Consumers are control clients of this process. One
-that knows the producer only redeems. A new one shakes hands, by turns with and without a ticket behind its
-first message.
+The producer is a process with a control channel and a book of tickets. It is measured at rest, and beside a
+thread that computes in Python without a pause, because an engine's thread contends for the interpreter lock
+during a part of each step. Consumers are control clients of this process. A consumer that knows the
+producer only redeems. A new consumer shakes hands, in turns with and without a ticket behind its first
+message.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _NEW_EVERY = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Redeeming:
-    """What was measured with one producer.
+class RedeemTimes:
+    """The times with one producer.
 
     Attributes:
-        producer: one of `PRODUCERS`.
+        producer: name from `PRODUCERS`.
         known: seconds of each redemption at a known peer.
-        handshakes: seconds until a new peer is known, without a ticket.
-        both: the same with a ticket, until it is redeemed as well.
+        handshakes: seconds of each handshake with a new peer, without a ticket.
+        both: seconds of each handshake with a ticket, until the ticket is redeemed.
     """
 
     producer: str
@@ -56,27 +56,27 @@ class Redeeming:
 
     @property
     def within_a_step(self) -> float:
-        """Share of redemptions at a known peer that a step waits for."""
+        """Share of redemptions at a known peer that are answered while a step waits."""
         return sum(seconds <= STEP_WAIT_SECONDS for seconds in self.known) / len(self.known)
 
     @property
     def beside_handshake(self) -> Spread:
-        """Time with a ticket as a multiple of that without, of pairs measured one after the other."""
+        """Handshake with a ticket as a multiple of one without, for pairs measured one after the other."""
         pairs = zip(self.both, self.handshakes, strict=True)
         return Spread.of([with_ticket / without for with_ticket, without in pairs])
 
     def percentiles(self) -> tuple[float, ...]:
-        """Seconds at a known peer: 50, 90 and 99 percent take no longer."""
+        """Return the 50th, 90th and 99th percentile at a known peer, in seconds."""
         return tuple(percentile(self.known, q) for q in (50, 90, 99))
 
 
-def measure(rounds: int, tokens: int, progress: Callable[[str], None]) -> tuple[Redeeming, ...]:
+def measure(rounds: int, tokens: int, progress: Callable[[str], None]) -> tuple[RedeemTimes, ...]:
     """Redeem tickets at producers of both kinds.
 
     Args:
         rounds: redemptions at a known peer; a twentieth as many new peers are met twice.
-        tokens: of a prompt, whose block table is in every answer.
-        progress: told what is going on.
+        tokens: length of the prompt, whose block table is in every answer.
+        progress: called with a line of text for each producer.
 
     Raises:
         TransferError: the producer's process does not answer.
@@ -88,7 +88,7 @@ def measure(rounds: int, tokens: int, progress: Callable[[str], None]) -> tuple[
     return tuple(found)
 
 
-def _measured(name: str, rounds: int, tokens: int) -> Redeeming:
+def _measured(name: str, rounds: int, tokens: int) -> RedeemTimes:
     new = max(5, rounds // _NEW_EVERY)
     tickets, keys = [new_ticket() for _ in range(rounds + new)], random_keys()
     with _producer(tickets, tokens, keys, busy=name != PRODUCERS[0]) as address:
@@ -101,7 +101,7 @@ def _measured(name: str, rounds: int, tokens: int) -> Redeeming:
         with closing(_consumer(keys)) as one:
             _met(one, address, None, tokens)
             known = [_redeemed(one, address, ticket, tokens) for ticket in tickets[:rounds]]
-    return Redeeming(name, tuple(known), tuple(handshakes), tuple(both))
+    return RedeemTimes(name, tuple(known), tuple(handshakes), tuple(both))
 
 
 def _consumer(keys: Keys) -> ControlClient:
@@ -109,7 +109,7 @@ def _consumer(keys: Keys) -> ControlClient:
 
 
 def _met(one: ControlClient, address: Address, ticket: bytes | None, tokens: int) -> float:
-    """Seconds until a new peer is known, and has redeemed the ticket if there is one."""
+    """Shake hands with a new peer, and redeem the ticket if there is one; return the seconds."""
     began = time.perf_counter()
     one.look_up(address)
     number = None if ticket is None else one.redeem(address, ticket, tokens, _CONTENT)
@@ -122,7 +122,7 @@ def _met(one: ControlClient, address: Address, ticket: bytes | None, tokens: int
 
 
 def _redeemed(one: ControlClient, address: Address, ticket: bytes, tokens: int) -> float:
-    """Seconds from a request's arrival until its ticket is redeemed; releases the lease."""
+    """Redeem a ticket and release its lease; return the seconds until it was redeemed."""
     began = time.perf_counter()
     number = one.redeem(address, ticket, tokens, _CONTENT)
     _wait(one, number)
@@ -146,7 +146,7 @@ def _check(began: float) -> None:
 
 @contextmanager
 def _producer(tickets: Sequence[bytes], tokens: int, keys: Keys, *, busy: bool) -> Iterator[Address]:
-    """The producer's process, until the context ends."""
+    """Run the producer's process until the context ends; yield its address."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(

@@ -1,4 +1,4 @@
-"""Redemptions of tickets, for people and as JSON."""
+"""The report of `benchmarks redeem`, for people and as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.phrases import verdict
-from benchmarks.redeem.measure import PRODUCERS, Redeeming
+from benchmarks.redeem.measure import PRODUCERS, RedeemTimes
 from kvferry.engines.vllm.claims import STEP_WAIT_SECONDS
 from kvferry.units import format_seconds
 
@@ -18,8 +18,8 @@ TARGET_SECONDS = 0.5e-3
 """Of the median at a known peer at rest."""
 
 
-def show(found: Sequence[Redeeming], tokens: int, console: Console) -> None:
-    """Print it; fits 80 columns."""
+def show(found: Sequence[RedeemTimes], tokens: int, console: Console) -> None:
+    """Print the times; fits 80 columns."""
     console.print(f"tickets for prompts of {tokens:,} tokens, redeemed at a known peer:")
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("producer", "median", "90 %", "99 %", f"within {format_seconds(STEP_WAIT_SECONDS)}"):
@@ -39,8 +39,8 @@ def show(found: Sequence[Redeeming], tokens: int, console: Console) -> None:
     console.print(f"median at rest under {format_seconds(TARGET_SECONDS)}: {verdict(reached=reached)}")
 
 
-def as_json(found: Sequence[Redeeming], tokens: int) -> dict[str, Any]:
-    """All of it, in seconds."""
+def as_json(found: Sequence[RedeemTimes], tokens: int) -> dict[str, Any]:
+    """Return all rounds, in seconds."""
     return {
         "tokens": tokens,
         "producers": [

@@ -1,8 +1,7 @@
-"""What checksums cost where chunks are loaded from the page cache.
+"""The cost of checksums when chunks are loaded from the page cache.
 
-Without them the same file is opened and read into the same memory by one call, and nobody looks at its bytes.
-The files lie in memory (tmpfs), so that nothing hides the checksums: of a slower disk they are a smaller
-share.
+Without checksums the same file is opened and read into the same memory by one call. The files are in memory
+(tmpfs), so that no disk hides the checksums. With a slower disk they are a smaller share.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from benchmarks.safety.cost import Cost, SafetyJob
+from benchmarks.safety.cost import ProtectionCost, SafetyJob
 from benchmarks.safety.prompt_loads import prompt_in_files
 from kvferry.bench.rank_chunks import CHUNK_TOKENS, chunk_group
 from kvferry.errors import ConfigError
@@ -39,11 +38,11 @@ _PROMPTS, _FILES = 5, 20
 _Took = TypeVar("_Took")
 
 
-def measure(job: SafetyJob, progress: Callable[[str], None]) -> list[Cost]:
-    """Measure loads of a prompt, and of its files one by one, with checksums and without.
+def measure(job: SafetyJob, progress: Callable[[str], None]) -> list[ProtectionCost]:
+    """Load a prompt, and its files one by one, with checksums and without.
 
     Raises:
-        ConfigError: memory has no room for the files.
+        ConfigError: there is not enough memory for the files.
         TransferError: a chunk is damaged.
     """
     chunk_bytes = chunk_group(job.reading).chunk_bytes
@@ -75,7 +74,7 @@ def measure(job: SafetyJob, progress: Callable[[str], None]) -> list[Cost]:
 
 
 def _pairs(load: Callable[[], _Took], pairs: int) -> tuple[list[_Took], list[_Took]]:
-    """Load with checksums and without, which goes first in turn; what was taken with, and without."""
+    """Load with checksums and without, in alternating order; return the times with, and the times without."""
     on, off = list[_Took](), list[_Took]()
     for number in range(pairs):
         if number % 2:
@@ -91,14 +90,14 @@ def _without(load: Callable[[], _Took]) -> _Took:
         return load()
 
 
-def _cost(work: str, rounds: Sequence[Sequence[Sequence[float]]], target: float | None) -> Cost:
+def _cost(work: str, rounds: Sequence[Sequence[Sequence[float]]], target: float | None) -> ProtectionCost:
     on, off = (tuple(float(np.median(pair[side])) for pair in rounds) for side in (0, 1))
-    return Cost(_PART, work, on, off, target=target)
+    return ProtectionCost(_PART, work, on, off, target=target)
 
 
 @contextmanager
 def _unchecked() -> Iterator[None]:
-    """Have files believed, whatever they hold."""
+    """Skip the checks of every file that is read meanwhile."""
 
     def read(fd: int, chunk: Chunk, into: memoryview) -> bool:
         return read_all(fd, (whole_pages(chunk.offsets[0]), into)) == chunk.file_bytes

@@ -1,4 +1,4 @@
-"""What is measured of a protection."""
+"""The cost of a protection: seconds with it and without it, round by round."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kvferry.measuring.spread import Spread
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SafetyJob:
-    """What is measured.
+    """The protections to measure.
 
     Attributes:
-        parts: of `safety.PARTS`.
-        reading: what the model keeps.
-        tokens: of a request that is moved.
+        parts: names from `safety.measure.PARTS`.
+        reading: model whose KV cache is moved.
+        tokens: length of the request.
         repeats: rounds; each does the work once with a protection and once without.
     """
 
@@ -26,15 +26,15 @@ class SafetyJob:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
-    """What a protection costs at one piece of work, round by round.
+class ProtectionCost:
+    """The rounds of one piece of work, with a protection and without.
 
     Attributes:
-        part: the protection.
-        work: what is done with and without it.
+        part: name of the protection.
+        work: the work that is done with and without it.
         on, off: seconds of every round, with and without.
-        whole: seconds of what the work is a part of, of every round; empty if it is all.
-        target: largest share of the whole; None if there is no target for this.
+        whole: seconds of the transfer or load that the work belongs to, per round; empty if the work is all
+        of it. target: largest allowed share of the whole, or None.
     """
 
     part: str
@@ -48,7 +48,7 @@ class Cost:
     def extra(self) -> Spread:
         """Seconds that the protection adds.
 
-        >>> Cost("curve", "talk", (3.0, 5.0), (2.0, 2.0)).extra
+        >>> ProtectionCost("curve", "talk", (3.0, 5.0), (2.0, 2.0)).extra
         Spread(median=2.0, low=1.0, high=3.0)
         """
         return Spread.of([on - off for on, off in zip(self.on, self.off, strict=True)])
@@ -57,7 +57,7 @@ class Cost:
     def share(self) -> Spread:
         """Seconds that the protection adds, as a share of the whole, or of the work without it.
 
-        >>> Cost("curve", "talk", (3.0, 5.0), (2.0, 2.0), (10.0, 10.0)).share.median
+        >>> ProtectionCost("curve", "talk", (3.0, 5.0), (2.0, 2.0), (10.0, 10.0)).share.median
         0.2
         """
         whole = self.whole or self.off
@@ -66,5 +66,5 @@ class Cost:
 
     @property
     def reached(self) -> bool:
-        """Whether the target is kept; so it is where there is none."""
+        """Whether the median share keeps the target; True without a target."""
         return self.target is None or self.share.median <= self.target

@@ -1,9 +1,9 @@
-"""What CURVE costs: the channels' messages over raw ZeroMQ sockets, encrypted and plain.
+"""The cost of CURVE: the channels' messages over raw ZeroMQ sockets, encrypted and plain.
 
-kvferry has no plain channel, so its messages are replayed here, of the same sizes and in the same order, over
-a socket pair of either kind. A transfer is moved by kvferry itself; what it says meanwhile is then replayed.
-The replay waits for every answer before it asks again, which kvferry does not, so it shows the most that
-encryption can add.
+kvferry has no plain channel, so its messages are replayed with the same sizes and in the same order, over a
+socket pair of either kind. kvferry itself moves a transfer, and the messages that belong to it are
+replayed. The replay waits for every answer before it asks again, which kvferry does not, so it shows an
+upper bound.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import zmq
 
-from benchmarks.safety.cost import Cost, SafetyJob
+from benchmarks.safety.cost import ProtectionCost, SafetyJob
 from kvferry.bench.movers import KVFerryMover
 from kvferry.measuring.producer_process import ProducerProcess, use_transports
 from kvferry.measuring.reader import Reader
@@ -57,7 +57,7 @@ class _Pair:
     client: zmq.Socket[Any]
 
     def say(self, talk: _Talk) -> float:
-        """Return the seconds that a talk takes; its end is answered too."""
+        """Replay a talk, answers included; return the seconds."""
         started = time.perf_counter()
         for question, answer in [*talk, (_END, _END)]:
             self.client.send_multipart([question, answer])
@@ -66,7 +66,7 @@ class _Pair:
         return time.perf_counter() - started
 
 
-def measure(job: SafetyJob, progress: Callable[[str], None]) -> list[Cost]:
+def measure(job: SafetyJob, progress: Callable[[str], None]) -> list[ProtectionCost]:
     """Measure round trips, connecting, and whole transfers."""
     keys = security.random_keys()
     with _pair(keys) as on, _pair(None) as off:
@@ -80,12 +80,12 @@ def measure(job: SafetyJob, progress: Callable[[str], None]) -> list[Cost]:
     return found
 
 
-def _cost(work: str, talk: _Talk, on: _Pair, off: _Pair, repeats: int) -> Cost:
+def _cost(work: str, talk: _Talk, on: _Pair, off: _Pair, repeats: int) -> ProtectionCost:
     for pair in (on, off):
         pair.say(talk)
     rounds = [_both(number, lambda: on.say(talk), lambda: off.say(talk)) for number in range(repeats)]
     with_it, without = zip(*rounds, strict=True)
-    return Cost(_PART, work, with_it, without)
+    return ProtectionCost(_PART, work, with_it, without)
 
 
 def _both(number: int, on: Callable[[], float], off: Callable[[], float]) -> tuple[float, float]:
@@ -96,7 +96,7 @@ def _both(number: int, on: Callable[[], float], off: Callable[[], float]) -> tup
     return on(), off()
 
 
-def _connecting(keys: security.Keys, repeats: int) -> Cost:
+def _connecting(keys: security.Keys, repeats: int) -> ProtectionCost:
     """Measure a new connection and its first round trip, once per peer."""
 
     def connected(of: security.Keys | None) -> float:
@@ -109,11 +109,11 @@ def _connecting(keys: security.Keys, repeats: int) -> Cost:
     connected(keys)
     rounds = [_both(number, lambda: connected(keys), lambda: connected(None)) for number in range(repeats)]
     on, off = zip(*rounds, strict=True)
-    return Cost(_PART, "a connection and its first answer", on, off)
+    return ProtectionCost(_PART, "a connection and its first answer", on, off)
 
 
-def _transfer(job: SafetyJob, strategy: Strategy, on: _Pair, off: _Pair) -> Cost:
-    """Measure what a transfer says, as a share of its time."""
+def _transfer(job: SafetyJob, strategy: Strategy, on: _Pair, off: _Pair) -> ProtectionCost:
+    """Measure the messages of a transfer, as a share of its time."""
     # Short runs on one side, so that there is something to stage.
     sides = Side(layout="LBNHC"), Side(layout="LBHNC" if strategy is Strategy.STAGED else "LBNHC")
     source, destination = (
@@ -130,21 +130,21 @@ def _transfer(job: SafetyJob, strategy: Strategy, on: _Pair, off: _Pair) -> Cost
             talks.append(_both(number, partial(_often, on, talk), partial(_often, off, talk)))
     work = f"{len(talk)} messages of a {'+'.join(dict.fromkeys(ferry.strategies))} transfer"
     with_it, without = zip(*talks, strict=True)
-    return Cost(_PART, work, with_it, without, tuple(moved), TARGET)
+    return ProtectionCost(_PART, work, with_it, without, tuple(moved), TARGET)
 
 
 def _often(pair: _Pair, talk: _Talk) -> float:
-    """Return the mean seconds of a talk, which is short beside what else the machine does."""
+    """Return the mean seconds of many replays, because one is too short to time."""
     return sum(pair.say(talk) for _ in range(_REPLAYS)) / _REPLAYS
 
 
 def _talk_of(plan: ReadPlan | None, tables: Sequence[list[int]], tokens: int) -> _Talk:
-    """Return what schedulers and workers say for one transfer.
+    """Return the messages of schedulers and workers for one transfer.
 
     Args:
-        plan: of the transfer.
-        tables: block tables that are granted.
-        tokens: of the request.
+        plan: read plan of the transfer.
+        tables: block tables in the grant.
+        tokens: length of the request.
     """
     ticket, digest = new_ticket(), secrets.token_hex(16)
     redeem = Redeem(1, 1, ticket, tokens, PromptContent(digest, salt=digest))
@@ -183,7 +183,7 @@ def _client(keys: security.Keys | None, port: int) -> Iterator[_Pair]:
 
 @contextmanager
 def _listening(keys: security.Keys | None) -> Iterator[int]:
-    """Answer in a thread as each question says."""
+    """Answer questions in a thread; each question names its answer."""
     context: zmq.Context[Any] = zmq.Context()
     door = Authenticator(context, keys, ANY_PEER) if keys is not None else None
     socket: zmq.Socket[Any] = context.socket(zmq.ROUTER)

@@ -1,4 +1,4 @@
-"""What the lease check costs: the second READ, of the lease word, after the data has arrived."""
+"""The cost of the lease check: a second READ, of the lease word, after the data has arrived."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from benchmarks.safety.cost import Cost, SafetyJob
+from benchmarks.safety.cost import ProtectionCost, SafetyJob
 from kvferry.bench.movers import KVFerryMover
 from kvferry.bench.rounds import run_rounds
 from kvferry.measuring.producer_process import ProducerProcess, use_transports
@@ -20,22 +20,22 @@ TARGET = 0.02
 """Of the time of a transfer."""
 
 
-class Unchecked:
-    """Moves like kvferry, but believes every lease; a `Mover`."""
+class UncheckedMover:
+    """A mover like kvferry's that accepts every lease word without reading it."""
 
     name = "without"
 
     def __init__(self, ferry: KVFerryMover) -> None:
-        """Take over how to move."""
+        """Wrap kvferry's mover."""
         self._ferry, self.bytes = ferry, ferry.bytes
 
     def move(self) -> float:
-        """Move once; seconds."""
+        """Move once; return the seconds."""
         with _believing():
             return self._ferry.move()
 
 
-def measure(job: SafetyJob, progress: Callable[[str], None]) -> list[Cost]:
+def measure(job: SafetyJob, progress: Callable[[str], None]) -> list[ProtectionCost]:
     """Measure whole transfers between two processes, with the lease check and without."""
     source, destination = (
         simulate_engine(name, job.reading, Side(), job.tokens, seed=seed)
@@ -44,19 +44,26 @@ def measure(job: SafetyJob, progress: Callable[[str], None]) -> list[Cost]:
     with ProducerProcess([source], use_transports(None)) as producer, Reader(destination, producer) as reader:
         checked, unchecked = (
             KVFerryMover("with", reader, source),
-            Unchecked(KVFerryMover("without", reader, source)),
+            UncheckedMover(KVFerryMover("without", reader, source)),
         )
         on, off = run_rounds([checked, unchecked], job.repeats, progress)
     checks = tuple(check for _, _, check, _ in checked.stages[-job.repeats :])
     return [
-        Cost("lease", f"transfer of {job.tokens:,} tokens", tuple(on), tuple(off)),
-        Cost("lease", "the READ of the lease word", checks, (0.0,) * len(checks), tuple(on), TARGET),
+        ProtectionCost("lease", f"transfer of {job.tokens:,} tokens", tuple(on), tuple(off)),
+        ProtectionCost(
+            "lease",
+            "the READ of the lease word",
+            checks,
+            (0.0,) * len(checks),
+            whole=tuple(on),
+            target=TARGET,
+        ),
     ]
 
 
 @contextmanager
 def _believing() -> Iterator[None]:
-    """Have lanes take every lease word for the one that they expect, without reading it."""
+    """Let lanes accept the expected lease word without reading it."""
 
     def believe(self: lane.Lane, agent: object, read: lane._Read) -> None:  # noqa: ARG001 - a lane calls it so
         read.words, read.data_done = True, time.perf_counter()

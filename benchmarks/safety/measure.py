@@ -1,4 +1,4 @@
-"""`benchmarks safety`: what each protection costs, beside the same work without it, in one run."""
+"""`benchmarks safety`: the cost of each protection, on and off in one run."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from benchmarks.safety import checksum as checksum_cost, curve, lease as lease_cost
-from benchmarks.safety.cost import Cost, SafetyJob
+from benchmarks.safety.cost import ProtectionCost, SafetyJob
 from kvferry.measuring.machine import MachineFacts, machine_facts
 
-PARTS: Mapping[str, Callable[[SafetyJob, Callable[[str], None]], list[Cost]]] = {
+PARTS: Mapping[str, Callable[[SafetyJob, Callable[[str], None]], list[ProtectionCost]]] = {
     "lease": lease_cost.measure,
     "checksum": checksum_cost.measure,
     "curve": curve.measure,
@@ -19,11 +19,11 @@ PARTS: Mapping[str, Callable[[SafetyJob, Callable[[str], None]], list[Cost]]] = 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSafety:
-    """All costs, and where they were measured."""
+    """The costs of all protections, and the machine they were measured on."""
 
     job: SafetyJob
     machine: MachineFacts
-    costs: tuple[Cost, ...]
+    costs: tuple[ProtectionCost, ...]
 
 
 def measure(job: SafetyJob, progress: Callable[[str], None]) -> MeasuredSafety:

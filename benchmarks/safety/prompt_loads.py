@@ -1,7 +1,7 @@
-"""A prompt loaded from files in memory as an engine loads it: from the order to the blocks of a rank.
+"""A load of a prompt from files in memory into the blocks of a rank, as an engine does it.
 
-The scheduler's cache has the tier's threads read the chunks into host memory, and the rank's thread copies
-each to the blocks when it is there. An engine hands over what has arrived once per step; here that happens
+The scheduler's cache lets the tier's threads read the chunks into host memory. The rank's thread copies each
+chunk to the blocks when it is complete. An engine hands over finished chunks once per step, this does it
 every 200 µs.
 """
 
@@ -39,12 +39,12 @@ _PATIENCE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Took:
+class LoadTimes:
     """Seconds of one load.
 
     Attributes:
-        wall: on the clock.
-        cpu: of processors, of the threads that read and copy; the thread that waits for them is left out.
+        wall: elapsed time.
+        cpu: processor time of the threads that read and copy, without the thread that waits for them.
     """
 
     wall: float
@@ -52,20 +52,20 @@ class Took:
 
 
 class PromptLoads:
-    """Chunks of a prompt in a directory, and an engine's cache and rank that load them.
+    """Chunks of a prompt in a directory, with the cache and the rank of an engine that load them.
 
     Attributes:
-        chunks, chunk_bytes: of the prompt.
+        chunks, chunk_bytes: number of chunks of the prompt, and the size of each.
     """
 
     def __init__(self, ranks: RankPair, store: FileTier, group: ChunkGroup, mover: ChunkMover) -> None:
-        """Store the prompt. Use `prompt_in_files`.
+        """Store the prompt; use `prompt_in_files`.
 
         Args:
-            ranks: one has the prompt, the other is to have it; the arena is the cache's.
-            store: empty.
-            group: what a chunk is as a file.
-            mover: of the second rank.
+            ranks: the rank that holds the prompt, the empty rank, and the arena of the cache.
+            store: empty file tier.
+            group: form of a chunk as a file.
+            mover: mover of the empty rank.
 
         Raises:
             TransferError: a chunk cannot be stored.
@@ -83,14 +83,14 @@ class PromptLoads:
         mover.load(ChunkOrders(arena=ArenaCard(ranks.arena.name, (geometry,), CHUNK_TOKENS)))
 
     def close(self) -> None:
-        """End the tier's threads."""
+        """Stop the tier's threads."""
         self._cache.shutdown(_PATIENCE_SECONDS)
 
-    def load(self) -> Took:
-        """Load the prompt, of which nothing is in host memory.
+    def load(self) -> LoadTimes:
+        """Load the prompt while host memory has none of it.
 
         Raises:
-            TransferError: it did not come.
+            TransferError: a chunk was not loaded.
         """
         self._cache.clear()
         wall, cpu = time.perf_counter(), _others_cpu()
@@ -111,13 +111,13 @@ class PromptLoads:
                 raise TransferError(f"a prompt has not come within {_PATIENCE_SECONDS:g} s")
         if fetch.failure is not None:
             raise TransferError(f"a prompt did not come: {fetch.failure}")
-        return Took(time.perf_counter() - wall, _others_cpu() - cpu)
+        return LoadTimes(time.perf_counter() - wall, _others_cpu() - cpu)
 
     def read(self, number: int) -> float:
-        """Read one chunk from its file into host memory, in this thread; its seconds of processor.
+        """Read one chunk from its file into host memory in this thread; return the processor seconds.
 
         Raises:
-            TransferError: it did not come.
+            TransferError: the chunk was not read.
         """
         self._cache.clear()
         into = self._ranks.arena.bytes_at(number * self.chunk_bytes, self.chunk_bytes)
@@ -132,7 +132,7 @@ class PromptLoads:
         """Load the prompt into empty blocks and compare all of them.
 
         Raises:
-            TransferError: other bytes came.
+            TransferError: wrong bytes arrived.
         """
         self._ranks.clear()
         self.load()
@@ -149,7 +149,7 @@ class PromptLoads:
                 raise TransferError(f"a chunk is {done}, expected {PutOutcome.STORED}")
 
     def _hand_over(self, fetch: Fetch, copying: dict[str, Sequence[Slot]]) -> None:
-        """Order the rank to copy what has arrived."""
+        """Order the rank to copy the chunks that have arrived."""
         if ready := fetch.take():
             key, first = str(ready[0][0].number), not copying
             pieces = tuple(sorted((Piece(0, w.number, s.offset) for w, s in ready), key=lambda p: p.number))
@@ -159,18 +159,18 @@ class PromptLoads:
 
 
 def _others_cpu() -> float:
-    """Seconds of processor of all threads but this one."""
+    """Return the processor seconds of all threads but this one."""
     return time.process_time() - time.thread_time()
 
 
 @contextmanager
 def prompt_in_files(reading: ModelReading, tokens: int, folder: Path) -> Iterator[PromptLoads]:
-    """Store a prompt in files.
+    """Store a prompt in files, and yield its loads.
 
     Args:
-        reading: what the model keeps.
-        tokens: of the prompt; whole chunks of them are stored, one at least.
-        folder: empty, for the files.
+        reading: model of the prompt.
+        tokens: length of the prompt; whole chunks are stored, at least one.
+        folder: empty folder for the files.
 
     Raises:
         ConfigError: memory or folder cannot be used.

@@ -1,4 +1,4 @@
-"""What protections cost, for people and as JSON."""
+"""The report of `benchmarks safety`, for people and as JSON."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.safety.cost import Cost
+from benchmarks.safety.cost import ProtectionCost
 from benchmarks.safety.measure import MeasuredSafety
 from kvferry.measuring.spread import Spread
 from kvferry.units import format_seconds
 
 
 def show(measured: MeasuredSafety, console: Console) -> None:
-    """Print it; fits 80 columns."""
+    """Print the costs; fits 80 columns."""
     job, machine = measured.job, measured.machine
     console.print(
         f"[bold]Protections[/]: {job.reading.cache.name}, {job.tokens:,} tokens, {job.repeats} rounds; "
@@ -33,7 +33,7 @@ def show(measured: MeasuredSafety, console: Console) -> None:
 
 
 def as_json(measured: MeasuredSafety) -> dict[str, Any]:
-    """Everything, in seconds, with what is derived beside it."""
+    """Return all rounds, in seconds, with the figures derived from them."""
     job = measured.job
     return {
         "geometry": job.reading.cache.name,
@@ -52,7 +52,7 @@ def as_json(measured: MeasuredSafety) -> dict[str, Any]:
     }
 
 
-def _row(cost: Cost) -> list[str]:
+def _row(cost: ProtectionCost) -> list[str]:
     share, colour = cost.share, "green" if cost.reached else "red"
     median = f"{share.median:.2%}"
     return [
@@ -68,7 +68,7 @@ def _row(cost: Cost) -> list[str]:
 
 
 def _difference(seconds: float) -> str:
-    """Seconds that may be less than none: a machine that does other things gives such rounds.
+    """Format seconds that may be negative, as they are in rounds when the machine was busy.
 
     >>> _difference(1e-3), _difference(-1e-3)
     ('1 ms', '-1 ms')

@@ -15,7 +15,7 @@ import pytest
 import typer
 
 from benchmarks.layout import measure as layout, report as layout_report
-from benchmarks.layout.cells import WAYS
+from benchmarks.layout.cells import METHODS
 from benchmarks.overhead.measure import OverheadJob, measure as measure_overhead
 from benchmarks.safety import measure as safety, report as safety_report
 from benchmarks.safety.cost import SafetyJob
@@ -129,7 +129,7 @@ def test_layouts_are_compared_in_every_way(model: str, fewer: dict[str, int]) ->
     assert left_out == (["BHLNC TP 2→1", "BHLNC TP 1→2"] if hybrid else [])
     assert [str(row.cell) for row in table.rows][:2] == ["LBNHC TP 2→1", "LBNHC TP 1→2"]
     for row in table.rows:
-        assert [len(row.ratios[way]) for way in WAYS] == [7] * 4
+        assert [len(row.ratios[way]) for way in METHODS] == [7] * 4
         assert row.strategy
     assert len(table.raw) == 7
     json.dumps(layout_report.as_json([table], machine_facts()))

@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from benchmarks.choice import report as choice_report
-from benchmarks.choice.measure import ChoiceJob, MeasuredChoice, Probed, Replayed
-from benchmarks.choice.policy_engine import Answer, Load, Seen
+from benchmarks.choice.measure import ChoiceJob, MeasuredChoice, Replay, SourceSpeeds
+from benchmarks.choice.policy_engine import CompletedLoad, LoadListener, ReplayAnswer
 from benchmarks.choice.workload import Prompt, Workload
 from kvferry.cache.bids import Part
 from kvferry.measuring.machine import MachineFacts
@@ -22,18 +22,18 @@ from kvferry.observe.events import LoadBegan, LoadEnded, Outcome
 from kvferry.observe.watch import Watch
 
 WORKLOAD = Workload("drawn conversations", 64, (Prompt((0, 1), 100), Prompt((0, 1, 2), 192)))
-NEAR = Answer(192, 0.02, (Load({"file": 128}, 0.01),), 0)
-FAR = Answer(192, 0.2, (Load({"far object": 128}, 0.1),), 0)
+NEAR = ReplayAnswer(192, 0.02, (CompletedLoad({"file": 128}, 0.01),), 0)
+FAR = ReplayAnswer(192, 0.2, (CompletedLoad({"far object": 128}, 0.1),), 0)
 
 
-def replayed(*seconds: float, answer: Answer = NEAR) -> Replayed:
-    return Replayed(tuple(replace(answer, seconds=one) for one in seconds))
+def replayed(*seconds: float, answer: ReplayAnswer = NEAR) -> Replay:
+    return Replay(tuple(replace(answer, seconds=one) for one in seconds))
 
 
 def measured(cost: float = 0.06, *, failed: int = 0) -> MeasuredChoice:
     rounds = {
         "weight": (replayed(0.1, 0.1, answer=FAR), replayed(0.2, 0.2, answer=FAR)),
-        "first": (replayed(0.05, 0.1), Replayed((Answer(100, 0.05, (), failed), NEAR))),
+        "first": (replayed(0.05, 0.1), Replay((ReplayAnswer(100, 0.05, (), failed), NEAR))),
         "cost": (replayed(cost, cost), replayed(cost, cost)),
     }
     learning = {policy: replayed(1.0, 1.0) for policy in rounds}
@@ -42,7 +42,7 @@ def measured(cost: float = 0.06, *, failed: int = 0) -> MeasuredChoice:
             workload=WORKLOAD, sources="connectors", apart=20.0, near=0.25, rounds=2, path=Path("/tmp")
         ),
         MachineFacts(128, "Some Long-named Processor 9654P 96-Core @ 3.70GHz", None),
-        Probed(Spread(12_600e6, 11_000e6, 13_000e6), Spread(631e6, 600e6, 632.4e6), 700e6),
+        SourceSpeeds(Spread(12_600e6, 11_000e6, 13_000e6), Spread(631e6, 600e6, 632.4e6), 700e6),
         learning,
         rounds,
     )
@@ -79,9 +79,9 @@ def test_where_tokens_came_from_is_said_and_what_is_left_was_computed() -> None:
 
 
 def test_rates_are_of_what_came_from_one_place() -> None:
-    both = Load({"file": 64, "object": 64}, 1.0)
+    both = CompletedLoad({"file": 64, "object": 64}, 1.0)
     one = measured()
-    rounds = {**one.rounds, "cost": (Replayed((Answer(192, 1.0, (both,), 0),)),) * 2}
+    rounds = {**one.rounds, "cost": (Replay((ReplayAnswer(192, 1.0, (both,), 0),)),) * 2}
     rates = replace(one, rounds=rounds).rates
     assert set(rates) == {"computed", "file", "far object"}
     assert [rates[name].median for name in rates] == pytest.approx([2000, 1280, 12_800])
@@ -119,10 +119,10 @@ def ended(load: str, outcome: Outcome) -> LoadEnded:
 
 def test_what_loads_brought_is_heard_from_every_connector_by_its_places() -> None:
     near, far = (SimpleNamespace(watch=Watch()) for _ in range(2))
-    seen = Seen([near, far])
+    seen = LoadListener([near, far])
     near.watch.tell(began("a", Part("file", 100)))
     far.watch.tell(began("a", Part("host", 20), Part("object", 80)))
     near.watch.tell(ended("a", Outcome.FAILED))
     far.watch.tell(ended("a", Outcome.READY))
-    assert seen.take() == ((Load({"far host": 20, "far object": 80}, 0.5),), 1)
+    assert seen.take() == ((CompletedLoad({"far host": 20, "far object": 80}, 0.5),), 1)
     assert seen.take() == ((), 0)

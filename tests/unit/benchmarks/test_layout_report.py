@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 
 from benchmarks.layout import report as layout_report
-from benchmarks.layout.cells import CHOSEN, WAYS, Cell, Row, Runs, Table, runs_of
+from benchmarks.layout.cells import CHOSEN, METHODS, Cell, LayoutRow, LayoutTable, Runs, runs_of
 from benchmarks.layout.measure import LayoutJob, moved_tokens, pair_of
 from benchmarks.layout.plot import picture
 from benchmarks.layout.verdicts import verdicts
-from benchmarks.overhead.planning import Arithmetic, measure
+from benchmarks.overhead.planning import PlanningTimes, measure
 from kvferry.bench.rounds import MoverRounds
 from kvferry.measuring.machine import MachineFacts
 from kvferry.measuring.simulated import read_geometry
@@ -24,36 +24,38 @@ from kvferry.planning.strategy import Strategy
 MACHINE = MachineFacts(
     128, "Some Long-named Processor 9654P 96-Core @ 3.70GHz", "rc,cuda_copy,cuda_ipc,sm,self"
 )
-EQUAL = dict.fromkeys(WAYS, (0.5, 0.5, 0.5))
+EQUAL = dict.fromkeys(METHODS, (0.5, 0.5, 0.5))
 
 
 def _row(
     layout: str = "LBNHC", ratios=EQUAL, runs: float = 65536, planning: float = 1e-3, strategy: str = "direct"
-) -> Row:
+) -> LayoutRow:
     size = 128 << 20
-    ways = {way: MoverRounds(str(way), size, tuple(size / 1e9 / r / 16 for r in ratios[way])) for way in WAYS}
+    ways = {
+        way: MoverRounds(str(way), size, tuple(size / 1e9 / r / 16 for r in ratios[way])) for way in METHODS
+    }
     spread = Spread(planning, planning, planning)
-    return Row(
+    return LayoutRow(
         Cell(layout, 1, 1),
         Runs(runs, runs, 65536),
         strategy,
         ways,
         ratios,
-        Arithmetic(131072, 262144, (strategy,), spread, spread, spread, spread),
+        PlanningTimes(131072, 262144, (strategy,), spread, spread, spread, spread),
     )
 
 
-def _table(*rows: Row, model: str = "Qwen3-0.6B") -> Table:
-    return Table(model, 1024, (16.0, 15.0, 17.0), rows, (("BHLNC TP 1→1", "pages of two shapes"),))
+def _table(*rows: LayoutRow, model: str = "Qwen3-0.6B") -> LayoutTable:
+    return LayoutTable(model, 1024, (16.0, 15.0, 17.0), rows, (("BHLNC TP 1→1", "pages of two shapes"),))
 
 
-def _verdict(words: str, *rows: Row):
+def _verdict(words: str, *rows: LayoutRow):
     return next(verdict for verdict in verdicts([_table(*rows)]) if words in verdict.target)
 
 
 def _ratios(**by_way: float | tuple[float, ...]) -> dict[str, tuple[float, ...]]:
     named = {name.replace("_", "-"): value for name, value in by_way.items()}
-    return {way: v if isinstance(v := named.get(way, 0.5), tuple) else (v, v, v) for way in WAYS}
+    return {way: v if isinstance(v := named.get(way, 0.5), tuple) else (v, v, v) for way in METHODS}
 
 
 @pytest.mark.parametrize(("chosen", "reached"), [(0.51, True), (0.505, False), ((0.4, 0.4, 1.0), True)])
@@ -113,7 +115,7 @@ def test_json_holds_every_round() -> None:
 def test_the_picture_has_a_bar_for_every_way_of_every_cell() -> None:
     root = ET.fromstring(picture([_table(_row(), _row("BHLNC")), _table(_row(), model="A<B>")]))
     titles = [title.text for title in root.iter("{http://www.w3.org/2000/svg}title")]
-    assert len(titles) == 3 * len(WAYS)
+    assert len(titles) == 3 * len(METHODS)
     assert "LBNHC TP 1→1 staged 0.50" in titles
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from benchmarks.choice.narrow import Narrow
+from benchmarks.choice.narrow import NarrowRelay
 
 CONTENT = bytes(range(256)) * 2048
 
@@ -38,7 +38,7 @@ def fetch(port: int) -> bytes:
 
 
 def test_two_connections_share_its_width() -> None:
-    with server() as port, Narrow(port, bytes_per_second=10e6) as line:
+    with server() as port, NarrowRelay(port, bytes_per_second=10e6) as line:
         found = list[bytes]()
         threads = [threading.Thread(target=lambda: found.append(fetch(line.port))) for _ in range(2)]
         began = time.monotonic()

@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from benchmarks.offload import report as offload_report, tier_hooks
-from benchmarks.offload.asking import Asking, Asks, Times
+from benchmarks.offload.asking import AskResults, AskTimes, CallTimes
 from benchmarks.offload.first_token import FirstToken
-from benchmarks.offload.lookup import Looks, LookUp
+from benchmarks.offload.lookup import LookUpResults, LookUpTimes
 from benchmarks.offload.measure import MeasuredOffload, OffloadJob
 from benchmarks.offload.tier_hooks import HookClock, HookCost, StepTimes
 from kvferry.measuring.machine import MachineFacts
@@ -31,16 +31,16 @@ HOOKS = HookCost(
 FIRST = FirstToken(16_384, 128 << 20, (50.0, 40.0, 60.0), {"host": (0.5, 0.4, 0.5), "file": (1.0, 1.0, 1.0)})
 
 
-def asks(place: str, first_us: float) -> Asks:
+def asks(place: str, first_us: float) -> AskTimes:
     """Of a hybrid under the policy whose names are longest."""
-    times = Times(first_us / 1e6, 1.162e-3)
+    times = CallTimes(first_us / 1e6, 1.162e-3)
     shares = (316e-6, 712e-6, 135e-6, 189e-6)
-    return Asks("attention", "weight", place, Times(4e-3, 5e-3), times, Times(4e-4, 9e-4), shares)
+    return AskTimes("attention", "weight", place, CallTimes(4e-3, 5e-3), times, CallTimes(4e-4, 9e-4), shares)
 
 
 def measured(look_ms: float = 1.0, ask_us: float = 900) -> MeasuredOffload:
     wide = Spread(look_ms / 1e3, 0.9e-3, 1162e-3)
-    looks = tuple(Looks(place, 131_072, wide, wide) for place in ("host", "file", "nowhere"))
+    looks = tuple(LookUpTimes(place, 131_072, wide, wide) for place in ("host", "file", "nowhere"))
     return MeasuredOffload(
         job=OffloadJob(
             reading=read_geometry("Llama-3.1-8B"), parts=("lookup", "hooks"), repeats=7, path=Path("/tmp")
@@ -48,8 +48,10 @@ def measured(look_ms: float = 1.0, ask_us: float = 900) -> MeasuredOffload:
         machine=MachineFacts(128, "Some Long-named Processor 9654P 96-Core @ 3.70GHz", None),
         chunk_tokens=256,
         chunk_bytes=16 << 20,
-        lookup=LookUp(131_072, 512, 1_000_000, 64_292, wide, looks),
-        asking=Asking(131_072, 512, (15_339,) * 4, 70, (asks("all five", 700), asks("each a part", ask_us))),
+        lookup=LookUpResults(131_072, 512, 1_000_000, 64_292, wide, looks),
+        asking=AskResults(
+            131_072, 512, (15_339,) * 4, 70, (asks("all five", 700), asks("each a part", ask_us))
+        ),
         hooks=HOOKS,
         first_token=FIRST,
     )

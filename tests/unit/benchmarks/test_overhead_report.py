@@ -11,7 +11,7 @@ from rich.console import Console
 from benchmarks.overhead import readiness, report
 from benchmarks.overhead.hooks import HookTimes
 from benchmarks.overhead.measure import MeasuredOverhead, OverheadJob
-from benchmarks.overhead.planning import Arithmetic
+from benchmarks.overhead.planning import PlanningTimes
 from benchmarks.overhead.readiness import Readiness
 from kvferry.measuring.machine import MachineFacts
 from kvferry.measuring.simulated import read_geometry
@@ -25,7 +25,7 @@ def _measured(planning_ms: float = 1.0, ready_ms: float = 30.0) -> MeasuredOverh
         machine=MachineFacts(
             128, "Some Long-named Processor 9654P 96-Core @ 3.70GHz", "rc,cuda_copy,cuda_ipc,sm"
         ),
-        planning=Arithmetic(131_072, 262_144, ("direct",), wide, wide, wide, wide),
+        planning=PlanningTimes(131_072, 262_144, ("direct",), wide, wide, wide, wide),
         making=wide,
         readiness=tuple(
             Readiness(name, (4, 16), (12_345, 6_789), 1_234_567, Spread(ready_ms / 1e3, 1e-3, ready_ms / 1e3))

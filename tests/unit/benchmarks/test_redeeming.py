@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.redeem import report as redeem_report
-from benchmarks.redeem.measure import PRODUCERS, Redeeming, measure
+from benchmarks.redeem.measure import PRODUCERS, RedeemTimes, measure
 
 
 def test_tickets_are_redeemed_at_producers_of_both_kinds():
@@ -21,7 +21,7 @@ def test_tickets_are_redeemed_at_producers_of_both_kinds():
 
 def test_what_is_said_of_them():
     milliseconds = [ms / 1e3 for ms in (*[0.3] * 9, 4.0)]
-    rest, busy = (Redeeming(name, tuple(milliseconds), (0.01, 0.01), (0.011, 0.013)) for name in PRODUCERS)
+    rest, busy = (RedeemTimes(name, tuple(milliseconds), (0.01, 0.01), (0.011, 0.013)) for name in PRODUCERS)
     assert rest.within_a_step == 0.9
     assert rest.percentiles() == pytest.approx((0.3e-3, 0.3e-3, 4e-3))
     assert rest.beside_handshake.median == pytest.approx(1.2)

@@ -7,7 +7,7 @@ import zmq
 from rich.console import Console
 
 from benchmarks.safety import checksum as checksum_cost, curve, report as safety_report
-from benchmarks.safety.cost import Cost, SafetyJob
+from benchmarks.safety.cost import ProtectionCost, SafetyJob
 from benchmarks.safety.measure import MeasuredSafety
 from benchmarks.safety.prompt_loads import prompt_in_files
 from kvferry.errors import ConfigError, TransferError
@@ -18,11 +18,11 @@ from support.keys import KEYS
 
 
 def test_a_share_is_taken_within_a_round_and_compared_with_its_target():
-    cost = Cost("curve", "talk", (3.0, 4.0, 9.0), (2.0, 2.0, 2.0), (100.0, 100.0, 100.0), 0.02)
+    cost = ProtectionCost("curve", "talk", (3.0, 4.0, 9.0), (2.0, 2.0, 2.0), (100.0, 100.0, 100.0), 0.02)
     assert (cost.extra.median, cost.share.median, cost.share.high) == (2.0, 0.02, 0.07)
     assert cost.reached
-    assert not Cost("curve", "talk", (3.0,), (2.0,), (10.0,), 0.02).reached
-    assert Cost("curve", "talk", (3.0,), (2.0,)).share.median == 0.5
+    assert not ProtectionCost("curve", "talk", (3.0,), (2.0,), (10.0,), 0.02).reached
+    assert ProtectionCost("curve", "talk", (3.0,), (2.0,)).share.median == 0.5
 
 
 @pytest.mark.parametrize("keys", [KEYS, None])
@@ -42,8 +42,10 @@ def test_a_transfer_that_asks_for_no_gathering_redeems_a_ticket_and_gives_it_bac
 
 def test_it_fits_80_columns():
     costs = (
-        Cost("curve", "18 messages of a staged transfer", (3e-3,) * 7, (2e-3,) * 7, (1.0,) * 7, 0.02),
-        Cost("curve", "a connection and its first answer", (3e-3,) * 7, (2e-3,) * 7),
+        ProtectionCost(
+            "curve", "18 messages of a staged transfer", (3e-3,) * 7, (2e-3,) * 7, (1.0,) * 7, 0.02
+        ),
+        ProtectionCost("curve", "a connection and its first answer", (3e-3,) * 7, (2e-3,) * 7),
     )
     job = SafetyJob(parts=("curve",), reading=read_geometry("Qwen3-0.6B"), tokens=4096, repeats=7)
     console = Console(width=80, record=True, highlight=False)

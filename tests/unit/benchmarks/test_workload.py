@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.choice.workload import RECORDED_BLOCK, Prompt, Workload, cut, drawn, read_trace
+from benchmarks.choice.workload import (
+    RECORDED_BLOCK,
+    Prompt,
+    Workload,
+    draw_workload,
+    read_trace,
+    select_conversations,
+)
 from kvferry.errors import ConfigError
 
 
@@ -71,13 +78,13 @@ def test_of_a_trace_the_first_conversations_are_kept_in_its_order() -> None:
         prompt([0, 1, 30, 31, 32, 33]),  # shares less than half of itself
         prompt([0, 1, 2, 3, 4]),
     ]
-    found = cut("a trace", recorded, 64, 400, 3)
+    found = select_conversations("a trace", recorded, 64, 400, 3)
     assert found.prompts == (Prompt((0, 1, 2), 160), Prompt((0, 1, 2, 3), 193), Prompt((0, 1, 2, 3, 4), 320))
     assert (found.of, found.block_tokens, found.name) == (9, 64, "a trace"), "of those that were recorded"
-    more = cut("a trace", recorded, 64, 400, 4)
+    more = select_conversations("a trace", recorded, 64, 400, 4)
     assert [one.blocks[1] for one in more.prompts] == [1, 5, 5, 1]
     with pytest.raises(ConfigError, match=r"has 5 requests in conversations, of no more than 400 tokens"):
-        cut("a trace", recorded, 64, 400, 6)
+        select_conversations("a trace", recorded, 64, 400, 6)
 
 
 def test_equal_blocks_are_equal_tokens_and_another_salt_gives_others() -> None:
@@ -97,9 +104,9 @@ def test_what_is_repeated_is_the_share_of_blocks_in_prefixes_seen_before() -> No
 
 
 def test_drawn_conversations_grow_and_share_their_beginnings() -> None:
-    workload = drawn(64, 2048, 60)
-    assert workload == drawn(64, 2048, 60), "a seed is a workload"
-    assert workload != drawn(64, 2048, 60, seed=2)
+    workload = draw_workload(64, 2048, 60)
+    assert workload == draw_workload(64, 2048, 60), "a seed is a workload"
+    assert workload != draw_workload(64, 2048, 60, seed=2)
     assert len(workload.prompts) == 60
     assert max(one.tokens for one in workload.prompts) <= 2048
     assert all(0 < len(one.blocks) * 64 - one.tokens + 64 <= 128 for one in workload.prompts)
@@ -111,6 +118,6 @@ def test_drawn_conversations_grow_and_share_their_beginnings() -> None:
 
 
 def test_prompts_that_could_not_hold_a_turn_are_refused() -> None:
-    assert drawn(64, 1280, 4).prompts
+    assert draw_workload(64, 1280, 4).prompts
     with pytest.raises(ConfigError, match="--longest 1279 is less than 1280, 20 blocks of 64: raise it"):
-        drawn(64, 1279, 4)
+        draw_workload(64, 1279, 4)
