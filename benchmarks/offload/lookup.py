@@ -24,7 +24,8 @@ from kvferry.measuring.spread import Spread
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.host.tier import HostTier
-from kvferry.tiers.index.key_table import KeyTable, TierKeys
+from kvferry.tiers.index.key_table import KeyTable
+from kvferry.tiers.index.tier_keys import TierKeys
 from kvferry.tiers.outcome import GetOutcome, PutOutcome, TierStats
 from kvferry.tiers.storage_tier import StorageTier
 
@@ -83,9 +84,9 @@ class IndexOnlyTier(StorageTier):
     name = "file"
 
     def __init__(self, keys: Iterable[bytes], table: KeyTable) -> None:
-        self.tags = TierKeys(table)
+        self.keys = TierKeys(table)
         for key in keys:
-            self.tags.add(key)
+            self.keys.add(key)
 
     def put(self, key: bytes, group: ChunkGroup, body: memoryview) -> PutOutcome:  # noqa: ARG002 - it keeps nothing
         """Refuse the chunk."""

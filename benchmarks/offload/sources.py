@@ -161,7 +161,7 @@ class KnownChunks:
             queue = TierQueue(store, name=name)
             stack.callback(queue.close, _PATIENCE_SECONDS)
             self.behind.append(Behind(queue))
-            if not store.known(of).all():
+            if not store.contains(of).all():
                 raise TransferError(f"{root} does not show all {len(of)} chunks; does somebody else use it?")
 
 

@@ -77,7 +77,7 @@ class PromptLoads:
         geometry = ranks.destination.geometry
         canonical = canonical_of([geometry], CHUNK_TOKENS)
         host = HostTier(
-            ranks.arena.region.length, [self.chunk_bytes], EVICTION_POLICIES["lru"], store.tags.table
+            ranks.arena.region.length, [self.chunk_bytes], EVICTION_POLICIES["lru"], store.keys.table
         )
         self._cache = ChunkCache(host, ranks.arena.bytes_at, canonical.groups, [Behind(TierQueue(store))])
         mover.load(ChunkOrders(arena=ArenaCard(ranks.arena.name, (geometry,), CHUNK_TOKENS)))

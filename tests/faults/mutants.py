@@ -14,6 +14,7 @@ from unittest import mock
 from msgspec import structs
 
 from kvferry.tiers.files.directory_index import DirectoryIndex
+from kvferry.tiers.index.listed_keys import ListedKeys
 from kvferry.transport.lease import LeaseWords
 from support.vllm_engine.tiers_inside import half, worker_half
 
@@ -174,9 +175,10 @@ def _no_namespace(engine: Any) -> Iterator[None]:
 
 def _live_in(store: Any, namespace: bytes) -> None:
     """Have a file tier find and store what is in this namespace."""
-    store.tags.clear()
+    store.keys.clear()
     store._namespace = namespace
-    store._index = DirectoryIndex(store._root, namespace, store.tags, store._clock)
+    store._listed = ListedKeys(store.keys)
+    store._index = DirectoryIndex(store._root, namespace, store._listed, store._clock)
     store.refresh()
 
 

@@ -16,7 +16,7 @@ from support.stores import GROUP, NAMESPACE, body, sections
 def open_objects(url: str, server: Server | None = None, **options) -> ObjectTier:
     """A store that lists whenever it is told to."""
     client = options.pop("options", server.options if server else {})
-    options = {"listing_seconds": 0.0, "timeout_seconds": 4.0, "rest_seconds": 30.0, **options}
+    options = {"listing_seconds": 0.0, "timeout_seconds": 4.0, "pause_seconds": 30.0, **options}
     namespace = options.pop("namespace", NAMESPACE)
     return ObjectTier(url, namespace, client, **options)
 
@@ -35,7 +35,7 @@ def get(store: ObjectTier, number: int, group: ChunkGroup = GROUP) -> GetOutcome
 
 
 def known(store: ObjectTier, *numbers: int) -> list[bool]:
-    return store.known([key(number) for number in numbers]).tolist()
+    return store.contains([key(number) for number in numbers]).tolist()
 
 
 def warnings(caplog) -> list[str]:

@@ -10,7 +10,8 @@ from unittest.mock import patch
 
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.tiers.format.chunk import ChunkGroup
-from kvferry.tiers.index.key_table import KeyTable, TierKeys
+from kvferry.tiers.index.key_table import KeyTable
+from kvferry.tiers.index.tier_keys import TierKeys
 from kvferry.tiers.outcome import GetOutcome, PutOutcome, TierStats
 from kvferry.tiers.storage_tier import StorageTier
 
@@ -26,27 +27,23 @@ class FakeTier(StorageTier):
     ) -> None:
         self.name = name
         self.kept = dict(kept)
-        self.tags = TierKeys(table)
+        self.keys = TierKeys(table)
         for key in self.kept:
-            self.tags.add(key)
+            self.keys.add(key)
         self.next_get: GetOutcome | type[Exception] = GetOutcome.HIT
         self.next_put: PutOutcome | type[Exception] = PutOutcome.STORED
         self.closed = self.rests = False
-        self.gone: set[bytes] = set()
 
     @property
-    def resting(self) -> bool:
+    def paused(self) -> bool:
         return self.rests
-
-    def had(self, key: bytes) -> bool:
-        return key in self.gone
 
     def put(self, key: bytes, group: ChunkGroup, body: memoryview) -> PutOutcome:
         if not isinstance(self.next_put, PutOutcome):
             raise self.next_put
         if not self.next_put.dropped:
             self.kept[key] = bytes(body)
-            self.tags.add(key)
+            self.keys.add(key)
         return self.next_put
 
     def get(self, key: bytes, group: ChunkGroup, into: memoryview) -> GetOutcome:
@@ -57,7 +54,7 @@ class FakeTier(StorageTier):
             into[:] = self.kept[key]
             return GetOutcome.HIT
         into[:] = bytes([GARBAGE]) * len(into)
-        self.tags.discard(key)
+        self.keys.discard(key)
         if not isinstance(found, GetOutcome):
             raise found
         return found
@@ -81,7 +78,7 @@ def fake_tiers(*kept: Iterable[tuple[bytes, bytes]]) -> list[FakeTier]:
 
 def table_of(tiers: list[FakeTier]) -> KeyTable:
     """Where their tags are; a new one of no tiers."""
-    return tiers[0].tags.table if tiers else KeyTable()
+    return tiers[0].keys.table if tiers else KeyTable()
 
 
 class ByHand:

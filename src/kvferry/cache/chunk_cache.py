@@ -58,7 +58,7 @@ class ChunkCache:
         Raises:
             ValueError: the tiers do not share a table of tags.
         """
-        if any(one.queue.tier.tags.table is not host.tags.table for one in behind):
+        if any(one.queue.tier.keys.table is not host.keys.table for one in behind):
             raise ValueError("tiers of one cache share a table of tags")
         self.counts, self._events = CacheCounts(), 0
         self._host = host
@@ -88,15 +88,20 @@ class ChunkCache:
 
     def why_missed(self, key: bytes) -> HostMissReason:
         """Why a chunk is not at hand, as far as that is remembered; "absent" of one that was never here."""
-        why = self._host.why_missed(key)
-        if why is HostMissReason.ABSENT and any(queue.tier.had(key) for queue in self._queues):
+        why = self._host.miss_reason(key)
+        if why is HostMissReason.ABSENT and any(
+            queue.tier.keys.recently_evicted(key) for queue in self._queues
+        ):
             return HostMissReason.EVICTED
         return why
 
     @property
     def stranger(self) -> str:
         """A namespace of a model of the same name, in a place where there is nothing of this one's."""
-        return next((queue.around.stranger for queue in self._queues if queue.around.stranger), "")
+        return next(
+            (queue.around.same_name_namespace for queue in self._queues if queue.around.same_name_namespace),
+            "",
+        )
 
     def at_hand(self, keys: Sequence[bytes], without: Iterable[str] = ()) -> npt.NDArray[np.bool_]:
         """Which chunks could be loaded now: bool of shape (len(keys),).
@@ -144,7 +149,7 @@ class ChunkCache:
         Args:
             keys: of its chunks, from its beginning on, kept or not.
         """
-        self._host.used(keys)
+        self._host.mark_used(keys)
         for queue in self._queues:
             queue.used(keys)
 

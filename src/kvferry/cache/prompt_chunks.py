@@ -16,7 +16,7 @@ from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.chunk import ChunkKeys
 from kvferry.planning.coverage import ChunkedPrompt, Coverage, TierNumbers, chunks_to_load, coverage
 from kvferry.planning.select import LoadSpan
-from kvferry.tiers.index.key_table import TAG_BYTES, Uint64s, tags_of
+from kvferry.tiers.index.key_table import TAG_BYTES, Tags, tags_of
 
 
 class PromptChunks:
@@ -64,7 +64,7 @@ class PromptChunks:
         return self.key(group, number) if whole else self.tail(group, cut.tokens)
 
     def look_up(
-        self, tokens: int, have: int, places: Callable[[Uint64s], TierNumbers], *, in_full: bool = True
+        self, tokens: int, have: int, places: Callable[[Tags], TierNumbers], *, in_full: bool = True
     ) -> Coverage:
         """The longest prefix that can be continued from.
 
@@ -95,7 +95,7 @@ class PromptChunks:
             key = self.key(group, number) if whole else self.tail(group, last)
             yield Want(group, number, key, 0 if state else last - number * size)
 
-    def _tags(self, cut: ChunkedPrompt) -> Uint64s:
+    def _tags(self, cut: ChunkedPrompt) -> Tags:
         """Of all chunks' keys, uint64 of shape (groups, chunks): all at once, without making the keys."""
         whole, rest = divmod(cut.tokens, cut.chunk_tokens)
         if len(self._of_any) < whole:
@@ -105,7 +105,7 @@ class PromptChunks:
             tags = np.concatenate((tags, tags_of([self.keys.at(cut.tokens)]) & _BUT_LAST))
         return tags | self._numbers
 
-    def _more(self) -> Uint64s:
+    def _more(self) -> Tags:
         """What of the keys is the same for all groups, of the chunks that are new."""
         return self.keys.digests(len(self._of_any)).view("<u8")[:, -1] & _BUT_LAST
 

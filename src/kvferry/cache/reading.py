@@ -19,7 +19,7 @@ from kvferry.cache.writing import Writing
 from kvferry.planning.coverage import NO_TIER, TierNumbers
 from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.host.tier import HostTier, Slot
-from kvferry.tiers.index.key_table import MAX_TIERS, Uint64s, tags_of
+from kvferry.tiers.index.key_table import MAX_TIERS, Tags, tags_of
 from kvferry.tiers.names import HOST
 from kvferry.tiers.outcome import GetOutcome
 
@@ -77,7 +77,7 @@ class Reading:
         self._firsts: dict[tuple[bool, ...], TierNumbers] = {}
         self._counts = counts
 
-    def places(self, tags: Uint64s, without: Iterable[str] = ()) -> TierNumbers:
+    def places(self, tags: Tags, without: Iterable[str] = ()) -> TierNumbers:
         """Where chunks would come from now: int64 of shape (len(tags),).
 
         0 for host memory, n for the n-th tier, `NO_TIER` for none. What a tier is reading comes from that
@@ -89,7 +89,7 @@ class Reading:
         """
         names = frozenset(without)
         asked = (True, *(queue.name not in names and not queue.unread for queue in self._queues))
-        found = self._first_of(asked).take(self._host.tags.table.marks(tags))
+        found = self._first_of(asked).take(self._host.keys.table.tier_bits(tags))
         if self.incoming:
             coming = np.maximum(found, self._coming(tags, names))
             found = np.where((found > 0) & (found < NO_TIER), coming, found)
@@ -164,13 +164,13 @@ class Reading:
         if asked not in self._firsts:
             marks = np.arange(1 << MAX_TIERS)
             found = self._firsts[asked] = np.full(len(marks), NO_TIER)
-            bits = [self._host.tags.bit, *(queue.tier.tags.bit for queue in self._queues)]
+            bits = [self._host.keys.bit, *(queue.tier.keys.bit for queue in self._queues)]
             for place in reversed(range(len(bits))):
                 if asked[place]:
                     found[(marks & bits[place]) != 0] = place
         return self._firsts[asked]
 
-    def _coming(self, tags: Uint64s, without: frozenset[str]) -> TierNumbers:
+    def _coming(self, tags: Tags, without: frozenset[str]) -> TierNumbers:
         """The places that chunks are being read from, 0 of those that are not; see `places`."""
         reads = [
             NO_TIER if queue.name in without or queue.stuck_for_reading else number

@@ -21,10 +21,9 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.tiers.files.usage import StoreUsage
 from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.outcome import GetOutcome, PutOutcome
-from kvferry.tiers.storage_tier import StorageTier
+from kvferry.tiers.storage_tier import StorageTier, StoreUsage
 
 logger = logging.getLogger(__name__)
 
@@ -97,12 +96,12 @@ class TierQueue:
 
     def known(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """Which of `keys` can be asked for now: none of a tier that is stuck for reading."""
-        return np.zeros(len(keys), np.bool_) if self._reading.stuck else self.tier.known(keys)
+        return np.zeros(len(keys), np.bool_) if self._reading.stuck else self.tier.contains(keys)
 
     @property
     def unread(self) -> bool:
         """Nothing can be asked for now."""
-        return self._reading.stuck or self.tier.resting
+        return self._reading.stuck or self.tier.paused
 
     @property
     def reading(self) -> int:
@@ -190,7 +189,7 @@ class TierQueue:
     def _look_around(self) -> None:
         try:
             with self._looking:  # what was looked at last is what is told last
-                self.around = self.tier.around()
+                self.around = self.tier.usage()
         except Exception:
             logger.exception("%s tier: what lies around", self.name)
 
@@ -215,7 +214,7 @@ class TierQueue:
                 order[key] = None
         try:
             if order:
-                self.tier.used(list(order))
+                self.tier.mark_used(list(order))
         except Exception:
             logger.exception("%s tier: what was used", self.name)
 

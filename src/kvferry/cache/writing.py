@@ -56,7 +56,7 @@ class Writing:
 
     def owe(self, key: bytes, group: ChunkGroup) -> None:
         """A chunk has come to host memory; it is the tier's as well, unless it has it."""
-        if key not in self._held and not self.behind.queue.tier.known([key])[0]:
+        if key not in self._held and not self.behind.queue.tier.contains([key])[0]:
             self._owed[key] = group
 
     @property

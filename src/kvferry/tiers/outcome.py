@@ -78,14 +78,14 @@ class OutcomeCounter:
     _sums: Counter[str] = field(default_factory=Counter)
     _lock: Lock = field(default_factory=Lock)
 
-    def put(self, what: PutOutcome, stored_bytes: int) -> bool:
+    def count_put(self, what: PutOutcome, stored_bytes: int) -> bool:
         """Count a store; says whether it is the first that became this."""
         with self._lock:
             self._puts[what] += 1
             self._sums["stored_bytes"] += stored_bytes if what is PutOutcome.STORED else 0
             return self._puts[what] == 1
 
-    def get(self, what: GetOutcome, read_bytes: int) -> bool:
+    def count_get(self, what: GetOutcome, read_bytes: int) -> bool:
         """Count a fetch; says whether it is the first that became this."""
         with self._lock:
             self._gets[what] += 1

@@ -1,110 +1,121 @@
-"""What a slow tier does: storage that takes a thread's time, and keeps chunks when the engines have gone.
+"""The protocol of a tier in storage: a disk, a mount or a bucket, which keeps chunks when engines have ended.
 
-A chunk goes to it and comes from it whole, by way of host memory: `body` and `into` are a slot of the arena,
-whose content is the chunk's sections as `geometry.canonical` places them. The calls that block are for
-threads of their own; who makes them bounds how many of those may hang in a mount that hangs.
+A chunk moves whole, by way of host memory: `body` and `into` are slots of the arena, whose content is the
+chunk's sections as `geometry.canonical` places them. Calls that block belong on threads of their own. The
+caller bounds how many threads a mount that hangs may block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.tiers.files.usage import StoreUsage
 from kvferry.tiers.format.chunk import ChunkGroup
-from kvferry.tiers.index.key_table import TierKeys, tags_of
+from kvferry.tiers.index.key_table import tags_of
+from kvferry.tiers.index.tier_keys import TierKeys
 from kvferry.tiers.outcome import GetOutcome, PutOutcome, TierStats
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUsage:
+    """How full a tier's storage is, and a hint at why a namespace is empty.
+
+    Attributes:
+        used, capacity: bytes of all namespaces together; None if unknown.
+        same_name_namespace: digest, in hex, of another namespace whose model has the same name as this one's.
+            Set only while this namespace is empty; else, or if there is none, an empty string.
+    """
+
+    used: int | None = None
+    capacity: int | None = None
+    same_name_namespace: str = ""
 
 
 class StorageTier(Protocol):
     """The chunks of one namespace, in storage that other processes may share. Any thread may make any call.
 
-    Nothing that can be foreseen raises: what a disk, a network or another process does is an outcome. It is
-    counted, and the first of each kind is logged with what to do about it.
+    Failures of a disk, a network or another process are outcomes, not exceptions. They are counted, and the
+    first of each kind is logged with what to do about it.
 
     Attributes:
-        name: "file" or "object": what metrics and messages call it.
-        tags: of the chunks that are there, as far as this process knows. What others have stored or evicted
-            shows after the next `refresh`; a `get` may find absent what is known.
+        name: "file" or "object", as in metrics and messages.
+        keys: the chunks that this process knows to be there. `refresh` adds and removes what other processes
+            stored and evicted; until then a `get` may miss a known chunk.
     """
 
     name: str
-    tags: TierKeys
+    keys: TierKeys
 
     @property
-    def resting(self) -> bool:
-        """Whether nothing is to be asked for now, whatever is known."""
+    def paused(self) -> bool:
+        """Whether the tier currently refuses all requests because earlier ones failed."""
         return False
 
-    def known(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        """Which of `keys` can be asked for, from memory alone: bool of shape (len(keys),)."""
-        return np.zeros(len(keys), np.bool_) if self.resting else self.tags.known(tags_of(keys))
+    def contains(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """Return which keys can be fetched, from memory alone: bool of shape (len(keys),)."""
+        return np.zeros(len(keys), np.bool_) if self.paused else self.keys.contains(tags_of(keys))
 
     def put(self, key: bytes, group: ChunkGroup, body: memoryview) -> PutOutcome:
-        """Keep a chunk. Blocks; when it returns, nothing reads `body` any more.
+        """Store a chunk. Blocks; does not read `body` after it has returned.
 
         Args:
             key: 16 to 32 bytes.
             group: what the chunk holds.
-            body: its sections, each from a page (4096 bytes) on. What pads them is set to zero; the rest is
-                read, and must not change meanwhile. Memory that begins at a page is not copied.
+            body: its sections, each at a multiple of 4096 bytes. The padding between them is set to zero; the
+                rest is read and must not change meanwhile. Page-aligned memory is not copied.
 
         Raises:
-            ChunkError: key, group and body are no chunk: the caller's mistake, nothing was done.
+            ChunkError: key, group and body do not form a chunk. Nothing was stored.
         """
         ...
 
     def get(self, key: bytes, group: ChunkGroup, into: memoryview) -> GetOutcome:
-        """Fetch a chunk, whole. Blocks; when it returns, nothing writes `into` any more.
+        """Fetch a whole chunk. Blocks; does not write `into` after it has returned.
 
-        A chunk that turns out absent, damaged or unreadable is not `known` any more.
+        A chunk that is absent, damaged or unreadable is removed from `keys`.
 
         Args:
             key: 16 to 32 bytes.
-            group: what it must hold; a chunk of another shape is no hit.
-            into: writable, as long as the body of such a chunk. Overwritten; unless this is a hit, what is in
-                it means nothing. Memory that begins at a page is read into directly.
+            group: what the chunk must hold; a chunk of another shape is not a hit.
+            into: writable, as long as the chunk's body. Overwritten; its content is valid only after a hit.
+                Page-aligned memory is read into directly.
 
         Raises:
-            ChunkError: `into` has another length: the caller's mistake, nothing was done.
+            ChunkError: `into` has another length. Nothing was read.
         """
         ...
 
-    def used(self, keys: Sequence[bytes]) -> None:
-        """Note that chunks were used, in this order: the last is what should stay longest. Blocks.
+    def mark_used(self, keys: Sequence[bytes]) -> None:
+        """Record that chunks were used, the most valuable one last. Blocks.
 
-        A tier that does not evict by use has nothing to note.
+        Does nothing in a tier that does not evict by use.
 
         Args:
-            keys: of chunks, whether or not they are here.
+            keys: of chunks that need not be in the tier.
         """
         del keys
 
-    def had(self, key: bytes) -> bool:
-        """Whether a chunk was known lately and is not any more, as far as that is remembered. From memory."""
-        del key
-        return False
-
-    def around(self) -> StoreUsage:
-        """What lies around the namespace. Blocks; one thread at a time calls it, after what may change it."""
+    def usage(self) -> StoreUsage:
+        """Return how full the storage is. Blocks; one thread at a time calls it."""
         return StoreUsage()
 
     def refresh(self) -> int:
-        """Learn what other processes have stored and evicted. Blocks; a thread calls it every few seconds.
+        """Learn what other processes stored and evicted. Blocks; a thread calls it every few seconds.
 
         Returns:
-            How many listings had changed.
+            The number of listings that had changed.
         """
         ...
 
     @property
     def stats(self) -> TierStats:
-        """What this process has done with it since it was opened."""
+        """What this process has done with the tier since it was opened."""
         ...
 
     def close(self) -> None:
-        """Let go of what is open; no call may be under way or follow. Idempotent."""
+        """Release what is open. No call may be under way or follow. Idempotent."""
         ...

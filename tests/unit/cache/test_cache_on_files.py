@@ -69,7 +69,7 @@ class Cache:
         for key in list(self.host._book.ready):
             self.host._policy.remove(key)
             self.host._book.evict(key)
-            self.host.tags.discard(key)
+            self.host.keys.discard(key)
 
     def load(self, *keys: bytes) -> bool:
         """Whether all could be loaded; what was is right, and nothing is held afterwards."""

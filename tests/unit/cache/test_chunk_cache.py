@@ -102,7 +102,7 @@ class Cache:
         if key in self.host._book.ready:
             self.host._policy.remove(key)
             self.host._book.evict(key)
-            self.host.tags.discard(key)
+            self.host.keys.discard(key)
 
     def fetch(self, *keys, **options):
         return self.cache.reading.fetch([want(key) for key in keys], **options)
@@ -182,7 +182,7 @@ class Living(RuleBasedStateMachine):
                 self.note_owed(number, slot.key)
 
     def note_owed(self, number, key):
-        if not self.made.tiers[number].known([key])[0] and key not in self.cache.writing[number]._held:
+        if not self.made.tiers[number].contains([key])[0] and key not in self.cache.writing[number]._held:
             self.owed[number].add(key)
 
     def note_lost(self):
@@ -263,11 +263,11 @@ class Living(RuleBasedStateMachine):
         tier = data.draw(st.sampled_from(self.made.tiers))
         if there:
             tier.kept[key] = content(key)
-            tier.tags.add(key)
+            tier.keys.add(key)
         else:
             tier.kept.pop(key, None)
             if heard:
-                tier.tags.discard(key)
+                tier.keys.discard(key)
 
     @rule(seconds=st.sampled_from([1.0, 1.0, 1.0, STUCK_SECONDS + 1]))
     def time_passes(self, seconds):
@@ -389,7 +389,7 @@ class Living(RuleBasedStateMachine):
         self.cache.shutdown(1.0)
         self.cache.poll()
         for tier, keys in zip(self.made.tiers, here, strict=True):
-            left = [key for key in keys - tier.kept.keys() if not tier.known([key])[0]]
+            left = [key for key in keys - tier.kept.keys() if not tier.contains([key])[0]]
             assert not left, "what is owed is written in the end"
             assert tier.closed
         self.host.check_integrity()

@@ -184,7 +184,7 @@ def test_what_prompts_used_is_noted_with_the_next_refresh_each_chunk_after_what_
     uses = []
 
     class Noting(FakeTier):
-        def used(self, keys):
+        def mark_used(self, keys):
             uses.append(keys)
 
     monkeypatch.setattr("kvferry.cache.tier_queue.REFRESH_SECONDS", 60)
@@ -198,7 +198,7 @@ def test_what_prompts_used_is_noted_with_the_next_refresh_each_chunk_after_what_
 
 def test_a_tier_that_cannot_note_what_was_used_goes_on(caplog):
     class Failing(FakeTier):
-        def used(self, keys):
+        def mark_used(self, keys):
             raise OSError("the mount has gone")
 
     queue = TierQueue(Failing("file"), readers=1, writers=1)

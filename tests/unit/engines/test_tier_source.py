@@ -23,10 +23,10 @@ from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.observe.events import Lack, Miss, Moved
 from kvferry.planning.select import LoadSpan
 from kvferry.tiers.eviction import EVICTION_POLICIES
-from kvferry.tiers.files.usage import StoreUsage
 from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.names import TIERS
 from kvferry.tiers.outcome import GetOutcome
+from kvferry.tiers.storage_tier import StoreUsage
 from support.block_pool import request
 from support.clock import Clock
 from support.models import attention, model
@@ -186,9 +186,9 @@ def test_a_tier_that_cannot_read_is_not_asked_again_for_this_request():
     engine.step()
     for tier, number in ((engine.queues[0].tier, 1), (engine.queues[1].tier, 1)):
         tier.kept[engine.keys[number]] = bytes(SIZE)
-    engine.queues[0].tier.tags.add(engine.keys[1])
+    engine.queues[0].tier.keys.add(engine.keys[1])
     assert engine.bid().tokens == 8
-    engine.queues[1].tier.tags.add(engine.keys[1])
+    engine.queues[1].tier.keys.add(engine.keys[1])
     assert engine.bid().tokens == 16
     second = engine.begin()
     assert engine.source.origin(second) == "object"
@@ -397,8 +397,9 @@ def test_what_was_in_host_memory_lately_was_evicted():
 
 def test_what_a_slow_tier_had_lately_was_evicted():
     engine = Engine([0])
-    engine.queues[0].tier.tags.clear()
-    engine.queues[0].tier.gone.add(engine.keys[0])
+    engine.queues[0].tier.keys.clear()
+    engine.queues[0].tier.keys.add(engine.keys[0])
+    engine.queues[0].tier.keys.discard(engine.keys[0])
     assert lack(engine).miss is Miss.EVICTED
 
 
@@ -434,7 +435,7 @@ def test_a_prompt_of_less_than_a_chunk_is_said_to_be_short():
 
 def test_where_there_is_nothing_but_of_a_stranger_it_is_said_to_be_in_another_namespace():
     engine = Engine([])
-    engine.queues[0].around = StoreUsage(stranger="ab")
+    engine.queues[0].around = StoreUsage(same_name_namespace="ab")
     assert lack(engine).miss is Miss.OTHER_NAMESPACE
 
 

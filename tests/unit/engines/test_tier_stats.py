@@ -14,9 +14,9 @@ from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.observe.events import TierTold
 from kvferry.observe.watch import Watch
 from kvferry.tiers.eviction import EVICTION_POLICIES
-from kvferry.tiers.files.usage import StoreUsage
 from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.outcome import GetOutcome, PutOutcome
+from kvferry.tiers.storage_tier import StoreUsage
 from support.clock import Clock
 from support.models import attention, model
 from support.slow_tiers import answer, fake_tiers, queue_by_hand
@@ -32,7 +32,7 @@ class Tiers:
         (tier,) = fake_tiers([(KEPT, bytes(SIZE))])
         self.queue = queue_by_hand(tier, self.clock)
         self.cache = ChunkCache(
-            HostTier(chunks * SIZE, [SIZE], EVICTION_POLICIES["lru"], tier.tags.table),
+            HostTier(chunks * SIZE, [SIZE], EVICTION_POLICIES["lru"], tier.keys.table),
             lambda _, size: memoryview(bytearray(size)),
             CANONICAL.groups,
             [Behind(self.queue)],
@@ -72,7 +72,7 @@ def test_fetches_and_what_was_wrong_with_one_are_told_once():
     tiers.cache.reading.fetch([Want(0, 0, KEPT, 8)])
     answer(tiers.queue, "read", KEPT, GetOutcome.CORRUPT)
     assert tiers.told()["file"].missed == (("corrupt", 1),)
-    tiers.queue.tier.tags.add(KEPT)
+    tiers.queue.tier.keys.add(KEPT)
     tiers.cache.reading.fetch([Want(0, 0, KEPT, 8)])
     answer(tiers.queue, "read", KEPT, GetOutcome.HIT)
     told = tiers.told()["file"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvferry.errors import ConfigError
 from kvferry.tiers.admin import CacheAdmin, CollectResult, SpaceUsage, StoredFile
-from kvferry.tiers.files import chunk_io
+from kvferry.tiers.files import chunk_file
 from kvferry.tiers.files.ledger import HeldLedger, Ledger, read_ledger
 from kvferry.tiers.files.lock_handoff import LockTimeout
 from kvferry.tiers.files.opening import check_directory, read_marker, unusable_directory
@@ -124,7 +124,7 @@ class _OpenFile(StoredFile):
     size: int
 
     def read(self, offset: int, size: int) -> Buffer:
-        return chunk_io.read(self.fd, offset, size)
+        return chunk_file.read(self.fd, offset, size)
 
     def quarantine(self) -> bool:
         return quarantine_file(self.root, Ledger(self.root), os.fstat(self.fd), self.path)

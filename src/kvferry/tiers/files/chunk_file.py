@@ -1,20 +1,27 @@
-"""A chunk in memory to a file and back, with its checksums.
+"""Chunk files through a descriptor: writing, reading, verifying. Blocks; any thread may do it.
 
 A chunk is digested piece by piece as it is read, while the processor's cache still has the piece.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import time
+from functools import partial
 
-from kvferry.tiers.files.direct_io import read_all, read_more, whole_pages, write_all
-from kvferry.tiers.format.body import PIECE_BYTES, is_chunk, make_header, zero_padding
+from kvferry.errors import ChunkError
+from kvferry.tiers.files.direct_io import read_all, read_more, set_direct, whole_pages, write_all
+from kvferry.tiers.format import decode
+from kvferry.tiers.format.body import PIECE_BYTES, check_body, is_chunk, make_header, zero_padding
+from kvferry.tiers.format.checksum import Buffer
 from kvferry.tiers.format.chunk import Chunk
+from kvferry.tiers.format.decode import ChunkHeader
 
 STORAGE_PIECE_BYTES = 4 << 20
-"""Bytes that are read at a time from a disk or a network, which take less time for fewer, larger pieces."""
+"""Bytes read at a time from a disk or a network, which take less time for fewer, larger pieces."""
 MEMORY_BYTES_PER_SECOND = 4e9
-"""Bytes come from memory, such as the page cache, if they come faster than this."""
+"""Bytes that arrive faster than this come from memory, such as the page cache."""
 
 
 def write_chunk(fd: int, chunk: Chunk, body: memoryview) -> None:
@@ -23,11 +30,11 @@ def write_chunk(fd: int, chunk: Chunk, body: memoryview) -> None:
     Args:
         fd: of the file.
         chunk: what it is.
-        body: its sections, each from a page on; what lies between them is zeroed.
+        body: its sections, each at a multiple of 4096 bytes; the padding between them is set to zero.
 
     Raises:
         ChunkError: the body has another length than the chunk's.
-        OSError: it cannot be written; some may have been.
+        OSError: it cannot be written; a part may have been.
     """
     zero_padding(chunk, body)
     header = whole_pages(chunk.offsets[0])
@@ -36,27 +43,82 @@ def write_chunk(fd: int, chunk: Chunk, body: memoryview) -> None:
 
 
 def read_chunk(fd: int, chunk: Chunk, into: memoryview) -> bool:
-    """Read a chunk from its file; return whether the file begins with its image.
+    """Read a chunk from its file; return whether the file begins with that very chunk.
 
     Args:
         fd: of the file.
-        chunk: what it should be.
+        chunk: the expected chunk.
         into: filled with the body, as long as the chunk's.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     reading = _ProgressiveRead(fd, whole_pages(chunk.offsets[0]), into)
     good = is_chunk(chunk, reading.header, into, reading.read_up_to)
     return reading.done == chunk.file_bytes and good
 
 
+def check_refused(fd: int, chunk: Chunk, body: memoryview) -> None:
+    """Check a file that `read_chunk` refused; return if it is a good chunk of the key, but of other groups.
+
+    Args:
+        fd: of the file.
+        chunk: the expected chunk.
+        body: what was read.
+
+    Raises:
+        ChunkError: it is damaged, or has the name of another chunk.
+        OSError: it cannot be read, or was good when it was read again.
+    """
+    set_direct(fd, on=False)
+    header = read_header(fd)
+    if (header.chunk.namespace, header.chunk.key) != (chunk.namespace, chunk.key):
+        raise ChunkError(f"the chunk of key {header.chunk.key.hex()} under the name of {chunk.key.hex()}")
+    if header.chunk != chunk:
+        return
+    check_body(header, body)
+    raise OSError(errno.EIO, "the header changed between two reads")
+
+
+def read_header(fd: int) -> ChunkHeader:
+    """Read the header of a file and compare the file's length with it.
+
+    Raises:
+        ChunkError: it is not a chunk file, or not a whole one.
+        OSError: it cannot be read.
+    """
+    return decode.read_header(partial(read, fd), os.fstat(fd).st_size)
+
+
+def verify_file(fd: int) -> ChunkHeader:
+    """Read and check every byte of a file, through the page cache.
+
+    Raises:
+        ChunkError: some byte is not what was written.
+        OSError: it cannot be read.
+    """
+    set_direct(fd, on=False)
+    return decode.verify(partial(read, fd), os.fstat(fd).st_size)
+
+
+def read(fd: int, offset: int, size: int) -> Buffer:
+    """Return `size` bytes from `offset` on, or fewer where the file ends.
+
+    Raises:
+        OSError: they cannot be read.
+    """
+    data = b""
+    while len(data) < size and (piece := os.pread(fd, size - len(data), offset + len(data))):
+        data += piece
+    return data
+
+
 class _ProgressiveRead:
-    """A file that is read as its bytes are needed.
+    """A read of a file that advances as its bytes are needed.
 
     Attributes:
         header: filled with the file's header by the first read.
-        done: bytes read so far; no more come once the file has ended.
+        done: bytes read so far; stops growing once the file has ended.
     """
 
     def __init__(self, fd: int, header: memoryview, into: memoryview) -> None:
@@ -65,7 +127,7 @@ class _ProgressiveRead:
         self._piece_bytes = PIECE_BYTES
 
     def read_up_to(self, size: int) -> None:
-        """Read on until so many bytes of the body are there, or the file has ended."""
+        """Read until `size` bytes of the body are in memory, or the file has ended."""
         while self.done < len(self.header) + size and not self._ended:
             if self.done:
                 at = self.done - len(self.header)
@@ -77,7 +139,7 @@ class _ProgressiveRead:
             self._ended = read < wanted
 
     def _begin(self) -> tuple[int, int]:
-        """Read the header and a first piece; bytes read, and bytes wanted."""
+        """Read the header and a first piece; return the bytes read and the bytes wanted."""
         began, piece = time.perf_counter(), self._into[:PIECE_BYTES]
         read = read_all(self._fd, (self.header, piece))
         if read < MEMORY_BYTES_PER_SECOND * (time.perf_counter() - began):

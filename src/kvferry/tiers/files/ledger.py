@@ -111,7 +111,7 @@ class Ledger:
         self._clock = clock
         self._sleep = sleep
         self._known: os.stat_result | None = None
-        self._relay = LockHandoff(self._path, self._get, HeldLedger.close, clock, sleep)
+        self._lock_handoff = LockHandoff(self._path, self._get, HeldLedger.close, clock, sleep)
 
     @contextmanager
     def held(self, seconds: float | None = None) -> Iterator[HeldLedger]:
@@ -125,7 +125,7 @@ class Ledger:
             OSError: it cannot be opened or written, or another release wrote it; ESTALE when another disk is
                 mounted here than before.
         """
-        with self._relay.had(self._lock_seconds if seconds is None else seconds) as account:
+        with self._lock_handoff.held(self._lock_seconds if seconds is None else seconds) as account:
             yield account
 
     def _get(self, deadline: float) -> HeldLedger:

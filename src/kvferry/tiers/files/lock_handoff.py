@@ -78,7 +78,7 @@ class LockHandoff(Generic[T]):
         self._own = _WaitingThreads[T](os.getpid())
 
     @contextmanager
-    def had(self, seconds: float) -> Iterator[T]:
+    def held(self, seconds: float) -> Iterator[T]:
         """Have it, if it can be had within so many seconds.
 
         Raises:

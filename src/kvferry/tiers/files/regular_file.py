@@ -89,3 +89,16 @@ def make_folder(root: str, folder: str) -> None:
     with suppress(FileExistsError):
         os.mkdir(folder, FOLDER_MODE)
     check_folders(root, f"{folder}/")
+
+
+def sync_folder(folder: str) -> None:
+    """Flush a folder's entries to the disk.
+
+    Raises:
+        OSError: it cannot be opened or flushed.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -37,12 +37,12 @@ class DirectoryFull(Exception):
     """No room can be made.
 
     Attributes:
-        hopeless: not even if the directory were empty.
+        too_large: the file is larger than the capacity.
     """
 
     def __init__(self, size: int, account: HeldLedger) -> None:
         super().__init__(f"{size} bytes do not fit; {account.used} of {account.capacity} are in use")
-        self.hopeless = size > account.capacity
+        self.too_large = size > account.capacity
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,72 +1,58 @@
-"""What lies around a namespace: how full its place is, and whether another one has the same model's name."""
+"""How full a directory is, and whether another of its namespaces is of a model of the same name."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
 from kvferry.errors import Unnameable
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.files.ledger import read_ledger
 from kvferry.tiers.files.regular_file import check_folders, read_regular
 from kvferry.tiers.paths import note_name
+from kvferry.tiers.storage_tier import StoreUsage
 
-_LONGEST_NOTE = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class StoreUsage:
-    """See the module.
-
-    Attributes:
-        used, capacity: bytes of all namespaces together; None where that is not known.
-        stranger: digest, in hex, of another namespace whose model has the same name, where this one has
-            nothing; empty if there is none, or this one has something.
-    """
-
-    used: int | None = None
-    capacity: int | None = None
-    stranger: str = ""
+_MAX_NOTE_BYTES = 1 << 20
 
 
 class UsageReader:
-    """Looks at a directory. For one thread; every call blocks."""
+    """Reads the usage of a directory. For one thread; every call blocks.
+
+    Args:
+        root: the directory.
+        namespace: the namespace that this process uses.
+    """
 
     def __init__(self, root: str, namespace: Namespace) -> None:
-        """See the module.
-
-        Args:
-            root: the directory.
-            namespace: that is ours.
-        """
         self._root, self._ours, self._name = root, namespace.digest.hex(), namespace.name
         self._names: dict[str, str] = {}
         self._last = StoreUsage()
 
-    def look(self, *, empty: bool) -> StoreUsage:
-        """What there is now; what cannot be read is as it was.
+    def read(self, *, empty: bool) -> StoreUsage:
+        """Return the current usage; what cannot be read keeps its last value.
 
         Args:
-            empty: our namespace has nothing.
+            empty: whether the namespace of this process has no chunks.
         """
         capacity, used = read_ledger(self._root) or (self._last.capacity, self._last.used)
-        self._last = StoreUsage(used, capacity, self._stranger() if empty else "")
+        self._last = StoreUsage(used, capacity, self._same_name_namespace() if empty else "")
         return self._last
 
-    def _stranger(self) -> str:
+    def _same_name_namespace(self) -> str:
         try:
             folders = [name for name in os.listdir(self._root) if len(name) == len(self._ours)]
         except OSError:
-            return self._last.stranger
-        names = {name: self._names.get(name) or self._read(name) for name in folders if name != self._ours}
+            return self._last.same_name_namespace
+        names = {
+            name: self._names.get(name) or self._model_name(name) for name in folders if name != self._ours
+        }
         self._names = names
         return next((digest for digest, name in sorted(names.items()) if name and name == self._name), "")
 
-    def _read(self, digest: str) -> str:
-        """The model's name of a namespace; empty where there is no note to believe."""
+    def _model_name(self, digest: str) -> str:
+        """Return the model's name in a namespace's note; an empty string if there is no valid note."""
         try:
             note = f"{self._root}/{note_name(bytes.fromhex(digest))}"
             check_folders(self._root, note)
-            return Namespace.read(read_regular(note, _LONGEST_NOTE).decode("ascii")).name
+            return Namespace.read(read_regular(note, _MAX_NOTE_BYTES).decode("ascii")).name
         except (OSError, ValueError, Unnameable):
             return ""

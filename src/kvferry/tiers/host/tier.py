@@ -24,8 +24,8 @@ import numpy.typing as npt
 from kvferry.tiers.eviction import EvictionPolicy
 from kvferry.tiers.host.counters import HostCounters, HostDropReason, HostMissReason
 from kvferry.tiers.host.slot_table import Slot, SlotTable
-from kvferry.tiers.index.key_table import KeyTable, TierKeys, tags_of
-from kvferry.tiers.index.recently_evicted import RecentlyEvicted
+from kvferry.tiers.index.key_table import KeyTable, tags_of
+from kvferry.tiers.index.tier_keys import TierKeys
 
 __all__ = ["HostTier", "Slot"]
 
@@ -36,7 +36,7 @@ class HostTier:
     Attributes:
         counters: what it has done.
         capacity_bytes, used_bytes: of slots; the first is never exceeded.
-        tags: of the chunks that can be read.
+        keys: of the chunks that can be read.
     """
 
     def __init__(
@@ -63,8 +63,7 @@ class HostTier:
         self.capacity_bytes = self._book.slabs.capacity_bytes
         self._make_policy = policy
         self._policy = policy(self.capacity_bytes)
-        self.tags = TierKeys(table)
-        self._evicted = RecentlyEvicted()
+        self.keys = TierKeys(table)
         self._most_evicted = (len(set(chunk_bytes)) + 1) * self._book.slabs.slab_bytes
 
     def __len__(self) -> int:
@@ -78,7 +77,7 @@ class HostTier:
 
     def contains(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """Which of these could be opened now: bool of shape (len(keys),). Changes and counts nothing."""
-        return self.tags.known(tags_of(keys))
+        return self.keys.contains(tags_of(keys))
 
     def reserve(self, key: bytes, group: int, *, counted: bool = True) -> Slot | None:
         """Make room for a chunk, where need be by evicting others; None if there is none, or it is here.
@@ -103,7 +102,7 @@ class HostTier:
             return False
         size = self._book.chunk_bytes[slot.group]
         self._policy.admit(slot.key, size)
-        self.tags.add(slot.key)
+        self.keys.add(slot.key)
         self.counters.stored += 1
         self.counters.stored_bytes += size
         return True
@@ -117,7 +116,7 @@ class HostTier:
         """Hold a chunk for reading, every call anew; None if it is not here, which is counted."""
         chunk = self._book.ready.get(key)
         if chunk is None:
-            self.counters.misses[self.why_missed(key)] += 1
+            self.counters.misses[self.miss_reason(key)] += 1
             return None
         self._policy.touch(key)
         if not chunk.holds:
@@ -140,7 +139,7 @@ class HostTier:
         if self._book.close(slot):
             self._policy.unpin(slot.key)
 
-    def used(self, keys: Sequence[bytes]) -> None:
+    def mark_used(self, keys: Sequence[bytes]) -> None:
         """A prompt's chunks were used, from its beginning on: of those here, its end leaves first."""
         for key in reversed(keys):
             if key in self._book.ready:
@@ -150,8 +149,7 @@ class HostTier:
         """Forget all chunks, and those being filled: what the keys named has changed."""
         self.counters.dropped[HostDropReason.CLEARED] += self._book.clear()
         self._policy = self._make_policy(self.capacity_bytes)
-        self.tags.clear()
-        self._evicted = RecentlyEvicted()
+        self.keys.clear()
 
     def check_integrity(self) -> None:
         """Compare book and policy with themselves and with each other; takes time with the number of chunks.
@@ -164,7 +162,7 @@ class HostTier:
         ready = self._book.ready
         if len(ready) != len(self._policy) or any(key not in self._policy for key in ready):
             raise AssertionError("the policy ranks other keys than those that can be read")
-        if len(ready) != len(self.tags) or not self.tags.known(tags_of(list(ready))).all():
+        if len(ready) != len(self.keys) or not self.keys.contains(tags_of(list(ready))).all():
             raise AssertionError("other keys are told than those that can be read")
         if self._policy.used_bytes != sum(chunk.size for chunk in ready.values()):
             raise AssertionError("the policy counts other bytes than those that can be read")
@@ -192,14 +190,13 @@ class HostTier:
     def _evict(self, key: bytes) -> int:
         """Give up a chunk that the policy has let go; returns its bytes."""
         size = self._book.evict(key).size
-        self.tags.discard(key)
+        self.keys.discard(key)
         self.counters.evicted += 1
         self.counters.evicted_bytes += size
-        self._evicted.add(key)
         return size
 
-    def why_missed(self, key: bytes) -> HostMissReason:
+    def miss_reason(self, key: bytes) -> HostMissReason:
         """Why a chunk is not here. Counts nothing."""
         if key in self._book.filling:
             return HostMissReason.FILLING
-        return HostMissReason.EVICTED if key in self._evicted else HostMissReason.ABSENT
+        return HostMissReason.EVICTED if self.keys.recently_evicted(key) else HostMissReason.ABSENT

@@ -1,7 +1,7 @@
-"""Keys that were there lately and are not any more, in little memory.
+"""A memory of recently evicted keys, of fixed size.
 
-One slot per key, chosen by its first bytes, holds the eight after those: a later key takes the slot of an
-earlier one, which is then forgotten. One key is taken for another once in 2⁶⁴.
+Each key has one slot, chosen by its first four bytes, which stores the next eight bytes. A later key replaces
+an earlier one in its slot. Two keys are confused with a probability of 2^-64.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ _SLOTS = 1 << 17
 
 
 class RecentlyEvicted:
-    """Forgets, but never invents. A mebibyte. Any thread may use it.
+    """A set of at most 131072 keys that forgets, but never invents a key. It takes 1 MiB. Thread-safe.
 
-    >>> gone = Gone()
-    >>> gone.add(bytes(range(32)))
-    >>> bytes(range(32)) in gone, bytes(32) in gone
+    >>> evicted = RecentlyEvicted()
+    >>> evicted.add(bytes(range(32)))
+    >>> bytes(range(32)) in evicted, bytes(32) in evicted
     (True, False)
     """
 
@@ -24,23 +24,17 @@ class RecentlyEvicted:
         self._marks = array("Q", bytes(8 * _SLOTS))
 
     def __contains__(self, key: bytes) -> bool:
-        slot, mark = _place(key)
+        slot, mark = _slot_and_mark(key)
         return self._marks[slot] == mark
 
     def add(self, key: bytes) -> None:
-        """It has gone."""
-        slot, mark = _place(key)
+        """Remember a key of at least 12 bytes."""
+        slot, mark = _slot_and_mark(key)
         self._marks[slot] = mark
 
-    def discard(self, key: bytes) -> None:
-        """It is back."""
-        slot, mark = _place(key)
-        if self._marks[slot] == mark:
-            self._marks[slot] = 0
 
-
-def _place(key: bytes) -> tuple[int, int]:
-    """Slot and mark of a key; the mark is never that of an empty slot."""
-    # The last byte is a group's number, beside digests that are alike for all groups.
+def _slot_and_mark(key: bytes) -> tuple[int, int]:
+    """Return the slot of a key, and its mark, which is never 0: an empty slot is 0."""
+    # The last byte numbers the group; the bytes before it are the same for all groups of a chunk.
     slot = (int.from_bytes(key[:4], "big") + 0x9E37 * key[-1]) % _SLOTS
     return slot, int.from_bytes(key[4:12], "big") | 1

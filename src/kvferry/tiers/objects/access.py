@@ -25,14 +25,14 @@ class GuardedBucket:
 
     Args:
         bucket: where requests go.
-        rest_seconds: how long it is left alone after failures.
+        pause_seconds: how long it is left alone after failures.
         clock: monotonic seconds.
     """
 
-    def __init__(self, bucket: BucketClient, rest_seconds: float, clock: Callable[[], float]) -> None:
+    def __init__(self, bucket: BucketClient, pause_seconds: float, clock: Callable[[], float]) -> None:
         self._bucket = bucket
-        self._reads = CircuitBreaker(_FAILURES, rest_seconds, clock)
-        self._writes = CircuitBreaker(_FAILURES, rest_seconds, clock)
+        self._reads = CircuitBreaker(_FAILURES, pause_seconds, clock)
+        self._writes = CircuitBreaker(_FAILURES, pause_seconds, clock)
         self._faults: Counter[Fault] = Counter()
         self._lock = Lock()
 
@@ -43,9 +43,9 @@ class GuardedBucket:
             return dict(self._faults)
 
     @property
-    def unread(self) -> bool:
+    def reads_paused(self) -> bool:
         """Whether reads are left alone now."""
-        return self._reads.resting
+        return self._reads.is_open
 
     def reading(self) -> AbstractContextManager[BucketClient]:
         """Use the bucket for reading. Raises `Unavailable` where it is left alone."""
@@ -59,8 +59,8 @@ class GuardedBucket:
     def _through(self, breaker: CircuitBreaker) -> Iterator[BucketClient]:
         ticket = breaker.enter()
         if ticket is None:
-            self._count(Fault.RESTING)
-            raise Unavailable(Fault.RESTING)
+            self._count(Fault.PAUSED)
+            raise Unavailable(Fault.PAUSED)
         worked = True
         try:
             yield self._bucket

@@ -1,7 +1,7 @@
-"""Learning from listings what is there, and leaving the note of a namespace.
+"""What a bucket holds, learnt from listings; writes the note of a namespace.
 
-A listing of a million chunks is a thousand requests: it is made seldom, by a thread that may wait, page by
-page.
+A listing of a million chunks takes a thousand requests, so it is made rarely, page by page, by a
+thread that may wait.
 """
 
 from __future__ import annotations
@@ -13,79 +13,84 @@ from contextlib import contextmanager, suppress
 from threading import Lock
 
 from kvferry.keys.namespace import Namespace
+from kvferry.tiers.index.listed_keys import ListedKeys
 from kvferry.tiers.objects.access import GuardedBucket
 from kvferry.tiers.objects.client import BucketClient, ListedObject
+from kvferry.tiers.objects.distrusted import DistrustedObjects
 from kvferry.tiers.objects.faults import Fault, Unavailable
-from kvferry.tiers.objects.known import Known
 from kvferry.tiers.paths import chunk_name, key_of, note_name
 
 _log = logging.getLogger(__name__)
 
-# What a listing that takes longer has shown by then is known, and nothing is forgotten.
+# A listing that takes longer is cut off: its keys so far are added, and none is removed.
 MAX_LISTING_SECONDS = 300.0
 # After every page other threads get to run: an engine's step must not wait for a listing.
-_REST_SECONDS = 0.001
+_PAUSE_SECONDS = 0.001
 
 
 class BucketIndex:
-    """Keeps what is known of a namespace up to date. Any thread may use it; one at a time has an effect.
+    """Keeps the keys of one namespace up to date. Any thread may use it; while one lists, others skip.
 
     Args:
-        access: the way to the bucket.
-        namespace: whose chunks are looked for.
-        known: what is learnt.
-        good_seconds: how long a listing is thought to be good.
+        bucket: where requests go.
+        namespace: of the chunks that are listed.
+        listed: the keys; gets what listings show.
+        distrusted: objects to leave out.
+        valid_seconds: how long a listing is used before the next.
         clock: monotonic seconds.
     """
 
     def __init__(
         self,
-        access: GuardedBucket,
+        bucket: GuardedBucket,
+        *,
         namespace: Namespace,
-        known: Known,
-        good_seconds: float,
+        listed: ListedKeys,
+        distrusted: DistrustedObjects,
+        valid_seconds: float,
         clock: Callable[[], float],
     ) -> None:
-        self._access = access
+        self._bucket = bucket
         self._namespace = namespace
-        self._known = known
-        self._good_seconds = good_seconds
+        self._listed = listed
+        self._distrusted = distrusted
+        self._valid_seconds = valid_seconds
         self._clock = clock
         self._due_at = clock()
-        self._one = Lock()
-        self._noted = self._told = False
+        self._listing = Lock()
+        self._note_written = self._warned = False
 
     @property
     def due(self) -> bool:
-        """Whether the last listing is too old to be relied on, or did not come to its end."""
+        """Whether the last listing is too old, or was cut off."""
         return self._clock() >= self._due_at
 
     def list(self, seconds: float = MAX_LISTING_SECONDS) -> int:
-        """Go through what is there, for at most so long.
+        """List the namespace for at most so many seconds.
 
         Returns:
-            1 if more or less is known than before, else 0.
+            1 if that added or removed keys, else 0.
         """
-        if not self._one.acquire(blocking=False):
+        if not self._listing.acquire(blocking=False):
             return 0
         try:
-            before = self._known.changes
+            before = self._listed.changes
             with suppress(Unavailable, FileNotFoundError):
                 self._list(seconds)
-            return int(self._known.changes != before)
+            return int(self._listed.changes != before)
         finally:
-            self._one.release()
+            self._listing.release()
 
     def _list(self, seconds: float) -> None:
         noted = False
         until = self._clock() + seconds
         digest = self._namespace.digest
         try:
-            with self._access.reading() as bucket, self._known.listing():
+            with self._bucket.reading() as bucket, self._listed.listing():
                 for page in self._pages(bucket):
-                    self._known.show(self._keys(page))
+                    self._listed.show(self._distrusted.trusted(self._keys(page)))
                     noted = noted or any(one.path == note_name(digest) for one in page)
-                    time.sleep(_REST_SECONDS)
+                    time.sleep(_PAUSE_SECONDS)
                     if self._clock() >= until:
                         raise _OutOfTime
         except _OutOfTime:
@@ -94,44 +99,44 @@ class BucketIndex:
                 level,
                 "object tier: in %g s, %d chunks were listed; there are more",
                 seconds,
-                len(self._known),
+                len(self._listed),
             )
             return
-        self._due_at = self._clock() + self._good_seconds
-        if not (noted or self._noted):
-            # Once: who may not write need not be told every time.
-            self._noted = True
-            with self._access.writing() as bucket:
+        self._due_at = self._clock() + self._valid_seconds
+        if not (noted or self._note_written):
+            # Tried once: an engine that may not write need not fail every time.
+            self._note_written = True
+            with self._bucket.writing() as bucket:
                 bucket.put(note_name(digest), [self._namespace.note.encode("ascii")])
 
     def _pages(self, bucket: BucketClient) -> Iterator[Sequence[ListedObject]]:
-        """What lies in the namespace; where a name spoils the listing, what lies in folders without one."""
+        """List the namespace; if a name breaks that, list its folders one by one, without those it breaks."""
         folder = self._namespace.digest.hex()
         try:
             yield from bucket.list(folder)
         except Unavailable as error:
             if error.fault is not Fault.ODD_NAME:
                 raise
-            if not self._told:
-                self._told = True
+            if not self._warned:
+                self._warned = True
                 _log.warning(
                     "object tier: %s (%s); %s; until then every folder is listed by itself",
                     *(folder, error, error.fault.advice),
                 )
             for number in range(256):
-                with _but_odd_names():
+                with _skipping_bad_names():
                     yield from bucket.list(f"{folder}/{number:02x}")
 
     def _keys(self, page: Sequence[ListedObject]) -> Iterator[tuple[bytes, str]]:
         for one in page:
             key = key_of(one.path.rpartition("/")[2])
             if key is not None and one.path == chunk_name(self._namespace.digest, key):
-                yield key, one.tag
+                yield key, one.etag
 
 
 @contextmanager
-def _but_odd_names() -> Iterator[None]:
-    """Go on where a name cannot be read."""
+def _skipping_bad_names() -> Iterator[None]:
+    """Ignore a folder with a name that cannot be read."""
     try:
         yield
     except Unavailable as error:
@@ -140,4 +145,4 @@ def _but_odd_names() -> Iterator[None]:
 
 
 class _OutOfTime(Exception):
-    """A listing has taken its time."""
+    """A listing has used up its time."""

@@ -23,7 +23,7 @@ class CircuitBreaker:
 
     ::
 
-        CLOSED --failures in a row--> OPEN --rest_seconds, first to ask--> HALF_OPEN --it worked--> CLOSED
+        CLOSED --failures in a row--> OPEN --pause_seconds, first to ask--> HALF_OPEN --it worked--> CLOSED
                                        ^---------------------------------it failed---'
 
     Whoever is let in gets a ticket and gives it back with the outcome, whatever happens. A ticket from before
@@ -32,13 +32,13 @@ class CircuitBreaker:
 
     Args:
         failures: in a row, that open it.
-        rest_seconds: how long it then stays open.
+        pause_seconds: how long it then stays open.
         clock: monotonic seconds.
     """
 
-    def __init__(self, failures: int, rest_seconds: float, clock: Callable[[], float]) -> None:
+    def __init__(self, failures: int, pause_seconds: float, clock: Callable[[], float]) -> None:
         self._limit = failures
-        self._rest_seconds = rest_seconds
+        self._pause_seconds = pause_seconds
         self._clock = clock
         self._lock = Lock()
         self._state = _CircuitState.CLOSED
@@ -47,7 +47,7 @@ class CircuitBreaker:
         self._changes = 0
 
     @property
-    def resting(self) -> bool:
+    def is_open(self) -> bool:
         """Whether `enter` would now turn a request away."""
         with self._lock:
             return self._turns_away()
@@ -70,7 +70,7 @@ class CircuitBreaker:
             if self._state is _CircuitState.HALF_OPEN and worked:
                 self._become(_CircuitState.CLOSED)
             elif self._state is _CircuitState.HALF_OPEN or self._failures >= self._limit:
-                self._until = self._clock() + self._rest_seconds
+                self._until = self._clock() + self._pause_seconds
                 self._become(_CircuitState.OPEN)
 
     def _turns_away(self) -> bool:

@@ -48,13 +48,13 @@ class ListedObject:
     Attributes:
         path: below the bucket's URL.
         size: bytes.
-        tag: changes with its content; empty where the store has none.
+        etag: changes with its content; empty if the store has none.
         stored_ns: when it was stored, nanoseconds since 1970.
     """
 
     path: str
     size: int
-    tag: str
+    etag: str
     stored_ns: int
 
 
@@ -64,12 +64,12 @@ class OpenObject:
 
     Attributes:
         size: bytes.
-        tag: changes with its content; empty where the store has none.
+        etag: changes with its content; empty if the store has none.
         pieces: its bytes, in pieces. Raises `Unavailable`.
     """
 
     size: int
-    tag: str
+    etag: str
     pieces: Iterator[bytes]
 
 
@@ -130,14 +130,14 @@ class BucketClient:
                 meta = obstore.head(self._store, path)
         except FileNotFoundError:
             return None, ""
-        return meta["size"], _tag(meta["e_tag"])
+        return meta["size"], _etag(meta["e_tag"])
 
     def get(self, path: str) -> OpenObject:
         """Begin to read an object."""
         with _asking():
             result = obstore.get(self._store, path)
             meta = result.meta
-            return OpenObject(meta["size"], _tag(meta["e_tag"]), _pieces(result.stream(_PIECE_BYTES)))
+            return OpenObject(meta["size"], _etag(meta["e_tag"]), _pieces(result.stream(_PIECE_BYTES)))
 
     def list(self, prefix: str = "") -> Iterator[Sequence[ListedObject]]:
         """Everything below a path, page by page, in no order."""
@@ -147,7 +147,7 @@ class BucketClient:
                     ListedObject(
                         one["path"],
                         one["size"],
-                        _tag(one["e_tag"]),
+                        _etag(one["e_tag"]),
                         int(one["last_modified"].timestamp() * 1e9),
                     )
                     for one in page
@@ -249,9 +249,9 @@ def _released(view: memoryview) -> bool:
     return True
 
 
-def _tag(tag: str | None) -> str:
+def _etag(etag: str | None) -> str:
     """Some stores quote it in answers and not in listings."""
-    return (tag or "").strip('"')
+    return (etag or "").strip('"')
 
 
 @cache

@@ -28,7 +28,7 @@ class Fault(StrEnum):
     ODD_NAME = "an object there has a name that cannot be read"
     UNEXPECTED = "an answer that cannot be used"
     FORKED = "this process was forked from one that used it"
-    RESTING = "it is left alone after failures"
+    PAUSED = "it is left alone after failures"
 
     @property
     def advice(self) -> str:
@@ -48,7 +48,7 @@ _ADVICE = {
     Fault.ODD_NAME: "remove it, and see who else writes there",
     Fault.UNEXPECTED: "see whether endpoint, region and URL are those of an object store",
     Fault.FORKED: "start processes by spawn",
-    Fault.RESTING: "see what was reported before",
+    Fault.PAUSED: "see what was reported before",
 }
 
 

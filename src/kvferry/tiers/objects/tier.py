@@ -25,19 +25,24 @@ from kvferry.keys.namespace import Namespace
 from kvferry.tiers.format.body import check_body, check_size, make_header, zero_padding
 from kvferry.tiers.format.chunk import Chunk, ChunkGroup
 from kvferry.tiers.format.decode import read_header
-from kvferry.tiers.index.key_table import KeyTable, TierKeys
+from kvferry.tiers.index.key_table import KeyTable
+from kvferry.tiers.index.listed_keys import ListedKeys
+from kvferry.tiers.index.tier_keys import TierKeys
 from kvferry.tiers.names import OBJECT
 from kvferry.tiers.objects.access import GuardedBucket
 from kvferry.tiers.objects.bucket_index import BucketIndex
 from kvferry.tiers.objects.client import BucketClient, OpenObject
+from kvferry.tiers.objects.distrusted import DistrustedObjects
 from kvferry.tiers.objects.faults import Fault, Unavailable
-from kvferry.tiers.objects.known import Known
 from kvferry.tiers.objects.stream import ObjectStream
 from kvferry.tiers.outcome import GetOutcome, OutcomeCounter, PutOutcome, TierStats
 from kvferry.tiers.paths import chunk_name, quarantine_name
 from kvferry.tiers.storage_tier import StorageTier
 
 _log = logging.getLogger(__name__)
+
+MAX_KEYS = 1 << 22
+"""Bound on the known keys of a namespace: an endless listing takes no more memory than that."""
 
 _ADVICE = {
     GetOutcome.CORRUPT: "see who else writes there; it is computed anew",
@@ -58,10 +63,10 @@ class ObjectTier(StorageTier):
             not among them, credentials above all, is read from the environment.
         timeout_seconds: how long a fetch may take; a store asks first, and may take as long again. A request
             has half of it, to the end of its answer: large chunks on a slow line need more.
-        rest_seconds: how long the store is left alone after failures.
-        listing_seconds: how long a listing is thought to be good; one of many chunks is many requests.
+        pause_seconds: how long no request is made after three failures in a row.
+        listing_seconds: how long a listing is used; listing many chunks takes many requests.
         clock: monotonic seconds.
-        table: for the tags of all places of a cache.
+        table: the key table that the tiers of a cache share; None for one of its own.
 
     Raises:
         ConfigError: the URL is of an unknown form, or an option is unknown or cannot be used.
@@ -76,7 +81,7 @@ class ObjectTier(StorageTier):
         options: Mapping[str, str] = MappingProxyType({}),
         *,
         timeout_seconds: float = 20.0,
-        rest_seconds: float = 30.0,
+        pause_seconds: float = 30.0,
         listing_seconds: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
         table: KeyTable | None = None,
@@ -91,45 +96,49 @@ class ObjectTier(StorageTier):
                 *(self._url, bucket.endpoint.shown),
             )
         self._namespace = namespace.digest
-        self._access = GuardedBucket(bucket, rest_seconds, clock)
-        self.tags = TierKeys(table)
-        self._known = Known(self.tags)
-        self._lister = BucketIndex(self._access, namespace, self._known, listing_seconds, clock)
-        self._tally = OutcomeCounter()
-        self._lister.list(timeout_seconds)
+        self._bucket = GuardedBucket(bucket, pause_seconds, clock)
+        self.keys = TierKeys(table)
+        self._listed = ListedKeys(self.keys, MAX_KEYS)
+        self._distrusted = DistrustedObjects()
+        self._index = BucketIndex(
+            self._bucket,
+            namespace=namespace,
+            listed=self._listed,
+            distrusted=self._distrusted,
+            valid_seconds=listing_seconds,
+            clock=clock,
+        )
+        self._counter = OutcomeCounter()
+        self._index.list(timeout_seconds)
 
     @property
     def stats(self) -> TierStats:
         """What this process did with the store since it was opened."""
-        return self._tally.stats()
+        return self._counter.stats()
 
     @property
     def faults(self) -> dict[Fault, int]:
         """Requests that came to nothing because of the store, by reason."""
-        return self._access.faults
+        return self._bucket.faults
 
     def __len__(self) -> int:
         """Chunks of the namespace, as far as is known."""
-        return len(self._known)
-
-    def had(self, key: bytes) -> bool:
-        """Whether a chunk was known lately; see `StorageTier.had`."""
-        return key in self._known.gone
+        return len(self._listed)
 
     @property
-    def resting(self) -> bool:
-        """Whether the store is left alone after failures: nobody is to wait for it."""
-        return self._access.unread
+    def paused(self) -> bool:
+        """Whether fetches are refused for a while because earlier ones failed."""
+        return self._bucket.reads_paused
 
     def put(self, key: bytes, group: ChunkGroup, body: memoryview) -> PutOutcome:
         """Keep a chunk; see `StorageTier.put`. One that is known to be there is not sent again."""
         chunk = Chunk(self._namespace, key, (group,))
         check_size(chunk, body)
         try:
-            done = PutOutcome.PRESENT if key in self._known else self._put(chunk, body)
+            done = PutOutcome.PRESENT if key in self._listed else self._put(chunk, body)
         except Unavailable:
             done = PutOutcome.IO_ERROR
-        self._tally.put(done, chunk.file_bytes)
+        self._counter.count_put(done, chunk.file_bytes)
         return done
 
     def get(self, key: bytes, group: ChunkGroup, into: memoryview) -> GetOutcome:
@@ -141,12 +150,12 @@ class ObjectTier(StorageTier):
             done, why = self._get(chunk, into)
         except FileNotFoundError:
             done = GetOutcome.ABSENT
-            self._known.discard(key)
+            self._listed.discard(key)
         except Unavailable as error:
             done = GetOutcome.IO_ERROR
-            if error.fault is not Fault.RESTING:
-                self._known.discard(key)
-        if self._tally.get(done, into.nbytes) and why:
+            if error.fault is not Fault.PAUSED:
+                self._listed.discard(key)
+        if self._counter.count_get(done, into.nbytes) and why:
             _log.warning(
                 "object tier %s: chunk %s is not used: %s (%s); %s",
                 self._url,
@@ -163,26 +172,27 @@ class ObjectTier(StorageTier):
         Returns:
             1 where that changed something, else 0.
         """
-        return self._lister.list() if self._lister.due else 0
+        return self._index.list() if self._index.due else 0
 
     def close(self) -> None:
         """Nothing stays open between calls but connections, which go with the store."""
 
     def _put(self, chunk: Chunk, body: memoryview) -> PutOutcome:
         path = chunk_name(self._namespace, chunk.key)
-        with self._access.writing() as bucket:
+        with self._bucket.writing() as bucket:
             # To ask takes less than to send again what another engine stored, and does not replace an object
             # that others are reading, which some stores do not keep apart.
-            there = not self._known.is_bad(chunk.key) and bucket.size(path) == chunk.file_bytes
+            there = chunk.key not in self._distrusted and bucket.size(path) == chunk.file_bytes
             if not there:
                 zero_padding(chunk, body)
                 bucket.put(path, [make_header(chunk, body), body])
-        self._known.add(chunk.key)
+        self._distrusted.discard(chunk.key)
+        self._listed.add(chunk.key)
         return PutOutcome.PRESENT if there else PutOutcome.STORED
 
     def _get(self, chunk: Chunk, into: memoryview) -> tuple[GetOutcome, str]:
         """Fetch it; with what is wrong with it."""
-        with self._access.reading() as bucket:
+        with self._bucket.reading() as bucket:
             found = bucket.get(chunk_name(self._namespace, chunk.key))
             try:
                 why = _read(chunk, found, into)
@@ -191,7 +201,9 @@ class ObjectTier(StorageTier):
             else:
                 done = GetOutcome.OTHER_SHAPE if why else GetOutcome.HIT
         if done is not GetOutcome.HIT:
-            self._known.distrust(chunk.key, found.tag)
+            # In this order, so that a listing under way cannot add the key in between.
+            self._distrusted.add(chunk.key, found.etag)
+            self._listed.discard(chunk.key)
         if done is GetOutcome.CORRUPT:
             self._set_aside(chunk.key, found)
         return done, why
@@ -202,10 +214,10 @@ class ObjectTier(StorageTier):
         Not if another object is there: then the answer was a proxy's, or another engine has mended it.
         """
         name = chunk_name(self._namespace, key)
-        with suppress(FileNotFoundError, Unavailable), self._access.writing() as bucket:
-            if bucket.look(name) == (found.size, found.tag):
+        with suppress(FileNotFoundError, Unavailable), self._bucket.writing() as bucket:
+            if bucket.look(name) == (found.size, found.etag):
                 bucket.move(name, quarantine_name(self._namespace, key))
-                self._tally.add(quarantined=1)
+                self._counter.add(quarantined=1)
 
 
 def _read(chunk: Chunk, found: OpenObject, into: memoryview) -> str:

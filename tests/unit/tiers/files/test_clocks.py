@@ -18,7 +18,7 @@ ROOM = 6
 
 
 def kept(store) -> list[int]:
-    return [n for n in range(60) if store.known([key(n)])[0]]
+    return [n for n in range(60) if store.contains([key(n)])[0]]
 
 
 @pytest.mark.parametrize("jump", [DAY, -DAY, 400 * DAY, -400 * DAY], ids=lambda jump: f"{jump / DAY:+g} days")
@@ -45,7 +45,7 @@ def test_what_is_used_after_a_clock_jumped_stays_longest(tmp_path, clock, jump):
         keep(store, number)
         clock.now += 20
     clock.now += jump
-    store.used([key(3), key(1)])
+    store.mark_used([key(3), key(1)])
     for number in range(10, 14):
         clock.now += 20
         assert keep(store, number) is PutOutcome.STORED

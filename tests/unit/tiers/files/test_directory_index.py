@@ -8,7 +8,9 @@ from hashlib import blake2b
 import pytest
 
 from kvferry.tiers.files.directory_index import DirectoryIndex
-from kvferry.tiers.index.key_table import TierKeys, tags_of
+from kvferry.tiers.index.key_table import tags_of
+from kvferry.tiers.index.listed_keys import ListedKeys
+from kvferry.tiers.index.tier_keys import TierKeys
 from kvferry.tiers.paths import key_of, keys_of
 from support.chunk_files import key
 from support.stores import NAMESPACE, file_of, keep, open_store
@@ -53,21 +55,32 @@ def test_what_comes_and_goes_while_a_folder_is_read_is_not_forgotten(tmp_path):
     come = bytes([7]) * 32
 
     def meanwhile(_seconds):
-        index.add(come)
-        index.discard(gone)
-        index.add(bytes([8]) * 32)
+        listed.add(come)
+        listed.discard(gone)
+        listed.add(bytes([8]) * 32)
 
-    tags = TierKeys()
-    index = DirectoryIndex(str(tmp_path), NAMESPACE.digest, tags, rest=meanwhile)
-    index.refresh()
-    assert list(tags.known(tags_of([here, gone, come, bytes([8]) * 32]))) == [True, False, True, True]
+    keys = TierKeys()
+    listed = ListedKeys(keys)
+    DirectoryIndex(str(tmp_path), NAMESPACE.digest, listed, pause=meanwhile).refresh()
+    assert list(keys.contains(tags_of([here, gone, come, bytes([8]) * 32]))) == [True, False, True, True]
+    assert keys.recently_evicted(gone)
+
+
+def test_a_chunk_in_the_folder_of_another_first_byte_is_not_known(tmp_path):
+    (here,) = names(tmp_path, 7, 1)
+    folder = tmp_path / NAMESPACE.digest.hex() / "07"
+    misplaced = bytes([8]) * 32
+    (folder / f"{misplaced.hex()}.kv").touch()
+    keys = TierKeys()
+    DirectoryIndex(str(tmp_path), NAMESPACE.digest, ListedKeys(keys)).refresh()
+    assert list(keys.contains(tags_of([here, misplaced]))) == [True, False]
 
 
 def test_reading_a_large_folder_rests_every_five_hundred_names(tmp_path):
-    made, rests, tags = names(tmp_path, 7, 2500), [], TierKeys()
-    index = DirectoryIndex(str(tmp_path), NAMESPACE.digest, tags, rest=rests.append)
+    made, rests, keys = names(tmp_path, 7, 2500), [], TierKeys()
+    index = DirectoryIndex(str(tmp_path), NAMESPACE.digest, ListedKeys(keys), pause=rests.append)
     assert index.refresh() == 1
-    assert tags.known(tags_of(made)).all()
+    assert keys.contains(tags_of(made)).all()
     assert len(rests) == 5
     assert min(rests) >= 0.001
 

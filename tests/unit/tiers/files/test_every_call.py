@@ -19,7 +19,7 @@ import pytest
 
 from kvferry.errors import ConfigError
 from kvferry.tiers.files.admin import DirectoryAdmin
-from kvferry.tiers.files.chunk_io import verify_file
+from kvferry.tiers.files.chunk_file import verify_file
 from kvferry.tiers.files.ledger import read_ledger
 from kvferry.tiers.files.tier import FileTier
 from kvferry.tiers.format.chunk import ChunkGroup, ChunkSection
@@ -90,7 +90,7 @@ def spoil(path: Path) -> None:
 def leave(path: Path) -> None:
     """What a writer of this boot leaves that is killed."""
     store = open_store(path)
-    fd, _ = store._room.reserve(str(file_of(path, 1)), FILE_BYTES)
+    fd, _ = store._space.reserve(str(file_of(path, 1)), FILE_BYTES)
     os.write(fd, bytes(5000))
     os.close(fd)
 
@@ -108,9 +108,9 @@ OPERATIONS = (
     Operation("store durably", (1,), lambda store, _: keep(store, 3, SMALL), options=(("durable", True),)),
     Operation("fetch", (1, 2), lambda store, _: fetch(store, 1, SMALL)[0]),
     Operation("fetch what is damaged", (1, 2), lambda store, _: fetch(store, 2, SMALL)[0], before=spoil),
-    Operation("note uses", (1, 2), lambda store, _: store.used([key(1), key(2)])),
+    Operation("note uses", (1, 2), lambda store, _: store.mark_used([key(1), key(2)])),
     Operation("refresh", (1, 2), lambda store, _: store.refresh(), before=add),
-    Operation("look around", (1,), lambda store, _: store.around().capacity),
+    Operation("look around", (1,), lambda store, _: store.usage().capacity),
     Operation("sweep", (1,), lambda _, path: len(open_store(path)), may_raise=True, before=leave),
     Operation("open", (), lambda _, path: len(open_store(path, capacity=CAPACITY)), may_raise=True),
     Operation("collect", (1, 2), lambda _, path: collected(path), may_raise=True, before=leave, evicts=True),

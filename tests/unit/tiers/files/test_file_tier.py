@@ -128,7 +128,7 @@ def test_a_changed_byte_is_a_miss_and_the_file_goes_to_quarantine(store, tmp_pat
     assert [bad.stat().st_size for bad in (tmp_path / "quarantine").iterdir()] == [FILE_BYTES]
     assert store.stats.quarantined == 1
     assert store.stats.misses == {GetOutcome.CORRUPT: 1}
-    assert not store.known([key(1)])
+    assert not store.contains([key(1)])
     assert fetch(store, 1)[0] is GetOutcome.ABSENT
     assert caplog.text.count("unit 2 of section k is not what was written") == 1
     assert read_ledger(tmp_path) == (1 << 20, total(tmp_path))
@@ -187,7 +187,7 @@ def test_a_file_that_reads_differently_each_time_is_a_miss_and_stays(store, tmp_
 
     monkeypatch.setattr(chunk_file, "read_all", misread)
     assert fetch(store, 1)[0] is GetOutcome.IO_ERROR
-    assert "a header that was another when it was read again" in caplog.text
+    assert "the header changed between two reads" in caplog.text
     monkeypatch.undo()
     assert fetch(store, 1) == (GetOutcome.HIT, True)
 
@@ -195,14 +195,14 @@ def test_a_file_that_reads_differently_each_time_is_a_miss_and_stays(store, tmp_
 def test_a_bad_file_that_a_good_one_has_replaced_leaves_the_good_one_alone(store, tmp_path, monkeypatch):
     keep(store, 1)
     spoil(file_of(tmp_path, 1), 5000)
-    check = file_tier.check_body
+    check = chunk_file.check_body
 
     def replaced_meanwhile(*args):
         file_of(tmp_path, 1).unlink()
         keep(open_store(tmp_path), 1)
         check(*args)
 
-    monkeypatch.setattr(file_tier, "check_body", replaced_meanwhile)
+    monkeypatch.setattr(chunk_file, "check_body", replaced_meanwhile)
     assert fetch(store, 1)[0] is GetOutcome.CORRUPT
     monkeypatch.undo()
     assert fetch(store, 1) == (GetOutcome.HIT, True)
@@ -215,10 +215,10 @@ def test_the_file_used_longest_ago_goes_first(tmp_path, clock):
         clock.now += 60
         keep(store, number)
     clock.now += 60
-    store.used([key(0)])
+    store.mark_used([key(0)])
     clock.now += 60
     keep(store, 3)
-    assert list(store.known([key(number) for number in range(4)])) == [True, False, True, True]
+    assert list(store.contains([key(number) for number in range(4)])) == [True, False, True, True]
     assert fetch(store, 1)[0] is GetOutcome.ABSENT
     assert (store.stats.evicted, store.stats.evicted_bytes) == (1, FILE_BYTES)
 
@@ -232,7 +232,7 @@ def test_what_is_used_later_is_noted_as_later_however_soon(store, tmp_path, cloc
         keep(store, number)
         clock.now += 3
     before = used_ns(tmp_path, 2)
-    store.used([key(number) for number in (2, 9, 1, 0)])
+    store.mark_used([key(number) for number in (2, 9, 1, 0)])
     first, second, third = used_ns(tmp_path, 0, 1, 2)
     assert first > second > third
     assert [third] == before, "that was noted when it was stored"
@@ -242,10 +242,10 @@ def test_a_use_that_was_noted_lately_is_not_noted_again(store, tmp_path, clock):
     keep(store, 0)
     clock.now += 9
     before = used_ns(tmp_path, 0)
-    store.used([key(0)])
+    store.mark_used([key(0)])
     assert used_ns(tmp_path, 0) == before
     clock.now += 1
-    store.used([key(0)])
+    store.mark_used([key(0)])
     assert used_ns(tmp_path, 0) == [int(clock.now * 1e9)]
 
 
@@ -256,7 +256,7 @@ def test_a_time_far_ahead_is_put_right_and_does_not_spread(store, tmp_path, cloc
     year = int((clock.now + 365 * 86_400) * 1e9)
     os.utime(file_of(tmp_path, 1), ns=(year, year))
     clock.now += 60
-    store.used([key(1), key(0)])
+    store.mark_used([key(1), key(0)])
     end, beginning = used_ns(tmp_path, 1, 0)
     assert end == int(clock.now * 1e9) < beginning < end + 10**6
 
@@ -266,7 +266,7 @@ def test_a_file_that_goes_while_its_use_is_noted_keeps_no_other_from_it(store, t
         keep(store, number)
     clock.now += 60
     file_of(tmp_path, 0).unlink()
-    store.used([key(0), key(1)])
+    store.mark_used([key(0), key(1)])
     assert used_ns(tmp_path, 1) == [int(clock.now * 1e9)]
 
 
@@ -277,7 +277,7 @@ def test_what_was_used_after_it_was_listed_for_eviction_is_spared(tmp_path, cloc
         keep(store, number)
     clock.now += 60
     other = open_store(tmp_path, clock=clock)
-    other.used([key(1)])
+    other.mark_used([key(1)])
     for number in (4, 5):
         clock.now += 60
         keep(store, number)
@@ -338,14 +338,14 @@ def test_what_is_no_chunk_is_refused_and_nothing_is_done(store, tmp_path):
 def test_what_another_process_stored_or_evicted_is_noticed(store, tmp_path):
     other = open_store(tmp_path)
     keep(other, 1)
-    assert list(store.known([key(1), key(2)])) == [False, False]
+    assert list(store.contains([key(1), key(2)])) == [False, False]
     assert fetch(store, 1) == (GetOutcome.HIT, True)
     assert store.refresh() == 1
-    assert list(store.known([key(1), key(2)])) == [True, False]
+    assert list(store.contains([key(1), key(2)])) == [True, False]
     file_of(tmp_path, 1).unlink()
-    assert store.known([key(1)])
+    assert store.contains([key(1)])
     assert fetch(store, 1)[0] is GetOutcome.ABSENT
-    assert not store.known([key(1)])
+    assert not store.contains([key(1)])
 
 
 def test_a_new_process_finds_what_was_stored(store, tmp_path):

@@ -61,11 +61,11 @@ def queued(relay, threads, work):
     """Let threads queue up while this one has it; each then does `work` while it has it."""
 
     def have(number):
-        with relay.had(30):
+        with relay.held(30):
             work(number)
 
     waiting = [threading.Thread(target=have, args=(number,)) for number in range(threads)]
-    with relay.had(30):
+    with relay.held(30):
         for one in waiting:
             one.start()
         while relay._own.waiting < threads:
@@ -76,7 +76,7 @@ def queued(relay, threads, work):
 
 def test_it_is_given_back_when_nobody_waits(relay, lock):
     for times in (1, 2):
-        with relay.had(1) as had:
+        with relay.held(1) as had:
             assert had is lock
             assert (lock.got, lock.given) == (times, times - 1)
         assert lock.given == times
@@ -108,11 +108,11 @@ def test_what_was_had_for_long_is_left_to_other_processes_for_a_moment(relay, lo
 
 def test_who_fails_while_having_it_hands_nothing_on(relay, lock):
     def have():
-        with suppress(ConnectionError), relay.had(30):
+        with suppress(ConnectionError), relay.held(30):
             raise ConnectionError
 
     waiting = [threading.Thread(target=have) for _ in range(3)]
-    with relay.had(30):
+    with relay.held(30):
         for one in waiting:
             one.start()
         while relay._own.waiting < 3:
@@ -131,9 +131,9 @@ def test_what_cannot_be_got_is_not_had_by_anybody(lock, clock):
         return lock.get(deadline)
 
     relay = LockHandoff("the lock", get, Lock.give, clock, clock.sleep)
-    with pytest.raises(LockTimeout, match="other processes"), relay.had(1):
+    with pytest.raises(LockTimeout, match="other processes"), relay.held(1):
         pass
-    with relay.had(1) as had:
+    with relay.held(1) as had:
         assert had is lock
 
 
@@ -142,13 +142,13 @@ def test_who_waits_too_long_is_told_and_nothing_is_kept_for_him(relay, lock):
 
     def late():
         try:
-            with relay.had(0.01):
+            with relay.held(0.01):
                 pass
         except LockTimeout as busy:
             done.append(str(busy))
 
     thread = threading.Thread(target=late)
-    with relay.had(1):
+    with relay.held(1):
         thread.start()
         thread.join()
     assert done == ["the lock was held by this process for 0.01 s"]
@@ -157,10 +157,10 @@ def test_who_waits_too_long_is_told_and_nothing_is_kept_for_him(relay, lock):
 
 def test_a_forked_process_does_not_have_what_a_thread_of_its_parent_has(relay, lock):
     def child():
-        with relay.had(1):
+        with relay.held(1):
             os._exit(7 if (lock.got, lock.given) == (2, 1) else 1)
 
-    with relay.had(1):
+    with relay.held(1):
         forked = get_context("fork").Process(target=child)
         forked.start()
         forked.join()

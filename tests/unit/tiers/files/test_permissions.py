@@ -33,7 +33,7 @@ def test_what_is_made_is_the_users_alone_whatever_the_umask(cache, umask):
             keep(store, number)
         file_of(cache, 5).write_bytes(b"damaged")
         assert fetch(store, 5)[0] is GetOutcome.CORRUPT
-        fd, temporary = store._room.reserve(str(file_of(cache, 4)), 4096)
+        fd, temporary = store._space.reserve(str(file_of(cache, 4)), 4096)
         os.close(fd)
     finally:
         os.umask(before)

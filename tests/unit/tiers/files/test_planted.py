@@ -145,9 +145,9 @@ def test_what_has_the_name_of_a_chunk_and_is_none_is_moved_aside(cache, outside,
     file_of(cache, 2).parent.mkdir()
     plant(file_of(cache, 2), outside)
     store.refresh()
-    assert store.known([key(2)]).tolist() == [True]
+    assert store.contains([key(2)]).tolist() == [True]
     if plant is not a_hard_link:  # the time of one is that of the other
-        store.used([key(2)])
+        store.mark_used([key(2)])
     assert fetch(store, 2)[0] is GetOutcome.CORRUPT
     assert store.stats.quarantined == 1
     assert not os.path.lexists(file_of(cache, 2))
@@ -174,14 +174,14 @@ def test_what_is_no_folder_of_chunks_costs_those_chunks(cache, outside, plant: P
     (outside / file_of(cache, 2).name).touch()
     try:
         for at in range(2):
-            assert store.known([key(1), key(2)]).tolist() == [True, False]
-            store.used([key(1), key(2)])
+            assert store.contains([key(1), key(2)]).tolist() == [True, False]
+            store.mark_used([key(1), key(2)])
             assert keep(store, 2) is PutOutcome.IO_ERROR
             assert fetch(store, 2)[0] is GetOutcome.IO_ERROR
             assert fetch(store, 1) == (GetOutcome.HIT, True)
             assert keep(store, 3 + at) is PutOutcome.STORED
             store.refresh()
-            store.around()
+            store.usage()
     finally:
         (outside / file_of(cache, 2).name).unlink()
 
@@ -204,11 +204,11 @@ def test_a_folder_of_a_namespace_that_becomes_a_link_is_not_followed(cache, outs
     keep(store, 1)
     (cache / SPACE).rename(cache / "away")
     plant(cache / SPACE, outside)
-    store.used([key(1)])
+    store.mark_used([key(1)])
     assert keep(store, 2) is PutOutcome.IO_ERROR
     assert fetch(store, 1)[0] in (GetOutcome.IO_ERROR, GetOutcome.ABSENT)
     store.refresh()
-    assert not store.known([key(1)]).any()
+    assert not store.contains([key(1)]).any()
     (cache / SPACE).unlink()
     (cache / "away").rename(cache / SPACE)
     store.refresh()
@@ -233,7 +233,7 @@ def test_a_ledger_that_is_replaced_while_it_serves_drops_stores(cache, outside, 
     plant(cache / "ledger", outside)
     assert keep(store, 2) is PutOutcome.IO_ERROR
     assert fetch(store, 1) == (GetOutcome.HIT, True)
-    store.around()
+    store.usage()
     assert store.stats.dropped == {PutOutcome.IO_ERROR: 1}
     if plant is not a_full_folder:
         (cache / "ledger").rmdir() if plant is a_folder else (cache / "ledger").unlink()
@@ -324,7 +324,7 @@ def test_names_of_odd_bytes_are_left_alone(cache, name: bytes):
         Path(os.fsdecode(bytes(folder) + b"/" + name)).write_bytes(b"kept")
     store = open_store(cache)
     assert fetch(store, 1) == (GetOutcome.HIT, True)
-    store.around()
+    store.usage()
     sound(cache)
     DirectoryAdmin(cache).clear()
     assert sum(one.read_bytes() == b"kept" for one in cache.rglob("odd*")) == len(folders)
@@ -336,10 +336,10 @@ def test_a_note_of_another_namespace_is_read_without_waiting(cache, outside, pla
     for number, digest in enumerate(("ab" * 32, "cd" * 32, "no hex".ljust(64, "x"))):
         (cache / digest).mkdir()
         (plant if number else an_empty_file)(cache / digest / "namespace.json", outside)
-    assert store.around().stranger == ""
+    assert store.usage().same_name_namespace == ""
     if plant in LINKS:
         plant(cache / ("ef" * 32), outside)
-        assert store.around().stranger == ""
+        assert store.usage().same_name_namespace == ""
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "9" * 100_000, '"\\ud800"', "NaN"])
@@ -347,7 +347,7 @@ def test_a_note_that_cannot_be_read_is_no_error(cache, text: str):
     (cache / ("ab" * 32)).mkdir()
     (cache / ("ab" * 32) / "namespace.json").write_text(text)
     store = open_store(cache, capacity=CAPACITY)
-    assert store.around().stranger == ""
+    assert store.usage().same_name_namespace == ""
     assert [one.name for one in namespace_usage(DirectoryAdmin(cache))] == ["tests/small", ""]
     (cache / "kvferry.json").write_text(text)
     with pytest.raises(ConfigError, match="is not what kvferry writes"):

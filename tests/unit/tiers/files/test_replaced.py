@@ -51,9 +51,9 @@ def test_a_directory_that_is_removed_is_not_made_again_and_used_when_it_is_back(
     assert fetch(store, 1)[0] is GetOutcome.ABSENT
     assert keep(store, 9) is PutOutcome.IO_ERROR
     assert store.refresh() == 0
-    assert not store.known([key(n) for n in range(4)]).any()
-    store.around()
-    store.used([key(1)])
+    assert not store.contains([key(n) for n in range(4)]).any()
+    store.usage()
+    store.mark_used([key(1)])
     assert not cache.exists()
     cache.mkdir()
     goes_on(store, cache)
@@ -84,7 +84,7 @@ def test_a_file_in_place_of_the_directory_costs_what_is_stored_meanwhile(store, 
     assert keep(store, 9) is PutOutcome.IO_ERROR
     assert fetch(store, 1)[0] is GetOutcome.IO_ERROR
     store.refresh()
-    store.around()
+    store.usage()
     assert cache.read_text() == "a file"
     cache.unlink()
     cache.with_name("away").rename(cache)
@@ -101,7 +101,7 @@ def test_the_directory_of_another_model_in_its_place_is_filled_and_not_believed(
     shutil.rmtree(cache)
     other.rename(cache)
     store.refresh()
-    assert not store.known([key(1)]).any()
+    assert not store.contains([key(1)]).any()
     assert fetch(store, 1)[0] is GetOutcome.ABSENT
     goes_on(store, cache)
 
@@ -144,7 +144,7 @@ def test_the_directory_of_a_newer_release_in_its_place_is_left_alone(
     assert keep(store, 9) is PutOutcome.IO_ERROR
     assert fetch(store, 1)[0] is GetOutcome.ABSENT
     store.refresh()
-    store.around()
+    store.usage()
     assert {one.name: one.read_bytes() for one in cache.iterdir()} == before
     with pytest.raises(ConfigError, match="version 2, this release knows version 1"):
         open_store(cache)
@@ -168,7 +168,7 @@ def test_a_mount_that_becomes_read_only_serves_and_drops_stores(tmp_path):
         damaged[5000] ^= 1
         file_of(tmp_path, 2).write_bytes(damaged)
         subprocess.run(["mount", "-o", "remount,ro", tmp_path], check=True)
-        store.used([key(1)])
+        store.mark_used([key(1)])
         assert fetch(store, 1) == (GetOutcome.HIT, True)
         assert fetch(store, 2)[0] is GetOutcome.CORRUPT
         assert keep(store, 3) is PutOutcome.IO_ERROR

@@ -76,7 +76,7 @@ def test_threads_that_need_room_share_a_walk(tmp_path, monkeypatch):
     with ThreadPoolExecutor(8) as pool:
         assert set(pool.map(lambda number: keep(store, number), range(100, 116))) == {PutOutcome.STORED}
     assert len(walks) == 1
-    assert not store.known([key(0)])
+    assert not store.contains([key(0)])
     assert read_ledger(tmp_path)[1] == total(tmp_path)
 
 

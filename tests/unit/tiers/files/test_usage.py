@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.files.ledger import read_ledger
-from kvferry.tiers.files.usage import StoreUsage, UsageReader
+from kvferry.tiers.files.usage import UsageReader
+from kvferry.tiers.storage_tier import StoreUsage
 from support.stores import NAMESPACE, OTHER, keep, open_store
 
 
@@ -13,12 +14,12 @@ def test_what_is_in_use_is_what_all_processes_have_taken(tmp_path) -> None:
     keep(store, 1)
     other = open_store(tmp_path)
     capacity, used = read_ledger(str(tmp_path))
-    assert store.around() == other.around() == StoreUsage(used, 1 << 20, "")
+    assert store.usage() == other.usage() == StoreUsage(used, 1 << 20, "")
     assert capacity == 1 << 20
     keep(other, 2)
-    assert store.around().used > used
+    assert store.usage().used > used
     (tmp_path / "ledger").write_bytes(b"torn")
-    assert store.around().capacity == 1 << 20, "as it was"
+    assert store.usage().capacity == 1 << 20, "as it was"
 
 
 def named(like: Namespace, name: str) -> Namespace:
@@ -31,11 +32,11 @@ def test_a_stranger_has_the_same_name_and_other_content_and_is_told_while_there_
     theirs = named(OTHER, "llama")
     open_store(tmp_path, namespace=theirs, capacity=1 << 20)
     ours = open_store(tmp_path, namespace=named(NAMESPACE, "llama"))
-    assert ours.around().stranger == theirs.digest.hex()
+    assert ours.usage().same_name_namespace == theirs.digest.hex()
     keep(ours, 1)
-    assert ours.around().stranger == ""
-    assert UsageReader(str(tmp_path), named(NAMESPACE, "qwen")).look(empty=True).stranger == ""
-    assert UsageReader(str(tmp_path), named(NAMESPACE, "")).look(empty=True).stranger == ""
+    assert ours.usage().same_name_namespace == ""
+    assert UsageReader(str(tmp_path), named(NAMESPACE, "qwen")).read(empty=True).same_name_namespace == ""
+    assert UsageReader(str(tmp_path), named(NAMESPACE, "")).read(empty=True).same_name_namespace == ""
 
 
 def test_a_note_that_cannot_be_read_is_nobodys(tmp_path) -> None:
@@ -43,5 +44,5 @@ def test_a_note_that_cannot_be_read_is_nobodys(tmp_path) -> None:
     open_store(tmp_path, namespace=theirs, capacity=1 << 20)
     (tmp_path / theirs.digest.hex() / "namespace.json").write_text("{")
     (tmp_path / ("z" * 64)).mkdir()
-    assert UsageReader(str(tmp_path), named(NAMESPACE, "llama")).look(empty=True).stranger == ""
-    assert UsageReader(str(tmp_path), named(NAMESPACE, "")).look(empty=True).stranger == ""
+    assert UsageReader(str(tmp_path), named(NAMESPACE, "llama")).read(empty=True).same_name_namespace == ""
+    assert UsageReader(str(tmp_path), named(NAMESPACE, "")).read(empty=True).same_name_namespace == ""

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from kvferry.tiers.index.key_table import MAX_TIERS, KeyTable, TierKeys, tags_of
+from kvferry.tiers.index.key_table import MAX_TIERS, KeyTable, tags_of
+from kvferry.tiers.index.tier_keys import TierKeys
 
 # Few beginnings and many groups: keys that share a row, and what one chunk's groups have in common.
 KEYS = st.builds(
@@ -38,7 +39,10 @@ def tags_with(keys, table=None):
 @pytest.fixture
 def slowly():
     """Tables grow from few rows on, a row at a time, so that they do most of the time."""
-    with patch("kvferry.tiers.index.key_table._FEWEST", 2), patch("kvferry.tiers.index.key_table._PIECE", 1):
+    with (
+        patch("kvferry.tiers.index.key_table._FIRST_ROWS", 2),
+        patch("kvferry.tiers.index.key_table._ROWS_PER_STEP", 1),
+    ):
         yield
 
 
@@ -55,10 +59,10 @@ def test_they_say_what_a_set_for_each_place_would_say(changes, others, cleared):
 
     def check():
         for tags, keys in zip(places, there, strict=True):
-            assert tags.known(tags_of(asked)).tolist() == [key in keys for key in asked]
+            assert tags.contains(tags_of(asked)).tolist() == [key in keys for key in asked]
             assert len(tags) == len(keys)
         bits = [sum(tags.bit for tags, of in zip(places, there, strict=True) if key in of) for key in asked]
-        assert table.marks(tags_of(asked)).tolist() == bits
+        assert table.tier_bits(tags_of(asked)).tolist() == bits
         assert len(table) == len(set.union(*there))
 
     for key, place, comes in changes:
@@ -90,11 +94,11 @@ def test_none_is_lost_and_none_comes_back_while_the_table_grows(make):
             growing += table._next is not table._rows
             if growing == 3:
                 cleared.clear()
-            assert cleared.known(tags_of(keys)).tolist() == [n < 100 and growing < 3 for n in range(1200)]
+            assert cleared.contains(tags_of(keys)).tolist() == [n < 100 and growing < 3 for n in range(1200)]
             gone = {at // 2 for at in range(1, at + 1, 2)}
-            assert one.known(tags_of(keys)).tolist() == [n <= at and n not in gone for n in range(1200)]
+            assert one.contains(tags_of(keys)).tolist() == [n <= at and n not in gone for n in range(1200)]
             gone = {at // 2 for at in range(0, at + 1, 2)}
-            assert other.known(tags_of(keys)).tolist() == [n <= at and n not in gone for n in range(1200)]
+            assert other.contains(tags_of(keys)).tolist() == [n <= at and n not in gone for n in range(1200)]
     assert growing > 20, "it was asked and changed while it grew"
 
 
@@ -102,27 +106,27 @@ def test_rows_hold_two_in_the_mean_and_hardly_one_runs_over():
     table = KeyTable()
     tags_with(drawn(20_000), table)
     assert len(table._rows) == 16384
-    assert len(table._rows.over) < 20_000 / 1000
+    assert len(table._rows.overflow) < 20_000 / 1000
 
 
 def test_groups_of_a_chunk_do_not_crowd_one_row():
     table = KeyTable()
     tags_with((chunk + bytes((group,)) for chunk in drawn(1000, 31) for group in range(12)), table)
-    assert len(table._rows.over) < 12_000 / 500
+    assert len(table._rows.overflow) < 12_000 / 500
 
 
 def test_what_ran_over_is_found_and_forgotten():
     keys = alike(100)
     table = KeyTable()
     tags = tags_with(keys, table)
-    assert len(table._rows.over) == 93
-    assert tags.known(tags_of(keys)).all()
+    assert len(table._rows.overflow) == 93
+    assert tags.contains(tags_of(keys)).all()
     for key in keys[::2]:
         tags.discard(key)
-    assert tags.known(tags_of(keys)).tolist() == [at % 2 == 1 for at in range(100)]
-    assert len(table._rows.over) == 47
+    assert tags.contains(tags_of(keys)).tolist() == [at % 2 == 1 for at in range(100)]
+    assert len(table._rows.overflow) == 47
     tags.clear()
-    assert (len(tags), len(table._rows.over)) == (0, 0)
+    assert (len(tags), len(table._rows.overflow)) == (0, 0)
 
 
 def test_who_asks_while_other_threads_add_sees_all_that_was_there():
@@ -141,11 +145,11 @@ def test_who_asks_while_other_threads_add_sees_all_that_was_there():
         thread.start()
     looks = count()
     while any(thread.is_alive() for thread in changing):
-        assert tags.known(asked).all()
+        assert tags.contains(asked).all()
         next(looks)
     assert next(looks) > 10
     for mine in others:
-        assert mine.known(tags_of(keys)).tolist() == [False, True] * 10_000
+        assert mine.contains(tags_of(keys)).tolist() == [False, True] * 10_000
     assert (len(tags), len(table)) == (1500, 10_000 + 750)
 
 
@@ -158,16 +162,16 @@ def test_what_ran_over_is_never_missing_while_another_place_changes():
 
     keys, table = alike(20), KeyTable()
     tags, other = tags_with(keys, table), TierKeys(table)
-    table._rows.over = Never(table._rows.over)
+    table._rows.overflow = Never(table._rows.overflow)
     for key in keys:
         other.add(key)
         other.discard(key)
-    assert tags.known(tags_of(keys)).all()
+    assert tags.contains(tags_of(keys)).all()
 
 
 @pytest.mark.parametrize("asked", [0, 1])
 def test_any_number_may_be_asked_for(asked):
-    assert TierKeys().known(tags_of([bytes(32)] * asked)).tolist() == [False] * asked
+    assert TierKeys().contains(tags_of([bytes(32)] * asked)).tolist() == [False] * asked
 
 
 def test_a_table_has_so_many_places():
@@ -175,6 +179,6 @@ def test_a_table_has_so_many_places():
     for _ in range(MAX_TIERS):
         last = TierKeys(table)
     last.add(bytes(32))
-    assert table.marks(tags_of([bytes(32)])).tolist() == [1 << MAX_TIERS - 1]
-    with pytest.raises(ValueError, match=f"{MAX_TIERS} places at most"):
+    assert table.tier_bits(tags_of([bytes(32)])).tolist() == [1 << MAX_TIERS - 1]
+    with pytest.raises(ValueError, match=f"{MAX_TIERS} tiers already"):
         TierKeys(table)

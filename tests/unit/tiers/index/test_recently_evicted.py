@@ -6,10 +6,11 @@ from hashlib import blake2b
 
 from hypothesis import given, strategies as st
 
-from kvferry.tiers.index import recently_evicted as gone
-from kvferry.tiers.index.key_table import TierKeys
+from kvferry.tiers.index import recently_evicted
+from kvferry.tiers.index.key_table import tags_of
+from kvferry.tiers.index.listed_keys import ListedKeys
 from kvferry.tiers.index.recently_evicted import RecentlyEvicted
-from kvferry.tiers.objects.known import Known
+from kvferry.tiers.index.tier_keys import TierKeys
 from support.chunk_files import key
 from support.stores import file_of, keep, open_store
 
@@ -18,17 +19,26 @@ def keys(count: int) -> list[bytes]:
     return [blake2b(b"%d" % number, digest_size=32).digest() for number in range(count)]
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 40))))
-def test_it_has_what_went_and_did_not_come_back(steps) -> None:
-    some, memory, expected = keys(41), RecentlyEvicted(), set()
-    for went, number in steps:
-        (memory.add if went else memory.discard)(some[number])
-        (expected.add if went else expected.discard)(some[number])
-        assert {each for each in some if each in memory} == expected
+@given(st.lists(st.tuples(st.sampled_from(["add", "discard", "clear"]), st.integers(0, 40))))
+def test_a_tier_remembers_the_keys_that_it_had_and_lost(steps) -> None:
+    some, tier, here, lost = keys(41), TierKeys(), set(), set()
+    for what, number in steps:
+        if what == "clear":
+            tier.clear()
+            here, lost = set(), set()
+        elif what == "add":
+            tier.add(some[number])
+            here.add(some[number])
+        else:
+            tier.discard(some[number])
+            lost |= here & {some[number]}
+            here.discard(some[number])
+        assert tier.contains(tags_of(some)).tolist() == [each in here for each in some]
+        assert {each for each in some if tier.recently_evicted(each)} == lost
 
 
 def test_of_more_than_there_is_room_for_the_later_are_remembered(monkeypatch) -> None:
-    monkeypatch.setattr(gone, "_SLOTS", 64)
+    monkeypatch.setattr(recently_evicted, "_SLOTS", 64)
     memory, some = RecentlyEvicted(), keys(1000)
     for each in some:
         memory.add(each)
@@ -50,20 +60,21 @@ def test_a_directory_remembers_what_this_process_and_others_evicted(tmp_path) ->
     store = open_store(tmp_path, capacity=1 << 20)
     for number in range(3):
         keep(store, number)
-    assert not any(store.had(key(number)) for number in range(4))
+    assert not any(store.keys.recently_evicted(key(number)) for number in range(4))
     file_of(tmp_path, 1).unlink()
     store.refresh()
-    store._gone(str(file_of(tmp_path, 2)))
-    assert [store.had(key(number)) for number in range(4)] == [False, True, True, False]
+    store._on_evicted(str(file_of(tmp_path, 2)))
+    assert [store.keys.recently_evicted(key(number)) for number in range(4)] == [False, True, True, False]
 
 
 def test_a_listing_remembers_what_it_has_no_longer() -> None:
-    known, (one, other, never) = Known(TierKeys()), keys(3)
+    tier, (one, other, never) = TierKeys(), keys(3)
+    known = ListedKeys(tier)
     known.add(one)
     known.add(other)
     known.discard(never)
     known.discard(other)
-    assert [each in known.gone for each in (one, other, never)] == [False, True, False]
+    assert [tier.recently_evicted(each) for each in (one, other, never)] == [False, True, False]
     with known.listing():
         known.show([])
-    assert one in known.gone
+    assert tier.recently_evicted(one)

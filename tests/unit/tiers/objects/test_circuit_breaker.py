@@ -29,9 +29,9 @@ def test_failures_in_a_row_open_it(breaker):
     fail(breaker, 2)
     work(breaker)
     fail(breaker, 2)
-    assert not breaker.resting
+    assert not breaker.is_open
     fail(breaker)
-    assert breaker.resting
+    assert breaker.is_open
     assert breaker.enter() is None
 
 
@@ -40,15 +40,15 @@ def test_after_its_rest_one_is_let_through(breaker, clock):
     clock.now = 29.9
     assert breaker.enter() is None
     clock.now = 30.0
-    assert not breaker.resting
+    assert not breaker.is_open
     ticket = breaker.enter()
     assert ticket is not None
     assert breaker.enter() is None
-    assert breaker.resting
+    assert breaker.is_open
     breaker.leave(ticket, worked=True)
-    assert not breaker.resting
+    assert not breaker.is_open
     fail(breaker, 2)
-    assert not breaker.resting
+    assert not breaker.is_open
 
 
 def test_if_that_one_fails_it_rests_again(breaker, clock):
@@ -59,7 +59,7 @@ def test_if_that_one_fails_it_rests_again(breaker, clock):
     assert breaker.enter() is None
     clock.now = 70.0
     work(breaker)
-    assert not breaker.resting
+    assert not breaker.is_open
 
 
 def test_what_was_let_in_before_says_nothing_about_now(breaker, clock):
@@ -70,12 +70,12 @@ def test_what_was_let_in_before_says_nothing_about_now(breaker, clock):
     for ticket in tickets[3:6]:
         breaker.leave(ticket, worked=False)
     breaker.leave(tickets[6], worked=True)
-    assert breaker.resting
+    assert breaker.is_open
     clock.now = 30.0
     ticket = breaker.enter()
     assert ticket is not None
     breaker.leave(tickets[7], worked=True)
-    assert breaker.resting
+    assert breaker.is_open
     breaker.leave(ticket, worked=False)
     clock.now = 59.9
-    assert breaker.resting
+    assert breaker.is_open

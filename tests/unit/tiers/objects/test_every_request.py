@@ -86,7 +86,7 @@ class Case:
             self.bucket.put(name, [data])
 
     def opened(self) -> ObjectTier:
-        return open_objects(self.url, self.way.server, timeout_seconds=40.0, rest_seconds=0.0)
+        return open_objects(self.url, self.way.server, timeout_seconds=40.0, pause_seconds=0.0)
 
     def work(self, fault: Fault) -> str:
         """Do it, and go on with the same store when nothing fails any more; the outcome."""

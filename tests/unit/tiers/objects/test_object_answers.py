@@ -169,7 +169,7 @@ def test_an_answer_that_trickles_costs_no_more_than_the_timeout():
 
 
 def test_a_listing_without_end_costs_its_time_and_no_more_memory_than_is_bounded(monkeypatch):
-    monkeypatch.setattr("kvferry.tiers.objects.known.MOST", 5000)
+    monkeypatch.setattr("kvferry.tiers.objects.tier.MAX_KEYS", 5000)
     pages = iter(range(1 << 30))
 
     def answer(head: bytes) -> bytes:

@@ -169,7 +169,7 @@ def test_a_store_that_is_away_at_the_start_is_found_by_a_refresh(s3_server, s3_u
 def test_a_store_that_fails_is_left_alone_and_asked_again_later(s3_server, s3_url):
     clock = Clock()
     with Line(s3_server) as line:
-        store = open_objects(s3_url, line.server, timeout_seconds=2.0, rest_seconds=30.0, clock=clock)
+        store = open_objects(s3_url, line.server, timeout_seconds=2.0, pause_seconds=30.0, clock=clock)
         for number in range(6):
             assert put(store, number) is PutOutcome.STORED
         line.whole.clear()
@@ -179,12 +179,12 @@ def test_a_store_that_fails_is_left_alone_and_asked_again_later(s3_server, s3_ur
         assert known(store, 3, 4, 5) == [False] * 3
         assert get(store, 3) is GetOutcome.IO_ERROR
         assert store.refresh() == 0
-        assert store.faults == {Fault.TIMEOUT: 3, Fault.RESTING: 2}, "what rests is not asked"
+        assert store.faults == {Fault.TIMEOUT: 3, Fault.PAUSED: 2}, "what rests is not asked"
         clock.now = 30.0
         assert known(store, 3, 4, 5) == [True] * 3
         assert get(store, 4) is GetOutcome.IO_ERROR
         assert get(store, 5) is GetOutcome.IO_ERROR
-        assert store.faults == {Fault.TIMEOUT: 4, Fault.RESTING: 3}
+        assert store.faults == {Fault.TIMEOUT: 4, Fault.PAUSED: 3}
         line.whole.set()
         clock.now = 60.0
         assert get(store, 5) is GetOutcome.HIT
@@ -207,11 +207,11 @@ def test_a_store_that_only_refuses_writes_is_still_read():
         for _ in range(4):
             assert put(store, 1) is PutOutcome.IO_ERROR
         # One more than chunks: the note.
-        assert store.faults == {Fault.DENIED: 3, Fault.RESTING: 2}
+        assert store.faults == {Fault.DENIED: 3, Fault.PAUSED: 2}
         for _ in range(4):
             assert get(store, 1) is GetOutcome.ABSENT
         assert store.refresh() == 0
-        assert store.faults == {Fault.DENIED: 3, Fault.RESTING: 2}
+        assert store.faults == {Fault.DENIED: 3, Fault.PAUSED: 2}
 
 
 LISTING = b"<ListBucketResult><Name>bucket</Name><IsTruncated>false</IsTruncated></ListBucketResult>"

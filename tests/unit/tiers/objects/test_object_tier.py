@@ -225,7 +225,7 @@ def test_knowing_takes_no_time(store):
     times = []
     for _ in range(20):
         start = time.perf_counter()
-        found = store.known(keys)
+        found = store.contains(keys)
         times.append(time.perf_counter() - start)
     assert found.dtype == np.bool_
     assert found.nonzero()[0].tolist() == [0, 1, 2]

@@ -1,0 +1,65 @@
+"""The keys that one tier has, and those that it had recently."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.tiers.index.key_table import KeyTable, Tags, tag_of
+from kvferry.tiers.index.recently_evicted import RecentlyEvicted
+from kvferry.tiers.index.tag_rows import ALL_TIERS
+
+
+class TierKeys:
+    """The keys of one tier, in a table that it may share with others. Any thread may use it.
+
+    Every tier keeps one, whatever it stores chunks in, so "which chunks are there" and "which were there
+    recently" have one answer each.
+
+    >>> from kvferry.tiers.index.key_table import tags_of
+    >>> key = bytes(31) + b"a"
+    >>> keys = TierKeys()
+    >>> keys.add(key)
+    >>> keys.contains(tags_of([key, bytes(32)])), keys.recently_evicted(key)
+    (array([ True, False]), False)
+    >>> keys.discard(key)
+    >>> keys.contains(tags_of([key])), keys.recently_evicted(key)
+    (array([False]), True)
+
+    Attributes:
+        table: the table that holds the tags.
+        bit: the tier's bit in `KeyTable.tier_bits`.
+    """
+
+    def __init__(self, table: KeyTable | None = None) -> None:
+        """Start empty, in a table of its own if `table` is None."""
+        self.table = KeyTable() if table is None else table
+        self.bit = self.table.add_tier()
+        self._evicted = RecentlyEvicted()
+
+    def __len__(self) -> int:
+        """Return the number of keys. Takes time with the size of the table."""
+        return self.table.count(self.bit)
+
+    def contains(self, tags: Tags) -> npt.NDArray[np.bool_]:
+        """Return which tags the tier has: bool of shape (len(tags),)."""
+        found: npt.NDArray[np.bool_] = (self.table.tier_bits(tags) & self.bit) != 0
+        return found
+
+    def recently_evicted(self, key: bytes) -> bool:
+        """Return whether a key left the tier recently. Use it for keys that the tier does not have."""
+        return key in self._evicted
+
+    def add(self, key: bytes) -> None:
+        """Add a key."""
+        self.table.update(tag_of(key), add=self.bit)
+
+    def discard(self, key: bytes) -> None:
+        """Remove a key, if the tier has it, and remember it as recently evicted."""
+        if self.table.update(tag_of(key), keep=ALL_TIERS ^ self.bit) & self.bit:
+            self._evicted.add(key)
+
+    def clear(self) -> None:
+        """Remove and forget all keys. Takes time with the size of the table."""
+        self.table.clear(self.bit)
+        self._evicted = RecentlyEvicted()

@@ -1,0 +1,46 @@
+"""Objects that failed a check, which listings go on showing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from threading import Lock
+
+
+class DistrustedObjects:
+    """The keys of bad objects, with their ETags. A key is trusted again once its object has changed.
+
+    Any thread may use it.
+
+    >>> distrusted = DistrustedObjects()
+    >>> distrusted.add(b"a", "1")
+    >>> distrusted.trusted([(b"a", "1"), (b"b", "1")]), distrusted.trusted([(b"a", "2")])
+    ([b'b'], [b'a'])
+    """
+
+    def __init__(self) -> None:
+        self._etags: dict[bytes, str] = {}
+        self._lock = Lock()
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._etags
+
+    def add(self, key: bytes, etag: str) -> None:
+        """Distrust a key as long as its object has this ETag, empty if the store has none."""
+        with self._lock:
+            self._etags[key] = etag
+
+    def discard(self, key: bytes) -> None:
+        """Trust a key whose object was stored anew."""
+        with self._lock:
+            self._etags.pop(key, None)
+
+    def trusted(self, page: Iterable[tuple[bytes, str]]) -> list[bytes]:
+        """Return the trusted keys of a page of (key, ETag) pairs, and trust keys whose object has changed."""
+        keys = []
+        with self._lock:
+            for key, etag in page:
+                if self._etags.get(key, etag) != etag:
+                    del self._etags[key]
+                if key not in self._etags:
+                    keys.append(key)
+        return keys
