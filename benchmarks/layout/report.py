@@ -22,7 +22,7 @@ def show(tables: Sequence[LayoutTable], machine: MachineFacts, repeats: int, con
     transports = "not set" if machine.transports is None else machine.transports
     console.print(
         f"{machine.cores} cores, {machine.cpu}, UCX_TLS {transports}; two processes; median of {repeats} "
-        "interleaved rounds; scattered blocks; by: direct, over-read, staged",
+        "interleaved rounds; scattered blocks; methods: direct, over-read, staged",
         highlight=False,
     )
     for table in tables:
@@ -80,7 +80,7 @@ def _show_table(table: LayoutTable, console: Console) -> None:
         grid.add_column(title, no_wrap=True)
     for title in ("run", *Strategy, CHOSEN, "range"):
         grid.add_column(title, justify="right", no_wrap=True)
-    grid.add_column("by", no_wrap=True)
+    grid.add_column("method", no_wrap=True)
     grid.add_column("plan ms", justify="right", no_wrap=True)
     for row in table.rows:
         grid.add_row(*_cells(row))

@@ -25,8 +25,8 @@ def show_hooks(hooks: HookCost, console: Console) -> None:
         highlight=False,
     )
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("steps that", no_wrap=True)
-    for title in ("steps", "in hooks", "p99", "longest", "a step", "share"):
+    table.add_column("step", no_wrap=True)
+    for title in ("count", "in hooks", "p99", "longest", "whole step", "share"):
         table.add_column(title, justify="right", no_wrap=True)
     for name, times in (("compute and store", hooks.storing), ("decode", hooks.decoding)):
         table.add_row(
@@ -43,7 +43,7 @@ def show_hooks(hooks: HookCost, console: Console) -> None:
     console.print(
         f"target under {TARGET_SHARE:.0%} of a decoding step of this engine's model: "
         f"{verdict(reached=hooks.reached)}\n"
-        f"decoding, most of it in {most}; a request comes in: {format_seconds(hooks.arriving.median)}",
+        f"most of the time of decoding: {most}; as a request arrives: {format_seconds(hooks.arriving.median)}",
         highlight=False,
     )
 
@@ -62,8 +62,8 @@ def show_first_token(first: FirstToken, console: Console) -> None:
         highlight=False,
     )
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("the prompt is", no_wrap=True)
-    for title in ("after", "as fast as computing it"):
+    table.add_column("prompt", no_wrap=True)
+    for title in ("first token", "speed-up"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_row("computed", seconds(Spread.of(first.computed)), "")
     for tier, took in first.warm.items():

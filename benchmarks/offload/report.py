@@ -58,15 +58,15 @@ def _show_lookup(lookup: LookUpResults, console: Console) -> None:
         highlight=False,
     )
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("the prompt is", no_wrap=True)
-    for title in ("first", "again"):
+    table.add_column("prompt", no_wrap=True)
+    for title in ("first look-up", "next look-up"):
         table.add_column(title, justify="right", no_wrap=True)
     for looks in lookup.looks:
         table.add_row(_place(looks), seconds(looks.first), seconds(looks.again))
     console.print(table)
     console.print(
         f"target under {format_seconds(TARGET_SECONDS)}: {verdict(reached=lookup.reached)}\n"
-        f"digesting its keys, once per request: {seconds(lookup.keys)}",
+        f"digesting the keys, once per request: {seconds(lookup.keys)}",
         highlight=False,
     )
 
@@ -78,7 +78,7 @@ def _show_asking(found: AskResults, console: Console) -> None:
         highlight=False,
     )
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for title in ("layers", "policy", "who has it"):
+    for title in ("layers", "policy", "chunks at"):
         table.add_column(title, no_wrap=True)
     for title in ("first", "p99", "again", "p99"):
         table.add_column(title, justify="right", no_wrap=True)
@@ -92,8 +92,8 @@ def _show_asking(found: AskResults, console: Console) -> None:
     )
     console.print(
         f"target under {format_seconds(asking.TARGET_SECONDS)}: {verdict(reached=found.reached)}\n"
-        f"the longest first, {longest.layers}, {longest.policy}, {longest.place}: {shares}\n"
-        f"digesting its keys and the offer, once per request: {format_seconds(longest.arriving.median)}",
+        f"the slowest, {longest.layers}, {longest.policy}, {longest.place}: {shares}\n"
+        f"digesting the keys and the offer, once per request: {format_seconds(longest.arriving.median)}",
         highlight=False,
     )
 

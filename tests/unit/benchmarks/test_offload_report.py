@@ -77,7 +77,7 @@ def test_a_look_has_three_milliseconds(look_ms: float, says: str) -> None:
 @pytest.mark.parametrize(("ask_us", "says"), [(990, "reached"), (1010, "missed")])
 def test_no_step_waits_a_millisecond_for_five_sources(ask_us: float, says: str) -> None:
     text = " ".join(shown(measured(ask_us=ask_us)).split())
-    assert f"target under 1 ms: {says} the longest first, attention, weight, each a part: finding" in text
+    assert f"target under 1 ms: {says} the slowest, attention, weight, each a part: finding" in text
 
 
 def test_the_share_of_hooks_is_the_median_over_steps_of_their_share() -> None:
