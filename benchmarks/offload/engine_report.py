@@ -43,7 +43,8 @@ def show_hooks(hooks: HookCost, console: Console) -> None:
     console.print(
         f"target under {TARGET_SHARE:.0%} of a decoding step of this engine's model: "
         f"{verdict(reached=hooks.reached)}\n"
-        f"most of the time of decoding: {most}; as a request arrives: {format_seconds(hooks.arriving.median)}",
+        f"most of the time of decoding: {most}; "
+        f"as a request arrives: {format_seconds(hooks.arriving.median)}",
         highlight=False,
     )
 
