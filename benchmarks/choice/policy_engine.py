@@ -23,7 +23,7 @@ from benchmarks.checkpoint import VOCABULARY
 from benchmarks.choice.workload import Workload
 from benchmarks.served import SteppedEngine
 from kvferry.errors import KVFerryError, TransferError
-from kvferry.observe.events import Event, LoadBegan, LoadEnded, Outcome
+from kvferry.observe.events import Event, LoadBegan, LoadEnded, LoadOutcome
 
 FAR = "far "
 """Before the places of every connector but the first, where there are several."""
@@ -171,7 +171,7 @@ class LoadListener:
         self._began: dict[tuple[str, str], LoadBegan] = {}
         self._ended, self._failed = list[CompletedLoad](), 0
         for number, half in enumerate(halves):
-            half.watch.add(lambda event, prefix=FAR if number else "": self.hear(event, prefix))
+            half.events.subscribe(lambda event, prefix=FAR if number else "": self.hear(event, prefix))
 
     def hear(self, event: Event, prefix: str = "") -> None:
         """A listener."""
@@ -179,7 +179,7 @@ class LoadListener:
             self._began[prefix, event.load] = event
         elif isinstance(event, LoadEnded):
             began = self._began.pop((prefix, event.load))
-            if event.outcome is Outcome.READY:
+            if event.outcome is LoadOutcome.READY:
                 parts = {prefix + part.place: part.tokens for part in began.parts}
                 self._ended.append(CompletedLoad(parts, event.seconds))
             else:

@@ -42,9 +42,9 @@ from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import Canonical, canonical_of
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.geometry.store import LayerStore, ModelCache, Stored
-from kvferry.observe.fold import Fold
-from kvferry.observe.traces import Traces
-from kvferry.observe.watch import Watch
+from kvferry.observe.metrics_listener import MetricsListener
+from kvferry.observe.stream import EventStream
+from kvferry.observe.traces import TraceBuffer
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.files.tier import FileTier
 from kvferry.tiers.format.body import chunk_group
@@ -220,7 +220,7 @@ class AskingScheduler:
             2,
             self.sources,
             Choice(_policy(policy), Speeds(), _PATIENCE_SECONDS),
-            Watch(Fold(), Traces(100)),
+            EventStream(MetricsListener(), TraceBuffer(100)),
         )
         ends = time.monotonic() + _PATIENCE_SECONDS
         while not isinstance(client.look_up(self._address, _INCARNATION), PeerInfo):

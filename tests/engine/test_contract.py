@@ -37,9 +37,9 @@ def test_the_multi_connector_can_read_our_stats_and_show_them() -> None:
 
     from kvferry.engines.vllm.connector import KVFerryConnector
     from kvferry.engines.vllm.stats import FerryStats
-    from kvferry.observe.counted import Counted
+    from kvferry.observe.metrics_delta import MetricsDelta
 
-    counted = Counted()
+    counted = MetricsDelta()
     counted.count("loads", "peer", "failed")
     sent = {"KVFerryConnector": FerryStats.of(counted).to_dict()}
     told = MultiConnector.build_kv_connector_stats(sent).reduce()

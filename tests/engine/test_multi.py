@@ -13,7 +13,7 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
-from kvferry.observe.exposed import CONNECTOR, EXPOSED
+from kvferry.observe.exposed_names import CONNECTOR, EXPOSED
 from kvferry.serving.engine import EngineSpec
 from kvferry.serving.launch import Fleet
 from kvferry.serving.ports import free_ports

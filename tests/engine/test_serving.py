@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from kvferry.observe.exposed import COMMON, CONNECTOR, EXPOSED
+from kvferry.observe.exposed_names import COMMON, CONNECTOR, EXPOSED
 from kvferry.serving.tiny import tiny_checkpoint
 from kvferry.units import format_bytes
 from support.explain import explain

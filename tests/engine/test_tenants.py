@@ -133,7 +133,7 @@ def test_a_ticket_of_one_tenant_is_worth_nothing_to_another(tenants: Tenants, ow
         answer = tenants.say(tenants.decode, text, who, offer)
         assert answer["hit"] == [], who
         assert distance(answer, alone[who]) < NEAR, who
-        refused = [event for name, event in events(answer["request_id"]) if name == "Refused"]
+        refused = [event for name, event in events(answer["request_id"]) if name == "SourceRefused"]
         assert len(refused) == 1, who
     answer = tenants.say(tenants.decode, text, owner, offer)
     assert answer["hit"] == [LENGTH - 1], "the thieves have taken it away"

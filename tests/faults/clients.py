@@ -63,7 +63,7 @@ async def odd_offer(stage: Stage, trial: Trial, draw: random.Random) -> None:
 
 async def declined(stage: Stage, name: str) -> str:
     """Why kvferry did not use what came with a request."""
-    found = [one["reason"] for one in await stage.told(name, "Refused")]
+    found = [one["reason"] for one in await stage.told(name, "SourceRefused")]
     return await stage.failed(name) or "; ".join(found)
 
 

@@ -61,7 +61,7 @@ def outer(request_id: str) -> str:
 def install(engine: Any) -> None:
     """Put all hooks in place; nothing is armed."""
     hooks = engine.hooks = Hooks()
-    half(engine).watch.add(partial(_hear, hooks))
+    half(engine).events.subscribe(partial(_hear, hooks))
     _hook_reads(worker_half(engine), hooks)
     _hook_leases(half(engine)._producer, hooks)
     _hook_control(half(engine)._client, half(engine)._server, hooks)
@@ -172,7 +172,17 @@ def keys(engine: Any) -> tuple[bytes, bytes]:
 def _hear(hooks: Hooks, event: Any) -> None:
     name = getattr(event, "request_id", None)
     if name is not None:
-        kept = ("outcome", "miss", "source", "failure", "reason", "expired", "withdrawn", "at_hand", "why")
+        kept = (
+            "outcome",
+            "miss",
+            "source",
+            "failure",
+            "reason",
+            "expired",
+            "withdrawn",
+            "cached_tokens",
+            "why",
+        )
         found = {key: getattr(event, key) for key in kept if hasattr(event, key)}
         hooks.told[outer(name)].append({"event": type(event).__name__, **found})
 

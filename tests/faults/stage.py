@@ -15,7 +15,7 @@ from faults.references import TOKENS, Family, References
 from faults.served import Served, Stuck, engine
 from faults.tier_hooks import unsound_files
 from faults.values import Leaks, Trial
-from kvferry.observe import meeting_place
+from kvferry.observe import socket_directory
 from kvferry.serving.router.bodies import ASK_FOR_KV
 from support.vllm_engine.pair import connector
 
@@ -24,7 +24,7 @@ ALLOWED = "127.0.0.1"
 LEASE, DEADLINE, HANDSHAKE = 3.0, 2.0, 1.5
 """Seconds: short, so that what has to run out does so often."""
 CHUNK = 64
-DECISIVE = ("Refused", "LoadBegan", "LoadEnded", "Settled")
+DECISIVE = ("SourceRefused", "LoadBegan", "LoadEnded", "Scheduled")
 """Events that say why an answer came to be as it did, for a trial that noticed nothing."""
 SHARED_MEMORY = Path("/dev/shm")
 _SHARED = re.compile(r"/dev/shm/(\S+)")
@@ -228,7 +228,7 @@ class Stage:
         """How the loads of a request failed and why sources were refused it; empty if all went well."""
         ends = await self.told(name, "LoadEnded")
         bad = [f"load {one['outcome']}: {one['failure']}" for one in ends if one["outcome"] != "ready"]
-        bad += [f"refused: {one['reason']}" for one in await self.told(name, "Refused")]
+        bad += [f"refused: {one['reason']}" for one in await self.told(name, "SourceRefused")]
         return "; ".join(bad)
 
     # -- the end ------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ class Stage:
 
 def left_sockets() -> list[str]:
     """Sockets that engines have left where a user's engines can be asked."""
-    return [str(path) for path in meeting_place.places()[0].glob("*")]
+    return [str(path) for path in socket_directory.socket_directories()[0].glob("*")]
 
 
 def shared_memory_of(pid: int) -> set[str]:

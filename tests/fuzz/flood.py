@@ -26,8 +26,8 @@ from fuzz.judge import descriptors, memory
 from fuzz.rigs import HOST, Rig, meet
 from fuzz.seeds import requests
 from kvferry.engines.vllm.refusals import Refusals
-from kvferry.observe.traces import Traces
-from kvferry.observe.watch import Watch
+from kvferry.observe.stream import EventStream
+from kvferry.observe.traces import TraceBuffer
 from kvferry.transport.messages import MAX_REQUEST_BYTES, MAX_TICKETS, Heartbeat, encode
 
 
@@ -129,7 +129,7 @@ def made_up_addresses(client: Any, stop: threading.Event) -> None:
 
 def refused_requests(_: Any, stop: threading.Event) -> None:
     """Refuse requests with ids of a megabyte, with traces of the last thousand."""
-    refusals, number, long = Refusals(Watch(Traces(1000))), 0, "x" * (1 << 20)
+    refusals, number, long = Refusals(EventStream(TraceBuffer(1000))), 0, "x" * (1 << 20)
     while not stop.is_set():
         number += 1
         refusals.say(f"{long}{number}", f"{long}@10.0.0.1:{number}", f"{long} {number}")

@@ -10,9 +10,9 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from kvferry.observe.counted import Counted
-from kvferry.observe.exposed import COMMON, EXPOSED, VLLM_PREFIX, exposed
-from kvferry.observe.metrics import METRICS, MULTI, SECONDS, Kind, Metric
+from kvferry.observe.exposed_names import COMMON, EXPOSED, VLLM_PREFIX, exposed_name
+from kvferry.observe.metrics import METRICS, MULTI, SECONDS, Metric, MetricKind
+from kvferry.observe.metrics_delta import MetricsDelta
 
 _OF = {**METRICS, **MULTI}
 
@@ -29,24 +29,24 @@ class Page:
 
     def _made(self, name: str, metric: Metric) -> Any:
         of = {"labelnames": [*COMMON, *metric.labels], "registry": self._registry}
-        if metric.kind is Kind.HISTOGRAM:
+        if metric.kind is MetricKind.HISTOGRAM:
             return Histogram(name, metric.what, buckets=SECONDS, **of)
-        return (Counter if metric.kind is Kind.COUNTER else Gauge)(name, metric.what, **of)
+        return (Counter if metric.kind is MetricKind.COUNTER else Gauge)(name, metric.what, **of)
 
     def vllm(self, name: str, *labels: str, engine: int = 0) -> Any:
         """A metric of vLLM's, as on the page."""
         return self._metrics[f"{VLLM_PREFIX}{name}"].labels(*self._labels[engine], *labels)
 
-    def count(self, counted: Counted, engine: int = 0) -> None:
+    def count(self, counted: MetricsDelta, engine: int = 0) -> None:
         """Add what an engine has counted."""
         own = self._labels[engine]
         for (name, labels), n in counted.counters.items():
-            self._metrics[exposed(_OF[name])].labels(*own, *labels).inc(n)
+            self._metrics[exposed_name(_OF[name])].labels(*own, *labels).inc(n)
         for (name, labels), value in counted.gauges.items():
-            self._metrics[exposed(_OF[name])].labels(*own, *labels).set(value)
+            self._metrics[exposed_name(_OF[name])].labels(*own, *labels).set(value)
         for (name, labels), seen in counted.samples.items():
             for each in seen:
-                self._metrics[exposed(_OF[name])].labels(*own, *labels).observe(each)
+                self._metrics[exposed_name(_OF[name])].labels(*own, *labels).observe(each)
 
     def text(self) -> str:
         """The page."""
@@ -82,7 +82,7 @@ def shown(pages: dict[str, Any], port: int = 0) -> Iterator[str]:
 def busy(page: Page, times: int = 1, engine: int = 0) -> None:
     """Something of everything that can be counted, the same again and again."""
     for _ in range(times):
-        counted = Counted()
+        counted = MetricsDelta()
         counted.count("queries", "peer", by=10)
         counted.count("queries", "tiers", by=8)
         counted.count("hits", "peer", by=6)
@@ -136,7 +136,7 @@ def busy(page: Page, times: int = 1, engine: int = 0) -> None:
 
 def several(page: Page) -> None:
     """The like of two connectors in one engine: the first is kvferry's, the other is not."""
-    counted = Counted()
+    counted = MetricsDelta()
     for name, hits, passed_over, misses, failed in (("memory", 3, 1, 6, 0), ("nixl", 5, 0, 5, 2)):
         counted.count("multi_queries", name, by=10)
         counted.count("multi_hits", name, by=hits)

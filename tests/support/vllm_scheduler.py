@@ -52,8 +52,8 @@ from kvferry.engines.vllm.source import Load
 from kvferry.engines.vllm.tier_source import TierSource
 from kvferry.engines.vllm.turn_names import TurnNames
 from kvferry.geometry import Group
-from kvferry.observe.events import Lack, Miss
-from kvferry.observe.watch import Watch
+from kvferry.observe.events import MissReason, SourceMiss
+from kvferry.observe.stream import EventStream
 from kvferry.serving.tiny import tiny_checkpoint
 from kvferry.tiers.names import TIERS
 from kvferry.transport.control_server import LeasesClaimed, LeasesReleased
@@ -111,8 +111,8 @@ class Played:
 
     tail = head
 
-    def lack(self, request: Any, have: int) -> Lack:
-        return Lack(self.name, Miss.NOT_STORED)
+    def lack(self, request: Any, have: int) -> SourceMiss:
+        return SourceMiss(self.name, MissReason.NOT_STORED)
 
     def room(self, bid: Bid, blocks: int) -> bool:
         """Ask kvferry's own sources, which differ: only what peers write can land late."""
@@ -142,8 +142,8 @@ class Played:
     def brought(self, load: Load, report: Report) -> tuple[Any, ...]:
         return ()
 
-    def blame(self, load: Load, report: Report) -> Miss:
-        return Miss.FAILED
+    def blame(self, load: Load, report: Report) -> MissReason:
+        return MissReason.FAILED
 
     def ended(self, load: Load, report: Report) -> None:
         if report.failure is not None and self.strikes:
@@ -203,7 +203,7 @@ class PlayedConnector(KVConnectorBase_V1, SupportsHMA):
             ATTEMPTS,
             self.sources,
             Choice(Weight({}), Speeds(), PATIENCE),
-            Watch(),
+            EventStream(),
         )
 
     def on_new_request(self, request: Any) -> None:
@@ -269,7 +269,7 @@ class OfferingConnector(PlayedConnector):
             ConnectorConfig(),
             tuple(kind_of(group.kv_cache_spec) for group in config.kv_cache_groups),
             1,
-            Watch(),
+            EventStream(),
             TurnNames(adapters),
             adapters,
         )

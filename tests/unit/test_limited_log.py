@@ -6,8 +6,8 @@ import pytest
 
 from kvferry.engines.vllm.refusals import Refusals
 from kvferry.limited_log import LimitedLog
-from kvferry.observe.events import Refused
-from kvferry.observe.watch import Watch
+from kvferry.observe.events import SourceRefused
+from kvferry.observe.stream import EventStream
 from support.clock import Clock
 
 
@@ -62,8 +62,8 @@ def test_an_unexpected_error_is_shown_in_full_once(log, caplog):
 
 
 def test_a_flood_of_refusals_with_long_names_writes_little_and_tells_every_one(caplog):
-    told: list[Refused] = []
-    refusals, long = Refusals(Watch(told.append)), "x\n" * (1 << 19)
+    told: list[SourceRefused] = []
+    refusals, long = Refusals(EventStream(told.append)), "x\n" * (1 << 19)
     for number in range(150):
         refusals.say(f"{long}-{number}", f"{long}@10.0.0.{number}:1", f"{number} {long}")
     assert len(told) == 150

@@ -44,9 +44,9 @@ def explain(
     """
     from kvferry.explain.asking import ask
     from kvferry.explain.show import show, show_list
-    from kvferry.observe.wire import MOST_QUESTION_BYTES, Question
+    from kvferry.observe.wire import MAX_QUESTION_BYTES, Question
 
-    if request_id is not None and not 0 < len(request_id.encode()) < MOST_QUESTION_BYTES // 8:
+    if request_id is not None and not 0 < len(request_id.encode()) < MAX_QUESTION_BYTES // 8:
         raise ConfigError("the id of a request has 1 to 511 bytes; see kvferry explain for those there are")
     answers = ask(Question("", last) if request_id is None else Question(request_id, _MOST_STORIES))
     for silent in answers.silent:
@@ -80,7 +80,7 @@ def _nothing(answers: Answers, request_id: str | None) -> str:
 
 
 def _plain(told: Told) -> dict[str, Any]:
-    from kvferry.observe.wire import plain_trace
+    from kvferry.observe.wire import trace_to_dict
 
     engine = told.answer.engine
     return {
@@ -93,5 +93,5 @@ def _plain(told: Told) -> dict[str, Any]:
             "kvferry": engine.kvferry,
         },
         "came": told.came,
-        **plain_trace(told.trace),
+        **trace_to_dict(told.trace),
     }

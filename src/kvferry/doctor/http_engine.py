@@ -14,7 +14,7 @@ import msgspec
 from kvferry.doctor.finding import Finding, bad, note, ok
 from kvferry.engines.vllm.version import TESTED, is_tested
 from kvferry.errors import ProtocolError
-from kvferry.observe.fetch import Health, Reply, client, fetch
+from kvferry.observe.fetch import Health, HttpReply, client, fetch
 from kvferry.serving.role import Role
 from kvferry.serving.router.bodies import handed_over, prefill_body
 from kvferry.transport.handshake import Address
@@ -25,7 +25,7 @@ class _Ask(Protocol):
 
     async def __call__(
         self, path: str, post: bytes | None = None, chosen: Mapping[str, str] | None = None
-    ) -> Reply:
+    ) -> HttpReply:
         """Its answer; `chosen` are headers."""
 
 
@@ -89,7 +89,9 @@ async def _look(url: str, seconds: float, headers: Mapping[str, str]) -> AtUrl:
     seen = AtUrl()
     async with client(headers) as http:
 
-        async def ask(path: str, post: bytes | None = None, chosen: Mapping[str, str] | None = None) -> Reply:
+        async def ask(
+            path: str, post: bytes | None = None, chosen: Mapping[str, str] | None = None
+        ) -> HttpReply:
             return await fetch(http, f"{url}{path}", seconds, post, chosen)
 
         try:
@@ -109,7 +111,7 @@ async def _look(url: str, seconds: float, headers: Mapping[str, str]) -> AtUrl:
     return seen
 
 
-def _router(health: Reply) -> dict[str, Any] | None:
+def _router(health: HttpReply) -> dict[str, Any] | None:
     """What a router says of its engines; None if this is none."""
     said = health.json
     return said if isinstance(said, dict) and {"prefill", "decode"} <= said.keys() else None
@@ -141,7 +143,7 @@ def _behind(said: dict[str, Any]) -> AtUrl:
     return seen
 
 
-def _is_engine(answer: Reply, seen: AtUrl) -> bool:
+def _is_engine(answer: HttpReply, seen: AtUrl) -> bool:
     """Whether it is vLLM, which says its version."""
     said = answer.json
     version = said.get("version") if isinstance(said, dict) else None
@@ -160,7 +162,7 @@ def _is_engine(answer: Reply, seen: AtUrl) -> bool:
     return isinstance(version, str)
 
 
-def _connector(answer: Reply, seen: AtUrl) -> int:
+def _connector(answer: HttpReply, seen: AtUrl) -> int:
     """Whose metrics it shows; several API servers show none of a counter that never counted.
 
     Returns:
@@ -191,7 +193,7 @@ async def _ask_for_kv(ask: _Ask, seen: AtUrl, engines: int) -> None:
         return
     body = prefill_body({"model": model, "prompt": _PROMPT, "temperature": 0})
 
-    async def compute(rank: int) -> Reply:
+    async def compute(rank: int) -> HttpReply:
         return await ask("/v1/completions", body, {_RANK: str(rank)} if engines > 1 else {})
 
     answer = await compute(0)

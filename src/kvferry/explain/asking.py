@@ -12,10 +12,10 @@ from pathlib import Path
 import msgspec
 
 from kvferry.errors import ConfigError, ProtocolError
-from kvferry.observe import meeting_place
+from kvferry.observe import socket_directory
 from kvferry.observe.events import Arrived
-from kvferry.observe.traces import Trace
-from kvferry.observe.wire import MOST_ANSWER_BYTES, UNREADABLE, Engine, Question, decode_trace
+from kvferry.observe.traces import RequestTrace
+from kvferry.observe.wire import DECODE_ERRORS, MAX_ANSWER_BYTES, EngineInfo, Question, decode_trace
 
 _SECONDS = 5.0
 """For all engines together."""
@@ -36,8 +36,8 @@ class Answer:
         traces: the latest first.
     """
 
-    engine: Engine
-    traces: tuple[Trace, ...]
+    engine: EngineInfo
+    traces: tuple[RequestTrace, ...]
 
     def wall(self, at: float) -> float:
         """Seconds since 1970 at a time of the engine's monotonic clock."""
@@ -49,7 +49,7 @@ class Told:
     """A trace, and whose it is."""
 
     answer: Answer
-    trace: Trace
+    trace: RequestTrace
 
     @property
     def came(self) -> float:
@@ -83,9 +83,9 @@ def ask(question: Question) -> Answers:
     """
     paths: list[Path] = []
     refused: list[ConfigError] = []
-    for directory in meeting_place.places():
+    for directory in socket_directory.socket_directories():
         try:
-            paths += meeting_place.sockets(directory)
+            paths += socket_directory.engine_sockets(directory)
         except ConfigError as error:
             refused.append(error)
     until = time.monotonic() + _SECONDS
@@ -103,7 +103,7 @@ def ask(question: Question) -> Answers:
 def _asked(path: Path, question: bytes, until: float) -> list[bytes] | str | None:
     """The lines that one engine says, or why it does not; None if it is gone."""
     try:
-        connection = meeting_place.connect(path, until)
+        connection = socket_directory.connect(path, until)
         if connection is None:
             return None
         with connection:
@@ -135,8 +135,8 @@ def _answer(first: bytes, *rest: bytes) -> Answer:
     try:
         if b'"error"' in first[:16]:
             raise ProtocolError(msgspec.json.decode(first, type=_Refusal).error)
-        engine = msgspec.json.decode(first, type=Engine)
-    except UNREADABLE as error:
+        engine = msgspec.json.decode(first, type=EngineInfo)
+    except DECODE_ERRORS as error:
         raise ProtocolError(f"its answer cannot be read: {error}") from error
     traces = tuple(decode_trace(line) for line in rest)
     if not all(trace.events and isinstance(trace.events[0], Arrived) for trace in traces):
@@ -153,9 +153,9 @@ def _lines(asked: socket.socket, until: float) -> Iterator[bytes]:
         if not piece:
             break
         said += piece
-        if len(said) > MOST_ANSWER_BYTES or time.monotonic() > until:
+        if len(said) > MAX_ANSWER_BYTES or time.monotonic() > until:
             raise ProtocolError(
-                f"its answer is larger than {MOST_ANSWER_BYTES} bytes, or takes longer than {_SECONDS:g} s"
+                f"its answer is larger than {MAX_ANSWER_BYTES} bytes, or takes longer than {_SECONDS:g} s"
             )
     if not said.endswith(b"\n"):
         raise ProtocolError("its answer was cut short")

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.observe import events
-from kvferry.observe.events import Lack, OfRequest, Outcome, Why
-from kvferry.observe.fold import parts_of
-from kvferry.observe.traces import FIRST, Stored, Trace
+from kvferry.observe.events import DecisionReason, LoadOutcome, RequestEvent, SourceMiss
+from kvferry.observe.metrics_listener import trim_parts
+from kvferry.observe.traces import FIRST_EVENTS, RequestTrace, StoredChunks
 from kvferry.tiers.names import TIERS
 from kvferry.units import format_bytes, format_count, format_seconds
 
@@ -27,7 +27,7 @@ class Line:
     after: float | None = None
 
 
-def story(trace: Trace) -> list[Line]:
+def story(trace: RequestTrace) -> list[Line]:
     """What was told of a request, line by line; the first event is its coming."""
     return list(_Teller(trace).lines())
 
@@ -35,18 +35,18 @@ def story(trace: Trace) -> list[Line]:
 class _Teller:
     """Remembers of a story what later events refer to."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: RequestTrace) -> None:
         self._trace, self._came = trace, trace.events[0].at
         self._settled = False
         self._turn = False
         self._failure = ""
-        self._of: Mapping[type[OfRequest], Callable[[Any], Iterator[str]]] = {
+        self._of: Mapping[type[RequestEvent], Callable[[Any], Iterator[str]]] = {
             events.Arrived: _arrived,
-            events.Asked: self._asked,
+            events.SourcesAsked: self._asked,
             events.LoadBegan: self._load_began,
             events.LoadEnded: self._load_ended,
-            events.Refused: self._refused,
-            events.Settled: self._went_on,
+            events.SourceRefused: self._refused,
+            events.Scheduled: self._went_on,
             events.Finished: lambda _: iter(("The request has ended.",)),
             events.LeaseGranted: self._lease_granted,
             events.LeaseEnded: self._lease_ended,
@@ -54,7 +54,7 @@ class _Teller:
 
     def lines(self) -> Iterator[Line]:
         for number, event in enumerate(self._trace.events):
-            if number == FIRST and self._trace.left_out:
+            if number == FIRST_EVENTS and self._trace.left_out:
                 yield Line(f"... {self._trace.left_out} events are not remembered ...")
             after: float | None = event.at - self._came
             for text in self._of[type(event)](event):
@@ -63,45 +63,45 @@ class _Teller:
         for stored in self._trace.stored:
             yield Line(_stored(stored), stored.first - self._came)
 
-    def _asked(self, event: events.Asked) -> Iterator[str]:
+    def _asked(self, event: events.SourcesAsked) -> Iterator[str]:
         yield from self._again()
-        if event.have:
-            yield f"The engine itself has {_tokens(event.have)}."
+        if event.local_tokens:
+            yield f"The engine itself has {_tokens(event.local_tokens)}."
         for one in event.bids:
-            if one.struck:
-                yield f"{one.source} is not asked again: {one.struck}"
+            if one.excluded:
+                yield f"{one.source} is not asked again: {one.excluded}"
                 continue
             places = ", ".join(f"{format_count(part.tokens)} from {part.place}" for part in one.bid.parts)
             looking = "is still looking, for at most" if one.bid.looking else "bids"
             yield f"{one.source} {looking} {_tokens(one.bid.tokens)} ({places}), worth {one.value:.4g}."
-        if event.computing:
-            yield f"Computing all is worth {event.computing:.4g}."
-        for lack in event.lacks:
+        if event.compute_value:
+            yield f"Computing all is worth {event.compute_value:.4g}."
+        for lack in event.misses:
             yield f"{lack.source} bids nothing, {_lack(lack)}"
         chosen = next((one.source for one in event.bids if one.bid == event.chosen), "")
         if event.chosen is None:
-            yield f"{'The rest' if event.have else 'All of it'} is to be computed: {event.why}."
-        elif event.why is Why.LOOKING:
+            yield f"{'The rest' if event.local_tokens else 'All of it'} is to be computed: {event.why}."
+        elif event.why is DecisionReason.LOOKING:
             yield f"It waits for {chosen}: {event.why}."
         else:
             yield f"{chosen} is taken: {event.why}."
 
     def _load_began(self, event: events.LoadBegan) -> Iterator[str]:
         yield from self._again()
-        parts = parts_of(event.parts, event.total - event.have)
+        parts = trim_parts(event.parts, event.end - event.begin)
         places = ", ".join(f"{format_count(part.tokens)} from {part.place}" for part in parts)
-        yield f"Loading tokens {event.have} to {event.total - 1}: {places}."
+        yield f"Loading tokens {event.begin} to {event.end - 1}: {places}."
         if event.peer != event.source:
             yield f"The {event.source} is {event.peer}"
 
     def _load_ended(self, event: events.LoadEnded) -> Iterator[str]:
         took = format_seconds(event.seconds)
         self._failure = event.failure
-        if event.outcome is Outcome.DROPPED:
+        if event.outcome is LoadOutcome.DROPPED:
             yield f"The load is dropped after {took}: {event.failure or 'the request has ended before'}."
             return
-        if event.outcome is not Outcome.READY:
-            what = "is given up at its deadline" if event.outcome is Outcome.EXPIRED else "has failed"
+        if event.outcome is not LoadOutcome.READY:
+            what = "is given up at its deadline" if event.outcome is LoadOutcome.EXPIRED else "has failed"
             kind = f" ({_words(event.miss)})" if event.miss else ""
             yield f"The load {what} after {took}{kind}: {event.failure}"
             return
@@ -120,18 +120,18 @@ class _Teller:
         if event.pages:
             yield f"{format_count(event.pages)} pages in {format_count(event.descriptors)} descriptors"
 
-    def _refused(self, event: events.Refused) -> Iterator[str]:
+    def _refused(self, event: events.SourceRefused) -> Iterator[str]:
         if event.source == TIERS:
             return  # what has failed is not asked for again, and has been told; what is left may be
         because = "" if event.reason == self._failure else f": {event.reason}"
         yield f"{event.source} is not asked again for this request{because}"
 
-    def _went_on(self, event: events.Settled) -> Iterator[str]:
+    def _went_on(self, event: events.Scheduled) -> Iterator[str]:
         self._settled = True
-        rest = event.tokens - event.at_hand
-        if event.elsewhere:
-            yield f"Another connector of the engine has brought {_tokens(event.elsewhere)}."
-        yield f"The engine goes on with {_tokens(event.at_hand)} at hand and computes {format_count(rest)}."
+        rest = event.tokens - event.cached_tokens
+        if event.other_connector_tokens:
+            yield f"Another connector of the engine has brought {_tokens(event.other_connector_tokens)}."
+        yield f"The engine goes on with {_tokens(event.cached_tokens)} at hand and computes {format_count(rest)}."
 
     def _lease_granted(self, event: events.LeaseGranted) -> Iterator[str]:
         self._turn = event.turn
@@ -144,7 +144,7 @@ class _Teller:
         )
 
     def _lease_ended(self, event: events.LeaseEnded) -> Iterator[str]:
-        heard = self._trace.heard
+        heard = self._trace.heartbeats
         if self._turn:
             yield f"They are given back{f'; readers gave {_signs(heard)}' if heard else ''}."
         elif event.withdrawn:
@@ -176,7 +176,7 @@ def _arrived(event: events.Arrived) -> Iterator[str]:
         yield f"{lack.source} cannot serve it, {_lack(lack)}"
 
 
-def _stored(stored: Stored) -> str:
+def _stored(stored: StoredChunks) -> str:
     said = f"Stored {stored.done} of {stored.ordered} chunks of {stored.group}, {format_bytes(stored.size)}"
     if stored.done + stored.failed == stored.ordered:
         said += f", until {format_seconds(stored.last - stored.first)} later"
@@ -185,11 +185,11 @@ def _stored(stored: Stored) -> str:
     return f"{said}; {stored.failed} have failed: {stored.failure}" if stored.failed else f"{said}."
 
 
-def _lack(lack: Lack) -> str:
-    return f"{_words(lack.miss)}: {lack.detail}" if lack.detail else f"{_words(lack.miss)}."
+def _lack(lack: SourceMiss) -> str:
+    return f"{_words(lack.reason)}: {lack.detail}" if lack.detail else f"{_words(lack.reason)}."
 
 
-def _words(miss: events.Miss) -> str:
+def _words(miss: events.MissReason) -> str:
     return str(miss).replace("_", " ")
 
 

@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from kvferry.observe import events
-from kvferry.observe.events import Outcome, Why
-from kvferry.observe.fold import parts_of
-from kvferry.observe.traces import Trace
+from kvferry.observe.events import DecisionReason, LoadOutcome
+from kvferry.observe.metrics_listener import trim_parts
+from kvferry.observe.traces import RequestTrace
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Summary:
         return max(0.0, (self.seconds or 0.0) - self.loading - self.looking)
 
 
-def summary(trace: Trace) -> Summary:
+def summary(trace: RequestTrace) -> Summary:
     """Of a trace that begins with the coming of its request."""
     came = trace.events[0]
     assert isinstance(came, events.Arrived)  # noqa: S101 - by construction
@@ -45,9 +45,12 @@ def summary(trace: Trace) -> Summary:
     brought: list[events.LoadBegan] = []
     broken, loading = set[str](), dict[str, float]()
     for event in trace.events:
-        if isinstance(event, events.Asked | events.LoadBegan | events.Settled) and looks_since is not None:
+        if (
+            isinstance(event, events.SourcesAsked | events.LoadBegan | events.Scheduled)
+            and looks_since is not None
+        ):
             found.looking, looks_since = found.looking + event.at - looks_since, None
-        if isinstance(event, events.Asked) and event.why is Why.LOOKING:
+        if isinstance(event, events.SourcesAsked) and event.why is DecisionReason.LOOKING:
             looks_since = event.at
         elif isinstance(event, events.LoadBegan):
             begun[event.load] = event
@@ -55,12 +58,12 @@ def summary(trace: Trace) -> Summary:
             began = begun.get(event.load)
             attempt = event.load if began is None else began.attempt
             loading[attempt] = max(loading.get(attempt, 0.0), event.seconds)  # parts come beside each other
-            if event.outcome is Outcome.READY:
+            if event.outcome is LoadOutcome.READY:
                 brought += [] if began is None else [began]
-            elif event.outcome is not Outcome.DROPPED:
+            elif event.outcome is not LoadOutcome.DROPPED:
                 found.failed += 1
                 broken.add(attempt)
-        elif isinstance(event, events.Settled):
+        elif isinstance(event, events.Scheduled):
             found.seconds = event.at - came.at
             found.places = _places([load for load in brought if load.attempt not in broken], event)
             break
@@ -68,17 +71,17 @@ def summary(trace: Trace) -> Summary:
     return found
 
 
-def _places(brought: list[events.LoadBegan], went_on: events.Settled) -> Counter[str]:
+def _places(brought: list[events.LoadBegan], went_on: events.Scheduled) -> Counter[str]:
     places: Counter[str] = Counter()
     for load in brought:
-        for part in parts_of(load.parts, load.total - load.have):
+        for part in trim_parts(load.parts, load.end - load.begin):
             places[part.place] += part.tokens
-    here = went_on.at_hand - went_on.elsewhere - places.total()
+    here = went_on.cached_tokens - went_on.other_connector_tokens - places.total()
     places.update(
         {
             "prefix cache": max(0, here),
-            "another connector": went_on.elsewhere,
-            "computed": went_on.tokens - went_on.at_hand,
+            "another connector": went_on.other_connector_tokens,
+            "computed": went_on.tokens - went_on.cached_tokens,
         }
     )
     return +places

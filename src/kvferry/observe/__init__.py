@@ -1,5 +1,5 @@
-"""What can be seen of kvferry: one stream of events, and what readers make of it.
+"""The stream of events of an engine, and the listeners that turn it into metrics, traces and spans.
 
-Whoever decides something about a request says so once (`events`), to a `watch`; metrics (`fold`) are one
-reader of it. Nothing here knows an engine.
+Code that decides something about a request emits an event (`events`) to an `EventStream` (`stream`). The
+listeners are `metrics_listener`, `traces` and `spans`. Nothing here knows an engine.
 """

@@ -1,56 +1,56 @@
-"""What happens to requests, as values: said once, where it is decided, in the order in which it happens.
+"""Events of requests and tiers, emitted where the decision is made, in the order in which they happen.
 
-One request, told in full (what is in brackets may be missing or come again):
+All events of one request (those in brackets may be missing or repeat):
 
-    Arrived ─▶ [Asked …] ─▶ [LoadBegan ─▶ LoadEnded [─▶ Refused ─▶ Asked …]] ─▶ Settled ─▶ … ─▶ Finished
-                               twice, beside each other, where a prefix comes in two parts
-                               [StoreBegan ─▶ StoreEnded] at any time from then on
-                               preempted: Asked, LoadBegan, … and Settled once more
+    Arrived ─▶ [SourcesAsked …] ─▶ [LoadBegan ─▶ LoadEnded [─▶ SourceRefused ─▶ SourcesAsked …]] ─▶ Scheduled
+    ─▶ … ─▶ Finished
 
-A producer's requests have LeaseGranted ─▶ [LeaseExtended …] ─▶ LeaseEnded after that. Loads and stores may
-end after the request has. Times are seconds of the monotonic clock.
+A prefix that comes from two sources has two loads at a time. StoreBegan ─▶ StoreEnded may come at any time
+after Scheduled. A preempted request has SourcesAsked, LoadBegan, … and Scheduled once more. A producer's
+requests then have LeaseGranted ─▶ [LeaseExtended …] ─▶ LeaseEnded. Loads and stores may end after their
+request.
 
-*Source* is ``peer`` or ``tiers``, what bids for requests; *tier* is where tokens rest: ``peer``, ``host``,
-``file``, ``object``.
+A *source* bids for requests: ``peer`` or ``tiers``. A *tier* holds tokens: ``peer``, ``host``, ``file``,
+``object``. ``at`` is the time of an event in seconds of the monotonic clock.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from enum import StrEnum
 from typing import TypeAlias
 
 from kvferry.cache.bids import Bid, Part
 from kvferry.terminal import shown
 
-LONGEST_ID = 256
-"""Characters of a request's id in an event; of a longer one the middle is left out."""
+MAX_ID_CHARACTERS = 256
+"""Longest request id in an event; the middle of a longer one is left out."""
 
 
-class Miss(StrEnum):
-    """Why a source brought a request nothing. What cannot be told from what is said to be NOT_STORED."""
+class MissReason(StrEnum):
+    """Why a request got nothing from a source. Causes that cannot be distinguished are NOT_STORED."""
 
-    NOT_STORED = "not_stored"  # it was never kept, or so long ago that nobody remembers
-    EVICTED = "evicted"  # it was kept lately, and had to make room
-    STORING = "storing"  # it is being stored just now
+    NOT_STORED = "not_stored"  # never stored, or evicted so long ago that no record is left
+    EVICTED = "evicted"  # stored before, and evicted recently
+    STORING = "storing"  # a store of it is under way
     SHORT_PROMPT = "short_prompt"  # the prompt is shorter than a chunk
-    LOCAL = "local"  # the engine's own prefix cache has all that could be brought
-    OTHER_NAMESPACE = "other_namespace"  # the tiers hold a model of this name, but not this one
-    UNNAMED = "unnamed"  # the prompt's content has no certain name
-    REFUSED = "refused"  # the offer or the peer cannot be used
-    SKIPPED = "skipped"  # the request reads no cache, as for logprobs of its prompt
-    LOOKING = "looking"  # it could not say in time what it has
-    LOST_BID = "lost_bid"  # another source, or computing, was better
-    BUSY = "busy"  # too many loads were under way
-    NO_ROOM = "no_room"  # the engine had no blocks for a load and what comes after it
-    ATTEMPTS = "attempts"  # loads of other sources failed so often that it was not tried any more
-    CHECKSUM = "checksum"  # what was read is damaged
-    DEADLINE = "deadline"  # a load took longer than load_timeout_seconds
-    FAILED = "failed"  # a load failed otherwise
+    LOCAL = "local"  # the engine's own prefix cache already holds all usable tokens
+    OTHER_NAMESPACE = "other_namespace"  # the tiers hold another model of the same name
+    UNNAMED = "unnamed"  # no chunk key can be computed for the prompt's content
+    REFUSED = "refused"  # the offer or the peer is not usable
+    SKIPPED = "skipped"  # the request must not read a cache, for example with prompt logprobs
+    LOOKING = "looking"  # the look-up did not end in time
+    LOST_BID = "lost_bid"  # another source, or computing, was cheaper
+    BUSY = "busy"  # too many loads under way
+    NO_ROOM = "no_room"  # too few free blocks for the load and the tokens after it
+    ATTEMPTS = "attempts"  # the request had no load attempts left
+    CHECKSUM = "checksum"  # the bytes read are damaged
+    DEADLINE = "deadline"  # the load took longer than load_timeout_seconds
+    FAILED = "failed"  # the load failed for another reason
 
 
-class Why(StrEnum):
-    """Why a bid was taken, or none."""
+class DecisionReason(StrEnum):
+    """Why admission took a bid, or took none."""
 
     BEST = "the best bid"
     LOOKING = "a source that is still looking may have more"
@@ -61,57 +61,57 @@ class Why(StrEnum):
     ATTEMPTS = "no attempt is left"
 
 
-class Outcome(StrEnum):
+class LoadOutcome(StrEnum):
     """How a load ended."""
 
     READY = "ready"
     FAILED = "failed"
-    EXPIRED = "expired"  # at its deadline; what it wrote to may be written still
-    DROPPED = "dropped"  # the request ended before, or another part of its prefix failed
+    EXPIRED = "expired"  # its deadline passed; late writes may still land in its blocks
+    DROPPED = "dropped"  # the request ended first, or another part of its prefix failed
 
 
 @dataclass(frozen=True, slots=True)
-class Lack:
+class SourceMiss:
     """Why a source bids nothing.
 
     Attributes:
-        source: its name.
-        miss: in a word.
-        group: number and kind of the KV cache group that lacks a chunk, ``several`` where more do, empty
-            where it is no matter of groups.
-        detail: for people.
+        source: name of the source.
+        reason: the kind of miss.
+        group: number and kind of the KV cache group with a missing chunk, ``several`` for more than one,
+            empty if the miss has nothing to do with groups.
+        detail: text for people.
     """
 
     source: str
-    miss: Miss
+    reason: MissReason
     group: str = ""
     detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Valued:
-    """A bid, and what it was worth.
+class ValuedBid:
+    """A bid and its value.
 
     Attributes:
-        source: name of the source; the bid has the peer's.
-        bid: with its parts, and whether it is looking.
-        value: the policy's; 0 of one that may not be taken.
-        struck: why it may not be taken, empty if it may.
+        source: name of the source. The bid names the peer.
+        bid: tokens by place, and whether the source is still looking.
+        value: value under the policy; 0 for an excluded bid.
+        excluded: why the bid may not be taken; empty if it may.
     """
 
     source: str
     bid: Bid
     value: float
-    struck: str = ""
+    excluded: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
-    """Bytes of a KV cache group, over all ranks.
+class GroupBytes:
+    """Bytes moved for a KV cache group, summed over all ranks.
 
     Attributes:
         group: number and kind.
-        strategy: how they travelled.
+        strategy: name of the transfer strategy.
         size: bytes.
     """
 
@@ -122,94 +122,98 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A request has come in.
+    """A request reached the scheduler.
 
     Attributes:
-        tokens: of its prompt.
-        sources: that may serve it.
-        declined: sources that cannot, though they were asked.
-        trace_headers: the trace that it belongs to, as W3C headers; none if it belongs to none.
+        tokens: length of its prompt.
+        sources: names of the sources that may serve it.
+        declined: misses of sources that cannot serve it.
+        trace_headers: W3C headers of the trace that the request belongs to; empty without one.
     """
 
     request_id: str
     at: float
+    _: KW_ONLY
     tokens: int
     sources: tuple[str, ...]
-    declined: tuple[Lack, ...] = ()
+    declined: tuple[SourceMiss, ...] = ()
     trace_headers: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """At admission, sources were asked. Said again only when something of it has changed.
+class SourcesAsked:
+    """Admission asked the sources. Emitted again only if an answer has changed.
 
     Attributes:
-        have: tokens that the engine's own prefix cache has.
-        bids: all that were made, in the order of their sources.
-        computing: the policy's value of computing everything.
-        lacks: of sources that bid nothing.
-        chosen: the bid, which is waited for if it is looking; None to compute.
-        why: so.
+        local_tokens: tokens in the engine's own prefix cache.
+        bids: all bids, in the order of their sources.
+        compute_value: the policy's value of computing the whole rest.
+        misses: sources that bid nothing.
+        chosen: the best bid, None to compute. A bid that is still looking is waited for.
+        why: reason for the choice.
     """
 
     request_id: str
     at: float
-    have: int
-    bids: tuple[Valued, ...]
-    computing: float
-    lacks: tuple[Lack, ...]
+    _: KW_ONLY
+    local_tokens: int
+    bids: tuple[ValuedBid, ...]
+    compute_value: float
+    misses: tuple[SourceMiss, ...]
     chosen: Bid | None
-    why: Why
+    why: DecisionReason
 
 
 @dataclass(frozen=True, slots=True)
 class LoadBegan:
-    """A bid was taken and the engine has blocks for it.
+    """The engine allocated blocks for the chosen bid, and its load was ordered.
 
     Attributes:
-        load: names it.
+        load: unique name of the load.
         source: name of the source.
-        peer: name of the bidder: the source's, or the peer's.
-        parts: where the tokens come from, as they were bid.
-        have, total: it brings the tokens from one to the other.
-        attempt: what the request waits for: this load, or this and that of another part.
+        peer: name of the peer; the source's name for tiers.
+        parts: tokens by place, as in the bid.
+        begin, end: the loaded tokens, half-open.
+        attempt: name of the attempt, shared by the loads of two parts of one prefix.
     """
 
     request_id: str
     at: float
+    _: KW_ONLY
     load: str
     source: str
     peer: str
     parts: tuple[Part, ...]
-    have: int
-    total: int
+    begin: int
+    end: int
     attempt: str
 
 
 @dataclass(frozen=True, slots=True)
 class LoadEnded:
-    """All ranks have reported a load; one that is late may still write to its blocks.
+    """All ranks reported a load. A load past its deadline may still write to its blocks.
 
     Attributes:
-        load, source: as of `LoadBegan`.
-        outcome: in a word.
-        miss: what kind of failure; None if it did not fail.
-        failure: for people.
-        seconds: since it began.
-        moved: bytes that were brought; nothing of a load that failed.
-        pages, descriptors: prepared descriptors, and what was left of them merged.
-        plan_seconds, transfer_seconds, check_seconds: of the slowest rank; 0 of tiers.
+        load, source: as in `LoadBegan`.
+        outcome: how it ended.
+        miss: kind of failure; None if it did not fail.
+        failure: text for people; empty if it did not fail.
+        seconds: time since the load began.
+        moved: bytes by group; empty for a failed load.
+        pages, descriptors: number of prepared descriptors, and of those left after merging neighbours.
+        plan_seconds, transfer_seconds, check_seconds: times of the slowest rank; 0 for tiers.
     """
 
     request_id: str
     at: float
+    _: KW_ONLY
     load: str
     source: str
-    outcome: Outcome
-    miss: Miss | None
+    outcome: LoadOutcome
+    miss: MissReason | None
     failure: str
     seconds: float
-    moved: tuple[Moved, ...] = ()
+    moved: tuple[GroupBytes, ...] = ()
     pages: int = 0
     descriptors: int = 0
     plan_seconds: float = 0.0
@@ -218,12 +222,12 @@ class LoadEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """A source is not asked any more for this request.
+class SourceRefused:
+    """A source is excluded for the rest of this request.
 
     Attributes:
-        source: whom: a peer's name, or what is to blame.
-        reason: for people.
+        source: name of the peer, or of what caused the failure.
+        reason: text for people.
     """
 
     request_id: str
@@ -233,25 +237,25 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
-    """The engine goes on with a request, and computes what is not there.
+class Scheduled:
+    """The engine schedules a request, and computes the tokens that are not cached.
 
     Attributes:
-        at_hand: tokens that need not be computed.
-        tokens: of the request.
-        elsewhere: of those at hand, what another connector of this engine has brought.
+        cached_tokens: tokens that need no computation.
+        tokens: all tokens of the request.
+        other_connector_tokens: cached tokens that another connector of this engine loaded.
     """
 
     request_id: str
     at: float
-    at_hand: int
+    cached_tokens: int
     tokens: int
-    elsewhere: int = 0
+    other_connector_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The request has ended, whichever way."""
+    """The request ended, with or without an answer."""
 
     request_id: str
     at: float
@@ -259,12 +263,12 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class StoreBegan:
-    """Ranks were told to copy chunks to host memory.
+    """Ranks were ordered to copy chunks to host memory.
 
     Attributes:
-        store: names the order.
+        store: unique name of the order.
         group: number and kind of the KV cache group.
-        chunks: how many.
+        chunks: number of chunks.
     """
 
     request_id: str
@@ -276,17 +280,18 @@ class StoreBegan:
 
 @dataclass(frozen=True, slots=True)
 class StoreEnded:
-    """All ranks have.
+    """All ranks reported a store.
 
     Attributes:
-        store: as of `StoreBegan`.
-        failure: why they could not; empty if they could.
-        size: bytes, over all ranks.
-        seconds: of the slowest rank.
+        store: as in `StoreBegan`.
+        failure: text for people; empty if it succeeded.
+        size: bytes over all ranks.
+        seconds: time of the slowest rank.
     """
 
     request_id: str
     at: float
+    _: KW_ONLY
     store: str
     failure: str
     size: int
@@ -295,12 +300,12 @@ class StoreEnded:
 
 @dataclass(frozen=True, slots=True)
 class LeaseGranted:
-    """A producer keeps the blocks of a prompt for a consumer, or of a whole request for its next turn.
+    """The producer keeps the blocks of a prompt for a consumer, or of a whole request for its next turn.
 
     Attributes:
-        tokens: offered.
-        seconds: until it ends, unless the consumer is heard of.
-        turn: for the next turn, whoever asks.
+        tokens: number of tokens offered.
+        seconds: time until the lease expires without a heartbeat.
+        turn: the blocks are kept for the next turn, for any reader.
     """
 
     request_id: str
@@ -312,7 +317,7 @@ class LeaseGranted:
 
 @dataclass(frozen=True, slots=True)
 class LeaseExtended:
-    """Its consumer was heard of."""
+    """The consumer's heartbeat extended a lease."""
 
     request_id: str
     at: float
@@ -320,10 +325,10 @@ class LeaseExtended:
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnded:
-    """Its consumer needs it no more, or was silent for too long; or the producer has withdrawn it.
+    """The consumer released a lease, or it expired, or the producer withdrew it.
 
     Attributes:
-        expired: its consumer was silent.
+        expired: no heartbeat came in time.
         withdrawn: the cache was reset, or the request was aborted after one of its samples had ended.
     """
 
@@ -334,20 +339,22 @@ class LeaseEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class TierTold:
-    """What has changed of a tier since it was last told of: no matter of one request.
+class TierChanged:
+    """What changed in a tier since its last event. Belongs to no request.
 
     Attributes:
-        tier: its name.
-        used, capacity: bytes, None where that is not known.
-        owed: chunks that wait to be written to it, None of host memory.
-        fetched, stored, stored_bytes, evicted: chunks more, and bytes.
-        missed, dropped: chunks more, by reason.
-        fetch_seconds, store_seconds: of every chunk that its threads have read or written.
+        tier: name of the tier.
+        used, capacity: bytes; None if unknown.
+        owed: chunks that wait to be written to the tier; None for host memory.
+        fetched, stored, evicted: number of chunks since the last event.
+        stored_bytes: bytes since the last event.
+        missed, dropped: number of chunks since the last event, by reason.
+        fetch_seconds, store_seconds: time of each chunk that the tier's threads read or wrote.
     """
 
     at: float
     tier: str
+    _: KW_ONLY
     used: int | None = None
     capacity: int | None = None
     owed: int | None = None
@@ -363,19 +370,19 @@ class TierTold:
 
 @dataclass(frozen=True, slots=True)
 class LateBlocks:
-    """How many blocks loads still hold whose deadline has passed or whose request has ended has changed."""
+    """The number of blocks held by loads past their deadline, or of ended requests, changed."""
 
     at: float
     blocks: int
 
 
-OfRequest: TypeAlias = (
+RequestEvent: TypeAlias = (
     Arrived
-    | Asked
+    | SourcesAsked
     | LoadBegan
     | LoadEnded
-    | Refused
-    | Settled
+    | SourceRefused
+    | Scheduled
     | Finished
     | StoreBegan
     | StoreEnded
@@ -383,11 +390,11 @@ OfRequest: TypeAlias = (
     | LeaseExtended
     | LeaseEnded
 )
-Event: TypeAlias = OfRequest | TierTold | LateBlocks
+Event: TypeAlias = RequestEvent | TierChanged | LateBlocks
 
 
-def brief(event: Event) -> Event:
-    """Return the event with the request's id cut to a bounded length: clients choose ids of any length."""
-    if isinstance(event, TierTold | LateBlocks) or len(event.request_id) <= LONGEST_ID:
+def with_short_id(event: Event) -> Event:
+    """Return the event with a request id of at most `MAX_ID_CHARACTERS`; clients choose ids of any length."""
+    if isinstance(event, TierChanged | LateBlocks) or len(event.request_id) <= MAX_ID_CHARACTERS:
         return event
-    return replace(event, request_id=shown(event.request_id, LONGEST_ID))
+    return replace(event, request_id=shown(event.request_id, MAX_ID_CHARACTERS))

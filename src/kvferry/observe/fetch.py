@@ -18,12 +18,12 @@ import msgspec
 
 from kvferry.errors import ProtocolError
 
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Of an answer; a page of metrics has some 100 KB per engine."""
 _CONNECT_SECONDS = 5.0
 
 
-class Reply(NamedTuple):
+class HttpReply(NamedTuple):
     """An answer, whole."""
 
     status: int
@@ -97,7 +97,7 @@ async def fetch(
     seconds: float,
     post: bytes | None = None,
     headers: Mapping[str, str] | None = None,
-) -> Reply:
+) -> HttpReply:
     """The answer of a server, whatever its status.
 
     Args:
@@ -117,8 +117,8 @@ async def fetch(
             async with http.stream(method, url, content=post, headers={**kind, **(headers or {})}) as answer:
                 async for piece in answer.aiter_bytes():
                     body += piece
-                    if len(body) > MOST_BYTES:
-                        raise ProtocolError(f"{urlsplit(url).path} is larger than {MOST_BYTES >> 20} MiB")
+                    if len(body) > MAX_BYTES:
+                        raise ProtocolError(f"{urlsplit(url).path} is larger than {MAX_BYTES >> 20} MiB")
     except TimeoutError as error:
         what = f"{urlsplit(url).path} does not end in" if body else "silent for"
         raise ProtocolError(f"{what} {seconds:g} s") from error
@@ -126,7 +126,7 @@ async def fetch(
         raise ProtocolError(f"cannot connect{_why(error)}") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ProtocolError(f"{type(error).__name__}: {error}") from error
-    return Reply(answer.status_code, bytes(body))
+    return HttpReply(answer.status_code, bytes(body))
 
 
 def _why(error: BaseException) -> str:

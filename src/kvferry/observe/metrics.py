@@ -15,7 +15,7 @@ SECONDS = (
 """Upper ends of the histograms' buckets."""
 
 
-class Kind(StrEnum):
+class MetricKind(StrEnum):
     """As Prometheus has them."""
 
     COUNTER = "counter"
@@ -35,21 +35,21 @@ class Metric:
     """
 
     name: str
-    kind: Kind
+    kind: MetricKind
     what: str
     labels: tuple[str, ...] = ()
 
 
 def _counter(name: str, what: str, *labels: str) -> Metric:
-    return Metric(name, Kind.COUNTER, what, labels)
+    return Metric(name, MetricKind.COUNTER, what, labels)
 
 
 def _gauge(name: str, what: str, *labels: str) -> Metric:
-    return Metric(name, Kind.GAUGE, what, labels)
+    return Metric(name, MetricKind.GAUGE, what, labels)
 
 
 def _histogram(name: str, what: str, *labels: str) -> Metric:
-    return Metric(name, Kind.HISTOGRAM, what, labels)
+    return Metric(name, MetricKind.HISTOGRAM, what, labels)
 
 
 _ALL = (

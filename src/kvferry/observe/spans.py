@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from kvferry.observe import events
-from kvferry.observe.events import Event, Outcome, Why
-from kvferry.observe.fold import parts_of
+from kvferry.observe.events import DecisionReason, Event, LoadOutcome
+from kvferry.observe.metrics_listener import trim_parts
 
 Headers: TypeAlias = tuple[tuple[str, str], ...]
 Attributes: TypeAlias = dict[str, str | int | float | bool]
 
-MOST = 16_384
+MAX_REQUESTS = 16_384
 """Requests whose trace is remembered: stores and leases may end after they have."""
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TraceSpan:
     """Something that has ended.
 
     Attributes:
@@ -44,23 +44,23 @@ class Span:
     failure: str = ""
 
 
-class Spans:
+class SpanListener:
     """See the module: call it with every event. Not thread-safe."""
 
-    def __init__(self, emit: Callable[[Span], None]) -> None:
+    def __init__(self, emit: Callable[[TraceSpan], None]) -> None:
         """Args: emit: is given every span as it ends."""
         self._emit = emit
         self._parents: OrderedDict[str, Headers] = OrderedDict()
-        self._looking: dict[str, events.Asked] = {}
+        self._looking: dict[str, events.SourcesAsked] = {}
         self._loads: dict[str, events.LoadBegan] = {}
         self._stores: dict[str, events.StoreBegan] = {}
         self._leases: dict[str, events.LeaseGranted] = {}
         self._of: Mapping[type[Event], Callable[[Any], None]] = {
             events.Arrived: self._arrived,
-            events.Asked: self._asked,
+            events.SourcesAsked: self._asked,
             events.LoadBegan: self._load_began,
             events.LoadEnded: self._load_ended,
-            events.Settled: self._looked,
+            events.Scheduled: self._looked,
             events.Finished: self._looked,
             events.StoreBegan: self._store_began,
             events.StoreEnded: self._store_ended,
@@ -76,16 +76,18 @@ class Spans:
     def _arrived(self, event: events.Arrived) -> None:
         if event.trace_headers:
             self._parents[event.request_id] = event.trace_headers
-            if len(self._parents) > MOST:
+            if len(self._parents) > MAX_REQUESTS:
                 self._parents.popitem(last=False)
 
-    def _asked(self, event: events.Asked) -> None:
-        if event.why is not Why.LOOKING:
+    def _asked(self, event: events.SourcesAsked) -> None:
+        if event.why is not DecisionReason.LOOKING:
             self._looked(event)
         else:
             self._looking.setdefault(event.request_id, event)
 
-    def _looked(self, event: events.Asked | events.LoadBegan | events.Settled | events.Finished) -> None:
+    def _looked(
+        self, event: events.SourcesAsked | events.LoadBegan | events.Scheduled | events.Finished
+    ) -> None:
         asked = self._looking.pop(event.request_id, None)
         if asked is not None and asked.chosen is not None:
             self._end("kvferry.wait", asked, event, {"kvferry.source": asked.chosen.source})
@@ -101,12 +103,12 @@ class Spans:
         said: Attributes = {
             "kvferry.source": event.source,
             "kvferry.outcome": str(event.outcome),
-            "kvferry.tokens": began.total - began.have,
+            "kvferry.tokens": began.end - began.begin,
             "kvferry.bytes": sum(moved.size for moved in event.moved),
         }
         if began.peer != began.source:
             said["kvferry.peer"] = began.peer
-        for part in parts_of(began.parts, began.total - began.have):
+        for part in trim_parts(began.parts, began.end - began.begin):
             said[f"kvferry.tokens.{part.place}"] = part.tokens
         for moved in event.moved:
             said[f"kvferry.bytes.{moved.group}"] = moved.size
@@ -120,7 +122,7 @@ class Spans:
             }
         if event.miss is not None:
             said["error.type"] = str(event.miss)
-        failure = "" if event.outcome in {Outcome.READY, Outcome.DROPPED} else event.failure
+        failure = "" if event.outcome in {LoadOutcome.READY, LoadOutcome.DROPPED} else event.failure
         self._end("kvferry.load", began, event, said, failure)
 
     def _store_began(self, event: events.StoreBegan) -> None:
@@ -146,10 +148,10 @@ class Spans:
     def _end(
         self,
         name: str,
-        began: events.OfRequest,
-        ended: events.OfRequest,
+        began: events.RequestEvent,
+        ended: events.RequestEvent,
         said: Attributes,
         failure: str = "",
     ) -> None:
         parent = self._parents.get(began.request_id, ())
-        self._emit(Span(name, began.request_id, parent, began.at, ended.at, said, failure))
+        self._emit(TraceSpan(name, began.request_id, parent, began.at, ended.at, said, failure))

@@ -1,6 +1,6 @@
 """Questions for traces and answers to them, as lines of JSON.
 
-One connection is one question, and its answer: a line about the engine (`Engine`), then one per trace
+One connection is one question, and its answer: a line about the engine (`EngineInfo`), then one per trace
 (`encode_trace`), the latest first.
 """
 
@@ -11,31 +11,31 @@ from typing import Any, get_args
 import msgspec
 
 from kvferry.errors import ProtocolError
-from kvferry.observe.events import OfRequest
-from kvferry.observe.traces import Stored, Trace
+from kvferry.observe.events import RequestEvent
+from kvferry.observe.traces import RequestTrace, StoredChunks
 
-MOST_QUESTION_BYTES = 4096
-MOST_ANSWER_BYTES = 16 << 20
-MOST_TRACES = 1000
+MAX_QUESTION_BYTES = 4096
+MAX_ANSWER_BYTES = 16 << 20
+MAX_TRACES = 1000
 """Of an answer."""
-UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What reading raises of a line that nobody should have said."""
-_EVENTS = {one.__name__: one for one in get_args(OfRequest)}
+_EVENTS = {one.__name__: one for one in get_args(RequestEvent)}
 
 
 class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What is asked for.
 
     Attributes:
-        find: what `known_as` takes; empty for whichever.
+        find: what `matches_id` takes; empty for whichever.
         most: traces.
     """
 
     find: str = ""
-    most: int = MOST_TRACES
+    most: int = MAX_TRACES
 
 
-class Engine(msgspec.Struct, frozen=True):
+class EngineInfo(msgspec.Struct, frozen=True):
     """Who answers.
 
     Attributes:
@@ -63,32 +63,32 @@ class _Trace(msgspec.Struct, frozen=True):
     request_id: str
     events: list[tuple[str, dict[str, Any]]]
     left_out: int
-    stored: tuple[Stored, ...]
-    heard: int
+    stored: tuple[StoredChunks, ...]
+    heartbeats: int
 
 
-def encode_trace(trace: Trace) -> bytes:
+def encode_trace(trace: RequestTrace) -> bytes:
     """One line."""
     return msgspec.json.encode(_named(trace))
 
 
-def plain_trace(trace: Trace) -> dict[str, Any]:
+def trace_to_dict(trace: RequestTrace) -> dict[str, Any]:
     """What that line says."""
     plain: dict[str, Any] = msgspec.to_builtins(_named(trace))
     return plain
 
 
-def _named(trace: Trace) -> dict[str, Any]:
+def _named(trace: RequestTrace) -> dict[str, Any]:
     return {
         "request_id": trace.request_id,
         "events": [(type(event).__name__, event) for event in trace.events],
         "left_out": trace.left_out,
         "stored": trace.stored,
-        "heard": trace.heard,
+        "heartbeats": trace.heartbeats,
     }
 
 
-def decode_trace(line: bytes) -> Trace:
+def decode_trace(line: bytes) -> RequestTrace:
     """The other way round.
 
     Raises:
@@ -97,9 +97,9 @@ def decode_trace(line: bytes) -> Trace:
     try:
         plain = msgspec.json.decode(line, type=_Trace)
         told = tuple(msgspec.convert(values, _EVENTS[name]) for name, values in plain.events)
-    except (*UNREADABLE, KeyError) as error:
+    except (*DECODE_ERRORS, KeyError) as error:
         raise ProtocolError(f"a trace that cannot be read: {error}") from error
-    return Trace(plain.request_id, told, plain.left_out, plain.stored, plain.heard)
+    return RequestTrace(plain.request_id, told, plain.left_out, plain.stored, plain.heartbeats)
 
 
 def read_question(line: bytes) -> Question:
@@ -110,8 +110,8 @@ def read_question(line: bytes) -> Question:
     """
     try:
         question = msgspec.json.decode(line, type=Question)
-    except UNREADABLE as error:
+    except DECODE_ERRORS as error:
         raise ProtocolError(f"a question that cannot be read: {error}") from error
-    if not 0 < question.most <= MOST_TRACES:
-        raise ProtocolError(f"{question.most} traces are asked for, it must be 1 to {MOST_TRACES}")
+    if not 0 < question.most <= MAX_TRACES:
+        raise ProtocolError(f"{question.most} traces are asked for, it must be 1 to {MAX_TRACES}")
     return question

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvferry.observe.events import Miss
-from kvferry.observe.exposed import CONNECTOR
+from kvferry.observe.events import MissReason
+from kvferry.observe.exposed_names import CONNECTOR
 from kvferry.tiers.names import PEER, TIER_KINDS, tier_kind
 from kvferry.top.figures import (
     Connector,
@@ -94,7 +94,7 @@ def _tokens(values: Values) -> dict[str, float]:
 def _source(values: Values, source: str) -> Source:
     queries = values.total("kvferry_queries_total", source=source)
     hits = values.total("kvferry_hits_total", source=source)
-    looked = queries - values.total("kvferry_misses_total", source=source, reason=Miss.LOCAL)
+    looked = queries - values.total("kvferry_misses_total", source=source, reason=MissReason.LOCAL)
     return Source(
         queries=queries,
         hits=hits,

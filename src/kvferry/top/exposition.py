@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.errors import ProtocolError
-from kvferry.observe.exposed import COMMON, EXPOSED, VLLM_PREFIX, series_names
+from kvferry.observe.exposed_names import COMMON, EXPOSED, VLLM_PREFIX, series_names
 from kvferry.observe.metrics import PREFIX
 from kvferry.top.values import Labels, Values
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvferry.observe.events import Outcome
+from kvferry.observe.events import LoadOutcome
 from kvferry.top.quantile import quantile
 from kvferry.top.values import Values
 
@@ -73,7 +73,7 @@ class Connector:
     @property
     def failed(self) -> float:
         """Loads that were of no use."""
-        return self.loads.get(Outcome.FAILED, 0.0)
+        return self.loads.get(LoadOutcome.FAILED, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class Flow:
     @property
     def failed(self) -> dict[str, float]:
         """Loads of all sources that did not serve their request, by outcome."""
-        ends = (Outcome.FAILED, Outcome.EXPIRED, Outcome.DROPPED)
+        ends = (LoadOutcome.FAILED, LoadOutcome.EXPIRED, LoadOutcome.DROPPED)
         return {end: sum(source.loads.get(end, 0.0) for source in self.sources.values()) for end in ends}
 
 

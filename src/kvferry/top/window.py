@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvferry.observe.exposed import SUFFIXES
+from kvferry.observe.exposed_names import SUFFIXES
 from kvferry.top.exposition import Scrape
 from kvferry.top.values import Labels, Values
 

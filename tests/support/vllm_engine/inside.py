@@ -8,7 +8,7 @@ import zlib
 from typing import Any
 
 from kvferry.observe.events import LoadBegan
-from kvferry.observe.fold import Fold
+from kvferry.observe.metrics_listener import MetricsListener
 from kvferry.planning.select import LoadSpan
 from kvferry.serving.router.bodies import ASK_FOR_KV
 from kvferry.transport.redeem import Grant, Redeemed
@@ -79,7 +79,7 @@ def start(settings: dict[str, Any]) -> Any:
         engine.witness = Witness(worker, half(engine).admission)
     if ferries(engine.llm_engine.engine_core.engine_core.scheduler.connector):
         engine.granted = _grants(half(engine)._producer._tickets)
-        engine.fold = Fold()
+        engine.fold = MetricsListener()
         half(engine).watch.add(engine.fold)
         engine.begun = []
         half(engine).watch.add(

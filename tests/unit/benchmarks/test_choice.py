@@ -18,8 +18,8 @@ from benchmarks.choice.workload import Prompt, Workload
 from kvferry.cache.bids import Part
 from kvferry.measuring.machine import MachineFacts
 from kvferry.measuring.spread import Spread
-from kvferry.observe.events import LoadBegan, LoadEnded, Outcome
-from kvferry.observe.watch import Watch
+from kvferry.observe.events import LoadBegan, LoadEnded, LoadOutcome
+from kvferry.observe.stream import EventStream
 
 WORKLOAD = Workload("drawn conversations", 64, (Prompt((0, 1), 100), Prompt((0, 1, 2), 192)))
 NEAR = ReplayAnswer(192, 0.02, (CompletedLoad({"file": 128}, 0.01),), 0)
@@ -110,19 +110,23 @@ def test_files_have_room_for_a_share_and_for_the_longest_prompt() -> None:
 
 
 def began(load: str, *parts: Part) -> LoadBegan:
-    return LoadBegan("request", 1.0, load, "tiers", "tiers", parts, 0, 100, load)
+    return LoadBegan(
+        "request", 1.0, load=load, source="tiers", peer="tiers", parts=parts, begin=0, end=100, attempt=load
+    )
 
 
-def ended(load: str, outcome: Outcome) -> LoadEnded:
-    return LoadEnded("request", 2.0, load, "tiers", outcome, None, "", 0.5)
+def ended(load: str, outcome: LoadOutcome) -> LoadEnded:
+    return LoadEnded(
+        "request", 2.0, load=load, source="tiers", outcome=outcome, miss=None, failure="", seconds=0.5
+    )
 
 
 def test_what_loads_brought_is_heard_from_every_connector_by_its_places() -> None:
-    near, far = (SimpleNamespace(watch=Watch()) for _ in range(2))
+    near, far = (SimpleNamespace(events=EventStream()) for _ in range(2))
     seen = LoadListener([near, far])
-    near.watch.tell(began("a", Part("file", 100)))
-    far.watch.tell(began("a", Part("host", 20), Part("object", 80)))
-    near.watch.tell(ended("a", Outcome.FAILED))
-    far.watch.tell(ended("a", Outcome.READY))
+    near.events.emit(began("a", Part("file", 100)))
+    far.events.emit(began("a", Part("host", 20), Part("object", 80)))
+    near.events.emit(ended("a", LoadOutcome.FAILED))
+    far.events.emit(ended("a", LoadOutcome.READY))
     assert seen.take() == ((CompletedLoad({"far host": 20, "far object": 80}, 0.5),), 1)
     assert seen.take() == ((), 0)

@@ -22,20 +22,20 @@ from kvferry.engines.vllm.headroom import Headroom
 from kvferry.engines.vllm.meta import Report, SchedulerMeta, WorkerMeta
 from kvferry.engines.vllm.part_blocks import PartBlocks
 from kvferry.geometry import Group, GroupKind
-from kvferry.observe.counted import Counted
 from kvferry.observe.events import (
-    Asked,
-    Lack,
+    DecisionReason,
+    GroupBytes,
     LateBlocks,
     LoadEnded,
-    Miss,
-    Moved,
-    Outcome,
-    Settled,
-    Why,
+    LoadOutcome,
+    MissReason,
+    Scheduled,
+    SourceMiss,
+    SourcesAsked,
 )
-from kvferry.observe.fold import Fold
-from kvferry.observe.watch import Watch
+from kvferry.observe.metrics_delta import MetricsDelta
+from kvferry.observe.metrics_listener import MetricsListener
+from kvferry.observe.stream import EventStream
 from kvferry.planning.select import LoadSpan
 from support.block_pool import BlockPool, request
 from support.clock import Clock
@@ -58,7 +58,7 @@ class Stand:
     serves: bool = True
     strikes: bool = True
     alignment_tokens: int = BLOCK
-    miss: Miss | None = None
+    miss: MissReason | None = None
     head_until: int = 0
     has_room: bool = True
     heard: list = field(default_factory=list)
@@ -68,16 +68,16 @@ class Stand:
         return self.serves
 
     def declined(self, request):
-        return None if self.miss is None else Lack(self.name, self.miss)
+        return None if self.miss is None else SourceMiss(self.name, self.miss)
 
     def lack(self, request, have):
-        return Lack(self.name, self.miss or Miss.NOT_STORED, "0 full_attention")
+        return SourceMiss(self.name, self.miss or MissReason.NOT_STORED, "0 full_attention")
 
     def brought(self, load, report):
-        return (Moved("0 full_attention", "copied", 100),)
+        return (GroupBytes("0 full_attention", "copied", 100),)
 
     def blame(self, load, report):
-        return Miss.DEADLINE if report.late else Miss.FAILED
+        return MissReason.DEADLINE if report.late else MissReason.FAILED
 
     def bids(self, request, have):
         return [offer(self.name, self.total - have, self.looking)] if self.total > have else []
@@ -128,7 +128,7 @@ class Engine:
             SlidingWindowSpec(BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=6),
         )
         self.pool, self.workers = BlockPool(60), workers
-        self.fold, self.told = Fold(), []
+        self.fold, self.told = MetricsListener(), []
         self.parts = PartBlocks(GROUPS, self.pool)
         self.parts = PartBlocks(GROUPS, self.pool, whole)
         self.headroom = Headroom(windows, 8, self.pool)
@@ -143,7 +143,7 @@ class Engine:
             attempts,
             sources,
             Choice(policy or Weight({}), Speeds(), patience),
-            Watch(self.fold, self.told.append),
+            EventStream(self.fold, self.told.append),
         )
         self.held = {}
 
@@ -177,9 +177,9 @@ class Engine:
         )
         self.admission.allocated(one, blocks, tokens)
 
-    def compute(self, one, at_hand=0):
+    def compute(self, one, cached_tokens=0):
         """A step computes what comes after these tokens."""
-        one.num_computed_tokens = at_hand
+        one.num_computed_tokens = cached_tokens
         self.admission.scheduled({one.request_id: 1})
 
     def free(self, one):
@@ -506,10 +506,12 @@ def test_a_request_that_reads_no_cache_is_told_so(sampling, why):
     engine.allocate(one, 0)
     engine.compute(one)
     assert source.heard == [("settled", "a")], "a peer need not keep it"
-    (asked,) = [event for event in engine.told if isinstance(event, Asked)]
-    assert (asked.bids, asked.chosen, asked.why) == ((), None, Why.SKIPPED)
-    (lack,) = asked.lacks
-    assert lack == Lack("peer", Miss.SKIPPED, detail=f"{why}, so the engine computes the whole prompt")
+    (asked,) = [event for event in engine.told if isinstance(event, SourcesAsked)]
+    assert (asked.bids, asked.chosen, asked.why) == ((), None, DecisionReason.SKIPPED)
+    (lack,) = asked.misses
+    assert lack == SourceMiss(
+        "peer", MissReason.SKIPPED, detail=f"{why}, so the engine computes the whole prompt"
+    )
     assert said(engine)[1] == {"queries peer": 1, "misses peer skipped ": 1}
 
 
@@ -803,7 +805,7 @@ def test_when_one_part_fails_the_other_is_given_up_and_is_not_to_blame(fails, la
     held = 0 if lands else sum(block.ref_cnt for block in engine.pool.blocks)
     assert bool(held) == (not lands), "what is in flight may still be written"
     dropped = [e for e in engine.told if isinstance(e, LoadEnded) and e.source == good.name]
-    assert [(e.outcome, e.failure) for e in dropped] == [(Outcome.DROPPED, why)]
+    assert [(e.outcome, e.failure) for e in dropped] == [(LoadOutcome.DROPPED, why)]
     good.head_until = 0
     assert engine.admit_anew(one) == (39 if good is far else 0)
     if not lands:
@@ -924,10 +926,13 @@ def test_what_becomes_of_a_request_is_told_in_order_and_counted_once():
     engine.allocate(one, 0)
     engine.admission.finished("a")
     names, counted = said(engine)
-    assert names == ["Arrived", "Asked", "LoadBegan", "LoadEnded", "Settled", "Finished"]
-    (asked,) = (event for event in engine.told if isinstance(event, Asked))
-    assert [(one.source, one.value, one.struck) for one in asked.bids] == [("peer", 16, ""), ("tiers", 8, "")]
-    assert (asked.chosen, asked.why, asked.lacks) == (asked.bids[0].bid, Why.BEST, ())
+    assert names == ["Arrived", "SourcesAsked", "LoadBegan", "LoadEnded", "Scheduled", "Finished"]
+    (asked,) = (event for event in engine.told if isinstance(event, SourcesAsked))
+    assert [(one.source, one.value, one.excluded) for one in asked.bids] == [
+        ("peer", 16, ""),
+        ("tiers", 8, ""),
+    ]
+    assert (asked.chosen, asked.why, asked.misses) == (asked.bids[0].bid, DecisionReason.BEST, ())
     assert counted == {
         "queries peer": 1, "hits peer": 1, "hit_tokens peer peer": 16, "loads peer ready": 1,
         "queries tiers": 1, "misses tiers lost_bid ": 1, "load_bytes peer 0 full_attention copied": 100,
@@ -944,15 +949,19 @@ def test_a_failure_is_told_with_what_is_struck_out_and_what_had_to_be_computed()
     assert engine.admit_anew(one) == 0
     engine.compute(one)
     names, counted = said(engine)
-    assert names == ["Arrived", "Asked", "LoadBegan", "LoadEnded", "Asked", "Settled"]
-    assert (engine.told[-2].bids[0].struck, engine.told[-2].why) == ("gone", Why.NOTHING)
+    assert names == ["Arrived", "SourcesAsked", "LoadBegan", "LoadEnded", "SourcesAsked", "Scheduled"]
+    assert (engine.told[-2].bids[0].excluded, engine.told[-2].why) == ("gone", DecisionReason.NOTHING)
     assert counted == {
         "loads peer failed": 1, "queries peer": 1, "misses peer failed ": 1, "recomputed_tokens peer": 16,
     }  # fmt: skip
 
 
 def settled(engine):
-    return [(event.at_hand, event.elsewhere) for event in engine.told if isinstance(event, Settled)]
+    return [
+        (event.cached_tokens, event.other_connector_tokens)
+        for event in engine.told
+        if isinstance(event, Scheduled)
+    ]
 
 
 @pytest.mark.parametrize(("local", "at_hand"), [(8, 39), (None, 39), (0, 24)])
@@ -1001,14 +1010,17 @@ def test_a_request_is_not_said_to_go_on_when_the_other_connectors_load_has_faile
 
 def test_why_nothing_is_loaded_is_told(monkeypatch):
     monkeypatch.setattr(admission.time, "monotonic", clock := Clock())
-    looking, ready = Stand("peer", 16, looking=True), Stand("tiers", 0, miss=Miss.EVICTED)
+    looking, ready = Stand("peer", 16, looking=True), Stand("tiers", 0, miss=MissReason.EVICTED)
     engine = Engine(looking, ready, patience=1.0)
     one = engine.arrive()
     assert engine.admission.matched(one, 0) is None
     clock.now += 2
     assert engine.admit(one) == 0
     engine.compute(one)
-    assert [event.why for event in engine.told if isinstance(event, Asked)] == [Why.LOOKING, Why.NOTHING]
+    assert [event.why for event in engine.told if isinstance(event, SourcesAsked)] == [
+        DecisionReason.LOOKING,
+        DecisionReason.NOTHING,
+    ]
     assert {name: n for name, n in said(engine)[1].items() if name.startswith("misses")} == {
         "misses peer looking ": 1, "misses tiers evicted 0 full_attention": 1,
     }  # fmt: skip
@@ -1058,7 +1070,9 @@ def test_a_request_that_ends_while_it_is_loaded_is_no_query_and_its_load_is_drop
 
 
 def test_a_source_that_cannot_serve_is_told_with_its_reason_and_one_that_was_not_asked_is_not():
-    engine = Engine(Stand("peer", 16, serves=False), Stand("tiers", 16, serves=False, miss=Miss.UNNAMED))
+    engine = Engine(
+        Stand("peer", 16, serves=False), Stand("tiers", 16, serves=False, miss=MissReason.UNNAMED)
+    )
     engine.arrive()
     assert said(engine) == (["Arrived"], {"queries tiers": 1, "misses tiers unnamed ": 1})
 
@@ -1104,12 +1118,12 @@ class Counting(RuleBasedStateMachine):
     )
     def start(self, tokens, head, strikes):
         sources = [
-            Stand(name, number * BLOCK, strikes=strikes, miss=Miss.EVICTED)
+            Stand(name, number * BLOCK, strikes=strikes, miss=MissReason.EVICTED)
             for name, number in zip(("peer", "tiers"), tokens, strict=True)
         ]
         sources[1].head_until = head * BLOCK
         self.engine = Engine(*sources, workers=1, policy=Weight({"tiers": 2.0}))
-        self.whole, self.count = Counted(), 0
+        self.whole, self.count = MetricsDelta(), 0
         self.waiting, self.loading, self.running, self.late = [], {}, [], []
         self.served, self.settled, self.failed = 0, set(), set()
 

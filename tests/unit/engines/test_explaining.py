@@ -15,16 +15,16 @@ from kvferry.engines.vllm.explaining import Explaining
 from kvferry.engines.vllm.tracing import tracing
 from kvferry.explain.asking import ask
 from kvferry.explain.show import show, show_list
-from kvferry.observe import meeting_place
+from kvferry.observe import socket_directory
 from kvferry.observe.events import Arrived
-from kvferry.observe.watch import Watch
+from kvferry.observe.stream import EventStream
 from kvferry.observe.wire import Question
 
 
 @pytest.fixture
 def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="kvferry-", dir="/tmp") as folder:
-        monkeypatch.setattr(meeting_place, "places", lambda: [Path(folder) / "kvferry"])
+        monkeypatch.setattr(socket_directory, "socket_directories", lambda: [Path(folder) / "kvferry"])
         yield Path(folder) / "kvferry"
 
 
@@ -40,11 +40,11 @@ def config(role: str = "kv_producer", endpoint: str | None = None) -> SimpleName
     ("vllms", "ours"), [("kv_producer", "prefill"), ("kv_consumer", "decode"), ("kv_both", "both")]
 )
 def test_what_is_told_is_answered_as_long_as_the_engine_runs(directory: Path, vllms: str, ours: str) -> None:
-    watch = Watch()
-    explaining = Explaining(config(vllms), 2, watch)
+    events = EventStream()
+    explaining = Explaining(config(vllms), 2, events)
     explaining.start()
     for name in "abc":
-        watch.tell(Arrived(name, 0.0, 10, ()))
+        events.emit(Arrived(name, 0.0, tokens=10, sources=()))
     (answer,) = ask(Question()).answers
     assert [trace.request_id for trace in answer.traces] == ["c", "b"]
     engine = answer.engine
@@ -57,10 +57,10 @@ def test_what_is_told_is_answered_as_long_as_the_engine_runs(directory: Path, vl
 def test_connectors_of_one_engine_are_told_apart_by_their_names(directory: Path) -> None:
     both = []
     for name in ("memory", "disk", ""):
-        watch = Watch()
-        both.append(Explaining(config("kv_both"), 2, watch, name))
+        events = EventStream()
+        both.append(Explaining(config("kv_both"), 2, events, name))
         both[-1].start()
-        watch.tell(Arrived("a", 0.0, 10, ()))
+        events.emit(Arrived("a", 0.0, tokens=10, sources=()))
     told = {one.answer.engine.connector: one for one in ask(Question()).told()}
     headings = {name: show(one).splitlines()[1].split(", process")[0] for name, one in told.items()}
     assert headings == {
@@ -74,10 +74,10 @@ def test_connectors_of_one_engine_are_told_apart_by_their_names(directory: Path)
 
 
 def test_an_engine_that_remembers_nothing_costs_nothing(directory: Path) -> None:
-    threads, watch = threading.active_count(), Watch()
-    explaining = Explaining(config(), 0, watch)
+    threads, events = threading.active_count(), EventStream()
+    explaining = Explaining(config(), 0, events)
     explaining.start()
-    watch.tell(Arrived("a", 0.0, 10, ()))
+    events.emit(Arrived("a", 0.0, tokens=10, sources=()))
     assert threading.active_count() == threads
     assert not directory.exists()
     explaining.close()

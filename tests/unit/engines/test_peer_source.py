@@ -20,8 +20,8 @@ from kvferry.engines.vllm.refusals import Refusals
 from kvferry.engines.vllm.source import Load
 from kvferry.engines.vllm.turn_finder import FoundTurn
 from kvferry.geometry import GroupKind
-from kvferry.observe.events import Lack, Miss, Refused
-from kvferry.observe.watch import Watch
+from kvferry.observe.events import MissReason, SourceMiss, SourceRefused
+from kvferry.observe.stream import EventStream
 from kvferry.planning.select import LoadSpan
 from kvferry.planning.template import build_templates, window_mismatches
 from kvferry.tiers.names import TIERS
@@ -122,9 +122,9 @@ def offered(name="a", of="theirs", **changes):
 
 class Engine:
     def __init__(self, answer=KNOWN, ranks=RANKS, turns=None, most_held=2, redeemed=GRANTED):
-        self.client, self.pins, self.told = Client(answer, redeemed), Pins(1), list[Refused]()
+        self.client, self.pins, self.told = Client(answer, redeemed), Pins(1), list[SourceRefused]()
         self.turns, self.adapters = Turns(turns), Adapters()
-        refusals = Refusals(Watch(self.told.append))
+        refusals = Refusals(EventStream(self.told.append))
         told = self.client, ranks, self.pins, Log(), refusals, 30.0, most_held, self.turns, self.adapters
         self.source = PeerSource(*told)
         self.bidding = Bidding(2)
@@ -392,7 +392,7 @@ def test_a_peer_that_failed_is_struck_out_and_met_anew_if_it_may_have_gone(how, 
     assert (engine.client.forgotten, engine.client.released) == ([ADDRESS] * anew, ["theirs"])
     assert engine.bidding.why(PEER) == "the lease was broken"
     assert not engine.source.bids(one, 0)
-    assert engine.source.lack(one, 0) == Lack("peer", Miss.REFUSED, detail="the lease was broken")
+    assert engine.source.lack(one, 0) == SourceMiss("peer", MissReason.REFUSED, detail="the lease was broken")
 
 
 def test_a_load_that_is_ready_is_counted_and_its_lease_released_once_it_is_settled():
@@ -510,7 +510,7 @@ def test_where_no_peer_has_an_earlier_turn_nothing_is_bid_and_that_is_said():
     one = engine.arrive(request("a", [*TOKENS, 99]))
     assert engine.source.bids(one, 0) == ()
     assert (engine.source.head(one, 0, 16), engine.source.tail(one, 0, 16)) == (None, None)
-    assert engine.source.lack(one, 0).miss is Miss.NOT_STORED
+    assert engine.source.lack(one, 0).reason is MissReason.NOT_STORED
     engine.source.settled("a")
     engine.source.finished("a")
     assert engine.client.held == engine.client.released == []
@@ -557,7 +557,9 @@ def test_an_engine_that_has_left_takes_no_offer_and_asks_for_no_turn():
     after = offered("b", "after")
     assert engine.source.arrived(after, Bidding(2))
     assert not engine.source.bids(after, 0)
-    assert engine.source.lack(after, 0) == Lack("peer", Miss.REFUSED, detail="weights have changed")
+    assert engine.source.lack(after, 0) == SourceMiss(
+        "peer", MissReason.REFUSED, detail="weights have changed"
+    )
     assert engine.refused() == ["the cache was reset", "weights have changed"]
     assert engine.client.claimed == engine.client.released == ["before", "after"], "no lease waits to run out"
     assert not engine.source.arrived(request("c", [*TOKENS, 99]), Bidding(2))

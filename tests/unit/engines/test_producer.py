@@ -18,8 +18,8 @@ from kvferry.engines.vllm.prompt import content_of
 from kvferry.engines.vllm.turn_names import TurnNames
 from kvferry.geometry import GroupKind
 from kvferry.observe.events import LeaseEnded, LeaseExtended, LeaseGranted
-from kvferry.observe.fold import Fold
-from kvferry.observe.watch import Watch
+from kvferry.observe.metrics_listener import MetricsListener
+from kvferry.observe.stream import EventStream
 from kvferry.transport.control_server import LeasesClaimed, LeasesReleased
 from kvferry.transport.redeem import NotRedeemed, Redeem, Redeemed
 from kvferry.transport.tickets import TicketBook
@@ -61,7 +61,7 @@ def server(port: int = 7) -> SimpleNamespace:
 
 class Engine:
     def __init__(self, **settings) -> None:
-        self.told, self.fold = [], Fold()
+        self.told, self.fold = [], MetricsListener()
         self.producer = Producer(
             SimpleNamespace(
                 kv_transfer_config=SimpleNamespace(engine_id="e"),
@@ -78,7 +78,7 @@ class Engine:
             ConnectorConfig(lease_seconds=SECONDS, **settings),
             (GroupKind.FULL,),
             1,
-            Watch(self.told.append, self.fold),
+            EventStream(self.told.append, self.fold),
             TurnNames(Adapters()),
             Adapters(),
         )

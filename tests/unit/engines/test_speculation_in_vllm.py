@@ -33,7 +33,7 @@ from kvferry.engines.vllm.producer import Producer
 from kvferry.engines.vllm.progress import Progress
 from kvferry.engines.vllm.turn_names import TurnNames
 from kvferry.geometry import GroupKind
-from kvferry.observe.watch import Watch
+from kvferry.observe.stream import EventStream
 
 BLOCK, STEP, LONGEST, WHOLE = 16, 64, 600, 640
 LIKE = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
@@ -192,7 +192,7 @@ def producer(engine, kinds, ahead=0) -> Producer:
         ConnectorConfig(),
         kinds,
         1,
-        Watch(),
+        EventStream(),
         TurnNames(Adapters()),
         Adapters(),
     )

@@ -9,12 +9,12 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import REGISTRY
 
 from kvferry.engines.vllm.stats import FerryMetrics, FerryStats
-from kvferry.observe.counted import Counted
 from kvferry.observe.metrics import PREFIX
+from kvferry.observe.metrics_delta import MetricsDelta
 
 
 def loads(ready: int, pending: int, *seconds: float) -> FerryStats:
-    counted = Counted()
+    counted = MetricsDelta()
     counted.count("loads", "peer", "ready", by=ready)
     counted.count("load_bytes", "peer", "0 full_attention", "direct", by=ready << 20)
     counted.set("pending_loads", "peer", to=pending)
@@ -37,7 +37,7 @@ def test_it_is_plain_data_on_its_way_between_processes() -> None:
 
 
 def test_a_gauge_that_has_become_0_is_something_to_say() -> None:
-    counted = Counted()
+    counted = MetricsDelta()
     counted.set("pending_loads", "peer", to=0)
     assert counted
     assert not FerryStats.of(counted).is_empty()

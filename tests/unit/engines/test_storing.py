@@ -22,7 +22,7 @@ from kvferry.geometry.canonical import canonical_of, length
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.geometry.store import LayerStore
 from kvferry.observe.events import StoreBegan, StoreEnded
-from kvferry.observe.watch import Watch
+from kvferry.observe.stream import EventStream
 from kvferry.planning.select import LoadSpan, first_attended
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.tier import HostTier
@@ -71,7 +71,7 @@ class Engine:
         self.cache = ChunkCache(self.host, lambda _, size: memoryview(bytearray(size)), self.canonical.groups)
         self.prompts = Prompts(self.canonical, Adapters())
         self.parts = PartBlocks(self.groups, self.pool)
-        self.stores = StoreOrders(self.cache, self.pool, self.canonical.labels, Watch())
+        self.stores = StoreOrders(self.cache, self.pool, self.canonical.labels, EventStream())
         self.storing = Storing(
             self.cache, self.prompts, self.canonical, self.groups, self.parts, self.stores, every
         )
@@ -844,7 +844,7 @@ def test_of_a_request_that_was_preempted_and_ends_while_it_is_loaded_nothing_is_
 
 def test_stores_are_told_from_beginning_to_end():
     engine, heard = Engine(), []
-    engine.stores._watch.add(heard.append)
+    engine.stores._events.subscribe(heard.append)
     one = arrived(engine, range(20))
     engine.step((one, 20))
     began = [event for event in heard if isinstance(event, StoreBegan)]

@@ -20,7 +20,7 @@ from kvferry.geometry import Group, GroupKind
 from kvferry.geometry.canonical import canonical_of
 from kvferry.geometry.canonical.length import WINDOW_ALIGNMENT_TOKENS
 from kvferry.geometry.layout import EngineShape, lay_out
-from kvferry.observe.events import Lack, Miss, Moved
+from kvferry.observe.events import GroupBytes, MissReason, SourceMiss
 from kvferry.planning.select import LoadSpan
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.tier import HostTier
@@ -134,7 +134,7 @@ def test_a_load_from_host_memory_is_one_part_and_an_end_and_closes_its_slots_whe
     assert engine.holds() == 3
     engine.moved(part)
     assert engine.holds() == 0
-    assert engine.source.brought(load, Report(None)) == (Moved("0 full_attention", "copied", 3 * SIZE),)
+    assert engine.source.brought(load, Report(None)) == (GroupBytes("0 full_attention", "copied", 3 * SIZE),)
     assert engine.source.copy_seconds == [0.5]
     engine.source.ended(load, Report(None))
     assert not engine.source.busy
@@ -291,7 +291,7 @@ def test_only_so_many_loads_are_under_way_at_once(monkeypatch):
     engine = Engine([0])
     engine.begin()
     assert engine.bid() is None
-    assert engine.source.lack(engine.one, 0).miss is Miss.BUSY
+    assert engine.source.lack(engine.one, 0).reason is MissReason.BUSY
     engine.answer(0, GetOutcome.HIT)
     engine.step()
     assert engine.bid().tokens == 8
@@ -382,7 +382,7 @@ def lack(engine, have=0):
 
 
 def test_what_was_never_kept_is_not_stored():
-    said = Lack(TIERS, Miss.NOT_STORED, "0 full_attention", "chunk 0 of group 0 full_attention")
+    said = SourceMiss(TIERS, MissReason.NOT_STORED, "0 full_attention", "chunk 0 of group 0 full_attention")
     assert lack(Engine()) == said
     engine = Engine()
     engine.store(2)
@@ -392,7 +392,7 @@ def test_what_was_never_kept_is_not_stored():
 def test_what_was_in_host_memory_lately_was_evicted():
     engine = Engine(chunks=2)
     engine.store(0, 1, 2, 3)
-    assert lack(engine).miss is Miss.EVICTED
+    assert lack(engine).reason is MissReason.EVICTED
 
 
 def test_what_a_slow_tier_had_lately_was_evicted():
@@ -400,55 +400,55 @@ def test_what_a_slow_tier_had_lately_was_evicted():
     engine.queues[0].tier.keys.clear()
     engine.queues[0].tier.keys.add(engine.keys[0])
     engine.queues[0].tier.keys.discard(engine.keys[0])
-    assert lack(engine).miss is Miss.EVICTED
+    assert lack(engine).reason is MissReason.EVICTED
 
 
 def test_what_ranks_are_filling_is_being_stored():
     engine = Engine()
     engine.cache.reserve(engine.keys[0], 0)
-    assert lack(engine).miss is Miss.STORING
+    assert lack(engine).reason is MissReason.STORING
 
 
 def test_what_the_engine_has_itself_is_no_fault_of_the_tiers():
     engine = Engine()
     engine.store(0, 1, 2, 3)
-    assert lack(engine, have=PROMPT).miss is Miss.LOCAL
+    assert lack(engine, have=PROMPT).reason is MissReason.LOCAL
 
 
 def test_what_is_new_after_what_the_engine_has_itself_is_no_fault_of_the_tiers():
     engine = Engine()
     engine.store(0, 1)
-    assert lack(engine, have=2 * CHUNK).miss is Miss.LOCAL
+    assert lack(engine, have=2 * CHUNK).reason is MissReason.LOCAL
     engine.store(3)
     assert engine.source.bids(engine.one, 2 * CHUNK) == []
-    assert engine.source.lack(engine.one, 2 * CHUNK).miss is Miss.LOCAL
+    assert engine.source.lack(engine.one, 2 * CHUNK).reason is MissReason.LOCAL
     empty = Engine()
-    assert lack(empty).miss is Miss.NOT_STORED
+    assert lack(empty).reason is MissReason.NOT_STORED
 
 
 def test_a_prompt_of_less_than_a_chunk_is_said_to_be_short():
     engine = Engine()
     engine.one = request("b", range(CHUNK - 1))
     assert engine.source.arrived(engine.one, Bidding(2))
-    assert lack(engine).miss is Miss.SHORT_PROMPT
+    assert lack(engine).reason is MissReason.SHORT_PROMPT
 
 
 def test_where_there_is_nothing_but_of_a_stranger_it_is_said_to_be_in_another_namespace():
     engine = Engine([])
     engine.queues[0].around = StoreUsage(same_name_namespace="ab")
-    assert lack(engine).miss is Miss.OTHER_NAMESPACE
+    assert lack(engine).reason is MissReason.OTHER_NAMESPACE
 
 
 def test_requests_that_cannot_be_named_are_declined_with_a_reason():
-    assert Engine().source.declined(request("b", range(PROMPT))).miss is Miss.UNNAMED
+    assert Engine().source.declined(request("b", range(PROMPT))).reason is MissReason.UNNAMED
 
 
 @pytest.mark.parametrize(
     ("came", "miss"),
     [
-        (GetOutcome.ABSENT, Miss.EVICTED),
-        (GetOutcome.CORRUPT, Miss.CHECKSUM),
-        (GetOutcome.IO_ERROR, Miss.FAILED),
+        (GetOutcome.ABSENT, MissReason.EVICTED),
+        (GetOutcome.CORRUPT, MissReason.CHECKSUM),
+        (GetOutcome.IO_ERROR, MissReason.FAILED),
     ],
 )
 def test_what_was_the_matter_with_a_chunk_is_what_the_load_failed_for(came, miss):
@@ -457,5 +457,5 @@ def test_what_was_the_matter_with_a_chunk_is_what_the_load_failed_for(came, miss
     engine.answer(0, came)
     engine.step()
     assert engine.source.blame(load, Report("as the ranks were told")) is miss
-    assert engine.source.blame(load, LATE) is Miss.DEADLINE
+    assert engine.source.blame(load, LATE) is MissReason.DEADLINE
     assert engine.source.brought(load, LATE) == ()

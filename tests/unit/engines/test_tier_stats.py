@@ -11,8 +11,8 @@ from kvferry.cache.writing import Behind
 from kvferry.engines.vllm.tier_stats import TierTeller
 from kvferry.geometry.canonical import canonical_of
 from kvferry.geometry.layout import EngineShape, lay_out
-from kvferry.observe.events import TierTold
-from kvferry.observe.watch import Watch
+from kvferry.observe.events import TierChanged
+from kvferry.observe.stream import EventStream
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.outcome import GetOutcome, PutOutcome
@@ -38,9 +38,9 @@ class Tiers:
             [Behind(self.queue)],
         )
         self.source, self.stores = SimpleNamespace(copy_seconds=[]), SimpleNamespace(dropped=Counter())
-        self.heard: list[TierTold] = []
-        watch = Watch(self.heard.append)
-        self.teller = TierTeller(self.cache, self.source, self.stores, watch)
+        self.heard: list[TierChanged] = []
+        events = EventStream(self.heard.append)
+        self.teller = TierTeller(self.cache, self.source, self.stores, events)
 
     def store(self, key):
         self.cache.filled(self.cache.reserve(key, 0), 8, None)
@@ -102,4 +102,4 @@ def test_what_cannot_be_told_ends_no_engine(monkeypatch, caplog):
     monkeypatch.setattr(TierTeller, "_changes", lambda _: 1 / 0)
     tiers.store(FIRST)
     assert tiers.told() == {}
-    assert "TierTeller.tell could not be told" in caplog.text
+    assert "TierTeller.tell emitted no event" in caplog.text

@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvferry.engines.vllm.tracing import tracing
-from kvferry.observe.events import Arrived, LoadBegan, LoadEnded, Miss, Outcome
+from kvferry.observe.events import Arrived, LoadBegan, LoadEnded, LoadOutcome, MissReason
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -24,9 +24,33 @@ def test_a_load_that_failed_is_an_error_of_its_callers_trace(monkeypatch: pytest
     config = SimpleNamespace(observability_config=SimpleNamespace(otlp_traces_endpoint="http://127.0.0.1:1"))
     listener = tracing(config)
     now, name = time.monotonic(), "cmpl-a-0-12345678"
-    listener(Arrived(name, now, 9, ("peer",), (), (("traceparent", f"00-{TRACE}-{PARENT}-01"),)))
-    listener(LoadBegan(name, now - 2, "a#1", "peer", "peer", (), 0, 9, "a#1"))
-    listener(LoadEnded(name, now - 1, "a#1", "peer", Outcome.FAILED, Miss.CHECKSUM, "bytes differ", 1.0))
+    listener(
+        Arrived(
+            name,
+            now,
+            tokens=9,
+            sources=("peer",),
+            declined=(),
+            trace_headers=(("traceparent", f"00-{TRACE}-{PARENT}-01"),),
+        )
+    )
+    listener(
+        LoadBegan(
+            name, now - 2, load="a#1", source="peer", peer="peer", parts=(), begin=0, end=9, attempt="a#1"
+        )
+    )
+    listener(
+        LoadEnded(
+            name,
+            now - 1,
+            load="a#1",
+            source="peer",
+            outcome=LoadOutcome.FAILED,
+            miss=MissReason.CHECKSUM,
+            failure="bytes differ",
+            seconds=1.0,
+        )
+    )
     (span,) = found.get_finished_spans()
     assert (span.name, span.instrumentation_scope.name) == ("kvferry.load", "kvferry")
     assert (span.context.trace_id, span.parent.span_id) == (int(TRACE, 16), int(PARENT, 16))

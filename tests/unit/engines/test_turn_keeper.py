@@ -12,7 +12,7 @@ from kvferry.engines.vllm.room import BlocksWanted
 from kvferry.engines.vllm.turn_keeper import TurnKeeper
 from kvferry.engines.vllm.turn_names import CHUNK_TOKENS, TurnNames
 from kvferry.geometry import GroupKind
-from kvferry.observe.watch import Watch
+from kvferry.observe.stream import EventStream
 from kvferry.transport.lease import LeaseBook
 from kvferry.transport.messages import AskTurn
 from kvferry.transport.turns import TurnIndex
@@ -61,7 +61,7 @@ class Engine:
             self.book,
             self.names,
             self.wanted,
-            Watch(self.told.append),
+            EventStream(self.told.append),
             seconds=SECONDS,
             share=share,
         )

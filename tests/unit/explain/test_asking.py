@@ -20,30 +20,30 @@ from kvferry.cli.main import app
 from kvferry.errors import ConfigError, KVFerryError, ProtocolError
 from kvferry.explain import asking
 from kvferry.explain.asking import ask
-from kvferry.observe import answering, meeting_place
-from kvferry.observe.answering import Answering
+from kvferry.observe import socket_directory, trace_server
 from kvferry.observe.events import (
     Arrived,
-    Asked,
+    DecisionReason,
     Event,
     Finished,
-    Lack,
+    GroupBytes,
     LeaseEnded,
     LeaseGranted,
     LoadBegan,
     LoadEnded,
-    Miss,
-    Moved,
-    Outcome,
-    Refused,
-    Settled,
+    LoadOutcome,
+    MissReason,
+    Scheduled,
+    SourceMiss,
+    SourceRefused,
+    SourcesAsked,
     StoreBegan,
-    Valued,
-    Why,
+    ValuedBid,
 )
-from kvferry.observe.names import known_as
-from kvferry.observe.traces import Trace, Traces
-from kvferry.observe.wire import MOST_QUESTION_BYTES, Engine, Question, decode_trace
+from kvferry.observe.request_ids import matches_id
+from kvferry.observe.trace_server import TraceServer
+from kvferry.observe.traces import RequestTrace, TraceBuffer
+from kvferry.observe.wire import MAX_QUESTION_BYTES, EngineInfo, Question, decode_trace
 
 SECONDS = 0.5
 
@@ -51,52 +51,90 @@ SECONDS = 0.5
 @pytest.fixture
 def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="kvferry-", dir="/tmp") as folder:
-        monkeypatch.setattr(meeting_place, "places", lambda: [Path(folder) / "kvferry"])
+        monkeypatch.setattr(socket_directory, "socket_directories", lambda: [Path(folder) / "kvferry"])
         yield Path(folder) / "kvferry"
 
 
 def everything(name: str, at: float) -> tuple[Event, ...]:
     bid = Bid("peer", (Part("peer", 10),), looking=True)
-    lack = Lack("tiers", Miss.EVICTED, "full", "chunk 1 of full")
+    lack = SourceMiss("tiers", MissReason.EVICTED, "full", "chunk 1 of full")
     return (
-        Arrived(name, at, 20, ("peer",), (lack,), (("traceparent", "00-1-2-01"),)),
-        Asked(name, at, 1, (Valued("peer", bid, 1.5),), 0.5, (lack,), bid, Why.LOOKING),
-        LoadBegan(name, at, f"{name}#1", "peer", "host:1", bid.parts, 1, 11, f"{name}#1"),
-        LoadEnded(
-            name, at, f"{name}#1", "peer", Outcome.EXPIRED, Miss.DEADLINE, "late", 1.0,
-            (Moved("full", "direct", 5),), 3, 2, 0.1, 0.2, 0.3,
+        Arrived(
+            name,
+            at,
+            tokens=20,
+            sources=("peer",),
+            declined=(lack,),
+            trace_headers=(("traceparent", "00-1-2-01"),),
         ),
-        Refused(name, at, "peer", "late"),
+        SourcesAsked(
+            name,
+            at,
+            local_tokens=1,
+            bids=(ValuedBid("peer", bid, 1.5),),
+            compute_value=0.5,
+            misses=(lack,),
+            chosen=bid,
+            why=DecisionReason.LOOKING,
+        ),
+        LoadBegan(
+            name,
+            at,
+            load=f"{name}#1",
+            source="peer",
+            peer="host:1",
+            parts=bid.parts,
+            begin=1,
+            end=11,
+            attempt=f"{name}#1",
+        ),
+        LoadEnded(
+            name,
+            at,
+            load=f"{name}#1",
+            source="peer",
+            outcome=LoadOutcome.EXPIRED,
+            miss=MissReason.DEADLINE,
+            failure="late",
+            seconds=1.0,
+            moved=(GroupBytes("full", "direct", 5),),
+            pages=3,
+            descriptors=2,
+            plan_seconds=0.1,
+            transfer_seconds=0.2,
+            check_seconds=0.3,
+        ),
+        SourceRefused(name, at, "peer", "late"),
         StoreBegan(name, at, f"store-{name}", "full", 2),
-        Settled(name, at, 1, 20),
+        Scheduled(name, at, 1, 20),
         Finished(name, at),
         LeaseGranted(name, at, 19, 30.0),
         LeaseEnded(name, at, expired=True),
-    )  # fmt: skip
+    )
 
 
-def remembered(*names: str) -> Traces:
-    found = Traces(100)
+def remembered(*names: str) -> TraceBuffer:
+    found = TraceBuffer(100)
     for number, name in enumerate(names):
         for event in everything(name, time.monotonic() - 100 + number):
             found(event)
     return found
 
 
-def engine(role: str = "decode") -> Engine:
-    return Engine("1.0", f"engine-{role}", "tiny", 7, role)
+def engine(role: str = "decode") -> EngineInfo:
+    return EngineInfo("1.0", f"engine-{role}", "tiny", 7, role)
 
 
 @pytest.fixture
-def answers(directory: Path) -> Iterator[Answering]:
-    serving = Answering(remembered("cmpl-a-0-12345678", "cmpl-b-0-12345678"), engine(), 100, SECONDS)
+def answers(directory: Path) -> Iterator[TraceServer]:
+    serving = TraceServer(remembered("cmpl-a-0-12345678", "cmpl-b-0-12345678"), engine(), 100, SECONDS)
     assert serving.error is None
     assert ask(Question()).answers, "and it has looked for what others have left"
     yield serving
     serving.close()
 
 
-def test_what_is_told_arrives_as_it_was(answers: Answering) -> None:
+def test_what_is_told_arrives_as_it_was(answers: TraceServer) -> None:
     (answer,) = ask(Question("a", 5)).answers
     (trace,) = answer.traces
     came = trace.events[0].at
@@ -108,8 +146,8 @@ def test_what_is_told_arrives_as_it_was(answers: Answering) -> None:
     assert answer.wall(came) == pytest.approx(time.time() - 100, abs=5)
 
 
-def test_several_engines_are_asked_and_who_had_the_request_first_comes_first(answers: Answering) -> None:
-    prefill = Answering(remembered("old", "cmpl-a-0-87654321"), engine("prefill"), 100, SECONDS)
+def test_several_engines_are_asked_and_who_had_the_request_first_comes_first(answers: TraceServer) -> None:
+    prefill = TraceServer(remembered("old", "cmpl-a-0-87654321"), engine("prefill"), 100, SECONDS)
     for event in everything("cmpl-a-0-99999999", time.monotonic() - 1000):
         prefill._traces(event)
     try:
@@ -121,11 +159,11 @@ def test_several_engines_are_asked_and_who_had_the_request_first_comes_first(ans
         prefill.close()
 
 
-def test_answers_are_read_in_one_thread(answers: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_read_in_one_thread(answers: TraceServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several that read a type for the first time, msgspec may crash the process."""
     readers = []
 
-    def read(line: bytes) -> Trace:
+    def read(line: bytes) -> RequestTrace:
         readers.append(threading.current_thread())
         return decode_trace(line)
 
@@ -150,10 +188,10 @@ def test_answers_are_read_in_one_thread(answers: Answering, monkeypatch: pytest.
     ],
 )
 def test_a_request_is_known_by_what_its_client_saw_or_sent(request_id: str, said: str, known: bool) -> None:
-    assert known_as(request_id, said) == known
+    assert matches_id(request_id, said) == known
 
 
-def say(answers: Answering, said: bytes, seconds: float = 10.0) -> bytes:
+def say(answers: TraceServer, said: bytes, seconds: float = 10.0) -> bytes:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
         asking.settimeout(seconds)
         asking.connect(str(answers._path))
@@ -175,15 +213,15 @@ def say(answers: Answering, said: bytes, seconds: float = 10.0) -> bytes:
         b'{"find": "a", "most": 100000}\n',
         b'{"find": "a", "whatever": 1}\n',
         b"[" * 2000 + b"\n",
-        b"x" * (MOST_QUESTION_BYTES + 1),
+        b"x" * (MAX_QUESTION_BYTES + 1),
     ],
 )
-def test_a_question_that_is_none_is_refused_in_a_sentence(answers: Answering, said: bytes) -> None:
+def test_a_question_that_is_none_is_refused_in_a_sentence(answers: TraceServer, said: bytes) -> None:
     assert set(json.loads(say(answers, said))) == {"error"}
     assert ask(Question("a")).told(), "the next one is answered"
 
 
-def test_whoever_says_nothing_or_hears_nothing_holds_up_others_for_moments_only(answers: Answering) -> None:
+def test_whoever_says_nothing_or_hears_nothing_holds_up_others_for_moments_only(answers: TraceServer) -> None:
     before = time.monotonic()
     for said in (b"", b"{"):
         assert say(answers, said) == b""
@@ -197,13 +235,13 @@ def test_whoever_says_nothing_or_hears_nothing_holds_up_others_for_moments_only(
     assert time.monotonic() - before < 20 * SECONDS
 
 
-def test_another_user_is_refused(answers: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answering.os, "getuid", lambda: 12345)
-    monkeypatch.setattr(answering, "_ROOT", 54321)
+def test_another_user_is_refused(answers: TraceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_server.os, "getuid", lambda: 12345)
+    monkeypatch.setattr(trace_server, "_ROOT", 54321)
     assert b"only 12345 may" in say(answers, b"{}\n")
 
 
-def test_nobody_else_may_enter_the_directory(directory: Path, answers: Answering) -> None:
+def test_nobody_else_may_enter_the_directory(directory: Path, answers: TraceServer) -> None:
     assert directory.stat().st_mode & 0o777 == 0o700
 
 
@@ -220,8 +258,8 @@ def test_a_directory_that_is_not_ours_alone_is_not_used(
         directory.mkdir(0o700)
         directory.chmod(0o770 if made == "open to others" else 0o700)
     if made == "another's":
-        monkeypatch.setattr(meeting_place.os, "getuid", lambda: 12345)
-    serving = Answering(remembered(), engine(), 100)
+        monkeypatch.setattr(socket_directory.os, "getuid", lambda: 12345)
+    serving = TraceServer(remembered(), engine(), 100)
     assert isinstance(serving.error, ConfigError)
     assert "kvferry explain cannot ask this engine: " in caplog.text
     serving.close()
@@ -230,11 +268,11 @@ def test_a_directory_that_is_not_ours_alone_is_not_used(
 
 
 def test_a_directory_that_another_user_has_made_hides_no_engine(
-    directory: Path, answers: Answering, monkeypatch: pytest.MonkeyPatch
+    directory: Path, answers: TraceServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (planted := directory.parent / "planted").mkdir(0o777)
     planted.chmod(0o777)
-    monkeypatch.setattr(meeting_place, "places", lambda: [planted, directory])
+    monkeypatch.setattr(socket_directory, "socket_directories", lambda: [planted, directory])
     found = ask(Question("a"))
     assert len(found.told()) == 1
     assert "has mode 777" in found.silent[0]
@@ -244,8 +282,8 @@ def test_a_path_that_is_too_long_is_said_and_the_engine_goes_on(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = directory.parent / ("x" * 100)
-    monkeypatch.setattr(meeting_place, "places", lambda: [long])
-    serving = Answering(remembered(), engine(), 100)
+    monkeypatch.setattr(socket_directory, "socket_directories", lambda: [long])
+    serving = TraceServer(remembered(), engine(), 100)
     assert "of a shorter name" in str(serving.error)
     assert not list(long.iterdir())
 
@@ -257,15 +295,15 @@ def test_whatever_cannot_be_made_is_said_and_the_engine_goes_on(
     def refused(*_: object) -> None:
         raise what
 
-    monkeypatch.setattr(meeting_place.socket, "socket", refused)
-    assert Answering(remembered(), engine(), 100).error is not None
+    monkeypatch.setattr(socket_directory.socket, "socket", refused)
+    assert TraceServer(remembered(), engine(), 100).error is not None
     monkeypatch.undo()
-    monkeypatch.setattr(meeting_place, "make", refused)
-    assert Answering(remembered(), engine(), 100).error is what
+    monkeypatch.setattr(socket_directory, "make_directory", refused)
+    assert TraceServer(remembered(), engine(), 100).error is what
 
 
 def test_a_directory_that_has_become_something_else_ends_no_engine(
-    directory: Path, answers: Answering
+    directory: Path, answers: TraceServer
 ) -> None:
     answers._path.unlink()
     directory.rmdir()
@@ -277,12 +315,12 @@ def test_a_directory_that_has_become_something_else_ends_no_engine(
 def test_a_runtime_directory_of_an_impossible_name_is_done_without(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(meeting_place.os, "environ", {"XDG_RUNTIME_DIR": f"/tmp/{name}"})
-    assert [place.name for place in meeting_place.places()] == [f"kvferry-{os.getuid()}"]
+    monkeypatch.setattr(socket_directory.os, "environ", {"XDG_RUNTIME_DIR": f"/tmp/{name}"})
+    assert [place.name for place in socket_directory.socket_directories()] == [f"kvferry-{os.getuid()}"]
 
 
-def test_what_an_engine_that_is_gone_has_left_is_removed(directory: Path, answers: Answering) -> None:
-    listening, path = meeting_place.listen(directory, "engine-gone")
+def test_what_an_engine_that_is_gone_has_left_is_removed(directory: Path, answers: TraceServer) -> None:
+    listening, path = socket_directory.listen(directory, "engine-gone")
     listening.close()
     (directory / "something else").touch()
     assert path.exists()
@@ -292,9 +330,9 @@ def test_what_an_engine_that_is_gone_has_left_is_removed(directory: Path, answer
 
 def test_an_engine_that_begins_removes_what_others_have_left(directory: Path) -> None:
     directory.mkdir(0o700)
-    listening, path = meeting_place.listen(directory, "engine-gone")
+    listening, path = socket_directory.listen(directory, "engine-gone")
     listening.close()
-    serving = Answering(remembered("a"), engine(), 100)
+    serving = TraceServer(remembered("a"), engine(), 100)
     until = time.monotonic() + 10
     while path.exists():
         assert time.monotonic() < until
@@ -305,7 +343,7 @@ def test_an_engine_that_begins_removes_what_others_have_left(directory: Path) ->
 
 def test_an_engine_that_ends_leaves_nothing_and_waits_for_nobody(directory: Path) -> None:
     threads = set(threading.enumerate())
-    serving = Answering(remembered("a"), engine(), 100, seconds=60.0)
+    serving = TraceServer(remembered("a"), engine(), 100, seconds=60.0)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
         silent.connect(str(serving._path))
         time.sleep(0.05)
@@ -330,9 +368,9 @@ def test_an_engine_that_ends_leaves_nothing_and_waits_for_nobody(directory: Path
     ],
 )
 def test_an_engine_that_answers_otherwise_is_said_to_be_silent(
-    directory: Path, answers: Answering, said: bytes, sentence: str
+    directory: Path, answers: TraceServer, said: bytes, sentence: str
 ) -> None:
-    listening, _ = meeting_place.listen(directory, "engine-other")
+    listening, _ = socket_directory.listen(directory, "engine-other")
 
     def answer() -> None:
         connection, _ = listening.accept()
@@ -351,10 +389,10 @@ def test_an_engine_that_answers_otherwise_is_said_to_be_silent(
 
 
 def test_engines_that_never_answer_cost_one_deadline_together(
-    directory: Path, answers: Answering, monkeypatch: pytest.MonkeyPatch
+    directory: Path, answers: TraceServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(asking, "_SECONDS", 1.0)
-    hung = [meeting_place.listen(directory, f"engine-hung-{n}")[0] for n in range(20)]
+    hung = [socket_directory.listen(directory, f"engine-hung-{n}")[0] for n in range(20)]
     begun = time.monotonic()
     found = ask(Question("a"))
     assert time.monotonic() - begun < 10, "one after the other takes twenty times as long"
@@ -369,7 +407,7 @@ def test_an_engine_that_too_many_ask_is_tried_again_and_not_forgotten(
 ) -> None:
     monkeypatch.setattr(asking, "_SECONDS", 0.4)
     directory.mkdir(0o700)
-    listening, path = meeting_place.listen(directory, "engine-busy")
+    listening, path = socket_directory.listen(directory, "engine-busy")
     waiting: list[socket.socket] = []
     with contextlib.suppress(BlockingIOError):
         while True:
@@ -385,7 +423,7 @@ def test_an_engine_that_too_many_ask_is_tried_again_and_not_forgotten(
 
     taken = threading.Timer(0.1, take)
     taken.start()
-    connection = meeting_place.connect(path, time.monotonic() + 5)
+    connection = socket_directory.connect(path, time.monotonic() + 5)
     assert connection is not None, "there is room after all"
     for one in (*waiting, connection, listening):
         one.close()
@@ -393,7 +431,7 @@ def test_an_engine_that_too_many_ask_is_tried_again_and_not_forgotten(
 
 
 def test_what_a_process_has_left_that_was_killed_as_it_began_is_removed(
-    directory: Path, answers: Answering
+    directory: Path, answers: TraceServer
 ) -> None:
     left, begins = (directory / f"engine-{name}.new" for name in ("left", "begins"))
     for path in (left, begins):
@@ -409,8 +447,8 @@ def test_a_trace_that_is_none_is_refused() -> None:
     for line in (
         b"x",
         b"{}",
-        b'{"request_id":"a","events":[["Nothing",{}]],"left_out":0,"stored":[],"heard":0}',
-        b'{"request_id":"\xff","events":[],"left_out":0,"stored":[],"heard":0}',
+        b'{"request_id":"a","events":[["Nothing",{}]],"left_out":0,"stored":[],"heartbeats":0}',
+        b'{"request_id":"\xff","events":[],"left_out":0,"stored":[],"heartbeats":0}',
         b'{"request_id":"a","events":[["Arrived",{"id":' + b"[" * 100_000,
     ):
         with pytest.raises(ProtocolError):
@@ -423,7 +461,7 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_the_command_lists_and_tells_and_fits_a_terminal(
-    answers: Answering, capsys: pytest.CaptureFixture[str]
+    answers: TraceServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     listed = command(capsys).splitlines()
     assert listed[0] == "cmpl-a-0-12345678"
@@ -441,7 +479,7 @@ def test_the_command_lists_and_tells_and_fits_a_terminal(
 
 
 def test_a_name_that_would_change_a_terminal_is_shown_without(
-    answers: Answering, capsys: pytest.CaptureFixture[str]
+    answers: TraceServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for event in everything("cmpl-\x1b[31mred-0-12345678", time.monotonic()):
         answers._traces(event)
@@ -450,7 +488,7 @@ def test_a_name_that_would_change_a_terminal_is_shown_without(
 
 
 def test_a_long_name_is_told_whole_and_fits_a_terminal(
-    answers: Answering, capsys: pytest.CaptureFixture[str]
+    answers: TraceServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "cmpl-" + "a-long-name-" * 20 + "0-12345678"
     for event in everything(name, time.monotonic()):
@@ -461,7 +499,7 @@ def test_a_long_name_is_told_whole_and_fits_a_terminal(
 
 
 def test_what_an_engine_says_in_refusing_changes_no_terminal(
-    directory: Path, answers: Answering, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    directory: Path, answers: TraceServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvferry.explain.asking._asked", lambda *_: "an engine says \x1b[31m")
     with pytest.raises(KVFerryError):
@@ -481,7 +519,7 @@ def test_engines_that_are_not_there_are_told_apart_from_requests_that_are_not(
         return capsys.readouterr().err
 
     assert said().startswith("kvferry: no engine of this user runs on this machine; ")
-    serving = Answering(remembered(), engine(), 100)
+    serving = TraceServer(remembered(), engine(), 100)
     try:
         assert said() == "kvferry: no request has come yet\n"
         assert said("a").startswith(

@@ -11,57 +11,93 @@ from kvferry.explain.story import story
 from kvferry.explain.summary import summary
 from kvferry.observe.events import (
     Arrived,
-    Asked,
+    DecisionReason,
     Finished,
-    Lack,
+    GroupBytes,
     LeaseEnded,
     LeaseGranted,
     LoadBegan,
     LoadEnded,
-    Miss,
-    Moved,
-    OfRequest,
-    Outcome,
-    Refused,
-    Settled,
-    Valued,
-    Why,
+    LoadOutcome,
+    MissReason,
+    RequestEvent,
+    Scheduled,
+    SourceMiss,
+    SourceRefused,
+    SourcesAsked,
+    ValuedBid,
 )
-from kvferry.observe.traces import FIRST, Stored, Trace
+from kvferry.observe.traces import FIRST_EVENTS, RequestTrace, StoredChunks
 
 PEER = Bid("10.0.0.1:5000", (Part("peer", 444),))
 LOOKING = replace(PEER, looking=True)
 TIERS = Bid("tiers", (Part("host", 128), Part("file", 64)))
-CAME = Arrived("a", 10.0, 700, ("peer", "tiers"))
+CAME = Arrived("a", 10.0, tokens=700, sources=("peer", "tiers"))
 
 
-def asked(at: float, *bids: Valued, **more: object) -> Asked:
-    said = {"have": 0, "computing": 0.0, "lacks": (), "chosen": None, "why": Why.NOTHING, **more}
-    return Asked("a", at, bids=bids, **said)
+def asked(at: float, *bids: ValuedBid, **more: object) -> SourcesAsked:
+    said = {
+        "local_tokens": 0,
+        "compute_value": 0.0,
+        "misses": (),
+        "chosen": None,
+        "why": DecisionReason.NOTHING,
+        **more,
+    }
+    return SourcesAsked("a", at, bids=bids, **said)
 
 
-def told(*events: OfRequest, **more: object) -> list[str]:
-    lines = story(Trace("a", (CAME, *events), **more))
+def told(*events: RequestEvent, **more: object) -> list[str]:
+    lines = story(RequestTrace("a", (CAME, *events), **more))
     return [line.text if line.after is None else f"{line.after:.1f} {line.text}" for line in lines]
 
 
 LOADED = (
-    asked(10.1, Valued("peer", LOOKING, 444.0), have=256, chosen=LOOKING, why=Why.LOOKING),
     asked(
-        10.2, Valued("peer", PEER, 444.0), Valued("tiers", TIERS, 96.0),
-        have=256, computing=1.5, chosen=PEER, why=Why.BEST,
+        10.1, ValuedBid("peer", LOOKING, 444.0), local_tokens=256, chosen=LOOKING, why=DecisionReason.LOOKING
     ),
-    LoadBegan("a", 10.3, "a#1", "peer", PEER.source, PEER.parts, 256, 699, "a#1"),
+    asked(
+        10.2,
+        ValuedBid("peer", PEER, 444.0),
+        ValuedBid("tiers", TIERS, 96.0),
+        local_tokens=256,
+        compute_value=1.5,
+        chosen=PEER,
+        why=DecisionReason.BEST,
+    ),
+    LoadBegan(
+        "a",
+        10.3,
+        load="a#1",
+        source="peer",
+        peer=PEER.source,
+        parts=PEER.parts,
+        begin=256,
+        end=699,
+        attempt="a#1",
+    ),
     LoadEnded(
-        "a", 10.8, "a#1", "peer", Outcome.READY, None, "", 0.5,
-        (Moved("0 full", "direct", 1 << 20), Moved("1 window", "staged", 4096)), 120, 6, 0.1, 0.2, 0.05,
+        "a",
+        10.8,
+        load="a#1",
+        source="peer",
+        outcome=LoadOutcome.READY,
+        miss=None,
+        failure="",
+        seconds=0.5,
+        moved=(GroupBytes("0 full", "direct", 1 << 20), GroupBytes("1 window", "staged", 4096)),
+        pages=120,
+        descriptors=6,
+        plan_seconds=0.1,
+        transfer_seconds=0.2,
+        check_seconds=0.05,
     ),
-    Settled("a", 10.8, 699, 700),
-)  # fmt: skip
+    Scheduled("a", 10.8, 699, 700),
+)
 
 
 def test_a_load_is_told_from_the_coming_of_its_request_to_its_end() -> None:
-    assert told(*LOADED, Finished("a", 12.0), stored=(Stored("full", 3, 10.5, 3, 0, 2048, 10.75),)) == [
+    assert told(*LOADED, Finished("a", 12.0), stored=(StoredChunks("full", 3, 10.5, 3, 0, 2048, 10.75),)) == [
         "0.0 It comes with 700 tokens; may be served by peer and tiers.",
         "0.1 The engine itself has 256 tokens.",
         "peer is still looking, for at most 444 tokens (444 from peer), worth 444.",
@@ -87,21 +123,59 @@ def test_a_failure_is_told_with_what_was_struck_out_and_tried_next() -> None:
     gone = "the peer is gone"
     assert (
         told(
-            LoadBegan("a", 10.1, "a#1", "peer", PEER.source, PEER.parts, 0, 444, "a#1"),
-            LoadEnded("a", 11.0, "a#1", "peer", Outcome.FAILED, Miss.FAILED, gone, 0.9),
-            Refused("a", 11.0, PEER.source, gone),
+            LoadBegan(
+                "a",
+                10.1,
+                load="a#1",
+                source="peer",
+                peer=PEER.source,
+                parts=PEER.parts,
+                begin=0,
+                end=444,
+                attempt="a#1",
+            ),
+            LoadEnded(
+                "a",
+                11.0,
+                load="a#1",
+                source="peer",
+                outcome=LoadOutcome.FAILED,
+                miss=MissReason.FAILED,
+                failure=gone,
+                seconds=0.9,
+            ),
+            SourceRefused("a", 11.0, PEER.source, gone),
             asked(
                 11.5,
-                Valued("peer", PEER, 0.0, gone),
-                Valued("tiers", TIERS, 192.0),
+                ValuedBid("peer", PEER, 0.0, gone),
+                ValuedBid("tiers", TIERS, 192.0),
                 chosen=TIERS,
-                why=Why.BEST,
+                why=DecisionReason.BEST,
             ),
-            LoadBegan("a", 11.6, "a#2", "tiers", "tiers", TIERS.parts, 0, 192, "a#2"),
-            LoadEnded("a", 12.1, "a#2", "tiers", Outcome.EXPIRED, Miss.DEADLINE, "chunk 1 is not there", 0.5),
-            Refused("a", 12.1, "tiers", "chunk 1 is not there"),  # what is left of them may be bid
-            asked(12.2, have=16, why=Why.NO_ROOM),
-            Settled("a", 12.3, 16, 700),
+            LoadBegan(
+                "a",
+                11.6,
+                load="a#2",
+                source="tiers",
+                peer="tiers",
+                parts=TIERS.parts,
+                begin=0,
+                end=192,
+                attempt="a#2",
+            ),
+            LoadEnded(
+                "a",
+                12.1,
+                load="a#2",
+                source="tiers",
+                outcome=LoadOutcome.EXPIRED,
+                miss=MissReason.DEADLINE,
+                failure="chunk 1 is not there",
+                seconds=0.5,
+            ),
+            SourceRefused("a", 12.1, "tiers", "chunk 1 is not there"),  # what is left of them may be bid
+            asked(12.2, local_tokens=16, why=DecisionReason.NO_ROOM),
+            Scheduled("a", 12.3, 16, 700),
         )[1:]
         == [
             "0.1 Loading tokens 0 to 443: 444 from peer.",
@@ -122,14 +196,14 @@ def test_a_failure_is_told_with_what_was_struck_out_and_tried_next() -> None:
 
 def test_what_another_connector_has_brought_is_told_and_no_hit_of_the_engines_own() -> None:
     events = (
-        asked(10.0, Valued("tiers", TIERS, 96.0), have=256, chosen=TIERS, why=Why.BEST),
-        Settled("a", 11.0, 699, 700, 443),
+        asked(10.0, ValuedBid("tiers", TIERS, 96.0), local_tokens=256, chosen=TIERS, why=DecisionReason.BEST),
+        Scheduled("a", 11.0, 699, 700, 443),
     )
     assert told(*events)[-2:] == [
         "1.0 Another connector of the engine has brought 443 tokens.",
         "The engine goes on with 699 tokens at hand and computes 1.",
     ]
-    assert summary(Trace("a", (CAME, *events))).places == {
+    assert summary(RequestTrace("a", (CAME, *events))).places == {
         "prefix cache": 256,
         "another connector": 443,
         "computed": 1,
@@ -137,8 +211,8 @@ def test_what_another_connector_has_brought_is_told_and_no_hit_of_the_engines_ow
 
 
 def test_why_nothing_is_loaded_names_the_chunk_that_is_lacking() -> None:
-    lack = Lack("tiers", Miss.NOT_STORED, "full_attention", "chunk 4 of full_attention")
-    assert told(asked(10.0, lacks=(lack, Lack("peer", Miss.LOCAL))))[1:] == [
+    lack = SourceMiss("tiers", MissReason.NOT_STORED, "full_attention", "chunk 4 of full_attention")
+    assert told(asked(10.0, misses=(lack, SourceMiss("peer", MissReason.LOCAL))))[1:] == [
         "0.0 tiers bids nothing, not stored: chunk 4 of full_attention",
         "peer bids nothing, local.",
         "All of it is to be computed: no source has more.",
@@ -146,7 +220,7 @@ def test_why_nothing_is_loaded_names_the_chunk_that_is_lacking() -> None:
 
 
 @pytest.mark.parametrize("again", [LOADED[1:2], LOADED[2:3], LOADED[:3]])
-def test_a_request_that_is_admitted_anew_was_preempted(again: tuple[OfRequest, ...]) -> None:
+def test_a_request_that_is_admitted_anew_was_preempted(again: tuple[RequestEvent, ...]) -> None:
     anew = "It was preempted, and is admitted anew."
     found = told(*LOADED, *again)
     assert [anew in line for line in found].count(True) == 1
@@ -154,19 +228,20 @@ def test_a_request_that_is_admitted_anew_was_preempted(again: tuple[OfRequest, .
 
 
 def test_what_only_one_source_may_serve_and_who_cannot_is_told() -> None:
-    alone = Trace(
-        "a", (replace(CAME, sources=(), declined=(Lack("tiers", Miss.UNNAMED, detail="no name"),)),)
+    alone = RequestTrace(
+        "a",
+        (replace(CAME, sources=(), declined=(SourceMiss("tiers", MissReason.UNNAMED, detail="no name"),)),),
     )
     assert [line.text for line in story(alone)] == [
         "It comes with 700 tokens.",
         "tiers cannot serve it, unnamed: no name",
     ]
-    (nobody,) = story(Trace("a", (replace(CAME, sources=()),)))
+    (nobody,) = story(RequestTrace("a", (replace(CAME, sources=()),)))
     assert nobody.text == "It comes with 700 tokens. No other engine offers them, so no source is asked."
 
 
 @pytest.mark.parametrize(
-    ("expired", "heard", "said"),
+    ("expired", "heartbeats", "said"),
     [
         (False, 3, "The lease is released by its consumer, after 3 signs of life."),
         (False, 1, "The lease is released by its consumer."),
@@ -176,8 +251,8 @@ def test_what_only_one_source_may_serve_and_who_cannot_is_told() -> None:
         (True, 2, "The lease has expired: its consumer gave 2 signs of life, and then no more."),
     ],
 )
-def test_a_lease_is_told_with_its_end(expired: bool, heard: int, said: str) -> None:
-    found = told(LeaseGranted("a", 11.0, 699, 30.0), LeaseEnded("a", 12.0, expired), heard=heard)
+def test_a_lease_is_told_with_its_end(expired: bool, heartbeats: int, said: str) -> None:
+    found = told(LeaseGranted("a", 11.0, 699, 30.0), LeaseEnded("a", 12.0, expired), heartbeats=heartbeats)
     assert found[1].startswith("1.0 699 tokens are offered to another engine; the lease ends 30 s after")
     assert found[2] == f"2.0 {said}"
 
@@ -191,7 +266,7 @@ def test_a_lease_that_a_reset_has_ended_is_told_so() -> None:
 
 
 def test_stores_that_failed_or_are_under_way_are_told() -> None:
-    stored = (Stored("full", 5, 10.5, 2, 1, 2048, 10.75, "no room"), Stored("state", 1, 11.0))
+    stored = (StoredChunks("full", 5, 10.5, 2, 1, 2048, 10.75, "no room"), StoredChunks("state", 1, 11.0))
     assert told(stored=stored)[1:] == [
         "0.5 Stored 2 of 5 chunks of full, 2 KiB, 2 under way; 1 have failed: no room",
         "1.0 Stored 0 of 1 chunks of state, 0 B, 1 under way.",
@@ -199,19 +274,21 @@ def test_stores_that_failed_or_are_under_way_are_told() -> None:
 
 
 def test_a_gap_is_told() -> None:
-    many = [Settled("a", 10.0 + n, 0, 10) for n in range(FIRST)]
-    assert told(*many, left_out=7)[FIRST] == "... 7 events are not remembered ..."
+    many = [Scheduled("a", 10.0 + n, 0, 10) for n in range(FIRST_EVENTS)]
+    assert told(*many, left_out=7)[FIRST_EVENTS] == "... 7 events are not remembered ..."
 
 
 def test_a_load_that_nobody_waits_for_is_told() -> None:
-    end = LoadEnded("a", 11.0, "a#1", "peer", Outcome.DROPPED, None, "", 0.9)
+    end = LoadEnded(
+        "a", 11.0, load="a#1", source="peer", outcome=LoadOutcome.DROPPED, miss=None, failure="", seconds=0.9
+    )
     assert told(end)[1] == "1.0 The load is dropped after 900 ms: the request has ended before."
     given_up = replace(end, failure="another part of the prefix has failed")
     assert told(given_up)[1] == "1.0 The load is dropped after 900 ms: another part of the prefix has failed."
 
 
 def test_a_summary_says_where_tokens_came_from_and_where_the_time_went() -> None:
-    found = summary(Trace("a", (CAME, *LOADED, *LOADED)))
+    found = summary(RequestTrace("a", (CAME, *LOADED, *LOADED)))
     assert found.places == {"peer": 443, "prefix cache": 256, "computed": 1}
     assert (found.tokens, found.failed) == (700, 0)
     assert (found.seconds, found.loading) == (pytest.approx(0.8), 0.5)
@@ -219,27 +296,74 @@ def test_a_summary_says_where_tokens_came_from_and_where_the_time_went() -> None
 
 
 def test_a_summary_of_a_failure_and_of_what_has_not_gone_on() -> None:
-    end = LoadEnded("a", 11.0, "a#1", "peer", Outcome.FAILED, Miss.FAILED, "gone", 0.5)
-    found = summary(Trace("a", (CAME, LOADED[2], end)))
+    end = LoadEnded(
+        "a",
+        11.0,
+        load="a#1",
+        source="peer",
+        outcome=LoadOutcome.FAILED,
+        miss=MissReason.FAILED,
+        failure="gone",
+        seconds=0.5,
+    )
+    found = summary(RequestTrace("a", (CAME, LOADED[2], end)))
     assert (found.failed, found.seconds, found.places) == (1, None, {})
-    found = summary(Trace("a", (CAME, LOADED[2], end, Settled("a", 12.0, 0, 700))))
+    found = summary(RequestTrace("a", (CAME, LOADED[2], end, Scheduled("a", 12.0, 0, 700))))
     assert found.places == {"computed": 700}
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_summary_of_two_parts_counts_time_once_and_nothing_of_what_was_of_no_use(fails: bool) -> None:
     host = Bid("tiers", (Part("host", 256),))
-    ends = Outcome.FAILED if fails else Outcome.READY
+    ends = LoadOutcome.FAILED if fails else LoadOutcome.READY
     found = summary(
-        Trace(
+        RequestTrace(
             "a",
             (
                 CAME,
-                LoadBegan("a", 10.0, "a#1.0", "tiers", "tiers", host.parts, 0, 256, "a#1"),
-                LoadBegan("a", 10.0, "a#1.1", "peer", PEER.source, PEER.parts, 256, 700, "a#1"),
-                LoadEnded("a", 10.5, "a#1.1", "peer", Outcome.READY, None, "", 0.5),
-                LoadEnded("a", 10.7, "a#1.0", "tiers", ends, Miss.FAILED if fails else None, "", 0.7),
-                Settled("a", 11.0, 0 if fails else 700, 700),
+                LoadBegan(
+                    "a",
+                    10.0,
+                    load="a#1.0",
+                    source="tiers",
+                    peer="tiers",
+                    parts=host.parts,
+                    begin=0,
+                    end=256,
+                    attempt="a#1",
+                ),
+                LoadBegan(
+                    "a",
+                    10.0,
+                    load="a#1.1",
+                    source="peer",
+                    peer=PEER.source,
+                    parts=PEER.parts,
+                    begin=256,
+                    end=700,
+                    attempt="a#1",
+                ),
+                LoadEnded(
+                    "a",
+                    10.5,
+                    load="a#1.1",
+                    source="peer",
+                    outcome=LoadOutcome.READY,
+                    miss=None,
+                    failure="",
+                    seconds=0.5,
+                ),
+                LoadEnded(
+                    "a",
+                    10.7,
+                    load="a#1.0",
+                    source="tiers",
+                    outcome=ends,
+                    miss=MissReason.FAILED if fails else None,
+                    failure="",
+                    seconds=0.7,
+                ),
+                Scheduled("a", 11.0, 0 if fails else 700, 700),
             ),
         )
     )
@@ -247,10 +371,12 @@ def test_a_summary_of_two_parts_counts_time_once_and_nothing_of_what_was_of_no_u
     assert (found.loading, found.queued) == (pytest.approx(0.7), pytest.approx(0.3))
 
 
-@pytest.mark.parametrize(("heard", "also"), [(0, ""), (3, "; readers gave 3 signs of life")])
-def test_blocks_that_are_kept_for_the_next_turn(heard, also):
+@pytest.mark.parametrize(("heartbeats", "also"), [(0, ""), (3, "; readers gave 3 signs of life")])
+def test_blocks_that_are_kept_for_the_next_turn(heartbeats, also):
     found = told(
-        LeaseGranted("a", 11.0, 699, 60.0, turn=True), LeaseEnded("a", 12.0, expired=False), heard=heard
+        LeaseGranted("a", 11.0, 699, 60.0, turn=True),
+        LeaseEnded("a", 12.0, expired=False),
+        heartbeats=heartbeats,
     )
     assert found[-2:] == [
         "1.0 Blocks of 699 tokens are kept for the next turn, for 60 s.",
@@ -259,8 +385,8 @@ def test_blocks_that_are_kept_for_the_next_turn(heard, also):
 
 
 def test_an_offer_that_the_engine_has_already_is_not_said_to_be_missing() -> None:
-    lack = Lack("peer", Miss.LOCAL, detail="444 tokens are offered, 444 are here")
-    assert told(asked(10.0, have=444, lacks=(lack,)))[1:] == [
+    lack = SourceMiss("peer", MissReason.LOCAL, detail="444 tokens are offered, 444 are here")
+    assert told(asked(10.0, local_tokens=444, misses=(lack,)))[1:] == [
         "0.0 The engine itself has 444 tokens.",
         "peer bids nothing, local: 444 tokens are offered, 444 are here",
         "The rest is to be computed: no source has more.",

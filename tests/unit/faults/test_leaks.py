@@ -15,7 +15,7 @@ from faults import stage as module
 from faults.stage import Stage, left_sockets, shared_memory_of
 from faults.tier_hooks import unsound_files
 from faults.values import Leaks
-from kvferry.observe import meeting_place
+from kvferry.observe import socket_directory
 from support.stores import file_of, keep, open_store
 
 
@@ -50,7 +50,7 @@ def test_chunks_that_are_damaged_misnamed_or_half_written_are_unsound(tmp_path: 
 def test_sockets_that_engines_have_left_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert left_sockets() == []
-    folder = meeting_place.places()[0]
+    folder = socket_directory.socket_directories()[0]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "engine.sock").touch()
     assert left_sockets() == [str(folder / "engine.sock")]

@@ -33,9 +33,12 @@ def test_whatever_lacks_or_is_wrong_is_a_problem(trial, problem):
 @pytest.mark.parametrize(
     ("trial", "note"),
     [
-        (Trial("bytes", "checksum", told=["r1 Settled"]), "bytes; checksum"),
-        (Trial("bytes", "", told=["r1 Settled", "r2 Refused"]), "bytes; r1 Settled r2 Refused"),
-        (Trial("bytes", "", wrong=["r1 is wrong"], told=["r1 Settled"]), "r1 is wrong; bytes"),
+        (Trial("bytes", "checksum", told=["r1 Scheduled"]), "bytes; checksum"),
+        (
+            Trial("bytes", "", told=["r1 Scheduled", "r2 SourceRefused"]),
+            "bytes; r1 Scheduled r2 SourceRefused",
+        ),
+        (Trial("bytes", "", wrong=["r1 is wrong"], told=["r1 Scheduled"]), "r1 is wrong; bytes"),
     ],
 )
 def test_what_engines_said_is_shown_where_nothing_else_explains_a_trial(trial, note):

@@ -17,8 +17,8 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from kvferry.observe.dashboard import dashboard, rules
 from kvferry.observe.dashboard.alerts import ALERTS
 from kvferry.observe.dashboard.expressions import series
-from kvferry.observe.exposed import CONNECTOR, EXPOSED
-from kvferry.observe.metrics import METRICS, MULTI, PREFIX, Kind
+from kvferry.observe.exposed_names import CONNECTOR, EXPOSED
+from kvferry.observe.metrics import METRICS, MULTI, PREFIX, MetricKind
 
 BESIDE = {"instance", "job", "model_name", "engine"}
 """Labels that Prometheus and vLLM give every series."""
@@ -48,7 +48,7 @@ def labels() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for name, metric in EXPOSED.items():
         own = BESIDE | set(metric.labels) | ({CONNECTOR} if name.startswith(PREFIX) else set())
-        if metric.kind is Kind.HISTOGRAM:
+        if metric.kind is MetricKind.HISTOGRAM:
             found |= {f"{name}_sum": own, f"{name}_count": own, f"{name}_bucket": own | {"le"}}
         else:
             found[name] = own

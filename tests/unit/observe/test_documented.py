@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kvferry.observe.events import Miss
-from kvferry.observe.exposed import CONNECTOR, exposed
-from kvferry.observe.metrics import METRICS, MULTI, PREFIX, Kind
+from kvferry.observe.events import MissReason
+from kvferry.observe.exposed_names import CONNECTOR, exposed_name
+from kvferry.observe.metrics import METRICS, MULTI, PREFIX, MetricKind
 
 DOCS = Path(__file__).parents[3] / "docs"
 TEXT = (DOCS / "metrics.md").read_text()
@@ -25,7 +25,7 @@ def test_every_metric_is_there_with_its_kind_and_labels() -> None:
     found = {name: cells for name, cells in rows().items() if name.startswith(PREFIX)}
     expected = {}
     for metric in METRICS.values():
-        name = f"{PREFIX}{metric.name}{'_total' if metric.kind is Kind.COUNTER else ''}"
+        name = f"{PREFIX}{metric.name}{'_total' if metric.kind is MetricKind.COUNTER else ''}"
         expected[name] = (str(metric.kind), metric.labels)
     told = {
         name: (cells[0], tuple(re.findall(r"`(\w+)`", cells[1].partition(":")[0])))
@@ -42,13 +42,13 @@ def test_every_metric_of_the_choice_between_connectors_is_there_with_its_labels(
         for name, cells in rows((DOCS / "multi.md").read_text()).items()
         if name.startswith(PREFIX)
     }
-    assert told == {exposed(metric): metric.labels for metric in MULTI.values()}
+    assert told == {exposed_name(metric): metric.labels for metric in MULTI.values()}
 
 
 def test_every_reason_of_a_miss_is_there() -> None:
     found = rows()
-    assert {str(miss) for miss in Miss} <= found.keys()
-    assert all(found[miss][0] for miss in Miss)
+    assert {str(miss) for miss in MissReason} <= found.keys()
+    assert all(found[miss][0] for miss in MissReason)
 
 
 def test_every_name_in_the_text_is_a_metric() -> None:
@@ -62,4 +62,4 @@ def test_names_follow_the_conventions() -> None:
     for metric in (*METRICS.values(), *MULTI.values()):
         assert re.fullmatch(r"[a-z]+(_[a-z]+)*", metric.name)
         assert not metric.name.endswith(("_total", "_count", "_sum", "_bucket"))
-        assert (metric.kind is Kind.HISTOGRAM) == metric.name.endswith("_seconds")
+        assert (metric.kind is MetricKind.HISTOGRAM) == metric.name.endswith("_seconds")

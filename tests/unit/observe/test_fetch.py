@@ -15,7 +15,7 @@ import pytest
 from kvferry.doctor import http_engine
 from kvferry.errors import ProtocolError
 from kvferry.observe import fetch as module
-from kvferry.observe.fetch import Reply, client, fetch, http_address
+from kvferry.observe.fetch import HttpReply, client, fetch, http_address
 from kvferry.top.fetch import ask
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
@@ -47,8 +47,8 @@ def server(answer: Callable[[socket.socket], None]) -> Iterator[str]:
         thread.join(10)
 
 
-def fetched(url: str, seconds: float = 5.0) -> Reply:
-    async def one() -> Reply:
+def fetched(url: str, seconds: float = 5.0) -> HttpReply:
+    async def one() -> HttpReply:
         async with client() as http:
             return await fetch(http, f"{url}/metrics", seconds)
 
@@ -78,9 +78,9 @@ def broken(asking: socket.socket) -> None:
 
 def test_an_answer_comes_whole_whatever_its_status() -> None:
     with server(lambda asking: asking.sendall(b"HTTP/1.1 404 no\r\ncontent-length: 2\r\n\r\n{}")) as url:
-        assert fetched(url) == Reply(404, b"{}")
-    assert not Reply(404, b"").fine
-    assert (Reply(200, b"[1]").json, Reply(200, b"\xff").json, Reply(200, b'"\xff"').json) == (
+        assert fetched(url) == HttpReply(404, b"{}")
+    assert not HttpReply(404, b"").fine
+    assert (HttpReply(200, b"[1]").json, HttpReply(200, b"\xff").json, HttpReply(200, b'"\xff"').json) == (
         [1],
         None,
         None,
@@ -99,7 +99,7 @@ def test_an_answer_comes_whole_whatever_its_status() -> None:
     ids=["endless", "slow", "silent", "broken off", "no HTTP"],
 )
 def test_what_is_no_answer_is_one_sentence_within_its_time(answer, seconds, words, monkeypatch) -> None:
-    monkeypatch.setattr(module, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(module, "MAX_BYTES", 1 << 20)
     begun = time.monotonic()
     with server(answer) as url, pytest.raises(ProtocolError) as raised:
         fetched(url, seconds)
@@ -141,14 +141,14 @@ def test_https_of_a_server_without_tls_is_said() -> None:
     [(endless, 20.0, "no answer: /health is larger than 1 MiB"), (slow, 0.5, "no answer: /health does")],
 )
 def test_doctor_is_not_held_up_by_a_server_that_does_not_end(answer, seconds, words, monkeypatch) -> None:
-    monkeypatch.setattr(module, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(module, "MAX_BYTES", 1 << 20)
     with server(answer) as url:
         (found,) = http_engine.look(url, seconds).findings
     assert found.found.startswith(words)
 
 
 def test_top_is_not_held_up_by_a_server_that_does_not_end(monkeypatch) -> None:
-    monkeypatch.setattr(module, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(module, "MAX_BYTES", 1 << 20)
 
     async def one(url: str) -> None:
         async with client() as http:

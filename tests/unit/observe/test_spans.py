@@ -5,48 +5,66 @@ from __future__ import annotations
 from kvferry.cache.bids import Bid, Part
 from kvferry.observe.events import (
     Arrived,
-    Asked,
+    DecisionReason,
     Event,
     Finished,
+    GroupBytes,
     LeaseEnded,
     LeaseGranted,
     LoadBegan,
     LoadEnded,
-    Miss,
-    Moved,
-    Outcome,
-    Settled,
+    LoadOutcome,
+    MissReason,
+    Scheduled,
+    SourcesAsked,
     StoreBegan,
     StoreEnded,
-    Why,
 )
-from kvferry.observe.spans import Span, Spans
+from kvferry.observe.spans import SpanListener, TraceSpan
 
 HEADERS = (("traceparent", "00-1-2-01"),)
 PARTS = (Part("host", 64), Part("file", 64))
 
 
-def spans(*events: Event) -> list[Span]:
-    found: list[Span] = []
-    fold = Spans(found.append)
+def spans(*events: Event) -> list[TraceSpan]:
+    found: list[TraceSpan] = []
+    fold = SpanListener(found.append)
     for event in events:
         fold(event)
     return found
 
 
-def asked(at: float, why: Why, source: str = "peer") -> Asked:
-    chosen = Bid(source, (Part(source, 9),), why is Why.LOOKING) if why in {Why.LOOKING, Why.BEST} else None
-    return Asked("a", at, 0, (), 0.0, (), chosen, why)
+def asked(at: float, why: DecisionReason, source: str = "peer") -> SourcesAsked:
+    chosen = (
+        Bid(source, (Part(source, 9),), why is DecisionReason.LOOKING)
+        if why in {DecisionReason.LOOKING, DecisionReason.BEST}
+        else None
+    )
+    return SourcesAsked(
+        "a", at, local_tokens=0, bids=(), compute_value=0.0, misses=(), chosen=chosen, why=why
+    )
 
 
 def test_a_load_is_a_span_of_the_requests_trace() -> None:
     (load,) = spans(
-        Arrived("a", 0.0, 200, ("tiers",), (), HEADERS),
-        asked(0.5, Why.BEST, "tiers"),
-        LoadBegan("a", 1.0, "a#1", "tiers", "tiers", PARTS, 0, 100, "a#1"),
-        LoadEnded("a", 1.5, "a#1", "tiers", Outcome.READY, None, "", 0.5, (Moved("0 full", "copied", 640),)),
+        Arrived("a", 0.0, tokens=200, sources=("tiers",), declined=(), trace_headers=HEADERS),
+        asked(0.5, DecisionReason.BEST, "tiers"),
+        LoadBegan(
+            "a", 1.0, load="a#1", source="tiers", peer="tiers", parts=PARTS, begin=0, end=100, attempt="a#1"
+        ),
+        LoadEnded(
+            "a",
+            1.5,
+            load="a#1",
+            source="tiers",
+            outcome=LoadOutcome.READY,
+            miss=None,
+            failure="",
+            seconds=0.5,
+            moved=(GroupBytes("0 full", "copied", 640),),
+        ),
     )
-    assert load == Span(
+    assert load == TraceSpan(
         "kvferry.load", "a", HEADERS, 1.0, 1.5,
         {
             "kvferry.source": "tiers", "kvferry.outcome": "ready",
@@ -58,8 +76,33 @@ def test_a_load_is_a_span_of_the_requests_trace() -> None:
 
 def test_a_load_from_a_peer_says_which_and_what_took_how_long() -> None:
     (load,) = spans(
-        LoadBegan("a", 1.0, "a#1", "peer", "10.0.0.1:5", (Part("peer", 9),), 0, 9, "a#1"),
-        LoadEnded("a", 2.0, "a#1", "peer", Outcome.READY, None, "", 1.0, (), 8, 2, 0.1, 0.5, 0.2),
+        LoadBegan(
+            "a",
+            1.0,
+            load="a#1",
+            source="peer",
+            peer="10.0.0.1:5",
+            parts=(Part("peer", 9),),
+            begin=0,
+            end=9,
+            attempt="a#1",
+        ),
+        LoadEnded(
+            "a",
+            2.0,
+            load="a#1",
+            source="peer",
+            outcome=LoadOutcome.READY,
+            miss=None,
+            failure="",
+            seconds=1.0,
+            moved=(),
+            pages=8,
+            descriptors=2,
+            plan_seconds=0.1,
+            transfer_seconds=0.5,
+            check_seconds=0.2,
+        ),
     )
     said = load.attributes
     assert (said["kvferry.peer"], said["kvferry.pages"], said["kvferry.descriptors"]) == ("10.0.0.1:5", 8, 2)
@@ -69,35 +112,63 @@ def test_a_load_from_a_peer_says_which_and_what_took_how_long() -> None:
 
 
 def test_a_load_that_fails_is_an_error_and_one_that_nobody_waits_for_is_none() -> None:
-    began = LoadBegan("a", 1.0, "a#1", "peer", "peer", PARTS, 0, 9, "a#1")
+    began = LoadBegan(
+        "a", 1.0, load="a#1", source="peer", peer="peer", parts=PARTS, begin=0, end=9, attempt="a#1"
+    )
     (failed,) = spans(
-        began, LoadEnded("a", 2.0, "a#1", "peer", Outcome.EXPIRED, Miss.DEADLINE, "no answer", 1.0)
+        began,
+        LoadEnded(
+            "a",
+            2.0,
+            load="a#1",
+            source="peer",
+            outcome=LoadOutcome.EXPIRED,
+            miss=MissReason.DEADLINE,
+            failure="no answer",
+            seconds=1.0,
+        ),
     )
     assert (failed.failure, failed.attributes["error.type"]) == ("no answer", "deadline")
-    (dropped,) = spans(began, LoadEnded("a", 2.0, "a#1", "peer", Outcome.DROPPED, None, "late", 1.0))
+    (dropped,) = spans(
+        began,
+        LoadEnded(
+            "a",
+            2.0,
+            load="a#1",
+            source="peer",
+            outcome=LoadOutcome.DROPPED,
+            miss=None,
+            failure="late",
+            seconds=1.0,
+        ),
+    )
     assert (dropped.failure, "error.type" in dropped.attributes) == ("", False)
 
 
 def test_waiting_for_a_source_is_a_span_until_something_else_is_decided() -> None:
     for end in (
-        asked(3.0, Why.NOTHING),
-        LoadBegan("a", 3.0, "a#1", "peer", "peer", PARTS, 0, 9, "a#1"),
-        Settled("a", 3.0, 0, 10),
+        asked(3.0, DecisionReason.NOTHING),
+        LoadBegan(
+            "a", 3.0, load="a#1", source="peer", peer="peer", parts=PARTS, begin=0, end=9, attempt="a#1"
+        ),
+        Scheduled("a", 3.0, 0, 10),
         Finished("a", 3.0),
     ):
-        (wait,) = spans(asked(1.0, Why.LOOKING), asked(2.0, Why.LOOKING), end, Finished("a", 4.0))
+        (wait,) = spans(
+            asked(1.0, DecisionReason.LOOKING), asked(2.0, DecisionReason.LOOKING), end, Finished("a", 4.0)
+        )
         assert (wait.name, wait.begin, wait.end) == ("kvferry.wait", 1.0, 3.0)
         assert wait.attributes == {"kvferry.source": "peer"}
 
 
 def test_stores_and_leases_end_after_their_requests_and_keep_their_trace() -> None:
     lease, store = spans(
-        Arrived("a", 0.0, 200, (), (), HEADERS),
+        Arrived("a", 0.0, tokens=200, sources=(), declined=(), trace_headers=HEADERS),
         StoreBegan("a", 1.0, "store#0", "full", 2),
         LeaseGranted("a", 2.0, 199, 30.0),
         Finished("a", 2.0),
         LeaseEnded("a", 3.0, expired=True),
-        StoreEnded("a", 4.0, "store#0", "gone", 8, 0.1),
+        StoreEnded("a", 4.0, store="store#0", failure="gone", size=8, seconds=0.1),
     )
     assert (lease.parent, lease.attributes) == (HEADERS, {"kvferry.tokens": 199, "kvferry.expired": True})
     assert (store.parent, store.failure) == (HEADERS, "gone")
@@ -105,8 +176,20 @@ def test_stores_and_leases_end_after_their_requests_and_keep_their_trace() -> No
 
 
 def test_what_nobody_saw_begin_is_no_span() -> None:
-    assert spans(
-        LoadEnded("a", 2.0, "a#1", "peer", Outcome.READY, None, "", 1.0),
-        StoreEnded("a", 4.0, "store#0", "", 8, 0.1),
-        LeaseEnded("a", 3.0, expired=False),
-    ) == []  # fmt: skip
+    assert (
+        spans(
+            LoadEnded(
+                "a",
+                2.0,
+                load="a#1",
+                source="peer",
+                outcome=LoadOutcome.READY,
+                miss=None,
+                failure="",
+                seconds=1.0,
+            ),
+            StoreEnded("a", 4.0, store="store#0", failure="", size=8, seconds=0.1),
+            LeaseEnded("a", 3.0, expired=False),
+        )
+        == []
+    )

@@ -8,32 +8,39 @@ import threading
 from kvferry.cache.bids import Bid, Part
 from kvferry.observe.events import (
     Arrived,
-    Asked,
+    DecisionReason,
     Finished,
-    Lack,
     LateBlocks,
     LeaseExtended,
-    Miss,
-    Refused,
-    Settled,
+    MissReason,
+    Scheduled,
+    SourceMiss,
+    SourceRefused,
+    SourcesAsked,
     StoreBegan,
     StoreEnded,
-    Valued,
-    Why,
+    ValuedBid,
 )
-from kvferry.observe.traces import EVENTS, FIRST, LAST, LONGEST, Stored, Traces
+from kvferry.observe.traces import (
+    EVENTS_PER_REQUEST,
+    FIRST_EVENTS,
+    LAST_EVENTS,
+    MAX_TEXT,
+    StoredChunks,
+    TraceBuffer,
+)
 
 
 def arrived(name: str) -> Arrived:
-    return Arrived(name, 0.0, 10, ("peer",))
+    return Arrived(name, 0.0, tokens=10, sources=("peer",))
 
 
-def kept(found: Traces) -> list[str]:
+def kept(found: TraceBuffer) -> list[str]:
     return [trace.request_id for trace in found.last()]
 
 
 def test_the_last_requests_are_remembered_the_latest_first() -> None:
-    found = Traces(3)
+    found = TraceBuffer(3)
     for number in range(5):
         found(arrived(f"r{number}"))
     assert kept(found) == ["r4", "r3", "r2"]
@@ -42,11 +49,11 @@ def test_the_last_requests_are_remembered_the_latest_first() -> None:
 
 
 def test_what_is_no_matter_of_a_request_that_is_remembered_is_not_kept() -> None:
-    found = Traces(1)
+    found = TraceBuffer(1)
     for event in (
         arrived("a"),
         arrived("b"),
-        Settled("a", 1.0, 0, 10),
+        Scheduled("a", 1.0, 0, 10),
         LateBlocks(1.0, 3),
         Finished("b", 2.0),
     ):
@@ -56,69 +63,89 @@ def test_what_is_no_matter_of_a_request_that_is_remembered_is_not_kept() -> None
 
 
 def test_of_a_request_with_many_events_the_first_and_the_last_are_kept() -> None:
-    found = Traces(10)
+    found = TraceBuffer(10)
     found(arrived("a"))
     for number in range(1, 200):
-        found(Settled("a", float(number), 0, 10))
+        found(Scheduled("a", float(number), 0, 10))
     (trace,) = found.last()
-    assert [event.at for event in trace.events] == [*range(FIRST), *range(200 - LAST, 200)]
-    assert trace.left_out == 200 - FIRST - LAST
+    assert [event.at for event in trace.events] == [*range(FIRST_EVENTS), *range(200 - LAST_EVENTS, 200)]
+    assert trace.left_out == 200 - FIRST_EVENTS - LAST_EVENTS
 
 
 def test_requests_with_many_events_leave_room_for_fewer() -> None:
-    found = Traces(8)
+    found = TraceBuffer(8)
     for name in range(8):
         found(arrived(str(name)))
         for number in range(100):
-            found(Settled(str(name), float(number), 0, 10))
+            found(Scheduled(str(name), float(number), 0, 10))
     found(arrived("last"))
     held = sum(len(trace.events) for trace in found.last())
-    assert held <= 8 * EVENTS
+    assert held <= 8 * EVENTS_PER_REQUEST
     assert kept(found)[:2] == ["last", "7"]
 
 
 def test_chunks_that_were_stored_and_signs_of_life_are_summed_up() -> None:
-    found = Traces(1)
+    found = TraceBuffer(1)
     found(arrived("a"))
     for number in range(1000):
         found(StoreBegan("a", number, f"store#{number}", "full", 2))
-        found(StoreEnded("a", number + 0.5, f"store#{number}", "" if number % 10 else "no room", 8, 0.1))
+        found(
+            StoreEnded(
+                "a",
+                number + 0.5,
+                store=f"store#{number}",
+                failure="" if number % 10 else "no room",
+                size=8,
+                seconds=0.1,
+            )
+        )
         found(LeaseExtended("a", number))
     found(StoreBegan("a", 2000.0, "store#x", "state", 1))
     (trace,) = found.last()
     assert trace.events == (arrived("a"),)
     assert trace.stored == (
-        Stored("full", 2000, 0, 1800, 200, 7200, 999.5, "no room"),
-        Stored("state", 1, 2000.0),
+        StoredChunks("full", 2000, 0, 1800, 200, 7200, 999.5, "no room"),
+        StoredChunks("state", 1, 2000.0),
     )
-    assert trace.heard == 1000
+    assert trace.heartbeats == 1000
 
 
 def test_orders_of_requests_that_are_forgotten_are_forgotten_too() -> None:
-    found = Traces(1)
+    found = TraceBuffer(1)
     for number in range(100):
         name = str(number)
         found(arrived(name))
         found(StoreBegan(name, 0.0, f"store#{name}", "full", 1))
         found(arrived("other"))
-        found(StoreEnded(name, 0.0, f"store#{name}", "", 8, 0.1))
+        found(StoreEnded(name, 0.0, store=f"store#{name}", failure="", size=8, seconds=0.1))
     assert not found._stores
 
 
 def test_long_texts_of_others_are_cut() -> None:
     text = "x" * 10_000
-    found = Traces(1)
-    lack = Lack("tiers", Miss.FAILED, detail=text)
-    bid = Valued("peer", Bid("peer", (Part("peer", 1),)), 0.0, text)
-    found(Arrived("a", 0.0, 10, (), (lack,), (("tracestate", text),)))
-    found(Asked("a", 0.0, 0, (bid,), 0.0, (lack,), None, Why.NOTHING))
-    found(Refused("a", 0.0, "peer", text))
+    found = TraceBuffer(1)
+    lack = SourceMiss("tiers", MissReason.FAILED, detail=text)
+    bid = ValuedBid("peer", Bid("peer", (Part("peer", 1),)), 0.0, text)
+    found(Arrived("a", 0.0, tokens=10, sources=(), declined=(lack,), trace_headers=(("tracestate", text),)))
+    found(
+        SourcesAsked(
+            "a",
+            0.0,
+            local_tokens=0,
+            bids=(bid,),
+            compute_value=0.0,
+            misses=(lack,),
+            chosen=None,
+            why=DecisionReason.NOTHING,
+        )
+    )
+    found(SourceRefused("a", 0.0, "peer", text))
     (trace,) = found.last()
-    assert len(repr(trace)) < 7 * LONGEST
+    assert len(repr(trace)) < 7 * MAX_TEXT
 
 
 def test_a_reader_never_stops_the_writer_nor_sees_half_of_it() -> None:
-    found, failures, over = Traces(50), [], threading.Event()
+    found, failures, over = TraceBuffer(50), [], threading.Event()
 
     def read() -> None:
         while not over.is_set():
@@ -137,7 +164,7 @@ def test_a_reader_never_stops_the_writer_nor_sees_half_of_it() -> None:
             found(arrived(str(number)))
             for at in range(5):
                 found(StoreBegan(str(number), at, f"{number}-{at}", str(at), 1))
-                found(Settled(str(number), at, 0, 10))
+                found(Scheduled(str(number), at, 0, 10))
     finally:
         over.set()
         reader.join()

@@ -60,7 +60,7 @@ class Script(EngineSpec):
 def script(tmp_path):
     def make(name: str = "prefill-0", code: str = ENGINE, role: Role = Role.PREFILL) -> Script:
         [port] = free_ports(1)
-        return Script(name, role, "m", port, code=code, folder=str(tmp_path))
+        return Script(name=name, role=role, model="m", port=port, code=code, folder=str(tmp_path))
 
     return make
 
@@ -197,7 +197,7 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
 from test_launch import Script, Fleet, Role, free_ports
 folder = {str(tmp_path)!r}
-spec = Script("prefill-0", Role.PREFILL, "m", free_ports(1)[0], folder=folder)
+spec = Script(name="prefill-0", role=Role.PREFILL, model="m", port=free_ports(1)[0], folder=folder)
 with Fleet([spec], Path(folder)) as fleet:
     fleet.wait_ready()
     print("ready", flush=True)

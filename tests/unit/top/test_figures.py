@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from rich.cells import cell_len
 
 from kvferry.errors import ProtocolError
-from kvferry.observe.counted import Counted
+from kvferry.observe.metrics_delta import MetricsDelta
 from kvferry.top.derive import figures
 from kvferry.top.exposition import Scrape, read
 from kvferry.top.figures import Figures
@@ -166,7 +166,7 @@ def test_levels_are_what_they_are_now():
 def test_of_several_engines_a_tier_is_as_full_as_the_fullest():
     other = Page()
     busy(other)
-    smaller = Counted()
+    smaller = MetricsDelta()
     smaller.set("tier_capacity_bytes", "file", to=9.8e9)
     other.count(smaller)
     more = read(other.text(), 0.0)
@@ -249,7 +249,7 @@ def test_a_router_that_answers_is_no_engine_and_one_that_does_not_is_shown():
 @pytest.mark.parametrize("name", ["x" * 200, "\u4e2d" * 50, "a b" * 80], ids=["x", "wide", "ab"])
 def test_a_name_that_is_wider_than_the_screen_is_cut(name):
     page = Page()
-    counted = Counted()
+    counted = MetricsDelta()
     counted.count("misses", "peer", name, "full", by=3)
     page.count(counted)
     seen = Seen("http://a:1").heard(read(page.text(), 5.0))

@@ -44,7 +44,7 @@ from kvferry.engines.vllm.part_blocks import PartBlocks
 from kvferry.engines.vllm.request_phase import RequestPhase
 from kvferry.engines.vllm.source import Load, Source
 from kvferry.geometry import GroupKind
-from kvferry.observe.watch import Watch
+from kvferry.observe.stream import EventStream
 from kvferry.planning.select import LoadSpan, max_writable_blocks, writable_blocks
 from kvferry.terminal import shown
 
@@ -95,7 +95,7 @@ class Admission:
         attempts: int,
         sources: Sequence[Source],
         choice: Choice,
-        watch: Watch,
+        events: EventStream,
     ) -> None:
         """Begin.
 
@@ -110,14 +110,14 @@ class Admission:
             attempts: most loads of a request.
             sources: in the order in which they are asked; the first of equal bids is taken.
             choice: chooses between bids.
-            watch: receives an event for each decision.
+            events: receives an event for each decision.
         """
         self.pins = pins
         self._groups, self._kinds = kv_cache_config.kv_cache_groups, kinds
         self._parts, self._headroom, self._pool = parts, headroom, pool
         self._workers, self._attempts = workers, attempts
         self._sources, self._choice = tuple(sources), choice
-        self._events = AdmissionEvents(watch, choice.policy)
+        self._events = AdmissionEvents(events, choice.policy)
         self._blocks = [
             (kind, attention_span_of(group.kv_cache_spec), int(group.kv_cache_spec.block_size))
             for kind, group in zip(kinds, self._groups, strict=True)

@@ -17,43 +17,43 @@ from kvferry.engines.vllm.meta import Report
 from kvferry.engines.vllm.source import Load, Source
 from kvferry.observe.events import (
     Arrived,
-    Asked,
+    DecisionReason,
     Finished,
-    Lack,
     LateBlocks,
     LoadBegan,
     LoadEnded,
-    Miss,
-    Outcome,
-    Settled,
-    Valued,
-    Why,
+    LoadOutcome,
+    MissReason,
+    Scheduled,
+    SourceMiss,
+    SourcesAsked,
+    ValuedBid,
 )
-from kvferry.observe.watch import Watch, harmless
+from kvferry.observe.stream import EventStream, log_errors
 
 OTHER_PART = "another part of the prefix has failed"
 """The reason for dropping a load whose request goes on."""
 _LONGEST_HEADER = 512
 """Characters of a trace header that are kept."""
-_OUTCOMES = {"ready": Outcome.READY, "failed": Outcome.FAILED, "expired": Outcome.EXPIRED}
+_OUTCOMES = {"ready": LoadOutcome.READY, "failed": LoadOutcome.FAILED, "expired": LoadOutcome.EXPIRED}
 
 
 class AdmissionEvents:
     """Makes events of admission's decisions, and leaves out repetitions. Decides nothing."""
 
-    def __init__(self, watch: Watch, policy: Policy) -> None:
+    def __init__(self, events: EventStream, policy: Policy) -> None:
         """Begin.
 
         Args:
-            watch: receives the events.
+            events: receives the events.
             policy: values bids.
         """
-        self._watch, self._policy = watch, policy
-        self._asked: dict[str, tuple[object, Asked]] = {}
+        self._events, self._policy = events, policy
+        self._asked: dict[str, tuple[object, SourcesAsked]] = {}
         self._unserved: dict[str, Any] = {}
         self._late = 0
 
-    @harmless
+    @log_errors
     def arrived(self, request: Any, sources: Sequence[Source], others: Sequence[Source]) -> None:
         """Tell that a request came in; `sources` may serve it, `others` may not."""
         declined = tuple(lack for source in others if (lack := source.declined(request)) is not None)
@@ -65,9 +65,18 @@ class AdmissionEvents:
             for name, value in (request.trace_headers or {}).items()
             if len(value) <= _LONGEST_HEADER
         )
-        self._watch.tell(Arrived(request.request_id, now, tokens, names, declined, headers))
+        self._events.emit(
+            Arrived(
+                request.request_id,
+                now,
+                tokens=tokens,
+                sources=names,
+                declined=declined,
+                trace_headers=headers,
+            )
+        )
 
-    @harmless
+    @log_errors
     def asked(
         self,
         request: Any,
@@ -85,97 +94,99 @@ class AdmissionEvents:
         rest = request.num_tokens - have
         bids = tuple(self._valued(source, bid, bidding, rest) for source, bid in offers)
         silent = [source for source in sources if not any(of is source for of, _ in offers)]
-        event = Asked(
+        event = SourcesAsked(
             request.request_id,
             time.monotonic(),
-            have,
-            bids,
-            self._policy.value(None, rest),
-            tuple(source.lack(request, have) for source in silent),
-            best,
-            _why(bids, bidding, best),
+            local_tokens=have,
+            bids=bids,
+            compute_value=self._policy.value(None, rest),
+            misses=tuple(source.lack(request, have) for source in silent),
+            chosen=best,
+            why=_why(bids, bidding, best),
         )
         self._asked[request.request_id] = now, event
-        self._watch.tell(event)
+        self._events.emit(event)
 
-    @harmless
-    def not_asked(self, request: Any, sources: Sequence[Source], have: int, miss: Miss, detail: str) -> None:
+    @log_errors
+    def not_asked(
+        self, request: Any, sources: Sequence[Source], have: int, miss: MissReason, detail: str
+    ) -> None:
         """Tell why nothing may be loaded whatever sources have, unless it was told last time."""
         last = self._asked.get(request.request_id)
         if last is not None and last[0] == (have, miss):
             return
-        event = Asked(
+        event = SourcesAsked(
             request.request_id,
             time.monotonic(),
-            have,
-            (),
-            self._policy.value(None, request.num_tokens - have),
-            tuple(Lack(source.name, miss, detail=detail) for source in sources),
-            None,
-            Why.SKIPPED if miss is Miss.SKIPPED else Why.NOTHING,
+            local_tokens=have,
+            bids=(),
+            compute_value=self._policy.value(None, request.num_tokens - have),
+            misses=tuple(SourceMiss(source.name, miss, detail=detail) for source in sources),
+            chosen=None,
+            why=DecisionReason.SKIPPED if miss is MissReason.SKIPPED else DecisionReason.NOTHING,
         )
         self._asked[request.request_id] = (have, miss), event
-        self._watch.tell(event)
+        self._events.emit(event)
 
-    @harmless
+    @log_errors
     def no_room(self, request_id: str, have: int) -> None:
         """Tell that there was no room for the chosen load, and that the request does not wait for it."""
         _, last = self._asked[request_id]
         now = time.monotonic()
-        event = replace(last, at=now, have=have, chosen=None, why=Why.NO_ROOM)
+        event = replace(last, at=now, local_tokens=have, chosen=None, why=DecisionReason.NO_ROOM)
         self._asked[request_id] = None, event
-        self._watch.tell(event)
+        self._events.emit(event)
 
-    @harmless
+    @log_errors
     def began(self, source: Source, load: Load) -> None:
         """Tell that a load was ordered."""
         bid, span = load.bid, load.span
         self._unserved.pop(load.request_id, None)
-        self._watch.tell(
+        self._events.emit(
             LoadBegan(
                 load.request_id,
                 load.began,
-                load.key,
-                source.name,
-                bid.source,
-                bid.parts,
-                span.begins,
-                span.ends,
-                load.attempt,
+                load=load.key,
+                source=source.name,
+                peer=bid.source,
+                parts=bid.parts,
+                begin=span.begins,
+                end=span.ends,
+                attempt=load.attempt,
             )
         )
 
-    @harmless
+    @log_errors
     def ended(self, source: Source, load: Load, whole: Report, *, wanted: bool) -> None:
         """Tell how a load ended that all workers have reported; `wanted` if its request still waits."""
         now, failed = time.monotonic(), whole.failure is not None
         blame = source.blame(load, whole) if failed and wanted else None
         moved = source.brought(load, whole)
-        self._watch.tell(
+        self._events.emit(
             LoadEnded(
                 load.request_id,
                 now,
-                load.key,
-                source.name,
-                _OUTCOMES[whole.outcome] if wanted else Outcome.DROPPED,
-                blame,
-                (whole.failure or "") if wanted else OTHER_PART if load.given_up else "",
-                now - load.began,
-                () if failed else moved,
-                whole.pages,
-                whole.descriptors,
-                whole.plan_seconds,
-                whole.transfer_seconds,
-                whole.check_seconds,
+                load=load.key,
+                source=source.name,
+                outcome=_OUTCOMES[whole.outcome] if wanted else LoadOutcome.DROPPED,
+                miss=blame,
+                failure=(whole.failure or "") if wanted else OTHER_PART if load.given_up else "",
+                seconds=now - load.began,
+                moved=() if failed else moved,
+                pages=whole.pages,
+                descriptors=whole.descriptors,
+                plan_seconds=whole.plan_seconds,
+                transfer_seconds=whole.transfer_seconds,
+                check_seconds=whole.check_seconds,
             )
         )
 
-    @harmless
+    @log_errors
     def settled(self, request_id: str, at_hand: int, tokens: int) -> None:
         """Tell that the engine goes on with a request that was loaded."""
-        self._watch.tell(Settled(request_id, time.monotonic(), at_hand, tokens))
+        self._events.emit(Scheduled(request_id, time.monotonic(), at_hand, tokens))
 
-    @harmless
+    @log_errors
     def unserved(self, request: Any) -> None:
         """Note a request that no source loads; `scheduled` tells what it goes on with.
 
@@ -183,44 +194,44 @@ class AdmissionEvents:
         """
         self._unserved[request.request_id] = request
 
-    @harmless
+    @log_errors
     def scheduled(self, requests: Container[str]) -> None:
         """Tell that the engine goes on with those of these requests that no source has loaded."""
         for name in [name for name in self._unserved if name in requests]:
             request = self._unserved.pop(name)
             own, last = own_hit(request), self._asked.get(name)
             if own is None:
-                own = 0 if last is None else last[1].have
+                own = 0 if last is None else last[1].local_tokens
             at_hand = request.num_computed_tokens
-            self._watch.tell(
-                Settled(name, time.monotonic(), at_hand, request.num_tokens, max(0, at_hand - own))
+            self._events.emit(
+                Scheduled(name, time.monotonic(), at_hand, request.num_tokens, max(0, at_hand - own))
             )
 
-    @harmless
+    @log_errors
     def finished(self, request_id: str) -> None:
         """Tell that a request has ended."""
         self._asked.pop(request_id, None)
         self._unserved.pop(request_id, None)
-        self._watch.tell(Finished(request_id, time.monotonic()))
+        self._events.emit(Finished(request_id, time.monotonic()))
 
-    @harmless
+    @log_errors
     def late(self, blocks: int) -> None:
         """Tell how many blocks late loads hold, if the number has changed."""
         if blocks != self._late:
             self._late = blocks
-            self._watch.tell(LateBlocks(time.monotonic(), blocks))
+            self._events.emit(LateBlocks(time.monotonic(), blocks))
 
-    def _valued(self, source: Source, bid: Bid, bidding: Bidding, rest: int) -> Valued:
+    def _valued(self, source: Source, bid: Bid, bidding: Bidding, rest: int) -> ValuedBid:
         struck = bidding.why(bid.source) or ""
-        return Valued(source.name, bid, 0.0 if struck else self._policy.value(bid, rest), struck)
+        return ValuedBid(source.name, bid, 0.0 if struck else self._policy.value(bid, rest), struck)
 
 
-def _why(bids: Sequence[Valued], bidding: Bidding, best: Bid | None) -> Why:
+def _why(bids: Sequence[ValuedBid], bidding: Bidding, best: Bid | None) -> DecisionReason:
     """Return why `best` was chosen, or why nothing was."""
     if best is not None:
-        return Why.LOOKING if best.looking else Why.BEST
+        return DecisionReason.LOOKING if best.looking else DecisionReason.BEST
     if bids and bidding.spent:
-        return Why.ATTEMPTS
-    if any(not one.struck and not one.bid.looking for one in bids):
-        return Why.COMPUTING
-    return Why.NOTHING
+        return DecisionReason.ATTEMPTS
+    if any(not one.excluded and not one.bid.looking for one in bids):
+        return DecisionReason.COMPUTING
+    return DecisionReason.NOTHING

@@ -6,10 +6,10 @@ import os
 from typing import Any
 
 import kvferry
-from kvferry.observe.answering import Answering
-from kvferry.observe.traces import Traces
-from kvferry.observe.watch import Watch
-from kvferry.observe.wire import Engine
+from kvferry.observe.stream import EventStream
+from kvferry.observe.trace_server import TraceServer
+from kvferry.observe.traces import TraceBuffer
+from kvferry.observe.wire import EngineInfo
 
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 
@@ -17,20 +17,20 @@ _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 class Explaining:
     """Remembers the last requests, and answers who asks for them; nothing if it is to remember none."""
 
-    def __init__(self, vllm_config: Any, requests: int, watch: Watch, name: str = "") -> None:
+    def __init__(self, vllm_config: Any, requests: int, events: EventStream, name: str = "") -> None:
         """Begin to remember.
 
         Args:
             vllm_config: the engine's.
             requests: how many.
-            watch: what is remembered.
+            events: what is remembered.
             name: of the connector among several.
         """
-        self._traces = Traces(requests) if requests else None
+        self._traces = TraceBuffer(requests) if requests else None
         self._most = requests
-        self._answering: Answering | None = None
+        self._answering: TraceServer | None = None
         transfer = vllm_config.kv_transfer_config
-        self._engine = Engine(
+        self._engine = EngineInfo(
             kvferry.__version__,
             str(transfer.engine_id),
             str(vllm_config.model_config.model),
@@ -39,12 +39,12 @@ class Explaining:
             connector=name,
         )
         if self._traces is not None:
-            watch.add(self._traces)
+            events.subscribe(self._traces)
 
     def start(self) -> None:
         """Answer from now on."""
         if self._traces is not None:
-            self._answering = Answering(self._traces, self._engine, self._most)
+            self._answering = TraceServer(self._traces, self._engine, self._most)
 
     def close(self) -> None:
         """Answer no more."""

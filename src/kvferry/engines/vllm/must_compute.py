@@ -6,10 +6,10 @@ from typing import Any
 
 from kvferry.cache.bids import leads_on
 from kvferry.engines.vllm.compat.requests import reads_no_cache
-from kvferry.observe.events import Miss
+from kvferry.observe.events import MissReason
 
 
-def must_compute(request: Any, have: int) -> tuple[Miss, str] | None:
+def must_compute(request: Any, have: int) -> tuple[MissReason, str] | None:
     """Return why a request loads nothing, as a word and a sentence; None if sources may be asked.
 
     Args:
@@ -17,9 +17,12 @@ def must_compute(request: Any, have: int) -> tuple[Miss, str] | None:
         have: tokens that the engine's own prefix cache has.
     """
     if (why := reads_no_cache(request)) is not None:
-        return Miss.SKIPPED, f"{why}, so the engine computes the whole prompt"
+        return MissReason.SKIPPED, f"{why}, so the engine computes the whole prompt"
     if leads_on(request.num_tokens - have):
         return None
     if have:
-        return Miss.LOCAL, f"{have} of {request.num_tokens} tokens are here, and the last is always computed"
-    return Miss.SHORT_PROMPT, "its only token is always computed"
+        return (
+            MissReason.LOCAL,
+            f"{have} of {request.num_tokens} tokens are here, and the last is always computed",
+        )
+    return MissReason.SHORT_PROMPT, "its only token is always computed"

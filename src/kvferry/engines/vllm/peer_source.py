@@ -32,7 +32,7 @@ from kvferry.engines.vllm.transfer_log import TransferLog
 from kvferry.engines.vllm.turn_finder import TurnFinder
 from kvferry.errors import NotYetNamed, ProtocolError, Unnameable
 from kvferry.geometry import GroupKind, RankGeometry
-from kvferry.observe.events import Lack, Miss, Moved
+from kvferry.observe.events import GroupBytes, MissReason, SourceMiss
 from kvferry.tiers.names import PEER, TIERS
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.handshake import Address, PeerInfo, Pending, Unusable
@@ -191,13 +191,13 @@ class PeerSource:
             self._strike(name, self._stopped)  # which releases the lease that has just been claimed
         return True
 
-    def declined(self, request: Any) -> Lack | None:
+    def declined(self, request: Any) -> SourceMiss | None:
         """Return why a request is not served from peers: its offer is malformed, or reading has stopped."""
         try:
             read_offer(request.kv_transfer_params)
         except ProtocolError as error:
-            return Lack(PEER, Miss.REFUSED, detail=str(error))
-        return Lack(PEER, Miss.REFUSED, detail=self._stopped) if self._stopped else None
+            return SourceMiss(PEER, MissReason.REFUSED, detail=str(error))
+        return SourceMiss(PEER, MissReason.REFUSED, detail=self._stopped) if self._stopped else None
 
     def bids(self, request: Any, have: int) -> Sequence[Bid]:
         """Return a bid of the offered tokens; it is still looking until the peer is known."""
@@ -219,14 +219,14 @@ class PeerSource:
         bid, tokens = self._last_bid(request)
         return _shorter(bid, tokens - first)
 
-    def lack(self, request: Any, have: int) -> Lack:
+    def lack(self, request: Any, have: int) -> SourceMiss:
         """Return why there is no bid: the peer is unusable, has no more than is here, or keeps no turn."""
         pull = self._pulls.get(request.request_id)
         if pull is None:
-            return Lack(PEER, Miss.NOT_STORED, detail="no peer keeps an earlier turn of it")
+            return SourceMiss(PEER, MissReason.NOT_STORED, detail="no peer keeps an earlier turn of it")
         if (why := pull.bidding.why(pull.peer)) is not None:
-            return Lack(PEER, Miss.REFUSED, detail=why)
-        return Lack(PEER, Miss.LOCAL, detail=f"{pull.tokens} tokens are offered, {have} are here")
+            return SourceMiss(PEER, MissReason.REFUSED, detail=why)
+        return SourceMiss(PEER, MissReason.LOCAL, detail=f"{pull.tokens} tokens are offered, {have} are here")
 
     def room(self, bid: Bid, blocks: int) -> bool:
         """Return whether loads from peers leave enough blocks for another one."""
@@ -275,14 +275,14 @@ class PeerSource:
         """Return PEER."""
         return PEER
 
-    def brought(self, load: Load, report: Report) -> tuple[Moved, ...]:
+    def brought(self, load: Load, report: Report) -> tuple[GroupBytes, ...]:
         """Return the bytes that were read, per KV cache group of this engine."""
         each = zip(self._log.labels, report.strategy_by_group, report.bytes_by_group, strict=False)
-        return tuple(Moved(label, strategy, size) for label, strategy, size in each if size)
+        return tuple(GroupBytes(label, strategy, size) for label, strategy, size in each if size)
 
-    def blame(self, load: Load, report: Report) -> Miss:
+    def blame(self, load: Load, report: Report) -> MissReason:
         """Return DEADLINE for a late load, else FAILED."""
-        return Miss.DEADLINE if report.late else Miss.FAILED
+        return MissReason.DEADLINE if report.late else MissReason.FAILED
 
     def ended(self, load: Load, report: Report) -> None:
         """Log a load; if it failed, its peer is struck out, and met anew if it may have gone."""

@@ -32,7 +32,7 @@ from kvferry.errors import TransferError, Unnameable
 from kvferry.geometry import GroupKind
 from kvferry.limited_log import LimitedLog
 from kvferry.observe.events import LeaseEnded, LeaseExtended, LeaseGranted
-from kvferry.observe.watch import Watch
+from kvferry.observe.stream import EventStream
 from kvferry.terminal import shown
 from kvferry.transport.control_server import ControlServer, LeasesClaimed, LeasesReleased
 from kvferry.transport.fair_queue import FairQueue
@@ -56,7 +56,7 @@ class Producer:
         config: ConnectorConfig,
         kinds: tuple[GroupKind, ...],
         incarnation: int,
-        watch: Watch,
+        events: EventStream,
         names: TurnNames,
         adapters: Adapters,
     ) -> None:
@@ -72,7 +72,7 @@ class Producer:
         self._unsettled = 0 if GroupKind.STATE in kinds else max(ahead - 1, 0)
         self._book = LeaseBook(incarnation, LEASE_SLOTS, config.lease_seconds, time.monotonic)
         self._host = config.advertise_host or config.host
-        self._watch = watch
+        self._events = events
         self._prompts: dict[str, Any] = {}
         self._withdrawn: list[str] = []
         self._log = LimitedLog(logger)
@@ -89,7 +89,7 @@ class Producer:
                 self._book,
                 names,
                 self._wanted,
-                watch,
+                events,
                 seconds=config.turn_seconds,
                 share=config.turn_share,
             )
@@ -175,7 +175,7 @@ class Producer:
             self._log.say(str(error), f"request {shown(request.request_id)}: not offered: {error}")
             return False, write_nothing()
         now = time.monotonic()
-        self._watch.tell(LeaseGranted(request.request_id, now, tokens, self._book.seconds))
+        self._events.emit(LeaseGranted(request.request_id, now, tokens, self._book.seconds))
         ticket, grant = new_ticket(), Grant.of(word.slot, word.generation, self.tables(block_ids, tokens))
         self._tickets.publish(ticket, request.request_id, tokens, content, grant)
         params = write_offer(Offer(self._engine_id, self._host, self.port, ticket.hex(), tokens))
@@ -196,7 +196,7 @@ class Producer:
             event = events.popleft()
             if isinstance(event, LeasesClaimed):
                 for name in self._book.extend(event.leases):
-                    self._watch.tell(LeaseExtended(name, time.monotonic()))
+                    self._events.emit(LeaseExtended(name, time.monotonic()))
             else:
                 meta.ended.update(self._ended(self._book.end(event.leases), expired=False))
         withdrawn, self._withdrawn = self._withdrawn, []
@@ -234,7 +234,7 @@ class Producer:
         for name in leases:
             if self._turns is not None:
                 self._turns.ended(name)
-            self._watch.tell(LeaseEnded(name, time.monotonic(), expired, withdrawn))
+            self._events.emit(LeaseEnded(name, time.monotonic(), expired, withdrawn))
         return leases
 
     def reset(self) -> None:

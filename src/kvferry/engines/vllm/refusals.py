@@ -6,8 +6,8 @@ import logging
 import time
 
 from kvferry.limited_log import LimitedLog
-from kvferry.observe.events import Refused
-from kvferry.observe.watch import Watch
+from kvferry.observe.events import SourceRefused
+from kvferry.observe.stream import EventStream
 from kvferry.terminal import shown
 
 logger = logging.getLogger(__name__)
@@ -18,13 +18,13 @@ _REASON_CHARACTERS = 500
 class Refusals:
     """Tells each; logs each source and reason once a minute, and 20 lines a minute at most."""
 
-    def __init__(self, watch: Watch | None = None) -> None:
-        self._watch = watch or Watch()
+    def __init__(self, events: EventStream | None = None) -> None:
+        self._events = events or EventStream()
         self._log = LimitedLog(logger)
 
     def say(self, request_id: str, source: str, reason: str) -> None:
         """`source` does not serve a request."""
         source, reason = shown(source), shown(reason, _REASON_CHARACTERS)
-        self._watch.tell(Refused(request_id, time.monotonic(), source, reason))
+        self._events.emit(SourceRefused(request_id, time.monotonic(), source, reason))
         text = f"request {shown(request_id)} is not served by {source}: {reason}"
         self._log.say(f"{source}: {reason}", text)

@@ -39,8 +39,8 @@ from kvferry.engines.vllm.turn_finder import TurnFinder
 from kvferry.engines.vllm.turn_names import TurnNames
 from kvferry.errors import ConfigError, Incompatible
 from kvferry.geometry import GroupKind, RankGeometry
-from kvferry.observe.fold import Fold
-from kvferry.observe.watch import Watch
+from kvferry.observe.metrics_listener import MetricsListener
+from kvferry.observe.stream import EventStream
 from kvferry.planning.template import absent_layer_names, window_mismatches
 from kvferry.tiers.names import PEER
 from kvferry.transport.control_client import ControlClient
@@ -63,7 +63,7 @@ class SchedulerHalf:
     """Producer, admission and tiers of one engine, and its two ends of the control channel.
 
     Attributes:
-        watch: receives events about requests.
+        events: receives events about requests.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
@@ -73,11 +73,11 @@ class SchedulerHalf:
         self._kinds = tuple(kind_of_group(group) for group in kv_cache_config.kv_cache_groups)
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._incarnation = new_incarnation()
-        self._fold = Fold()
-        self.watch = Watch(self._fold)
+        self._fold = MetricsListener()
+        self.events = EventStream(self._fold)
         if (spans := tracing(vllm_config)) is not None:
-            self.watch.add(spans)
-        self._explaining = Explaining(vllm_config, config.explain_requests, self.watch, config.name)
+            self.events.subscribe(spans)
+        self._explaining = Explaining(vllm_config, config.explain_requests, self.events, config.name)
         self._adapters = Adapters(lora_settings(vllm_config))
         self._identifiers = Identifiers()
         hook_adapter_loads(self._adapters)
@@ -89,11 +89,11 @@ class SchedulerHalf:
             config,
             self._kinds,
             self._incarnation,
-            self.watch,
+            self.events,
             self._turn_names,
             self._adapters,
         )
-        self._refusals = Refusals(self.watch)
+        self._refusals = Refusals(self.events)
         self._speeds = Speeds()
         self._steps = StepTimes(self._speeds)
         self._pool: Any = None
@@ -140,7 +140,7 @@ class SchedulerHalf:
                 self._parts,
                 self._pool,
                 self._refusals,
-                self.watch,
+                self.events,
             )
             sources.append(self._tiering.source)
         self._admission = Admission(
@@ -154,7 +154,7 @@ class SchedulerHalf:
             self._config.attempts,
             sources,
             Choice(self._policy(), self._speeds, self._config.patience_seconds),
-            self.watch,
+            self.events,
         )
         self._explaining.start()
 

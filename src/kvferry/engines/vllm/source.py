@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from kvferry.cache.bids import Bid, Bidding
 from kvferry.engines.vllm.meta import BlockIds, Report, SchedulerMeta
-from kvferry.observe.events import Lack, Miss, Moved
+from kvferry.observe.events import GroupBytes, MissReason, SourceMiss
 from kvferry.planning.select import LoadSpan
 
 
@@ -71,13 +71,13 @@ class Source(Protocol):
     def arrived(self, request: Any, bidding: Bidding) -> bool:
         """Return whether this source might serve a request that came in."""
 
-    def declined(self, request: Any) -> Lack | None:
+    def declined(self, request: Any) -> SourceMiss | None:
         """Return why the request cannot be served; None if nobody asked for that."""
 
     def bids(self, request: Any, have: int) -> Sequence[Bid]:
         """Return bids for tokens beyond the `have` that the engine has. May be called again."""
 
-    def lack(self, request: Any, have: int) -> Lack:
+    def lack(self, request: Any, have: int) -> SourceMiss:
         """Return why the last `bids` were none."""
 
     def head(self, request: Any, have: int, alignment_tokens: int) -> Bid | None:
@@ -106,10 +106,10 @@ class Source(Protocol):
     def origin(self, load: Load) -> str:
         """Return the place that most of a load comes from: ``peer``, or a tier's name."""
 
-    def brought(self, load: Load, report: Report) -> tuple[Moved, ...]:
+    def brought(self, load: Load, report: Report) -> tuple[GroupBytes, ...]:
         """Return the bytes that a load brought. Called once, before `ended`."""
 
-    def blame(self, load: Load, report: Report) -> Miss:
+    def blame(self, load: Load, report: Report) -> MissReason:
         """Return the kind of a load's failure. Called before `ended`."""
 
     def ended(self, load: Load, report: Report) -> None:

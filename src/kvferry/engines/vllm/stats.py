@@ -1,7 +1,7 @@
 """What was counted, on its way to the engine's own /metrics.
 
-The scheduler half folds events (`observe.fold`); the engine carries what was counted to its API server once
-per step (`FerryStats`), which keeps it as Prometheus metrics (`FerryMetrics`). `docs/metrics.md` lists those.
+The scheduler half counts events (`observe.metrics_listener`). The engine carries the counts to its API server
+once per step (`FerryStats`), which keeps them as Prometheus metrics (`FerryMetrics`). See `docs/metrics.md`.
 """
 
 from __future__ import annotations
@@ -13,41 +13,41 @@ from typing import Any
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 from kvferry.engines.vllm.compat.contract import KVConnectorPromMetrics, KVConnectorStats
-from kvferry.observe.counted import Counted
-from kvferry.observe.metrics import METRICS, PREFIX, SECONDS, Kind, Metric
+from kvferry.observe.metrics import METRICS, PREFIX, SECONDS, Metric, MetricKind
+from kvferry.observe.metrics_delta import MetricsDelta
 
 
 class FerryStats(KVConnectorStats):
     """What was counted since the last look.
 
     Attributes:
-        data: of `Counted.plain`: what another process can be sent.
+        data: of `MetricsDelta.plain`: what another process can be sent.
     """
 
     data: dict[str, Any]
 
     def __init__(self, data: Mapping[str, Any] | None = None) -> None:
-        super().__init__(dict(data) if data else Counted().plain())
+        super().__init__(dict(data) if data else MetricsDelta().plain())
 
     @classmethod
-    def of(cls, counted: Counted) -> FerryStats:
+    def of(cls, counted: MetricsDelta) -> FerryStats:
         """To be sent."""
         return cls(counted.plain())
 
     def reset(self) -> None:
         """Forget all."""
-        self.data = Counted().plain()
+        self.data = MetricsDelta().plain()
 
     def aggregate(self, other: KVConnectorStats) -> FerryStats:
         """Add what was counted after this."""
-        both = Counted.read(self.data)
-        both.add(Counted.read(other.data))
+        both = MetricsDelta.read(self.data)
+        both.add(MetricsDelta.read(other.data))
         self.data = both.plain()
         return self
 
     def reduce(self) -> dict[str, int | float]:
         """For the engine's log."""
-        counted = Counted.read(self.data)
+        counted = MetricsDelta.read(self.data)
         said: dict[str, int | float] = {}
         for (name, labels), n in counted.counters.items():
             if name == "loads":
@@ -85,7 +85,7 @@ class FerryMetrics(KVConnectorPromMetrics):
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add what an engine has sent."""
-        counted, engine = Counted.read(transfer_stats_data), self.per_engine_labelvalues[engine_idx]
+        counted, engine = MetricsDelta.read(transfer_stats_data), self.per_engine_labelvalues[engine_idx]
         for (name, labels), n in counted.counters.items():
             self._metrics[name].labels(*engine, *labels).inc(n)
         for (name, labels), value in counted.gauges.items():
@@ -103,9 +103,9 @@ def made(metric: Metric, types: Mapping[type, Any], labels: Sequence[str]) -> An
         "documentation": metric.what,
         "labelnames": [*labels, *metric.labels],
     }
-    if metric.kind is Kind.COUNTER:
+    if metric.kind is MetricKind.COUNTER:
         return types[Counter](**of)
-    if metric.kind is Kind.HISTOGRAM:
+    if metric.kind is MetricKind.HISTOGRAM:
         return types[Histogram](**of, buckets=SECONDS)
     # An engine's steps are told to one API server or another: what was said last is so.
     return types[Gauge](**of, multiprocess_mode="mostrecent")

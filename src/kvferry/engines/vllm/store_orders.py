@@ -16,7 +16,7 @@ from typing import Any
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.orders import MovedByAll, Piece, StoreOrder
 from kvferry.observe.events import StoreBegan, StoreEnded
-from kvferry.observe.watch import Watch
+from kvferry.observe.stream import EventStream
 from kvferry.planning.chunk_cells import TableSlice
 from kvferry.planning.select import NULL_BLOCK
 from kvferry.tiers.host.tier import Slot
@@ -48,18 +48,18 @@ class StoreOrders:
         most_pinned: blocks that stores may hold.
     """
 
-    def __init__(self, cache: ChunkCache, pool: Any, labels: Sequence[str], watch: Watch) -> None:
+    def __init__(self, cache: ChunkCache, pool: Any, labels: Sequence[str], events: EventStream) -> None:
         """Begin.
 
         Args:
             cache: of this engine.
             pool: the engine's block pool.
             labels: of the canonical groups, with their numbers.
-            watch: told of orders.
+            events: told of orders.
         """
         self.dropped: Counter[str] = Counter()
         self.most_pinned = int(MOST_PINNED * len(pool.blocks))
-        self._cache, self._pool, self._labels, self._watch = cache, pool, labels, watch
+        self._cache, self._pool, self._labels, self._events = cache, pool, labels, events
         self._stores: dict[str, _Store] = {}
         self._orders: list[StoreOrder] = []
         self._ended: dict[str, list[bytes]] = {}
@@ -106,7 +106,7 @@ class StoreOrders:
         self._pinned += len(blocks)
         name = f"store#{next(self._numbers)}"
         self._stores[name] = _Store(request_id, slots, blocks)
-        self._watch.tell(StoreBegan(request_id, time.monotonic(), name, self._labels[group], len(pieces)))
+        self._events.emit(StoreBegan(request_id, time.monotonic(), name, self._labels[group], len(pieces)))
         self._orders.append(StoreOrder(name, tuple(pieces), tuple(stretches), at_hand))
 
     def take(self) -> list[StoreOrder]:
@@ -125,8 +125,15 @@ class StoreOrders:
         self._pinned -= len(store.blocks)
         self._rank(store.request_id)
         size, now = sum(moved.bytes_by_group), time.monotonic()
-        self._watch.tell(
-            StoreEnded(store.request_id, now, moved.key, moved.failure or "", size, moved.seconds)
+        self._events.emit(
+            StoreEnded(
+                store.request_id,
+                now,
+                store=moved.key,
+                failure=moved.failure or "",
+                size=size,
+                seconds=moved.seconds,
+            )
         )
         return True
 

@@ -33,7 +33,7 @@ from kvferry.engines.vllm.source import Load
 from kvferry.geometry import Group
 from kvferry.geometry.canonical import Canonical
 from kvferry.geometry.canonical.length import content_alignment
-from kvferry.observe.events import Lack, Miss, Moved
+from kvferry.observe.events import GroupBytes, MissReason, SourceMiss
 from kvferry.planning.chunk_cells import TableSlice
 from kvferry.planning.coverage import NO_TIER, Coverage
 from kvferry.planning.select import first_attended
@@ -47,9 +47,9 @@ COPIED = "copied"
 """Name of the way that chunks travel, beside the strategies of loads from peers."""
 
 _MISSES = {
-    GetOutcome.ABSENT: Miss.EVICTED,
-    GetOutcome.CORRUPT: Miss.CHECKSUM,
-    GetOutcome.OTHER_SHAPE: Miss.CHECKSUM,
+    GetOutcome.ABSENT: MissReason.EVICTED,
+    GetOutcome.CORRUPT: MissReason.CHECKSUM,
+    GetOutcome.OTHER_SHAPE: MissReason.CHECKSUM,
 }
 MOST_LOADS = 32
 """Most loads at once. Beyond them prompts are computed, because they would wait for the loads before them."""
@@ -92,7 +92,7 @@ class _Brought:
     """
 
     sizes: Counter[int] = field(default_factory=Counter)
-    miss: Miss = Miss.FAILED
+    miss: MissReason = MissReason.FAILED
 
 
 class TierSource:
@@ -155,9 +155,9 @@ class TierSource:
         self._asked[request.request_id] = _Asked(bidding)
         return True
 
-    def declined(self, request: Any) -> Lack | None:
+    def declined(self, request: Any) -> SourceMiss | None:
         """Say why its chunks have no certain names."""
-        return Lack(TIERS, Miss.UNNAMED, detail=self._prompts.why_unnamed(request.request_id))
+        return SourceMiss(TIERS, MissReason.UNNAMED, detail=self._prompts.why_unnamed(request.request_id))
 
     def bids(self, request: Any, have: int) -> Sequence[Bid]:
         """Bid the longest prefix that all groups can continue from, and shorter ones with `apart`."""
@@ -202,13 +202,13 @@ class TierSource:
         found = self._asked[request.request_id].looked
         return None if found is None else self._part_of(found, first, found.after(first))
 
-    def lack(self, request: Any, have: int) -> Lack:
+    def lack(self, request: Any, have: int) -> SourceMiss:
         """Name the chunks that are missing, and why, as far as that is remembered."""
         asked, chunks = self._asked[request.request_id], self._prompts.get(request)
         if asked.declined:
-            return Lack(TIERS, Miss.BUSY, detail=f"{len(self._loading)} loads are under way")
+            return SourceMiss(TIERS, MissReason.BUSY, detail=f"{len(self._loading)} loads are under way")
         if chunks is None or asked.looked is None:
-            return Lack(TIERS, Miss.UNNAMED, detail=self._prompts.why_unnamed(request.request_id))
+            return SourceMiss(TIERS, MissReason.UNNAMED, detail=self._prompts.why_unnamed(request.request_id))
         return lack_of(chunks, asked.looked, self._labels, self._cache)
 
     def room(self, bid: Bid, blocks: int) -> bool:
@@ -236,16 +236,16 @@ class TierSource:
         """Return the slowest tier that the load waits for."""
         return self._cache.reading.origin(self._loading[load.key].fetch)
 
-    def brought(self, load: Load, report: Report) -> tuple[Moved, ...]:
+    def brought(self, load: Load, report: Report) -> tuple[GroupBytes, ...]:
         """Return the bytes that ranks have copied, per canonical group."""
         sizes = self._brought.pop(load.key).sizes
         return tuple(
-            Moved(self._labels[number], COPIED, size) for number, size in sorted(sizes.items()) if size
+            GroupBytes(self._labels[number], COPIED, size) for number, size in sorted(sizes.items()) if size
         )
 
-    def blame(self, load: Load, report: Report) -> Miss:
+    def blame(self, load: Load, report: Report) -> MissReason:
         """Return DEADLINE, or the fault of the chunk that failed."""
-        return Miss.DEADLINE if report.late else self._brought[load.key].miss
+        return MissReason.DEADLINE if report.late else self._brought[load.key].miss
 
     def ended(self, load: Load, report: Report) -> None:
         """Log a failed load; do not ask tiers again that were late with a chunk of it."""

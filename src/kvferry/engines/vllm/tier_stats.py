@@ -11,8 +11,8 @@ from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.writing import Writing
 from kvferry.engines.vllm.store_orders import StoreOrders
 from kvferry.engines.vllm.tier_source import TierSource
-from kvferry.observe.events import TierTold
-from kvferry.observe.watch import Watch, harmless
+from kvferry.observe.events import TierChanged
+from kvferry.observe.stream import EventStream, log_errors
 from kvferry.tiers.host.counters import HostDropReason
 from kvferry.tiers.names import HOST
 
@@ -34,16 +34,16 @@ _NOTHING = _Totals(0, 0, 0, 0, {}, {})
 
 @dataclass(slots=True)
 class TierTeller:
-    """Tells a watch, once per step, of every tier of which something has changed."""
+    """Tells a events, once per step, of every tier of which something has changed."""
 
     cache: ChunkCache
     source: TierSource
     stores: StoreOrders
-    watch: Watch
+    events: EventStream
     _seen: dict[str, _Totals] = field(default_factory=dict)
     _looked: tuple[object, ...] = ()
 
-    @harmless
+    @log_errors
     def tell(self) -> None:
         """Look, and say what is new."""
         looked = self._signs()  # before counting: what a thread adds meanwhile is seen next time
@@ -51,14 +51,14 @@ class TierTeller:
             return
         self._looked = looked
         for event in self._changes():
-            self.watch.tell(event)
+            self.events.emit(event)
 
     def _signs(self) -> tuple[object, ...]:
         """Something that is another whenever something is to be told; taken in a microsecond."""
         around = [one.behind.queue.around for one in self.cache.writing]
         return self.cache.events, self.stores.dropped.total(), *around
 
-    def _changes(self) -> Iterator[TierTold]:
+    def _changes(self) -> Iterator[TierChanged]:
         host, counts = self.cache.host, self.cache.counts
         copies, self.source.copy_seconds = self.source.copy_seconds, []
         used, capacity = host.used_bytes, host.capacity_bytes
@@ -84,22 +84,22 @@ class TierTeller:
         owed: int | None = None,
         fetch_seconds: tuple[float, ...] = (),
         store_seconds: tuple[float, ...] = (),
-    ) -> TierTold:
+    ) -> TierChanged:
         last, self._seen[tier] = self._seen.get(tier, _NOTHING), now
-        return TierTold(
+        return TierChanged(
             time.monotonic(),
             tier,
-            used,
-            capacity,
-            owed,
-            now.fetched - last.fetched,
-            now.stored - last.stored,
-            now.stored_bytes - last.stored_bytes,
-            now.evicted - last.evicted,
-            tuple((Counter(now.missed) - Counter(last.missed)).items()),
-            tuple((Counter(now.dropped) - Counter(last.dropped)).items()),
-            fetch_seconds,
-            store_seconds,
+            used=used,
+            capacity=capacity,
+            owed=owed,
+            fetched=now.fetched - last.fetched,
+            stored=now.stored - last.stored,
+            stored_bytes=now.stored_bytes - last.stored_bytes,
+            evicted=now.evicted - last.evicted,
+            missed=tuple((Counter(now.missed) - Counter(last.missed)).items()),
+            dropped=tuple((Counter(now.dropped) - Counter(last.dropped)).items()),
+            fetch_seconds=fetch_seconds,
+            store_seconds=store_seconds,
         )
 
     def _of_host(self) -> _Totals:

@@ -42,7 +42,7 @@ from kvferry.geometry.canonical.length import (
     snapshots_apart,
 )
 from kvferry.keys.namespace import Namespace
-from kvferry.observe.watch import Watch
+from kvferry.observe.stream import EventStream
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.files.opening import unusable_directory
 from kvferry.tiers.files.tier import FileTier
@@ -85,7 +85,7 @@ class Tiering:
         parts: PartBlocks,
         pool: Any,
         refusals: Refusals,
-        watch: Watch,
+        events: EventStream,
     ) -> None:
         """All workers are up: make the arena, open the tiers.
 
@@ -99,7 +99,7 @@ class Tiering:
             parts: blocks that loads fill in part.
             pool: the engine's block pool.
             refusals: where what is not served is said.
-            watch: told of what is stored.
+            events: told of what is stored.
 
         Raises:
             ConfigError: nothing could ever be stored, or the memory cannot be had.
@@ -129,11 +129,11 @@ class Tiering:
             config.load_timeout_seconds,
             apart=config.policy == "cost",
         )
-        self._stores = StoreOrders(self._cache, pool, canonical.labels, watch)
+        self._stores = StoreOrders(self._cache, pool, canonical.labels, events)
         every = _snapshot_tokens(config, canonical)
         self._storing = Storing(self._cache, self._prompts, canonical, groups, parts, self._stores, every)
         self._card: ArenaCard | None = ArenaCard(self._arena.name, tuple(ranks), canonical.chunk_tokens)
-        self.teller = TierTeller(self._cache, self.source, self._stores, watch)
+        self.teller = TierTeller(self._cache, self.source, self._stores, events)
         self._moved: dict[str, MovedByAll] = {}
         self._failures: Counter[str] = Counter()
         logger.info(

@@ -9,23 +9,23 @@ from typing import Any
 import kvferry
 from kvferry.engines.vllm.compat.request_ids import external_id
 from kvferry.engines.vllm.compat.spans import REQUEST_ID, is_traced, trace_context
-from kvferry.observe.spans import Span, Spans
-from kvferry.observe.watch import Listener
+from kvferry.observe.spans import SpanListener, TraceSpan
+from kvferry.observe.stream import Listener
 
 
 def tracing(vllm_config: Any) -> Listener | None:
     """A listener that makes spans, if the engine is traced; else None, and nothing is loaded."""
     if not is_traced(vllm_config):
         return None
-    return Spans(_exported())
+    return SpanListener(_exported())
 
 
-def _exported() -> Callable[[Span], None]:
+def _exported() -> Callable[[TraceSpan], None]:
     from opentelemetry import trace  # noqa: PLC0415 - only a traced engine has, or needs, it
 
     tracer = trace.get_tracer("kvferry", kvferry.__version__)
 
-    def export(span: Span) -> None:
+    def export(span: TraceSpan) -> None:
         zero = time.time_ns() - time.monotonic_ns()
         made = tracer.start_span(
             span.name,

@@ -10,7 +10,7 @@ from io import FileIO
 
 from kvferry.engines.vllm.meta import Report
 from kvferry.errors import ConfigError
-from kvferry.observe.events import LONGEST_ID
+from kvferry.observe.events import MAX_ID_CHARACTERS
 from kvferry.planning.select import LoadSpan
 from kvferry.private_file import open_private
 from kvferry.terminal import shown
@@ -54,7 +54,7 @@ class TransferLog:
         if self._file is None:
             return
         line = {
-            "request_id": shown(request_id, LONGEST_ID),
+            "request_id": shown(request_id, MAX_ID_CHARACTERS),
             "outcome": report.outcome,
             "reason": report.failure,
             "peer": peer,

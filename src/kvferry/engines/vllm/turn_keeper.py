@@ -28,7 +28,7 @@ from kvferry.engines.vllm.turn_names import TurnNames
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
 from kvferry.observe.events import LeaseGranted
-from kvferry.observe.watch import Watch
+from kvferry.observe.stream import EventStream
 from kvferry.planning.select import NULL_BLOCK, attends_to_all, first_independent
 from kvferry.transport.lease import LeaseBook
 from kvferry.transport.messages import KeptTurn
@@ -66,7 +66,7 @@ class TurnKeeper:
         book: LeaseBook,
         names: TurnNames,
         wanted: BlocksWanted,
-        watch: Watch,
+        events: EventStream,
         *,
         seconds: float,
         share: float,
@@ -79,7 +79,7 @@ class TurnKeeper:
             book: that grants leases.
             names: what blocks hold.
             wanted: by requests that wait for blocks.
-            watch: told of leases.
+            events: told of leases.
             seconds: how long blocks are kept.
             share: of the pool, that they may be at most.
         """
@@ -88,7 +88,7 @@ class TurnKeeper:
         self._states = GroupKind.STATE in kinds
         self._drafts = vllm_config.speculative_config is not None
         self._specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        self._kinds, self._book, self._names, self._watch = tuple(kinds), book, names, watch
+        self._kinds, self._book, self._names, self._events = tuple(kinds), book, names, events
         self._wanted = wanted
         self._seconds, self._most = seconds, int(share * kv_cache_config.num_blocks)
         self._least_free = int(_FREE * kv_cache_config.num_blocks)
@@ -159,7 +159,7 @@ class TurnKeeper:
         self._over += [name for name, turn in self._turns.items() if content.begins_with(turn.content)]
         self._turns[request.request_id] = _Turn(content, kept, len(blocks), 1 + self._in_flight)
         now = time.monotonic()
-        self._watch.tell(LeaseGranted(request.request_id, now, tokens, self._seconds, turn=True))
+        self._events.emit(LeaseGranted(request.request_id, now, tokens, self._seconds, turn=True))
 
     def step(self) -> list[str]:
         """A step begins: publish what can be read by now; leases that are to end."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvferry.observe.dashboard.expressions import ENGINE, gained, less, per_second, series, total
-from kvferry.observe.exposed import CONNECTOR
+from kvferry.observe.exposed_names import CONNECTOR
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from kvferry.observe.dashboard.panels import Panel, Query, Row, level, rate
-from kvferry.observe.exposed import CONNECTOR
+from kvferry.observe.dashboard.panels import Panel, PanelRow, Query, level, rate
+from kvferry.observe.exposed_names import CONNECTOR
 
 _LINE = "{{connector}}"
 
-CONNECTORS = Row(
+CONNECTORS = PanelRow(
     "Connectors, where an engine has several",
     (
         Panel(

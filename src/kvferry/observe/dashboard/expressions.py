@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvferry.observe.exposed import COMMON, CONNECTOR, EXPOSED, SUFFIXES
-from kvferry.observe.metrics import PREFIX, Kind
+from kvferry.observe.exposed_names import COMMON, CONNECTOR, EXPOSED, SUFFIXES
+from kvferry.observe.metrics import PREFIX, MetricKind
 
 INSTANCE = "instance"
 """The label that Prometheus gives what it scrapes: an engine's address."""
@@ -48,7 +48,7 @@ def labels_of(name: str) -> frozenset[str]:
         ((name.removesuffix(each), each) for each in SUFFIXES if name.endswith(each)), (name, "")
     )
     metric = EXPOSED.get(base)
-    if metric is None or (metric.kind is Kind.HISTOGRAM) != bool(suffix):
+    if metric is None or (metric.kind is MetricKind.HISTOGRAM) != bool(suffix):
         raise ValueError(f"{name} is no series of an engine")
     own = {*metric.labels, *ENGINE, "job", *([CONNECTOR] if name.startswith(PREFIX) else [])}
     return frozenset(own | {"le"} if suffix == "_bucket" else own)

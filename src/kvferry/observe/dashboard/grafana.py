@@ -10,7 +10,7 @@ from typing import Any
 from kvferry.observe.dashboard.connectors import CONNECTORS
 from kvferry.observe.dashboard.expressions import series
 from kvferry.observe.dashboard.loads import FAILURES, LOADS
-from kvferry.observe.dashboard.panels import Panel, Row
+from kvferry.observe.dashboard.panels import Panel, PanelRow
 from kvferry.observe.dashboard.requests import ENGINES, HITS
 from kvferry.observe.dashboard.storage import TIERS
 
@@ -51,7 +51,7 @@ def dashboard() -> dict[str, Any]:
     }
 
 
-def _row(row: Row, number: int, y: int) -> list[dict[str, Any]]:
+def _row(row: PanelRow, number: int, y: int) -> list[dict[str, Any]]:
     """Its heading, and its panels below it."""
     places = [
         {"x": place % _COLUMNS * _WIDTH, "y": y + 1 + place // _COLUMNS * _HEIGHT}
@@ -64,7 +64,7 @@ def _row(row: Row, number: int, y: int) -> list[dict[str, Any]]:
     return [_heading(row, number, y), *panels]
 
 
-def _heading(row: Row, number: int, y: int) -> dict[str, Any]:
+def _heading(row: PanelRow, number: int, y: int) -> dict[str, Any]:
     return {
         "id": number,
         "type": "row",

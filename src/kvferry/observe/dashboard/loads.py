@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from kvferry.observe.dashboard.panels import Panel, Query, Row, level, quantiles, rate
+from kvferry.observe.dashboard.panels import Panel, PanelRow, Query, level, quantiles, rate
 from kvferry.tiers.names import PEER
 
 _DESCRIPTORS = rate("kvferry_transfer_descriptors_total")
 
-LOADS = Row(
+LOADS = PanelRow(
     "Loads and transfers",
     (
         Panel(
@@ -71,7 +71,7 @@ LOADS = Row(
     ),
 )
 
-FAILURES = Row(
+FAILURES = PanelRow(
     "Failures and leases",
     (
         Panel(

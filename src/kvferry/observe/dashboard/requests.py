@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvferry.observe.dashboard.expressions import less
-from kvferry.observe.dashboard.panels import Panel, Query, Row, level, quantiles, rate
+from kvferry.observe.dashboard.panels import Panel, PanelRow, Query, level, quantiles, rate
 
-ENGINES = Row(
+ENGINES = PanelRow(
     "Engines",
     (
         Panel(
@@ -33,7 +33,7 @@ ENGINES = Row(
     ),
 )
 
-HITS = Row(
+HITS = PanelRow(
     "Hits and misses",
     (
         Panel(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from kvferry.observe.dashboard.panels import Panel, Query, Row, level, quantiles, rate
-from kvferry.observe.exposed import CONNECTOR
+from kvferry.observe.dashboard.panels import Panel, PanelRow, Query, level, quantiles, rate
+from kvferry.observe.exposed_names import CONNECTOR
 
 _EACH = ("instance", "engine", CONNECTOR, "tier")
 """Whoever says how full a tier is says it of the whole of it: that must not be added up."""
 _WHOSE = "{{instance}} {{connector}} {{tier}}"
 
-TIERS = Row(
+TIERS = PanelRow(
     "Storage",
     (
         Panel(

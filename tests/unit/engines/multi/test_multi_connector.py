@@ -22,7 +22,7 @@ from kvferry.engines.vllm.multi.meta import MultiEvents, MultiMeta, MultiWorkerM
 from kvferry.engines.vllm.multi.stats import MultiStats
 from kvferry.engines.vllm.scheduler import sorted_cards
 from kvferry.errors import ConfigError
-from kvferry.observe.counted import Counted
+from kvferry.observe.metrics_delta import MetricsDelta
 from kvferry.top.derive import figures
 from kvferry.top.exposition import read
 from kvferry.top.window import window
@@ -384,7 +384,7 @@ def test_metrics_of_all_children_have_a_label_that_tells_them_apart() -> None:
         scheduler.update_state_after_alloc(request(), SimpleNamespace(), 0)
         sent = scheduler.get_kv_connector_stats().to_dict()
         for name, tokens in (("one", 5), ("two", 6)):
-            counted = Counted()
+            counted = MetricsDelta()
             counted.count("hit_tokens", "tiers", "host", by=tokens)
             sent["children"][name] = [["x", "y"], counted.plain()]
         moved = ("transfer_duration", "post_duration", "bytes_transferred", "num_descriptors")
@@ -411,7 +411,7 @@ def test_what_two_children_say_of_a_directory_that_they_share_is_not_added_up() 
     metrics = FerryMultiConnector.build_prom_metrics(config(*children), *given)
     sent = MultiStats().to_dict()
     for name, host, used in (("one", 10, 600), ("two", 40, 610)):
-        counted = Counted()
+        counted = MetricsDelta()
         for what, tier, to in (
             ("used", "host", host),
             ("capacity", "host", 100),

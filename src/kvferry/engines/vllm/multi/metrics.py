@@ -12,7 +12,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from kvferry.engines.vllm.compat.contract import KVConnectorPromMetrics
 from kvferry.engines.vllm.multi.children import Child
 from kvferry.engines.vllm.stats import made, unregister
-from kvferry.observe.exposed import CONNECTOR
+from kvferry.observe.exposed_names import CONNECTOR
 from kvferry.observe.metrics import MULTI, PREFIX
 
 

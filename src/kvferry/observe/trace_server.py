@@ -19,10 +19,10 @@ from collections.abc import Iterator
 import msgspec
 
 from kvferry.errors import ConfigError, KVFerryError, ProtocolError
-from kvferry.observe import meeting_place
-from kvferry.observe.names import known_as
-from kvferry.observe.traces import Traces
-from kvferry.observe.wire import MOST_QUESTION_BYTES, Engine, encode_trace, read_question
+from kvferry.observe import socket_directory
+from kvferry.observe.request_ids import matches_id
+from kvferry.observe.traces import TraceBuffer
+from kvferry.observe.wire import MAX_QUESTION_BYTES, EngineInfo, encode_trace, read_question
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +32,14 @@ _CREDENTIALS = struct.Struct("iII")
 _ROOT = 0
 
 
-class Answering:
+class TraceServer:
     """See the module. Ends with `close`, or with the process.
 
     Attributes:
         error: why it does not answer; None if it does.
     """
 
-    def __init__(self, traces: Traces, engine: Engine, most: int, seconds: float = _SECONDS) -> None:
+    def __init__(self, traces: TraceBuffer, engine: EngineInfo, most: int, seconds: float = _SECONDS) -> None:
         """Begin. What prevents it is logged: an engine serves requests all the same.
 
         Args:
@@ -52,8 +52,8 @@ class Answering:
         self._traces, self._engine, self._most, self._seconds = traces, engine, most, seconds
         self._thread = threading.Thread(target=self._run, name="kvferry-explain", daemon=True)
         try:
-            directory, name = meeting_place.make(), f"engine-{secrets.token_hex(8)}"
-            self._socket, self._path = meeting_place.listen(directory, name)
+            directory, name = socket_directory.make_directory(), f"engine-{secrets.token_hex(8)}"
+            self._socket, self._path = socket_directory.listen(directory, name)
             self._thread.start()
         except (ConfigError, OSError, RuntimeError) as error:
             self.error = error
@@ -70,7 +70,7 @@ class Answering:
 
     def _run(self) -> None:
         with contextlib.suppress(KVFerryError, OSError):
-            meeting_place.sweep(self._path.parent)
+            socket_directory.remove_stale(self._path.parent)
         with self._socket:
             while True:
                 try:
@@ -114,7 +114,7 @@ class Answering:
         )
         left = question.most
         for trace in self._traces.last():
-            if known_as(trace.request_id, question.find):
+            if matches_id(trace.request_id, question.find):
                 yield encode_trace(trace)
                 left -= 1
             if not left:
@@ -139,12 +139,12 @@ def _line(asking: socket.socket, until: float) -> bytes:
     said = bytearray()
     while b"\n" not in said:
         _limit(asking, until)
-        piece = asking.recv(MOST_QUESTION_BYTES)
+        piece = asking.recv(MAX_QUESTION_BYTES)
         if not piece:
             break
         said += piece
-        if len(said) > MOST_QUESTION_BYTES:
-            raise ProtocolError(f"a question of more than {MOST_QUESTION_BYTES} bytes")
+        if len(said) > MAX_QUESTION_BYTES:
+            raise ProtocolError(f"a question of more than {MAX_QUESTION_BYTES} bytes")
     return bytes(said).partition(b"\n")[0]
 
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 
-from kvferry.observe.events import LONGEST_ID, Finished
-from kvferry.observe.watch import Watch
+from kvferry.observe.events import MAX_ID_CHARACTERS, Finished
+from kvferry.observe.stream import EventStream
 
 FIRST, SECOND = Finished("a", 1.0), Finished("b", 2.0)
 
 
 def test_every_listener_hears_everything_in_order_from_when_it_was_added() -> None:
     one, other = [], []
-    watch = Watch(one.append)
-    watch.tell(FIRST)
-    watch.add(other.append)
-    watch.tell(SECOND)
+    events = EventStream(one.append)
+    events.emit(FIRST)
+    events.subscribe(other.append)
+    events.emit(SECOND)
     assert (one, other) == ([FIRST, SECOND], [SECOND])
 
 
@@ -27,21 +27,21 @@ def test_a_listener_that_raises_is_dropped_and_said_once_and_others_hear_on(capl
         raise RuntimeError("no")
 
     after: list[object] = []
-    watch = Watch(broken, after.append)
+    events = EventStream(broken, after.append)
     with caplog.at_level(logging.ERROR):
-        watch.tell(FIRST)
-        watch.tell(SECOND)
+        events.emit(FIRST)
+        events.emit(SECOND)
     assert (heard, after) == ([FIRST], [FIRST, SECOND])
     assert len(caplog.records) == 1
 
 
 def test_an_id_of_a_megabyte_is_cut_before_any_listener_sees_it_and_its_end_stays() -> None:
     heard: list[Finished] = []
-    watch = Watch(heard.append)
+    events = EventStream(heard.append)
     for end in ("-1b2c3d4e", "-5f6a7b8c"):
-        watch.tell(Finished("\n" * (1 << 20) + end, 1.0))
+        events.emit(Finished("\n" * (1 << 20) + end, 1.0))
     first, second = (event.request_id for event in heard)
-    assert len(first) < 3 * LONGEST_ID
+    assert len(first) < 3 * MAX_ID_CHARACTERS
     assert first.endswith("-1b2c3d4e")
     assert first != second
     assert first.isprintable()

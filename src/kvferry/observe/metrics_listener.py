@@ -13,13 +13,13 @@ from typing import Any
 
 from kvferry.cache.bids import Part
 from kvferry.observe import events
-from kvferry.observe.counted import Counted
-from kvferry.observe.events import Event, Lack, Miss, Outcome, Why
+from kvferry.observe.events import DecisionReason, Event, LoadOutcome, MissReason, SourceMiss
+from kvferry.observe.metrics_delta import MetricsDelta
 from kvferry.tiers.names import HOST
 
 
 @dataclass(slots=True)
-class _Asking:
+class _RequestCounts:
     """A request between its coming and its end.
 
     Attributes:
@@ -34,54 +34,54 @@ class _Asking:
     """
 
     sources: tuple[str, ...]
-    asked: events.Asked | None = None
-    failed: dict[str, Miss] = field(default_factory=dict)
+    asked: events.SourcesAsked | None = None
+    failed: dict[str, MissReason] = field(default_factory=dict)
     until: dict[str, int] = field(default_factory=dict)
     lost: dict[str, int] = field(default_factory=dict)
     brought: list[events.LoadBegan] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
     settled: bool = False
 
-    def lack(self, source: str) -> Lack:
+    def lack(self, source: str) -> SourceMiss:
         """Why a source has brought nothing."""
         if source in self.failed:
-            return Lack(source, self.failed[source])
+            return SourceMiss(source, self.failed[source])
         asked = self.asked
-        if asked is not None and (own := [lack for lack in asked.lacks if lack.source == source]):
+        if asked is not None and (own := [lack for lack in asked.misses if lack.source == source]):
             return own[0]
         bids = [] if asked is None else [one for one in asked.bids if one.source == source]
         if asked is None or not bids:
-            return Lack(source, Miss.NOT_STORED)
+            return SourceMiss(source, MissReason.NOT_STORED)
         if asked.why in _NOT_TAKEN:
-            return Lack(source, _NOT_TAKEN[asked.why])
-        taken = max((one.value for one in asked.bids if one.bid is asked.chosen), default=asked.computing)
+            return SourceMiss(source, _NOT_TAKEN[asked.why])
+        taken = max((one.value for one in asked.bids if one.bid is asked.chosen), default=asked.compute_value)
         waited_for = all(one.bid.looking for one in bids) and max(one.value for one in bids) > taken
-        return Lack(source, Miss.LOOKING if waited_for else Miss.LOST_BID)
+        return SourceMiss(source, MissReason.LOOKING if waited_for else MissReason.LOST_BID)
 
 
-_NOT_TAKEN = {Why.NO_ROOM: Miss.NO_ROOM, Why.ATTEMPTS: Miss.ATTEMPTS}
+_NOT_TAKEN = {DecisionReason.NO_ROOM: MissReason.NO_ROOM, DecisionReason.ATTEMPTS: MissReason.ATTEMPTS}
 
 
-class Fold:
+class MetricsListener:
     """See the module: call it with every event, `take` what was counted. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._counted = Counted()
-        self._requests: dict[str, _Asking] = {}
+        self._counted = MetricsDelta()
+        self._requests: dict[str, _RequestCounts] = {}
         self._loads: dict[str, events.LoadBegan] = {}
         self._pending: Counter[str] = Counter()
         self._leases: set[str] = set()
         self._of: Mapping[type[Event], Callable[[Any], None]] = {
             events.Arrived: self._arrived,
-            events.Asked: self._asked,
+            events.SourcesAsked: self._asked,
             events.LoadBegan: self._load_began,
             events.LoadEnded: self._load_ended,
-            events.Settled: self._settled,
+            events.Scheduled: self._settled,
             events.Finished: self._finished,
             events.StoreEnded: self._store_ended,
             events.LeaseGranted: self._lease_granted,
             events.LeaseEnded: self._lease_ended,
-            events.TierTold: self._tier_told,
+            events.TierChanged: self._tier_told,
             events.LateBlocks: self._late_blocks,
         }
 
@@ -94,20 +94,20 @@ class Fold:
         if (count := self._of.get(type(event))) is not None:
             count(event)
 
-    def take(self) -> Counted:
+    def take(self) -> MetricsDelta:
         """What was counted since the last call."""
         taken = self._counted
         if taken:
-            self._counted = Counted()
+            self._counted = MetricsDelta()
         return taken
 
     def _arrived(self, event: events.Arrived) -> None:
         for lack in event.declined:
             self._miss(lack)
         if event.sources:
-            self._requests[event.request_id] = _Asking(event.sources)
+            self._requests[event.request_id] = _RequestCounts(event.sources)
 
-    def _asked(self, event: events.Asked) -> None:
+    def _asked(self, event: events.SourcesAsked) -> None:
         if (request := self._requests.get(event.request_id)) is not None:
             request.asked = event
 
@@ -116,7 +116,7 @@ class Fold:
         self._pending[event.source] += 1
         self._counted.set("pending_loads", event.source, to=self._pending[event.source])
         if (request := self._requests.get(event.request_id)) is not None:
-            request.until[event.attempt] = max(event.total, request.until.get(event.attempt, 0))
+            request.until[event.attempt] = max(event.end, request.until.get(event.attempt, 0))
 
     def _load_ended(self, event: events.LoadEnded) -> None:
         began = self._loads.pop(event.load, None)
@@ -127,14 +127,14 @@ class Fold:
         counted.set("pending_loads", source, to=self._pending[source])
         counted.count("loads", source, event.outcome)
         request = self._requests.get(event.request_id)
-        if event.outcome is Outcome.READY:
+        if event.outcome is LoadOutcome.READY:
             self._moved(event)
             if request is not None:
                 request.brought.append(began)
         elif event.miss is not None and request is not None:
             request.failed[source] = event.miss
             request.broken.add(began.attempt)
-            until = request.until.get(began.attempt, began.total)
+            until = request.until.get(began.attempt, began.end)
             request.lost[source] = max(until, request.lost.get(source, 0))
 
     def _moved(self, event: events.LoadEnded) -> None:
@@ -149,13 +149,13 @@ class Fold:
             counted.sample("transfer_seconds", "read", of=(event.transfer_seconds,))
             counted.sample("transfer_seconds", "check", of=(event.check_seconds,))
 
-    def _settled(self, event: events.Settled) -> None:
+    def _settled(self, event: events.Scheduled) -> None:
         request = self._requests.get(event.request_id)
         if request is None:
             return
         if request.lost:
             source, total = max(request.lost.items(), key=lambda one: one[1])
-            self._counted.count("recomputed_tokens", source, by=max(0, total - event.at_hand))
+            self._counted.count("recomputed_tokens", source, by=max(0, total - event.cached_tokens))
             request.lost.clear()
         if request.settled:
             return
@@ -173,12 +173,12 @@ class Fold:
         self._counted.count("queries", source)
         self._counted.count("hits", source)
         for load in brought:
-            for part in parts_of(load.parts, load.total - load.have):
+            for part in trim_parts(load.parts, load.end - load.begin):
                 self._counted.count("hit_tokens", source, part.place, by=part.tokens)
 
-    def _miss(self, lack: Lack) -> None:
+    def _miss(self, lack: SourceMiss) -> None:
         self._counted.count("queries", lack.source)
-        self._counted.count("misses", lack.source, lack.miss, lack.group)
+        self._counted.count("misses", lack.source, lack.reason, lack.group)
 
     def _finished(self, event: events.Finished) -> None:
         self._requests.pop(event.request_id, None)
@@ -199,7 +199,7 @@ class Fold:
         self._counted.count("leases_ended", "expired" if event.expired else "released")
         self._counted.set("leases", to=len(self._leases))
 
-    def _tier_told(self, event: events.TierTold) -> None:
+    def _tier_told(self, event: events.TierChanged) -> None:
         tier, counted = event.tier, self._counted
         for name, now in (
             ("tier_used_bytes", event.used),
@@ -223,7 +223,7 @@ class Fold:
         self._counted.set("late_blocks", to=event.blocks)
 
 
-def parts_of(parts: tuple[Part, ...], tokens: int) -> Iterator[Part]:
+def trim_parts(parts: tuple[Part, ...], tokens: int) -> Iterator[Part]:
     """The first `tokens` of what was bid: less than that may have been taken."""
     for part in parts:
         taken = min(part.tokens, tokens)

@@ -9,31 +9,31 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from kvferry.cache.bids import Bid, Part
-from kvferry.observe.counted import Counted
 from kvferry.observe.events import (
     Arrived,
-    Asked,
+    DecisionReason,
     Event,
     Finished,
-    Lack,
+    GroupBytes,
     LateBlocks,
     LeaseEnded,
     LeaseExtended,
     LeaseGranted,
     LoadBegan,
     LoadEnded,
-    Miss,
-    Moved,
-    Outcome,
-    Settled,
+    LoadOutcome,
+    MissReason,
+    Scheduled,
+    SourceMiss,
+    SourcesAsked,
     StoreBegan,
     StoreEnded,
-    TierTold,
-    Valued,
-    Why,
+    TierChanged,
+    ValuedBid,
 )
-from kvferry.observe.fold import Fold
-from kvferry.observe.metrics import METRICS, Kind
+from kvferry.observe.metrics import METRICS, MetricKind
+from kvferry.observe.metrics_delta import MetricsDelta
+from kvferry.observe.metrics_listener import MetricsListener
 
 SOURCES = ("peer", "tiers")
 PROMPT = 100
@@ -43,23 +43,44 @@ def bid(source: str, tokens: int, *, looking: bool = False) -> Bid:
     return Bid(source, (Part("peer" if source == "peer" else "host", tokens),), looking)
 
 
-def asked(name="a", bids=(), lacks=(), chosen=None, why=Why.NOTHING, have=0) -> Asked:
-    valued = tuple(Valued(one.source, one, 1.0) for one in bids)
-    return Asked(name, 0.0, have, valued, 0.0, tuple(lacks), chosen, why)
+def asked(name="a", bids=(), misses=(), chosen=None, why=DecisionReason.NOTHING, have=0) -> SourcesAsked:
+    valued = tuple(ValuedBid(one.source, one, 1.0) for one in bids)
+    return SourcesAsked(
+        name,
+        0.0,
+        local_tokens=have,
+        bids=valued,
+        compute_value=0.0,
+        misses=tuple(misses),
+        chosen=chosen,
+        why=why,
+    )
 
 
 def began(load="a#1", source="peer", total=80, have=0, parts=None) -> LoadBegan:
     name, attempt = load.partition("#")[0], load.partition(".")[0]
     parts = parts or bid(source, total - have).parts
-    return LoadBegan(name, 0.0, load, source, source, parts, have, total, attempt)
+    return LoadBegan(
+        name, 0.0, load=load, source=source, peer=source, parts=parts, begin=have, end=total, attempt=attempt
+    )
 
 
-def ended(load="a#1", source="peer", outcome=Outcome.READY, miss=None, **more) -> LoadEnded:
-    return LoadEnded(load.partition("#")[0], 0.0, load, source, outcome, miss, "", 0.5, **more)
+def ended(load="a#1", source="peer", outcome=LoadOutcome.READY, miss=None, **more) -> LoadEnded:
+    return LoadEnded(
+        load.partition("#")[0],
+        0.0,
+        load=load,
+        source=source,
+        outcome=outcome,
+        miss=miss,
+        failure="",
+        seconds=0.5,
+        **more,
+    )
 
 
-def counted(*events: Event) -> Counted:
-    fold = Fold()
+def counted(*events: Event) -> MetricsDelta:
+    fold = MetricsListener()
     for event in events:
         fold(event)
     return fold.take()
@@ -70,18 +91,18 @@ def counts(*events: Event) -> dict[str, int]:
 
 
 def misses(*events: Event) -> dict[str, int]:
-    found = counts(Arrived("a", 0.0, PROMPT, SOURCES), *events, Settled("a", 1.0, 0, PROMPT))
+    found = counts(Arrived("a", 0.0, tokens=PROMPT, sources=SOURCES), *events, Scheduled("a", 1.0, 0, PROMPT))
     return {name.removeprefix("misses "): n for name, n in found.items() if name.startswith("misses")}
 
 
 def test_a_hit_is_the_load_that_was_ready_and_others_have_lost_the_bid() -> None:
     bids = bid("peer", 80), bid("tiers", 60)
     assert counts(
-        Arrived("a", 0.0, PROMPT, SOURCES),
-        asked(bids=bids, chosen=bids[0], why=Why.BEST),
+        Arrived("a", 0.0, tokens=PROMPT, sources=SOURCES),
+        asked(bids=bids, chosen=bids[0], why=DecisionReason.BEST),
         began(),
-        ended(moved=(Moved("0 full_attention", "direct", 640),), pages=4, descriptors=1),
-        Settled("a", 1.0, 80, PROMPT),
+        ended(moved=(GroupBytes("0 full_attention", "direct", 640),), pages=4, descriptors=1),
+        Scheduled("a", 1.0, 80, PROMPT),
     ) == {
         "loads peer ready": 1,
         "load_bytes peer 0 full_attention direct": 640,
@@ -98,16 +119,16 @@ def test_a_hit_is_the_load_that_was_ready_and_others_have_lost_the_bid() -> None
 @pytest.mark.parametrize("fails", [None, "peer", "tiers"])
 def test_two_parts_of_a_prefix_are_two_hits_or_none(fails) -> None:
     found = counts(
-        Arrived("a", 0.0, PROMPT, SOURCES),
+        Arrived("a", 0.0, tokens=PROMPT, sources=SOURCES),
         began("a#1.0", "tiers", 64),
         began("a#1.1", "peer", 80, 64),
         *(
             ended(f"a#1.{number}", source)
             if fails != source
-            else ended(f"a#1.{number}", source, Outcome.FAILED, Miss.FAILED)
+            else ended(f"a#1.{number}", source, LoadOutcome.FAILED, MissReason.FAILED)
             for number, source in enumerate(("tiers", "peer"))
         ),
-        Settled("a", 1.0, 0 if fails else 80, PROMPT),
+        Scheduled("a", 1.0, 0 if fails else 80, PROMPT),
     )
     hits = {name: n for name, n in found.items() if name.startswith("hit")}
     assert hits == ({} if fails else {
@@ -128,16 +149,16 @@ def test_two_parts_of_a_prefix_are_two_hits_or_none(fails) -> None:
 def test_of_a_broken_pair_all_that_was_to_come_is_recomputed(failing, at_hand, recomputed) -> None:
     """Of the source that failed; of two that did, once."""
     found = counts(
-        Arrived("a", 0.0, PROMPT, SOURCES),
+        Arrived("a", 0.0, tokens=PROMPT, sources=SOURCES),
         began("a#1.0", "tiers", 64),
         began("a#1.1", "peer", 80, 64),
         *(
-            ended(f"a#1.{number}", source, Outcome.FAILED, Miss.FAILED)
+            ended(f"a#1.{number}", source, LoadOutcome.FAILED, MissReason.FAILED)
             if source in failing
             else ended(f"a#1.{number}", source)
             for number, source in enumerate(("tiers", "peer"))
         ),
-        Settled("a", 1.0, at_hand, PROMPT),
+        Scheduled("a", 1.0, at_hand, PROMPT),
     )
     assert {
         name.partition(" ")[2]: n for name, n in found.items() if name.startswith("recomputed")
@@ -147,18 +168,20 @@ def test_of_a_broken_pair_all_that_was_to_come_is_recomputed(failing, at_hand, r
 def test_of_a_bid_that_was_taken_in_part_the_first_places_count() -> None:
     parts = (Part("host", 30), Part("file", 50))
     found = counts(
-        Arrived("a", 0.0, PROMPT, ("tiers",)),
+        Arrived("a", 0.0, tokens=PROMPT, sources=("tiers",)),
         began(source="tiers", total=60, parts=parts),
         ended(source="tiers"),
-        Settled("a", 1.0, 60, PROMPT),
+        Scheduled("a", 1.0, 60, PROMPT),
     )
     assert (found["hit_tokens tiers host"], found["hit_tokens tiers file"]) == (30, 30)
 
 
-@pytest.mark.parametrize("miss", [Miss.NOT_STORED, Miss.EVICTED, Miss.BUSY, Miss.LOCAL])
-def test_a_source_that_bid_nothing_has_said_why(miss: Miss) -> None:
-    lacks = [Lack("tiers", miss, "several"), Lack("peer", Miss.REFUSED)]
-    assert misses(asked(lacks=lacks)) == {f"tiers {miss} several": 1, "peer refused ": 1}
+@pytest.mark.parametrize(
+    "miss", [MissReason.NOT_STORED, MissReason.EVICTED, MissReason.BUSY, MissReason.LOCAL]
+)
+def test_a_source_that_bid_nothing_has_said_why(miss: MissReason) -> None:
+    lacks = [SourceMiss("tiers", miss, "several"), SourceMiss("peer", MissReason.REFUSED)]
+    assert misses(asked(misses=lacks)) == {f"tiers {miss} several": 1, "peer refused ": 1}
 
 
 def test_a_source_that_said_nothing_is_said_to_have_nothing_stored() -> None:
@@ -167,19 +190,19 @@ def test_a_source_that_said_nothing_is_said_to_have_nothing_stored() -> None:
 
 
 def test_only_what_was_said_last_counts() -> None:
-    first = [Lack(source, Miss.STORING) for source in SOURCES]
-    last = [Lack(source, Miss.EVICTED) for source in SOURCES]
-    assert misses(asked(lacks=first), asked(lacks=last)) == {"peer evicted ": 1, "tiers evicted ": 1}
+    first = [SourceMiss(source, MissReason.STORING) for source in SOURCES]
+    last = [SourceMiss(source, MissReason.EVICTED) for source in SOURCES]
+    assert misses(asked(misses=first), asked(misses=last)) == {"peer evicted ": 1, "tiers evicted ": 1}
 
 
 def test_why_a_bid_was_not_taken_is_told_apart() -> None:
     looking, ready = bid("peer", 90, looking=True), bid("tiers", 60)
-    computing = asked(bids=[looking, ready], why=Why.COMPUTING)
+    computing = asked(bids=[looking, ready], why=DecisionReason.COMPUTING)
     assert misses(computing) == {"peer looking ": 1, "tiers lost_bid ": 1}
-    valued = Valued("peer", looking, 9.0), Valued("tiers", ready, 60.0)
-    better = replace(asked(chosen=ready, why=Why.BEST), bids=valued)
+    valued = ValuedBid("peer", looking, 9.0), ValuedBid("tiers", ready, 60.0)
+    better = replace(asked(chosen=ready, why=DecisionReason.BEST), bids=valued)
     assert misses(better)["peer lost_bid "] == 1, "it was not waited for: what it may have is less"
-    for why, miss in ((Why.ATTEMPTS, "attempts"), (Why.NO_ROOM, "no_room")):
+    for why, miss in ((DecisionReason.ATTEMPTS, "attempts"), (DecisionReason.NO_ROOM, "no_room")):
         assert misses(asked(bids=[bid("peer", 9), ready], why=why)) == {
             f"peer {miss} ": 1,
             f"tiers {miss} ": 1,
@@ -188,13 +211,13 @@ def test_why_a_bid_was_not_taken_is_told_apart() -> None:
 
 def test_a_source_whose_load_failed_missed_for_that_and_what_it_had_bid_is_recomputed() -> None:
     events = (
-        Arrived("a", 0.0, PROMPT, SOURCES),
+        Arrived("a", 0.0, tokens=PROMPT, sources=SOURCES),
         began(total=80),
-        ended(outcome=Outcome.EXPIRED, miss=Miss.DEADLINE),
+        ended(outcome=LoadOutcome.EXPIRED, miss=MissReason.DEADLINE),
         began("a#2", "tiers", 60),
-        ended("a#2", "tiers", Outcome.FAILED, Miss.CHECKSUM),
-        asked(lacks=[Lack(source, Miss.NOT_STORED) for source in SOURCES]),
-        Settled("a", 1.0, 16, PROMPT),
+        ended("a#2", "tiers", LoadOutcome.FAILED, MissReason.CHECKSUM),
+        asked(misses=[SourceMiss(source, MissReason.NOT_STORED) for source in SOURCES]),
+        Scheduled("a", 1.0, 16, PROMPT),
     )
     assert counts(*events) == {
         "loads peer expired": 1,
@@ -205,33 +228,33 @@ def test_a_source_whose_load_failed_missed_for_that_and_what_it_had_bid_is_recom
         "queries tiers": 1,
         "misses tiers checksum ": 1,
     }
-    assert "recomputed_tokens peer" not in counts(*events[:-1], Settled("a", 1.0, 80, PROMPT))
-    again = Settled("a", 2.0, 0, PROMPT)
+    assert "recomputed_tokens peer" not in counts(*events[:-1], Scheduled("a", 1.0, 80, PROMPT))
+    again = Scheduled("a", 2.0, 0, PROMPT)
     assert counts(*events, again)["recomputed_tokens peer"] == 64, "preempted later, it is computed for that"
 
 
 def test_what_another_source_brought_after_a_failure_is_not_recomputed() -> None:
     found = counts(
-        Arrived("a", 0.0, PROMPT, SOURCES),
+        Arrived("a", 0.0, tokens=PROMPT, sources=SOURCES),
         began(total=80),
-        ended(outcome=Outcome.FAILED, miss=Miss.FAILED),
+        ended(outcome=LoadOutcome.FAILED, miss=MissReason.FAILED),
         began("a#2", "tiers", 60),
         ended("a#2", "tiers"),
-        Settled("a", 1.0, 60, PROMPT),
+        Scheduled("a", 1.0, 60, PROMPT),
     )
     assert (found["recomputed_tokens peer"], found["hits tiers"], found["misses peer failed "]) == (20, 1, 1)
 
 
 def test_a_request_that_is_preempted_and_admitted_anew_is_counted_once_its_loads_twice() -> None:
-    once = (began(), ended(), Settled("a", 1.0, 80, PROMPT))
-    again = (began("a#2"), ended("a#2"), Settled("a", 2.0, 80, PROMPT))
-    found = counts(Arrived("a", 0.0, PROMPT, ("peer",)), *once, *again)
+    once = (began(), ended(), Scheduled("a", 1.0, 80, PROMPT))
+    again = (began("a#2"), ended("a#2"), Scheduled("a", 2.0, 80, PROMPT))
+    found = counts(Arrived("a", 0.0, tokens=PROMPT, sources=("peer",)), *once, *again)
     assert found == {"loads peer ready": 2, "queries peer": 1, "hits peer": 1, "hit_tokens peer peer": 80}
 
 
 def test_a_source_that_cannot_serve_a_request_is_counted_at_once_and_nothing_is_kept() -> None:
-    fold = Fold()
-    fold(Arrived("a", 0.0, PROMPT, (), (Lack("tiers", Miss.UNNAMED),)))
+    fold = MetricsListener()
+    fold(Arrived("a", 0.0, tokens=PROMPT, sources=(), declined=(SourceMiss("tiers", MissReason.UNNAMED),)))
     assert fold.take().counters == Counter(
         {("queries", ("tiers",)): 1, ("misses", ("tiers", "unnamed", "")): 1}
     )
@@ -239,7 +262,12 @@ def test_a_source_that_cannot_serve_a_request_is_counted_at_once_and_nothing_is_
 
 
 def test_a_request_that_ends_before_it_is_settled_is_not_counted_but_its_load_is() -> None:
-    events = Arrived("a", 0.0, PROMPT, SOURCES), began(), Finished("a", 1.0), ended(outcome=Outcome.DROPPED)
+    events = (
+        Arrived("a", 0.0, tokens=PROMPT, sources=SOURCES),
+        began(),
+        Finished("a", 1.0),
+        ended(outcome=LoadOutcome.DROPPED),
+    )
     found = counted(*events)
     assert found.counters == {("loads", ("peer", "dropped")): 1}
     assert found.gauges == {("pending_loads", ("peer",)): 0}
@@ -248,12 +276,24 @@ def test_a_request_that_ends_before_it_is_settled_is_not_counted_but_its_load_is
 
 def test_tiers_and_leases_and_late_blocks() -> None:
     found = counted(
-        TierTold(0.0, "host", 10, 100, None, fetch_seconds=(0.1, 0.2)),
-        TierTold(0.0, "file", None, None, 3, 1, 2, 30, 4, (("corrupt", 1),), (("no room", 2),)),
-        TierTold(1.0, "file", 20, 200, 0),
+        TierChanged(0.0, "host", used=10, capacity=100, owed=None, fetch_seconds=(0.1, 0.2)),
+        TierChanged(
+            0.0,
+            "file",
+            used=None,
+            capacity=None,
+            owed=3,
+            fetched=1,
+            stored=2,
+            stored_bytes=30,
+            evicted=4,
+            missed=(("corrupt", 1),),
+            dropped=(("no room", 2),),
+        ),
+        TierChanged(1.0, "file", used=20, capacity=200, owed=0),
         StoreBegan("a", 0.0, "store#0", "full_attention", 2),
-        StoreEnded("a", 0.0, "store#0", "", 64, 0.3),
-        StoreEnded("a", 0.0, "store#1", "gone", 0, 0.3),
+        StoreEnded("a", 0.0, store="store#0", failure="", size=64, seconds=0.3),
+        StoreEnded("a", 0.0, store="store#1", failure="gone", size=0, seconds=0.3),
         LeaseGranted("a", 0.0, 80, 30.0),
         LeaseGranted("b", 0.0, 80, 30.0),
         LeaseExtended("a", 0.0),
@@ -276,7 +316,7 @@ def test_tiers_and_leases_and_late_blocks() -> None:
 
 
 def test_what_was_taken_is_not_taken_again() -> None:
-    fold = Fold()
+    fold = MetricsListener()
     fold(LeaseGranted("a", 0.0, 80, 30.0))
     assert fold.take()
     assert not fold.take()
@@ -286,27 +326,44 @@ def test_what_was_taken_is_not_taken_again() -> None:
 def lives(draw: st.DrawFn, name: str) -> list[Event]:
     """One request from its coming to its end, or to any point before: what admission may say of it."""
     sources = draw(st.lists(st.sampled_from(SOURCES), unique=True, min_size=1))
-    events: list[Event] = [Arrived(name, 0.0, PROMPT, tuple(sources))]
+    events: list[Event] = [Arrived(name, 0.0, tokens=PROMPT, sources=tuple(sources))]
     loads = 0
     for _ in range(draw(st.integers(1, 3))):  # admissions: the first, and those after a preemption
         at_hand = have = draw(st.integers(0, PROMPT - 1))
         for _ in range(draw(st.integers(0, 3))):  # attempts
             source, loads = draw(st.sampled_from(sources)), loads + 1
             total = draw(st.integers(have + 1, PROMPT))
-            events.append(asked(name, bids=[bid(source, total - have)], why=Why.BEST, have=have))
-            outcome = draw(st.sampled_from([Outcome.READY, Outcome.FAILED, Outcome.EXPIRED]))
+            events.append(asked(name, bids=[bid(source, total - have)], why=DecisionReason.BEST, have=have))
+            outcome = draw(st.sampled_from([LoadOutcome.READY, LoadOutcome.FAILED, LoadOutcome.EXPIRED]))
             load = f"{name}#{loads}"
             events.append(began(load, source, total, have))
-            miss = None if outcome is Outcome.READY else draw(st.sampled_from([Miss.FAILED, Miss.CHECKSUM]))
+            miss = (
+                None
+                if outcome is LoadOutcome.READY
+                else draw(st.sampled_from([MissReason.FAILED, MissReason.CHECKSUM]))
+            )
             events.append(ended(load, source, outcome, miss))
-            if outcome is Outcome.READY:
+            if outcome is LoadOutcome.READY:
                 at_hand = total
                 break
         else:
-            lacking = [Lack(source, draw(st.sampled_from(Miss))) for source in sources if draw(st.booleans())]
-            why = draw(st.sampled_from([Why.NOTHING, Why.COMPUTING, Why.ATTEMPTS, Why.NO_ROOM]))
-            events.append(asked(name, lacks=lacking, why=why, have=have))
-        events.append(Settled(name, 1.0, at_hand, PROMPT))
+            lacking = [
+                SourceMiss(source, draw(st.sampled_from(MissReason)))
+                for source in sources
+                if draw(st.booleans())
+            ]
+            why = draw(
+                st.sampled_from(
+                    [
+                        DecisionReason.NOTHING,
+                        DecisionReason.COMPUTING,
+                        DecisionReason.ATTEMPTS,
+                        DecisionReason.NO_ROOM,
+                    ]
+                )
+            )
+            events.append(asked(name, misses=lacking, why=why, have=have))
+        events.append(Scheduled(name, 1.0, at_hand, PROMPT))
     events = events[: draw(st.integers(1, len(events)))]
     return [*events, Finished(name, 2.0), *_left_behind(events)]
 
@@ -315,7 +372,7 @@ def _left_behind(events: list[Event]) -> list[Event]:
     """A load that was under way when the request ended is reported after it."""
     done = {event.load for event in events if isinstance(event, LoadEnded)}
     under_way = [event for event in events if isinstance(event, LoadBegan) and event.load not in done]
-    return [ended(event.load, event.source, Outcome.DROPPED) for event in under_way]
+    return [ended(event.load, event.source, LoadOutcome.DROPPED) for event in under_way]
 
 
 @settings(max_examples=150, deadline=None)
@@ -323,7 +380,7 @@ def _left_behind(events: list[Event]) -> list[Event]:
 def test_hits_and_misses_are_queries_at_every_instant_and_nothing_is_negative(data: st.DataObject) -> None:
     queues = [data.draw(lives(name)) for name in "abc"]
     arrived = {name: queue[0].sources for name, queue in zip("abc", queues, strict=True)}
-    fold, whole, happened = Fold(), Counted(), list[Event]()
+    fold, whole, happened = MetricsListener(), MetricsDelta(), list[Event]()
     while any(queues):
         queue = data.draw(st.sampled_from([queue for queue in queues if queue]))
         happened.append(event := queue.pop(0))
@@ -335,7 +392,7 @@ def test_hits_and_misses_are_queries_at_every_instant_and_nothing_is_negative(da
             check(whole)
     whole.add(fold.take())
     check(whole)
-    settled = {event.request_id for event in happened if isinstance(event, Settled)}
+    settled = {event.request_id for event in happened if isinstance(event, Scheduled)}
     total = Counter(source for name in settled for source in arrived[name])
     assert {source: whole.counters["queries", (source,)] for source in total} == total
     loads = [event for event in happened if isinstance(event, LoadEnded)]
@@ -345,27 +402,31 @@ def test_hits_and_misses_are_queries_at_every_instant_and_nothing_is_negative(da
     assert len(fold) == 0
 
 
-def check(whole: Counted) -> None:
+def check(whole: MetricsDelta) -> None:
     for source in SOURCES:
         missed = sum(n for (name, of), n in whole.counters.items() if name == "misses" and of[0] == source)
         assert whole.counters["queries", (source,)] == whole.counters["hits", (source,)] + missed
     assert all(value >= 0 for value in whole.gauges.values())
     for name, labels in (*whole.counters, *whole.gauges, *whole.samples):
         assert len(METRICS[name].labels) == len(labels), name
-    kinds = {Kind.COUNTER: whole.counters, Kind.GAUGE: whole.gauges, Kind.HISTOGRAM: whole.samples}
+    kinds = {
+        MetricKind.COUNTER: whole.counters,
+        MetricKind.GAUGE: whole.gauges,
+        MetricKind.HISTOGRAM: whole.samples,
+    }
     assert all(METRICS[name].kind is kind for kind, found in kinds.items() for name, _ in found)
 
 
 def test_a_load_that_ends_when_another_request_has_the_name_does_no_harm() -> None:
-    again = Arrived("a", 1.0, PROMPT, SOURCES)
-    failed = ended(outcome=Outcome.FAILED, miss=Miss.FAILED)
+    again = Arrived("a", 1.0, tokens=PROMPT, sources=SOURCES)
+    failed = ended(outcome=LoadOutcome.FAILED, miss=MissReason.FAILED)
     assert counts(began(), Finished("a", 0.5), again, failed)["loads peer failed"] == 1
 
 
 def test_an_event_that_is_heard_without_those_before_it_does_no_harm() -> None:
     events = (
         ended(),
-        Settled("a", 0.0, 0, PROMPT),
+        Scheduled("a", 0.0, 0, PROMPT),
         Finished("a", 0.0),
         asked(),
         LeaseEnded("x", 0.0, expired=True),

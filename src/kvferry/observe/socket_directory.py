@@ -20,7 +20,7 @@ _UNFINISHED_SECONDS = 60.0
 _AGAIN_SECONDS = 0.02
 
 
-def places() -> list[Path]:
+def socket_directories() -> list[Path]:
     """Directories, which need not exist: of the user's session if there is one, and of the machine.
 
     An engine takes the first; whoever asks may be of a session when the engine is not.
@@ -30,16 +30,16 @@ def places() -> list[Path]:
     return [runtime / "kvferry", shared] if os.path.isdir(runtime) else [shared]  # noqa: PTH112 - never raises
 
 
-def make() -> Path:
+def make_directory() -> Path:
     """The first of the directories, made if need be, and ours alone.
 
     Raises:
         ConfigError: it is not, or cannot be made.
     """
-    directory = places()[0]
+    directory = socket_directories()[0]
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
-        check(directory)
+        check_directory(directory)
     except OSError as error:
         said = os.strerror(error.errno or 0)
         raise ConfigError(
@@ -48,7 +48,7 @@ def make() -> Path:
     return directory
 
 
-def check(directory: Path) -> None:
+def check_directory(directory: Path) -> None:
     """See that a directory is ours alone.
 
     Raises:
@@ -95,14 +95,14 @@ def listen(directory: Path, name: str) -> tuple[socket.socket, Path]:
     return listening, path
 
 
-def sockets(directory: Path) -> list[Path]:
+def engine_sockets(directory: Path) -> list[Path]:
     """Of the engines there; what a process has left that was killed while it made one is removed.
 
     Raises:
         ConfigError: the directory is not ours alone, or cannot be looked into.
     """
     try:
-        check(directory)
+        check_directory(directory)
         found = sorted(directory.iterdir())
     except FileNotFoundError:
         return []
@@ -119,7 +119,7 @@ def connect(path: Path, until: float) -> socket.socket | None:
     """A connection to an engine; None if the engine is gone, and what it has left is removed then.
 
     Args:
-        path: one of `sockets`.
+        path: one of `engine_sockets`.
         until: monotonic time; an engine with a full queue of questions is tried again so long.
 
     Raises:
@@ -146,9 +146,9 @@ def connect(path: Path, until: float) -> socket.socket | None:
         return asking
 
 
-def sweep(directory: Path) -> None:
+def remove_stale(directory: Path) -> None:
     """Remove what engines that are gone have left."""
-    for path in sockets(directory):
+    for path in engine_sockets(directory):
         with suppress(OSError):
             if (connection := connect(path, 0.0)) is not None:
                 connection.close()

@@ -12,7 +12,7 @@ Series: TypeAlias = tuple[str, tuple[str, ...]]
 
 
 @dataclass(slots=True)
-class Counted:
+class MetricsDelta:
     """Values of series. Only grows, until somebody takes it and begins a new one.
 
     Attributes:
@@ -43,7 +43,7 @@ class Counted:
         if seen := list(of):
             self.samples[name, labels] += seen
 
-    def add(self, other: Counted) -> None:
+    def add(self, other: MetricsDelta) -> None:
         """What was counted after this."""
         self.counters.update(other.counters)
         self.gauges.update(other.gauges)
@@ -59,7 +59,7 @@ class Counted:
         }
 
     @classmethod
-    def read(cls, plain: Mapping[str, Any]) -> Counted:
+    def read(cls, plain: Mapping[str, Any]) -> MetricsDelta:
         """The other way round."""
         found = cls()
         for name, labels, n in plain["counters"]:

@@ -1,0 +1,45 @@
+"""Names as they stand on an engine's `/metrics`: kvferry's, and those of vLLM's that are shown beside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from kvferry.observe.metrics import METRICS, MULTI, PREFIX, Metric, MetricKind
+
+COMMON = ("model_name", "engine")
+"""Labels that vLLM gives every metric, its own and a connector's."""
+CONNECTOR = "connector"
+"""The label that kvferry's metrics have besides, where several connectors are in one engine."""
+
+VLLM_PREFIX = "vllm:"
+
+_VLLM = (
+    Metric("num_requests_running", MetricKind.GAUGE, "Requests in the running batch."),
+    Metric("num_requests_waiting", MetricKind.GAUGE, "Requests that wait."),
+    Metric("kv_cache_usage_perc", MetricKind.GAUGE, "Share of the KV cache that is in use, up to 1."),
+    Metric("prompt_tokens", MetricKind.COUNTER, "Tokens of prompts."),
+    Metric("prompt_tokens_by_source", MetricKind.COUNTER, "The same, by where they come from.", ("source",)),
+    Metric("generation_tokens", MetricKind.COUNTER, "Tokens of answers."),
+    Metric("time_to_first_token_seconds", MetricKind.HISTOGRAM, "As the API server sees it."),
+)
+
+
+def exposed_name(metric: Metric, prefix: str = PREFIX) -> str:
+    """The name with which a metric is asked for; of a histogram, without what is appended to it."""
+    return f"{prefix}{metric.name}{'_total' if metric.kind is MetricKind.COUNTER else ''}"
+
+
+EXPOSED: Mapping[str, Metric] = MappingProxyType(
+    {exposed_name(metric): metric for metric in (*METRICS.values(), *MULTI.values())}
+    | {exposed_name(metric, VLLM_PREFIX): metric for metric in _VLLM}
+)
+"""All of them, by that name."""
+
+SUFFIXES = ("_bucket", "_sum", "_count")
+"""Of a histogram's series."""
+
+
+def series_names(name: str) -> tuple[str, ...]:
+    """Names of the series of a metric of `EXPOSED`."""
+    return tuple(name + each for each in SUFFIXES) if EXPOSED[name].kind is MetricKind.HISTOGRAM else (name,)
